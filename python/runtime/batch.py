@@ -1,0 +1,223 @@
+"""The hand-off from scheduler to worker: what to run next, and what came of it. No torch.
+
+Lengths. A request's KV length counts the positions whose KV is written and committed. The last token it emitted is not
+among them: it is the input of the next step, at position `KV length`. A decode step writes at most `tokens_per_step`
+positions from there and commits 1 to `max_accept_len` of them.
+
+Overlap. `submit` may be called for step n + 1 before step n's result is read. The device then knows lengths and last tokens
+that the host does not; the host passes upper bounds (`len_bounds`) and row numbers only. Steps run in the order submitted, so a
+row or page freed by the host while a step is in flight may be handed out again at once.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.sampling_params import SamplingParams
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+PAD_ROW = 0
+"""The request row that belongs to nobody; padding reads and writes it."""
+PAD_PAGE = 0
+"""The KV page that belongs to nobody."""
+
+
+class ForwardMode(enum.IntEnum):
+    """What one forward pass does."""
+
+    EXTEND = 1
+    DECODE = 2
+    TARGET_VERIFY = 3
+    DRAFT_EXTEND = 4
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """What the device side can hold; admission follows from it.
+
+    Attributes:
+        max_total_tokens: KV slots that requests may use, a multiple of `page_size`; pages are numbered 1..max_total_tokens/page_size.
+        max_running_requests: rows that requests may use, numbered 1..max_running_requests.
+        max_context_len: prompt and output tokens of one request.
+        max_extend_tokens: tokens of one EXTEND batch, all requests together.
+        page_size: slots allocated together.
+        vocab_size: token ids are 0..vocab_size - 1.
+        tokens_per_step: positions past the KV length that a decode step may write: 1, or max(K * topk, D).
+        max_accept_len: tokens that a decode step may commit: 1, or K + 1.
+        prefix_lookahead: 1 when KV at a position also depends on the next token (EAGLE), so that a cached prefix
+            of n tokens may be reused only by a prompt that agrees on n + 1; else 0.
+        overlap: whether step n + 1 may be submitted before step n's result is read.
+    """
+
+    max_total_tokens: int
+    max_running_requests: int
+    max_context_len: int
+    max_extend_tokens: int
+    page_size: int
+    vocab_size: int
+    tokens_per_step: int = 1
+    max_accept_len: int = 1
+    prefix_lookahead: int = 0
+    overlap: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RowInit:
+    """A request takes a row: what the worker must know of it until the row is given away again.
+
+    Attributes:
+        row: 1..max_running_requests.
+        prompt_len: the position of the first output token, also after a retraction.
+        sampling: the request's parameters.
+        seed: the stream of random numbers; every draw is keyed by (seed, position), so that it does not depend on the batch.
+        eos_ids: int32 [E], forbidden while the output is shorter than `sampling.min_new_tokens`: end-of-text and stop ids.
+        history: int32, prompt and output so far, where penalties need it; else None.
+    """
+
+    row: int
+    prompt_len: int
+    sampling: SamplingParams
+    seed: int
+    eos_ids: Int32
+    history: Int32 | None = None
+
+
+def no_ints() -> Int32:
+    """An empty int32 array."""
+    return np.empty(0, dtype=np.int32)
+
+
+@dataclass(slots=True)
+class ScheduleBatch:
+    """One step for the worker. B requests, P new pages, T prompt tokens.
+
+    Attributes:
+        step: the number of this step, counting up.
+        mode: EXTEND or DECODE.
+        rows: int32 [B].
+        len_bounds: int32 [B]. KV length before the step: exact for EXTEND (it equals `prefix_lens`), an upper bound for DECODE.
+        new_rows: rows that changed hands since the last step.
+        page_rows, page_cols, page_ids: int32 [P] each. Page `page_ids[i]` holds positions from `page_cols[i] * page_size` of row `page_rows[i]`.
+        prefix_lens: int32 [B], EXTEND: positions whose KV is there already.
+        extend_lens: int32 [B], EXTEND: new prompt tokens of this chunk, each >= 1.
+        token_ids: int32 [T], EXTEND: those tokens, request after request.
+        next_tokens: int32 [B], EXTEND: the prompt token after this chunk; -1 where the chunk ends the prompt and a token is sampled.
+        top_logprobs: int32 [B]. -1: no log-probabilities; k >= 0: the chosen token's and the k most likely.
+        prompt_logprobs: bool [B], EXTEND: whether log-probabilities of this chunk's prompt tokens are wanted too.
+    """
+
+    step: int
+    mode: ForwardMode
+    rows: Int32
+    len_bounds: Int32
+    top_logprobs: Int32
+    new_rows: list[RowInit] = field(default_factory=list)
+    page_rows: Int32 = field(default_factory=no_ints)
+    page_cols: Int32 = field(default_factory=no_ints)
+    page_ids: Int32 = field(default_factory=no_ints)
+    prefix_lens: Int32 = field(default_factory=no_ints)
+    extend_lens: Int32 = field(default_factory=no_ints)
+    token_ids: Int32 = field(default_factory=no_ints)
+    next_tokens: Int32 = field(default_factory=no_ints)
+    prompt_logprobs: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
+
+    @property
+    def size(self) -> int:
+        """B."""
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of N tokens and of the k most likely in their place.
+
+    Attributes:
+        chosen: float32 [N].
+        top_ids: int32 [N, k].
+        top: float32 [N, k], falling.
+    """
+
+    chosen: Float32
+    top_ids: Int32
+    top: Float32
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """How one step ran.
+
+    Attributes:
+        graph: whether a captured graph was replayed.
+        padded_size: requests that the graph was captured for; B when eager.
+        draft_tokens: drafts verified per request: D - 1, or 0 without speculation.
+        oracle: whether the step ran eagerly as the parity sample of a speculative worker.
+    """
+
+    graph: bool = False
+    padded_size: int = 0
+    draft_tokens: int = 0
+    oracle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """What a step emitted.
+
+    Attributes:
+        token_ids: int32 [sum(accept_lens)], request after request.
+        accept_lens: int32 [B]; 0 where an EXTEND chunk does not end its prompt. In DECODE 1..max_accept_len.
+        logprobs: of `token_ids`, if any request of the batch asked (k is the largest asked for); else None.
+        prompt_logprobs: by index in the batch: for each prompt token of the chunk the log-probability of the token after it
+            (the last one's entry is the next prompt token's, or of no meaning when a token was sampled there).
+        stats: how the step ran.
+    """
+
+    token_ids: Int32
+    accept_lens: Int32
+    logprobs: Logprobs | None = None
+    prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    stats: StepStats = StepStats()
+
+
+class Pending(Protocol):
+    """A step under way."""
+
+    def wait(self) -> BatchResult:
+        """Block until the step's tokens are on the host. Raises whatever the step raised."""
+        ...
+
+
+class Worker(Protocol):
+    """All that the scheduler knows of the device. Plain decoding and EAGLE look the same through it."""
+
+    @property
+    def limits(self) -> WorkerLimits:
+        """What the device side can hold."""
+        ...
+
+    def submit(self, batch: ScheduleBatch) -> Pending:
+        """Queue one step and return at once."""
+        ...
+
+    def info(self) -> dict[str, object]:
+        """What was chosen and measured at start, and counters since: JSON types only, for `/get_server_info`."""
+        ...
+
+    def start_profile(self, folder: str) -> None:
+        """Begin a torch trace of this process, to be written into `folder`."""
+        ...
+
+    def stop_profile(self) -> str:
+        """End the trace and return the file it was written to."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is under way and let go of the device."""
+        ...

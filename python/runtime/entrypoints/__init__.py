@@ -1,0 +1,1 @@
+"""The front door: processes, HTTP, and the offline engine."""

@@ -1,0 +1,59 @@
+"""The device inputs of one forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from runtime.batch import ForwardMode
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """B requests, T tokens. Made by a worker for one pass; a captured graph holds one whose tensors are persistent buffers.
+
+    One convention everywhere: `seq_lens` is the KV length after this pass has written. In DECODE, TARGET_VERIFY and DRAFT_EXTEND query
+    `i` of `q = tokens_per_req` sees `seq_len - q + i + 1` keys; in EXTEND the same holds with each request's own query count.
+
+    Attributes:
+        mode: what the pass does.
+        batch_size: B, padding included.
+        tokens_per_req: queries of every request; 0 in EXTEND, where they differ.
+        input_ids: int64 [T].
+        positions: int64 [T].
+        out_cache_loc: int64 [T]. The KV slot that each token writes; slot = page * page_size + position % page_size; padding: 0.
+        req_pool_indices: int64 [B]. Row of the page table; padding: 0.
+        seq_lens: int32 [B], on the device.
+        qo_indptr: int32 [B + 1], on the device: where each request's queries begin.
+        seq_len_bounds: int32 [B], on the host: at least `seq_lens`; exact on EXTEND and wherever nothing is in flight.
+        extend_lens: int32 [B], on the host, EXTEND only: the queries of each request.
+        step: which pass of a multi-pass plan this is (draft decode: 0..K-2).
+        tree_mask: int64 [T], or None for a causal pass. Bit t of a query's mask: it sees the t-th of the last `tree_tail` keys of its
+            request; all earlier keys are seen by all.
+        tree_tail: how many keys at the end of each request `tree_mask` speaks of, at most 64.
+        hidden_states: [T, H_in]. Draft passes: the target's (or the draft's own) hidden state beside each token.
+    """
+
+    mode: ForwardMode
+    batch_size: int
+    tokens_per_req: int
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_cache_loc: torch.Tensor
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    qo_indptr: torch.Tensor
+    seq_len_bounds: npt.NDArray[np.int32]
+    extend_lens: npt.NDArray[np.int32] | None = None
+    step: int = 0
+    tree_mask: torch.Tensor | None = None
+    tree_tail: int = 0
+    hidden_states: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.input_ids.shape[0]

@@ -1,0 +1,1 @@
+"""The workshop: what models are built from."""

@@ -1,0 +1,82 @@
+"""The contract of an attention backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from runtime.forward_batch import ForwardBatch
+from runtime.mem_cache.kv_pool import KVPool, PageTable
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCaps:
+    """What a backend can do; flags that need more are refused at start.
+
+    Attributes:
+        needs_len_bounds: `plan` reads `seq_len_bounds`, so they should be near the truth.
+        tree_mask: whether passes with `tree_mask` work.
+        page_sizes: page sizes it takes; None for any.
+        head_dims: head dimensions it takes; None for any.
+        cuda_graph: whether `forward` may be captured.
+        sliding_window: whether layers with a window work.
+    """
+
+    needs_len_bounds: bool
+    tree_mask: bool
+    page_sizes: frozenset[int] | None
+    head_dims: frozenset[int] | None
+    cuda_graph: bool
+    sliding_window: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The attention of one model, and the largest passes that a backend must prepare for.
+
+    Attributes:
+        num_q_heads, num_kv_heads, head_dim: H, G and the size of a head.
+        scale: what scores are multiplied with, usually head_dim ** -0.5.
+        window: keys that a query sees before itself, by layer; -1 for all.
+        max_batch_size: requests of a fixed-width pass, padding included.
+        max_tokens_per_req: queries of one request in a fixed-width pass.
+        max_steps: passes that one `plan` may prepare.
+        max_context_len: the longest KV, including what a step writes past the committed length.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: tuple[int, ...]
+    max_batch_size: int
+    max_tokens_per_req: int
+    max_steps: int
+    max_context_len: int
+
+
+class AttentionBackend(Protocol):
+    """Attention over the paged KV pool. KV of the pass is already in the pool when `forward` is called.
+
+    Built from (`AttentionShape`, `KVPool`, `PageTable`, dtype, device). `plan` runs outside any graph: before each eager pass, before a
+    capture and before every replay, always the same call, and writes in place into buffers that the backend owns. `forward` may be
+    captured: no host reads, no allocation that depends on values.
+    """
+
+    caps: AttentionCaps
+
+    def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """Prepare `num_steps` passes over `batch`; pass `i` runs with `seq_lens + i * tokens_per_req` and `batch.step == i`."""
+        ...
+
+    def forward(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
+        """Attend. q [T, H, head_dim] -> [T, H * head_dim], the dtype of q."""
+        ...
+
+
+class BackendFactory(Protocol):
+    """How the registry builds a backend."""
+
+    def __call__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> AttentionBackend: ...

@@ -1,0 +1,1 @@
+"""The office: the processes that speak ZMQ; no torch."""

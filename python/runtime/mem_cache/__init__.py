@@ -1,0 +1,1 @@
+"""The cellar: KV slots, pages and cached prefixes."""

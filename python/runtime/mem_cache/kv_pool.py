@@ -1,0 +1,80 @@
+"""The device side of the KV cache: the slots, and which page holds which positions of a request."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.batch import Int32
+
+
+class KVPool:
+    """Keys and values of every layer, by slot. Target and draft have one each, with the same slot numbers.
+
+    Owner of the tensors: this pool. Written by the model's attention layers, read by the attention backend, until the pool dies.
+    Page 0 belongs to nobody: padding reads and writes its slots.
+
+    Attributes:
+        k, v: per layer [num_pages + 1, page_size, G, head_dim].
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_pages + 1, page_size, num_kv_heads, head_dim)
+        self.page_size = page_size
+        self.num_slots = (num_pages + 1) * page_size
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    def flat(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer by slot: two views [num_slots, G, head_dim]."""
+        return self.k[layer_id].flatten(0, 1), self.v[layer_id].flatten(0, 1)
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy slots `source` int64 [N] onto slots `target` int64 [N] in every layer. Reads come before writes."""
+        for pool in (*self.k, *self.v):
+            flat = pool.flatten(0, 1)
+            flat[target] = flat[source]
+
+    @staticmethod
+    def bytes_per_slot(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """What one slot costs, in bytes."""
+        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+
+
+class PageTable:
+    """Which page holds positions [col * page_size, (col + 1) * page_size) of a row.
+
+    Written by the worker from `ScheduleBatch.page_*`; read by slot computation and attention backends. Entries past a row's pages are stale,
+    but always valid page numbers. Row 0 is padding and holds page 0 only.
+
+    Attributes:
+        pages: int32 [rows, max_pages].
+    """
+
+    def __init__(self, rows: int, max_positions: int, page_size: int, device: torch.device) -> None:
+        self.page_size = page_size
+        self.max_pages = -(-max_positions // page_size)
+        self.pages = torch.zeros((rows, self.max_pages), dtype=torch.int32, device=device)
+
+    def write(self, rows: torch.Tensor, cols: torch.Tensor, ids: torch.Tensor) -> None:
+        """Set `pages[rows[i], cols[i]] = ids[i]`; int64 [P], int64 [P], int32 [P], on the device."""
+        self.pages[rows, cols] = ids
+
+    def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The slot of each (row, position); int64 of any one shape -> int64 of that shape."""
+        page = self.pages[rows, positions // self.page_size].to(torch.int64)
+        return page * self.page_size + positions % self.page_size
+
+
+def page_updates(rows: Int32, cols: Int32, ids: Int32, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The arguments of `PageTable.write` from a batch's host arrays, for devices without staging."""
+    as_tensor = torch.from_numpy
+    return as_tensor(rows).to(device, torch.int64), as_tensor(cols).to(device, torch.int64), as_tensor(ids).to(device)

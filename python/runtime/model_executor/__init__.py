@@ -1,0 +1,1 @@
+"""The engine room: weights, graphs and device state."""

@@ -1,0 +1,1 @@
+"""The draft room: drafting, verification and acceptance."""

@@ -1,0 +1,54 @@
+"""What a model is made of: the architecture read from config.json or GGUF metadata. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Rescaled rotary frequencies: Llama-3.1's by wavelength, or linear."""
+
+    kind: Literal["llama3", "linear"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A dense decoder of the Llama line.
+
+    Attributes:
+        architecture: Hugging Face's class name, e.g. LlamaForCausalLM.
+        window: keys that a query sees before itself, by layer; -1 for all.
+        eos_ids: any of them ends a text.
+        draft_vocab_size: for draft heads with a reduced vocabulary, else None.
+        target_hidden_size: for EAGLE heads: hidden size of the target.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_context_len: int
+    tie_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    window: tuple[int, ...]
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    dtype: Literal["float32", "bfloat16", "float16"]
+    draft_vocab_size: int | None = None
+    target_hidden_size: int | None = None

@@ -147,7 +147,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     state: bytes = b"{}"
 
 
-ToDetokenizer = RequestInfo | TokensOutBatch | ControlReply | Heartbeat
+ToDetokenizer = RequestInfo | TokensOutBatch | ControlReply | Heartbeat | DrainReq
 
 
 class TextOut(Message, frozen=True, kw_only=True):

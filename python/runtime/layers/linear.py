@@ -1,0 +1,112 @@
+"""Linear layers: a weight in the model's dtype, or the same weight stored as int8 rows."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+INT8_DIRECT_ROWS = 16
+"""Up to this many tokens the packed int8 kernel wins on CPU; above it one dequantisation and a bfloat16 product do (measured, AVX-512)."""
+INT8_K_MULTIPLE = 32
+INT8_N_MULTIPLE = 4
+
+
+class Linear:
+    """`x @ weight.T + bias`. Owner of both tensors.
+
+    Attributes:
+        weight: [out, in] in the model's dtype.
+        bias: [out], or None.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    @classmethod
+    def empty(cls, out_features: int, in_features: int, bias: bool, dtype: torch.dtype, device: torch.device) -> Linear:
+        """A layer whose rows are still to be filled with `put`."""
+        weight = torch.empty((out_features, in_features), dtype=dtype, device=device)
+        return cls(weight, torch.empty(out_features, dtype=dtype, device=device) if bias else None)
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight."""
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight."""
+        return self.weight.shape[1]
+
+    def put(self, start: int, rows: torch.Tensor) -> None:
+        """Store `rows` [n, in] of any float dtype from row `start` on."""
+        self.weight[start : start + len(rows)].copy_(rows)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] -> [T, out], the dtype of `x`."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class Int8Linear(Linear):
+    """A linear layer whose weight is int8 with one scale a row; activations enter as bfloat16 (weight-only, CPU).
+
+    The float32-input form of the kernel is not vectorised (measured 14 times slower), so inputs are rounded to bfloat16. Scales are bfloat16
+    numbers and rows are quantised with the rounded scale, so that the scale itself adds no error.
+
+    Attributes:
+        weight: int8 [out, in].
+        scale: bfloat16 [out]; weight row i stands for `weight[i] * scale[i]`.
+        bias: [out] in the model's dtype, or None.
+    """
+
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        self.scale = scale
+        # The kernel reads whole vectors: other shapes would read past the rows.
+        self._packable = weight.shape[1] % INT8_K_MULTIPLE == 0 and weight.shape[0] % INT8_N_MULTIPLE == 0
+
+    @classmethod
+    def empty(cls, out_features: int, in_features: int, bias: bool, dtype: torch.dtype, device: torch.device) -> Int8Linear:
+        """A layer whose rows are still to be filled with `put`; `dtype` is the bias's."""
+        weight = torch.empty((out_features, in_features), dtype=torch.int8, device=device)
+        scale = torch.empty(out_features, dtype=torch.bfloat16, device=device)
+        return cls(weight, scale, torch.empty(out_features, dtype=dtype, device=device) if bias else None)
+
+    @classmethod
+    def quantize(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear:
+        """The int8 form of a float weight [out, in]."""
+        return cls(*quantize_rows(weight), bias)
+
+    def put(self, start: int, rows: torch.Tensor) -> None:
+        """Quantise and store `rows` [n, in] from row `start` on."""
+        self.weight[start : start + len(rows)], self.scale[start : start + len(rows)] = quantize_rows(rows)
+
+    def dequantized(self) -> torch.Tensor:
+        """The float32 weight that this layer computes with."""
+        return self.weight.float() * self.scale.float()[:, None]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] -> [T, out], the dtype of `x`."""
+        out = self._product(x.to(torch.bfloat16)).to(x.dtype)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if self._packable and x.shape[0] <= INT8_DIRECT_ROWS:
+            return torch.ops.aten._weight_int8pack_mm(x.contiguous(), self.weight, self.scale)
+        return F.linear(x, self.weight.to(torch.bfloat16)).mul_(self.scale)
+
+
+def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric int8 per row.
+
+    Args:
+        rows: [out, in], any float dtype.
+
+    Returns:
+        int8 [out, in] in -127..127, and bfloat16 scales [out] with `rows ≈ int8 * scale`.
+    """
+    rows = rows.float()
+    # A scale rounded down would push the largest entry past 127; 2 ** -8 is half a bfloat16 step, relative.
+    scale = (rows.abs().amax(dim=1).clamp_(min=1e-20) / 127 * (1 + 2**-8)).to(torch.bfloat16)
+    return (rows / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale

@@ -80,3 +80,7 @@ class BlockOps(Protocol):
         """Norm q and k per head where asked, rotate them, write k and v to slots `out_cache_loc` int64 [T] of the flat caches
         [num_slots, G, head_dim], and return q [T, H, head_dim]."""
         ...
+
+    def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`head(x)` in float32, [N, vocab], written to `out` where given."""
+        ...

@@ -52,6 +52,11 @@ class TorchOps:
         v_cache.index_copy_(0, out_cache_loc, value.to(v_cache.dtype))
         return query_key[:, :num_q]
 
+    def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`head(x)` in float32, [N, vocab], written to `out` where given."""
+        scores = head(x).float()
+        return scores if out is None else out.copy_(scores)
+
 
 def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
     """Root-mean-square norm over the last dimension, in float32. Source: Zhang and Sennrich 2019, arXiv:1910.07467."""

@@ -122,9 +122,9 @@ class DecoderModel:
         h = ops.linear_add(self._attention.forward(q, layer_id, batch), layer.o_proj, h)
         return ops.linear_add(ops.norm_gate_up(h, layer.mlp_norm, layer.gate_up_proj), layer.down_proj, h)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token: hidden [N, hidden] after the final norm -> float32 [N, vocab]."""
-        return self.lm_head(hidden).float()
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Scores of the next token: hidden [N, hidden] after the final norm -> float32 [N, vocab], written to `out` where given."""
+        return self.ops.logits(hidden, self.lm_head, out)
 
     def _norm(self, name: str, width: int) -> RMSNorm:
         return RMSNorm(self._weights.tensor(name, (width,)), self.config.rms_eps)

@@ -20,23 +20,21 @@ class Segment:
     """B' requests of equal query count q, attended together over S gathered keys.
 
     Attributes:
-        tokens: the rows of the pass they cover, B' * q of them.
-        slots: int64 [B' * S], the KV slots of positions 0..S-1 of each request; those past a request's end are masked.
-        rows: int64 [B'], which requests of the batch.
-        num_keys: S.
+        tokens: the rows of the pass that they cover, B' * q of them.
+        pages: int64 [B' * S / page_size], the pages of each request in turn; one run of neighbouring pages as a slice, read in place.
         query_pos: int64 [B', q], the index of each query's own key.
-        masks: by window, what is added to scores: [B', 1, q, S] in the KV dtype.
+        masks: by window, what is added to scores: [B', 1, q, S] in the KV dtype; None for a plain causal prompt.
     """
 
     tokens: slice
-    slots: torch.Tensor
+    pages: torch.Tensor | slice
     num_keys: int
     query_pos: torch.Tensor
-    masks: dict[int, torch.Tensor]
+    masks: dict[int, torch.Tensor | None]
 
 
 class TorchNativeAttention:
-    """`AttentionBackend` of gathers and `scaled_dot_product_attention`. Eager only: `plan` allocates, and reads `seq_len_bounds`.
+    """`AttentionBackend` of gathered pages and `scaled_dot_product_attention`. Eager only: `plan` allocates, and reads `seq_len_bounds`.
 
     A pass of fixed width is one padded batch; an EXTEND pass is one segment per request.
     """
@@ -49,71 +47,64 @@ class TorchNativeAttention:
         self._table = page_table
         self._dtype = kv_pool.k[0].dtype
         self._windows = tuple(sorted(set(shape.window)))
-        self._group = shape.num_q_heads // shape.num_kv_heads
         self._steps: list[list[Segment]] = []
 
     def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Find the slots and masks of `num_steps` passes; every layer shares them."""
+        """Find the pages and masks of `num_steps` passes; every layer shares them."""
         if batch.mode == ForwardMode.EXTEND:
             self._steps = [self._extend_segments(batch)]
             return
-        width = batch.tokens_per_req
-        num_keys = int(batch.seq_len_bounds.max()) + (num_steps - 1) * width
-        slots = self._slots(batch.req_pool_indices, num_keys)
-        known_mask = batch.tree_mask is None or num_steps == 1
-        self._steps = [
-            [self._segment(batch, slice(0, batch.num_tokens), batch.seq_lens + step * width, width, num_keys, slots, known_mask)]
-            for step in range(num_steps)
-        ]
+        width, everything = batch.tokens_per_req, slice(0, batch.num_tokens)
+        pages, num_keys = self._pages(batch.req_pool_indices, int(batch.seq_len_bounds.max()) + (num_steps - 1) * width)
+        self._steps = []
+        for step in range(num_steps):
+            segment = Segment(everything, pages, num_keys, query_positions(batch.seq_lens + step * width, width), {})
+            # Later steps' trees are known only when the passes before them have run.
+            if batch.tree_mask is None or num_steps == 1:
+                self._fill_masks(segment, batch)
+            self._steps.append([segment])
 
     def forward(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
         """Attend. q [T, H, head_dim] -> [T, H * head_dim]."""
-        segments = self._steps[batch.step]
-        outs = [self._attend(q, layer_id, segment, batch) for segment in segments]
+        outs = [self._attend(q, layer_id, segment, batch) for segment in self._steps[batch.step]]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _extend_segments(self, batch: ForwardBatch) -> list[Segment]:
         assert batch.extend_lens is not None
         segments, start = [], 0
-        for i, (width, num_keys) in enumerate(zip(batch.extend_lens.tolist(), batch.seq_len_bounds.tolist(), strict=True)):
-            tokens = slice(start, start + width)
-            slots = self._slots(batch.req_pool_indices[i : i + 1], num_keys)
-            segments.append(self._segment(batch, tokens, batch.seq_lens[i : i + 1], width, num_keys, slots, True))
+        for i, (width, seq_len) in enumerate(zip(batch.extend_lens.tolist(), batch.seq_len_bounds.tolist(), strict=True)):
+            pages, num_keys = self._pages(batch.req_pool_indices[i : i + 1], seq_len)
+            positions = query_positions(batch.seq_lens[i : i + 1], width)
+            segment = Segment(slice(start, start + width), pages, num_keys, positions, {})
+            if width == seq_len and batch.tree_mask is None:
+                segment.masks.update({w: None for w in self._windows if w < 0 or w >= width - 1})
+            self._fill_masks(segment, batch)
+            segments.append(segment)
             start += width
         return segments
 
-    def _slots(self, rows: torch.Tensor, num_keys: int) -> torch.Tensor:
-        """KV slots of positions 0..num_keys-1 of each row, int64 [rows * num_keys]."""
+    def _pages(self, rows: torch.Tensor, num_keys: int) -> tuple[torch.Tensor | slice, int]:
+        """The pages that hold positions 0..num_keys-1 of each row, and how many positions those pages hold."""
         size = self._table.page_size
-        num_pages = min(-(-num_keys // size), self._table.max_pages)
-        pages = self._table.pages[:, :num_pages].index_select(0, rows).to(torch.int64)
-        slots = (pages.unsqueeze(2) * size + torch.arange(size, device=pages.device)).flatten(1)
-        return slots[:, :num_keys].reshape(-1)
+        count = min(-(-num_keys // size), self._table.max_pages)
+        pages = self._table.pages[:, :count].index_select(0, rows).reshape(-1).to(torch.int64)
+        if len(rows) == 1 and pages.device.type == "cpu":
+            first = int(pages[0])
+            if torch.equal(pages, torch.arange(first, first + count)):
+                return slice(first, first + count), count * size
+        return pages, count * size
 
-    def _segment(
-        self,
-        batch: ForwardBatch,
-        tokens: slice,
-        seq_lens: torch.Tensor,
-        width: int,
-        num_keys: int,
-        slots: torch.Tensor,
-        known_mask: bool,
-    ) -> Segment:
-        offsets = torch.arange(width, device=seq_lens.device)
-        query_pos = seq_lens.to(torch.int64)[:, None] - width + offsets
-        num_keys = slots.numel() // len(seq_lens)
-        segment = Segment(tokens, slots, num_keys, query_pos, {})
-        if known_mask:
-            for window in self._windows:
+    def _fill_masks(self, segment: Segment, batch: ForwardBatch) -> None:
+        for window in self._windows:
+            if window not in segment.masks:
                 segment.masks[window] = self._mask(segment, window, batch)
-        return segment
 
     def _mask(self, segment: Segment, window: int, batch: ForwardBatch) -> torch.Tensor:
         """What to add to the scores, [B', 1, q, S]; finite, so that a row without any key stays finite too."""
-        keys = torch.arange(segment.num_keys, device=segment.slots.device)
-        seen = visible_keys(segment.query_pos, keys, window)
-        if batch.tree_mask is not None:
+        keys = torch.arange(segment.num_keys, device=segment.query_pos.device)
+        if batch.tree_mask is None:
+            seen = visible_keys(segment.query_pos, keys, window)
+        else:
             seen = tree_visible_keys(segment.query_pos, keys, window, batch, segment.tokens)
         floor = torch.finfo(self._dtype).min / 2
         return torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(~seen, floor).unsqueeze(1)
@@ -121,23 +112,26 @@ class TorchNativeAttention:
     def _attend(self, q: torch.Tensor, layer_id: int, segment: Segment, batch: ForwardBatch) -> torch.Tensor:
         requests, width = segment.query_pos.shape
         shape, window = self._shape, self._shape.window[layer_id]
-        mask = segment.masks.get(window)
-        if mask is None:
-            mask = self._mask(segment, window, batch)
-        k, v = (self._gather(cache, segment, requests) for cache in self._pool.flat(layer_id))
-        # The query heads of one KV head become queries of it: no copy of K and V per head.
-        queries = q[segment.tokens].view(requests, width, shape.num_kv_heads, self._group, shape.head_dim)
-        queries = queries.permute(0, 2, 3, 1, 4).reshape(requests, shape.num_kv_heads, self._group * width, shape.head_dim)
-        if width > 1:
-            mask = mask.repeat(1, 1, self._group, 1)
-        out = F.scaled_dot_product_attention(queries.to(k.dtype), k, v, attn_mask=mask, scale=shape.scale)
-        out = out.view(requests, shape.num_kv_heads, self._group, width, shape.head_dim).permute(0, 3, 1, 2, 4)
-        return out.reshape(requests * width, shape.num_q_heads * shape.head_dim).to(q.dtype)
+        mask = segment.masks[window] if window in segment.masks else self._mask(segment, window, batch)
+        # A prompt without prefix, and nothing else, may ask for causality instead of a mask: then S must be q.
+        num_keys = width if mask is None else segment.num_keys
+        k, v = (gather(pool[layer_id], segment, requests, num_keys) for pool in (self._pool.k, self._pool.v))
+        queries = q[segment.tokens].view(requests, width, shape.num_q_heads, shape.head_dim).transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            queries.to(self._dtype), k, v, attn_mask=mask, is_causal=mask is None, scale=shape.scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).reshape(requests * width, shape.num_q_heads * shape.head_dim).to(q.dtype)
 
-    def _gather(self, cache: torch.Tensor, segment: Segment, requests: int) -> torch.Tensor:
-        """Keys or values of the segment, a view [B', G, S, head_dim] of a copy."""
-        rows = cache.index_select(0, segment.slots)
-        return rows.view(requests, segment.num_keys, *cache.shape[1:]).transpose(1, 2)
+
+def gather(cache: torch.Tensor, segment: Segment, requests: int, num_keys: int) -> torch.Tensor:
+    """The first `num_keys` keys or values of each request, [B', G, S, head_dim]: a view, of the pool itself where pages are neighbours."""
+    pages = cache[segment.pages] if isinstance(segment.pages, slice) else cache.index_select(0, segment.pages)
+    return pages.view(requests, segment.num_keys, *cache.shape[2:])[:, :num_keys].transpose(1, 2)
+
+
+def query_positions(seq_lens: torch.Tensor, width: int) -> torch.Tensor:
+    """The index of the own key of each of the last `width` tokens: int32 [B] -> int64 [B, width]."""
+    return seq_lens.to(torch.int64)[:, None] - width + torch.arange(width, device=seq_lens.device)
 
 
 def visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int) -> torch.Tensor:

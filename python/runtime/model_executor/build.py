@@ -1,0 +1,245 @@
+"""From a configuration to the parts that every worker is made of: weights, memory, rows, graphs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import psutil
+import torch
+
+from runtime.batch import ForwardMode, ScheduleBatch, WorkerLimits
+from runtime.errors import ConfigError
+from runtime.layers.sampler import target_probs
+from runtime.layers.select import select_ops
+from runtime.mem_cache.kv_pool import PageTable
+from runtime.model_executor.graph_runner import CaptureReport, GraphRunner, capture_all
+from runtime.model_executor.input_buffers import InputBuffers
+from runtime.model_executor.memory_plan import MIB, Budget, MemoryPlan, plan_memory
+from runtime.model_executor.model_runner import ModelRunner
+from runtime.model_executor.request_rows import RequestRows
+from runtime.model_executor.staging import StagingRing
+from runtime.model_executor.target import Target
+from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
+from runtime.model_executor.worker import TpWorker, decode_forward, decode_spec
+from runtime.models.config import ModelConfig
+from runtime.models.decoder import DecoderModel
+from runtime.models.registry import build_model
+from runtime.server_args import RuntimeConfig
+
+log = logging.getLogger(__name__)
+ReplayKind = Literal["cuda", "eager", "none"]
+CPU_KV_SHARE = 0.25
+"""Of the free memory of a machine without a GPU."""
+CPU_KV_MOST = 4 << 30
+CPU_RUNNING = 16
+STEPS_AHEAD = 4
+"""Steps by which a row's pages may run ahead of its committed length: one in flight, one submitted, and both of a finished request."""
+ACTIVATION_COPIES = 24
+"""[tokens, hidden] float32 equivalents that one pass keeps in the graph pool."""
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a worker is built from, in the order it comes to be."""
+
+    config: RuntimeConfig
+    device: torch.device
+    dtype: torch.dtype
+    running: int
+    sizes: list[int]
+    replay: ReplayKind
+    facts: dict[str, object] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def requests(self) -> int:
+        """The most requests of one pass, padding included."""
+        return max(self.running, max(self.sizes, default=1))
+
+    @property
+    def extend_tokens(self) -> int:
+        """Tokens of one EXTEND batch."""
+        chunk = self.config.chunked_prefill_size
+        return chunk if chunk > 0 else self.config.max_prefill_tokens
+
+
+def make_parts(config: RuntimeConfig, replay: ReplayKind | None = None, sizes: list[int] | None = None) -> Parts:
+    """Decide device, dtype, admission limit and graph sizes. `replay` and `sizes` override the configuration's (tests, parity checks)."""
+    device = torch.device(config.device, 0) if config.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(config.cpu_threads)
+    captured = list(config.cuda_graph_bs) if sizes is None else sizes
+    kind: ReplayKind = replay if replay is not None else ("cuda" if captured and device.type == "cuda" else "none")
+    default = max(captured, default=CPU_RUNNING) if kind == "cuda" else CPU_RUNNING
+    running = config.max_running_requests or default
+    if captured and running > max(captured) and kind == "cuda":
+        log.warning("batches above %d requests have no graph and run eagerly; raise --cuda-graph-max-bs to %d", max(captured), running)
+    return Parts(config, device, getattr(torch, config.dtype), running, captured, kind)
+
+
+def load_model(parts: Parts, config: ModelConfig, folder: str, load_format: str, quantization: str | None) -> DecoderModel:
+    """Build a model and fill its weights."""
+    started = time.perf_counter()
+    ops, why = select_ops(parts.device, parts.dtype)
+    log.info("block operations: %s", why)
+    model = build_model(config, ops, parts.dtype, parts.device, quantization)
+    model.load(model_weights(parts, model.expected_weights(), folder, load_format))
+    seconds = time.perf_counter() - started
+    parts.phases["load_weights"] = parts.phases.get("load_weights", 0.0) + seconds
+    log.info("weights: %s, %.0f MiB, %s%s, %.1f s", config.architecture, model.weight_bytes / MIB, parts.config.dtype,
+             f" with {quantization} linears" if quantization else "", seconds)  # fmt: skip
+    return model
+
+
+def model_weights(parts: Parts, shapes: dict[str, tuple[int, ...]], folder: str, load_format: str):
+    """The tensors of a checkpoint, or random ones."""
+    if load_format == "dummy":
+        return dummy_weights(shapes, parts.dtype, parts.device, seed=parts.config.random_seed)
+    return safetensors_weights(folder, parts.device)
+
+
+def make_page_table(parts: Parts, tokens_per_step: int) -> PageTable:
+    """Rows for every request and the padding; columns for the longest context and what runs ahead of it."""
+    positions = parts.config.context_length + STEPS_AHEAD * tokens_per_step
+    return PageTable(parts.running + 1, positions, parts.config.page_size, parts.device)
+
+
+def make_target(parts: Parts, runner: ModelRunner, page_table: PageTable) -> Target:
+    """The target side, with its rows and staging."""
+    rows = RequestRows(parts.running + 1, runner.config.vocab_size, parts.device)
+    # an EXTEND batch uploads three arrays a token and five a request; a batch brings at most one page a token and some a row
+    capacity = 6 * parts.extend_tokens + 64 * parts.requests + 3 * page_table.max_pages
+    return Target(runner, rows, page_table, StagingRing(capacity, parts.device))
+
+
+def measure_activations(parts: Parts, target: Target, aux_layers: tuple[int, ...], window: int) -> int:
+    """Bytes that the largest chunk and the largest filtered sampling take at their peak, found by running them over page 0.
+
+    0 on the CPU, whose allocator returns what it does not use.
+    """
+    if parts.device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.inference_mode():
+        target.extend(padding_prompt(parts), aux_layers)[1].collect()
+        _sample_largest(parts, target, window)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    target.rows.kv_lens.zero_()
+    torch.cuda.empty_cache()
+    return peak
+
+
+def padding_prompt(parts: Parts) -> ScheduleBatch:
+    """The largest EXTEND batch, all of it on the padding row."""
+    longest = parts.config.context_length - 1
+    lens = [longest] * (parts.extend_tokens // longest) + [parts.extend_tokens % longest]
+    lens = np.array([n for n in lens if n], dtype=np.int32)
+    zeros = np.zeros(len(lens), dtype=np.int32)
+    return ScheduleBatch(
+        step=0, mode=ForwardMode.EXTEND, rows=zeros, len_bounds=zeros, top_logprobs=zeros - 1, prefix_lens=zeros, extend_lens=lens,
+        token_ids=np.zeros(int(lens.sum()), dtype=np.int32), next_tokens=zeros - 1,
+    )  # fmt: skip
+
+
+def _sample_largest(parts: Parts, target: Target, window: int) -> None:
+    count = parts.running * window
+    logits = torch.zeros((count, target.runner.config.vocab_size), dtype=torch.float32, device=parts.device)
+    target_probs(logits, target.rows.tables, torch.zeros(count, dtype=torch.int64, device=parts.device), filtered=True)
+
+
+def divide_memory(parts: Parts, activations: int, reservations: dict[str, int], bytes_per_slot: int, tokens_per_step: int) -> MemoryPlan:
+    """Give KV what is left and log who got what."""
+    config = parts.config
+    wanted = config.max_total_tokens
+    if parts.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+    else:
+        free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
+        most = min(int(free * CPU_KV_SHARE), CPU_KV_MOST) // bytes_per_slot
+        wanted = wanted or min(most, parts.running * config.context_length)
+    least = min(config.context_length, 1024) + 2 * tokens_per_step + config.page_size
+    plan = plan_memory(
+        Budget(total, free, activations, reservations, bytes_per_slot), config.page_size, wanted, config.mem_fraction_static, least
+    )
+    for line in plan.lines() if parts.device.type == "cuda" else []:
+        log.info("memory: %s", line)
+    log.info("KV cache: %d tokens in pages of %d", plan.num_pages * config.page_size, config.page_size)
+    parts.facts["memory_mib"] = {name: round(size / MIB, 1) for name, size in plan.table.items()}
+    return plan
+
+
+def capture_graphs(parts: Parts, runners: list[GraphRunner]) -> list[CaptureReport]:
+    """Capture and log one line per runner."""
+    started = time.perf_counter()
+    with torch.inference_mode():
+        reports = capture_all(runners)
+    parts.phases["capture_graphs"] = time.perf_counter() - started
+    for r in reports:
+        log.info("graphs: %-14s %3d sizes up to %4d, %5.1f s, reserved %8.1f MiB, used %8.1f MiB",
+                 r.name, len(r.sizes), max(r.sizes, default=0), r.seconds, r.reserved_mib, r.used_mib)  # fmt: skip
+    parts.facts["graphs"] = [
+        {"runner": r.name, "sizes": r.sizes, "seconds": round(r.seconds, 3), "reserved_mib": round(r.reserved_mib, 1),
+         "used_mib": round(r.used_mib, 1)} for r in reports
+    ]  # fmt: skip
+    return reports
+
+
+def pool_bytes_per_token(config: ModelConfig) -> int:
+    """What one token of a target graph takes from the graph pool: float32 stream, fused projections, gate and up."""
+    return 4 * config.hidden_size * ACTIVATION_COPIES
+
+
+def make_limits(parts: Parts, plan: MemoryPlan, vocab_size: int, **speculation: int) -> WorkerLimits:
+    """The scheduler's view of the memory plan. `speculation`: tokens_per_step, max_accept_len, prefix_lookahead."""
+    config = parts.config
+    limits = WorkerLimits(
+        max_total_tokens=plan.num_pages * config.page_size,
+        max_running_requests=parts.running,
+        max_context_len=config.context_length,
+        max_extend_tokens=parts.extend_tokens,
+        page_size=config.page_size,
+        vocab_size=vocab_size,
+        overlap=config.overlap,
+        **speculation,
+    )
+    log.info("admission: at most %d requests at once, %d tokens of KV, %d tokens a prompt step", limits.max_running_requests,
+             limits.max_total_tokens, limits.max_extend_tokens)  # fmt: skip
+    return limits
+
+
+def build_worker(
+    config: RuntimeConfig, model_config: ModelConfig, replay: ReplayKind | None = None, sizes: list[int] | None = None
+) -> TpWorker:
+    """The plain worker, ready to run.
+
+    Raises:
+        ConfigError: the model or the memory does not allow it.
+    """
+    if config.speculative is not None:
+        raise ConfigError("a plain worker cannot speculate")
+    parts = make_parts(config, replay, sizes)
+    model = load_model(parts, model_config, config.model_path, config.load_format, config.quantization)
+    runner = ModelRunner(model, model_config, config.attention_backend, parts.dtype, parts.device)
+    page_table = make_page_table(parts, 1)
+    target = make_target(parts, runner, page_table)
+    runner.allocate(1, page_table, parts.requests, 1, 1)
+    activations = measure_activations(parts, target, (), 1)
+    spec = decode_spec(model_config.vocab_size, pool_bytes_per_token(model_config))
+    reservations = {spec.name: spec.reservation(parts.requests, max(parts.sizes, default=0) if parts.replay != "none" else 0)}
+    plan = divide_memory(parts, activations, reservations, runner.bytes_per_slot, 1)
+    runner.allocate(plan.num_pages, page_table, parts.requests, 1, 1)
+    inputs = InputBuffers(parts.requests, 1, parts.device)
+    decode = GraphRunner(spec, decode_forward(target), inputs, [runner.backend], parts.replay, parts.sizes, config.cuda_graph_padding)
+    capture_graphs(parts, [decode])
+    parts.facts["startup_seconds"] = parts.phases
+    return TpWorker(target, decode, inputs, make_limits(parts, plan, model_config.vocab_size), parts.facts)

@@ -1,0 +1,69 @@
+"""Runs steps in the order submitted, without making the caller wait.
+
+On a GPU launching is already asynchronous: a step is launched inline and its result awaited later. On the CPU one thread plays the device, so that
+the scheduler prepares the next batch while the current one runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from runtime.batch import BatchResult, Pending, ScheduleBatch
+
+Finish = Callable[[], BatchResult]
+Step = Callable[[ScheduleBatch], Finish]
+
+
+@dataclass(slots=True)
+class _Launched:
+    finish: Finish | None
+    error: Exception | None = None
+
+    def wait(self) -> BatchResult:
+        if self.error is not None:
+            raise self.error
+        assert self.finish is not None
+        return self.finish()
+
+
+@dataclass(slots=True)
+class _Queued:
+    future: Future[BatchResult]
+
+    def wait(self) -> BatchResult:
+        return self.future.result()
+
+
+class DeviceQueue:
+    """Owner of the thread that plays the device on the CPU. `step` launches a batch and returns how to collect its result."""
+
+    def __init__(self, step: Step, device: torch.device) -> None:
+        self._step = step
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="device") if device.type == "cpu" else None
+
+    def submit(self, batch: ScheduleBatch) -> Pending:
+        """Queue one step. What it raises comes out of `wait`."""
+        if self._thread is not None:
+            return _Queued(self._thread.submit(self._run, batch))
+        try:
+            with torch.inference_mode():
+                return _Launched(self._step(batch))
+        except Exception as error:  # the scheduler fails these requests and goes on
+            return _Launched(None, error)
+
+    def run(self, function: Callable[[], object]) -> object:
+        """Call `function` between steps, on the thread that runs them."""
+        return self._thread.submit(function).result() if self._thread is not None else function()
+
+    def close(self) -> None:
+        """Let queued steps end."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+
+    def _run(self, batch: ScheduleBatch) -> BatchResult:
+        with torch.inference_mode():
+            return self._step(batch)()

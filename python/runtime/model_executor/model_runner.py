@@ -1,0 +1,61 @@
+"""One model on the device: its weights, its KV pool and its attention backend."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.batch import ForwardMode
+from runtime.forward_batch import ForwardBatch
+from runtime.layers.attention.base import AttentionBackend, AttentionShape
+from runtime.layers.attention.registry import build_backend
+from runtime.mem_cache.kv_pool import KVPool, PageTable
+from runtime.models.config import ModelConfig
+from runtime.models.registry import DecoderModel
+
+
+class ModelRunner:
+    """Owner of a model's weights, KV pool and backend. Target and draft are one each, over one page table."""
+
+    def __init__(self, model: DecoderModel, config: ModelConfig, attention: str, dtype: torch.dtype, device: torch.device) -> None:
+        self.model, self.config, self.attention = model, config, attention
+        self.dtype, self.device = dtype, device
+        self.kv_pool: KVPool
+        self.backend: AttentionBackend
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """KV bytes of one position, all layers."""
+        c = self.config
+        return KVPool.bytes_per_slot(c.num_layers, c.num_kv_heads, c.head_dim, self.dtype)
+
+    def allocate(
+        self,
+        num_pages: int,
+        page_table: PageTable,
+        max_batch_size: int,
+        max_width: int,
+        max_steps: int,
+        extra: AttentionBackend | None = None,
+    ) -> None:
+        """Make the KV pool and the backend, and bind them to the model. Called again, it replaces both (a profile run uses a small pool)."""
+        c = self.config
+        self.kv_pool = KVPool(c.num_layers, num_pages, page_table.page_size, c.num_kv_heads, c.head_dim, self.dtype, self.device)
+        shape = AttentionShape(
+            num_q_heads=c.num_q_heads,
+            num_kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            scale=c.head_dim**-0.5,
+            window=c.window,
+            max_batch_size=max_batch_size,
+            max_tokens_per_req=max_width,
+            max_steps=max_steps,
+            max_context_len=page_table.max_pages * page_table.page_size,
+        )
+        self.backend = build_backend(self.attention, shape, self.kv_pool, page_table)
+        self.model.bind(self.kv_pool, self.backend)
+
+    def extend(self, batch: ForwardBatch, aux_layers: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Plan and run an EXTEND batch eagerly: hidden [T, hidden] and, where asked, auxiliary states."""
+        assert batch.mode is ForwardMode.EXTEND
+        self.backend.plan(batch)
+        return self.model.forward(batch, aux_layers)

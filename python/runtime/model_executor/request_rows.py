@@ -1,0 +1,110 @@
+"""Per-request device state in fixed rows: length, last token, sampling parameters, token counts.
+
+Rows are written on admission and read by index; nothing is ever filtered or merged. Row 0 is padding: its length stays 0, so that a padding
+row of a graph reads position 0 of page 0 and no request sees it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from runtime.batch import RowInit
+from runtime.layers.sampler import SamplingNeeds, SamplingTables
+from runtime.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_IDS, TOP_K_ALL, SamplingParams
+
+MAX_EOS = MAX_STOP_IDS + 16
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class RequestRows:
+    """Owner of all tensors that are indexed by request row.
+
+    Attributes:
+        kv_lens: int32 [R]. Positions whose KV is committed.
+        last_tokens: int64 [R]. The next input token.
+        tables: what the sampler reads by row.
+    """
+
+    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+        self.device = device
+        self.kv_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.tables = SamplingTables(
+            floats=torch.zeros((rows, 6), dtype=torch.float32, device=device),
+            top_k=torch.full((rows,), TOP_K_ALL, dtype=torch.int32, device=device),
+            seeds=torch.zeros(rows, dtype=torch.int64, device=device),
+            min_positions=torch.zeros(rows, dtype=torch.int64, device=device),
+            eos_ids=torch.full((rows, MAX_EOS), -1, dtype=torch.int64, device=device),
+            bias_ids=torch.zeros((rows, MAX_LOGIT_BIAS), dtype=torch.int64, device=device),
+            bias_values=torch.zeros((rows, MAX_LOGIT_BIAS), dtype=torch.float32, device=device),
+            output_counts=torch.zeros((rows, vocab_size), dtype=torch.int16, device=device),
+            in_prompt=torch.zeros((rows, vocab_size), dtype=torch.bool, device=device),
+        )
+        self.tables.floats[:, :] = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 1.0])
+        self._params: list[SamplingParams] = [GREEDY] * rows
+
+    @staticmethod
+    def bytes_needed(rows: int, vocab_size: int) -> int:
+        """Device bytes of `rows` rows."""
+        per_row = 4 + 8 + 24 + 4 + 8 + 8 + 8 * MAX_EOS + 12 * MAX_LOGIT_BIAS + 3 * vocab_size
+        return rows * per_row
+
+    def admit(self, new_rows: list[RowInit]) -> None:
+        """Write what the batch says of rows that changed hands."""
+        if not new_rows:
+            return
+        params = [init.sampling for init in new_rows]
+        rows = self._upload(np.array([init.row for init in new_rows], dtype=np.int64))
+        floats = [
+            (0.0 if p.greedy else p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty)
+            for p in params
+        ]
+        t = self.tables
+        t.floats[rows] = self._upload(np.array(floats, dtype=np.float32))
+        t.top_k[rows] = self._upload(np.array([p.top_k if p.top_k > 0 else TOP_K_ALL for p in params], dtype=np.int32))
+        t.seeds[rows] = self._upload(np.array([init.seed for init in new_rows], dtype=np.int64))
+        minimum = [init.prompt_len + p.min_new_tokens if p.min_new_tokens else 0 for init, p in zip(new_rows, params, strict=True)]
+        t.min_positions[rows] = self._upload(np.array(minimum, dtype=np.int64))
+        for init in new_rows:
+            self._params[init.row] = init.sampling
+            self._admit_rare(init)
+
+    def needs(self, rows: np.ndarray) -> SamplingNeeds:
+        """What the sampler has to do for these rows; known on the host, so that nothing is computed in vain."""
+        chosen = [self._params[r] for r in rows.tolist()]
+        index = lambda wanted: [i for i, p in enumerate(chosen) if wanted(p)]  # noqa: E731
+        return SamplingNeeds(
+            all_greedy=all(p.greedy for p in chosen),
+            filtered=any(not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) for p in chosen),
+            penalised=index(lambda p: p.penalised),
+            biased=index(lambda p: bool(p.logit_bias)),
+            at_least=index(lambda p: p.min_new_tokens > 0),
+        )
+
+    def count(self, rows: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor) -> None:
+        """Add committed output tokens to the counts. rows int64 [N], tokens int64 [N, W], valid bool [N, W]."""
+        amounts = valid.to(torch.int16).flatten()
+        self.tables.output_counts.index_put_((rows.repeat_interleave(tokens.shape[1]), tokens.flatten()), amounts, accumulate=True)
+
+    def _admit_rare(self, init: RowInit) -> None:
+        t, p, row = self.tables, init.sampling, init.row
+        if p.min_new_tokens:
+            ids = np.full(MAX_EOS, -1, dtype=np.int64)
+            ids[: len(init.eos_ids)] = init.eos_ids[:MAX_EOS]
+            t.eos_ids[row] = self._upload(ids)
+        if p.logit_bias:
+            ids, values = np.zeros(MAX_LOGIT_BIAS, dtype=np.int64), np.zeros(MAX_LOGIT_BIAS, dtype=np.float32)
+            ids[: len(p.logit_bias)] = list(p.logit_bias.keys())
+            values[: len(p.logit_bias)] = list(p.logit_bias.values())
+            t.bias_ids[row], t.bias_values[row] = self._upload(ids), self._upload(values)
+        if p.penalised and init.history is not None:
+            vocab = t.output_counts.shape[1]
+            output = np.bincount(init.history[init.prompt_len :], minlength=vocab).astype(np.int16)
+            prompt = np.zeros(vocab, dtype=np.bool_)
+            prompt[init.history[: init.prompt_len]] = True
+            t.output_counts[row], t.in_prompt[row] = self._upload(output), self._upload(prompt)
+
+    def _upload(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor

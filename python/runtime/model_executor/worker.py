@@ -1,0 +1,119 @@
+"""TpWorker: the plain worker, one target that decodes a token a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from runtime.batch import BatchResult, ForwardMode, Pending, ScheduleBatch, StepStats, WorkerLimits
+from runtime.forward_batch import ForwardBatch
+from runtime.layers.sampler import sample, top_logprobs
+from runtime.model_executor.device_queue import DeviceQueue, Finish
+from runtime.model_executor.graph_runner import GraphRunner, Outputs, RunnerSpec
+from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
+from runtime.model_executor.profiler import Profiler
+from runtime.model_executor.staging import HostCopy
+from runtime.model_executor.target import Target, to_logprobs
+from runtime.model_executor.window import fill_window
+
+
+def decode_spec(vocab_size: int, pool_bytes_per_token: int) -> RunnerSpec:
+    """What the target's decode graph computes: logits, and the likeliest token of each."""
+    return RunnerSpec(
+        name="target decode",
+        mode=ForwardMode.DECODE,
+        width=1,
+        outputs=(
+            BufferSpec("logits", "token", torch.float32, 0, (vocab_size,)),
+            BufferSpec("tokens", "token", torch.int64, 0),
+        ),
+        pool_bytes_per_token=pool_bytes_per_token,
+    )
+
+
+class TpWorker:
+    """A `Worker` that decodes one token per request and step."""
+
+    def __init__(self, target: Target, decode: GraphRunner, inputs: InputBuffers, limits: WorkerLimits, facts: dict[str, object]) -> None:
+        self._target, self._decode, self._inputs = target, decode, inputs
+        self._limits, self._facts = limits, facts
+        self._queue = DeviceQueue(self._step, target.device)
+        self._profiler = Profiler("scheduler", target.device)
+
+    @property
+    def limits(self) -> WorkerLimits:
+        """What the device side can hold."""
+        return self._limits
+
+    def submit(self, batch: ScheduleBatch) -> Pending:
+        """Queue one step and return at once."""
+        return self._queue.submit(batch)
+
+    def info(self) -> dict[str, object]:
+        """What was chosen and measured at start."""
+        return self._facts
+
+    def start_profile(self, folder: str) -> None:
+        """Begin a torch trace."""
+        self._queue.run(lambda: self._profiler.start(folder))
+
+    def stop_profile(self) -> str:
+        """End the trace; returns its file."""
+        return str(self._queue.run(self._profiler.stop))
+
+    def close(self) -> None:
+        """Finish what is under way."""
+        self._queue.close()
+
+    def _step(self, batch: ScheduleBatch) -> Finish:
+        if batch.mode is ForwardMode.EXTEND:
+            return self._target.extend(batch)[1].collect
+        return self._decode_step(batch)
+
+    def _decode_step(self, batch: ScheduleBatch) -> Finish:
+        target, state, live = self._target, self._target.rows, batch.size
+        size = self._decode.size_for(live)
+        forward = self._decode.batch(size)
+        rows = target.stage_rows(batch, size)
+        forward.req_pool_indices.copy_(rows)
+        forward.seq_len_bounds[:] = 1
+        forward.seq_len_bounds[:live] = batch.len_bounds + 1
+        fill_window(forward, target.page_table, state.kv_lens[rows], state.last_tokens[rows][:, None])
+        outputs, replayed = self._decode.run(forward)
+        needs = state.needs(batch.rows)
+        rows, after = rows[:live], forward.seq_lens[:live]
+        if needs.all_greedy and not needs.adjusts:
+            tokens = outputs["tokens"][:live].clone()
+        else:
+            tokens = sample(outputs["logits"][:live], state.tables, rows, after.to(torch.int64), needs)
+        state.kv_lens[rows] = after
+        state.last_tokens[rows] = tokens
+        if needs.penalised:
+            state.count(rows, tokens[:, None], torch.ones_like(tokens, dtype=torch.bool)[:, None])
+        k = int(batch.top_logprobs.max(initial=-1))
+        logprobs = HostCopy(*top_logprobs(outputs["logits"][:live], tokens, k)) if k >= 0 else None
+        copied = HostCopy(tokens)
+        stats = StepStats(graph=replayed, padded_size=size)
+        return lambda: _collect(copied, logprobs, stats)
+
+
+def decode_forward(target: Target):
+    """The function that the decode graph records. Inside the graph."""
+    model = target.runner.model
+
+    def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
+        hidden, _ = model.forward(batch)
+        logits = model.logits(hidden, out=outputs["logits"])
+        torch.argmax(logits, dim=-1, out=outputs["tokens"])
+
+    return forward
+
+
+def _collect(copied: HostCopy, logprobs: HostCopy | None, stats: StepStats) -> BatchResult:
+    (tokens,) = copied.wait()
+    return BatchResult(
+        token_ids=tokens.astype(np.int32),
+        accept_lens=np.ones(len(tokens), dtype=np.int32),
+        logprobs=to_logprobs(logprobs, None) if logprobs is not None else None,
+        stats=stats,
+    )

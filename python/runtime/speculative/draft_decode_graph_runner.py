@@ -1,0 +1,128 @@
+"""The K - 1 draft forwards of one iteration as one graph: its inputs, width, backend and memory reservation.
+
+Exists only when K > 1: the first guess comes from draft-extend. Row width is topk. Pass `i` writes draft KV at `kv_len + i * topk + j` for branch `j`, all at
+sequence position `kv_len + i`, and sees the committed KV and, through the tree mask, its own ancestors. The draft's probabilities are outputs: they are
+read after the target's graph has run, so they may not live in the pool that graphs share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from runtime.batch import ForwardMode
+from runtime.forward_batch import ForwardBatch
+from runtime.mem_cache.kv_pool import PageTable
+from runtime.model_executor.graph_runner import Forward, Outputs, RunnerSpec
+from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
+from runtime.model_executor.request_rows import RequestRows
+from runtime.models.draft import DraftModel
+from runtime.speculative.draft_rows import DraftRows, guess
+from runtime.speculative.draft_tree import TreeShape, begin, expand, select, top_log_probs
+
+GREEDY, SAMPLED = "greedy", "sampled"
+LOGIT_COPIES = 4
+"""Float32 [tokens, Vd] tensors alive at once in a pass: logits, their softmax, and what topk or the draw needs."""
+HIDDEN_COPIES = 24
+"""[tokens, hidden] float32 equivalents alive at once in a pass: residual, qkv, gate and up."""
+
+
+def draft_decode_spec(shape: TreeShape, draft_vocab: int, hidden: int) -> RunnerSpec:
+    """Outputs: `tokens` int64 [B, D]; for trees `parents`, `depths`, `mask` [B, D]; for sampled chains `probs` float32 [B, K, Vd]."""
+    D, chain = shape.num_draft_tokens, shape.topk == 1
+    outputs = [BufferSpec("tokens", "req", torch.int64, 0, (D,))]
+    if chain:
+        outputs.append(BufferSpec("probs", "req", torch.float32, 0, (shape.num_steps, draft_vocab)))
+    else:
+        outputs += [BufferSpec(name, "req", torch.int64, 0, (D,)) for name in ("parents", "depths", "mask")]
+    return RunnerSpec(
+        name="draft decode",
+        mode=ForwardMode.DECODE,
+        width=shape.topk,
+        outputs=tuple(outputs),
+        num_steps=max(shape.num_steps - 1, 1),
+        tree_tail=0 if chain else shape.topk,
+        variants=(GREEDY, SAMPLED) if chain else (GREEDY,),
+        pool_bytes_per_token=4 * (LOGIT_COPIES * draft_vocab + HIDDEN_COPIES * hidden),
+    )
+
+
+def draft_decode_forward(
+    draft: DraftModel, shape: TreeShape, rows: RequestRows, state: DraftRows, page_table: PageTable, inputs: InputBuffers
+) -> Forward:
+    """The function that the graph records; it reads rows' state itself, so its only per-step input is the row numbers and lengths."""
+    passes = _Passes(draft, shape, rows, state, page_table, inputs)
+    return passes.chain if shape.topk == 1 else passes.tree
+
+
+class _Passes:
+    """The K - 1 passes. Every method runs inside the graph."""
+
+    def __init__(
+        self, draft: DraftModel, shape: TreeShape, rows: RequestRows, state: DraftRows, page_table: PageTable, inputs: InputBuffers
+    ) -> None:
+        self.draft, self.shape, self.rows, self.state = draft, shape, rows, state
+        self.page_table, self.inputs = page_table, inputs
+
+    def chain(self, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
+        index, K = batch.req_pool_indices, self.shape.num_steps
+        committed = self.inputs.kv_lens(batch.batch_size).to(torch.int64)
+        token, hidden = self.state.tokens[index, 0], self.state.hidden[index]
+        tokens, sampled = outputs["tokens"], variant == SAMPLED
+        tokens[:, 0].copy_(self.rows.last_tokens[index])
+        tokens[:, 1].copy_(token)
+        if sampled:
+            outputs["probs"][:, 0].copy_(self.state.probs[index])
+        for step in range(K - 1):
+            hidden = self._forward(batch, step, committed, token[:, None], hidden)
+            logits = self.draft.logits(hidden)
+            ids, probs = guess(logits, self.rows.tables, index, committed + step + 2, sampled)
+            token = self.draft.map_to_target(ids)
+            tokens[:, step + 2].copy_(token)
+            if probs is not None:
+                outputs["probs"][:, step + 1].copy_(probs)
+
+    def tree(self, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
+        index, topk, size = batch.req_pool_indices, self.shape.topk, batch.batch_size
+        committed = self.inputs.kv_lens(size).to(torch.int64)
+        beam = begin(self.state.tokens[index], self.state.scores[index])
+        hidden = self.state.hidden[index][:, None].expand(-1, topk, -1)
+        for step in range(self.shape.num_steps - 1):
+            flat = hidden.reshape(size * topk, -1)
+            hidden = self._forward(batch, step, committed, beam.tokens, flat, beam.mask)
+            ids, scores = top_log_probs(self.draft.logits(hidden), topk)
+            children = self.draft.map_to_target(ids).view(size, topk, topk)
+            beam = expand(beam, children, scores.view(size, topk, topk))
+            hidden = hidden.view(size, topk, -1).gather(1, beam.parents[:, :, None].expand(-1, -1, hidden.shape[-1]))
+        tree = select(beam, self.rows.last_tokens[index], self.shape)
+        outputs["tokens"].copy_(tree.tokens)
+        outputs["parents"].copy_(tree.parents)
+        outputs["depths"].copy_(tree.depths)
+        outputs["mask"].copy_(tree.mask)
+
+    def _forward(
+        self,
+        batch: ForwardBatch,
+        step: int,
+        committed: torch.Tensor,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One pass. tokens int64 [B, topk], hidden [B * topk, hidden], mask int64 [B, topk] -> hidden [B * topk, hidden]."""
+        topk = self.shape.topk
+        branch = torch.arange(topk, device=committed.device)
+        slots_at = committed[:, None] + step * topk + branch
+        inputs = replace(
+            batch,
+            step=step,
+            input_ids=tokens.reshape(-1),
+            positions=(committed[:, None] + step).expand(-1, topk).reshape(-1),
+            out_cache_loc=self.page_table.slots(batch.req_pool_indices[:, None], slots_at).reshape(-1),
+            seq_lens=batch.seq_lens + step * topk,
+            hidden_states=hidden,
+            tree_mask=mask.reshape(-1) if mask is not None else None,
+            tree_tail=(step + 1) * topk if mask is not None else 0,
+        )
+        return self.draft.forward(inputs)

@@ -1,0 +1,54 @@
+"""The draft forward over the verify window: its inputs, width, backend and memory reservation.
+
+Always the whole window of D tokens, rejected positions included: the shape is fixed, so no host value is needed between verify and the next draft.
+Position `j` of the window carries the committed token that follows it and the target's hidden state at it; beyond the accepted tokens it carries anything
+valid, and what it writes there is overwritten by the next iteration before it is read. The LM head runs on each request's last accepted row only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from runtime.batch import ForwardMode
+from runtime.forward_batch import ForwardBatch
+from runtime.model_executor.graph_runner import Forward, Outputs, RunnerSpec
+from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
+from runtime.model_executor.request_rows import RequestRows
+from runtime.models.draft import DraftModel
+from runtime.speculative.draft_decode_graph_runner import GREEDY, HIDDEN_COPIES, LOGIT_COPIES, SAMPLED
+from runtime.speculative.draft_rows import DraftRows, first_guesses
+from runtime.speculative.draft_tree import TreeShape
+
+
+def draft_extend_spec(shape: TreeShape, draft_vocab: int, hidden: int, feature: int, dtype: torch.dtype) -> RunnerSpec:
+    """Outputs: `features` [B * D, feature], which the owner fills before the run (the target's hidden states), and `accept_lens` int32 [B], likewise.
+
+    They are inputs, held here because no other runner reads them; the results go to `DraftRows`.
+    """
+    D = shape.num_draft_tokens
+    return RunnerSpec(
+        name="draft extend",
+        mode=ForwardMode.DRAFT_EXTEND,
+        width=D,
+        outputs=(BufferSpec("features", "token", dtype, 0, (feature,)), BufferSpec("accept_lens", "req", torch.int32, 1)),
+        variants=(GREEDY, SAMPLED) if shape.topk == 1 else (GREEDY,),
+        pool_bytes_per_token=4 * (LOGIT_COPIES * draft_vocab // D + HIDDEN_COPIES * hidden),
+    )
+
+
+def draft_extend_forward(draft: DraftModel, rows: RequestRows, state: DraftRows, inputs: InputBuffers) -> Forward:
+    """The function that the graph records."""
+
+    def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
+        index, D = batch.req_pool_indices, batch.tokens_per_req
+        accepted = outputs["accept_lens"].to(torch.int64)
+        hidden = draft.forward(replace(batch, hidden_states=draft.project(outputs["features"])))
+        last = torch.arange(batch.batch_size, device=accepted.device) * D + accepted - 1
+        hidden = hidden[last]
+        positions = inputs.kv_lens(batch.batch_size).to(torch.int64) + accepted + 1
+        state.hidden[index] = hidden
+        first_guesses(state, draft.logits(hidden), draft.to_target, rows.tables, index, positions, variant == SAMPLED)
+
+    return forward

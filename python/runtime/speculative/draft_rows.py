@@ -1,0 +1,80 @@
+"""Per-request draft state in fixed device rows: the hidden state to go on from, and the first guesses.
+
+Written by draft-extend (after every verify, and after a prompt), read by draft-decode of the next iteration. Keyed by request row, so it survives
+whatever the batch does in between. Row 0 is padding: it is written and read by padding rows and means nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.layers.sampler import TEMPERATURE, SamplingTables, Stream, draw, uniforms
+from runtime.speculative.draft_tree import top_log_probs
+
+
+class DraftRows:
+    """Owner of the draft state.
+
+    Attributes:
+        hidden: [R, hidden] in the draft's dtype: the draft's own state at the last committed position.
+        tokens: int64 [R, topk]: guesses for the position after the last token, as target ids.
+        scores: float32 [R, topk]: their log-probabilities (trees).
+        probs: float32 [R, Vd]: the distribution that a sampled first guess was drawn from (chains).
+    """
+
+    def __init__(self, rows: int, topk: int, hidden: int, draft_vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.topk = topk
+        self.hidden = torch.zeros((rows, hidden), dtype=dtype, device=device)
+        self.tokens = torch.zeros((rows, topk), dtype=torch.int64, device=device)
+        self.scores = torch.zeros((rows, topk), dtype=torch.float32, device=device)
+        self.probs = torch.zeros((rows, draft_vocab if topk == 1 else 0), dtype=torch.float32, device=device)
+
+    @staticmethod
+    def bytes_needed(rows: int, topk: int, hidden: int, draft_vocab: int, dtype: torch.dtype) -> int:
+        """Device bytes."""
+        return rows * (hidden * dtype.itemsize + topk * 12 + (draft_vocab * 4 if topk == 1 else 0))
+
+
+def guess(
+    logits: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, positions: torch.Tensor, sampled: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A chain's next draft. Inside the graph.
+
+    Args:
+        logits: float32 [B, Vd].
+        rows: int64 [B].
+        positions: int64 [B]. Where the guess will stand; its random number is keyed by it.
+        sampled: draw from the draft's distribution at each request's temperature; greedy requests take the likeliest all the same.
+
+    Returns:
+        int64 [B] ids of the draft's vocabulary, and float32 [B, Vd] what they were drawn from, if `sampled`.
+    """
+    best = logits.argmax(-1)
+    if not sampled:
+        return best, None
+    temperature = tables.floats[rows, TEMPERATURE]
+    greedy = temperature == 0.0
+    probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
+    drawn = draw(probs, uniforms(tables.seeds[rows], positions, Stream.DRAFT))
+    return torch.where(greedy, best, drawn), probs
+
+
+def first_guesses(
+    state: DraftRows,
+    logits: torch.Tensor,
+    to_target: torch.Tensor | None,
+    tables: SamplingTables,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    sampled: bool,
+) -> None:
+    """Store the guesses that draft-extend ends with. logits float32 [B, Vd], rows and positions int64 [B]. Inside the graph."""
+    if state.topk == 1:
+        ids, probs = guess(logits, tables, rows, positions, sampled)
+        ids = ids[:, None]
+        if probs is not None:
+            state.probs[rows] = probs
+    else:
+        ids, scores = top_log_probs(logits, state.topk)
+        state.scores[rows] = scores
+    state.tokens[rows] = ids if to_target is None else to_target[ids]

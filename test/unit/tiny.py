@@ -1,0 +1,32 @@
+"""Tiny random checkpoints and configurations that tests build workers from."""
+
+from __future__ import annotations
+
+from runtime.models.config import ModelConfig
+from runtime.server_args import RuntimeConfig, SpeculativeConfig
+
+
+def tiny_model(**changes: object) -> ModelConfig:
+    """A Llama of two layers."""
+    values: dict[str, object] = dict(
+        architecture="LlamaForCausalLM", vocab_size=96, hidden_size=64, intermediate_size=128, num_layers=3, num_q_heads=4, num_kv_heads=2,
+        head_dim=16, rms_eps=1e-5, rope_theta=10000.0, rope_scaling=None, max_context_len=256, tie_embeddings=False, qkv_bias=False,
+        o_bias=False, mlp_bias=False, qk_norm=False, window=(-1, -1, -1), eos_ids=(1,), bos_id=None, dtype="float32",
+    )  # fmt: skip
+    values.update(changes)
+    return ModelConfig(**values)  # type: ignore[arg-type]
+
+
+def tiny_runtime(speculative: SpeculativeConfig | None = None, **changes: object) -> RuntimeConfig:
+    """A configuration of dummy weights on the CPU."""
+    values: dict[str, object] = dict(
+        model_path="", load_format="dummy", tokenizer_path="", served_model_name="tiny", revision=None, dtype="float32", quantization=None,
+        context_length=256, chat_template=None, device="cpu", attention_backend="torch_native", page_size=1, mem_fraction_static=None,
+        max_total_tokens=4096, max_running_requests=8, cpu_threads=1, cuda_graph_bs=(), cuda_graph_padding=True, chunked_prefill_size=64,
+        max_prefill_tokens=256, max_queued_requests=1024, schedule_policy="fcfs", schedule_conservativeness=1.0, radix_cache=True,
+        overlap=True, stream_interval=1, random_seed=0, watchdog_timeout=300.0, speculative=speculative, host="127.0.0.1", port=0,
+        api_key=None, admin_api_key=None, trust_request_chat_template=False, enable_metrics=True, log_level="info", log_requests=False,
+        shutdown_timeout=30.0, skip_server_warmup=True, profile_folder=None,
+    )  # fmt: skip
+    values.update(changes)
+    return RuntimeConfig(**values)  # type: ignore[arg-type]

@@ -1,0 +1,201 @@
+"""FlashAttention 3 over the paged pool, by `sgl_kernel` (Hopper; Shah et al. 2024, arXiv:2407.08608)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
+
+from runtime.errors import ConfigError
+from runtime.forward_batch import ForwardBatch
+from runtime.layers.attention.base import AttentionCaps, AttentionShape
+from runtime.layers.attention.tree_tail import TailKeys, merge_tree_tail
+from runtime.mem_cache.kv_pool import KVPool, PageTable
+
+
+@dataclass(slots=True)
+class _FixedPlan:
+    """Persistent metadata of fixed-width passes of one size; a captured graph reads these tensors.
+
+    Attributes:
+        size, width: requests, and queries of each.
+        rows: int32 [B], rows of the page table.
+        seq_lens: int32 [steps, B], KV lengths of each pass.
+        key_lens: int32 [steps, B], what FA3 attends to: `seq_lens`, or for trees the keys before the tail.
+        cu_seqlens_q: int32 [B + 1].
+        steps: int32 [steps, 1], what each pass adds to the lengths.
+        tail: tree tail of the first pass; 0 when causal.
+        metadata: by (step, window), FA3's tile schedule, int32.
+    """
+
+    size: int
+    width: int
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    key_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    steps: torch.Tensor
+    tail: int
+    metadata: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _ExtendPlan:
+    """One ragged pass, eager. The page table is cut to the columns in use.
+
+    Attributes:
+        rows: int32 [B].
+        seq_lens: int32 [B].
+        cu_seqlens_q: int32 [B + 1].
+        max_queries: the most queries of a request.
+        pages: int32 [rows, cols], a view of the page table.
+    """
+
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    max_queries: int
+    pages: torch.Tensor
+
+
+class FlashAttention:
+    """`AttentionBackend` of FA3.
+
+    FA3 reads the page table as it is, at the rows of the batch (`cache_batch_idx`), so planning copies lengths and row numbers only, and
+    computes the tile schedule once for all layers. A tree pass is full attention to the keys before the tail, then the tail under the mask.
+    """
+
+    caps = AttentionCaps(
+        needs_len_bounds=False,
+        tree_mask=True,
+        page_sizes=None,
+        head_dims=frozenset((64, 128, 256)),
+        cuda_graph=True,
+        sliding_window=True,
+    )
+
+    def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> None:
+        self._shape = shape
+        self._pool = kv_pool
+        self._table = page_table
+        self._dtype = kv_pool.k[0].dtype
+        self._device = kv_pool.k[0].device
+        self._windows = tuple(sorted(set(shape.window)))
+        self._fixed: dict[tuple[int, int, int, int], _FixedPlan] = {}
+        self._plan: _FixedPlan | _ExtendPlan | None = None
+        if self._dtype not in (torch.bfloat16, torch.float16):
+            raise ConfigError(
+                f"--attention-backend fa3 works in bfloat16 or float16, not {self._dtype}; use --attention-backend torch_native"
+            )
+
+    def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """Outside the graph: copy rows and lengths in place, and compute the tile schedules. No host read."""
+        self._plan = self._plan_fixed(batch, num_steps) if batch.tokens_per_req else self._plan_extend(batch)
+
+    def forward(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
+        """Inside the graph. q [T, H, head_dim] -> [T, H * head_dim]."""
+        assert self._plan is not None, "plan comes before forward"
+        if isinstance(self._plan, _ExtendPlan):
+            return self._extend(q, layer_id, self._plan).flatten(1)
+        assert (batch.batch_size, batch.tokens_per_req) == (self._plan.size, self._plan.width), "forward of another batch than planned"
+        attend = self._tree if self._plan.tail else self._causal
+        return attend(q, layer_id, self._plan, batch).flatten(1)
+
+    def _plan_extend(self, batch: ForwardBatch) -> _ExtendPlan:
+        assert batch.extend_lens is not None
+        cols = -(-int(batch.seq_len_bounds.max()) // self._table.page_size)
+        return _ExtendPlan(
+            rows=batch.req_pool_indices.to(torch.int32),
+            seq_lens=batch.seq_lens,
+            cu_seqlens_q=batch.qo_indptr,
+            max_queries=int(batch.extend_lens.max()),
+            pages=self._table.pages[:, : min(max(cols, 1), self._table.max_pages)],
+        )
+
+    def _plan_fixed(self, batch: ForwardBatch, num_steps: int) -> _FixedPlan:
+        tail = self._first_tail(batch)
+        key = (batch.batch_size, batch.tokens_per_req, num_steps, tail)
+        plan = self._fixed.get(key)
+        if plan is None:
+            plan = self._fixed[key] = self._empty_plan(*key)
+        plan.rows.copy_(batch.req_pool_indices)
+        torch.add(batch.seq_lens, plan.steps, out=plan.seq_lens)
+        if tail:
+            # All passes of a tree share the keys before it.
+            torch.sub(batch.seq_lens.expand_as(plan.key_lens), tail, out=plan.key_lens).clamp_(min=0)
+        for step in range(1 if tail else num_steps):
+            for window in self._windows:
+                self._schedule(plan, step, window)
+        return plan
+
+    def _first_tail(self, batch: ForwardBatch) -> int:
+        if batch.tree_mask is None:
+            return 0
+        if self._windows != (-1,):
+            raise ConfigError("draft trees need full attention in every layer with fa3; use --speculative-eagle-topk 1")
+        return batch.tree_tail
+
+    def _empty_plan(self, size: int, width: int, num_steps: int, tail: int) -> _FixedPlan:
+        def ints(*dims: int) -> torch.Tensor:
+            return torch.zeros(dims, dtype=torch.int32, device=self._device)
+
+        seq_lens = ints(num_steps, size)
+        every = torch.arange(max(size + 1, num_steps), dtype=torch.int32, device=self._device) * width
+        return _FixedPlan(
+            size=size,
+            width=width,
+            rows=ints(size),
+            seq_lens=seq_lens,
+            key_lens=ints(num_steps, size) if tail else seq_lens,
+            cu_seqlens_q=every[: size + 1].clone(),
+            steps=every[:num_steps, None].clone(),
+            tail=tail,
+        )
+
+    def _schedule(self, plan: _FixedPlan, step: int, window: int) -> None:
+        """Compute one tile schedule into its static buffer. What is passed must match `flash_attn_with_kvcache`'s arguments."""
+        shape = self._shape
+        fresh = get_scheduler_metadata(
+            plan.size, plan.width, self._table.max_pages * self._table.page_size, shape.num_q_heads, shape.num_kv_heads, shape.head_dim,
+            plan.key_lens[step], qkv_dtype=self._dtype, cu_seqlens_q=plan.cu_seqlens_q, page_size=self._table.page_size,
+            causal=not plan.tail, window_size=_window_size(window), num_splits=0,
+        )  # fmt: skip
+        static = plan.metadata.get((step, window))
+        if static is None:
+            plan.metadata[step, window] = fresh
+        else:
+            static.copy_(fresh)
+
+    def _causal(self, q: torch.Tensor, layer_id: int, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
+        window = self._shape.window[layer_id]
+        return flash_attn_with_kvcache(
+            q, self._pool.k[layer_id], self._pool.v[layer_id], cache_seqlens=plan.seq_lens[batch.step], page_table=self._table.pages,
+            cache_batch_idx=plan.rows, cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=plan.width, softmax_scale=self._shape.scale,
+            causal=True, window_size=_window_size(window), scheduler_metadata=plan.metadata[batch.step, window], num_splits=0,
+        )  # fmt: skip
+
+    def _tree(self, q: torch.Tensor, layer_id: int, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
+        tail = plan.tail + batch.step * plan.width
+        assert batch.tree_mask is not None, "forward of another batch than planned"
+        assert batch.tree_tail == tail, "forward of another batch than planned"
+        k_cache, v_cache = self._pool.k[layer_id], self._pool.v[layer_id]
+        out, lse, *_ = flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=plan.key_lens[0], page_table=self._table.pages, cache_batch_idx=plan.rows,
+            cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=plan.width, softmax_scale=self._shape.scale, causal=False,
+            scheduler_metadata=plan.metadata[0, -1], num_splits=0, return_softmax_lse=True,
+        )  # fmt: skip
+        keys = TailKeys(self._table.pages, plan.rows, plan.seq_lens[batch.step], self._table.page_size, tail)
+        return merge_tree_tail(q, k_cache, v_cache, keys, batch.tree_mask, self._shape.scale, out, lse.transpose(0, 1), lse_in_bits=False)
+
+    def _extend(self, q: torch.Tensor, layer_id: int, plan: _ExtendPlan) -> torch.Tensor:
+        return flash_attn_with_kvcache(
+            q, self._pool.k[layer_id], self._pool.v[layer_id], cache_seqlens=plan.seq_lens, page_table=plan.pages,
+            cache_batch_idx=plan.rows, cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=plan.max_queries, softmax_scale=self._shape.scale,
+            causal=True, window_size=_window_size(self._shape.window[layer_id]), num_splits=0,
+        )  # fmt: skip
+
+
+def _window_size(window: int) -> tuple[int, int]:
+    """FA3's (left, right); (-1, -1) is no window."""
+    return (window, 0) if window >= 0 else (-1, -1)

@@ -1,0 +1,292 @@
+"""FlashInfer over the paged pool: its fa2 prefill kernels for every query count (Ye et al. 2025, arXiv:2501.01005)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+from runtime.batch import Int32
+from runtime.errors import ConfigError
+from runtime.forward_batch import ForwardBatch
+from runtime.layers.attention.base import AttentionCaps, AttentionShape
+from runtime.layers.attention.plan_fixup import WorkItems, gather_pages, trim_items
+from runtime.layers.attention.tree_tail import TailKeys, merge_tree_tail
+from runtime.mem_cache.kv_pool import KVPool, PageTable
+
+PINNED_BUFFERS = 4
+"""Plans whose upload may be under way at once; the host is at most one step ahead, and a step plans at most a few passes."""
+MIN_WORKSPACE = 96 << 20
+LARGEST_TILE = 128
+SMALLEST_TILE = 16
+CTAS_PER_SM = 2
+"""What FlashInfer's planner assumes when it splits keys."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One pass of a plan, for one window: a wrapper and the tensors that its kernels read. All int32.
+
+    Attributes:
+        wrapper: FlashInfer's, in graph mode.
+        workspace: what its planner uploads: work items, chunk size, output offsets.
+        kv_indptr: [B + 1]; pages of each request begin there in `indices`.
+        indices: pages, request after request.
+        last_page_len: [B].
+        window: its sliding window, -1 for none.
+        replan: plans again from host page offsets [B + 1]; None before the first plan.
+    """
+
+    wrapper: BatchPrefillWithPagedKVCacheWrapper
+    workspace: torch.Tensor
+    kv_indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+    window: int
+    replan: Callable[[torch.Tensor], list[int]] | None = None
+
+
+@dataclass(slots=True)
+class _FixedPlan:
+    """Persistent metadata of fixed-width passes of one size; captured graphs read these tensors.
+
+    Attributes:
+        size, width: requests, and queries of each.
+        tail: tree tail of the first pass; 0 when causal.
+        rows: int32 [B].
+        seq_lens: int32 [steps, B], KV lengths of each pass.
+        key_lens: int32 [steps, B], what FlashInfer attends to: `seq_lens`, or for trees the keys before the tail.
+        steps: int32 [steps, 1], what each pass adds to the lengths.
+        passes: by (step, window).
+    """
+
+    size: int
+    width: int
+    tail: int
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    key_lens: torch.Tensor
+    steps: torch.Tensor
+    passes: dict[tuple[int, int], _Pass] = field(default_factory=dict)
+
+
+class FlashInferAttention:
+    """`AttentionBackend` of FlashInfer.
+
+    Its planner runs on the host, from `seq_len_bounds`, which may exceed the true lengths; two kernels then correct what it wrote, from the
+    lengths on the device (`plan_fixup.py`).
+
+    A tree pass is full attention to the keys before the tail, then the tail under the mask (`tree_tail.py`).
+    """
+
+    caps = AttentionCaps(
+        needs_len_bounds=True,
+        tree_mask=True,
+        page_sizes=None,
+        head_dims=frozenset((64, 128, 256)),
+        cuda_graph=True,
+        sliding_window=True,
+    )
+
+    def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> None:
+        self._shape = shape
+        self._pool = kv_pool
+        self._table = page_table
+        self._dtype = kv_pool.k[0].dtype
+        self._device = kv_pool.k[0].device
+        if self._dtype not in (torch.bfloat16, torch.float16):
+            raise ConfigError(
+                f"--attention-backend flashinfer works in bfloat16 or float16, not {self._dtype}; use --attention-backend torch_native"
+            )
+        self._windows = tuple(sorted(set(shape.window)))
+        self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._workspace = torch.empty(self._partial_bytes(1, LARGEST_TILE), dtype=torch.uint8, device=self._device)
+        self._pinned = _PinnedRing(self._plan_bytes(shape.max_batch_size, shape.max_tokens_per_req))
+        self._indices: dict[tuple[int, int], torch.Tensor] = {}
+        self._fixed: dict[tuple[int, int, int, int], _FixedPlan] = {}
+        self._eager = {window: BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2") for window in self._windows}
+        self._plan: _FixedPlan | None = None
+
+    def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """Outside the graph: plan from the bounds on the host, correct it on the device in place. Never waits for the device's lengths."""
+        if batch.tokens_per_req:
+            self._plan = self._plan_fixed(batch, num_steps)
+        else:
+            self._plan = None
+            self._plan_extend(batch)
+
+    def forward(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
+        """Inside the graph. q [T, H, head_dim] -> [T, H * head_dim]."""
+        kv, window, plan = (self._pool.k[layer_id], self._pool.v[layer_id]), self._shape.window[layer_id], self._plan
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if plan is None:
+            self._eager[window].run(q, kv, out=out)
+            return out.flatten(1)
+        assert (batch.batch_size, batch.tokens_per_req) == (plan.size, plan.width), "forward of another batch than planned"
+        if not plan.tail:
+            plan.passes[batch.step, window].wrapper.run(q, kv, out=out)
+            return out.flatten(1)
+        tail = plan.tail + batch.step * plan.width
+        assert batch.tree_mask is not None, "forward of another batch than planned"
+        assert batch.tree_tail == tail, "forward of another batch than planned"
+        _, lse = plan.passes[0, window].wrapper.run(q, kv, out=out, return_lse=True)
+        keys = TailKeys(self._table.pages, plan.rows, plan.seq_lens[batch.step], self._table.page_size, tail)
+        return merge_tree_tail(q, *kv, keys, batch.tree_mask, self._shape.scale, out, lse, lse_in_bits=True).flatten(1)
+
+    def _plan_extend(self, batch: ForwardBatch) -> None:
+        """An eager pass: bounds are exact there, so the planner's own numbers hold."""
+        shape, lens = self._shape, batch.seq_len_bounds
+        kv_indptr = self._page_offsets(lens)
+        total = int(kv_indptr[-1])
+        indices = torch.empty(max(total, 1), dtype=torch.int32, device=self._device)
+        scratch = torch.empty((2, batch.batch_size + 1), dtype=torch.int32, device=self._device)
+        rows = batch.req_pool_indices.to(torch.int32)
+        self._gather(rows, batch.seq_lens, lens, scratch[0], indices, scratch[1])
+        assert batch.extend_lens is not None
+        qo_indptr = torch.from_numpy(np.concatenate(([0], np.cumsum(batch.extend_lens))).astype(np.int32))
+        last_page_len = torch.from_numpy(((lens - 1) % self._table.page_size + 1).astype(np.int32))
+        for window, wrapper in self._eager.items():
+            wrapper.plan(
+                qo_indptr, kv_indptr, indices[:total], last_page_len, shape.num_q_heads, shape.num_kv_heads, shape.head_dim,
+                self._table.page_size, causal=True, sm_scale=shape.scale, window_left=window, q_data_type=self._dtype,
+                kv_data_type=self._dtype,
+            )  # fmt: skip
+
+    def _plan_fixed(self, batch: ForwardBatch, num_steps: int) -> _FixedPlan:
+        tail = self._first_tail(batch)
+        key = (batch.batch_size, batch.tokens_per_req, num_steps, tail)
+        plan = self._fixed.get(key)
+        if plan is None:
+            plan = self._fixed[key] = self._empty_plan(*key)
+        plan.rows.copy_(batch.req_pool_indices)
+        torch.add(batch.seq_lens, plan.steps, out=plan.seq_lens)
+        if tail:
+            # All passes of a tree share the keys before it.
+            torch.sub(batch.seq_lens.expand_as(plan.key_lens), tail, out=plan.key_lens).clamp_(min=0)
+        for (step, _), one in plan.passes.items():
+            bounds = np.maximum(batch.seq_len_bounds - tail, 0) if tail else batch.seq_len_bounds + step * plan.width
+            self._plan_pass(plan, step, one, bounds)
+        return plan
+
+    def _first_tail(self, batch: ForwardBatch) -> int:
+        if batch.tree_mask is None:
+            return 0
+        if self._windows != (-1,):
+            raise ConfigError("draft trees need full attention in every layer with flashinfer; use --speculative-eagle-topk 1")
+        return batch.tree_tail
+
+    def _plan_pass(self, plan: _FixedPlan, step: int, one: _Pass, bounds: Int32) -> None:
+        offsets = self._page_offsets(bounds)
+        info = self._first_plan(plan, one, offsets) if one.replan is None else one.replan(offsets)
+        self._gather(plan.rows, plan.key_lens[step], bounds, one.kv_indptr, one.indices, one.last_page_len)
+        trim_items(plan.key_lens[step], WorkItems.of(info, one.workspace), plan.width, one.window)
+
+    def _gather(
+        self, rows: torch.Tensor, lens: torch.Tensor, bounds: Int32, kv_indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor
+    ) -> None:
+        most = -(-int(bounds.max()) // self._table.page_size)
+        gather_pages(rows, lens, self._table.pages, self._table.page_size, most, kv_indptr, indices, last)
+
+    def _first_plan(self, plan: _FixedPlan, one: _Pass, offsets: torch.Tensor) -> list[int]:
+        """Plan through the wrapper, which finds its module; later plans call the module alone and skip the wrapper's copies."""
+        shape, B, width = self._shape, plan.size, plan.width
+        wrapper, total = one.wrapper, min(int(offsets[-1]), one.indices.numel())
+        qo_indptr = torch.arange(B + 1, dtype=torch.int32) * width
+        wrapper.plan(
+            qo_indptr, offsets, one.indices[:total], torch.ones(B, dtype=torch.int32), shape.num_q_heads, shape.num_kv_heads,
+            shape.head_dim, self._table.page_size, causal=not plan.tail, sm_scale=shape.scale, window_left=one.window,
+            q_data_type=self._dtype, kv_data_type=self._dtype,
+        )  # fmt: skip
+        module, causal, workspace = wrapper._cached_module, not plan.tail, wrapper._float_workspace_buffer
+        kv_lens = torch.ones(B, dtype=torch.int32)  # of the fa3 planner; fa2's reads the page offsets
+
+        def replan(offsets: torch.Tensor) -> list[int]:
+            pinned, event = self._pinned.take()
+            info = module.plan(
+                workspace, one.workspace, pinned, qo_indptr, offsets, kv_lens, B * width, B, shape.num_q_heads, shape.num_kv_heads,
+                self._table.page_size, True, shape.head_dim, shape.head_dim, causal, one.window, -1, False, 0,
+            )  # fmt: skip
+            event.record()
+            wrapper._plan_info = info
+            return list(info)
+
+        one.replan = replan
+        return replan(offsets)
+
+    def _empty_plan(self, size: int, width: int, num_steps: int, tail: int) -> _FixedPlan:
+        def ints(*dims: int) -> torch.Tensor:
+            return torch.zeros(dims, dtype=torch.int32, device=self._device)
+
+        seq_lens = ints(num_steps, size)
+        steps = (torch.arange(num_steps, dtype=torch.int32, device=self._device) * width)[:, None].contiguous()
+        plan = _FixedPlan(size, width, tail, ints(size), seq_lens, ints(num_steps, size) if tail else seq_lens, steps)
+        for step in range(1 if tail else num_steps):
+            for window in self._windows:
+                plan.passes[step, window] = self._empty_pass(plan, step, window)
+        return plan
+
+    def _empty_pass(self, plan: _FixedPlan, step: int, window: int) -> _Pass:
+        B = plan.size
+        key = (step, plan.width)
+        if key not in self._indices:
+            pages = self._shape.max_batch_size * self._table.max_pages
+            self._indices[key] = torch.zeros(pages, dtype=torch.int32, device=self._device)
+        if self._workspace.numel() < (need := self._partial_bytes(B, plan.width)):
+            # Wrappers made before keep the smaller one; capture goes from the largest size down, so there are none as a rule.
+            self._workspace = torch.empty(need, dtype=torch.uint8, device=self._device)
+        kv_indptr, last, qo = (torch.zeros(B + 1, dtype=torch.int32, device=self._device) for _ in range(3))
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, "NHD", use_cuda_graph=True, backend="fa2", qo_indptr_buf=qo, paged_kv_indptr_buf=kv_indptr,
+            paged_kv_indices_buf=self._indices[key], paged_kv_last_page_len_buf=last[:B],
+        )  # fmt: skip
+        # The wrapper's own are 8 MiB each, for every size; a plan of fixed width needs kilobytes.
+        wrapper._int_workspace_buffer = torch.zeros(self._plan_bytes(B, plan.width), dtype=torch.uint8, device=self._device)
+        wrapper._pin_memory_int_workspace_buffer = torch.empty(wrapper._int_workspace_buffer.shape, dtype=torch.uint8, pin_memory=True)
+        wrapper._kv_lens_buffer = torch.empty(B, dtype=torch.int32, device=self._device)
+        return _Pass(wrapper, wrapper._int_workspace_buffer, kv_indptr, self._indices[key], last[:B], window)
+
+    def _page_offsets(self, lens: Int32) -> torch.Tensor:
+        """int32 [B + 1] on the host: where the pages of each request begin, if it has that many keys."""
+        pages = -(-lens.astype(np.int64) // self._table.page_size)
+        return torch.from_numpy(np.concatenate(([0], np.cumsum(pages))).astype(np.int32))
+
+    def _items(self, size: int, width: int) -> int:
+        """At least the work items that FlashInfer plans for a pass, whatever tile it takes."""
+        group = self._shape.num_q_heads // self._shape.num_kv_heads
+        return max(CTAS_PER_SM * self._num_sms // self._shape.num_kv_heads, -(-size * width * group // SMALLEST_TILE) + size) + 1
+
+    def _plan_bytes(self, size: int, width: int) -> int:
+        """At least the bytes of the planner's integers: three numbers and a flag an item, offsets by request and by query."""
+        return -(-(16 * self._items(size, width) + 4 * (size + size * width) + 1024) // 4096) * 4096
+
+    def _partial_bytes(self, size: int, width: int) -> int:
+        """At least the bytes of partial results: a tile of float32 rows and their log-sum-exp for each item and query head."""
+        shape, rows = self._shape, size * width
+        group = shape.num_q_heads // shape.num_kv_heads
+        # The planner takes the longest request that `rows` allows, and its tile from that.
+        queries = (rows - size + 1) * group
+        tile = SMALLEST_TILE if queries <= SMALLEST_TILE else 64 if queries <= 64 or shape.head_dim >= 256 else LARGEST_TILE
+        items = max(CTAS_PER_SM * self._num_sms // shape.num_kv_heads, -(-rows * group // tile) + size) + 1
+        return max(MIN_WORKSPACE, shape.num_q_heads * items * tile * (shape.head_dim + 1) * 4 + 4096)
+
+
+class _PinnedRing:
+    """Pinned staging buffers in turn: one is written again only after its last upload is done."""
+
+    def __init__(self, size: int) -> None:
+        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(PINNED_BUFFERS)]
+        self._events: list[torch.cuda.Event | None] = [None] * PINNED_BUFFERS
+        self._next = 0
+
+    def take(self) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """A free buffer, and the event to record behind its upload."""
+        turn, self._next = self._next, (self._next + 1) % PINNED_BUFFERS
+        event = self._events[turn]
+        if event is None:
+            event = self._events[turn] = torch.cuda.Event()
+        else:
+            event.synchronize()
+        return self._buffers[turn], event

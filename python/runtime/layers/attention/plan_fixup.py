@@ -1,0 +1,163 @@
+"""What makes a FlashInfer plan from upper bounds true: kernels that correct it from the lengths on the device."""
+
+# pyright: reportIndexIssue=false
+# A kernel is launched as kernel[grid](...), which only Triton's own types explain.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_PAGES = 512
+BLOCK_ITEMS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItems:
+    """Where a plan lies in the planner's integer workspace: views of it, int32 where not said otherwise.
+
+    Source: `PrefillPlanInfo` and `PrefillPlanImpl` of flashinfer 0.6.15, attention/scheduler.cuh.
+
+    Attributes:
+        requests, chunks: [items]; the request and the chunk of keys of each work item.
+        merge_indptr: [B * W + 1]; where the partial results of each query begin.
+        out_indptr: [B + 1]; where those of each request begin.
+        chunk_size: [1], keys of a chunk.
+        valid: uint8 [items], whether the item is run.
+        count: how many items there are, invalid ones included.
+        tile: queries (times heads of a group) that an item covers.
+    """
+
+    requests: torch.Tensor
+    chunks: torch.Tensor
+    merge_indptr: torch.Tensor
+    out_indptr: torch.Tensor
+    chunk_size: torch.Tensor
+    valid: torch.Tensor
+    count: int
+    tile: int
+
+    @classmethod
+    def of(cls, info: Sequence[int], workspace: torch.Tensor) -> WorkItems:
+        """Find them; `info` is `PrefillPlanInfo` field after field, `workspace` uint8."""
+        words = workspace.view(torch.int32)
+        return cls(
+            requests=words[info[4] // 4 :],
+            chunks=words[info[6] // 4 :],
+            merge_indptr=words[info[7] // 4 :],
+            out_indptr=words[info[8] // 4 :],
+            chunk_size=words[info[9] // 4 :],
+            valid=workspace[info[12] :],
+            count=info[0],
+            tile=info[3],
+        )
+
+
+def gather_pages(
+    rows: torch.Tensor,
+    lens: torch.Tensor,
+    pages: torch.Tensor,
+    page_size: int,
+    most_pages: int,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_len: torch.Tensor,
+) -> None:
+    """Write the true page lists.
+
+    Args:
+        rows: int32 [B], rows of `pages`.
+        lens: int32 [B], keys of each request; 0 is allowed.
+        pages: int32 [rows, max_pages], the page table.
+        page_size: slots of a page.
+        most_pages: no request has more.
+        indptr: int32 [B + 1], written: where each request's pages begin.
+        indices: int32, written up to `indptr[B]`.
+        last_page_len: int32 [B], written: keys on each last page.
+    """
+    B = rows.shape[0]
+    _gather_kernel[(B, max(triton.cdiv(most_pages, BLOCK_PAGES), 1))](
+        rows, lens, pages, indptr, indices, last_page_len, B, page_size, pages.stride(0),
+        BLOCK_B=max(triton.next_power_of_2(B), 16), BLOCK_PAGES=BLOCK_PAGES, num_warps=4,
+    )  # fmt: skip
+
+
+def trim_items(lens: torch.Tensor, items: WorkItems, width: int, window: int) -> None:
+    """Correct a plan made from upper bounds of `lens` int32 [B], for `width` queries a request and a sliding window or -1.
+
+    Left as planned, outputs would be wrong: attention places the partial result of query i, chunk j at `i * chunks + j`, with `chunks`
+    counted from the true length, and the merge reads them back at the planned count. So items past the end are switched off and the
+    partial results counted again.
+    """
+    B = lens.shape[0]
+    _trim_kernel[(max(B, triton.cdiv(items.count, BLOCK_ITEMS)),)](
+        lens, items.requests, items.chunks, items.merge_indptr, items.out_indptr, items.chunk_size, items.valid,
+        B, width, items.count, items.tile, window,
+        BLOCK_B=max(triton.next_power_of_2(B), 16), BLOCK_ITEMS=BLOCK_ITEMS, BLOCK_W=triton.next_power_of_2(width), num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_requests", "page_size", "pages_stride"])
+def _gather_kernel(
+    rows_ptr, lens_ptr, pages_ptr, indptr_ptr, indices_ptr, last_ptr, num_requests, page_size, pages_stride,
+    BLOCK_B: tl.constexpr, BLOCK_PAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: some pages of one request, and its offsets."""
+    b = tl.program_id(0)
+    chunk = tl.program_id(1)
+    i = tl.arange(0, BLOCK_B)
+    lens = tl.load(lens_ptr + i, mask=i < num_requests, other=0)
+    begin = tl.sum(tl.where(i < b, (lens + page_size - 1) // page_size, 0), 0)
+    length = tl.load(lens_ptr + b)
+    count = (length + page_size - 1) // page_size
+    if chunk == 0:
+        if b == 0:
+            tl.store(indptr_ptr, 0)
+        tl.store(indptr_ptr + b + 1, begin + count)
+        tl.store(last_ptr + b, tl.where(length > 0, (length - 1) % page_size + 1, 0))
+    row = tl.load(rows_ptr + b).to(tl.int64)
+    col = chunk * BLOCK_PAGES + tl.arange(0, BLOCK_PAGES)
+    page = tl.load(pages_ptr + row * pages_stride + col, mask=col < count, other=0)
+    tl.store(indices_ptr + begin.to(tl.int64) + col, page, mask=col < count)
+
+
+@triton.jit
+def _true_chunks(length, chunk, tile, window):
+    """How many chunks the attention kernel counts for a request of `length` keys."""
+    length = tl.maximum(length, 1)
+    length = tl.where(window >= 0, tl.minimum(length, window + tile), length)
+    return (length + chunk - 1) // chunk
+
+
+@triton.jit(
+    do_not_specialize=["num_requests", "width", "num_items", "tile", "window"],
+    do_not_specialize_on_alignment=["requests_ptr", "chunks_ptr", "merge_ptr", "outputs_ptr", "chunk_ptr", "valid_ptr"],
+)
+def _trim_kernel(
+    lens_ptr, requests_ptr, chunks_ptr, merge_ptr, outputs_ptr, chunk_ptr, valid_ptr, num_requests, width, num_items, tile, window,
+    BLOCK_B: tl.constexpr, BLOCK_ITEMS: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Program b: the partial results of request b, and a block of work items."""
+    pid = tl.program_id(0)
+    chunk = tl.load(chunk_ptr)
+    if pid < num_requests:
+        i = tl.arange(0, BLOCK_B)
+        chunks = _true_chunks(tl.load(lens_ptr + i, mask=i < num_requests, other=0), chunk, tile, window)
+        begin = tl.sum(tl.where(i < pid, chunks, 0), 0) * width
+        mine = _true_chunks(tl.load(lens_ptr + pid), chunk, tile, window)
+        j = tl.arange(0, BLOCK_W)
+        tl.store(merge_ptr + pid * width + j, begin + j * mine, mask=j < width)
+        tl.store(outputs_ptr + pid, begin)
+        if pid == num_requests - 1:
+            tl.store(merge_ptr + num_requests * width, begin + width * mine)
+            tl.store(outputs_ptr + num_requests, begin + width * mine)
+    x = pid * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
+    valid = tl.load(valid_ptr + x, mask=x < num_items, other=0) != 0
+    request = tl.load(requests_ptr + x, mask=(x < num_items) & valid, other=0)
+    item_chunk = tl.load(chunks_ptr + x, mask=(x < num_items) & valid, other=0)
+    chunks = _true_chunks(tl.load(lens_ptr + request), chunk, tile, window)
+    tl.store(valid_ptr + x, (valid & (item_chunk < chunks)).to(tl.uint8), mask=x < num_items)

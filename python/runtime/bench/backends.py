@@ -1,0 +1,226 @@
+"""The three dialects in which servers take a prompt and stream tokens back: `/generate`, completions, chat completions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+from runtime.bench.http_stream import HttpClient, HttpFailure
+from runtime.bench.records import BenchRequest, Chunk, RequestRecord
+
+Dialect = Literal["generate", "completions", "chat"]
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One value of `--backend`: where the server listens by default and what it speaks.
+
+    `running_usage`: the server counts tokens in every chunk when asked to (`continuous_usage_stats`).
+    """
+
+    name: str
+    dialect: Dialect
+    port: int
+    running_usage: bool = False
+
+    @property
+    def path(self) -> str:
+        """Of the endpoint that generates."""
+        return {"generate": "/generate", "completions": "/v1/completions", "chat": "/v1/chat/completions"}[self.dialect]
+
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend("sglang", "generate", 30000),
+        Backend("native", "generate", 30000),
+        Backend("sglang-native", "generate", 30000),
+        Backend("sglang-oai", "completions", 30000),
+        Backend("sglang-oai-chat", "chat", 30000),
+        Backend("vllm", "completions", 8000, running_usage=True),
+        Backend("vllm-chat", "chat", 8000, running_usage=True),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """What every request of a run shares."""
+
+    model: str
+    stream: bool = True
+    ignore_eos: bool = True
+    temperature: float = 0.0
+    top_p: float = 1.0
+    return_logprob: bool = False
+    extra_body: Json = field(default_factory=dict)
+
+
+def payload(backend: Backend, request: BenchRequest, options: GenerationOptions) -> Json:
+    """The JSON body of one request.
+
+    Raises:
+        ValueError: token ids for a chat endpoint, which takes text alone.
+    """
+    if backend.dialect == "generate":
+        return {**_generate_payload(request, options), **options.extra_body}
+    body: Json = {
+        "model": options.model,
+        "temperature": options.temperature,
+        "stream": options.stream,
+        "ignore_eos": options.ignore_eos,
+    }
+    if options.top_p < 1.0:
+        body["top_p"] = options.top_p
+    if options.stream:
+        body["stream_options"] = {"include_usage": True} | ({"continuous_usage_stats": True} if backend.running_usage else {})
+    if backend.dialect == "completions":
+        body |= {"prompt": request.prompt, "max_tokens": request.output_len}
+        if options.return_logprob:
+            body["logprobs"] = 1
+    else:
+        if not isinstance(request.prompt, str):
+            raise ValueError(f"--backend {backend.name} takes text: choose another --dataset-name, or a completions backend for token ids")
+        body |= {"messages": [{"role": "user", "content": request.prompt}], "max_completion_tokens": request.output_len}
+        if options.return_logprob:
+            body["logprobs"] = True
+    return {**body, **options.extra_body}
+
+
+def _generate_payload(request: BenchRequest, options: GenerationOptions) -> Json:
+    sampling: Json = {"temperature": options.temperature, "max_new_tokens": request.output_len, "ignore_eos": options.ignore_eos}
+    if options.top_p < 1.0:
+        sampling["top_p"] = options.top_p
+    body: Json = {
+        ("text" if isinstance(request.prompt, str) else "input_ids"): request.prompt,
+        "sampling_params": sampling,
+        "stream": options.stream,
+    }
+    if options.return_logprob:
+        body["return_logprob"] = True
+    return body
+
+
+class Answer:
+    """One answer as it comes in: text, counts and the time of every chunk that carried a token."""
+
+    def __init__(self, backend: Backend, record: RequestRecord) -> None:
+        self._read = {"generate": self._generate, "completions": self._openai, "chat": self._openai}[backend.dialect]
+        self._record = record
+        self._texts: list[str] = []
+        self._seen_text = ""
+        self._counted = 0  # tokens that the chunks so far said they carried
+        self.total: int | None = None  # tokens of the whole answer, as the server counted them
+
+    def event(self, data: bytes, at: float) -> None:
+        """Take one server-sent event."""
+        if data == b"[DONE]" or not data:
+            return
+        self.message(orjson.loads(data), at)
+
+    def message(self, data: Json, at: float) -> None:
+        """Take one JSON message: a chunk of a stream, or a whole answer."""
+        if error := data.get("error"):
+            self._record.error = _error_text(error)
+            return
+        self._read(data, at)
+
+    def close(self, output_len: int) -> None:
+        """Take stock once all has come; an answer without a token is a failure unless none was asked for."""
+        record = self._record
+        record.text = self._seen_text or "".join(self._texts)
+        chunks = record.chunks
+        if not chunks:
+            record.error = record.error or ("" if output_len == 0 else "the answer ended without a token")
+            return
+        record.ttft = chunks[0].at - record.start
+        record.latency = chunks[-1].at - record.start
+        counted = all(chunk.tokens is not None for chunk in chunks)
+        record.output_len = self.total or (self._counted if counted else len(chunks))
+
+    def _add(self, text: str, tokens: int | None, at: float) -> None:
+        self._texts.append(text)
+        self._counted += tokens or 0
+        self._record.chunks.append(Chunk(at, text, tokens))
+
+    def _generate(self, data: Json, at: float) -> None:
+        meta = data.get("meta_info") or {}
+        total = meta.get("completion_tokens")
+        text = data.get("text") or ""
+        delta = text[len(self._seen_text) :] if text.startswith(self._seen_text) else text
+        self._seen_text = text if text.startswith(self._seen_text) else self._seen_text + text
+        new = None if total is None else total - self._counted
+        if (new is not None and new > 0) or (new is None and delta):
+            self._add(delta, new, at)
+        self.total = total or self.total
+        self._meta(meta)
+        self._finish(meta.get("finish_reason"))
+
+    def _meta(self, meta: Json) -> None:
+        record = self._record
+        record.prompt_len = meta.get("prompt_tokens") or record.prompt_len
+        record.cached_tokens = meta.get("cached_tokens") or record.cached_tokens
+        record.verify_steps = meta.get("spec_verify_ct") or record.verify_steps
+        record.accepted_by_position = meta.get("spec_accepted_by_position") or record.accepted_by_position
+
+    def _openai(self, data: Json, at: float) -> None:
+        usage = data.get("usage") or {}
+        for choice in (data.get("choices") or [])[:1]:
+            message = choice.get("delta") or choice.get("message") or {}
+            text = choice.get("text") or (message.get("reasoning_content") or "") + (message.get("content") or "")
+            tokens = self._chunk_tokens(choice, usage)
+            # Text may be held back (half a character, a possible stop string):
+            # a completions chunk that ends nothing is a token all the same.
+            silent_token = "text" in choice and choice.get("finish_reason") is None
+            if tokens or (tokens is None and (text or silent_token)):
+                self._add(text, tokens, at)
+            else:
+                self._texts.append(text)
+            self._finish(choice.get("finish_reason"))
+        if usage:
+            self.total = usage.get("completion_tokens") or self.total
+            self._record.prompt_len = usage.get("prompt_tokens") or self._record.prompt_len
+            details = usage.get("prompt_tokens_details") or {}
+            self._record.cached_tokens = details.get("cached_tokens") or usage.get("cached_tokens") or self._record.cached_tokens
+
+    def _chunk_tokens(self, choice: Json, usage: Json) -> int | None:
+        if (ids := choice.get("token_ids")) is not None:
+            return len(ids)
+        # Usage on the last chunk alone says nothing of how the tokens before were spread.
+        running = all(chunk.tokens is not None for chunk in self._record.chunks[-1:])
+        if running and "completion_tokens" in usage:
+            return usage["completion_tokens"] - self._counted
+        return None
+
+    def _finish(self, reason: Any) -> None:
+        kind = reason.get("type") if isinstance(reason, dict) else reason
+        if kind == "abort":
+            why = reason.get("message") if isinstance(reason, dict) else None
+            self._record.error = f"aborted by the server{f': {why}' if why else ''}"
+
+
+async def send(client: HttpClient, backend: Backend, request: BenchRequest, options: GenerationOptions) -> RequestRecord:
+    """Run one request to its end. Never raises for what the server or the network does: `error` says what went wrong."""
+    record = RequestRecord(prompt_len=request.prompt_len)
+    answer = Answer(backend, record)
+    body = orjson.dumps(payload(backend, request, options))
+    record.start = client.clock()
+    try:
+        on_event = answer.event if options.stream else None
+        status, rest, record.start = await client.exchange("POST", backend.path, body, on_event)
+        if status != 200:
+            record.error = f"HTTP {status}: {rest.decode('utf-8', 'replace')[:500]}"
+        elif not options.stream:
+            answer.message(orjson.loads(rest), client.clock())
+    except (HttpFailure, ValueError, KeyError, TypeError, AttributeError) as error:
+        record.error = record.error or f"{type(error).__name__}: {error}"
+    if not record.error:
+        answer.close(request.output_len)
+    return record
+
+
+def _error_text(error: Any) -> str:
+    return str(error.get("message") or error) if isinstance(error, dict) else str(error)

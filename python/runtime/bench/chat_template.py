@@ -1,0 +1,47 @@
+"""A model's chat template, applied on the client for endpoints that take plain text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from runtime.bench.vocabulary import LocalVocabulary, Vocabulary
+
+
+def chat_template(vocabulary: Vocabulary) -> Callable[[str], str]:
+    """A function that wraps a user's text as the model's chat prompt.
+
+    Raises:
+        ValueError: the tokenizer is not a local folder, or has no chat template.
+    """
+    if not isinstance(vocabulary, LocalVocabulary):
+        raise ValueError("--apply-chat-template needs --tokenizer FOLDER; or take --backend sglang-oai-chat, where the server does it")
+    config, source = _read(vocabulary.folder)
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(source)
+    tokens = {name: _text(config.get(name)) for name in ("bos_token", "eos_token")}
+
+    def apply(text: str) -> str:
+        prompt = template.render(messages=[{"role": "user", "content": text}], add_generation_prompt=True, **tokens)
+        # The server adds the first token itself when it tokenises a prompt.
+        return prompt.removeprefix(tokens["bos_token"]) if tokens["bos_token"] else prompt
+
+    return apply
+
+
+def _read(folder: Path) -> tuple[dict[str, object], str]:
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    source = config.get("chat_template")
+    if source is None and (separate := folder / "chat_template.jinja").is_file():
+        source = separate.read_text(encoding="utf-8")
+    if not isinstance(source, str):
+        raise ValueError(f"{folder}: the tokenizer has no chat template; leave out --apply-chat-template")
+    return config, source
+
+
+def _text(token: object) -> str:
+    return str(token["content"] if isinstance(token, dict) else token or "")

@@ -1,0 +1,230 @@
+"""Where prompts come from: made from a seed, read from a file, or shipped with the package. Nothing here needs a network."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.bench.records import BenchRequest
+from runtime.bench.vocabulary import Vocabulary
+
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+EMBEDDED_OUTPUT_LEN = 128
+ASSISTANT_SUFFIX = "Assistant:"
+_FIT_ROUNDS = 8
+
+DATASETS = ("random", "random-ids", "sharegpt", "generated-shared-prefix", "custom", "embedded")
+
+Template = Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetOptions:
+    """What to make or read; the fields are the flags of the same names."""
+
+    name: str
+    path: str = ""
+    num_prompts: int = 1000
+    seed: int = 42
+    output_len: int | None = None  # --sharegpt-output-len
+    context_len: int | None = None  # --sharegpt-context-len
+    random_input_len: int = 1024
+    random_output_len: int = 1024
+    random_range_ratio: float = 0.0
+    tokenize_prompt: bool = False
+    prompt_suffix: str = ""
+    gsp_num_groups: int = 64
+    gsp_prompts_per_group: int = 16
+    gsp_system_prompt_len: int = 2048
+    gsp_question_len: int = 128
+    gsp_output_len: int = 256
+
+
+async def load(options: DatasetOptions, vocabulary: Vocabulary, template: Template | None = None) -> list[BenchRequest]:
+    """Make the requests of one run; the same options and seed give the same requests.
+
+    Args:
+        options: what to make.
+        vocabulary: counts tokens and turns ids into text.
+        template: wraps a user's text as a chat prompt; for the datasets of real text.
+
+    Raises:
+        ValueError: a file is missing or holds nothing usable.
+    """
+    if options.name == "random-ids":
+        return _random_ids(options, vocabulary)
+    if options.name == "random":
+        return await _random_text(options, vocabulary)
+    if options.name == "generated-shared-prefix":
+        return await _shared_prefix(options, vocabulary)
+    pairs = {"sharegpt": _sharegpt, "custom": _custom, "embedded": _embedded}[options.name](options)
+    return await _conversations(pairs, options, vocabulary, template)
+
+
+def random_lens(full: int, ratio: float, count: int, rng: random.Random) -> list[int]:
+    """Lengths drawn evenly from `full * ratio` (at least 1) to `full`."""
+    return [rng.randint(max(int(full * ratio), 1), full) for _ in range(count)]
+
+
+def embedded_prompts() -> list[dict[str, str]]:
+    """The held-out chat prompts: `kind` and `prompt`, eight kinds of ten."""
+    return [json.loads(line) for line in (ASSETS / "chat_prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _random_ids(options: DatasetOptions, vocabulary: Vocabulary) -> list[BenchRequest]:
+    """Runs of consecutive ids from a random start: sent as ids, since a text made of them would not be read back as the same tokens."""
+    rng = random.Random(options.seed)
+    inputs = random_lens(options.random_input_len, options.random_range_ratio, options.num_prompts, rng)
+    outputs = random_lens(options.random_output_len, options.random_range_ratio, options.num_prompts, rng)
+    requests = []
+    for input_len, output_len in zip(inputs, outputs, strict=True):
+        start = rng.randrange(vocabulary.size)
+        requests.append(BenchRequest([(start + i) % vocabulary.size for i in range(input_len)], input_len, output_len))
+    return requests
+
+
+async def _random_text(options: DatasetOptions, vocabulary: Vocabulary) -> list[BenchRequest]:
+    rng = random.Random(options.seed)
+    inputs = random_lens(options.random_input_len, options.random_range_ratio, options.num_prompts, rng)
+    outputs = random_lens(options.random_output_len, options.random_range_ratio, options.num_prompts, rng)
+    texts = [prompt for prompt, _ in _sharegpt(options)] if options.path else None
+    requests = []
+    for i, (input_len, output_len) in enumerate(zip(inputs, outputs, strict=True)):
+        source = texts[i % len(texts)] if texts else sentences(rng, input_len)
+        ids = await _ids_of_length(source, input_len, vocabulary)
+        prompt = ids if options.tokenize_prompt else await fit_text(ids, vocabulary)
+        requests.append(BenchRequest(prompt, input_len, output_len))
+    return requests
+
+
+def sentences(rng: random.Random, words: int) -> str:
+    """`words` common English words as sentences of random length: text for prompts that need no meaning."""
+    vocabulary = (ASSETS / "words.txt").read_text(encoding="utf-8").split()
+    parts: list[str] = []
+    while len(parts) < words:
+        sentence = rng.choices(vocabulary, k=rng.randint(5, 14))
+        parts += [sentence[0].capitalize(), *sentence[1:-1], sentence[-1] + "."]
+    return " ".join(parts[:words])
+
+
+async def _ids_of_length(text: str, length: int, vocabulary: Vocabulary) -> list[int]:
+    """The ids of `text`, repeated or cut to `length`."""
+    ids = await vocabulary.encode(text) or [0]
+    return (ids * -(-length // len(ids)))[:length]
+
+
+async def fit_text(ids: list[int], vocabulary: Vocabulary) -> str:
+    """A text that encodes to as many tokens as `ids`, or as near as cutting and filling get.
+
+    Decoding ids and encoding the text again may split or join tokens at the seams, so the length is corrected until it holds.
+    """
+    length, keep = len(ids), len(ids)
+    text = await vocabulary.decode(ids)
+    for _ in range(_FIT_ROUNDS):
+        off = len(await vocabulary.encode(text)) - length
+        if off == 0:
+            break
+        keep = max(keep - off, 1)
+        text = await vocabulary.decode((ids * -(-keep // length))[:keep])
+    return text
+
+
+async def _shared_prefix(options: DatasetOptions, vocabulary: Vocabulary) -> list[BenchRequest]:
+    """Groups of prompts; those of a group begin with the same system prompt."""
+    rng = random.Random(options.seed)
+    requests = []
+    for _ in range(options.gsp_num_groups):
+        system = await _ids_of_length(sentences(rng, options.gsp_system_prompt_len), options.gsp_system_prompt_len, vocabulary)
+        for _ in range(options.gsp_prompts_per_group):
+            ids = system + await _ids_of_length(sentences(rng, options.gsp_question_len), options.gsp_question_len, vocabulary)
+            prompt = ids if options.tokenize_prompt else await vocabulary.decode(ids)
+            requests.append(BenchRequest(prompt, len(ids), options.gsp_output_len))
+    rng.shuffle(requests)
+    return requests
+
+
+Pair = tuple[str, str | None]  # a prompt, and the answer in the file where there is one
+
+
+async def _conversations(
+    pairs: list[Pair], options: DatasetOptions, vocabulary: Vocabulary, template: Template | None
+) -> list[BenchRequest]:
+    requests: list[BenchRequest] = []
+    for prompt, answer in pairs:
+        if len(requests) == options.num_prompts:
+            break
+        text = _with_suffix(prompt, options.prompt_suffix)
+        if template is not None:
+            text = template(text)
+        input_len, output_len = await _conversation_lens(text, answer, options, vocabulary)
+        if options.context_len is None or input_len + output_len <= options.context_len:
+            requests.append(BenchRequest(text, input_len, output_len))
+    if not requests:
+        raise ValueError(f"--dataset-name {options.name}: no prompt fits --sharegpt-context-len {options.context_len}")
+    return requests
+
+
+async def _conversation_lens(text: str, answer: str | None, options: DatasetOptions, vocabulary: Vocabulary) -> tuple[int, int]:
+    try:
+        input_len = len(await vocabulary.encode(text))
+    except ValueError:  # no tokenizer: the server will say how long the prompt is
+        if options.context_len is not None:
+            raise
+        input_len = 0
+    if options.output_len is not None:
+        return input_len, options.output_len
+    return input_len, EMBEDDED_OUTPUT_LEN if answer is None else max(len(await vocabulary.encode(answer)), 2)
+
+
+def _with_suffix(prompt: str, suffix: str) -> str:
+    return prompt.removesuffix(ASSISTANT_SUFFIX) + suffix + ASSISTANT_SUFFIX if suffix else prompt
+
+
+def _embedded(options: DatasetOptions) -> list[Pair]:
+    """Interleaved by kind, so that any number of them is a fair sample; the same order at every seed."""
+    by_kind: dict[str, list[str]] = {}
+    for line in embedded_prompts():
+        by_kind.setdefault(line["kind"], []).append(line["prompt"])
+    return [(prompt, None) for group in zip(*by_kind.values(), strict=True) for prompt in group]
+
+
+def _sharegpt(options: DatasetOptions) -> list[Pair]:
+    return _first_turns(_read_json(options), options)
+
+
+def _custom(options: DatasetOptions) -> list[Pair]:
+    """JSONL: conversations as in ShareGPT, or lines with a `prompt` (and perhaps an `answer`)."""
+    lines = [json.loads(line) for line in _read_text(options).splitlines() if line.strip()]
+    plain: list[Pair] = [(line["prompt"], line.get("answer")) for line in lines if isinstance(line.get("prompt"), str)]
+    return plain or _first_turns(lines, options)
+
+
+def _first_turns(conversations: Iterable[dict[str, Any]], options: DatasetOptions) -> list[Pair]:
+    pairs: list[Pair] = []
+    for conversation in conversations:
+        turns = conversation.get("conversations", conversation.get("conversation", []))
+        if len(turns) >= 2:
+            first, second = (turn.get("value", turn.get("content", "")) for turn in turns[:2])
+            pairs.append((first, second))
+    if not pairs:
+        raise ValueError(f"--dataset-path {options.path}: no conversation of two turns in it")
+    random.Random(options.seed).shuffle(pairs)
+    return pairs
+
+
+def _read_text(options: DatasetOptions) -> str:
+    if not options.path or not Path(options.path).is_file():
+        raise ValueError(f"--dataset-name {options.name} needs --dataset-path FILE; {options.path!r} is no file (nothing is downloaded)")
+    return Path(options.path).read_text(encoding="utf-8")
+
+
+def _read_json(options: DatasetOptions) -> list[dict[str, Any]]:
+    text = _read_text(options)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--dataset-path {options.path}: not a JSON list of conversations ({error})") from error

@@ -1,0 +1,61 @@
+"""When each request is sent: open loop by a Poisson process, closed loop by a limit on how many are under way, or both."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from runtime.bench.records import BenchRequest, RequestRecord
+
+Send = Callable[[BenchRequest], Awaitable[RequestRecord]]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How hard to press: requests a second (inf: all at once) and most under way (None: no limit)."""
+
+    request_rate: float
+    max_concurrency: int | None
+    seed: int
+
+
+def arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """Seconds after the start at which each request arrives; the gaps are exponential with mean 1 / `rate`."""
+    if rate == float("inf"):
+        return [0.0] * count
+    rng = random.Random(seed)
+    times, now = [], 0.0
+    for _ in range(count):
+        times.append(now)
+        now += rng.expovariate(rate)
+    return times
+
+
+async def run_load(
+    requests: Sequence[BenchRequest], load: Load, send: Send, progress: Callable[[], object] = lambda: None
+) -> tuple[list[RequestRecord], float]:
+    """Send every request at its time.
+
+    Returns:
+        One record for each request, in order, and the seconds from the first arrival to the last answer.
+    """
+    loop = asyncio.get_running_loop()
+    gate = asyncio.Semaphore(load.max_concurrency or max(len(requests), 1))
+
+    async def one(request: BenchRequest) -> RequestRecord:
+        async with gate:
+            record = await send(request)
+        progress()
+        return record
+
+    start = loop.time()
+    tasks: list[asyncio.Task[RequestRecord]] = []
+    for request, at in zip(requests, arrivals(len(requests), load.request_rate, load.seed), strict=True):
+        # Against the clock, not the request before: sleeping late once must not slow all that follow.
+        if (wait := start + at - loop.time()) > 0:
+            await asyncio.sleep(wait)
+        tasks.append(asyncio.create_task(one(request)))
+    records = await asyncio.gather(*tasks)
+    return records, loop.time() - start

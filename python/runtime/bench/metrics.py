@@ -1,0 +1,169 @@
+"""The figures of a run, computed from its records; the definitions are those of SGLang's client."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from runtime.bench.records import RequestRecord
+
+GOODPUT_FIELDS = ("ttft", "tpot", "e2el")
+LATENCIES = ("e2e_latency", "ttft", "tpot", "itl")
+Figures = dict[str, Any]
+
+
+def spread_itl(record: RequestRecord, count: Callable[[str], int] | None) -> list[float]:
+    """Seconds between tokens: the gap before a chunk is shared evenly among its tokens.
+
+    A chunk's tokens are what the server said. Else, when chunks are fewer than tokens (speculation sends several at once), they
+    are counted from the text by `count`; else they are one.
+    """
+    several = record.output_len > len(record.chunks)
+    gaps: list[float] = []
+    for before, chunk in zip(record.chunks, record.chunks[1:], strict=False):
+        tokens = chunk.tokens
+        if tokens is None:
+            tokens = count(chunk.text) if several and count is not None else 1
+        tokens = max(tokens, 1)
+        gaps += [(chunk.at - before.at) / tokens] * tokens
+    return gaps
+
+
+def summarize(records: Sequence[RequestRecord], seconds: float, goodput: Mapping[str, float] | None = None) -> Figures:
+    """The figures of interface.md that follow from the records alone.
+
+    Args:
+        records: all of the run, failed ones too; `itl` filled in.
+        seconds: length of the run.
+        goodput: limits in ms by `ttft`, `tpot`, `e2el`.
+    """
+    good = [record for record in records if record.success]
+    inputs, outputs = (sum(getattr(record, name) for record in good) for name in ("prompt_len", "output_len"))
+    timeline = per_second(good)
+    figures: Figures = {
+        "duration": seconds,
+        "completed": len(good),
+        "failed": len(records) - len(good),
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "request_throughput": len(good) / seconds,
+        "input_throughput": inputs / seconds,
+        "output_throughput": outputs / seconds,
+        "total_throughput": (inputs + outputs) / seconds,
+        "concurrency": sum(record.latency for record in good) / seconds,
+        "max_output_tokens_per_s": float(max(timeline.tokens, default=0)),
+        "max_concurrent_requests": max(timeline.requests, default=0),
+        "request_goodput": None if goodput is None else sum(meets(record, goodput) for record in good) / seconds,
+        "cached_tokens": sum(record.cached_tokens for record in good),
+    }
+    for name, values in _latencies(good).items():
+        figures |= percentiles(name, values)
+    return figures
+
+
+def _latencies(good: Sequence[RequestRecord]) -> dict[str, list[float]]:
+    return {
+        "e2e_latency": [record.latency for record in good],
+        "ttft": [record.ttft for record in good],
+        "tpot": [record.tpot for record in good if record.tpot is not None],
+        "itl": [gap for record in good for gap in record.itl],
+    }
+
+
+def percentiles(name: str, seconds: Sequence[float]) -> Figures:
+    """Mean, median, std, p90, p95, p99 and max of `seconds`, in ms; None for all when there is no value."""
+    if not seconds:
+        return {f"{kind}_{name}_ms": None for kind in ("mean", "median", "std", "p90", "p95", "p99", "max")}
+    ms = np.asarray(seconds) * 1000.0
+    p90, p95, p99 = np.percentile(ms, (90, 95, 99))
+    figures = {"mean": ms.mean(), "median": np.median(ms), "std": ms.std(), "p90": p90, "p95": p95, "p99": p99, "max": ms.max()}
+    return {f"{kind}_{name}_ms": float(value) for kind, value in figures.items()}
+
+
+def parse_goodput(limits: Sequence[str]) -> dict[str, float]:
+    """Read `ttft:200 tpot:20 e2el:5000` (ms); raises ValueError for anything else."""
+    parsed = {}
+    for limit in limits:
+        name, _, value = limit.partition(":")
+        if name not in GOODPUT_FIELDS:
+            raise ValueError(f"--goodput {limit!r}: the name is one of {', '.join(GOODPUT_FIELDS)}, as in ttft:200")
+        try:
+            parsed[name] = float(value)
+        except ValueError:
+            raise ValueError(f"--goodput {limit!r}: {value!r} is no number of milliseconds") from None
+        if not (math.isfinite(parsed[name]) and parsed[name] > 0):
+            raise ValueError(f"--goodput {limit!r}: must be above 0")
+    return parsed
+
+
+def meets(record: RequestRecord, limits: Mapping[str, float]) -> bool:
+    """Whether a request stayed within every limit (ms)."""
+    seconds = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2el": record.latency}
+    return all(seconds[name] * 1000.0 <= limit for name, limit in limits.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """By second of the run: output tokens that arrived, and requests under way."""
+
+    tokens: list[int]
+    requests: list[int]
+
+
+def per_second(good: Sequence[RequestRecord]) -> Timeline:
+    """Count tokens and open requests in each second since the first request was sent."""
+    if not good:
+        return Timeline([], [])
+    start = min(record.start for record in good)
+    length = int(max(record.start + record.latency for record in good) - start) + 1
+    tokens, requests = [0] * length, [0] * length
+    for record in good:
+        for at, count in _token_times(record):
+            tokens[int(at - start)] += count
+        first, last = int(record.start - start), int(record.start + record.latency - start)
+        for second in range(first, last + 1):
+            requests[second] += 1
+    return Timeline(tokens, requests)
+
+
+def _token_times(record: RequestRecord) -> list[tuple[float, int]]:
+    """(time, tokens) of every chunk; what the chunks do not account for is put on the first."""
+    counts = [chunk.tokens or 1 for chunk in record.chunks]
+    if counts:
+        counts[0] = max(counts[0] + record.output_len - sum(counts), 0)
+    return [(chunk.at, count) for chunk, count in zip(record.chunks, counts, strict=True)]
+
+
+def acceptance(records: Sequence[RequestRecord], server_info: Mapping[str, Any] | None) -> Figures:
+    """What speculation did: of this run where every answer tells, else what the server reports since its start.
+
+    Returns:
+        accept_length, per_position_acceptance, graph_hit_rate, padding_waste; None for what nobody says.
+    """
+    state: dict[str, Any] = dict(server_info or {})
+    for inner in (server_info or {}).get("internal_states") or []:
+        state |= {key: value for key, value in inner.items() if value is not None}
+        break
+    figures: Figures = {
+        "accept_length": state.get("avg_spec_accept_length"),
+        "per_position_acceptance": state.get("per_position_acceptance"),
+        "graph_hit_rate": state.get("graph_hit_rate"),
+        "padding_waste": state.get("padding_waste"),
+    }
+    good = [record for record in records if record.success]
+    if good and all(record.verify_steps for record in good):
+        steps = sum(record.verify_steps for record in good)
+        # The first token comes from the prompt's pass, every other one from a verification.
+        figures["accept_length"] = sum(record.output_len - 1 for record in good) / steps
+        figures["per_position_acceptance"] = _by_position(good, steps) or figures["per_position_acceptance"]
+    return figures
+
+
+def _by_position(good: Sequence[RequestRecord], steps: int) -> list[float] | None:
+    """Share of verifications in which the draft at each position was accepted."""
+    width = min(len(record.accepted_by_position) for record in good)
+    return [sum(record.accepted_by_position[i] for record in good) / steps for i in range(width)] or None

@@ -1,0 +1,246 @@
+"""`python -m runtime.bench_serving`: measure a running server over HTTP, ours or any other, by SGLang's flags and columns."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from runtime.bench import summary
+from runtime.bench.backends import BACKENDS, Backend, GenerationOptions, send
+from runtime.bench.chat_template import chat_template
+from runtime.bench.datasets import DatasetOptions, load
+from runtime.bench.http_stream import HttpClient, HttpFailure
+from runtime.bench.load import Load, run_load
+from runtime.bench.metrics import acceptance, parse_goodput, per_second, spread_itl, summarize
+from runtime.bench.options import parser
+from runtime.bench.records import BenchRequest, RequestRecord
+from runtime.bench.vocabulary import LocalVocabulary, Vocabulary, open_vocabulary
+
+_WARMUP_OUTPUT_LEN = 32
+_ARGUMENTS = (
+    *("tag", "backend", "dataset_name", "request_rate", "max_concurrency", "sharegpt_output_len"),
+    *("random_input_len", "random_output_len", "random_range_ratio"),
+)
+
+
+class BenchError(Exception):
+    """The run cannot start, or nothing of it came back; the message is for the user."""
+
+
+async def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Do one run.
+
+    Returns:
+        The fields of the JSON line, details included.
+
+    Raises:
+        BenchError: no server, no prompts, or every request failed.
+    """
+    backend = BACKENDS[args.backend]
+    client = HttpClient(args.base_url or f"http://{args.host}:{args.port or backend.port}", _headers(args.header))
+    try:
+        goodput = parse_goodput(args.goodput) if args.goodput else None
+        await _wait_ready(client, args.ready_check_timeout_sec)
+        model = args.served_model_name or args.model or await _served_model(client)
+        info = await _get(client, "/get_model_info", "/model_info") or {}
+        vocabulary = await open_vocabulary(client, args.tokenizer, args.model or model, info)
+        requests = await load(_dataset(args), vocabulary, chat_template(vocabulary) if args.apply_chat_template else None)
+    except (ValueError, HttpFailure) as error:
+        raise BenchError(str(error)) from error
+    if args.dataset_name not in ("generated-shared-prefix",) and len(requests) < args.num_prompts:
+        print(f"{args.dataset_name} has {len(requests)} prompts that fit; sending those instead of {args.num_prompts}")
+    records, seconds = await _measure(args, client, backend, requests, _generation(args, model))
+    await _settle(records, vocabulary)
+    server_info = await _get(client, "/get_server_info", "/server_info")
+    figures = {name: getattr(args, name) for name in _ARGUMENTS} | {"server_info": server_info}
+    if args.request_rate == float("inf"):
+        figures["request_rate"] = "inf"  # JSON has no infinity
+    figures |= summarize(records, seconds, goodput) | acceptance(records, server_info) | summary.origin(server_info)
+    figures["total_output_tokens_retokenized"] = await _retokenized(records, vocabulary)
+    _show(args, figures, records)
+    return figures | _details(records)
+
+
+async def _measure(
+    args: argparse.Namespace, client: HttpClient, backend: Backend, requests: list[BenchRequest], options: GenerationOptions
+) -> tuple[list[RequestRecord], float]:
+    await _warm_up(args.warmup_requests, client, backend, requests[0], options)
+    if args.flush_cache:
+        await _control(client, "/flush_cache")
+    if args.profile:
+        await _control(client, "/start_profile")
+    with tqdm(total=len(requests), disable=args.disable_tqdm, unit="req") as bar:
+        result = await run_load(
+            requests,
+            Load(args.request_rate, args.max_concurrency, args.seed),
+            lambda request: send(client, backend, request, options),
+            lambda: bar.update(1),
+        )
+    if args.profile:
+        await _control(client, "/stop_profile")
+    return result
+
+
+async def _warm_up(number: int, client: HttpClient, backend: Backend, request: BenchRequest, options: GenerationOptions) -> None:
+    if number == 0:
+        return
+    short = BenchRequest(request.prompt, request.prompt_len, min(request.output_len, _WARMUP_OUTPUT_LEN))
+    try:
+        records = await asyncio.gather(*(send(client, backend, short, options) for _ in range(number)))
+    except ValueError as error:
+        raise BenchError(str(error)) from error
+    if not any(record.success for record in records):
+        raise BenchError(f"the warm-up failed: {records[0].error}")
+
+
+async def _settle(records: Sequence[RequestRecord], vocabulary: Vocabulary) -> None:
+    """After the run, so that counting tokens does not slow the client while it measures."""
+    counter = vocabulary.count if isinstance(vocabulary, LocalVocabulary) else None
+    for record in records:
+        record.itl = spread_itl(record, counter)
+
+
+async def _retokenized(records: Sequence[RequestRecord], vocabulary: Vocabulary) -> int | None:
+    if not isinstance(vocabulary, LocalVocabulary):
+        return None
+    return sum(vocabulary.count(record.text) for record in records if record.success)
+
+
+def _show(args: argparse.Namespace, figures: dict[str, Any], records: Sequence[RequestRecord]) -> None:
+    print("\n" + summary.render(figures, args.cache_report))
+    if errors := summary.failures(records):
+        print(f"{figures['failed']} of {len(records)} requests failed:\n{errors}", file=sys.stderr)
+    if args.plot_throughput:
+        timeline = per_second([record for record in records if record.success])
+        print(summary.chart("Output tokens per second", timeline.tokens))
+        print(summary.chart("Concurrent requests", timeline.requests))
+        picture = _output_file(args).with_suffix(".png")
+        print(f"plot: {picture}" if summary.plot(timeline, picture) else "no PNG: matplotlib is not installed")
+
+
+def _details(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    return {
+        "input_lens": [record.prompt_len for record in records],
+        "output_lens": [record.output_len for record in records],
+        "ttfts": [record.ttft for record in records],
+        "itls": [record.itl for record in records],
+        "generated_texts": [record.text for record in records],
+        "errors": [record.error for record in records],
+    }
+
+
+def _output_file(args: argparse.Namespace) -> Path:
+    if args.output_file:
+        return Path(args.output_file)
+    lens = f"{args.random_input_len}_{args.random_output_len}" if args.dataset_name.startswith("random") else args.dataset_name
+    return Path(f"{args.backend}_{datetime.now():%m%d}_{args.num_prompts}_{lens}.jsonl")
+
+
+def _headers(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    key = os.environ.get("OPENAI_API_KEY")
+    return ({"Authorization": f"Bearer {key}"} if key else {}) | dict(pairs)
+
+
+def _dataset(args: argparse.Namespace) -> DatasetOptions:
+    same = ["num_prompts", "seed", "random_input_len", "random_output_len", "random_range_ratio", "tokenize_prompt", "prompt_suffix"]
+    gsp = [name for name in vars(args) if name.startswith("gsp_")]
+    return DatasetOptions(
+        name=args.dataset_name,
+        path=args.dataset_path,
+        output_len=args.sharegpt_output_len,
+        context_len=args.sharegpt_context_len,
+        **{name: getattr(args, name) for name in same + gsp},
+    )
+
+
+def _generation(args: argparse.Namespace, model: str) -> GenerationOptions:
+    return GenerationOptions(
+        model=model,
+        stream=not args.disable_stream,
+        ignore_eos=not args.disable_ignore_eos,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        return_logprob=args.return_logprob,
+        extra_body=args.extra_request_body,
+    )
+
+
+async def _wait_ready(client: HttpClient, seconds: float) -> None:
+    """Poll `/ready`, or `/health` where there is none, until it answers 200."""
+    if seconds <= 0:
+        return
+    deadline, path, last = time.monotonic() + seconds, "/ready", ""
+    while True:
+        try:
+            await client.json("GET", path, timeout=5)
+            return
+        except HttpFailure as failure:
+            last = str(failure)
+            if path == "/ready" and failure.status == 404:
+                path = "/health"
+                continue
+        if time.monotonic() > deadline:
+            raise BenchError(f"no server is ready at {client.endpoint.host}:{client.endpoint.port} after {seconds:.0f} s ({last})")
+        await asyncio.sleep(0.5)
+
+
+async def _served_model(client: HttpClient) -> str:
+    try:
+        return (await client.json("GET", "/v1/models"))["data"][0]["id"]
+    except (HttpFailure, KeyError, IndexError, TypeError) as error:
+        raise BenchError(f"the server names no model ({error}); pass --model") from error
+
+
+async def _get(client: HttpClient, *paths: str) -> dict[str, Any] | None:
+    """The first of `paths` that answers with an object; None when none does: not every server has one."""
+    for path in paths:
+        try:
+            answer = await client.json("GET", path)
+        except HttpFailure:
+            continue
+        if isinstance(answer, dict):
+            return answer
+    return None
+
+
+async def _control(client: HttpClient, path: str) -> None:
+    try:
+        await client.json("POST", path)
+    except HttpFailure as failure:
+        raise BenchError(f"{path}: {failure}") from failure
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; 0 when at least one request succeeded, 1 when none did, 2 when the run could not start."""
+    args = parser().parse_args(argv)
+    try:
+        import uvloop
+
+        runner = uvloop.run
+    except ImportError:
+        runner = asyncio.run
+    try:
+        result = runner(run(args))
+    except BenchError as error:
+        print(f"bench_serving: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    kept = result if args.output_details else {name: value for name, value in result.items() if name not in _details(())}
+    with _output_file(args).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(kept) + "\n")
+    return 0 if result["completed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

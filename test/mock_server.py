@@ -1,0 +1,141 @@
+"""A server with known timings: speaks the dialects that `bench_serving` measures, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Script:
+    """What the mock does: `ttft` s before the first chunk, `gap` s between chunks, `per_chunk` tokens in each.
+
+    `fail(number)` -> "" | "status" | "cut" | "error": how the request of that number (from 0) fails.
+    """
+
+    ttft: float = 0.1
+    gap: float = 0.05
+    per_chunk: int = 1
+    fail: Callable[[int], str] = lambda number: ""
+    spec: bool = False
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    sent_at: list[list[float]] = field(default_factory=list)  # by request: when it was read, when each chunk with tokens was written
+
+
+class MockServer:
+    """Answers `/generate`, `/v1/completions`, `/v1/chat/completions` and what the client asks besides."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            length = next((int(line.split(":")[1]) for line in head.split("\r\n") if line.lower().startswith("content-length")), 0)
+            body = json.loads(await reader.readexactly(length)) if length else {}
+            await self._answer(head.split(" ")[1], body, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    async def _answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        self.script.calls.append(path)
+        fixed = {
+            "/ready": {},
+            "/v1/models": {"data": [{"id": "mock"}]},
+            "/get_model_info": {"vocab_size": 1000},
+            "/get_server_info": {"internal_states": [{"avg_spec_accept_length": 9.0, "graph_hit_rate": 0.5}], "commit": "abc"},
+            "/flush_cache": {},
+        }
+        if path in fixed:
+            return await self._whole(writer, 200, fixed[path])
+        if path not in ("/generate", "/v1/completions", "/v1/chat/completions"):
+            return await self._whole(writer, 404, {"error": {"message": "no such path"}})
+        number = len(self.script.requests)
+        self.script.requests.append(body)
+        self.script.sent_at.append([time.perf_counter()])
+        how = self.script.fail(number)
+        if how == "status":
+            return await self._whole(writer, 500, {"error": {"message": "the mock refuses"}})
+        if not body.get("stream"):
+            return await self._plain(path, body, writer)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        async for event in self._events(path, body, how, self.script.sent_at[number]):
+            data = f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode()
+            writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+            await writer.drain()
+        if how != "cut":
+            writer.write(b"0\r\n\r\n")
+            await writer.drain()
+
+    async def _events(self, path: str, body: dict[str, Any], how: str, sent_at: list[float]) -> AsyncIterator[Any]:
+        loop = asyncio.get_running_loop()
+        total, sent = _wanted(body), 0
+        at = loop.time() + self.script.ttft
+        if path == "/v1/chat/completions":
+            yield {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
+        while sent < total:
+            await asyncio.sleep(at - loop.time())
+            at += self.script.gap
+            new = min(self.script.per_chunk, total - sent)
+            sent += new
+            sent_at.append(time.perf_counter())
+            yield self._chunk(path, new, sent, total)
+            if how == "cut":
+                return
+            if how == "error":
+                yield {"error": {"message": "the mock gave up"}}
+                return
+        if path != "/generate":
+            yield {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": sent}}
+        yield "[DONE]"
+
+    def _chunk(self, path: str, new: int, sent: int, total: int) -> dict[str, Any]:
+        end = "length" if sent == total else None
+        if path == "/generate":
+            meta: dict[str, Any] = {"prompt_tokens": 7, "completion_tokens": sent, "finish_reason": {"type": end} if end else None}
+            if self.script.spec:
+                steps = (sent + self.script.per_chunk - 1) // self.script.per_chunk
+                meta |= {"spec_verify_ct": steps, "spec_accepted_by_position": [steps, steps // 2]}
+            return {"text": "a " * sent, "meta_info": meta}
+        if path == "/v1/completions":
+            return {"choices": [{"text": "a " * new, "finish_reason": end}]}
+        return {"choices": [{"delta": {"content": "a " * new}, "finish_reason": end}]}
+
+    async def _plain(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        total = _wanted(body)
+        await asyncio.sleep(self.script.ttft + self.script.gap * (total - 1))
+        answer = self._chunk(path, total, total, total)
+        await self._whole(writer, 200, answer | {"usage": {"prompt_tokens": 7, "completion_tokens": total}})
+
+    async def _whole(self, writer: asyncio.StreamWriter, status: int, answer: Any) -> None:
+        data = json.dumps(answer).encode()
+        writer.write(f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+        await writer.drain()
+
+
+def _wanted(body: dict[str, Any]) -> int:
+    return body.get("max_tokens") or body.get("max_completion_tokens") or body["sampling_params"]["max_new_tokens"]
+
+
+@contextmanager
+def mock_server(script: Script) -> Iterator[int]:
+    """Serve in a thread of its own; yields the port."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    server = asyncio.run_coroutine_threadsafe(asyncio.start_server(MockServer(script).handle, "127.0.0.1", 0), loop).result()
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        loop.call_soon_threadsafe(server.close)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout=5)

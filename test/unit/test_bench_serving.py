@@ -1,0 +1,397 @@
+"""The load generator's parts: dialects, prompts, arrivals, figures, flags."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import decoders as token_decoders
+
+from runtime.bench import metrics, summary
+from runtime.bench.backends import BACKENDS, Answer, GenerationOptions, payload
+from runtime.bench.chat_template import chat_template
+from runtime.bench.datasets import DatasetOptions, embedded_prompts, load, random_lens
+from runtime.bench.load import Load, arrivals, run_load
+from runtime.bench.options import parser
+from runtime.bench.records import BenchRequest, Chunk, RequestRecord
+from runtime.bench.vocabulary import LocalVocabulary, UnknownVocabulary
+
+FLAGS = (
+    "backend base-url host port ready-check-timeout-sec dataset-name dataset-path model served-model-name tokenizer num-prompts "
+    "sharegpt-output-len sharegpt-context-len random-input-len random-output-len random-range-ratio request-rate max-concurrency "
+    "output-file output-details goodput disable-tqdm disable-stream return-logprob cache-report disable-ignore-eos temperature top-p "
+    "extra-request-body apply-chat-template profile plot-throughput prompt-suffix flush-cache warmup-requests tokenize-prompt seed "
+    "gsp-num-groups gsp-prompts-per-group gsp-system-prompt-len gsp-question-len gsp-output-len tag header"
+)
+FIELDS = (
+    "tag backend dataset_name request_rate max_concurrency sharegpt_output_len random_input_len random_output_len random_range_ratio "
+    "server_info duration completed failed total_input_tokens total_output_tokens total_output_tokens_retokenized request_throughput "
+    "input_throughput output_throughput total_throughput concurrency accept_length per_position_acceptance graph_hit_rate "
+    "padding_waste max_output_tokens_per_s max_concurrent_requests request_goodput commit device"
+)
+
+
+@pytest.fixture
+def vocabulary(tmp_path: Path) -> LocalVocabulary:
+    """Letters and pairs of letters as tokens: cutting a text between ids changes how it is split."""
+    letters = [chr(c) for c in range(33, 127)] + ["Ġ"]
+    merges = [("t", "h"), ("th", "e"), ("a", "n"), ("Ġ", "t"), ("i", "n"), ("e", "r")]
+    vocab = {token: i for i, token in enumerate(letters + [a + b for a, b in merges])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = token_decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return LocalVocabulary(tmp_path / "tokenizer.json")
+
+
+def make(vocabulary: Any, **options: Any) -> list[BenchRequest]:
+    return asyncio.run(load(DatasetOptions(**options), vocabulary))
+
+
+# ---- flags and fields
+
+
+def test_the_flags_are_exactly_those_promised() -> None:
+    have = {flag for action in parser()._actions for flag in action.option_strings}
+    aliases = {"-h", "--help", "--random-input", "--random-output", "--plot"}
+    assert have - aliases == {f"--{name}" for name in FLAGS.split()}
+
+
+def test_the_command_line_of_the_reference_table_is_understood() -> None:
+    line = (
+        "--backend sglang --dataset-name random --random-input-len 1000 --random-output-len 1000 --random-range-ratio 1 "
+        "--num-prompts 64 --max-concurrency 32 --port 30000"
+    )
+    args = parser().parse_args(line.split())
+    assert (args.backend, args.random_input_len, args.num_prompts, args.max_concurrency, args.port) == ("sglang", 1000, 64, 32, 30000)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--num-prompts 0", "--request-rate 0", "--request-rate nan", "--random-range-ratio 1.5", "--extra-request-body [1]", "--header x"],
+)
+def test_flags_out_of_range_are_refused(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        parser().parse_args(flags.split(" ", 1))
+    assert exit_info.value.code == 2
+    assert flags.split()[0] in capsys.readouterr().err
+
+
+def test_the_json_line_has_every_promised_field_and_the_columns_are_those_of_sglang() -> None:
+    args = parser().parse_args([])
+    record = settled([0.0, 0.1, 0.2])
+    figures = {name: getattr(args, name, None) for name in FIELDS.split()}
+    figures |= metrics.summarize([record], 1.0) | metrics.acceptance([record], None) | {"commit": "c", "device": "d"}
+    latencies = {f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p90", "p95", "p99") for name in metrics.LATENCIES}
+    assert set(figures) >= latencies | set(FIELDS.split())
+    text = summary.render(figures)
+    for column in (
+        "Successful requests:",
+        "Benchmark duration (s):",
+        "Output token throughput (tok/s):",
+        "P99 TTFT (ms):",
+        "Max ITL (ms):",
+    ):
+        assert column in text
+
+
+# ---- dialects
+
+
+REQUEST = BenchRequest("hello", 1, 8)
+
+
+def test_each_dialect_asks_in_its_own_words() -> None:
+    options = GenerationOptions(model="m", temperature=0.5, top_p=0.9, extra_body={"min_p": 0.1})
+    native = payload(BACKENDS["sglang"], REQUEST, options)
+    assert native["text"] == "hello"
+    assert native["sampling_params"] == {"temperature": 0.5, "max_new_tokens": 8, "ignore_eos": True, "top_p": 0.9}
+    completions = payload(BACKENDS["sglang-oai"], REQUEST, options)
+    assert (completions["prompt"], completions["max_tokens"], completions["ignore_eos"]) == ("hello", 8, True)
+    assert completions["stream_options"] == {"include_usage": True}
+    chat = payload(BACKENDS["vllm-chat"], REQUEST, options)
+    assert chat["messages"] == [{"role": "user", "content": "hello"}]
+    assert chat["stream_options"]["continuous_usage_stats"] is True
+    assert all(body["min_p"] == 0.1 for body in (native, completions, chat))
+
+
+def test_token_ids_go_to_endpoints_that_take_them_and_chat_refuses() -> None:
+    ids = BenchRequest([1, 2], 2, 8)
+    options = GenerationOptions(model="m")
+    assert payload(BACKENDS["sglang"], ids, options)["input_ids"] == [1, 2]
+    assert payload(BACKENDS["vllm"], ids, options)["prompt"] == [1, 2]
+    with pytest.raises(ValueError, match="takes text"):
+        payload(BACKENDS["sglang-oai-chat"], ids, options)
+
+
+def read(backend: str, events: list[tuple[float, Any]], output_len: int = 8) -> RequestRecord:
+    record = RequestRecord(prompt_len=3)
+    answer = Answer(BACKENDS[backend], record)
+    for at, event in events:
+        answer.event(b"[DONE]" if event is None else json.dumps(event).encode(), at)
+    if not record.error:
+        answer.close(output_len)
+    return record
+
+
+def choice(text: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"choices": [{"text": text, "finish_reason": reason}], **more}
+
+
+def test_a_chunk_whose_text_is_held_back_still_counts_as_a_token() -> None:
+    events = [(1.0, choice("")), (2.0, choice("é")), (3.0, choice("", "length")), (3.5, {"choices": [], "usage": {"completion_tokens": 2}})]
+    record = read("sglang-oai", [*events, (4.0, None)])
+    assert (record.ttft, record.latency, record.output_len) == (1.0, 2.0, 2)
+
+
+def test_the_role_chunk_of_a_chat_is_no_token() -> None:
+    def delta(**fields: Any) -> dict[str, Any]:
+        return {"choices": [{"delta": fields, "finish_reason": None}]}
+
+    record = read("sglang-oai-chat", [(1.0, delta(role="assistant", content="")), (2.0, delta(content="a")), (4.0, delta(content="b"))])
+    assert (record.ttft, record.latency, record.text) == (2.0, 4.0, "ab")
+
+
+def test_running_usage_tells_how_many_tokens_a_chunk_carried() -> None:
+    events = [(1.0, choice("a", usage={"completion_tokens": 1})), (2.0, choice("bcd", usage={"completion_tokens": 4}))]
+    record = read("vllm", events)
+    assert [chunk.tokens for chunk in record.chunks] == [1, 3]
+    assert metrics.spread_itl(record, None) == pytest.approx([1 / 3] * 3)
+
+
+def test_usage_on_the_last_chunk_alone_is_not_taken_for_its_tokens() -> None:
+    events = [(1.0, choice("a")), (2.0, choice("b")), (3.0, choice("c", "length", usage={"completion_tokens": 3, "prompt_tokens": 5}))]
+    record = read("sglang-oai", events)
+    assert (record.output_len, record.prompt_len) == (3, 5)
+    assert metrics.spread_itl(record, None) == [1.0, 1.0]
+
+
+def test_native_text_may_be_cumulative_or_not() -> None:
+    def chunk(text: str, tokens: int) -> dict[str, Any]:
+        return {"text": text, "meta_info": {"completion_tokens": tokens, "cached_tokens": 2, "finish_reason": None}}
+
+    cumulative = read("native", [(1.0, chunk("a", 1)), (2.0, chunk("ab", 2))])
+    deltas = read("native", [(1.0, chunk("a", 1)), (2.0, chunk("b", 2))])
+    assert cumulative.text == deltas.text == "ab"
+    assert cumulative.cached_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("events", "why"),
+    [
+        ([(1.0, {"error": {"message": "out of luck"}})], "out of luck"),
+        ([(1.0, choice("a")), (2.0, choice("", "abort"))], "aborted"),
+        ([(1.0, None)], "without a token"),
+    ],
+)
+def test_an_answer_that_went_wrong_is_an_error(events: list[tuple[float, Any]], why: str) -> None:
+    assert why in read("sglang-oai", events).error
+
+
+# ---- prompts
+
+
+def test_random_ids_have_exact_lengths_and_repeat_by_seed() -> None:
+    options = {"name": "random-ids", "num_prompts": 20, "random_input_len": 30, "random_output_len": 9, "random_range_ratio": 0.5}
+    requests = make(UnknownVocabulary(100), **options)
+    assert requests == make(UnknownVocabulary(100), **options)
+    assert requests != make(UnknownVocabulary(100), **options, seed=1)
+    assert all(isinstance(request.prompt, list) and len(request.prompt) == request.prompt_len for request in requests)
+    assert all(15 <= request.prompt_len <= 30 and 4 <= request.output_len <= 9 for request in requests)
+    assert {token for request in requests for token in request.prompt} <= set(range(100))
+
+
+def test_random_text_encodes_to_exactly_the_length_asked_for(vocabulary: LocalVocabulary) -> None:
+    requests = make(vocabulary, name="random", num_prompts=12, random_input_len=60, random_output_len=5, random_range_ratio=0.3)
+    for request in requests:
+        assert isinstance(request.prompt, str)
+        assert len(asyncio.run(vocabulary.encode(request.prompt))) == request.prompt_len
+
+
+def test_text_without_a_tokenizer_names_the_way_out() -> None:
+    with pytest.raises(ValueError, match="random-ids"):
+        make(UnknownVocabulary(100), name="random", num_prompts=1)
+
+
+def test_prompts_of_a_group_share_their_prefix(vocabulary: LocalVocabulary) -> None:
+    sizes = {"gsp_num_groups": 3, "gsp_prompts_per_group": 4, "gsp_system_prompt_len": 50, "gsp_question_len": 10}
+    requests = make(vocabulary, name="generated-shared-prefix", tokenize_prompt=True, **sizes)
+    prefixes = [tuple(request.prompt[:50]) for request in requests]
+    assert len(requests) == 12
+    assert sorted(prefixes.count(prefix) for prefix in set(prefixes)) == [4, 4, 4]
+    assert len({tuple(request.prompt) for request in requests}) == 12
+
+
+def test_the_embedded_prompts_are_eighty_of_eight_kinds_and_any_part_is_a_fair_sample() -> None:
+    lines = embedded_prompts()
+    assert len({line["prompt"] for line in lines}) == 80
+    kinds = {line["prompt"]: line["kind"] for line in lines}
+    requests = make(UnknownVocabulary(9), name="embedded", num_prompts=16, output_len=None)
+    counts = [sum(kinds[str(request.prompt)] == kind for request in requests) for kind in set(kinds.values())]
+    assert counts == [2] * 8
+
+
+def test_conversation_files_are_read_and_a_missing_one_is_named(tmp_path: Path, vocabulary: LocalVocabulary) -> None:
+    talk = {"conversations": [{"from": "human", "value": "the hen"}, {"from": "gpt", "value": "in the inn"}]}
+    sharegpt, custom = tmp_path / "s.json", tmp_path / "c.jsonl"
+    sharegpt.write_text(json.dumps([talk, {"conversations": []}]))
+    custom.write_text(json.dumps({"prompt": "another"}) + "\n\n" + json.dumps({"prompt": "thing"}) + "\n")
+    (request,) = make(vocabulary, name="sharegpt", path=str(sharegpt), prompt_suffix=" and")
+    assert request.prompt == "the hen andAssistant:"
+    assert request.output_len == vocabulary.count("in the inn")
+    assert [r.prompt for r in make(vocabulary, name="custom", path=str(custom))] == ["another", "thing"]
+    with pytest.raises(ValueError, match="nothing is downloaded"):
+        make(vocabulary, name="sharegpt", path=str(tmp_path / "none.json"))
+
+
+def test_a_chat_template_wraps_text_without_the_first_token(tmp_path: Path, vocabulary: LocalVocabulary) -> None:
+    with pytest.raises(ValueError, match="no chat template"):
+        chat_template(vocabulary)
+    source = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}, "chat_template": source}))
+    assert chat_template(vocabulary)("hi") == "<user>hi<bot>"
+
+
+def test_random_lengths_stay_in_range() -> None:
+    assert set(random_lens(10, 1.0, 50, random.Random(0))) == {10}
+    assert min(random_lens(10, 0.0, 500, random.Random(0))) == 1
+
+
+# ---- load
+
+
+def test_arrivals_are_a_poisson_process_of_the_asked_rate() -> None:
+    times = arrivals(4000, 50.0, seed=3)
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    assert statistics.mean(gaps) == pytest.approx(0.02, rel=0.05)
+    assert statistics.stdev(gaps) == pytest.approx(0.02, rel=0.1), "an exponential's deviation is its mean"
+    assert arrivals(3, float("inf"), seed=3) == [0.0, 0.0, 0.0]
+
+
+def test_records_come_back_in_the_order_of_the_requests_and_the_gate_holds() -> None:
+    open_now, most = 0, 0
+
+    async def send(request: BenchRequest) -> RequestRecord:
+        nonlocal open_now, most
+        open_now += 1
+        most = max(most, open_now)
+        await asyncio.sleep(0.001 * (5 - request.prompt_len))
+        open_now -= 1
+        return RequestRecord(prompt_len=request.prompt_len)
+
+    requests = [BenchRequest("x", i, 1) for i in range(5)]
+    records, _ = asyncio.run(run_load(requests, Load(float("inf"), 3, 0), send))
+    assert [record.prompt_len for record in records] == [0, 1, 2, 3, 4]
+    assert most == 3
+
+
+# ---- figures
+
+
+def settled(times: list[float], start: float = 0.0, ttft: float = 0.5) -> RequestRecord:
+    """A record whose chunks of one token came `times` after the first one."""
+    chunks = [Chunk(start + ttft + at, "x", 1) for at in times]
+    record = RequestRecord(prompt_len=10, output_len=len(times), start=start, ttft=ttft, latency=ttft + times[-1], chunks=chunks)
+    record.itl = metrics.spread_itl(record, None)
+    return record
+
+
+def test_figures_follow_their_definitions() -> None:
+    records = [settled([0.0, 0.1, 0.4]), settled([0.0, 0.3, 0.6], start=1.0), RequestRecord(prompt_len=99, error="lost")]
+    figures = metrics.summarize(records, 2.0)
+    assert (figures["completed"], figures["failed"], figures["total_input_tokens"], figures["total_output_tokens"]) == (2, 1, 20, 6)
+    assert figures["output_throughput"] == 3.0
+    assert figures["mean_tpot_ms"] == pytest.approx((200 + 300) / 2)
+    assert figures["mean_itl_ms"] == pytest.approx((100 + 300 + 300 + 300) / 4)
+    assert figures["concurrency"] == pytest.approx((0.9 + 1.1) / 2.0)
+    assert figures["median_ttft_ms"] == pytest.approx(500)
+
+
+def test_percentiles_agree_with_their_definition() -> None:
+    values = [random.Random(5).random() for _ in range(101)]
+    figures = metrics.percentiles("x", values)
+    assert figures["p90_x_ms"] == pytest.approx(sorted(values)[90] * 1000)
+    assert figures["median_x_ms"] == pytest.approx(sorted(values)[50] * 1000)
+
+
+def test_gaps_before_chunks_are_shared_by_the_tokens_counted_from_their_text() -> None:
+    chunks = [Chunk(0.0, "a", None), Chunk(0.6, "b c d", None), Chunk(0.8, "e", None)]
+    record = RequestRecord(prompt_len=1, output_len=5, chunks=chunks)
+    assert metrics.spread_itl(record, lambda text: len(text.split())) == pytest.approx([0.2, 0.2, 0.2, 0.2])
+    assert metrics.spread_itl(record, None) == pytest.approx([0.6, 0.2])
+
+
+def test_goodput_counts_requests_within_every_limit() -> None:
+    records = [settled([0.0, 0.1]), settled([0.0, 0.9])]
+    assert metrics.summarize(records, 1.0, {"ttft": 501, "tpot": 200})["request_goodput"] == 1.0
+    assert metrics.summarize(records, 1.0, {"ttft": 400})["request_goodput"] == 0.0
+    assert metrics.summarize(records, 1.0)["request_goodput"] is None
+
+
+@pytest.mark.parametrize("bad", ["ttft", "speed:3", "tpot:x", "e2el:-1", "ttft:nan"])
+def test_goodput_limits_that_mean_nothing_are_refused(bad: str) -> None:
+    with pytest.raises(ValueError, match="--goodput"):
+        metrics.parse_goodput([bad])
+
+
+def test_seconds_hold_the_tokens_that_came_in_them() -> None:
+    timeline = metrics.per_second([settled([0.0, 0.1, 1.0]), settled([0.0], start=1.0)])
+    assert timeline.tokens == [2, 2]
+    assert timeline.requests == [1, 2]
+
+
+def test_acceptance_is_of_this_run_where_every_answer_tells() -> None:
+    told = [settled([0.0] * 7), settled([0.0] * 5)]
+    for record, steps, accepted in zip(told, (3, 2), ([3, 1], [1, 1]), strict=True):
+        record.verify_steps, record.accepted_by_position = steps, accepted
+    info = {"internal_states": [{"avg_spec_accept_length": 9.0}], "padding_waste": 0.25}
+    figures = metrics.acceptance(told, info)
+    assert figures["accept_length"] == pytest.approx((6 + 4) / 5)
+    assert figures["per_position_acceptance"] == pytest.approx([4 / 5, 2 / 5])
+    assert figures["padding_waste"] == 0.25
+    told[1].verify_steps = 0
+    assert metrics.acceptance(told, info)["accept_length"] == 9.0
+    assert metrics.acceptance([], None)["accept_length"] is None
+
+
+def test_failures_are_grouped_by_what_went_wrong() -> None:
+    records = [RequestRecord(prompt_len=1, error=error) for error in ("b", "a", "b", "")]
+    assert summary.failures(records) == "2 x b\n1 x a"
+    many = [RequestRecord(prompt_len=1, error=str(i)) for i in range(9)]
+    assert "and 4 other errors" in summary.failures(many)
+
+
+def test_a_chart_of_a_long_run_stays_short() -> None:
+    assert len(summary.chart("tokens", list(range(1000))).split("\n")) <= 25
+
+
+def test_the_client_loads_neither_torch_nor_the_engine(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, runtime.bench_serving; "
+        "bad = [m for m in sys.modules if m.split('.')[0] == 'torch' or (m.startswith('runtime.') and not m.startswith('runtime.bench'))]; "
+        "sys.exit(str(bad) if bad else 0)"
+    )
+    python = Path(__file__).resolve().parents[2] / "python"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(python), "PATH": ""}, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_bad_numbers_in_flags_are_argument_errors() -> None:
+    from runtime.bench import options
+
+    for check, bad in ((options.positive, "0"), (options.count, "-1"), (options.rate, "-3"), (options.ratio, "2"), (options.header, "=x")):
+        with pytest.raises(argparse.ArgumentTypeError):
+            check(bad)

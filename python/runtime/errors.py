@@ -125,6 +125,16 @@ class WorkerDied(ServingError):
         super().__init__(f"the {who} process died; the server is stopping")
 
 
+class SlowReader(ServingError):
+    """A client reads its stream so slowly that the server gave it up."""
+
+    status = 408
+    kind = "invalid_request_error"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"{limit} parts of this stream wait to be read, the most the server keeps; the stream was ended")
+
+
 class StepFailed(ServingError):
     """One forward step failed; its requests are lost, the server goes on."""
 

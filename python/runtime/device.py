@@ -1,0 +1,90 @@
+"""What this machine can do: cores, memory and CUDA devices, asked without torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_CC_MAJOR, _CC_MINOR = 75, 76
+"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of the CUDA driver API."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One CUDA device: its name, compute capability (major, minor) and memory in bytes."""
+
+    name: str
+    capability: tuple[int, int]
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What `resolve` may build on.
+
+    Attributes:
+        cores: CPU cores that this process may use, at least 1.
+        memory: bytes of main memory that this process may use.
+        gpus: CUDA devices in the driver's order, after CUDA_VISIBLE_DEVICES.
+    """
+
+    cores: int
+    memory: int
+    gpus: tuple[Gpu, ...]
+
+
+def probe() -> MachineFacts:
+    """Ask the machine. Never fails: what cannot be asked counts as absent."""
+    return MachineFacts(cores=_cores(), memory=_memory(), gpus=_gpus())
+
+
+def _cores() -> int:
+    allowed = len(os.sched_getaffinity(0))
+    quota, _, period = _cgroup("cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit() and int(period) > 0:
+        allowed = min(allowed, -(-int(quota) // int(period)))
+    return max(1, allowed)
+
+
+def _memory() -> int:
+    total = psutil.virtual_memory().total
+    limit = _cgroup("memory.max")
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _cgroup(name: str) -> str:
+    try:
+        return (Path("/sys/fs/cgroup") / name).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    count = ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    return tuple(_gpu(cuda, index) for index in range(count.value))
+
+
+def _gpu(cuda: ctypes.CDLL, index: int) -> Gpu:
+    device = ctypes.c_int()
+    cuda.cuDeviceGet(ctypes.byref(device), index)
+    name = ctypes.create_string_buffer(128)
+    cuda.cuDeviceGetName(name, len(name), device)
+    memory = ctypes.c_size_t()
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+
+    def ask(attribute: int) -> int:
+        value = ctypes.c_int()
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        return value.value
+
+    return Gpu(name.value.decode(errors="replace"), (ask(_CC_MAJOR), ask(_CC_MINOR)), memory.value)

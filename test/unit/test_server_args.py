@@ -1,0 +1,397 @@
+"""Flags, the file of flags, and what `resolve` makes of them."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runtime.device import Gpu, MachineFacts, probe
+from runtime.errors import ConfigError
+from runtime.flag_parser import build_parser, dump, flags, from_fields, parse
+from runtime.resolve import check, default_graph_sizes, resolve, synthetic_acceptance
+from runtime.server_args import ModelFacts, ServerArgs
+
+SGLANG_FLAGS = [
+    "model-path",
+    "tokenizer-path",
+    "served-model-name",
+    "host",
+    "port",
+    "api-key",
+    "admin-api-key",
+    "dtype",
+    "kv-cache-dtype",
+    "quantization",
+    "context-length",
+    "trust-remote-code",
+    "load-format",
+    "revision",
+    "device",
+    "tp-size",
+    "dp-size",
+    "ep-size",
+    "mem-fraction-static",
+    "max-running-requests",
+    "max-queued-requests",
+    "max-total-tokens",
+    "chunked-prefill-size",
+    "max-prefill-tokens",
+    "schedule-policy",
+    "schedule-conservativeness",
+    "page-size",
+    "disable-radix-cache",
+    "disable-overlap-schedule",
+    "attention-backend",
+    "sampling-backend",
+    "grammar-backend",
+    "speculative-algorithm",
+    "speculative-draft-model-path",
+    "speculative-num-steps",
+    "speculative-eagle-topk",
+    "speculative-num-draft-tokens",
+    "speculative-token-map",
+    "speculative-accept-threshold-single",
+    "speculative-accept-threshold-acc",
+    "disable-cuda-graph",
+    "disable-cuda-graph-padding",
+    "cuda-graph-max-bs",
+    "cuda-graph-bs",
+    "watchdog-timeout",
+    "stream-interval",
+    "skip-server-warmup",
+    "chat-template",
+    "tool-call-parser",
+    "reasoning-parser",
+    "random-seed",
+    "log-level",
+    "log-requests",
+    "enable-metrics",
+]
+OUR_FLAGS = [
+    "shutdown-timeout",
+    "speculative-draft-load-format",
+    "speculative-draft-attention-backend",
+    "disable-draft-extend-cuda-graph",
+    "disable-draft-decode-cuda-graph",
+    "speculative-synthetic-accept-length",
+    "speculative-check-parity",
+    "trust-request-chat-template",
+    "profile",
+    "cpu-threads",
+]
+
+CPU = MachineFacts(cores=2, memory=16 << 30, gpus=())
+HOPPER = MachineFacts(cores=16, memory=128 << 30, gpus=(Gpu("H200", (9, 0), 140 << 30),))
+AMPERE = MachineFacts(cores=16, memory=128 << 30, gpus=(Gpu("A100", (8, 0), 80 << 30),))
+LLAMA = ModelFacts(
+    path="/models/llama",
+    load_format="safetensors",
+    tokenizer_path="/models/llama",
+    name="llama",
+    dtype="bfloat16",
+    max_context_len=8192,
+    vocab_size=128256,
+    head_dim=128,
+)
+DRAFT = ("/models/eagle", "safetensors")
+EAGLE = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/models/eagle"}
+
+
+def args(**given: object) -> ServerArgs:
+    return from_fields(given)
+
+
+def test_the_list_of_flags_is_pinned() -> None:
+    assert sorted(name.replace("_", "-") for name, _, _ in flags()) == sorted(SGLANG_FLAGS + OUR_FLAGS)
+
+
+def test_help_is_grouped_and_says_one_sentence_for_every_flag() -> None:
+    text = build_parser().format_help()
+    for name, flag, _ in flags():
+        assert f"--{name.replace('_', '-')}" in text
+        assert flag.help.endswith(".")
+    for group in ("model", "server", "device and memory", "scheduling", "CUDA graphs", "speculative decoding", "observing"):
+        assert f"\n{group}:" in text
+
+
+def test_the_short_spellings_of_sglang_work() -> None:
+    command = parse(["--model", "m", "--tp", "2", "--cuda-graph-bs", "1", "2", "4", "--disable-radix-cache", "--log-requests=false"])
+    assert command.args.model_path == "m"
+    assert command.args.tp_size == 2
+    assert command.args.cuda_graph_bs == (1, 2, 4)
+    assert command.args.disable_radix_cache
+    assert not command.args.log_requests
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--tp-sise", "2"], ["--tp-sise", "--tp-size"]),
+        (["--port", "many"], ["--port", "many"]),
+        (["--dtype", "int4"], ["--dtype", "int4", "float32"]),
+        (["--host"], ["--host"]),
+        (["serve"], ["serve"]),
+        (["--config", "/nowhere/at/all.yaml"], ["--config", "/nowhere/at/all.yaml"]),
+    ],
+)
+def test_a_bad_command_line_is_one_line_that_names_the_fault(argv: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(argv)
+    assert "\n" not in str(caught.value)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "talon.yaml"
+    file.write_text("port: 1234\nmodel: from-file\ndisable_radix_cache: true\ncuda-graph-bs: [1, 2]\napi-key:\n")
+    from_file = parse(["--config", str(file)]).args
+    assert (from_file.port, from_file.model_path, from_file.disable_radix_cache, from_file.cuda_graph_bs) == (
+        1234,
+        "from-file",
+        True,
+        (1, 2),
+    )
+    both = parse(["--port", "5", "--config", str(file), "--disable-radix-cache", "false"]).args
+    assert (both.port, both.model_path, both.disable_radix_cache) == (5, "from-file", False)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("attention-backand: fa3", ["attention-backand", "attention-backend"]),
+        ("- port\n- 3", ["mapping"]),
+        ("port: {", ["YAML"]),
+        ("port: fast", ["--port", "fast"]),
+        ("config: other.yaml", ["config"]),
+    ],
+)
+def test_a_bad_file_is_one_line_that_names_the_fault(tmp_path: Path, content: str, words: list[str]) -> None:
+    file = tmp_path / "talon.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        parse(["--config", str(file)])
+    assert "\n" not in str(caught.value)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_what_dump_config_prints_gives_the_same_configuration_back(tmp_path: Path) -> None:
+    argv = [
+        "--model",
+        "m",
+        "--cuda-graph-bs",
+        "1",
+        "8",
+        "--mem-fraction-static",
+        "0.8",
+        "--chat-template",
+        "{{ 'a: b' }}\n",
+        "--log-requests",
+    ]
+    asked = parse(argv).args
+    file = tmp_path / "talon.yaml"
+    file.write_text(dump(asked))
+    assert parse(["--config", str(file)]).args == asked
+
+
+def test_completion_scripts_know_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["--print-completion", "bash"])
+    script = capsys.readouterr().out
+    assert ended.value.code == 0
+    for name in SGLANG_FLAGS + OUR_FLAGS:
+        assert f"--{name}" in script
+
+
+def test_keyword_options_are_checked_by_name() -> None:
+    assert from_fields({"model": "m", "port": 3}).model_path == "m"
+    with pytest.raises(ConfigError, match="model_path"):
+        from_fields({"modle_path": "m"})
+
+
+def test_defaults_on_a_cpu() -> None:
+    config = resolve(args(), CPU, LLAMA)
+    assert (config.device, config.dtype, config.attention_backend) == ("cpu", "float32", "torch_native")
+    assert (config.page_size, config.chunked_prefill_size, config.max_running_requests) == (16, 512, 16)
+    assert (config.cuda_graph_bs, config.cpu_threads, config.quantization) == ((), 2, None)
+    assert (config.context_length, config.speculative, config.served_model_name) == (8192, None, "llama")
+
+
+def test_defaults_on_hopper_and_on_other_gpus() -> None:
+    hopper = resolve(args(), HOPPER, LLAMA)
+    assert (hopper.device, hopper.dtype, hopper.attention_backend, hopper.page_size) == ("cuda", "bfloat16", "fa3", 64)
+    assert (hopper.chunked_prefill_size, hopper.max_running_requests, hopper.mem_fraction_static) == (8192, None, None)
+    assert hopper.cuda_graph_bs[-1] == 256
+    ampere = resolve(args(), AMPERE, LLAMA)
+    assert (ampere.attention_backend, ampere.page_size) == ("flashinfer", 16)
+
+
+def test_a_head_dimension_without_kernels_falls_back_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        config = resolve(args(), HOPPER, replace(LLAMA, head_dim=96))
+    assert config.attention_backend == "torch_native"
+    assert any("96" in line for line in caplog.messages)
+
+
+def test_float32_checkpoints_become_bfloat16_on_cuda() -> None:
+    assert resolve(args(), HOPPER, replace(LLAMA, dtype="float32")).dtype == "bfloat16"
+
+
+def test_each_choice_is_logged_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        resolve(args(), HOPPER, LLAMA)
+    text = "\n".join(caplog.messages)
+    for word in ("device cuda", "H200", "dtype bfloat16", "attention backend fa3", "random seed"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("given", "machine", "words"),
+    [
+        ({"tp_size": 2}, HOPPER, ["--tp-size"]),
+        ({"dp_size": 4}, HOPPER, ["--dp-size"]),
+        ({"ep_size": 2}, HOPPER, ["--ep-size"]),
+        ({"attention_backend": "fa3"}, CPU, ["fa3", "torch_native"]),
+        ({"attention_backend": "flashinfer"}, CPU, ["flashinfer", "torch_native"]),
+        ({"attention_backend": "fa3"}, AMPERE, ["fa3", "8.0", "flashinfer"]),
+        ({"attention_backend": "fa3", "dtype": "float32"}, HOPPER, ["fa3", "float32", "torch_native"]),
+        ({"quantization": "int8"}, HOPPER, ["int8", "cpu"]),
+        ({"device": "cuda"}, CPU, ["cuda", "cpu"]),
+        ({"dtype": "float16"}, CPU, ["float16", "bfloat16"]),
+        ({"cuda_graph_bs": (1, 2)}, CPU, ["--cuda-graph-bs"]),
+        ({"cuda_graph_max_bs": 8}, CPU, ["--cuda-graph-max-bs"]),
+        ({"disable_cuda_graph": True, "cuda_graph_bs": (1,)}, HOPPER, ["--disable-cuda-graph"]),
+        ({"cuda_graph_bs": (0, 2)}, HOPPER, ["--cuda-graph-bs"]),
+        ({"cuda_graph_bs": (1, 64), "cuda_graph_max_bs": 32}, HOPPER, ["--cuda-graph-max-bs", "64"]),
+        ({"grammar_backend": "xgrammar"}, CPU, ["--grammar-backend"]),
+        ({"tool_call_parser": "llama3"}, CPU, ["--tool-call-parser"]),
+        ({"reasoning_parser": "qwen3"}, CPU, ["--reasoning-parser"]),
+        ({"sampling_backend": "flashinfer"}, HOPPER, ["--sampling-backend", "pytorch"]),
+        ({"trust_remote_code": True}, CPU, ["--trust-remote-code"]),
+        ({"kv_cache_dtype": "fp8_e5m2"}, HOPPER, ["--kv-cache-dtype", "auto"]),
+        ({"context_length": 9000}, CPU, ["--context-length", "8192"]),
+        ({"mem_fraction_static": 1.0}, HOPPER, ["--mem-fraction-static"]),
+        ({"mem_fraction_static": 0.0}, HOPPER, ["--mem-fraction-static"]),
+        ({"mem_fraction_static": float("nan")}, HOPPER, ["--mem-fraction-static"]),
+        ({"page_size": 3}, CPU, ["--page-size", "power of two"]),
+        ({"page_size": 64, "attention_backend": "flashinfer"}, HOPPER, ["--page-size", "16"]),
+        ({"page_size": 1024, "context_length": 512}, CPU, ["--page-size", "512"]),
+        ({"port": 70000}, CPU, ["--port", "65535"]),
+        ({"chunked_prefill_size": 1}, CPU, ["--chunked-prefill-size", "16"]),
+        ({"shutdown_timeout": float("nan")}, CPU, ["--shutdown-timeout"]),
+        ({"chat_template": "/nowhere.jinja"}, CPU, ["--chat-template", "/nowhere.jinja"]),
+        ({"cpu_threads": 0}, CPU, ["--cpu-threads"]),
+        ({"speculative_num_steps": 3}, HOPPER, ["--speculative-num-steps", "--speculative-algorithm"]),
+        ({"disable_draft_extend_cuda_graph": True}, HOPPER, ["--disable-draft-extend-cuda-graph", "--speculative-algorithm"]),
+        ({"speculative_algorithm": "EAGLE"}, HOPPER, ["--speculative-draft-model-path"]),
+        ({"speculative_algorithm": "NGRAM", "speculative_draft_model_path": "x"}, HOPPER, ["NGRAM", "--speculative-draft-model-path"]),
+        ({"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 2}, HOPPER, ["NGRAM", "--speculative-eagle-topk"]),
+        ({**EAGLE, "speculative_eagle_topk": 2, "speculative_num_steps": 2, "speculative_num_draft_tokens": 8}, HOPPER, ["7 nodes"]),
+        ({**EAGLE, "speculative_eagle_topk": 16, "speculative_num_steps": 6}, HOPPER, ["64"]),
+        ({**EAGLE, "speculative_num_draft_tokens": 65}, HOPPER, ["--speculative-num-draft-tokens", "64"]),
+        ({**EAGLE, "speculative_token_map": "/nowhere.pt"}, HOPPER, ["--speculative-token-map", "/nowhere.pt"]),
+        ({**EAGLE, "speculative_algorithm": "EAGLE3", "speculative_token_map": "x"}, HOPPER, ["--speculative-token-map", "EAGLE3"]),
+        ({**EAGLE, "speculative_accept_threshold_single": 0.0}, HOPPER, ["--speculative-accept-threshold-single"]),
+        ({**EAGLE, "speculative_synthetic_accept_length": "5"}, HOPPER, ["from 1 to 4"]),
+        ({**EAGLE, "speculative_synthetic_accept_length": "0.5,0.5"}, HOPPER, ["3 probabilities"]),
+        ({**EAGLE, "speculative_synthetic_accept_length": "2", "speculative_eagle_topk": 2}, HOPPER, ["--speculative-eagle-topk 1"]),
+        ({**EAGLE, "speculative_draft_attention_backend": "fa3"}, AMPERE, ["--speculative-draft-attention-backend", "8.0"]),
+    ],
+)
+def test_an_option_that_cannot_take_effect_is_refused_by_name(given: dict[str, object], machine: MachineFacts, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(args(**given), machine, LLAMA, DRAFT)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_no_machine_can_do_is_refused_before_the_model_is_looked_for() -> None:
+    for given in ({"tp_size": 2}, {"port": -1}, {"speculative_num_steps": 3}, {"speculative_algorithm": "EAGLE"}):
+        with pytest.raises(ConfigError):
+            check(args(**given))
+
+
+def test_eagle_has_sglangs_defaults() -> None:
+    config = resolve(args(**EAGLE), HOPPER, LLAMA, DRAFT).speculative
+    assert config is not None
+    assert (config.num_steps, config.topk, config.num_draft_tokens) == (3, 1, 4)
+    assert (config.attention_backend, config.draft_decode_graph, config.draft_extend_graph) == ("fa3", True, True)
+    assert (config.draft_model_path, config.draft_load_format) == DRAFT
+    assert (config.accept_threshold_single, config.accept_threshold_acc, config.synthetic_accept) == (1.0, 1.0, None)
+
+
+def test_a_chain_verifies_one_token_more_than_it_drafts(caplog: pytest.LogCaptureFixture) -> None:
+    config = resolve(args(**EAGLE, speculative_num_steps=5, speculative_num_draft_tokens=4), HOPPER, LLAMA, DRAFT).speculative
+    assert config is not None
+    assert config.num_draft_tokens == 6
+    assert any("6" in line and "4" in line for line in caplog.messages)
+
+
+def test_draft_graphs_follow_their_flags() -> None:
+    off = resolve(args(**EAGLE, disable_draft_extend_cuda_graph=True), HOPPER, LLAMA, DRAFT).speculative
+    assert off is not None
+    assert (off.draft_decode_graph, off.draft_extend_graph) == (True, False)
+    eager = resolve(args(**EAGLE, disable_cuda_graph=True), HOPPER, LLAMA, DRAFT).speculative
+    assert eager is not None
+    assert (eager.draft_decode_graph, eager.draft_extend_graph) == (False, False)
+
+
+def test_only_the_embedded_model_is_quantised_unasked_and_none_turns_it_off() -> None:
+    embedded = replace(LLAMA, embedded=True)
+    asked = resolve(args(quantization="int8"), CPU, LLAMA).quantization
+    assert asked == "int8"
+    assert resolve(args(quantization="none"), CPU, embedded).quantization is None
+    assert resolve(args(), HOPPER, embedded).quantization is None
+    assert resolve(args(), CPU, LLAMA).quantization is None
+
+
+@pytest.mark.parametrize("largest", [1, 2, 7, 8, 9, 33, 64, 100, 256, 300, 512])
+def test_graph_sizes_reach_their_largest_and_waste_little(largest: int) -> None:
+    sizes = default_graph_sizes(largest)
+    assert sizes[-1] == largest
+    assert list(sizes) == sorted(set(sizes))
+    for live in range(1, largest + 1):
+        padded = next(size for size in sizes if size >= live)
+        assert padded - live <= max(1, live // 8)
+
+
+def test_the_graphs_cover_the_admission_limit() -> None:
+    assert resolve(args(max_running_requests=37), HOPPER, LLAMA).cuda_graph_bs[-1] == 37
+    assert resolve(args(cuda_graph_bs=(4, 1, 4)), HOPPER, LLAMA).cuda_graph_bs == (1, 4)
+    assert resolve(args(disable_cuda_graph=True), HOPPER, LLAMA).cuda_graph_bs == ()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_synthetic_acceptance_has_the_mean_that_was_asked_for(steps: int, share: float) -> None:
+    wanted = 1.0 + share * steps
+    by_position = synthetic_acceptance(str(wanted), steps)
+    mean, reached = 1.0, 1.0
+    for p in by_position:
+        reached *= p
+        mean += reached
+    assert mean == pytest.approx(wanted, abs=1e-6)
+
+
+def test_synthetic_acceptance_by_position_is_taken_as_it_is() -> None:
+    assert synthetic_acceptance("0.9,0.5, 0", 3) == (0.9, 0.5, 0.0)
+    assert synthetic_acceptance("0.5,", 1) == (0.5,)
+    for text in ("x", "nan,0.1,0.1", "1.5,0,0", ""):
+        with pytest.raises(ConfigError):
+            synthetic_acceptance(text, 3)
+
+
+def test_the_machine_is_probed_without_torch() -> None:
+    facts = probe()
+    assert facts.cores >= 1
+    assert facts.memory > 1 << 28
+    code = (
+        "import sys; from runtime.device import probe; probe(); import runtime.flag_parser, runtime.resolve; print('torch' in sys.modules)"
+    )
+    env = {"PYTHONPATH": str(Path(__file__).parents[2] / "python")}
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert made.stdout.strip() == "False"

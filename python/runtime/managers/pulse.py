@@ -1,0 +1,57 @@
+"""The heartbeat: a thread that sends one while the loop it watches still moves."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+PERIOD = 0.5
+"""Seconds between two beats."""
+
+
+class Pulse:
+    """Calls `beat` every half second on its own thread, so that one long step does not look like death.
+
+    Args:
+        beat: sends one heartbeat; must be safe to call from another thread.
+        moved_at: when the loop last came round, in `time.monotonic` seconds.
+        stall: seconds without a move after which the stacks are written to stderr and the beat stops, until the loop moves again.
+    """
+
+    def __init__(self, beat: Callable[[], None], moved_at: Callable[[], float], stall: float) -> None:
+        self._beat = beat
+        self._moved_at = moved_at
+        self._stall = stall
+        self._stalled = False
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+
+    def __enter__(self) -> Pulse:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            if not self._is_stalled():
+                self._beat()
+            if self._done.wait(PERIOD):
+                return
+
+    def _is_stalled(self) -> bool:
+        still = time.monotonic() - self._moved_at()
+        stalled = still > self._stall
+        if stalled and not self._stalled:
+            log.error("the loop has not moved for %.0f s (--watchdog-timeout %.0f); the heartbeat stops", still, self._stall)
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+        self._stalled = stalled
+        return stalled

@@ -1,0 +1,171 @@
+"""Who runs next, and how much of it: pure functions of requests and numbers."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.batch import WorkerLimits
+from runtime.errors import ContextTooLong, InvalidField, NeverFits
+from runtime.managers.io_struct import GenerateReq
+from runtime.managers.req import Req
+from runtime.mem_cache.radix_cache import agreement
+from runtime.sampling_params import MAX_TOP_LOGPROBS
+
+LPM_QUEUE_LIMIT = 128
+"""Matching every waiting prompt against the cache is worth it only for so many; beyond, first come is first served."""
+OUTLOOK_LIMIT = 4096
+"""Output tokens beyond this are not reserved ahead: few requests use all they may."""
+FIRST_RATIO = 0.7
+"""Share of the allowed output that is reserved at conservativeness 1, right after a retraction and at start."""
+LAST_RATIO_SHARE = 0.2
+"""What the ratio falls to, relative to the first, while nothing is retracted."""
+RATIO_STEPS = 600
+"""Decode steps for that fall."""
+TWIN_TOKENS = 32
+"""A prompt waits for another that is being prefilled if it can then reuse this many tokens more."""
+
+
+# ---- may it come in at all
+
+
+def check_request(req: GenerateReq, limits: WorkerLimits) -> None:
+    """Raise the `RequestError` that says why this request can never run; else return."""
+    ids = req.input_ids
+    if not ids:
+        raise InvalidField("input_ids", [], "at least one token long")
+    if min(ids) < 0 or max(ids) >= limits.vocab_size:
+        wrong = next(i for i in ids if not 0 <= i < limits.vocab_size)
+        raise InvalidField("input_ids", wrong, f"made of token ids from 0 to {limits.vocab_size - 1}")
+    req.sampling.check(limits.vocab_size)
+    if not -1 <= req.top_logprobs <= MAX_TOP_LOGPROBS:
+        raise InvalidField("top_logprobs", req.top_logprobs, f"a whole number from -1 to {MAX_TOP_LOGPROBS}")
+    if not -(1 << 63) <= req.seed < 1 << 63:
+        raise InvalidField("seed", req.seed, "a signed 64-bit number")
+    if len(ids) >= limits.max_context_len:
+        raise ContextTooLong(len(ids), limits.max_context_len)
+    total = min(len(ids) + req.sampling.max_new_tokens, limits.max_context_len)
+    needed = slots_alone(len(ids), total, limits.tokens_per_step)
+    if -(-needed // limits.page_size) * limits.page_size > limits.max_total_tokens:
+        raise NeverFits(needed, limits.max_total_tokens)
+
+
+def slots_alone(prompt_len: int, total_limit: int, tokens_per_step: int) -> int:
+    """KV slots that a request needs when it runs alone: its last decode step starts at KV length `total_limit - 2`."""
+    last_step = total_limit - 2 + tokens_per_step if total_limit > prompt_len + 1 else 0
+    return max(prompt_len, last_step)
+
+
+# ---- in which order
+
+
+def queue_key(req: Req) -> tuple[bool, int, int]:
+    """Sorts the queue: retracted requests first, then higher priority, then arrival."""
+    return (not req.retracted, -req.source.priority, req.seq)
+
+
+def enqueue(queue: list[Req], req: Req) -> None:
+    """Put `req` in its place of a queue sorted by `queue_key`."""
+    insort(queue, req, key=queue_key)
+
+
+def order(queue: Sequence[Req], policy: Literal["fcfs", "lpm"], cached_len: Callable[[Req], int]) -> list[Req]:
+    """The waiting requests as they should be tried. `queue` is sorted by `queue_key`; lpm moves long cached prefixes ahead among equals."""
+    if policy == "fcfs" or not 1 < len(queue) <= LPM_QUEUE_LIMIT:
+        return list(queue)
+    return sorted(queue, key=lambda req: (not req.retracted, -req.source.priority, -cached_len(req), req.seq))
+
+
+def waits_for_twin(req: Req, cached_len: int, filling: Iterable[Req]) -> bool:
+    """Whether a prompt under way shares so much with `req` that its KV is better waited for than computed twice."""
+    worth = cached_len + TWIN_TOKENS
+    ids = req.ids
+    return any(
+        len(ids) > worth < other.fill_len
+        and other.source.cache_salt == req.source.cache_salt
+        and agreement(other.ids[: worth + 1], ids[: worth + 1]) > worth
+        for other in filling
+    )
+
+
+# ---- how much memory
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """How far running requests are expected to grow.
+
+    `ratio` is the share of their remaining output that is held free for them: it starts at 0.7 * conservativeness (at most 1), falls
+    while all goes well, and returns to its start when a request had to be retracted.
+    """
+
+    conservativeness: float
+    ratio: float
+
+    @classmethod
+    def start(cls, conservativeness: float) -> Outlook:
+        """Before the first step, and after a retraction."""
+        return cls(conservativeness, min(1.0, FIRST_RATIO * conservativeness))
+
+    def after_decode(self) -> Outlook:
+        """One decode step went well."""
+        first = min(1.0, FIRST_RATIO * self.conservativeness)
+        last = first * LAST_RATIO_SHARE
+        return Outlook(self.conservativeness, max(last, self.ratio - (first - last) / RATIO_STEPS))
+
+    def slots(self, req: Req, limits: WorkerLimits) -> int:
+        """KV slots that `req` is expected to hold in the end, what a decode step writes ahead included."""
+        growth = int(min(req.remaining, OUTLOOK_LIMIT) * self.ratio)
+        return req.length + growth + step_slack(limits)
+
+
+def step_slack(limits: WorkerLimits) -> int:
+    """Slots past the known KV length that one decode step may need, with another in flight."""
+    return limits.tokens_per_step + (limits.max_accept_len if limits.overlap else 0)
+
+
+def decode_slots(req: Req, limits: WorkerLimits) -> int:
+    """Positions that must have pages before `req` decodes once more."""
+    most = limits.max_context_len + 2 * limits.tokens_per_step
+    return min(req.kv_bound(limits.max_accept_len) + limits.tokens_per_step, most)
+
+
+def youngest(reqs: Iterable[Req]) -> Req:
+    """Who is retracted first: lowest priority, then latest arrival."""
+    return max(reqs, key=lambda req: (-req.source.priority, req.seq))
+
+
+# ---- how many prompt tokens
+
+
+@dataclass(slots=True)
+class PrefillBudget:
+    """Prompt tokens left in one EXTEND batch.
+
+    Attributes:
+        left: tokens that the batch can still take.
+        chunked: whether a prompt may be cut; if not, only one longer than the worker's limit is, into pieces of that.
+        most: the worker's limit.
+    """
+
+    left: int
+    chunked: bool
+    most: int
+
+    @classmethod
+    def start(cls, chunked_prefill_size: int, max_prefill_tokens: int, limits: WorkerLimits) -> PrefillBudget:
+        """For an empty batch; a `chunked_prefill_size` below 1 leaves prompts whole."""
+        caps = [n for n in (chunked_prefill_size, max_prefill_tokens, limits.max_extend_tokens) if n > 0]
+        return cls(min(caps), chunked_prefill_size > 0, limits.max_extend_tokens)
+
+    def offer(self, wanted: int, first: bool) -> int:
+        """How many of the `wanted` tokens of the next prompt fit, 0 if it has to wait; `first` if the batch is still empty."""
+        if self.chunked or wanted <= self.left:
+            return min(wanted, self.left)
+        return min(wanted, self.most) if first else 0
+
+    def take(self, count: int) -> None:
+        """Count tokens as used."""
+        self.left = max(0, self.left - count)

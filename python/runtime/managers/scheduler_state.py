@@ -1,0 +1,153 @@
+"""The scheduler's gauges and counters, as the metrics endpoint and the log show them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from runtime.batch import ForwardMode, ScheduleBatch, StepStats
+from runtime.managers.spec_tally import SpecTally
+
+log = logging.getLogger(__name__)
+
+RATE_PERIOD = 1.0
+"""Seconds over which `gen_throughput` is taken."""
+LOG_PERIOD = 5.0
+"""Seconds between two log lines, at least."""
+
+
+@dataclass(slots=True)
+class Gauges:
+    """What is so right now."""
+
+    num_running_reqs: int
+    num_queue_reqs: int
+    pages_used: int
+    pages_total: int
+    pages_free: int
+    max_total_num_tokens: int
+
+
+@dataclass(slots=True)
+class Mark:
+    """Counters at one moment, to take rates from."""
+
+    time: float
+    generation: int = 0
+    steps: int = 0
+    prompt: int = 0
+    verify_steps: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class SchedulerState:
+    """Counts since start. Times are seconds of the scheduler's clock.
+
+    Attributes:
+        real_rows, padding_rows: requests in decode steps, and rows that only filled up a captured graph.
+    """
+
+    started: float
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    num_requests_total: int = 0
+    num_aborted_requests_total: int = 0
+    num_retracted_requests_total: int = 0
+    num_failed_steps_total: int = 0
+    queue_time_sum: float = 0.0
+    queue_time_count: int = 0
+    extend_steps: int = 0
+    decode_steps: int = 0
+    graph_hits: int = 0
+    real_rows: int = 0
+    padding_rows: int = 0
+    gen_throughput: float = 0.0
+    spec: SpecTally = field(default_factory=SpecTally)
+    _rate_mark: Mark = field(init=False)
+    _log_mark: Mark = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rate_mark = Mark(self.started)
+        self._log_mark = Mark(self.started)
+
+    def admitted(self, prompt_tokens: int, cached_tokens: int, queue_seconds: float) -> None:
+        """A request runs for the first time."""
+        self.prompt_tokens_total += prompt_tokens
+        self.cached_tokens_total += cached_tokens
+        self.queue_time_sum += queue_seconds
+        self.queue_time_count += 1
+
+    def step_done(self, batch: ScheduleBatch, stats: StepStats) -> None:
+        """A step's result was read."""
+        if batch.mode is ForwardMode.EXTEND:
+            self.extend_steps += 1
+            return
+        self.decode_steps += 1
+        self.graph_hits += stats.graph
+        self.real_rows += batch.size
+        self.padding_rows += max(0, stats.padded_size - batch.size)
+
+    def as_json(self, gauges: Gauges) -> dict[str, object]:
+        """Every figure by its name in the metrics."""
+        spec, seen = self.spec, self.prompt_tokens_total
+        return {
+            "num_running_reqs": gauges.num_running_reqs,
+            "num_queue_reqs": gauges.num_queue_reqs,
+            "token_usage": gauges.pages_used / gauges.pages_total,
+            "pages_free": gauges.pages_free,
+            "max_total_num_tokens": gauges.max_total_num_tokens,
+            "cache_hit_rate": self.cached_tokens_total / seen if seen else 0.0,
+            "gen_throughput": self.gen_throughput,
+            "prompt_tokens_total": self.prompt_tokens_total,
+            "cached_tokens_total": self.cached_tokens_total,
+            "generation_tokens_total": self.generation_tokens_total,
+            "num_requests_total": self.num_requests_total,
+            "num_aborted_requests_total": self.num_aborted_requests_total,
+            "num_retracted_requests_total": self.num_retracted_requests_total,
+            "num_failed_steps_total": self.num_failed_steps_total,
+            "queue_time": self.queue_time_sum / self.queue_time_count if self.queue_time_count else 0.0,
+            "queue_time_sum": self.queue_time_sum,
+            "queue_time_count": self.queue_time_count,
+            "extend_steps": self.extend_steps,
+            "decode_steps": self.decode_steps,
+            "steps": self.extend_steps + self.decode_steps,
+            "graph_hits": self.graph_hits,
+            "real_rows": self.real_rows,
+            "padding_rows": self.padding_rows,
+            "verify_steps": spec.verify_steps,
+            "draft_tokens": spec.draft_tokens,
+            "accepted_tokens": spec.accepted_tokens,
+            "accepted_by_position": list(spec.accepted_by_position),
+            "spec_accept_length": 1 + spec.accepted_tokens / spec.verify_steps if spec.verify_steps else 0.0,
+            "spec_accept_rate": spec.accepted_tokens / spec.draft_tokens if spec.draft_tokens else 0.0,
+        }
+
+    def tick(self, now: float, gauges: Gauges) -> None:
+        """Renew the rate, and log a line if something happened since the last."""
+        if now - self._rate_mark.time >= RATE_PERIOD:
+            self.gen_throughput = (self.generation_tokens_total - self._rate_mark.generation) / (now - self._rate_mark.time)
+            self._rate_mark = self._mark(now)
+        mark = self._log_mark
+        if now - mark.time >= LOG_PERIOD and self.extend_steps + self.decode_steps > mark.steps:
+            log.info("%s", self._line(now, mark, gauges))
+            self._log_mark = self._mark(now)
+
+    def _mark(self, now: float) -> Mark:
+        steps = self.extend_steps + self.decode_steps
+        return Mark(now, self.generation_tokens_total, steps, self.prompt_tokens_total, self.spec.verify_steps, self.spec.accepted_tokens)
+
+    def _line(self, now: float, mark: Mark, gauges: Gauges) -> str:
+        seconds = now - mark.time
+        parts = [
+            f"Decode batch, #running-req: {gauges.num_running_reqs}",
+            f"token usage: {gauges.pages_used / gauges.pages_total:.2f}",
+            f"gen throughput (token/s): {(self.generation_tokens_total - mark.generation) / seconds:.2f}",
+            f"prompt (token/s): {(self.prompt_tokens_total - mark.prompt) / seconds:.2f}",
+            f"#queue-req: {gauges.num_queue_reqs}",
+        ]
+        verified = self.spec.verify_steps - mark.verify_steps
+        if verified:
+            parts.insert(2, f"accept len: {1 + (self.spec.accepted_tokens - mark.accepted) / verified:.2f}")
+        return ", ".join(parts)

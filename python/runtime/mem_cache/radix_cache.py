@@ -1,0 +1,243 @@
+"""A tree of token prefixes whose KV is kept: least recently used goes first, what a request uses is locked."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from runtime.batch import Int32, no_ints
+
+
+class Node:
+    """An edge of the tree with what hangs below it.
+
+    Attributes:
+        tokens: int32 [pages * page_size + lookahead]: the edge's tokens, and the `lookahead` tokens after them.
+        pages: int32 [pages]; only a root has none.
+        children: by the bytes of their first page's key.
+        locks: requests that use this node or one below it.
+    """
+
+    __slots__ = ("children", "in_heap", "last_use", "locks", "pages", "parent", "salt", "tokens")
+
+    def __init__(self, parent: Node | None, tokens: Int32, pages: Int32, salt: str) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.pages = pages
+        self.salt = salt
+        self.children: dict[bytes, Node] = {}
+        self.locks = 0
+        self.last_use = 0
+        self.in_heap = False
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A cached prefix: its pages int32 [n], and the node that ends it (None when n is 0)."""
+
+    pages: Int32
+    node: Node | None
+
+
+class RadixCache:
+    """Which pages hold which prefixes. It owns the pages in it; who frees what it returns is the caller.
+
+    The unit is a page. A page's key is its `page_size` tokens and the `lookahead` tokens that follow: with EAGLE, the draft's KV
+    at a position depends on the next token, so a prefix of n tokens may serve only a prompt that agrees on n + 1. Runs of
+    pages without a branch are one edge, compared as one array.
+    """
+
+    def __init__(self, page_size: int, lookahead: int) -> None:
+        self.page_size = page_size
+        self.lookahead = lookahead
+        self.total_pages = 0
+        self.evictable_pages = 0
+        self._roots: dict[str, Node] = {}
+        self._heap: list[tuple[int, int, Node]] = []  # every evictable leaf, at its last use or earlier
+        self._clock = 0
+
+    # ---- reading
+
+    def match_len(self, ids: Int32, salt: str) -> int:
+        """Pages of the longest cached prefix of `ids` int32 [n] that leaves a token to compute. Changes nothing."""
+        path = self._walk(self._askable(ids), salt)
+        return sum(count for _, count in path)
+
+    def match(self, ids: Int32, salt: str) -> Match:
+        """The longest cached prefix of `ids` int32 [n] that leaves a token to compute; marks it as used."""
+        path = self._walk(self._askable(ids), salt)
+        if not path:
+            return Match(no_ints(), None)
+        self._touch(path)
+        node = self._cut(*path[-1])
+        pages = [edge.pages for edge, _ in path[:-1]] + [node.pages]
+        return Match(np.concatenate(pages), node)
+
+    # ---- writing
+
+    def insert(self, ids: Int32, pages: Int32, salt: str) -> tuple[int, Node | None]:
+        """Add the prefix that `pages` int32 [n] holds; `ids` has at least n * page_size + lookahead tokens.
+
+        Returns:
+            how many leading pages the cache had already (those of `pages` stay the caller's; the rest are now the cache's), and the
+            node that ends the prefix (None when n is 0).
+        """
+        if len(pages) == 0:
+            return 0, None
+        end = len(pages) * self.page_size + self.lookahead
+        assert len(ids) >= end, "a page may be inserted only when the token after it is known"
+        path = self._walk(ids[:end], salt)
+        self._touch(path)
+        known = sum(count for _, count in path)
+        node = self._cut(*path[-1]) if path else self._root(salt)
+        if known == len(pages):
+            return known, node
+        leaf = Node(node, ids[known * self.page_size : end].copy(), pages[known:].copy(), salt)
+        leaf.last_use = self._clock
+        node.children[self._key(leaf.tokens)] = leaf
+        self.total_pages += len(leaf.pages)
+        self.evictable_pages += len(leaf.pages)
+        self._offer(leaf)
+        return known, leaf
+
+    def lock(self, node: Node | None) -> None:
+        """Keep `node` and all above it until unlocked as often as locked."""
+        while node is not None and node.parent is not None:
+            if node.locks == 0:
+                self.evictable_pages -= len(node.pages)
+            node.locks += 1
+            node = node.parent
+
+    def unlock(self, node: Node | None) -> None:
+        """Undo one `lock`."""
+        while node is not None and node.parent is not None:
+            assert node.locks > 0, "a node is unlocked twice"
+            node.locks -= 1
+            if node.locks == 0:
+                self.evictable_pages += len(node.pages)
+                self._offer(node)
+            node = node.parent
+
+    def evict(self, count: int) -> Int32:
+        """Forget up to `count` unlocked pages, least recently used first and ends before beginnings; they are the caller's to free."""
+        freed: list[Int32] = []
+        while count > 0 and self._heap:
+            stamp, _, node = heapq.heappop(self._heap)
+            node.in_heap = False
+            if node.locks or node.children or node.parent is None:
+                continue
+            if stamp != node.last_use:
+                self._offer(node)
+                continue
+            taken = self._trim(node, count)
+            freed.append(taken)
+            count -= len(taken)
+        return np.concatenate(freed) if freed else no_ints()
+
+    # ---- checking
+
+    def check(self) -> None:
+        """Assert what must always hold; for tests, it walks the whole tree."""
+        total = evictable = 0
+        stack = list(self._roots.values())
+        assert all(root.children for root in stack), "an empty root is left over"
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            total += len(node.pages)
+            evictable += len(node.pages) if node.locks == 0 else 0
+            if node.parent is not None:
+                assert 0 < len(node.pages) * self.page_size == len(node.tokens) - self.lookahead
+                assert node.parent.children[self._key(node.tokens)] is node
+                assert node.parent.parent is None or node.parent.locks >= node.locks
+                assert node.in_heap or node.locks or node.children, "an evictable leaf that eviction cannot find"
+        assert (total, evictable) == (self.total_pages, self.evictable_pages)
+
+    # ---- inside
+
+    def _askable(self, ids: Int32) -> Int32:
+        return ids[: max(0, len(ids) - 1 + self.lookahead)]
+
+    def _key(self, tokens: Int32) -> bytes:
+        return tokens[: self.page_size + self.lookahead].tobytes()
+
+    def _root(self, salt: str) -> Node:
+        return self._roots.setdefault(salt, Node(None, no_ints(), no_ints(), salt))
+
+    def _walk(self, ids: Int32, salt: str) -> list[tuple[Node, int]]:
+        """The edges that agree with `ids` from the root on, and how many pages of each do (all, but for the last)."""
+        path: list[tuple[Node, int]] = []
+        node, at, width = self._roots.get(salt), 0, self.page_size + self.lookahead
+        while node is not None and len(ids) - at >= width:
+            node = node.children.get(ids[at : at + width].tobytes())
+            if node is None:
+                break
+            count = (agreement(node.tokens, ids[at:]) - self.lookahead) // self.page_size
+            path.append((node, count))
+            if count < len(node.pages):
+                break
+            at += count * self.page_size
+        return path
+
+    def _cut(self, node: Node, count: int) -> Node:
+        """The node that ends after the first `count` pages of `node`: itself, or a new one put above it."""
+        if count == len(node.pages):
+            return node
+        size, parent = self.page_size, node.parent
+        assert parent is not None
+        upper = Node(parent, node.tokens[: count * size + self.lookahead], node.pages[:count], node.salt)
+        upper.locks, upper.last_use = node.locks, node.last_use
+        parent.children[self._key(upper.tokens)] = upper
+        node.parent, node.tokens, node.pages = upper, node.tokens[count * size :], node.pages[count:]
+        upper.children[self._key(node.tokens)] = node
+        return upper
+
+    def _touch(self, path: list[tuple[Node, int]]) -> None:
+        self._clock += 1
+        for node, _ in path:
+            node.last_use = self._clock
+
+    def _offer(self, node: Node) -> None:
+        """Let eviction find `node` if it may go."""
+        if not (node.in_heap or node.locks or node.children or node.parent is None):
+            node.in_heap = True
+            heapq.heappush(self._heap, (node.last_use, id(node), node))
+
+    def _trim(self, leaf: Node, count: int) -> Int32:
+        """Take up to `count` pages off the end of an evictable leaf."""
+        left = max(0, len(leaf.pages) - count)
+        taken = leaf.pages[left:]
+        self.total_pages -= len(taken)
+        self.evictable_pages -= len(taken)
+        if left:
+            leaf.pages = compact(leaf.pages[:left])
+            leaf.tokens = compact(leaf.tokens[: left * self.page_size + self.lookahead])
+            self._offer(leaf)
+        else:
+            self._remove(leaf)
+        return taken
+
+    def _remove(self, leaf: Node) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[self._key(leaf.tokens)]
+        leaf.parent = None
+        if parent.parent is None and not parent.children:
+            del self._roots[parent.salt]
+        self._offer(parent)
+
+
+def agreement(a: Int32, b: Int32) -> int:
+    """How many leading entries of two int32 arrays are equal."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n
+
+
+def compact(view: Int32) -> Int32:
+    """The same numbers without an array more than twice as large kept alive behind them."""
+    base = view.base
+    return view.copy() if isinstance(base, np.ndarray) and base.size > 2 * view.size else view

@@ -1,0 +1,210 @@
+"""A worker without a model: its next token is a hash of the tokens it finds in its own KV, so that any mistake of the host shows in the output."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from runtime.batch import BatchResult, ForwardMode, Int32, Logprobs, RowInit, ScheduleBatch, StepStats, WorkerLimits
+from runtime.sampling_params import SamplingParams
+
+NOTHING = -7
+"""What a slot holds before it is written, and what a rejected draft leaves behind."""
+
+
+def next_token(history: Sequence[int] | Int32, seed: int, vocab_size: int) -> int:
+    """The definition: the token after `history`."""
+    return zlib.crc32(np.asarray(history, dtype=np.int32).tobytes(), seed & 0xFFFFFFFF) % vocab_size
+
+
+def logprob(history: Sequence[int] | Int32, rank: int) -> float:
+    """A made-up log-probability after `history`; rank 0 is the chosen token's."""
+    return -float(zlib.crc32(np.asarray(history, dtype=np.int32).tobytes()) % 997) - rank
+
+
+def alone(prompt: list[int], sampling: SamplingParams, seed: int, eos_ids: tuple[int, ...], limits: WorkerLimits) -> list[int]:
+    """The slow twin: the whole output of one request, by the definition."""
+    ids, stops = list(prompt), set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos_ids))
+    while len(ids) < min(len(prompt) + sampling.max_new_tokens, limits.max_context_len):
+        ids.append(next_token(ids, seed, limits.vocab_size))
+        if ids[-1] in stops and len(ids) - len(prompt) > sampling.min_new_tokens:
+            break
+    return ids[len(prompt) :]
+
+
+class FakePending:
+    """A step whose result is made when it is asked for."""
+
+    def __init__(self, compute: Callable[[], BatchResult]) -> None:
+        self._compute = compute
+
+    def wait(self) -> BatchResult:
+        return self._compute()
+
+
+class FakeWorker:
+    """KV by slot, a page table by row, last token and length by row; all written only from what `submit` was given.
+
+    With `lookahead`, a slot also holds the token after its own, as EAGLE's draft KV depends on it. What is wrong in a slot that is read
+    raises at `wait`, with the request's row. `fail_submit` and `fail_wait` are asked for each step, and may raise.
+    """
+
+    def __init__(self, limits: WorkerLimits) -> None:
+        self._limits = limits
+        pages = limits.max_total_tokens // limits.page_size
+        slots = (pages + 1) * limits.page_size
+        self.token = np.full(slots, NOTHING, dtype=np.int32)
+        self.position = np.full(slots, NOTHING, dtype=np.int32)
+        self.follower = np.full(slots, NOTHING, dtype=np.int32)
+        columns = -(-(limits.max_context_len + 2 * limits.tokens_per_step) // limits.page_size)
+        self.table = np.zeros((limits.max_running_requests + 1, columns), dtype=np.int32)
+        self.length = np.zeros(limits.max_running_requests + 1, dtype=np.int64)
+        self.last = np.zeros(limits.max_running_requests + 1, dtype=np.int64)
+        self.inits: dict[int, RowInit] = {}
+        self.batches: list[ScheduleBatch] = []
+        self.unread = 0
+        self.most_unread = 0
+        self.fail_submit: Callable[[ScheduleBatch], None] = lambda batch: None
+        self.fail_wait: Callable[[ScheduleBatch], None] = lambda batch: None
+
+    @property
+    def limits(self) -> WorkerLimits:
+        return self._limits
+
+    def info(self) -> dict[str, object]:
+        return {"kind": "fake"}
+
+    def start_profile(self, folder: str) -> None:
+        if not folder:
+            raise ValueError("no folder")
+
+    def stop_profile(self) -> str:
+        return "trace.json"
+
+    def close(self) -> None:
+        return None
+
+    def submit(self, batch: ScheduleBatch) -> FakePending:
+        self.fail_submit(batch)
+        self.batches.append(batch)
+        self.most_unread = max(self.most_unread, self.unread)
+        self.unread += 1
+        for init in batch.new_rows:
+            self.inits[init.row] = init
+        assert all(1 <= p <= self._limits.max_total_tokens // self._limits.page_size for p in batch.page_ids)
+        assert set(batch.page_rows.tolist()) <= set(batch.rows.tolist())
+        self.table[batch.page_rows, batch.page_cols] = batch.page_ids
+        assert len(set(batch.rows.tolist())) == batch.size > 0
+        assert all(1 <= r <= self._limits.max_running_requests for r in batch.rows)
+        result = self._extend(batch) if batch.mode is ForwardMode.EXTEND else self._decode(batch)
+
+        def read() -> BatchResult:
+            self.unread -= 1
+            self.fail_wait(batch)
+            return result
+
+        return FakePending(read)
+
+    # ---- steps
+
+    def _extend(self, batch: ScheduleBatch) -> BatchResult:
+        assert batch.extend_lens.sum() == len(batch.token_ids) <= self._limits.max_extend_tokens
+        assert (batch.len_bounds == batch.prefix_lens).all()
+        tokens: list[int] = []
+        accept: list[int] = []
+        histories: list[list[int]] = []
+        prompt_logprobs: dict[int, Logprobs] = {}
+        at = 0
+        for i, row in enumerate(batch.rows.tolist()):
+            prefix, count, following = (int(x[i]) for x in (batch.prefix_lens, batch.extend_lens, batch.next_tokens))
+            assert count >= 1
+            fresh = batch.token_ids[at : at + count].tolist()
+            at += count
+            history = self._read(row, prefix, fresh[0]) + fresh
+            if following < 0:
+                following = next_token(history, self.inits[row].seed, self._limits.vocab_size)
+                tokens.append(following)
+                histories.append(history)
+            accept.append(int(batch.next_tokens[i] < 0))
+            self._write(row, prefix, [*fresh, following])
+            self.length[row], self.last[row] = prefix + count, following
+            if batch.prompt_logprobs[i]:
+                prompt_logprobs[i] = self._logprobs([history[: prefix + t + 1] for t in range(count)], 2)
+        return self._result(batch, tokens, accept, histories, prompt_logprobs, StepStats())
+
+    def _decode(self, batch: ScheduleBatch) -> BatchResult:
+        limits = self._limits
+        tokens: list[int] = []
+        accept: list[int] = []
+        histories: list[list[int]] = []
+        for row, bound in zip(batch.rows.tolist(), batch.len_bounds.tolist(), strict=True):
+            kv_len, last = int(self.length[row]), int(self.last[row])
+            assert kv_len <= bound <= kv_len + limits.max_accept_len
+            history = [*self._read(row, kv_len, last), last]
+            count = 1 + zlib.crc32(bytes(str(history), "ascii")) % limits.max_accept_len
+            run = [last]
+            for _ in range(count):
+                histories.append(list(history))
+                run.append(next_token(history, self.inits[row].seed, limits.vocab_size))
+                history.append(run[-1])
+            for offset in range(limits.tokens_per_step):  # rejected drafts leave their mark as well
+                slot = self._slot(row, kv_len + offset)
+                self.token[slot] = self.position[slot] = self.follower[slot] = NOTHING
+            self._write(row, kv_len, run)
+            self.length[row], self.last[row] = kv_len + count, run[-1]
+            tokens += run[1:]
+            accept.append(count)
+        stats = StepStats(graph=True, padded_size=batch.size + 1, draft_tokens=limits.max_accept_len - 1)
+        return self._result(batch, tokens, accept, histories, {}, stats)
+
+    # ---- KV
+
+    def _slot(self, row: int, position: int) -> int:
+        page = int(self.table[row, position // self._limits.page_size])
+        assert page != 0, "a position without a page"
+        return page * self._limits.page_size + position % self._limits.page_size
+
+    def _read(self, row: int, kv_len: int, following: int) -> list[int]:
+        """The tokens of positions 0..kv_len - 1; `following` is the one after them."""
+        slots = [self._slot(row, p) for p in range(kv_len)]
+        tokens = self.token[slots].tolist()
+        assert self.position[slots].tolist() == list(range(kv_len)), "a page of another place or owner is read"
+        if self._limits.prefix_lookahead:
+            assert self.follower[slots].tolist() == [*tokens[1:], following][:kv_len], "KV that looked ahead at another token is read"
+        return tokens
+
+    def _write(self, row: int, start: int, run: list[int]) -> None:
+        """KV of `run` but for its last token, which only follows."""
+        for offset, (token, follower) in enumerate(zip(run[:-1], run[1:], strict=True)):
+            slot = self._slot(row, start + offset)
+            self.token[slot], self.position[slot], self.follower[slot] = token, start + offset, follower
+
+    # ---- results
+
+    def _logprobs(self, histories: list[list[int]], k: int) -> Logprobs:
+        n = len(histories)
+        return Logprobs(
+            chosen=np.array([logprob(h, 0) for h in histories], dtype=np.float32),
+            top_ids=np.tile(np.arange(k, dtype=np.int32), (n, 1)),
+            top=np.array([[logprob(h, rank) for rank in range(k)] for h in histories], dtype=np.float32).reshape(n, k),
+        )
+
+    def _result(
+        self,
+        batch: ScheduleBatch,
+        tokens: list[int],
+        accept: list[int],
+        histories: list[list[int]],
+        prompt_logprobs: dict[int, Logprobs],
+        stats: StepStats,
+    ) -> BatchResult:
+        k = int(batch.top_logprobs.max())
+        return BatchResult(
+            token_ids=np.array(tokens, dtype=np.int32),
+            accept_lens=np.array(accept, dtype=np.int32),
+            logprobs=self._logprobs(histories, k) if k >= 0 else None,
+            prompt_logprobs=prompt_logprobs,
+            stats=stats,
+        )

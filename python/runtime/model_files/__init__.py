@@ -1,0 +1,1 @@
+"""Model files on disk: fetching, reading and converting them, without torch."""

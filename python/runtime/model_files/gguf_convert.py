@@ -1,0 +1,79 @@
+"""A GGUF file turned, once, into a Hugging Face style folder in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from runtime.model_files.cache_folder import build_once
+from runtime.model_files.gguf_config import TensorPlan, eos_ids, hf_config, plan_tensors, unpermute
+from runtime.model_files.gguf_file import GGUFFile
+from runtime.model_files.gguf_tokenizer import write_tokenizer
+from runtime.model_files.safetensors_writer import Dtype, is_whole_safetensors, write_safetensors
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1  # of what this file writes; raise it when the layout changes, so that old folders are left alone
+FLOAT32_UP_TO = 1_500_000_000  # parameters; above, bfloat16 halves disk and memory
+WEIGHTS = "model.safetensors"
+
+
+def converted_folder(path: Path, cache_dir: Path, progress: bool = True) -> Path:
+    """Return the converted form of the GGUF file `path`, made now if it is not in the cache yet.
+
+    The cache knows a file by its place, size and time of change: hashing many gigabytes at every start would be slower than loading.
+
+    Raises:
+        ConfigError: the file is missing, damaged, or of an unsupported architecture.
+    """
+    file_stat = path.stat() if path.is_file() else None
+    identity = f"{path.resolve()}|{file_stat and file_stat.st_size}|{file_stat and file_stat.st_mtime_ns}"
+    return convert_as(f"{path.stem[:60]}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}", path, cache_dir, progress)
+
+
+def convert_as(name: str, path: Path, cache_dir: Path, progress: bool = True) -> Path:
+    """Return the folder `name` of the cache, converted from the GGUF file `path` if it is missing."""
+    return build_once(cache_dir, folder_name(name), lambda folder: convert(path, folder, progress), is_converted)
+
+
+def folder_name(name: str) -> str:
+    """The cache folder that the conversion called `name` goes to."""
+    return f"{name}-v{VERSION}"
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether `folder` is a finished conversion."""
+    return all((folder / name).is_file() for name in ("config.json", "generation_config.json")) and is_whole_safetensors(folder / WEIGHTS)
+
+
+def convert(path: Path, folder: Path, progress: bool = True) -> None:
+    """Write config, weights and (where the file holds one) tokenizer of the GGUF file `path` into the empty `folder`."""
+    file = GGUFFile(path)
+    config = hf_config(file)
+    plans = plan_tensors(file, config)
+    shapes = {plan.target: file.shape(plan.source) for plan in plans}
+    params = sum(math.prod(shape) for shape in shapes.values())
+    dtype: Dtype = "F32" if params <= FLOAT32_UP_TO else "BF16"
+    config["torch_dtype"] = "float32" if dtype == "F32" else "bfloat16"
+    logger.info("converting %s (%.0f M parameters, %s) into the cache; this happens once", path.name, params / 1e6, config["torch_dtype"])
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", {"eos_token_id": eos_ids(file)})
+    write_tokenizer(file, folder)
+    write_safetensors(folder / WEIGHTS, shapes, dtype, _weights(file, plans, progress))
+
+
+def _weights(file: GGUFFile, plans: list[TensorPlan], progress: bool) -> Iterator[np.ndarray]:
+    for plan in tqdm(plans, desc="Converting weights", unit="tensor", disable=not progress, mininterval=0.5):
+        values = file.tensor(plan.source)
+        yield unpermute(values, plan.heads) if plan.heads else values
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,60 @@
+"""A safetensors file written tensor by tensor, so that memory holds one of them at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+Dtype = Literal["F32", "BF16"]
+_BYTES = {"F32": 4, "BF16": 2}
+
+
+def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], dtype: Dtype, tensors: Iterable[np.ndarray]) -> None:
+    """Write `tensors` (float32, in the order of `shapes`) as `dtype`.
+
+    Source: the safetensors format: u64 header size, JSON header, data; offsets count from the end of the header.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        end = offset + int(np.prod(shape, dtype=np.int64)) * _BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # keeps the data aligned, so that it can be mapped
+    with path.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
+            assert tensor.shape == shape, f"{name}: {tensor.shape} is not {shape}"
+            out.write(np.ascontiguousarray(_as(tensor, dtype)).data.cast("B"))
+
+
+def is_whole_safetensors(path: Path) -> bool:
+    """Whether `path` is a safetensors file of exactly the length that its header promises."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if not 2 <= header_bytes <= size - 8:
+                return False
+            header = json.loads(file.read(header_bytes))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        return size == 8 + header_bytes + max(ends, default=0)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return False
+
+
+def _as(tensor: np.ndarray, dtype: Dtype) -> np.ndarray:
+    if dtype == "F32":
+        return tensor.astype("<f4", copy=False)
+    return to_bfloat16(tensor)
+
+
+def to_bfloat16(tensor: np.ndarray) -> np.ndarray:
+    """Round finite float32 to the nearest bfloat16, ties to even; returns its bits as uint16."""
+    bits = tensor.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")

@@ -1,0 +1,162 @@
+"""Health, information and administration."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime import __version__
+from runtime.entrypoints.body_limits import read_json
+from runtime.entrypoints.native_protocol import ABORT, PROFILE
+from runtime.entrypoints.page import ChatPage
+from runtime.entrypoints.responses import error_form, json_response, status_response
+from runtime.entrypoints.sse import until_gone
+from runtime.errors import InvalidField, RequestError, ServingError
+from runtime.managers.metrics import Metrics, State, accept_length, accept_rate, accept_rate_by_position, graph_hit_rate, padding_waste
+from runtime.managers.tokenizer_manager import TokenizerManager
+from runtime.sampling_params import SamplingParams
+
+GENERATE_SECONDS = 20.0
+"""How long /health_generate waits for its token."""
+STATE_SECONDS = 2.0
+"""How long /get_server_info waits for fresh figures before it shows those of the last heartbeat."""
+SECRETS = ("api_key", "admin_api_key")
+
+
+class NotHealthy(ServingError):
+    """A health check failed."""
+
+    status = 503
+
+
+class AdminApi:
+    """The endpoints that generate nothing for a user."""
+
+    def __init__(self, manager: TokenizerManager, metrics: Metrics) -> None:
+        self.manager = manager
+        self.metrics = metrics
+        self.chat_page = ChatPage()
+
+    async def page(self, request: Request) -> Response:
+        """GET /: the chat page."""
+        return self.chat_page.response()
+
+    # ---- health
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: every process is there and its heart beats."""
+        return self._health(self.manager.health.alive())
+
+    async def ready(self, request: Request) -> Response:
+        """GET /ready: a new request would be taken."""
+        return self._health(self.manager.health.ready())
+
+    def _health(self, fine: bool) -> Response:
+        if fine:
+            return json_response({"status": "ok"})
+        return json_response(error_form(self.manager.health.reason, "server_error", 503, name="NotHealthy"), 503)
+
+    async def health_generate(self, request: Request) -> Response:
+        """GET /health_generate: one token comes out."""
+        try:
+            await until_gone(request, asyncio.wait_for(self._one_token(), GENERATE_SECONDS))
+        except asyncio.TimeoutError:
+            raise NotHealthy(f"no token came within {GENERATE_SECONDS:g} seconds") from None
+        return json_response({"status": "ok"})
+
+    async def _one_token(self) -> None:
+        config = self.manager.model_config
+        first = config.bos_id if config.bos_id is not None else 0
+        async with await self.manager.generate([first], SamplingParams(max_new_tokens=1, temperature=0.0)) as generation:
+            async for _ in generation:
+                pass
+
+    # ---- information
+
+    async def server_info(self, request: Request) -> Response:
+        """GET /get_server_info: the resolved configuration without its keys, and the scheduler's figures."""
+        config = msgspec.to_builtins(self.manager.config)
+        state = await self._fresh_state()
+        shown = {name: value for name, value in config.items() if name not in SECRETS}
+        figures = {**state, **derived(state)}
+        more = {
+            "version": __version__,
+            "status": "ready" if self.manager.health.ready() else self.manager.health.reason,
+            "open_requests": self.manager.open_requests,
+            "max_total_num_tokens": self.manager.limits.max_total_tokens,
+            "max_context_len": self.manager.max_context_len,
+            "limits": msgspec.to_builtins(self.manager.limits),
+            "avg_spec_accept_length": accept_length(state),
+            "internal_states": [figures],
+        }
+        return json_response({**shown, **more})
+
+    async def _fresh_state(self) -> State:
+        try:
+            return await asyncio.wait_for(self.manager.control("state"), STATE_SECONDS)
+        except (asyncio.TimeoutError, ServingError):
+            return self.manager.state
+
+    async def model_info(self, request: Request) -> Response:
+        """GET /get_model_info."""
+        config, model = self.manager.config, self.manager.model_config
+        return json_response(
+            {
+                "model_path": config.model_path,
+                "tokenizer_path": config.tokenizer_path,
+                "served_model_name": config.served_model_name,
+                "is_generation": True,
+                "architecture": model.architecture,
+                "vocab_size": model.vocab_size,
+                "max_context_len": self.manager.max_context_len,
+            }
+        )
+
+    async def scrape(self, request: Request) -> Response:
+        """GET /metrics."""
+        if not self.manager.config.enable_metrics:
+            return status_response(404, "metrics are off; start the server with --enable-metrics")
+        text, media_type = self.metrics.render()
+        return Response(text, media_type=media_type)
+
+    # ---- administration
+
+    async def flush_cache(self, request: Request) -> Response:
+        """POST or GET /flush_cache: forget cached prefixes; those in use stay."""
+        return json_response({"success": True, **await self.manager.control("flush_cache")})
+
+    async def abort_request(self, request: Request) -> Response:
+        """POST /abort_request: end one request by its `rid`, or all with `abort_all`. An unknown name is no error."""
+        given = ABORT.read(await read_json(request))
+        everything = given.get("abort_all", False) is True
+        if not everything and not given.get("rid"):
+            raise InvalidField("rid", given.get("rid"), "the name of a request, unless abort_all is true")
+        self.manager.abort(str(given.get("rid", "")), all=everything)
+        return json_response({"success": True})
+
+    async def start_profile(self, request: Request) -> Response:
+        """POST /start_profile: begin a trace in the folder of --profile."""
+        PROFILE.read(await read_json(request))
+        folder = self.manager.config.profile_folder
+        if folder is None:
+            raise RequestError("profiling needs a folder: start the server with --profile FOLDER")
+        return json_response({"success": True, **await self.manager.control("start_profile", folder)})
+
+    async def stop_profile(self, request: Request) -> Response:
+        """POST /stop_profile: end the trace; the answer names its file."""
+        PROFILE.read(await read_json(request))
+        return json_response({"success": True, **await self.manager.control("stop_profile")})
+
+
+def derived(state: State) -> dict[str, object]:
+    """Rates that follow from the scheduler's counters, under the names that clients look for."""
+    return {
+        "avg_spec_accept_length": accept_length(state),
+        "spec_accept_rate": accept_rate(state),
+        "per_position_acceptance": accept_rate_by_position(state),
+        "graph_hit_rate": graph_hit_rate(state),
+        "padding_waste": padding_waste(state),
+    }

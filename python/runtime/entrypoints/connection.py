@@ -1,0 +1,94 @@
+"""HTTP/1.1 connections that must say what they want within a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+
+import h11
+import orjson
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from runtime.entrypoints.responses import error_form
+
+HEADER_SECONDS = 10.0
+"""From the connection, or from the first byte of a further request, to the end of its headers."""
+WRITE_SECONDS = 30.0
+"""How long a client may leave a full buffer unread."""
+MAX_HEADER_BYTES = 32 * 1024
+"""Request line and headers together."""
+
+
+class BoundedConnection(H11Protocol):
+    """uvicorn's h11 protocol with a time-out for headers, and errors in OpenAI's form."""
+
+    _deadline: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the clock."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; the clock runs while a request's headers are incomplete."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clocks."""
+        self._stop()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        waiting = self.cycle is None or self.cycle.response_complete
+        if not waiting or self.transport.is_closing():
+            self._stop()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEADER_SECONDS, self._expire)
+
+    def _stop(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expire(self) -> None:
+        self._deadline = None
+        if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are no HTTP request; headers over the limit get 431."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+            return
+        large = len(self.conn.trailing_data[0]) > MAX_HEADER_BYTES
+        status = 431 if large else 400
+        text = f"the headers are larger than {MAX_HEADER_BYTES} bytes" if large else "the request is not valid HTTP/1.1"
+        body = orjson.dumps(error_form(text, "invalid_request_error", status))
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
+        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    # ---- readers
+
+    def pause_writing(self) -> None:
+        """The client reads too slowly: 64 KiB wait for it. It has `WRITE_SECONDS` to read most of them."""
+        super().pause_writing()
+        if self._stalled is None:
+            self._stalled = self.loop.call_later(WRITE_SECONDS, self._cut)
+
+    def resume_writing(self) -> None:
+        """The client caught up."""
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def _cut(self) -> None:
+        # A plain close would wait for the client to read what is left.
+        self._stalled = None
+        self.transport.abort()

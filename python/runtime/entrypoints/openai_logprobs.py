@@ -1,0 +1,79 @@
+"""Log-probabilities in OpenAI's two forms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+LOWEST = -9999.0
+"""What stands for minus infinity, which JSON lacks."""
+
+Top = Sequence[tuple[int, float]]
+
+
+class TokenTexts(Protocol):
+    """What is needed of a tokenizer."""
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token as bytes."""
+        ...
+
+
+def finite(value: float) -> float:
+    """`value`, or the number that stands for minus infinity."""
+    return max(value, LOWEST)
+
+
+def chat_logprobs(
+    tokenizer: TokenTexts, ids: Sequence[int], chosen: Sequence[float | None], top: Sequence[Top], k: int
+) -> dict[str, object]:
+    """The `logprobs` of a chat choice: an entry a token, with the `k` most likely in its place."""
+
+    def entry(token: int, logprob: float | None) -> dict[str, object]:
+        shown = LOWEST if logprob is None else finite(logprob)
+        return {"token": tokenizer.token_text(token), "logprob": shown, "bytes": list(tokenizer.token_bytes(token))}
+
+    content = []
+    for i, (token, logprob) in enumerate(zip(ids, chosen, strict=False)):
+        likely = top[i][:k] if i < len(top) else ()
+        content.append({**entry(token, logprob), "top_logprobs": [entry(*pair) for pair in likely]})
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """The `logprobs` of a completion choice: parallel lists. A stream keeps one of these for its text offsets."""
+
+    def __init__(self, tokenizer: TokenTexts, k: int) -> None:
+        self.tokenizer = tokenizer
+        self.k = k
+        self.offset = 0
+
+    def take(self, ids: Sequence[int], chosen: Sequence[float | None], top: Sequence[Top]) -> dict[str, list[object]]:
+        """The lists for the next tokens. A token without a value (the first of a prompt) has null in both."""
+        lists: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for i, (token, logprob) in enumerate(zip(ids, chosen, strict=False)):
+            text = self.tokenizer.token_text(token)
+            lists["tokens"].append(text)
+            lists["token_logprobs"].append(None if logprob is None else finite(logprob))
+            lists["top_logprobs"].append(None if logprob is None else self._likely(text, logprob, top[i] if i < len(top) else ()))
+            lists["text_offset"].append(self.offset)
+            self.offset += len(text)
+        return lists
+
+    def _likely(self, text: str, logprob: float, top: Top) -> dict[str, float]:
+        likely: dict[str, float] = {}
+        for token, value in top[: self.k]:
+            likely.setdefault(self.tokenizer.token_text(token), finite(value))
+        likely.setdefault(text, finite(logprob))
+        return likely
+
+
+def aligned(prompt_len: int, chosen: Sequence[float | None], top: Sequence[Top]) -> tuple[list[float | None], list[Top]]:
+    """Prompt log-probabilities with one entry a prompt token; the first token, which nothing predicts, has None."""
+    missing = prompt_len - len(chosen)
+    tops: list[Top] = [*([()] * missing), *top]
+    return [*([None] * missing), *chosen], tops

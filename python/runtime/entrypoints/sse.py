@@ -1,0 +1,114 @@
+"""Answers that outlive their first byte: server-sent events, and work that ends when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from runtime.entrypoints.responses import error_object, internal_error
+from runtime.errors import ServingError
+
+log = logging.getLogger(__name__)
+
+SILENCE_SECONDS = 15.0
+"""After so long without an event a comment is sent, so that proxies keep the connection."""
+DONE = b"data: [DONE]\n\n"
+COMMENT = b": still here\n\n"
+
+T = TypeVar("T")
+
+
+def event(value: object) -> bytes:
+    """One JSON value as an event."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends events as they come; an error among them becomes the last event.
+
+    Args:
+        events: what to send.
+        close: ends the work behind `events`; called in every case.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        # The length is unknown: without the header the body is sent in chunks.
+        del self.headers["content-length"]
+        self.events = events
+        self.close = close
+        self.latest = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Write until the events end or the client is gone; then close what makes them."""
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            tasks = [asyncio.create_task(work) for work in (self._write(send), gone(receive), self._keep_alive(send))]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # Events that were never asked for have not begun, so that closing them alone would end nothing.
+            self.close()
+            await _end(tasks)
+            await self.events.aclose()
+        if not tasks[0].cancelled():
+            tasks[0].result()
+            await send({"type": "http.response.body", "body": b""})
+
+    async def _write(self, send: Send) -> None:
+        try:
+            async for data in self.events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                self.latest = time.monotonic()
+        except ServingError as error:
+            await send({"type": "http.response.body", "body": event(error_object(error)), "more_body": True})
+        except Exception:
+            log.exception("a stream failed")
+            await send({"type": "http.response.body", "body": event(internal_error()), "more_body": True})
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            silent = time.monotonic() - self.latest
+            if silent >= SILENCE_SECONDS:
+                await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+                self.latest, silent = time.monotonic(), 0.0
+            await asyncio.sleep(SILENCE_SECONDS - silent)
+
+
+async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Wait for `work`, or cancel it when the client leaves.
+
+    Raises:
+        ClientDisconnect: the client left; nobody reads the answer.
+    """
+    task, left = asyncio.ensure_future(work), asyncio.ensure_future(gone(request.receive))
+    try:
+        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        await _end([task, left])
+
+
+async def gone(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(tasks: list[asyncio.Task[Any]]) -> None:
+    """Cancel what still runs and wait until it has cleaned up."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,231 @@
+"""Text from tokens: stop strings are never shown, characters never split, requests that do not stream answered once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from runtime.managers.detokenizer_manager import DetokenizerManager, StopFinder
+from runtime.managers.io_struct import (
+    ControlReply,
+    DrainReq,
+    Finish,
+    Heartbeat,
+    RequestInfo,
+    TextOut,
+    TextOutBatch,
+    TokenLogprobs,
+    TokensOut,
+    TokensOutBatch,
+)
+
+SPECIAL = 999
+
+
+class ByteStream:
+    """A text whose tokens are bytes; SPECIAL is a control token."""
+
+    def __init__(self, skip_special_tokens: bool) -> None:
+        self.skip = skip_special_tokens
+        self.rest = b""
+
+    def step(self, token_ids: tuple[int, ...]) -> str:
+        shown = ""
+        for token in token_ids:
+            if token == SPECIAL:
+                shown += "" if self.skip else "<|special|>"
+                continue
+            self.rest += bytes([token])
+            try:
+                shown += self.rest.decode()
+                self.rest = b""
+            except UnicodeDecodeError:
+                pass
+        return shown
+
+    def finish(self) -> str:
+        return ""
+
+
+class ByteTokenizer:
+    def stream(self, skip_special_tokens: bool = True) -> ByteStream:
+        return ByteStream(skip_special_tokens)
+
+
+class Bench:
+    """A manager with its senders replaced by lists."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+        self.stopped: list[str] = []
+        self.manager = DetokenizerManager(ByteTokenizer(), self.sent.append, lambda message: self.stopped.append(message.rid))
+
+    def begin(self, rid: str = "a", stop: tuple[str, ...] = (), stream: bool = True, skip: bool = True) -> None:
+        self.manager.handle(RequestInfo(rid=rid, stop=stop, skip_special_tokens=skip, stream=stream))
+
+    def feed(self, *outs: TokensOut) -> list[TextOut]:
+        before = len(self.sent)
+        self.manager.handle(TokensOutBatch(outs=list(outs)))
+        return [out for batch in self.sent[before:] if isinstance(batch, TextOutBatch) for out in batch.outs]
+
+
+def out(tokens: bytes | list[int], total: int, finish: Finish | None = None, rid: str = "a", logprobs: bool = False) -> TokensOut:
+    ids = list(tokens)
+    return TokensOut(
+        rid=rid,
+        token_ids=ids,
+        prompt_tokens=3,
+        cached_tokens=1,
+        completion_tokens=total,
+        finish=finish,
+        logprobs=TokenLogprobs(chosen=[-0.5] * len(ids), top=[[(token, -0.5)] for token in ids]) if logprobs else None,
+    )
+
+
+def slow_stop(text: str, stops: tuple[str, ...]) -> str:
+    """The definition: the text before the stop string that comes to its end first."""
+    for end in range(len(text) + 1):
+        for stop in sorted(stops, key=len, reverse=True):
+            if text[:end].endswith(stop):
+                return text[: end - len(stop)]
+    return text
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_stop_strings_cut_where_the_definition_cuts_whatever_the_pieces(seed: int) -> None:
+    g = random.Random(seed)
+    text = "".join(g.choice("ab\n") for _ in range(60))
+    stops = tuple({"".join(g.choice("ab\n") for _ in range(g.randint(2, 6))) for _ in range(g.randint(1, 3))})
+    bench = Bench()
+    bench.begin(stop=stops)
+    shown, at = "", 0
+    while at < len(text):
+        size = g.randint(1, 5)
+        piece = text[at : at + size]
+        at += len(piece)
+        finish = Finish(reason="length") if at == len(text) else None
+        (update,) = bench.feed(out(piece.encode(), at, finish))
+        shown += update.text
+        assert text.startswith(shown)
+        if update.finish is not None:
+            break
+    assert shown == slow_stop(text, stops)
+    assert not any(stop in shown for stop in stops)
+    assert bench.manager.open_requests == 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_where_the_text_is_cut_does_not_depend_on_the_pieces(seed: int) -> None:
+    g = random.Random(seed)
+    text = "".join(g.choice("abc") for _ in range(40))
+    stops = ("abca", "c", "bb", "cab")[seed % 3 :]
+    finder, shown, at = StopFinder(stops), "", 0
+    while at < len(text) and finder.matched is None:
+        size = g.randint(1, 12)
+        shown += finder.push(text[at : at + size])
+        at += size
+    if finder.matched is None:
+        shown += finder.flush()
+    assert shown == slow_stop(text, stops)
+
+
+def test_a_part_of_a_stop_string_is_held_back_until_it_cannot_become_one() -> None:
+    bench = Bench()
+    bench.begin(stop=("STOP",))
+    assert [bench.feed(out(piece, 0))[0].text for piece in (b"a S", b"T", b"O", b"x")] == ["a ", "", "", "STOx"]
+
+
+def test_held_text_comes_out_when_the_request_ends_without_the_stop() -> None:
+    bench = Bench()
+    bench.begin(stop=("STOP",))
+    (update,) = bench.feed(out(b"the STO", 7, Finish(reason="length")))
+    assert update.text == "the STO"
+
+
+def test_a_stop_string_ends_the_request_and_swallows_what_still_comes() -> None:
+    bench = Bench()
+    bench.begin(stop=("end",))
+    (update,) = bench.feed(out(b"the end of", 10, logprobs=True))
+    assert update.text == "the "
+    assert update.finish == Finish(reason="stop", matched="end")
+    assert update.token_ids == list(b"the end")
+    assert update.completion_tokens == 7
+    assert update.logprobs is not None
+    assert len(update.logprobs.chosen) == len(update.logprobs.top) == 7
+    assert bench.stopped == ["a"]
+    assert bench.feed(out(b" it all", 17)) == []
+
+
+def test_a_stop_string_in_the_last_tokens_needs_no_stop_request() -> None:
+    bench = Bench()
+    bench.begin(stop=("end",))
+    (update,) = bench.feed(out(b"the end", 7, Finish(reason="length")))
+    assert (update.text, update.finish) == ("the ", Finish(reason="stop", matched="end"))
+    assert bench.stopped == []
+
+
+def test_the_stop_token_is_counted_and_not_shown() -> None:
+    bench = Bench()
+    bench.begin()
+    (update,) = bench.feed(out(b"ok.", 3, Finish(reason="stop", matched=ord("."))))
+    assert (update.text, update.token_ids, update.completion_tokens) == ("ok", list(b"ok."), 3)
+
+
+def test_a_split_character_is_shown_whole_or_not_at_all() -> None:
+    bench = Bench()
+    bench.begin()
+    euro = "€".encode()
+    assert [bench.feed(out(euro[i : i + 1], i + 1))[0].text for i in range(3)] == ["", "", "€"]
+    (update,) = bench.feed(out(euro[:2], 5, Finish(reason="length")))
+    assert update.text == ""
+
+
+@pytest.mark.parametrize(("skip", "text"), [(True, "ab"), (False, "a<|special|>b")])
+def test_special_tokens_are_shown_only_on_request(skip: bool, text: str) -> None:
+    bench = Bench()
+    bench.begin(skip=skip)
+    (update,) = bench.feed(out([ord("a"), SPECIAL, ord("b")], 3))
+    assert update.text == text
+
+
+def test_a_request_that_does_not_stream_is_answered_once_with_everything() -> None:
+    bench = Bench()
+    bench.begin(stream=False)
+    assert bench.feed(out(b"one ", 4, logprobs=True)) == []
+    (update,) = bench.feed(out(b"two", 7, Finish(reason="length"), logprobs=True))
+    assert (update.text, update.token_ids, update.completion_tokens) == ("one two", list(b"one two"), 7)
+    assert update.logprobs is not None
+    assert [row[0][0] for row in update.logprobs.top] == list(b"one two")
+
+
+def test_requests_of_one_batch_do_not_mix() -> None:
+    bench = Bench()
+    bench.begin("a", stop=("x",))
+    bench.begin("b")
+    updates = bench.feed(out(b"1x2", 3, rid="a"), out(b"1x2", 3, rid="b"))
+    assert [(update.rid, update.text) for update in updates] == [("a", "1"), ("b", "1x2")]
+    assert [update.text for update in bench.feed(out(b"3", 4, rid="a"), out(b"3", 4, rid="b"))] == ["3"]
+
+
+def test_a_refusal_before_the_first_token_passes() -> None:
+    bench = Bench()
+    refusal = Finish(reason="abort", message="no room", status=400)
+    (update,) = bench.feed(out([], 0, refusal, rid="unknown"))
+    assert update.finish == refusal
+
+
+def test_everything_else_passes_through_and_a_drain_stays() -> None:
+    bench = Bench()
+    messages = [Heartbeat(who="scheduler", count=1), ControlReply(call_id="1", ok=True)]
+    for message in messages:
+        bench.manager.handle(message)
+    bench.manager.handle(DrainReq())
+    assert bench.sent == messages
+
+
+def test_looking_for_stops_is_linear_in_the_text() -> None:
+    finder = StopFinder(("ab" * 128,) * 4)
+    shown = sum(len(finder.push("ab" * 50 + "c")) for _ in range(2000))
+    assert shown + len(finder.held) == 2000 * 101
+    assert len(finder.held) < 256

@@ -1,0 +1,447 @@
+"""The reader's side: what is validated, what is sent, and how every request ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from runtime.batch import WorkerLimits
+from runtime.device import MachineFacts
+from runtime.errors import (
+    ContextTooLong,
+    InvalidField,
+    QueueFull,
+    ServerDraining,
+    ServingError,
+    SlowReader,
+    WorkerDied,
+)
+from runtime.managers.io_struct import AbortReq, ControlReply, ControlReq, DrainReq, Finish, GenerateReq, Heartbeat, TextOut, TextOutBatch
+from runtime.managers.tokenizer_manager import LONG_TEXT, Generation, GenerationUpdate, TokenizerManager
+from runtime.models.config import ModelConfig
+from runtime.resolve import resolve
+from runtime.sampling_params import SamplingParams
+from runtime.server_args import ModelFacts, RuntimeConfig, ServerArgs
+
+CONTEXT = 256
+VOCAB = 100
+
+
+def config(**asked: Any) -> RuntimeConfig:
+    facts = ModelFacts(
+        path="m",
+        load_format="dummy",
+        tokenizer_path="m",
+        name="m",
+        dtype="float32",
+        max_context_len=CONTEXT,
+        vocab_size=VOCAB,
+        head_dim=16,
+    )
+    return resolve(ServerArgs(device="cpu", **asked), MachineFacts(cores=1, memory=1 << 30, gpus=()), facts)
+
+
+def model_config() -> ModelConfig:
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=1,
+        num_q_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        rms_eps=1e-5,
+        rope_theta=1e4,
+        rope_scaling=None,
+        max_context_len=CONTEXT,
+        tie_embeddings=True,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        window=(-1,),
+        eos_ids=(0,),
+        bos_id=None,
+        dtype="float32",
+    )
+
+
+class Letters:
+    """A tokenizer with one token a letter, which remembers the thread it ran in."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.threads.append(threading.get_ident())
+        return [1] * add_special_tokens + [ord(letter) % VOCAB for letter in text[:CONTEXT]]
+
+
+class Watcher:
+    """An observer that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def started(self, prompt_tokens: int) -> None:
+        self.told.append(("started", prompt_tokens))
+
+    def first_token(self, seconds: float) -> None:
+        self.told.append("first")
+
+    def next_tokens(self, seconds: float, tokens: int) -> None:
+        self.told.append(("next", tokens))
+
+    def ended(self, seconds: float, update: GenerationUpdate | None) -> None:
+        self.told.append(("ended", update.finish.reason if update is not None and update.finish is not None else None))
+
+
+class Desk:
+    """A manager whose messages to the scheduler are kept, and whose answers the test writes."""
+
+    def __init__(self, running: int = 4, **asked: Any) -> None:
+        self.sent: list[Any] = []
+        limits = WorkerLimits(
+            max_total_tokens=1024,
+            max_running_requests=running,
+            max_context_len=CONTEXT,
+            max_extend_tokens=64,
+            page_size=16,
+            vocab_size=VOCAB,
+        )
+        self.tokenizer = Letters()
+        self.manager = TokenizerManager(config(**asked), self.tokenizer, model_config(), limits, self.sent.append)
+
+    @property
+    def requests(self) -> list[GenerateReq]:
+        return [message for message in self.sent if isinstance(message, GenerateReq)]
+
+    @property
+    def aborted(self) -> list[str]:
+        return [message.rid for message in self.sent if isinstance(message, AbortReq)]
+
+    def reply(self, wire: str, text: str = "", tokens: int = 1, finish: Finish | None = None) -> None:
+        out = TextOut(
+            rid=wire, text=text, token_ids=[5] * tokens, prompt_tokens=3, cached_tokens=0, completion_tokens=tokens, finish=finish
+        )
+        self.manager.handle(TextOutBatch(outs=[out]))
+
+
+LENGTH = Finish(reason="length")
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(body(), 10.0))  # type: ignore[arg-type]
+
+
+async def collect(generation: Generation) -> list[GenerationUpdate]:
+    return [update async for update in generation]
+
+
+def test_a_request_is_sent_and_its_updates_arrive_in_order() -> None:
+    async def body() -> None:
+        desk = Desk()
+        generation = await desk.manager.generate("abc", SamplingParams(max_new_tokens=5), stream=True, priority=2, cache_salt="s")
+        (request,) = desk.requests
+        assert request.input_ids == generation.prompt_ids == [1, 97, 98, 99]
+        assert (request.stream, request.priority, request.cache_salt, request.top_logprobs) == (True, 2, "s", -1)
+        desk.reply(request.rid, "he")
+        desk.reply(request.rid, "llo", 3, LENGTH)
+        updates = await collect(generation)
+        assert "".join(update.text for update in updates) == "hello"
+        assert updates[-1].finish == LENGTH
+        assert desk.manager.open_requests == 0
+        assert desk.aborted == []
+
+    run(body)
+
+
+def test_n_choices_are_n_requests_with_their_own_seeds_and_indices() -> None:
+    async def body() -> None:
+        desk = Desk()
+        generation = await desk.manager.generate([1, 2], SamplingParams(seed=7), n=3)
+        seeds = [request.seed for request in desk.requests]
+        assert seeds[0] == 7
+        assert len(set(seeds)) == 3
+        for request in reversed(desk.requests):
+            desk.reply(request.rid, finish=LENGTH)
+        assert sorted(update.index for update in await collect(generation)) == [0, 1, 2]
+
+    run(body)
+
+
+def test_requests_without_a_seed_get_different_ones_that_repeat_with_the_servers() -> None:
+    async def seeds() -> list[int]:
+        desk = Desk(random_seed=3)
+        for _ in range(3):
+            await desk.manager.generate([1], SamplingParams())
+        return [request.seed for request in desk.requests]
+
+    first, second = asyncio.run(seeds()), asyncio.run(seeds())
+    assert first == second
+    assert len(set(first)) == 3
+    assert all(0 <= seed < 1 << 63 for seed in first)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "options", "field"),
+    [
+        ([], {}, {}, "prompt"),
+        ([VOCAB], {}, {}, "input_ids"),
+        ([-1], {}, {}, "input_ids"),
+        ([1.5], {}, {}, "input_ids"),
+        ([True], {}, {}, "input_ids"),
+        ([1], {"max_new_tokens": 0}, {}, "max_new_tokens"),
+        ([1], {"max_new_tokens": CONTEXT + 1}, {}, "max_new_tokens"),
+        ([1], {"max_new_tokens": 3, "min_new_tokens": 4}, {}, "min_new_tokens"),
+        ([1], {"temperature": float("nan")}, {}, "temperature"),
+        ([1], {"stop": ("",)}, {}, "stop"),
+        ([1], {"stop_token_ids": (VOCAB,)}, {}, "stop_token_ids"),
+        ([1], {}, {"n": 0}, "n"),
+        ([1], {}, {"n": 10_000}, "n"),
+        ([1], {}, {"top_logprobs": 21}, "top_logprobs"),
+        ([1], {}, {"rid": ""}, "rid"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_by_name_and_nothing_is_sent(
+    prompt: list[int], sampling: dict[str, Any], options: dict[str, Any], field: str
+) -> None:
+    async def body() -> None:
+        desk = Desk()
+        with pytest.raises(InvalidField) as caught:
+            await desk.manager.generate(prompt, SamplingParams(**{"max_new_tokens": 4, **sampling}), **options)
+        assert caught.value.param == field
+        assert desk.sent == []
+        assert desk.manager.open_requests == 0
+
+    run(body)
+
+
+def test_a_prompt_must_leave_room_for_one_token() -> None:
+    async def body() -> None:
+        desk = Desk()
+        with pytest.raises(ContextTooLong, match=str(CONTEXT - 1)):
+            await desk.manager.generate([1] * CONTEXT, SamplingParams())
+        await desk.manager.generate([1] * (CONTEXT - 1), SamplingParams(max_new_tokens=1))
+
+    run(body)
+
+
+def test_lengths_are_cut_to_the_room_that_the_context_leaves() -> None:
+    async def body() -> None:
+        desk = Desk()
+        await desk.manager.generate([1] * (CONTEXT - 4), SamplingParams(max_new_tokens=10, min_new_tokens=8))
+        await desk.manager.generate([1] * 10, SamplingParams(max_new_tokens=1 << 30), fill_context=True)
+        lengths = [(request.sampling.max_new_tokens, request.sampling.min_new_tokens) for request in desk.requests]
+        assert lengths == [(4, 4), (CONTEXT - 10, 0)]
+
+    run(body)
+
+
+def test_long_texts_are_tokenised_off_the_event_loop() -> None:
+    async def body() -> None:
+        desk = Desk()
+        await desk.manager.tokenize("a")
+        await desk.manager.tokenize("a" * LONG_TEXT)
+        assert desk.tokenizer.threads[0] == threading.get_ident() != desk.tokenizer.threads[1]
+
+    run(body)
+
+
+def test_the_queue_has_a_bound_and_room_comes_back() -> None:
+    async def body() -> None:
+        desk = Desk(running=2, max_queued_requests=3)
+        open_ones = [await desk.manager.generate([1], SamplingParams()) for _ in range(4)]
+        with pytest.raises(QueueFull) as caught:
+            await desk.manager.generate([1], SamplingParams(), n=2)
+        assert caught.value.retry_after is not None
+        open_ones.append(await desk.manager.generate([1], SamplingParams()))
+        with pytest.raises(QueueFull):
+            await desk.manager.generate([1], SamplingParams())
+        open_ones[0].close()
+        open_ones.append(await desk.manager.generate([1], SamplingParams()))
+        assert desk.manager.open_requests == 5
+
+    run(body)
+
+
+def test_a_reader_who_leaves_ends_the_request_once() -> None:
+    async def body() -> None:
+        desk = Desk()
+        async with await desk.manager.generate([1], SamplingParams(), n=2, stream=True) as generation:
+            desk.reply(desk.requests[0].rid, "x")
+            await generation.__anext__()
+        assert sorted(desk.aborted) == [request.rid for request in desk.requests]
+        generation.close()
+        assert len(desk.aborted) == 2
+        desk.reply(desk.requests[0].rid, "late", finish=LENGTH)
+        assert desk.manager.open_requests == 0
+
+    run(body)
+
+
+def test_a_cancelled_reader_ends_the_request() -> None:
+    async def body() -> None:
+        desk = Desk()
+
+        async def read() -> None:
+            async with await desk.manager.generate([1], SamplingParams(), stream=True) as generation:
+                await collect(generation)
+
+        reader = asyncio.create_task(read())
+        await asyncio.sleep(0.01)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        assert desk.aborted == [desk.requests[0].rid]
+
+    run(body)
+
+
+def test_abort_by_name_asks_the_scheduler_and_its_last_update_arrives() -> None:
+    async def body() -> None:
+        desk = Desk()
+        generation = await desk.manager.generate([1], SamplingParams(), n=2, rid="mine")
+        with pytest.raises(InvalidField) as caught:
+            await desk.manager.generate([1], SamplingParams(), rid="mine")
+        assert caught.value.param == "rid"
+        desk.manager.abort("someone-else")
+        assert desk.aborted == []
+        desk.manager.abort("mine")
+        assert sorted(desk.aborted) == sorted(request.rid for request in desk.requests)
+        for request in desk.requests:
+            desk.reply(request.rid, finish=Finish(reason="abort"))
+        assert [update.finish.reason for update in await collect(generation) if update.finish] == ["abort", "abort"]
+        await desk.manager.generate([1], SamplingParams(), rid="mine")
+
+    run(body)
+
+
+@pytest.mark.parametrize(("status", "retry"), [(400, None), (429, 1), (500, None)])
+def test_a_refusal_by_the_scheduler_is_raised_with_its_status(status: int, retry: int | None) -> None:
+    async def body() -> None:
+        desk = Desk()
+        generation = await desk.manager.generate([1], SamplingParams(), n=2)
+        desk.reply(desk.requests[0].rid, finish=Finish(reason="abort", message="no", status=status))
+        with pytest.raises(ServingError, match="no") as caught:
+            await collect(generation)
+        assert (caught.value.status, caught.value.retry_after) == (status, retry)
+        assert desk.aborted == [desk.requests[1].rid]
+        assert desk.manager.open_requests == 0
+
+    run(body)
+
+
+def test_what_was_said_before_a_failure_is_still_read() -> None:
+    async def body() -> None:
+        desk = Desk()
+        generation = await desk.manager.generate([1], SamplingParams(), stream=True)
+        desk.reply(desk.requests[0].rid, "half")
+        desk.manager.fail_all("scheduler")
+        assert (await generation.__anext__()).text == "half"
+        with pytest.raises(WorkerDied, match="scheduler"):
+            await generation.__anext__()
+
+    run(body)
+
+
+def test_when_a_process_died_everything_open_fails_and_nothing_new_begins() -> None:
+    async def body() -> None:
+        desk = Desk()
+        generation = await desk.manager.generate([1], SamplingParams())
+        reader = asyncio.create_task(collect(generation))
+        call = asyncio.create_task(desk.manager.control("state"))
+        await asyncio.sleep(0.01)
+        desk.manager.fail_all("detokenizer")
+        for waiting in (reader, call):
+            with pytest.raises(WorkerDied):
+                await waiting
+        assert not desk.manager.health.alive()
+        for late in (desk.manager.generate([1], SamplingParams()), desk.manager.control("state")):
+            with pytest.raises(WorkerDied):
+                await late
+
+    run(body)
+
+
+def test_a_slow_reader_loses_its_stream_and_nobody_elses() -> None:
+    async def body() -> None:
+        desk = Desk()
+        desk.manager.max_unread = 10
+        slow = await desk.manager.generate([1], SamplingParams(), stream=True)
+        other = await desk.manager.generate([1], SamplingParams(), stream=True)
+        for _ in range(11):
+            desk.reply(desk.requests[0].rid, "x")
+        assert desk.aborted == [desk.requests[0].rid]
+        desk.reply(desk.requests[1].rid, "fine", finish=LENGTH)
+        assert [update.text for update in await collect(other)] == ["fine"]
+        with pytest.raises(SlowReader):
+            await collect(slow)
+
+    run(body)
+
+
+def test_draining_refuses_new_work_and_waits_for_the_old() -> None:
+    async def body() -> None:
+        desk = Desk()
+        desk.manager.health.warm = True
+        generation = await desk.manager.generate([1], SamplingParams())
+        assert not await desk.manager.drain(0.01)
+        assert desk.manager.health.alive()
+        assert not desk.manager.health.ready()
+        with pytest.raises(ServerDraining):
+            await desk.manager.generate([1], SamplingParams())
+        desk.reply(desk.requests[0].rid, "done", finish=LENGTH)
+        assert await desk.manager.drain(1.0)
+        assert [update.text for update in await collect(generation)] == ["done"]
+        desk.manager.dismiss()
+        assert isinstance(desk.sent[-1], DrainReq)
+
+    run(body)
+
+
+def test_control_calls_get_their_own_answers() -> None:
+    async def body() -> None:
+        desk = Desk()
+        calls = [asyncio.create_task(desk.manager.control(what)) for what in ("state", "flush_cache")]
+        await asyncio.sleep(0)
+        ids = {message.what: message.call_id for message in desk.sent if isinstance(message, ControlReq)}
+        desk.manager.handle(ControlReply(call_id=ids["flush_cache"], ok=False, error="requests are running"))
+        desk.manager.handle(ControlReply(call_id=ids["state"], ok=True, body=b'{"a":1}'))
+        assert await calls[0] == {"a": 1}
+        with pytest.raises(ServingError, match="running"):
+            await calls[1]
+
+    run(body)
+
+
+def test_the_latest_state_of_the_scheduler_is_kept() -> None:
+    async def body() -> None:
+        desk = Desk()
+        desk.manager.handle(Heartbeat(who="scheduler", count=1, state=msgspec.json.encode({"num_running_reqs": 2})))
+        desk.manager.handle(Heartbeat(who="detokenizer", count=1))
+        assert desk.manager.state == {"num_running_reqs": 2}
+        assert desk.manager.beats == {"scheduler": 1, "detokenizer": 1}
+
+    run(body)
+
+
+def test_the_observer_hears_of_every_choice_from_start_to_end() -> None:
+    async def body() -> None:
+        desk = Desk()
+        watcher = desk.manager.observer = Watcher()
+        generation = await desk.manager.generate([1, 2], SamplingParams(), stream=True)
+        wire = desk.requests[0].rid
+        desk.reply(wire, "a")
+        desk.reply(wire, "", 0)
+        desk.reply(wire, "bc", 2, LENGTH)
+        await collect(generation)
+        (await desk.manager.generate([1], SamplingParams())).close()
+        assert watcher.told == [("started", 2), "first", ("next", 2), ("ended", "length"), ("started", 1), ("ended", None)]
+
+    run(body)

@@ -1,0 +1,296 @@
+"""What EAGLE draft heads have in common: their contract, their configuration, their blocks and their vocabulary map."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from runtime.errors import ConfigError
+from runtime.forward_batch import ForwardBatch
+from runtime.layers.attention.base import AttentionBackend
+from runtime.layers.linear import Int8Linear, Linear
+from runtime.layers.ops import BlockOps, HeadLayout, RMSNorm
+from runtime.mem_cache.kv_pool import KVPool
+from runtime.models.config import ModelConfig
+from runtime.models.hf_config import FAMILIES, Family, parse_hf_config, read_hf_config
+from runtime.models.rotary import build_rope
+from runtime.models.weights import WeightTable
+
+DRAFT_FAMILIES = {
+    "LlamaForCausalLMEagle": Family(),
+    "LlamaForCausalLMEagle3": Family(),
+    "Qwen2ForCausalLMEagle": FAMILIES["Qwen2ForCausalLM"],
+    # The first published heads carry their target's class name.
+    "LlamaForCausalLM": Family(),
+    "Qwen2ForCausalLM": FAMILIES["Qwen2ForCausalLM"],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """A draft head's architecture.
+
+    Attributes:
+        model: its decoder; `max_context_len` is the target's, as published heads name the length they were trained on.
+        aux_layers: EAGLE-3: target layers whose input the head is fed, for `DecoderModel.forward`; () for EAGLE-1 and -2.
+    """
+
+    model: ModelConfig
+    aux_layers: tuple[int, ...]
+
+
+class DraftModel(Protocol):
+    """What the speculative worker knows of a draft head. Methods on the decode path may be captured and never read from the device.
+
+    Attributes:
+        lookahead: 1 for a head that reads, beside the hidden state at a position, the token after it; 0 for a model that reads the
+            token itself.
+        config: the head's decoder: KV layers, heads and head size are the draft pool's.
+        aux_layers: target layers whose input stream is wanted; () where the target's last hidden state is.
+        input_width: width of the target's hidden state that draft-extend is fed.
+        hidden_width, hidden_dtype: of the state that `forward` returns and the next draft step is fed.
+        vocab_size: Vd, the ids of `logits`.
+        to_target: int64 [Vd], the target's id of each draft id; None when they are one vocabulary.
+        to_draft: int64 [V], the inverse, -1 where there is none; None as above.
+    """
+
+    lookahead: int
+    config: ModelConfig
+    aux_layers: tuple[int, ...]
+    input_width: int
+    hidden_width: int
+    hidden_dtype: torch.dtype
+    vocab_size: int
+    to_target: torch.Tensor | None
+    to_draft: torch.Tensor | None
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run the head. `batch.input_ids[t]` is the token after the one that `batch.hidden_states[t]` belongs to.
+
+        `hidden_states` has `input_width` columns when it comes from the target, `hidden_width` when it is the head's own; any float dtype.
+
+        Returns:
+            [T, hidden_width] in `hidden_dtype`, for `logits` and for the next step. Not in the storage of `hidden_states`.
+        """
+        ...
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Scores of the token after next: [N, hidden_width] -> float32 [N, Vd], written to `out` where given."""
+        ...
+
+    def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
+        """The target's ids of draft ids, int64 of any shape."""
+        ...
+
+    def expected_weights(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor that `load` cannot do without."""
+        ...
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill the weights. Raises `ConfigError` naming what is missing, unexpected or misshapen."""
+        ...
+
+    def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
+        """Give the head its KV pool and attention, once."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the head's own weights and tables; what it shares with the target is not counted."""
+        ...
+
+
+def load_draft_config(folder: str | Path, algorithm: Literal["EAGLE", "EAGLE3"], target: ModelConfig) -> DraftConfig:
+    """The draft head in `folder`, for `target`.
+
+    Raises:
+        ConfigError: config.json is unreadable or unsupported, is a head of the other algorithm, or does not fit the target.
+    """
+    raw = read_hf_config(folder)
+    names = raw.get("architectures") or ["LlamaForCausalLM"]
+    family = DRAFT_FAMILIES.get(names[0])
+    if family is None:
+        raise ConfigError(f"{folder}: draft architecture {names[0]} is not supported; supported are {', '.join(DRAFT_FAMILIES)}")
+    is_eagle3 = names[0].endswith("Eagle3") or "draft_vocab_size" in raw
+    if is_eagle3 != (algorithm == "EAGLE3"):
+        other = "EAGLE3" if is_eagle3 else "EAGLE"
+        raise ConfigError(f"{folder} is an {other} head; use --speculative-algorithm {other}")
+    model = parse_hf_config({**raw, "architectures": [names[0]]}, str(folder), family)
+    model = dataclasses.replace(model, max_context_len=target.max_context_len)
+    check_fit(model, target, is_eagle3)
+    return DraftConfig(model, _aux_layers(raw, target.num_layers, str(folder)) if is_eagle3 else ())
+
+
+def check_fit(draft: ModelConfig, target: ModelConfig, is_eagle3: bool) -> None:
+    """Raise `ConfigError` where a head cannot serve a target."""
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(f"the draft head has a vocabulary of {draft.vocab_size}; its target's is {target.vocab_size}")
+    width = (draft.target_hidden_size or draft.hidden_size) if is_eagle3 else draft.hidden_size
+    if width != target.hidden_size:
+        raise ConfigError(f"the draft head was made for a target of hidden size {width}; this one's is {target.hidden_size}")
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """The target layers, by input, that EAGLE-3 heads are fed unless their config.json says otherwise: low, middle, high.
+
+    Targets of fewer than 7 layers, for which nobody publishes heads, give their last three streams.
+    """
+    if num_layers < 7:
+        return (num_layers - 2, num_layers - 1, num_layers)
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def _aux_layers(raw: dict[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
+    ids = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    # The file names layers whose output is meant: that is the next one's input.
+    layers = default_aux_layers(num_layers) if ids is None else tuple(int(i) + 1 for i in ids)
+    if len(layers) != 3 or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= num_layers:
+        raise ConfigError(f"{where}: EAGLE-3 wants three different layers of its target, rising; {list(layers)} of {num_layers} are not")
+    return layers
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLayer:
+    """The weights of one block of a draft head; what comes before its attention is the head's own affair."""
+
+    qkv_proj: Linear
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    o_proj: Linear
+    mlp_norm: RMSNorm
+    gate_up_proj: Linear
+    down_proj: Linear
+
+
+class DraftBody:
+    """The blocks of a draft head. Owner of their weights; the KV pool and the backend are bound once, after the memory plan."""
+
+    def __init__(self, config: ModelConfig, ops: BlockOps, dtype: torch.dtype, device: torch.device, linear: type[Linear]) -> None:
+        self.config = config
+        self.ops = ops
+        self.dtype = dtype
+        self.weights = WeightTable(dtype, device, linear)
+        self.rope = build_rope(config, device)
+        self._layout = HeadLayout(config.num_q_heads, config.num_kv_heads, config.head_dim)
+        self._pool: KVPool | None = None
+        self._attention: AttentionBackend | None = None
+
+    def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
+        """Give the blocks their KV pool and attention, once."""
+        self._pool = kv_pool
+        self._attention = backend
+
+    def norm(self, name: str) -> RMSNorm:
+        """A norm over the hidden size, filled by tensor `name`."""
+        return RMSNorm(self.weights.tensor(name, (self.config.hidden_size,)), self.config.rms_eps)
+
+    def layer(self, prefix: str, attention_in: int) -> DraftLayer:
+        """The block of tensors `prefix`*, whose attention reads rows of `attention_in`."""
+        c, weights = self.config, self.weights
+        attn, mlp = prefix + "self_attn.", prefix + "mlp."
+        q_rows, kv_rows = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        head_norm = [RMSNorm(weights.tensor(f"{attn}{n}_norm.weight", (c.head_dim,)), c.rms_eps) if c.qk_norm else None for n in "qk"]
+        return DraftLayer(
+            qkv_proj=weights.linear(
+                {attn + "q_proj": q_rows, attn + "k_proj": kv_rows, attn + "v_proj": kv_rows}, attention_in, c.qkv_bias
+            ),
+            q_norm=head_norm[0],
+            k_norm=head_norm[1],
+            o_proj=weights.linear({attn + "o_proj": c.hidden_size}, q_rows, c.o_bias),
+            mlp_norm=self.norm(prefix + "post_attention_layernorm.weight"),
+            gate_up_proj=weights.linear(
+                {mlp + "gate_proj": c.intermediate_size, mlp + "up_proj": c.intermediate_size}, c.hidden_size, c.mlp_bias
+            ),
+            down_proj=weights.linear({mlp + "down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias),
+        )
+
+    def run(self, layer: DraftLayer, layer_id: int, qkv: torch.Tensor, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The rest of a block, from its qkv rows on: float32 stream [T, hidden] in and out, perhaps in the same storage."""
+        assert self._pool is not None, "bind comes before forward"
+        assert self._attention is not None, "bind comes before forward"
+        ops = self.ops
+        k_cache, v_cache = self._pool.flat(layer_id)
+        q = ops.rope_and_cache(
+            qkv, self._layout, self.rope, layer.q_norm, layer.k_norm, batch.positions, batch.out_cache_loc, k_cache, v_cache
+        )
+        h = ops.linear_add(self._attention.forward(q, layer_id, batch), layer.o_proj, h)
+        return ops.linear_add(ops.norm_gate_up(h, layer.mlp_norm, layer.gate_up_proj), layer.down_proj, h)
+
+
+class Extras:
+    """The tensors of a checkpoint that are not always there, set aside while the rest is loaded."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self.found: dict[str, torch.Tensor] = {}
+
+    def split(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """All other tensors, under names without the `model.` that some checkpoints write."""
+        for name, tensor in weights:
+            name = name.removeprefix("model.")
+            if name in self._names:
+                self.found[name] = tensor
+            else:
+                yield name, tensor
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """The tensor, or None; `ConfigError` where it has another shape."""
+        tensor = self.found.get(name)
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}; {list(shape)} was expected")
+        return tensor
+
+
+def own_or_shared(own: torch.Tensor | None, shared: torch.Tensor) -> torch.Tensor:
+    """The head's own matrix in the dtype and on the device of the target's, or the target's where there is none or they are equal."""
+    if own is None:
+        return shared
+    own = own.to(shared.device, shared.dtype)
+    # Heads are trained on the target's frozen embedding, and often carry a copy: a gigabyte that need not be there twice.
+    return shared if own.shape == shared.shape and torch.equal(own, shared) else own
+
+
+def take_rows(linear: Linear, ids: torch.Tensor) -> Linear:
+    """The outputs `ids` int64 [n] of a layer, as a layer of its own."""
+    bias = None if linear.bias is None else linear.bias[ids]
+    if isinstance(linear, Int8Linear):
+        return Int8Linear(linear.weight[ids], linear.scale[ids], bias)
+    return Linear(linear.weight[ids], bias)
+
+
+def invert(to_target: torch.Tensor, vocab_size: int, name: str) -> torch.Tensor:
+    """`to_draft` int64 [vocab_size] of a `to_target` int64 [Vd]: -1 where there is no draft id. At load time only.
+
+    Raises:
+        ConfigError: an id is outside the vocabulary or comes twice; `name` says in what.
+    """
+    ids = to_target.cpu()
+    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise ConfigError(f"{name} names token ids outside 0..{vocab_size - 1}, or none")
+    if len(ids.unique()) != len(ids):
+        raise ConfigError(f"{name} names some token ids twice")
+    to_draft = torch.full((vocab_size,), -1, dtype=torch.int64)
+    to_draft[ids] = torch.arange(len(ids))
+    return to_draft.to(to_target.device)
+
+
+def load_token_map(path: str | Path) -> torch.Tensor:
+    """The hot tokens of a `--speculative-token-map` file: int64 [n] target ids, saved by `torch.save`.
+
+    Raises:
+        ConfigError: the file is missing or holds something else.
+    """
+    try:
+        ids = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ConfigError(f"--speculative-token-map {str(path)!r} cannot be read: {error}") from error
+    if isinstance(ids, list):
+        ids = torch.tensor(ids)
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ConfigError(f"--speculative-token-map {str(path)!r} must hold one list of token ids")
+    return ids.to(torch.int64)

@@ -1,0 +1,197 @@
+"""How many drafts are accepted, position by position: counted, fixed for benchmarks, and compared. On the host; no torch.
+
+Rates are conditional: of the drafts whose predecessors were all accepted, how many were accepted too. Unlike the share of iterations that
+got so far, they are independent from position to position, so one bad position shows as one bad number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.errors import ConfigError
+
+Int64 = npt.NDArray[np.int64]
+
+
+class AcceptanceCounters:
+    """Totals over iterations of one or more requests.
+
+    Attributes:
+        num_steps: K, the most drafts on a path.
+        iterations: verified windows.
+        drafted: int64 [K]. Windows that had a draft at the position.
+        reached: int64 [K]. Those in which all drafts before it were accepted.
+        accepted: int64 [K]. Those in which it was accepted as well.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.iterations = 0
+        self.drafted: Int64 = np.zeros(num_steps, dtype=np.int64)
+        self.reached: Int64 = np.zeros(num_steps, dtype=np.int64)
+        self.accepted: Int64 = np.zeros(num_steps, dtype=np.int64)
+
+    def add(self, accept_lens: npt.ArrayLike, num_steps: int | None = None) -> None:
+        """Count one batch.
+
+        Args:
+            accept_lens: int [B], each in 1..num_steps + 1, the bonus token included.
+            num_steps: how deep this batch was drafted, 0 included; None for K.
+        """
+        depth = self.num_steps if num_steps is None else num_steps
+        lens = np.asarray(accept_lens, dtype=np.int64)
+        at_least = np.bincount(np.minimum(lens, depth + 1), minlength=depth + 2)[::-1].cumsum()[::-1]
+        self.iterations += len(lens)
+        self.drafted[:depth] += len(lens)
+        self.reached[:depth] += at_least[1 : depth + 1]
+        self.accepted[:depth] += at_least[2 : depth + 2]
+
+    def merge(self, other: AcceptanceCounters) -> None:
+        """Add another's totals, of the same K."""
+        self.iterations += other.iterations
+        for name in ("drafted", "reached", "accepted"):
+            getattr(self, name)[:] += getattr(other, name)
+
+    @property
+    def mean_accept_len(self) -> float:
+        """Tokens per iteration, the bonus included; 1 before the first."""
+        return 1.0 + float(self.accepted.sum()) / self.iterations if self.iterations else 1.0
+
+    def rates(self) -> list[float]:
+        """Accepted of reached, by position; 0 where none was reached."""
+        return (self.accepted / np.maximum(self.reached, 1)).tolist()
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, in JSON types."""
+        return {
+            "iterations": self.iterations,
+            "accept_length": self.mean_accept_len,
+            "drafted_tokens": int(self.drafted.sum()),
+            "accepted_tokens": int(self.accepted.sum()),
+            "drafted": self.drafted.tolist(),
+            "reached": self.reached.tolist(),
+            "accepted": self.accepted.tolist(),
+            "rates": self.rates(),
+        }
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AcceptanceCounters) and self.to_json() == other.to_json()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def synthetic_probabilities(wanted: float | Sequence[float], num_steps: int) -> tuple[float, ...]:
+    """The acceptance rate of each position that a benchmark asks for.
+
+    Args:
+        wanted: the mean accept length, 1 to K + 1 with the bonus token: every position then has one rate r, with
+            1 + r + ... + r^K = wanted. Or K rates.
+
+    Raises:
+        ConfigError: the length cannot be reached, or the list has another length or values outside 0..1.
+    """
+    flag = "--speculative-synthetic-accept-length"
+    if not isinstance(wanted, (int, float)):
+        rates = tuple(float(r) for r in wanted)
+        if len(rates) != num_steps or not all(0.0 <= r <= 1.0 for r in rates):
+            raise ConfigError(f"{flag} is {list(rates)}; it must be {num_steps} rates from 0 to 1, or one mean accept length")
+        return rates
+    if not 1.0 <= wanted <= num_steps + 1:
+        raise ConfigError(f"{flag} is {wanted}; with {num_steps} steps it must be from 1 to {num_steps + 1}")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**i for i in range(num_steps + 1)) <= wanted else (low, middle)
+    return (1.0 if wanted == num_steps + 1 else low,) * num_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """One position where two runs accept differently, beyond chance.
+
+    Attributes:
+        position: 0 for the first draft.
+        graph, eager: their rates.
+        z: how many standard deviations they are apart; negative where the graph accepts less.
+    """
+
+    position: int
+    graph: float
+    eager: float
+    z: float
+
+    def __str__(self) -> str:
+        return f"draft {self.position + 1}: {self.graph:.3f} accepted through graphs, {self.eager:.3f} eagerly (z = {self.z:+.1f})"
+
+
+class DriftAlarm:
+    """Compares recent traffic through graphs with an eager sample of the same traffic.
+
+    Two windows of each kind are kept, the full one and the growing one, so what is compared is always recent and never little.
+    """
+
+    def __init__(self, num_steps: int, window: int = 20_000, min_count: int = 300, z_limit: float = 5.0, min_gap: float = 0.02) -> None:
+        """Remember `window` iterations a half; an alarm takes `min_count` drafts on both sides, `z_limit` deviations, a gap of `min_gap`."""
+        self._num_steps = num_steps
+        self._window = window
+        self._min_count = min_count
+        self._z_limit = z_limit
+        self._min_gap = min_gap
+        self._halves = {oracle: [AcceptanceCounters(num_steps), AcceptanceCounters(num_steps)] for oracle in (False, True)}
+
+    def add(self, accept_lens: npt.ArrayLike, oracle: bool, num_steps: int | None = None) -> None:
+        """Count one batch; `oracle` says that it ran eagerly as the sample."""
+        halves = self._halves[oracle]
+        halves[1].add(accept_lens, num_steps)
+        # The sample is scarce: its window is a tenth, so that both sides forget at a like pace.
+        if halves[1].iterations >= (self._window // 10 if oracle else self._window):
+            self._halves[oracle] = [halves[1], AcceptanceCounters(self._num_steps)]
+
+    def recent(self, oracle: bool) -> AcceptanceCounters:
+        """The counts that are compared."""
+        total = AcceptanceCounters(self._num_steps)
+        for half in self._halves[oracle]:
+            total.merge(half)
+        return total
+
+    def check(self) -> list[Drift]:
+        """The positions that drifted; empty while all is well or little is known."""
+        drifts = compare(self.recent(False), self.recent(True), self._min_count)
+        return [d for d in drifts if abs(d.z) >= self._z_limit and abs(d.graph - d.eager) >= self._min_gap]
+
+
+def compare(graph: AcceptanceCounters, eager: AcceptanceCounters, min_count: int = 1) -> list[Drift]:
+    """Each position that both reached `min_count` times, with the z of the difference of two proportions."""
+    drifts = []
+    for i in range(graph.num_steps):
+        n_graph, n_eager = int(graph.reached[i]), int(eager.reached[i])
+        if min(n_graph, n_eager) < max(min_count, 1):
+            continue
+        p_graph, p_eager = graph.accepted[i] / n_graph, eager.accepted[i] / n_eager
+        pooled = (graph.accepted[i] + eager.accepted[i]) / (n_graph + n_eager)
+        deviation = math.sqrt(pooled * (1 - pooled) * (1 / n_graph + 1 / n_eager))
+        drifts.append(Drift(i, float(p_graph), float(p_eager), float((p_graph - p_eager) / deviation) if deviation else 0.0))
+    return drifts
+
+
+def side_by_side(first: AcceptanceCounters, second: AcceptanceCounters, names: tuple[str, str] = ("eager", "graphs")) -> str:
+    """A table of two runs, position by position, each as accepted / reached and rate, with a mark where the counts differ."""
+    lines = [f"{'position':>9}  {names[0]:>22}  {names[1]:>22}"]
+    for i in range(max(first.num_steps, second.num_steps)):
+        same = _cell(first, i) == _cell(second, i)
+        lines.append(f"{i + 1:>9}  {_cell(first, i):>22}  {_cell(second, i):>22}{'' if same else '  <- differs'}")
+    lines.append(f"{'length':>9}  {first.mean_accept_len:>22.4f}  {second.mean_accept_len:>22.4f}")
+    lines.append(f"{'windows':>9}  {first.iterations:>22}  {second.iterations:>22}")
+    return "\n".join(lines)
+
+
+def _cell(counters: AcceptanceCounters, position: int) -> str:
+    if position >= counters.num_steps:
+        return "-"
+    return f"{counters.accepted[position]}/{counters.reached[position]} {counters.rates()[position]:.4f}"

@@ -1,0 +1,124 @@
+"""Acceptance is counted as its definition says, and drift is told from chance."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from runtime.errors import ConfigError
+from runtime.speculative.acceptance import AcceptanceCounters, DriftAlarm, compare, side_by_side, synthetic_probabilities
+
+
+def draw_lens(rng: np.random.Generator, rates: tuple[float, ...], count: int) -> np.ndarray:
+    hits = rng.random((count, len(rates))) < np.array(rates)
+    return 1 + hits.cumprod(axis=1).sum(axis=1)
+
+
+def test_counters_follow_the_definition_at_any_depth() -> None:
+    rng = np.random.default_rng(0)
+    counters = AcceptanceCounters(4)
+    drafted, reached, accepted, total, windows = [0] * 4, [0] * 4, [0] * 4, 0, 0
+    for depth in (4, 0, 2, 3, 4, 1):
+        lens = rng.integers(1, depth + 2, size=17)
+        counters.add(lens.astype(np.int32), depth)
+        for length in lens.tolist():
+            windows, total = windows + 1, total + length
+            for position in range(depth):
+                drafted[position] += 1
+                reached[position] += length >= position + 1
+                accepted[position] += length >= position + 2
+    shown = counters.to_json()
+    assert (shown["drafted"], shown["reached"], shown["accepted"]) == (drafted, reached, accepted)
+    assert shown["iterations"] == windows
+    assert counters.mean_accept_len == pytest.approx(total / windows)
+    assert shown["rates"] == pytest.approx([a / r for a, r in zip(accepted, reached, strict=True)])
+    assert json.loads(json.dumps(shown)) == shown
+
+
+def test_merging_is_counting_together() -> None:
+    parts = [AcceptanceCounters(3), AcceptanceCounters(3)]
+    whole = AcceptanceCounters(3)
+    for part, lens in zip(parts, ([1, 2, 4], [4, 4, 3, 1]), strict=True):
+        part.add(lens)
+        whole.add(lens)
+    parts[0].merge(parts[1])
+    assert parts[0] == whole
+    assert parts[1] != whole
+
+
+def test_nothing_counted_is_one_token_per_iteration() -> None:
+    empty = AcceptanceCounters(0)
+    empty.add([1, 1])
+    assert empty.mean_accept_len == AcceptanceCounters(3).mean_accept_len == 1.0
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 7])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.97, 1.0])
+def test_synthetic_rates_give_the_wanted_length(num_steps: int, share: float) -> None:
+    wanted = 1 + share * num_steps
+    rates = synthetic_probabilities(wanted, num_steps)
+    assert 1 + sum(np.cumprod(rates)) == pytest.approx(wanted, abs=1e-9)
+    assert all(0.0 <= r <= 1.0 for r in rates)
+
+
+def test_synthetic_rates_may_be_listed() -> None:
+    assert synthetic_probabilities([0.9, 0.5], 2) == (0.9, 0.5)
+
+
+@pytest.mark.parametrize("wanted", [0.5, 4.1, float("nan"), [0.5, 0.5], [0.5, 0.5, 1.5]])
+def test_impossible_synthetic_lengths_are_refused(wanted: float | list[float]) -> None:
+    with pytest.raises(ConfigError, match="synthetic-accept-length"):
+        synthetic_probabilities(wanted, 3)
+
+
+def test_the_alarm_names_the_position_that_drifted() -> None:
+    rng = np.random.default_rng(1)
+    alarm = DriftAlarm(3)
+    for _ in range(200):
+        alarm.add(draw_lens(rng, (0.8, 0.3, 0.6), 64), oracle=False)
+        alarm.add(draw_lens(rng, (0.8, 0.7, 0.6), 8), oracle=True)
+    drifts = alarm.check()
+    assert [d.position for d in drifts] == [1]
+    assert drifts[0].z < -5
+    assert "draft 2:" in str(drifts[0])
+
+
+def test_the_alarm_is_silent_on_chance_and_on_little() -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(20):
+        alarm = DriftAlarm(3)
+        for _ in range(100):
+            alarm.add(draw_lens(rng, (0.8, 0.7, 0.6), 64), oracle=False)
+            alarm.add(draw_lens(rng, (0.8, 0.7, 0.6), 8), oracle=True)
+        assert alarm.check() == []
+    scarce = DriftAlarm(3)
+    scarce.add([1] * 5000, oracle=False)
+    scarce.add([4] * 299, oracle=True)
+    assert scarce.check() == []
+    scarce.add([4], oracle=True)
+    assert [d.position for d in scarce.check()] == [0]
+
+
+def test_the_alarm_forgets_what_is_long_past() -> None:
+    alarm = DriftAlarm(1, window=1000)
+    alarm.add([1] * 1000, oracle=False)
+    alarm.add([2] * 400, oracle=True)
+    assert alarm.check()
+    for _ in range(4):
+        alarm.add([2] * 1000, oracle=False)
+    assert alarm.check() == []
+    assert alarm.recent(False).iterations <= 2000
+
+
+def test_identical_runs_compare_as_zero_and_print_without_marks() -> None:
+    first, second = AcceptanceCounters(2), AcceptanceCounters(2)
+    for counters in (first, second):
+        counters.add([1, 2, 3, 3])
+    assert [d.z for d in compare(first, second)] == [0.0, 0.0]
+    table = side_by_side(first, second)
+    assert "differs" not in table
+    assert "3/4 0.7500" in table
+    second.add([1])
+    assert side_by_side(first, second).count("differs") == 1

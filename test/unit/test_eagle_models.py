@@ -1,0 +1,379 @@
+"""Draft heads load the published layouts and compute what their plain definition computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional as F
+
+from runtime.batch import ForwardMode
+from runtime.errors import ConfigError
+from runtime.forward_batch import ForwardBatch
+from runtime.layers.attention.base import AttentionShape
+from runtime.layers.attention.torch_native import TorchNativeAttention
+from runtime.layers.linear import Int8Linear, Linear
+from runtime.layers.torch_ops import TorchOps
+from runtime.mem_cache.kv_pool import KVPool, PageTable
+from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
+from runtime.models.decoder import DecoderModel
+from runtime.models.draft_head import DraftModel, default_aux_layers, load_draft_config, load_token_map
+from runtime.models.eagle import LlamaForCausalLMEagle
+from runtime.models.eagle3 import LlamaForCausalLMEagle3
+from runtime.models.registry import build_model
+from unit.tiny import tiny_model
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+CONTEXT = 64
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Any:
+    with torch.inference_mode():
+        yield
+
+
+def make_target(quantization: str | None = None, **changes: object) -> DecoderModel:
+    model = build_model(tiny_model(**changes), TorchOps(), torch.float32, CPU, quantization)
+    model.load(dummy_weights(model.expected_weights(), torch.float32, CPU, seed=5))
+    return model
+
+
+def draft_json(architecture: str, **changes: object) -> dict[str, Any]:
+    raw: dict[str, Any] = {
+        "architectures": [architecture], "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 5000.0, "max_position_embeddings": 32,
+        "hidden_act": "silu", "torch_dtype": "float32",
+    }  # fmt: skip
+    return raw | changes
+
+
+def checkpoint(raw: dict[str, Any], fc_bias: bool = False, qkv_bias: bool = False, **extra: Any) -> Tensors:
+    """A head in the published layout, with weights large enough that every part of it matters."""
+    g = torch.Generator().manual_seed(0)
+    hidden, width, layers = raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"]
+    kv = hidden // raw["num_attention_heads"] * raw["num_key_value_heads"]
+    eagle3 = raw["architectures"][0].endswith("3")
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=g) / columns**0.5
+
+    def vector(size: int) -> torch.Tensor:
+        return 1 + 0.3 * torch.randn(size, generator=g)
+
+    tensors = {"fc.weight": matrix(hidden, 3 * raw.get("target_hidden_size", hidden) if eagle3 else 2 * hidden)}
+    if fc_bias:
+        tensors["fc.bias"] = vector(hidden)
+    for i in range(layers):
+        name = "midlayer." if eagle3 else f"layers.{i}."
+        for part, rows in (("q", hidden), ("k", kv), ("v", kv)):
+            tensors[f"{name}self_attn.{part}_proj.weight"] = matrix(rows, 2 * hidden if eagle3 else hidden)
+            if qkv_bias:
+                tensors[f"{name}self_attn.{part}_proj.bias"] = vector(rows)
+        tensors[f"{name}self_attn.o_proj.weight"] = matrix(hidden, hidden)
+        tensors[f"{name}mlp.gate_proj.weight"] = matrix(width, hidden)
+        tensors[f"{name}mlp.up_proj.weight"] = matrix(width, hidden)
+        tensors[f"{name}mlp.down_proj.weight"] = matrix(hidden, width)
+        tensors[f"{name}post_attention_layernorm.weight"] = vector(hidden)
+        if eagle3 or i > 0:
+            tensors[f"{name}input_layernorm.weight"] = vector(hidden)
+    if eagle3:
+        tensors["midlayer.hidden_norm.weight"] = vector(hidden)
+        tensors["norm.weight"] = vector(hidden)
+        if "draft_vocab_size" in raw:
+            tensors["lm_head.weight"] = matrix(raw["draft_vocab_size"], hidden)
+    return tensors | extra
+
+
+def save(folder: Path, raw: dict[str, Any], tensors: Tensors) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def load_head(folder: Path, target: DecoderModel, token_map: torch.Tensor | None = None) -> DraftModel:
+    raw = json.loads((folder / "config.json").read_text())
+    eagle3 = raw["architectures"][0].endswith("3")
+    config = load_draft_config(folder, "EAGLE3" if eagle3 else "EAGLE", target.config)
+    head = LlamaForCausalLMEagle3(config, target) if eagle3 else LlamaForCausalLMEagle(config, target, Linear, token_map)
+    head.load(safetensors_weights(folder, CPU, progress=False))
+    return head
+
+
+class SlowHead:
+    """The definition, over one whole sequence at a time, from the checkpoint's own tensors."""
+
+    def __init__(self, raw: dict[str, Any], tensors: Tensors, target: DecoderModel) -> None:
+        self.raw, self.t = raw, tensors
+        self.eagle3 = raw["architectures"][0].endswith("3")
+        self.embed: Any = tensors.get("embed_tokens.weight", target.embed)
+        self.head: Any = tensors.get("lm_head.weight", target.lm_head.weight)
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.raw["rms_norm_eps"]) * self.t[name]
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.t["fc.weight"], self.t.get("fc.bias"))
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        n, _, size = x.shape
+        freqs = self.raw["rope_theta"] ** (-torch.arange(0, size, 2) / size)
+        turn = torch.polar(torch.ones(n, size // 2), torch.arange(n)[:, None] * freqs)[:, None]
+        turned = torch.complex(x[..., : size // 2], x[..., size // 2 :]) * turn
+        return torch.cat([turned.real, turned.imag], -1)
+
+    def block(self, name: str, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        heads, kv_heads = self.raw["num_attention_heads"], self.raw["num_key_value_heads"]
+        q, k, v = (
+            F.linear(x, self.t[f"{name}self_attn.{p}_proj.weight"], self.t.get(f"{name}self_attn.{p}_proj.bias"))
+            .unflatten(-1, (-1, self.raw["hidden_size"] // heads))
+            for p in "qkv"
+        )  # fmt: skip
+        q, k = self.rotate(q), self.rotate(k)
+        k, v = (a.repeat_interleave(heads // kv_heads, 1) for a in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+        scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf)
+        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        h = residual + attended @ self.t[name + "self_attn.o_proj.weight"].T
+        m = self.norm(h, name + "post_attention_layernorm.weight")
+        gated = F.silu(m @ self.t[name + "mlp.gate_proj.weight"].T) * (m @ self.t[name + "mlp.up_proj.weight"].T)
+        return h + gated @ self.t[name + "mlp.down_proj.weight"].T
+
+    def __call__(self, ids: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
+        """`states[i]` is the hidden state beside token i: the target's (to be projected in EAGLE-3) or the head's own."""
+        embeds = self.embed[ids]
+        if self.eagle3:
+            h = torch.stack([self.project(s) if len(s) != self.raw["hidden_size"] else s for s in states])
+            x = torch.cat([self.norm(embeds, "midlayer.input_layernorm.weight"), self.norm(h, "midlayer.hidden_norm.weight")], 1)
+            return self.block("midlayer.", x, h)
+        h = self.project(torch.cat([embeds, torch.stack(states)], 1))
+        for i in range(self.raw["num_hidden_layers"]):
+            h = self.block(f"layers.{i}.", h if i == 0 else self.norm(h, f"layers.{i}.input_layernorm.weight"), h)
+        return h
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return (self.norm(hidden, "norm.weight") if self.eagle3 else hidden) @ self.head.T
+
+
+class Rig:
+    """A head with a KV pool of its own and two requests in rows 1 and 2."""
+
+    def __init__(self, head: DraftModel, page_size: int) -> None:
+        c = head.config
+        pages = 2 * CONTEXT // page_size
+        pool = KVPool(c.num_layers, pages, page_size, c.num_kv_heads, c.head_dim, torch.float32, CPU)
+        self.table = PageTable(3, CONTEXT, page_size, CPU)
+        self.table.pages[1:] = (torch.randperm(pages, generator=torch.Generator().manual_seed(1)) + 1).view(2, -1).to(torch.int32)
+        shape = AttentionShape(c.num_q_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, (-1,) * c.num_layers, 2, 4, 1, CONTEXT)
+        self.head, self.backend = head, TorchNativeAttention(shape, pool, self.table)
+        head.bind(pool, self.backend)
+
+    def run(self, ids: list[list[int]], states: list[torch.Tensor], before: list[int]) -> list[torch.Tensor]:
+        """Feed each request new tokens beside their states, after `before` positions; the head's states of each."""
+        lens = [len(i) for i in ids]
+        rows = torch.tensor([1, 2])
+        positions = torch.cat([torch.arange(b, b + n) for b, n in zip(before, lens, strict=True)])
+        seq_lens = torch.tensor([b + n for b, n in zip(before, lens, strict=True)], dtype=torch.int32)
+        extend = len(set(lens)) > 1
+        batch = ForwardBatch(
+            mode=ForwardMode.EXTEND if extend else ForwardMode.DRAFT_EXTEND,
+            batch_size=2,
+            tokens_per_req=0 if extend else lens[0],
+            input_ids=torch.tensor(ids[0] + ids[1]),
+            positions=positions,
+            out_cache_loc=self.table.slots(rows.repeat_interleave(torch.tensor(lens)), positions),
+            req_pool_indices=rows,
+            seq_lens=seq_lens,
+            qo_indptr=torch.tensor([0, lens[0], sum(lens)], dtype=torch.int32),
+            seq_len_bounds=seq_lens.numpy(),
+            extend_lens=np.array(lens, dtype=np.int32) if extend else None,
+            hidden_states=torch.cat(states),
+        )
+        given = torch.cat(states)
+        self.backend.plan(batch)
+        out = self.head.forward(batch)
+        assert batch.hidden_states is not None
+        assert torch.equal(batch.hidden_states, given), "the caller's hidden states were overwritten"
+        assert out.shape == (sum(lens), self.head.hidden_width)
+        assert out.dtype == self.head.hidden_dtype
+        return list(out.split(lens))
+
+
+def variants() -> list[Any]:
+    g = torch.Generator().manual_seed(9)
+    own_embed, own_head = torch.randn(96, 64, generator=g), torch.randn(96, 64, generator=g)
+    eagle, eagle3 = "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"
+    picks = torch.randperm(96, generator=g)[:40].sort().values
+    d2t = {"d2t": picks - torch.arange(40), "t2d": torch.zeros(96, dtype=torch.bool).scatter(0, picks, True)}
+    narrow = draft_json(eagle3, hidden_size=32, target_hidden_size=64, draft_vocab_size=40)
+    params: list[Any] = [
+        pytest.param(draft_json(eagle), {}, id="EAGLE, all shared"),
+        pytest.param(draft_json("LlamaForCausalLM"), {"fc_bias": True, "embed_tokens.weight": own_embed}, id="EAGLE, own embedding"),
+        pytest.param(draft_json(eagle, num_hidden_layers=2), {"lm_head.weight": own_head}, id="EAGLE, two layers, own head"),
+        pytest.param(draft_json("Qwen2ForCausalLMEagle"), {"qkv_bias": True, "fc_bias": True}, id="EAGLE for Qwen2"),
+        pytest.param(draft_json(eagle3, draft_vocab_size=40), d2t, id="EAGLE-3, reduced vocabulary"),
+        pytest.param(draft_json(eagle3), {}, id="EAGLE-3, the target's head"),
+        pytest.param(narrow, {**d2t, "embed_tokens.weight": own_embed[:, :32].contiguous()}, id="EAGLE-3, narrower than its target"),
+    ]
+    return params
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("raw", "extra"), variants())
+def test_heads_compute_their_definition(tmp_path: Path, raw: dict[str, Any], extra: dict[str, Any], page_size: int) -> None:
+    """A prompt in two unequal chunks, one verify window, then two draft steps fed with the head's own state."""
+    target = make_target()
+    tensors = checkpoint(raw, **extra)
+    head = load_head(save(tmp_path / "head", raw, tensors), target)
+    slow = SlowHead(raw, tensors, target)
+    rig = Rig(head, page_size)
+    g = torch.Generator().manual_seed(2)
+    ids: list[list[int]] = [[], []]
+    states: list[list[torch.Tensor]] = [[], []]
+    own: list[torch.Tensor] = []
+    for lens in ([5, 9], [20, 3], [4, 4], [1, 1], [1, 1]):
+        before = [len(i) for i in ids]
+        new = [torch.randint(0, 96, (n,), generator=g).tolist() for n in lens]
+        feeds_back = lens == [1, 1]
+        given = own if feeds_back else [torch.randn(n, head.input_width, generator=g) for n in lens]
+        for row in range(2):
+            ids[row] += new[row]
+            states[row] += list(given[row])
+        out = rig.run(new, given, before)
+        own = [o[-1:] for o in out]
+        for row in range(2):
+            expected = slow(torch.tensor(ids[row]), states[row])[before[row] :]
+            torch.testing.assert_close(out[row], expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(head.logits(out[row]), slow.logits(expected), rtol=1e-4, atol=1e-4)
+    assert head.logits(own[0]).shape == (1, head.vocab_size)
+    assert head.logits(own[0]).dtype == torch.float32
+
+
+def test_d2t_holds_offsets_and_its_inverse_fits(tmp_path: Path) -> None:
+    picks = torch.tensor([3, 4, 10, 95])
+    raw = draft_json("LlamaForCausalLMEagle3", draft_vocab_size=4)
+    head = load_head(save(tmp_path / "head", raw, checkpoint(raw, d2t=picks - torch.arange(4))), make_target())
+    assert head.map_to_target(torch.tensor([[0, 3], [2, 1]])).tolist() == [[3, 95], [10, 4]]
+    assert head.to_draft is not None
+    assert head.to_draft[picks].tolist() == [0, 1, 2, 3]
+    assert int((head.to_draft >= 0).sum()) == 4
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_token_map_keeps_those_rows_of_the_head(tmp_path: Path, quantization: str | None) -> None:
+    target = make_target(quantization)
+    raw = draft_json("LlamaForCausalLMEagle")
+    folder = save(tmp_path / "head", raw, checkpoint(raw))
+    torch.save(torch.tensor([7, 90, 0, 33]), tmp_path / "hot.pt")
+    hot = load_token_map(tmp_path / "hot.pt")
+    full, part = load_head(folder, target), load_head(folder, target, hot)
+    assert isinstance(part.lm_head, Int8Linear) == (quantization == "int8")  # type: ignore[attr-defined]
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(part.logits(hidden), full.logits(hidden)[:, hot])
+    assert part.map_to_target(torch.tensor([0, 1, 3])).tolist() == [7, 90, 33]
+    assert full.map_to_target(torch.tensor([5])).tolist() == [5]
+    assert part.vocab_size == 4
+
+
+def test_copies_of_the_targets_matrices_are_not_kept(tmp_path: Path) -> None:
+    target = make_target()
+    raw = draft_json("LlamaForCausalLMEagle")
+    copies = {"embed_tokens.weight": target.embed.clone(), "lm_head.weight": target.lm_head.weight.clone()}
+    lean = load_head(save(tmp_path / "a", raw, checkpoint(raw) | copies), target)
+    assert lean.embed.data_ptr() == target.embed.data_ptr()  # type: ignore[attr-defined]
+    assert lean.lm_head is target.lm_head  # type: ignore[attr-defined]
+    own = load_head(save(tmp_path / "b", raw, checkpoint(raw) | {"embed_tokens.weight": target.embed + 1}), target)
+    assert own.weight_bytes - lean.weight_bytes == target.embed.nbytes
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"])
+def test_dummy_weights_make_a_working_head(tmp_path: Path, architecture: str) -> None:
+    target = make_target()
+    raw = draft_json(architecture, **({"draft_vocab_size": 40} if architecture.endswith("3") else {}))
+    save(tmp_path / "head", raw, {})
+    config = load_draft_config(tmp_path / "head", "EAGLE3" if architecture.endswith("3") else "EAGLE", target.config)
+    head = (LlamaForCausalLMEagle3 if architecture.endswith("3") else LlamaForCausalLMEagle)(config, target)
+    head.load(dummy_weights(head.expected_weights(), torch.float32, CPU))
+    out = Rig(head, 1).run([[1, 2, 3], [4, 5, 6]], [torch.randn(3, head.input_width) for _ in range(2)], [0, 0])
+    ids = head.map_to_target(head.logits(torch.cat(out)).argmax(-1))
+    assert ((ids >= 0) & (ids < 96)).all()
+
+
+def test_names_with_a_leading_model_are_the_same_names(tmp_path: Path) -> None:
+    raw = draft_json("LlamaForCausalLMEagle")
+    tensors = checkpoint(raw)
+    inv_freq = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    plain = load_head(save(tmp_path / "a", raw, tensors), make_target())
+    prefixed = load_head(save(tmp_path / "b", raw, {"model." + n: t for n, t in tensors.items()} | inv_freq), make_target())
+    hidden = [torch.randn(2, 64, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    outs = [Rig(head, 1).run([[1, 2], [3, 4]], hidden, [0, 0]) for head in (plain, prefixed)]
+    assert torch.equal(torch.cat(outs[0]), torch.cat(outs[1]))
+
+
+EAGLE, EAGLE3 = draft_json("LlamaForCausalLMEagle"), draft_json("LlamaForCausalLMEagle3", draft_vocab_size=4)
+
+
+def without(tensors: Tensors, name: str) -> Tensors:
+    return {n: t for n, t in tensors.items() if n != name}
+
+
+@pytest.mark.parametrize(
+    ("raw", "tensors", "message"),
+    [
+        (EAGLE, without(checkpoint(EAGLE), "layers.0.mlp.up_proj.weight"), r"lacks layers\.0\.mlp\.up_proj"),
+        (EAGLE, checkpoint(EAGLE) | {"layers.0.input_layernorm.weight": torch.ones(64)}, "unexpected layers.0.input_layernorm"),
+        (EAGLE, checkpoint(EAGLE) | {"embed_tokens.weight": torch.ones(90, 64)}, "embed_tokens.weight has shape"),
+        (EAGLE, checkpoint(EAGLE) | {"fc.weight": torch.ones(64, 64)}, "fc.weight has shape"),
+        (EAGLE3, checkpoint(EAGLE3), "lacks d2t"),
+        (EAGLE3, checkpoint(EAGLE3, d2t=torch.tensor([0, 0, 0, 93])), "outside 0..95"),
+        (EAGLE3, checkpoint(EAGLE3, d2t=torch.tensor([1, 0, 0, 0])), "twice"),
+        (EAGLE3, checkpoint(EAGLE3, d2t=torch.zeros(5, dtype=torch.int64)), "d2t has shape"),
+        (EAGLE3 | {"num_hidden_layers": 2}, {}, "2 layers"),
+        (EAGLE3 | {"hidden_size": 32, "target_hidden_size": 64}, None, "lacks embed_tokens"),
+        (EAGLE | {"vocab_size": 100}, {}, "vocabulary of 100"),
+        (EAGLE | {"hidden_size": 32}, {}, "hidden size 32"),
+        (EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}}, {}, "three different layers"),
+        (EAGLE | {"architectures": ["MixtralForCausalLM"]}, {}, "MixtralForCausalLM is not supported"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, raw: dict[str, Any], tensors: Tensors | None, message: str) -> None:
+    tensors = checkpoint(raw, d2t=torch.zeros(4, dtype=torch.int64)) if tensors is None else tensors
+    folder = save(tmp_path / "head", raw, {n: t.contiguous() for n, t in tensors.items()})
+    with pytest.raises(ConfigError, match=message):
+        load_head(folder, make_target())
+
+
+def test_the_other_algorithms_head_is_refused_with_the_flag_to_use(tmp_path: Path) -> None:
+    config = make_target().config
+    with pytest.raises(ConfigError, match="--speculative-algorithm EAGLE3"):
+        load_draft_config(save(tmp_path / "a", EAGLE3, {}), "EAGLE", config)
+    with pytest.raises(ConfigError, match=r"--speculative-algorithm EAGLE$"):
+        load_draft_config(save(tmp_path / "b", EAGLE, {}), "EAGLE3", config)
+
+
+def test_the_head_reaches_as_far_as_its_target_and_names_the_streams_it_wants(tmp_path: Path) -> None:
+    config = make_target().config
+    head = load_draft_config(save(tmp_path / "a", EAGLE3, {}), "EAGLE3", config)
+    assert head.model.max_context_len == config.max_context_len == 256
+    assert head.aux_layers == (1, 2, 3)
+    listed = load_draft_config(
+        save(tmp_path / "b", EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, {}), "EAGLE3", config
+    )
+    assert listed.aux_layers == (1, 2, 3)
+    assert default_aux_layers(32) == (2, 16, 29)
+    assert load_draft_config(save(tmp_path / "c", EAGLE, {}), "EAGLE", config).aux_layers == ()
+
+
+@pytest.mark.parametrize("content", [torch.tensor([[1]]), torch.tensor([0.5]), {"a": 1}, None])
+def test_a_bad_token_map_is_refused(tmp_path: Path, content: object) -> None:
+    if content is not None:
+        torch.save(content, tmp_path / "hot.pt")
+    with pytest.raises(ConfigError, match="speculative-token-map"):
+        load_token_map(tmp_path / "hot.pt")

@@ -54,6 +54,7 @@ class WorkerLimits:
         prefix_lookahead: 1 when KV at a position also depends on the next token (EAGLE), so that a cached prefix
             of n tokens may be reused only by a prompt that agrees on n + 1; else 0.
         overlap: whether step n + 1 may be submitted before step n's result is read.
+        needs_history: whether every `RowInit` must carry its history.
     """
 
     max_total_tokens: int
@@ -66,6 +67,7 @@ class WorkerLimits:
     max_accept_len: int = 1
     prefix_lookahead: int = 0
     overlap: bool = True
+    needs_history: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class RowInit:
         sampling: the request's parameters.
         seed: the stream of random numbers; every draw is keyed by (seed, position), so that it does not depend on the batch.
         eos_ids: int32 [E], forbidden while the output is shorter than `sampling.min_new_tokens`: end-of-text and stop ids.
-        history: int32, prompt and output so far, where penalties need it; else None.
+        history: int32, prompt and output so far, where penalties or the worker (`needs_history`) need it; else None.
     """
 
     row: int

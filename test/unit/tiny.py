@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from runtime.models.config import ModelConfig
 from runtime.server_args import RuntimeConfig, SpeculativeConfig
 
@@ -30,3 +33,28 @@ def tiny_runtime(speculative: SpeculativeConfig | None = None, **changes: object
     )  # fmt: skip
     values.update(changes)
     return RuntimeConfig(**values)  # type: ignore[arg-type]
+
+
+def tiny_speculative(folder: str, **changes: object) -> SpeculativeConfig:
+    """An EAGLE chain of three steps with dummy weights from `folder`."""
+    values: dict[str, object] = dict(
+        algorithm="EAGLE", draft_model_path=folder, draft_load_format="dummy", num_steps=3, topk=1, num_draft_tokens=4, token_map=None,
+        attention_backend="torch_native", draft_decode_graph=True, draft_extend_graph=True, accept_threshold_single=1.0,
+        accept_threshold_acc=1.0, synthetic_accept=None, check_parity=False,
+    )  # fmt: skip
+    values.update(changes)
+    return SpeculativeConfig(**values)  # type: ignore[arg-type]
+
+
+def write_head(folder: Path, eagle3: bool = False) -> str:
+    """The config.json of a one-layer draft head for `tiny_model`."""
+    raw = dict(
+        architectures=["LlamaForCausalLMEagle3" if eagle3 else "LlamaForCausalLMEagle"], model_type="llama", vocab_size=96, hidden_size=64,
+        intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5,
+        rope_theta=10000.0, max_position_embeddings=256, tie_word_embeddings=False, torch_dtype="float32",
+    )  # fmt: skip
+    if eagle3:
+        raw |= {"draft_vocab_size": 96, "target_hidden_size": 64}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    return str(folder)

@@ -149,8 +149,8 @@ class Req:
         """The largest the KV length can be once everything in flight has run; exact while prefilling."""
         return max(self.kv_len, self.submitted) + self.decodes_in_flight * max_accept_len
 
-    def row_init(self) -> RowInit:
-        """What the worker must know of this request in its row."""
+    def row_init(self, needs_history: bool) -> RowInit:
+        """What the worker must know of this request in its row; all its tokens where it `needs_history`."""
         sampling = self.source.sampling
         return RowInit(
             row=self.row,
@@ -158,7 +158,7 @@ class Req:
             sampling=sampling,
             seed=self.source.seed,
             eos_ids=np.array(sorted(self.stop_ids), dtype=np.int32),
-            history=self.ids.copy() if sampling.penalised else None,
+            history=self.ids.copy() if sampling.penalised or needs_history else None,
         )
 
     # ---- what happens to it

@@ -282,7 +282,7 @@ class Scheduler:
             self.state.admitted(req.prompt_len, prefix_len, req.queue_seconds or 0.0)
         self.queue.remove(req)
         self.running.append(req)
-        plan.new_rows.append(req.row_init())
+        plan.new_rows.append(req.row_init(self.limits.needs_history))
         plan.writes.add(req.row, 0, holding.pages.copy())
         return True
 

@@ -32,13 +32,22 @@ class KVPool:
         self.num_slots = (num_pages + 1) * page_size
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self._pointers = torch.tensor([t.data_ptr() for t in (*self.k, *self.v)], dtype=torch.int64, device=device)
 
     def flat(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer by slot: two views [num_slots, G, head_dim]."""
         return self.k[layer_id].flatten(0, 1), self.v[layer_id].flatten(0, 1)
 
-    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy slots `source` int64 [N] onto slots `target` int64 [N] in every layer. Reads come before writes."""
+    def move(self, source: torch.Tensor, target: torch.Tensor, group: int) -> None:
+        """Copy slots `source` onto slots `target`, int64 [B * group], in every layer.
+
+        Within each request's `group` sources rise and are nowhere below their targets, as an accepted tree path is.
+        """
+        if source.is_cuda:
+            from runtime.mem_cache.kv_move import move_slots
+
+            move_slots(self._pointers, source, target, group, self.k[0][0, 0].nbytes)
+            return
         for pool in (*self.k, *self.v):
             flat = pool.flatten(0, 1)
             flat[target] = flat[source]

@@ -199,8 +199,8 @@ def pool_bytes_per_token(config: ModelConfig) -> int:
     return 4 * config.hidden_size * ACTIVATION_COPIES
 
 
-def make_limits(parts: Parts, plan: MemoryPlan, vocab_size: int, **speculation: int) -> WorkerLimits:
-    """The scheduler's view of the memory plan. `speculation`: tokens_per_step, max_accept_len, prefix_lookahead."""
+def make_limits(parts: Parts, plan: MemoryPlan, vocab_size: int, overlap: bool | None = None, **more: int) -> WorkerLimits:
+    """The scheduler's view of the memory plan. `more`: the fields that speculation sets."""
     config = parts.config
     limits = WorkerLimits(
         max_total_tokens=plan.num_pages * config.page_size,
@@ -209,8 +209,8 @@ def make_limits(parts: Parts, plan: MemoryPlan, vocab_size: int, **speculation: 
         max_extend_tokens=parts.extend_tokens,
         page_size=config.page_size,
         vocab_size=vocab_size,
-        overlap=config.overlap,
-        **speculation,
+        overlap=config.overlap if overlap is None else overlap,
+        **more,
     )
     log.info("admission: at most %d requests at once, %d tokens of KV, %d tokens a prompt step", limits.max_running_requests,
              limits.max_total_tokens, limits.max_extend_tokens)  # fmt: skip

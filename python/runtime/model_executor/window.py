@@ -20,6 +20,11 @@ def fill_window(
         tokens: int64 [B, W].
         depths: int64 [B, W], the distance of each token from the first in the sequence (trees); None: 0, 1, 2, …
     """
+    if kv_lens.is_cuda:
+        from runtime.model_executor.window_kernel import fill_window_cuda
+
+        fill_window_cuda(batch, page_table, kv_lens, tokens, depths)
+        return
     width = batch.tokens_per_req
     steps = torch.arange(width, dtype=torch.int64, device=kv_lens.device)
     slots_at = kv_lens[:, None] + steps

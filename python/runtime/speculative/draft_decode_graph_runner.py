@@ -1,6 +1,6 @@
-"""The K - 1 draft forwards of one iteration as one graph: its inputs, width, backend and memory reservation.
+"""The draft's one-token forwards of one iteration as one graph: its inputs, width, backend and memory reservation.
 
-Exists only when K > 1: the first guess comes from draft-extend. Row width is topk. Pass `i` writes draft KV at `kv_len + i * topk + j` for branch `j`, all at
+An EAGLE head runs K - 1 of them, since its first guess comes from draft-extend; a draft without lookahead runs K. Row width is topk. Pass `i` writes draft KV at `kv_len + i * topk + j` for branch `j`, all at
 sequence position `kv_len + i`, and sees the committed KV and, through the tree mask, its own ancestors. The draft's probabilities are outputs: they are
 read after the target's graph has run, so they may not live in the pool that graphs share.
 """
@@ -17,7 +17,7 @@ from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.graph_runner import Forward, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.request_rows import RequestRows
-from runtime.models.draft import DraftModel
+from runtime.models.draft_head import DraftModel
 from runtime.speculative.draft_rows import DraftRows, guess
 from runtime.speculative.draft_tree import TreeShape, begin, expand, select, top_log_probs
 
@@ -28,8 +28,10 @@ HIDDEN_COPIES = 24
 """[tokens, hidden] float32 equivalents alive at once in a pass: residual, qkv, gate and up."""
 
 
-def draft_decode_spec(shape: TreeShape, draft_vocab: int, hidden: int) -> RunnerSpec:
-    """Outputs: `tokens` int64 [B, D]; for trees `parents`, `depths`, `mask` [B, D]; for sampled chains `probs` float32 [B, K, Vd]."""
+def draft_decode_spec(shape: TreeShape, draft_vocab: int, hidden: int, passes: int) -> RunnerSpec:
+    """`passes`: K - 1, or K for a draft without lookahead.
+
+    Outputs: `tokens` int64 [B, D]; for trees `parents`, `depths`, `mask` [B, D]; for sampled chains `probs` float32 [B, K, Vd]."""
     D, chain = shape.num_draft_tokens, shape.topk == 1
     outputs = [BufferSpec("tokens", "req", torch.int64, 0, (D,))]
     if chain:
@@ -41,7 +43,7 @@ def draft_decode_spec(shape: TreeShape, draft_vocab: int, hidden: int) -> Runner
         mode=ForwardMode.DECODE,
         width=shape.topk,
         outputs=tuple(outputs),
-        num_steps=max(shape.num_steps - 1, 1),
+        num_steps=passes,
         tree_tail=0 if chain else shape.topk,
         variants=(GREEDY, SAMPLED) if chain else (GREEDY,),
         pool_bytes_per_token=4 * (LOGIT_COPIES * draft_vocab + HIDDEN_COPIES * hidden),
@@ -68,20 +70,22 @@ class _Passes:
     def chain(self, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
         index, K = batch.req_pool_indices, self.shape.num_steps
         committed = self.inputs.kv_lens(batch.batch_size).to(torch.int64)
-        token, hidden = self.state.tokens[index, 0], self.state.hidden[index]
-        tokens, sampled = outputs["tokens"], variant == SAMPLED
-        tokens[:, 0].copy_(self.rows.last_tokens[index])
-        tokens[:, 1].copy_(token)
-        if sampled:
-            outputs["probs"][:, 0].copy_(self.state.probs[index])
-        for step in range(K - 1):
+        tokens, sampled, known = outputs["tokens"], variant == SAMPLED, self.draft.lookahead
+        token, hidden = self.rows.last_tokens[index], self.state.hidden[index]
+        tokens[:, 0].copy_(token)
+        if known:
+            token = self.state.tokens[index, 0]
+            tokens[:, 1].copy_(token)
+            if sampled:
+                outputs["probs"][:, 0].copy_(self.state.probs[index])
+        for step in range(K - known):
             hidden = self._forward(batch, step, committed, token[:, None], hidden)
-            logits = self.draft.logits(hidden)
-            ids, probs = guess(logits, self.rows.tables, index, committed + step + 2, sampled)
+            at = step + known + 1  # the window position of this pass's guess
+            ids, probs = guess(self.draft.logits(hidden), self.rows.tables, index, committed + at, sampled)
             token = self.draft.map_to_target(ids)
-            tokens[:, step + 2].copy_(token)
+            tokens[:, at].copy_(token)
             if probs is not None:
-                outputs["probs"][:, step + 1].copy_(probs)
+                outputs["probs"][:, at - 1].copy_(probs)
 
     def tree(self, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
         index, topk, size = batch.req_pool_indices, self.shape.topk, batch.batch_size

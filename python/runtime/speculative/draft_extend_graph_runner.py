@@ -16,7 +16,7 @@ from runtime.forward_batch import ForwardBatch
 from runtime.model_executor.graph_runner import Forward, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.request_rows import RequestRows
-from runtime.models.draft import DraftModel
+from runtime.models.draft_head import DraftModel
 from runtime.speculative.draft_decode_graph_runner import GREEDY, HIDDEN_COPIES, LOGIT_COPIES, SAMPLED
 from runtime.speculative.draft_rows import DraftRows, first_guesses
 from runtime.speculative.draft_tree import TreeShape
@@ -44,11 +44,12 @@ def draft_extend_forward(draft: DraftModel, rows: RequestRows, state: DraftRows,
     def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
         index, D = batch.req_pool_indices, batch.tokens_per_req
         accepted = outputs["accept_lens"].to(torch.int64)
-        hidden = draft.forward(replace(batch, hidden_states=draft.project(outputs["features"])))
+        hidden = draft.forward(replace(batch, hidden_states=outputs["features"]))
         last = torch.arange(batch.batch_size, device=accepted.device) * D + accepted - 1
-        hidden = hidden[last]
-        positions = inputs.kv_lens(batch.batch_size).to(torch.int64) + accepted + 1
-        state.hidden[index] = hidden
-        first_guesses(state, draft.logits(hidden), draft.to_target, rows.tables, index, positions, variant == SAMPLED)
+        if draft.lookahead:
+            hidden = hidden[last]
+            positions = inputs.kv_lens(batch.batch_size).to(torch.int64) + accepted + 1
+            state.hidden[index] = hidden
+            first_guesses(state, draft, hidden, rows.tables, index, positions, variant == SAMPLED)
 
     return forward

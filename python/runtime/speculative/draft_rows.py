@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from runtime.layers.sampler import TEMPERATURE, SamplingTables, Stream, draw, uniforms
+from runtime.models.draft_head import DraftModel
 from runtime.speculative.draft_tree import top_log_probs
 
 
@@ -61,14 +62,15 @@ def guess(
 
 def first_guesses(
     state: DraftRows,
-    logits: torch.Tensor,
-    to_target: torch.Tensor | None,
+    draft: DraftModel,
+    hidden: torch.Tensor,
     tables: SamplingTables,
     rows: torch.Tensor,
     positions: torch.Tensor,
     sampled: bool,
 ) -> None:
-    """Store the guesses that draft-extend ends with. logits float32 [B, Vd], rows and positions int64 [B]. Inside the graph."""
+    """Store the guesses that draft-extend ends with. hidden [B, hidden], rows and positions int64 [B]. Inside the graph."""
+    logits = draft.logits(hidden)
     if state.topk == 1:
         ids, probs = guess(logits, tables, rows, positions, sampled)
         ids = ids[:, None]
@@ -77,4 +79,4 @@ def first_guesses(
     else:
         ids, scores = top_log_probs(logits, state.topk)
         state.scores[rows] = scores
-    state.tokens[rows] = ids if to_target is None else to_target[ids]
+    state.tokens[rows] = draft.map_to_target(ids)

@@ -68,7 +68,10 @@ class AttentionBackend(Protocol):
     caps: AttentionCaps
 
     def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Prepare `num_steps` passes over `batch`; pass `i` runs with `seq_lens + i * tokens_per_req` and `batch.step == i`."""
+        """Prepare `num_steps` passes over `batch`; pass `i` runs with `seq_lens + i * tokens_per_req` and `batch.step == i`.
+
+        With a tree mask pass `i` has `tree_tail + i * tokens_per_req`, so that the keys before the tail are the same in every pass.
+        """
         ...
 
     def forward(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:

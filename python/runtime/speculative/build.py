@@ -1,0 +1,185 @@
+"""From a configuration to a speculative worker."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from runtime.errors import ConfigError
+from runtime.layers.linear import Linear
+from runtime.model_executor.build import (
+    Parts,
+    ReplayKind,
+    capture_graphs,
+    divide_memory,
+    load_model,
+    make_limits,
+    make_page_table,
+    make_parts,
+    make_target,
+    measure_activations,
+    model_weights,
+    pool_bytes_per_token,
+)
+from runtime.model_executor.graph_runner import GraphRunner
+from runtime.model_executor.input_buffers import InputBuffers
+from runtime.model_executor.model_runner import ModelRunner
+from runtime.models.config import ModelConfig
+from runtime.models.decoder import DecoderModel
+from runtime.models.draft_head import DraftModel, load_draft_config, load_token_map
+from runtime.models.eagle import LlamaForCausalLMEagle
+from runtime.models.eagle3 import LlamaForCausalLMEagle3
+from runtime.models.hf_config import load_hf_config
+from runtime.models.registry import build_model, linear_class
+from runtime.models.standalone import StandaloneDraft
+from runtime.server_args import RuntimeConfig, SpeculativeConfig
+from runtime.speculative.draft_decode_graph_runner import draft_decode_forward, draft_decode_spec
+from runtime.speculative.draft_extend_graph_runner import draft_extend_forward, draft_extend_spec
+from runtime.speculative.draft_rows import DraftRows
+from runtime.speculative.draft_tree import TreeShape
+from runtime.speculative.eagle_worker import Draft, EagleWorker
+from runtime.speculative.ngram_worker import NgramWorker
+from runtime.speculative.verifier import Rules, Verifier, verify_forward, verify_spec
+from runtime.speculative.verify import AcceptThresholds
+
+log = logging.getLogger(__name__)
+
+
+def build_speculative_worker(
+    config: RuntimeConfig, model_config: ModelConfig, replay: ReplayKind | None = None, sizes: list[int] | None = None
+) -> EagleWorker | NgramWorker:
+    """The worker that `config.speculative` asks for, ready to run.
+
+    Raises:
+        ConfigError: draft and target do not fit, or the memory does not suffice.
+    """
+    speculative = config.speculative
+    assert speculative is not None
+    if speculative.algorithm == "NGRAM":
+        return _build_ngram(config, speculative, model_config, replay, sizes)
+    parts = make_parts(config, replay, sizes)
+    shape = TreeShape(speculative.num_steps, speculative.topk, speculative.num_draft_tokens)
+    ahead = max(shape.num_steps * shape.topk, shape.num_draft_tokens)
+    model = load_model(parts, model_config, config.model_path, config.load_format, config.quantization)
+    head = load_head(parts, speculative, model)
+    runner = ModelRunner(model, model_config, config.attention_backend, parts.dtype, parts.device)
+    draft_runner = ModelRunner(head, head.config, speculative.attention_backend, parts.dtype, parts.device)
+    page_table = make_page_table(parts, ahead)
+    target = make_target(parts, runner, page_table)
+    rows = DraftRows(parts.running + 1, shape.topk, head.hidden_width, head.vocab_size, head.hidden_dtype, parts.device)
+    widths = (shape.num_draft_tokens, max(shape.num_draft_tokens, shape.topk))
+    runner.allocate(1, page_table, parts.requests, widths[0], 1)
+    passes = shape.num_steps - head.lookahead
+    draft_runner.allocate(1, page_table, parts.requests, widths[1], max(passes, 1))
+    activations = measure_activations(parts, target, head.aux_layers, shape.num_draft_tokens)
+
+    specs = {
+        "verify": verify_spec(shape, model_config.vocab_size, head.input_width, parts.dtype, pool_bytes_per_token(model_config)),
+        "decode": draft_decode_spec(shape, head.vocab_size, head.config.hidden_size, max(passes, 1)),
+        "extend": draft_extend_spec(shape, head.vocab_size, head.config.hidden_size, head.input_width, parts.dtype),
+    }
+    largest = max(parts.sizes, default=0) if parts.replay != "none" else 0
+    reservations = {spec.name: spec.reservation(parts.requests, largest) for spec in specs.values()}
+    per_slot = runner.bytes_per_slot + draft_runner.bytes_per_slot
+    plan = divide_memory(parts, activations, reservations, per_slot, ahead)
+    runner.allocate(plan.num_pages, page_table, parts.requests, widths[0], 1)
+    draft_runner.allocate(plan.num_pages, page_table, parts.requests, widths[1], max(passes, 1))
+
+    rules = replace(_rules(speculative, shape, parts.device), to_target=head.to_target, to_draft=head.to_draft)
+    inputs = InputBuffers(parts.requests, widths[1], parts.device)
+    common = {"inputs": inputs, "sizes": parts.sizes, "padding": config.cuda_graph_padding}
+    verify = GraphRunner(specs["verify"], verify_forward(target, head.aux_layers), backends=[runner.backend], replay=parts.replay, **common)
+    decode = None
+    if passes:
+        decode = GraphRunner(
+            specs["decode"],
+            draft_decode_forward(head, shape, target.rows, rows, page_table, inputs),
+            backends=[draft_runner.backend],
+            replay=parts.replay if speculative.draft_decode_graph else "none",
+            **common,
+        )
+    extend = GraphRunner(
+        specs["extend"],
+        draft_extend_forward(head, target.rows, rows, inputs),
+        backends=[draft_runner.backend],
+        replay=parts.replay if speculative.draft_extend_graph else "none",
+        **common,
+    )
+    capture_graphs(parts, [r for r in (verify, extend, decode) if r is not None])
+    parts.facts["startup_seconds"] = parts.phases
+    parts.facts["speculative"] = {"algorithm": speculative.algorithm, "num_steps": shape.num_steps, "topk": shape.topk,
+                                  "num_draft_tokens": shape.num_draft_tokens}  # fmt: skip
+    limits = make_limits(
+        parts, plan, model_config.vocab_size, tokens_per_step=ahead, max_accept_len=shape.num_steps + 1, prefix_lookahead=head.lookahead
+    )
+    draft = Draft(draft_runner, head, rows, shape, decode, extend)
+    return EagleWorker(target, draft, Verifier(target, verify, inputs, rules), inputs, limits, parts.facts)
+
+
+def load_head(parts: Parts, speculative: SpeculativeConfig, target: DecoderModel) -> DraftModel:
+    """The draft, loaded beside its target."""
+    folder = speculative.draft_model_path
+    assert folder is not None
+    if speculative.algorithm == "STANDALONE":
+        return _load_standalone(parts, speculative, folder, target)
+    assert speculative.algorithm != "NGRAM"
+    config = load_draft_config(folder, speculative.algorithm, target.config)
+    linear: type[Linear] = linear_class(parts.config.quantization, parts.device)
+    if speculative.algorithm == "EAGLE3":
+        head: DraftModel = LlamaForCausalLMEagle3(config, target, linear)
+    else:
+        token_map = load_token_map(speculative.token_map) if speculative.token_map else None
+        head = LlamaForCausalLMEagle(config, target, linear, token_map)
+    head.load(model_weights(parts, head.expected_weights(), folder, speculative.draft_load_format))
+    log.info("draft head: %s, %d of %d tokens", config.model.architecture, head.vocab_size, target.config.vocab_size)
+    return head
+
+
+def _load_standalone(parts: Parts, speculative: SpeculativeConfig, folder: str, target: DecoderModel) -> StandaloneDraft:
+    if speculative.topk > 1:
+        raise ConfigError(
+            "--speculative-algorithm STANDALONE drafts chains; set --speculative-eagle-topk 1, or use an EAGLE head for trees"
+        )
+    config = replace(load_hf_config(folder), max_context_len=target.config.max_context_len)
+    model = build_model(config, target.ops, parts.dtype, parts.device, parts.config.quantization)
+    draft = StandaloneDraft(model, target)
+    draft.load(model_weights(parts, draft.expected_weights(), folder, speculative.draft_load_format))
+    return draft
+
+
+def _build_ngram(
+    config: RuntimeConfig, speculative: SpeculativeConfig, model_config: ModelConfig, replay: ReplayKind | None, sizes: list[int] | None
+) -> NgramWorker:
+    parts = make_parts(config, replay, sizes)
+    shape = TreeShape(speculative.num_steps, 1, speculative.num_draft_tokens)
+    D = shape.num_draft_tokens
+    model = load_model(parts, model_config, config.model_path, config.load_format, config.quantization)
+    runner = ModelRunner(model, model_config, config.attention_backend, parts.dtype, parts.device)
+    page_table = make_page_table(parts, D)
+    target = make_target(parts, runner, page_table)
+    runner.allocate(1, page_table, parts.requests, D, 1)
+    activations = measure_activations(parts, target, (), D)
+    spec = verify_spec(shape, model_config.vocab_size, 0, parts.dtype, pool_bytes_per_token(model_config))
+    largest = max(parts.sizes, default=0) if parts.replay != "none" else 0
+    plan = divide_memory(parts, activations, {spec.name: spec.reservation(parts.requests, largest)}, runner.bytes_per_slot, D)
+    runner.allocate(plan.num_pages, page_table, parts.requests, D, 1)
+    inputs = InputBuffers(parts.requests, D, parts.device)
+    verify = GraphRunner(spec, verify_forward(target, ()), inputs, [runner.backend], parts.replay, parts.sizes, config.cuda_graph_padding)
+    capture_graphs(parts, [verify])
+    parts.facts["startup_seconds"] = parts.phases
+    limits = make_limits(parts, plan, model_config.vocab_size, overlap=False, tokens_per_step=D, max_accept_len=D, needs_history=True)
+    verifier = Verifier(target, verify, inputs, _rules(speculative, shape, parts.device))
+    return NgramWorker(target, verifier, shape.num_steps, limits, parts.facts)
+
+
+def _rules(speculative: SpeculativeConfig, shape: TreeShape, device: torch.device) -> Rules:
+    thresholds = AcceptThresholds(speculative.accept_threshold_single, speculative.accept_threshold_acc)
+    return Rules(shape, thresholds, _synthetic(speculative, device))
+
+
+def _synthetic(speculative: SpeculativeConfig, device: torch.device) -> torch.Tensor | None:
+    if speculative.synthetic_accept is None:
+        return None
+    return torch.tensor(speculative.synthetic_accept, dtype=torch.float32, device=device)

@@ -1,0 +1,315 @@
+"""The half of a speculative iteration that no draft cares for: run the target over the window, decide what stands, keep the rows.
+
+Every speculative worker is a way to fill a window of D tokens beside one `Verifier`. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from runtime.batch import BatchResult, ForwardMode, ScheduleBatch, StepStats
+from runtime.forward_batch import ForwardBatch
+from runtime.layers.sampler import SamplingNeeds, Stream, adjust, target_probs, top_logprobs, uniforms
+from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
+from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
+from runtime.model_executor.staging import HostCopy
+from runtime.model_executor.target import Target, to_logprobs
+from runtime.model_executor.window import fill_window
+from runtime.speculative.acceptance import AcceptanceCounters, DriftAlarm
+from runtime.speculative.draft_tree import TreeShape
+from runtime.speculative.verify import (
+    AcceptThresholds,
+    DraftProbs,
+    compaction,
+    tree_targets_sampled,
+    verify_chain_greedy,
+    verify_chain_sampled,
+    verify_chain_synthetic,
+    verify_tree,
+    verify_tree_synthetic,
+)
+
+log = logging.getLogger(__name__)
+ORACLE_EVERY = 256
+"""One iteration in so many runs eagerly: the sample that the drift alarm holds graphs against."""
+
+
+def verify_spec(shape: TreeShape, vocab: int, feature: int, dtype: torch.dtype, pool_bytes_per_token: int) -> RunnerSpec:
+    """Outputs over the window: `logits` float32 [B * D, V], their argmax `tokens` int64 [B * D], `features` [B * D, feature] for the draft."""
+    D = shape.num_draft_tokens
+    return RunnerSpec(
+        name="verify",
+        mode=ForwardMode.TARGET_VERIFY,
+        width=D,
+        outputs=(
+            BufferSpec("logits", "token", torch.float32, 0, (vocab,)),
+            BufferSpec("tokens", "token", torch.int64, 0),
+            BufferSpec("features", "token", dtype, 0, (feature,)),
+        ),
+        tree_tail=0 if shape.topk == 1 else D,
+        pool_bytes_per_token=pool_bytes_per_token,
+    )
+
+
+def verify_forward(target: Target, aux_layers: tuple[int, ...]) -> Forward:
+    """The function that the verify graph records. `features` are the aux states, the last hidden states, or nothing where the width is 0."""
+    model = target.runner.model
+
+    def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
+        hidden, aux = model.forward(batch, aux_layers)
+        logits = model.logits(hidden, out=outputs["logits"])
+        torch.argmax(logits, dim=-1, out=outputs["tokens"])
+        if outputs["features"].shape[1]:
+            outputs["features"].copy_(hidden if aux is None else aux)
+
+    return forward
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How drafts are judged.
+
+    Attributes:
+        shape: of the window.
+        thresholds: lossless unless the user asked otherwise.
+        synthetic: float32 [K], acceptance forced by position, or None.
+        to_target, to_draft: between the draft's vocabulary and the target's; None where they are one.
+    """
+
+    shape: TreeShape
+    thresholds: AcceptThresholds
+    synthetic: torch.Tensor | None
+    to_target: torch.Tensor | None = None
+    to_draft: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """One iteration under way. B requests live, `size` with padding.
+
+    Attributes:
+        rows: int64 [size], on the device; padding: row 0.
+        bounds: int32 [size], on the host: KV lengths before the iteration are at most this; padding: 0.
+        oracle: whether every runner is to run eagerly.
+    """
+
+    batch: ScheduleBatch
+    size: int
+    rows: torch.Tensor
+    bounds: npt.NDArray[np.int32]
+    needs: SamplingNeeds
+    oracle: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What one verification committed. Device tensors, padding included.
+
+    Attributes:
+        accept_lens: int32 [size].
+        tokens: int64 [size, D]: the committed tokens, then anything valid.
+        path: int64 [size, D]: window index of each committed position (trees), or None for 0, 1, 2, …
+        window: int64 [size, D]: the tokens that were verified.
+        features: [size * D, feature]: the target's states over the window.
+        graph: whether the verify graph was replayed.
+    """
+
+    accept_lens: torch.Tensor
+    tokens: torch.Tensor
+    path: torch.Tensor | None
+    window: torch.Tensor
+    features: torch.Tensor
+    graph: bool
+
+
+Verdict = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""accept_lens, tokens, path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """The tokens of an iteration on their way to the host."""
+
+    tokens: HostCopy
+    logprobs: HostCopy | None
+    stats: StepStats
+
+
+class Verifier:
+    """Owner of the verify runner and of the acceptance counters."""
+
+    def __init__(self, target: Target, runner: GraphRunner, inputs: InputBuffers, rules: Rules) -> None:
+        self._target, self._runner, self._inputs, self._rules = target, runner, inputs, rules
+        K = rules.shape.num_steps
+        self._counters = {False: AcceptanceCounters(K), True: AcceptanceCounters(K)}
+        self._alarm = DriftAlarm(K)
+        self._iterations = 0
+
+    def info(self) -> dict[str, object]:
+        """Acceptance since the start, through graphs and of the eager sample, and where they differ."""
+        drift = [{"position": d.position, "graph": d.graph, "eager": d.eager, "z": d.z} for d in self._alarm.check()]
+        return {"graph": self._counters[False].to_json(), "eager_sample": self._counters[True].to_json(), "drift": drift}
+
+    def begin(self, batch: ScheduleBatch) -> Iteration:
+        """Stage the batch and note its KV lengths in the shared inputs."""
+        size = self._runner.size_for(batch.size)
+        rows = self._target.stage_rows(batch, size)
+        self._inputs.kv_lens(size).copy_(self._target.rows.kv_lens[rows])
+        bounds = np.zeros(size, dtype=np.int32)
+        bounds[: batch.size] = batch.len_bounds
+        self._iterations += 1
+        oracle = self._iterations % ORACLE_EVERY == 0
+        return Iteration(batch, size, rows, bounds, self._target.rows.needs(batch.rows), oracle)
+
+    def judge(self, turn: Iteration, drafted: Outputs) -> tuple[Accepted, Flight]:
+        """Verify the window, commit what stands, and send it to the host.
+
+        Args:
+            drafted: `tokens` int64 [size, D]; trees also `parents`, `depths`, `mask`; sampled chains also `probs` float32 [size, K, Vd].
+        """
+        window, verified, graph = self._verify(turn, drafted)
+        lens, tokens, path = self._decide(turn, drafted, verified)
+        accepted = Accepted(lens, tokens, path, drafted["tokens"], verified["features"], graph)
+        return accepted, self._commit(turn, accepted, window, verified["logits"])
+
+    def collect(self, flight: Flight) -> BatchResult:
+        """On the host, one iteration later: wait, count, and hand over."""
+        tokens, lens = flight.tokens.wait()
+        keep = np.arange(tokens.shape[1])[None] < lens[:, None]
+        self._counters[flight.stats.oracle].add(lens)
+        self._alarm.add(lens, flight.stats.oracle)
+        if flight.stats.oracle:
+            self._warn_of_drift()
+        return BatchResult(
+            token_ids=tokens[keep].astype(np.int32),
+            accept_lens=lens.astype(np.int32),
+            logprobs=to_logprobs(flight.logprobs, keep.flatten()) if flight.logprobs is not None else None,
+            stats=flight.stats,
+        )
+
+    def _warn_of_drift(self) -> None:
+        for drift in self._alarm.check():
+            log.warning(
+                "acceptance of draft %d is %.3f through graphs and %.3f eager (z = %.1f): a graph reads stale inputs; "
+                "restart with --disable-cuda-graph",
+                drift.position + 1,
+                drift.graph,
+                drift.eager,
+                drift.z,
+            )
+
+    # ---- one iteration, step by step
+
+    def _verify(self, turn: Iteration, drafted: Outputs) -> tuple[ForwardBatch, Outputs, bool]:
+        batch = self._runner.batch(turn.size)
+        batch.req_pool_indices.copy_(turn.rows)
+        batch.seq_len_bounds[:] = turn.bounds + self._rules.shape.num_draft_tokens
+        fill_window(batch, self._target.page_table, self._inputs.kv_lens(turn.size), drafted["tokens"], drafted.get("depths"))
+        if batch.tree_mask is not None:
+            batch.tree_mask.copy_(drafted["mask"].flatten())
+        outputs, replayed = self._runner.run(batch, oracle=turn.oracle)
+        return batch, outputs, replayed
+
+    def _decide(self, turn: Iteration, drafted: Outputs, verified: Outputs) -> Verdict:
+        """Which drafts stand. Padding rows come out as valid as any."""
+        rules, needs, D = self._rules, turn.needs, self._rules.shape.num_draft_tokens
+        target, probs = verified["tokens"].view(-1, D), None
+        positions = self._positions(drafted)
+        if needs.adjusts or not needs.all_greedy:
+            logits = self._adjusted(turn, drafted, verified["logits"], positions)
+            target = logits.argmax(-1)
+            if not needs.all_greedy:
+                rows = turn.rows.repeat_interleave(D)
+                probs = target_probs(logits.flatten(0, 1), self._target.rows.tables, rows, needs.filtered).view_as(logits)
+        if rules.shape.topk > 1:
+            return self._decide_tree(turn, drafted, target, probs, positions)
+        tokens = drafted["tokens"]
+        if rules.synthetic is not None:
+            forced = self._uniforms(turn, positions[:, :-1], Stream.SYNTHETIC)
+            return *verify_chain_synthetic(tokens, target, rules.synthetic, forced, self._vocab), None
+        if probs is None:
+            return *verify_chain_greedy(tokens, target), None
+        q = DraftProbs(drafted["probs"], rules.to_target, rules.to_draft) if "probs" in drafted else None
+        accept = self._uniforms(turn, positions[:, :-1], Stream.ACCEPT)
+        final = self._uniforms(turn, positions, Stream.TARGET)
+        return *verify_chain_sampled(tokens, probs, accept, final, q, rules.thresholds), None
+
+    def _decide_tree(
+        self, turn: Iteration, drafted: Outputs, target: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor
+    ) -> Verdict:
+        rules, K, D = self._rules, self._rules.shape.num_steps, self._rules.shape.num_draft_tokens
+        tokens, parents = drafted["tokens"], drafted["parents"]
+        if probs is not None:
+            accept = self._uniforms(turn, positions, Stream.ACCEPT)
+            final = self._uniforms(turn, positions, Stream.TARGET)
+            target = tree_targets_sampled(tokens, parents, probs, final, accept, rules.thresholds)
+        if rules.synthetic is not None:
+            first = self._inputs.kv_lens(turn.size).to(torch.int64)[:, None] + 1
+            forced = self._uniforms(turn, first + torch.arange(K, device=first.device), Stream.SYNTHETIC)
+            path, lens, out = verify_tree_synthetic(tokens, parents, target, rules.synthetic, forced, self._vocab)
+        else:
+            path, lens, out = verify_tree(tokens, parents, target, K + 1)
+        return lens, _widen(out, D), _widen(path, D)
+
+    def _commit(self, turn: Iteration, accepted: Accepted, window: ForwardBatch, logits: torch.Tensor) -> Flight:
+        """Move accepted KV to the front (trees), set the rows, and start the copies to the host."""
+        state, live, D = self._target.rows, turn.batch.size, self._rules.shape.num_draft_tokens
+        rows, lens, tokens = turn.rows[:live], accepted.accept_lens[:live], accepted.tokens[:live]
+        steps = torch.arange(D, device=rows.device)
+        if accepted.path is not None:
+            slots = window.out_cache_loc.view(-1, D)[:live]
+            self._target.runner.kv_pool.move(*compaction(slots, accepted.path[:live], lens), group=D)
+        state.kv_lens[rows] = self._inputs.kv_lens(live) + lens
+        state.last_tokens[rows] = tokens.gather(1, lens.to(torch.int64)[:, None] - 1)[:, 0]
+        if turn.needs.penalised:
+            state.count(rows, tokens, steps < lens[:, None])
+        k = int(turn.batch.top_logprobs.max(initial=-1))
+        logprobs = None
+        if k >= 0:
+            nodes = steps if accepted.path is None else accepted.path[:live]
+            index = torch.arange(live, device=rows.device)[:, None] * D + nodes
+            logprobs = HostCopy(*top_logprobs(logits[index.flatten()], tokens.flatten(), k))
+        stats = StepStats(graph=accepted.graph, padded_size=turn.size, draft_tokens=D - 1, oracle=turn.oracle)
+        return Flight(HostCopy(tokens, lens), logprobs, stats)
+
+    # ---- small things
+
+    @property
+    def _vocab(self) -> int:
+        return self._target.runner.config.vocab_size
+
+    def _positions(self, drafted: Outputs) -> torch.Tensor:
+        """int64 [size, D]: where the token chosen at each window position will stand."""
+        tokens, depths = drafted["tokens"], drafted.get("depths")
+        if depths is None:
+            depths = torch.arange(tokens.shape[1], device=tokens.device)
+        return self._inputs.kv_lens(len(tokens)).to(torch.int64)[:, None] + depths + 1
+
+    def _uniforms(self, turn: Iteration, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
+        return uniforms(self._target.rows.tables.seeds[turn.rows][:, None], positions, stream)
+
+    def _adjusted(self, turn: Iteration, drafted: Outputs, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """float32 [size, D, V]: logits after penalties that count the drafts before each position as if they stood."""
+        window = logits.view(turn.size, self._rules.shape.num_draft_tokens, -1)
+        path = _ancestor_tokens(drafted["tokens"], drafted.get("mask")) if turn.needs.penalised else None
+        return adjust(window, self._target.rows.tables, turn.rows, positions, turn.needs, path)
+
+
+def _widen(path: torch.Tensor, width: int) -> torch.Tensor:
+    """[B, N] -> [B, width], cut or padded with column 0: entries past the accepted ones only have to be valid."""
+    if path.shape[1] >= width:
+        return path[:, :width]
+    return torch.cat([path, path[:, :1].expand(-1, width - path.shape[1])], dim=1)
+
+
+def _ancestor_tokens(tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """int64 [B, D, D]: for each window position the drafts at and before it on its path, -1 elsewhere. The root is committed already."""
+    D = tokens.shape[1]
+    index = torch.arange(D, device=tokens.device)
+    on_path = (index[None] <= index[:, None])[None] if mask is None else ((mask.view(-1, D)[:, :, None] >> index) & 1).bool()
+    return torch.where(on_path & (index > 0), tokens[:, None], -1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from runtime.errors import ConfigError
 from runtime.speculative.draft_tree import Beam, DraftTree, TreeShape, ancestor_masks, begin, expand, select, top_log_probs
@@ -181,3 +182,15 @@ def test_top_log_probs_are_the_log_softmax() -> None:
 def test_impossible_shapes_are_refused_by_flag(shape: tuple[int, int, int], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         TreeShape(*shape)
+
+
+def test_nothing_reads_from_the_device() -> None:
+    """Tensors without values raise where a host would need one."""
+    shape = TreeShape(3, 2, 6)
+    with FakeTensorMode():
+        beam = begin(*top_log_probs(torch.zeros(4, 20), 2))
+        for _ in range(2):
+            ids, scores = top_log_probs(torch.zeros(8, 20), 2)
+            beam = expand(beam, ids.view(4, 2, 2), scores.view(4, 2, 2))
+        tree = select(beam, torch.zeros(4, dtype=torch.int64), shape)
+        assert tree.mask.shape == (4, 6)

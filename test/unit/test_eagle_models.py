@@ -39,8 +39,8 @@ def _inference() -> Any:
         yield
 
 
-def make_target(quantization: str | None = None, **changes: object) -> DecoderModel:
-    model = build_model(tiny_model(**changes), TorchOps(), torch.float32, CPU, quantization)
+def make_target(quantization: str | None = None, dtype: torch.dtype = torch.float32) -> DecoderModel:
+    model = build_model(tiny_model(), TorchOps(), dtype, CPU, quantization)
     model.load(dummy_weights(model.expected_weights(), torch.float32, CPU, seed=5))
     return model
 
@@ -165,10 +165,10 @@ class SlowHead:
 class Rig:
     """A head with a KV pool of its own and two requests in rows 1 and 2."""
 
-    def __init__(self, head: DraftModel, page_size: int) -> None:
+    def __init__(self, head: DraftModel, page_size: int, dtype: torch.dtype = torch.float32) -> None:
         c = head.config
         pages = 2 * CONTEXT // page_size
-        pool = KVPool(c.num_layers, pages, page_size, c.num_kv_heads, c.head_dim, torch.float32, CPU)
+        pool = KVPool(c.num_layers, pages, page_size, c.num_kv_heads, c.head_dim, dtype, CPU)
         self.table = PageTable(3, CONTEXT, page_size, CPU)
         self.table.pages[1:] = (torch.randperm(pages, generator=torch.Generator().manual_seed(1)) + 1).view(2, -1).to(torch.int32)
         shape = AttentionShape(c.num_q_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, (-1,) * c.num_layers, 2, 4, 1, CONTEXT)
@@ -254,6 +254,23 @@ def test_heads_compute_their_definition(tmp_path: Path, raw: dict[str, Any], ext
             torch.testing.assert_close(head.logits(out[row]), slow.logits(expected), rtol=1e-4, atol=1e-4)
     assert head.logits(own[0]).shape == (1, head.vocab_size)
     assert head.logits(own[0]).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("raw", "extra"), variants())
+def test_bfloat16_heads_stay_near_float32_and_take_states_of_either(tmp_path: Path, raw: dict[str, Any], extra: dict[str, Any]) -> None:
+    folder = save(tmp_path / "head", raw, checkpoint(raw, **extra))
+    g = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, 96, (2, 6), generator=g).tolist()
+    outs: list[torch.Tensor] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        head = load_head(folder, make_target(dtype=dtype))
+        states = [torch.randn(6, head.input_width, generator=g.manual_seed(i)) for i in range(2)]
+        rig = Rig(head, 1, dtype)
+        out = rig.run(ids, states, [0, 0])
+        assert torch.equal(torch.cat(rig.run(ids, [s.to(dtype) for s in states], [0, 0])), torch.cat(out))
+        outs.append(head.logits(torch.cat(out)))
+    assert outs[1].dtype == torch.float32
+    assert (outs[1] - outs[0]).norm() < 0.05 * outs[0].norm()
 
 
 def test_d2t_holds_offsets_and_its_inverse_fits(tmp_path: Path) -> None:

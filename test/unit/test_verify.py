@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from runtime.speculative.verify import (
     AcceptThresholds,
@@ -313,3 +314,21 @@ def test_synthetic_trees_walk_first_children() -> None:
     path, lens, out = verify_tree_synthetic(tokens, parents, target, torch.tensor([0.5, 0.5, 0.5]), uniforms, 10)
     assert committed(lens, path) == [[0, 1, 3], [0, 1, 3, 4]]
     assert committed(lens, out) == [[1, 3, 8], [1, 3, 4, 0]]
+
+
+def test_nothing_reads_from_the_device() -> None:
+    """Tensors without values raise where a host would need one."""
+    with FakeTensorMode():
+        ids, floats = torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 4)
+        probs, q = torch.zeros(3, 4, 9), torch.zeros(3, 3, 5)
+        to_target, to_draft = torch.zeros(5, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)
+        verify_chain_greedy(ids, ids)
+        for draft in (None, DraftProbs(torch.zeros(3, 3, 9)), DraftProbs(q, to_target, to_draft)):
+            verify_chain_sampled(ids, probs, floats[:, 1:], floats, draft, AcceptThresholds(0.5, 0.5))
+        verify_chain_synthetic(ids, ids, torch.zeros(3), floats[:, 1:], 9)
+        verify_tree_synthetic(ids, ids, ids, torch.zeros(3), floats[:, 1:], 9)
+        for thresholds in (AcceptThresholds(), AcceptThresholds(0.5, 0.5)):
+            targets = tree_targets_sampled(ids, ids, probs, floats, floats, thresholds)
+            path, lens, _ = verify_tree(ids, ids, targets, 4)
+            source, target = compaction(ids, path, lens)
+            assert source.shape == target.shape == (12,)

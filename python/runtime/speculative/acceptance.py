@@ -137,7 +137,7 @@ class DriftAlarm:
     """
 
     def __init__(self, num_steps: int, window: int = 20_000, min_count: int = 300, z_limit: float = 5.0, min_gap: float = 0.02) -> None:
-        """Remember `window` iterations a half; an alarm takes `min_count` drafts on both sides, `z_limit` deviations, a gap of `min_gap`."""
+        """Remember `window` iterations a half; alarms take `min_count` drafts on both sides, `z_limit` deviations, a gap of `min_gap`."""
         self._num_steps = num_steps
         self._window = window
         self._min_count = min_count

@@ -1,9 +1,10 @@
-"""A worker without a model: its next token is a hash of the tokens it finds in its own KV, so that any mistake of the host shows in the output."""
+"""A worker without a model: its next token is a hash of what it finds in its own KV, so that the host's mistakes show in the output."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -177,7 +178,7 @@ class FakeWorker:
 
     def _write(self, row: int, start: int, run: list[int]) -> None:
         """KV of `run` but for its last token, which only follows."""
-        for offset, (token, follower) in enumerate(zip(run[:-1], run[1:], strict=True)):
+        for offset, (token, follower) in enumerate(pairwise(run)):
             slot = self._slot(row, start + offset)
             self.token[slot], self.position[slot], self.follower[slot] = token, start + offset, follower
 

@@ -8,6 +8,7 @@ import queue
 import random
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -185,11 +186,8 @@ def test_a_storm_gives_everyone_the_answer_it_gets_alone_and_leaks_nothing(seed:
             fields["min_new_tokens"] = min(5, fields["max_new_tokens"])
         if rng.random() < 0.2:
             fields["stop"] = ("x",)
-        salt = rng.choice(["", "", "other"])
-        prompt = next(prompts)
-        asked.append(
-            house.ask(f"r{i}", prompt, rng.randrange(3), rng.random() < 0.6, cache_salt=salt, priority=rng.choice([0, 0, 1]), **fields)
-        )
+        fields |= {"cache_salt": rng.choice(["", "", "other"]), "priority": rng.choice([0, 0, 1])}
+        asked.append(house.ask(f"r{i}", next(prompts), rng.randrange(3), rng.random() < 0.6, **fields))
         house.step(rng.choice([0, 0, 1, 4]))
         if rng.random() < 0.25:
             victim = f"r{rng.randrange(i + 1)}"
@@ -261,7 +259,7 @@ def test_running_requests_decode_between_the_chunks_of_a_long_prompt() -> None:
     first, last = 1 + modes[1:].index(ForwardMode.EXTEND), len(modes) - 1 - modes[::-1].index(ForwardMode.EXTEND)
     window = modes[first : last + 1]
     assert window.count(ForwardMode.EXTEND) == 8
-    assert all(mode != after for mode, after in zip(window, window[1:], strict=False))
+    assert all(mode != after for mode, after in pairwise(window))
 
 
 def test_several_prompts_share_one_extend_batch_within_its_budget() -> None:
@@ -327,6 +325,31 @@ def test_the_youngest_is_retracted_and_the_oldest_never() -> None:
     assert ended == ["r0", "r1", "r2", "r3"]
     for req in asked:
         house.check_answer(req)
+
+
+def test_a_retracted_request_goes_before_those_that_wait() -> None:
+    house = House(limits_of(max_total_tokens=64, max_running_requests=2), schedule_conservativeness=0.0)
+    asked = [house.ask(f"r{i}", [i] * 6, max_new_tokens=50, ignore_eos=True) for i in range(4)]
+    while house.scheduler.state.num_retracted_requests_total == 0:
+        house.step()
+    waiting = [req.rid for req in house.scheduler.queue]
+    house.settle()
+    assert waiting == ["r1", "r2", "r3"]
+    for req in asked:
+        house.check_answer(req)
+
+
+def test_prompt_logprobs_are_whole_after_a_retraction_between_chunks() -> None:
+    house = House(limits_of(max_total_tokens=64), chunked_prefill_size=4, schedule_conservativeness=0.0)
+    old = house.ask("old", [9] * 6, max_new_tokens=50, ignore_eos=True)
+    house.step(16)
+    ask = house.ask("a", list(range(35)), max_new_tokens=3, ignore_eos=True, top_logprobs=0, prompt_logprobs=True)
+    house.settle()
+    assert house.scheduler.state.num_retracted_requests_total == 1
+    for req in (old, ask):
+        house.check_answer(req)
+    prompts = [out.prompt_logprobs for out in house.outs("a") if out.prompt_logprobs]
+    assert [p.chosen for p in prompts] == [[None] + [logprob(range(i), 0) for i in range(1, 35)]]
 
 
 def test_a_conservative_server_retracts_nobody() -> None:
@@ -500,6 +523,15 @@ def test_kv_of_a_failed_step_is_not_reused() -> None:
     house.settle()
     assert house.finish("a").status == 500
     assert house.scheduler.ledger.cache.total_pages == 0
+
+
+def test_what_a_request_wrote_before_its_failure_is_not_kept_either() -> None:
+    house = House(limits_of())
+    house.worker.fail_wait = lambda batch: (_ for _ in ()).throw(Injected()) if batch.step == 9 else None
+    house.ask("a", list(range(20)), max_new_tokens=50, ignore_eos=True)
+    house.settle()
+    assert house.finish("a").status == 500
+    assert house.scheduler.ledger.cache.total_pages == 20  # the prompt, which was published when it was sound
 
 
 @pytest.mark.parametrize("where", ["fail_submit", "fail_wait"])

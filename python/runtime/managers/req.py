@@ -178,7 +178,6 @@ class Req:
         assert self.emits_in_flight == self.decodes_in_flight == 0, "retracted with a step in flight"
         self.phase, self.row, self.holding, self.retracted = Phase.WAITING, 0, None, True
         self.kv_len = self.submitted = 0
-        self.fill_len = self.length
 
     def end(self, finish: Finish | None) -> None:
         """It is over; None if nobody is to be told why."""

@@ -70,8 +70,7 @@ class RadixCache:
         path = self._walk(self._askable(ids), salt)
         if not path:
             return Match(no_ints(), None)
-        self._touch(path)
-        node = self._cut(*path[-1])
+        node = self._use(path)
         pages = [edge.pages for edge, _ in path[:-1]] + [node.pages]
         return Match(np.concatenate(pages), node)
 
@@ -89,9 +88,8 @@ class RadixCache:
         end = len(pages) * self.page_size + self.lookahead
         assert len(ids) >= end, "a page may be inserted only when the token after it is known"
         path = self._walk(ids[:end], salt)
-        self._touch(path)
         known = sum(count for _, count in path)
-        node = self._cut(*path[-1]) if path else self._root(salt)
+        node = self._use(path) or self._root(salt)
         if known == len(pages):
             return known, node
         leaf = Node(node, ids[known * self.page_size : end].copy(), pages[known:].copy(), salt)
@@ -194,10 +192,15 @@ class RadixCache:
         upper.children[self._key(node.tokens)] = node
         return upper
 
-    def _touch(self, path: list[tuple[Node, int]]) -> None:
+    def _use(self, path: list[tuple[Node, int]]) -> Node | None:
+        """Mark a walked path as used now, no page more; returns the node that ends it."""
         self._clock += 1
-        for node, _ in path:
+        if not path:
+            return None
+        end = self._cut(*path[-1])
+        for node in (*(edge for edge, _ in path[:-1]), end):
             node.last_use = self._clock
+        return end
 
     def _offer(self, node: Node) -> None:
         """Let eviction find `node` if it may go."""

@@ -1,0 +1,138 @@
+"""Who runs next, as functions of requests and numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runtime.batch import WorkerLimits
+from runtime.managers import schedule_policy as policy
+from runtime.managers.io_struct import GenerateReq
+from runtime.managers.req import Phase, Req
+from runtime.sampling_params import SamplingParams
+
+LIMITS = WorkerLimits(
+    max_total_tokens=1000, max_running_requests=8, max_context_len=100, max_extend_tokens=64, page_size=1, vocab_size=50, tokens_per_step=4
+)
+
+
+def req(seq: int, prompt: list[int] | None = None, retracted: bool = False, priority: int = 0, salt: str = "", **sampling: Any) -> Req:
+    source = GenerateReq(
+        rid=f"r{seq}", input_ids=prompt or [seq], sampling=SamplingParams(**sampling), seed=0, priority=priority, cache_salt=salt
+    )
+    made = Req(source, seq, (3,), LIMITS.max_context_len, 0.0)
+    made.retracted = retracted
+    return made
+
+
+def test_the_queue_puts_retracted_first_then_priority_then_arrival() -> None:
+    queue: list[Req] = []
+    for one in [req(3), req(2, priority=1), req(1), req(5, retracted=True), req(4, retracted=True), req(6, priority=-1)]:
+        policy.enqueue(queue, one)
+    assert [one.seq for one in queue] == [4, 5, 2, 1, 3, 6]
+
+
+def test_lpm_moves_long_cached_prefixes_ahead_among_equals_only() -> None:
+    queue = [req(5, retracted=True), req(4, priority=1), req(1), req(2), req(3)]
+    cached = {5: 0, 4: 0, 1: 7, 2: 9, 3: 7}
+    assert [one.seq for one in policy.order(queue, "fcfs", lambda r: cached[r.seq])] == [5, 4, 1, 2, 3]
+    assert [one.seq for one in policy.order(queue, "lpm", lambda r: cached[r.seq])] == [5, 4, 2, 1, 3]
+
+
+def test_lpm_leaves_a_very_long_queue_alone() -> None:
+    queue = [req(i) for i in range(policy.LPM_QUEUE_LIMIT + 1)]
+
+    def never(_: Req) -> int:
+        raise AssertionError("matched")
+
+    assert policy.order(queue, "lpm", never) == queue
+
+
+def test_the_youngest_of_the_least_important_goes_first() -> None:
+    assert policy.youngest([req(1), req(3), req(2)]).seq == 3
+    assert policy.youngest([req(1, priority=-1), req(3), req(2)]).seq == 1
+
+
+@pytest.mark.parametrize(
+    ("chunked", "wanted", "first", "offered"),
+    [
+        (32, 100, True, 32),
+        (32, 10, False, 10),
+        (-1, 48, False, 48),
+        (-1, 49, False, 0),
+        (-1, 60, True, 60),
+        (-1, 200, True, 64),
+    ],
+)
+def test_a_budget_offers_what_fits(chunked: int, wanted: int, first: bool, offered: int) -> None:
+    assert policy.PrefillBudget.start(chunked, 48, LIMITS).offer(wanted, first) == offered
+
+
+def test_a_budget_is_the_smallest_of_its_caps_and_runs_out() -> None:
+    budget = policy.PrefillBudget.start(1000, 1000, LIMITS)
+    assert budget.left == LIMITS.max_extend_tokens
+    budget.take(60)
+    assert budget.offer(10, False) == 4
+    budget.take(4)
+    assert budget.offer(10, False) == 0
+
+
+def test_the_outlook_falls_while_all_goes_well_and_stops_at_a_floor() -> None:
+    outlook = policy.Outlook.start(1.0)
+    one = req(1, max_new_tokens=90)
+    slack = policy.step_slack(LIMITS)
+    assert outlook.slots(one, LIMITS) == 1 + int(90 * 0.7) + slack
+    for _ in range(2000):
+        outlook = outlook.after_decode()
+    assert outlook.slots(one, LIMITS) == 1 + int(90 * 0.14) + slack
+    assert policy.Outlook.start(9.0).ratio == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "total", "per_step", "slots"),
+    [(10, 11, 4, 10), (10, 12, 1, 11), (10, 12, 4, 14), (10, 30, 4, 32), (10, 30, 1, 29)],
+)
+def test_slots_alone_cover_the_last_decode_step(prompt_len: int, total: int, per_step: int, slots: int) -> None:
+    assert policy.slots_alone(prompt_len, total, per_step) == slots
+
+
+def test_decode_slots_never_pass_the_page_table() -> None:
+    one = req(1, max_new_tokens=500)
+    one.phase, one.kv_len, one.decodes_in_flight = Phase.DECODING, 98, 1
+    assert policy.decode_slots(one, LIMITS) == 98 + 1 + 4
+    one.kv_len = 400
+    assert policy.decode_slots(one, LIMITS) == 108
+
+
+def test_a_twin_is_waited_for_only_if_that_saves_enough() -> None:
+    stem = [7] * 40
+    other = req(1, [*stem, 1])
+    assert policy.waits_for_twin(req(2, [*stem, 2]), 0, [other])
+    assert not policy.waits_for_twin(req(2, [*stem, 2]), 20, [other])
+    assert not policy.waits_for_twin(req(2, [*stem, 2], salt="s"), 0, [other])
+    assert not policy.waits_for_twin(req(2, [7] * 20), 0, [other])
+    assert not policy.waits_for_twin(req(2, [8] * 40), 0, [other])
+    assert not policy.waits_for_twin(req(2, [*stem, 2]), 0, [])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept", "reason"), [([5, 6], 2, None), ([5, 3, 6], 2, "stop"), ([5, 9, 6], 2, "stop"), ([5] * 9, 7, "length")]
+)
+def test_a_request_drops_what_comes_after_its_end(tokens: list[int], kept: int, reason: str | None) -> None:
+    one = req(1, max_new_tokens=7, stop_token_ids=(9,))
+    finish = one.commit(tokens)
+    assert one.completion_tokens == kept
+    assert (finish.reason if finish else None) == reason
+
+
+def test_endings_wait_for_the_minimum_and_may_be_ignored() -> None:
+    late = req(1, max_new_tokens=9, min_new_tokens=2)
+    assert late.commit([3, 3]) is None
+    finish = late.commit([3])
+    assert finish is not None
+    assert finish.matched == 3
+    deaf = req(1, max_new_tokens=3, ignore_eos=True)
+    finish = deaf.commit([3, 3, 3])
+    assert finish is not None
+    assert finish.reason == "length"

@@ -17,8 +17,8 @@ from runtime.layers.attention.plan_fixup import WorkItems, gather_pages, trim_it
 from runtime.layers.attention.tree_tail import TailKeys, merge_tree_tail
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
-PINNED_BUFFERS = 4
-"""Plans whose upload may be under way at once; the host is at most one step ahead, and a step plans at most a few passes."""
+PINNED_BUFFERS = 32
+"""Plans whose upload may be under way at once: the host is at most a step ahead, and a step plans a pass a draft token and a few."""
 MIN_WORKSPACE = 96 << 20
 LARGEST_TILE = 128
 SMALLEST_TILE = 16
@@ -194,13 +194,13 @@ class FlashInferAttention:
         """Plan through the wrapper, which finds its module; later plans call the module alone and skip the wrapper's copies."""
         shape, B, width = self._shape, plan.size, plan.width
         wrapper, total = one.wrapper, min(int(offsets[-1]), one.indices.numel())
-        qo_indptr = torch.arange(B + 1, dtype=torch.int32) * width
+        qo_indptr, causal = torch.arange(B + 1, dtype=torch.int32) * width, width > 1 and not plan.tail
         wrapper.plan(
             qo_indptr, offsets, one.indices[:total], torch.ones(B, dtype=torch.int32), shape.num_q_heads, shape.num_kv_heads,
-            shape.head_dim, self._table.page_size, causal=not plan.tail, sm_scale=shape.scale, window_left=one.window,
+            shape.head_dim, self._table.page_size, causal=causal, sm_scale=shape.scale, window_left=one.window,
             q_data_type=self._dtype, kv_data_type=self._dtype,
         )  # fmt: skip
-        module, causal, workspace = wrapper._cached_module, not plan.tail, wrapper._float_workspace_buffer
+        module, workspace = wrapper._cached_module, wrapper._float_workspace_buffer
         kv_lens = torch.ones(B, dtype=torch.int32)  # of the fa3 planner; fa2's reads the page offsets
 
         def replan(offsets: torch.Tensor) -> list[int]:
@@ -230,6 +230,7 @@ class FlashInferAttention:
 
     def _empty_pass(self, plan: _FixedPlan, step: int, window: int) -> _Pass:
         B = plan.size
+        assert self._plan_bytes(B, plan.width) <= self._pinned.size, "the pass is larger than the shape that the backend was built for"
         key = (step, plan.width)
         if key not in self._indices:
             pages = self._shape.max_batch_size * self._table.max_pages
@@ -277,6 +278,7 @@ class _PinnedRing:
     """Pinned staging buffers in turn: one is written again only after its last upload is done."""
 
     def __init__(self, size: int) -> None:
+        self.size = size
         self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(PINNED_BUFFERS)]
         self._events: list[torch.cuda.Event | None] = [None] * PINNED_BUFFERS
         self._next = 0

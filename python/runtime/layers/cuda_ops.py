@@ -1,0 +1,254 @@
+"""The block operations on a CUDA GPU: Triton for few tokens, cuBLAS and fused kernels for many."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from sgl_kernel import silu_and_mul
+from torch.nn import functional as F
+from triton.runtime.errors import OutOfResources
+
+from runtime.layers.gemm_choice import (
+    CUBLAS,
+    Choice,
+    GemmOp,
+    Key,
+    candidate_configs,
+    default_choice,
+    fastest,
+    folds_norm,
+    rotation,
+    row_class,
+)  # fmt: skip
+from runtime.layers.linear import Linear
+from runtime.layers.ops import HeadLayout, RMSNorm, Rope
+from runtime.layers.rms_norm import rms_norm_rows
+from runtime.layers.rope_cache import rope_into_cache
+from runtime.layers.small_gemm import MAX_ROWS, small_gemm
+
+log = logging.getLogger(__name__)
+PROBE_TOLERANCE = 1e-2
+Trials = dict[Choice, Callable[[int], object]]
+"""Ways to compute one product; the argument counts calls and picks the layer."""
+
+
+class Block(Protocol):
+    """What `prepare` reads of a transformer block."""
+
+    attn_norm: RMSNorm
+    mlp_norm: RMSNorm
+    qkv_proj: Linear
+    o_proj: Linear
+    gate_up_proj: Linear
+    down_proj: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One kind of matrix product of a model: the operation around it, the layers that have it, and how many rows go in."""
+
+    op: GemmOp
+    linears: list[Linear]
+    rows: int
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.linears[0].out_features}x{self.linears[0].in_features} rows {self.rows}"
+
+
+class CudaOps:
+    """`BlockOps` for 16-bit weights. A row's result depends on its own row and on how many rows the pass has, never on the other rows.
+
+    Attributes:
+        pdl: whether kernels start before the one ahead has ended (programmatic dependent launch; Hopper and newer).
+        choices: what `prepare` found fastest; products that it did not time follow `default_choice`.
+    """
+
+    def __init__(self, pdl: bool | None = None) -> None:
+        self.pdl = torch.cuda.get_device_capability()[0] >= 9 if pdl is None else pdl
+        self.choices: dict[Key, Choice] = {}
+        self._float_products = _products_in_float32()
+
+    def norm(self, h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype) -> torch.Tensor:
+        """RMS norm of the residual stream, [T, hidden] in `dtype`."""
+        return rms_norm_rows(h, norm.weight, norm.eps, dtype, self.pdl)
+
+    def norm_linear(self, h: torch.Tensor, norm: RMSNorm, linear: Linear) -> torch.Tensor:
+        """`linear(norm(h))`, [T, out] in the model's dtype."""
+        return self._norm_linear(h, norm, linear, self._choice("norm_linear", linear, h.shape[0]))
+
+    def linear_add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor) -> torch.Tensor:
+        """`h + linear(x)` in float32, in the storage of `h`."""
+        return self._linear_add(x, linear, h, self._choice("linear_add", linear, x.shape[0]))
+
+    def norm_gate_up(self, h: torch.Tensor, norm: RMSNorm, gate_up: Linear) -> torch.Tensor:
+        """`silu(gate) * up` of the normed stream, [T, intermediate]."""
+        return self._norm_gate_up(h, norm, gate_up, self._choice("norm_gate_up", gate_up, h.shape[0]))
+
+    def rope_and_cache(
+        self,
+        qkv: torch.Tensor,
+        layout: HeadLayout,
+        rope: Rope,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+        positions: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """Norm and rotate q and k, write k and v to their slots, return q [T, H, head_dim]."""
+        return rope_into_cache(qkv, layout, rope, q_norm, k_norm, positions, out_cache_loc, k_cache, v_cache, self.pdl)
+
+    def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`head(x)` in float32, [N, vocab], written to `out` where given; summed and kept in float32 throughout."""
+        if out is None:
+            out = torch.empty((x.shape[0], head.out_features), dtype=torch.float32, device=x.device)
+        return self._logits(x, head, out, self._choice("logits", head, x.shape[0]))
+
+    def prepare(self, layers: Sequence[Block], head: Linear, rows: Iterable[int], timed: bool = False) -> dict[str, str]:
+        """Compile the kernels of a model's products at the row classes of `rows`, side by side; weights may be dummies.
+
+        Call before any graph is captured. With `timed`, also time Triton against cuBLAS on the model's own weights and keep the fastest;
+        otherwise `default_choice` decides.
+
+        Returns:
+            A line for each product, for the log and the server's info.
+        """
+        start = time.perf_counter()
+        classes = sorted({row_class(count) for count in rows if count <= MAX_ROWS})
+        norm = layers[0].attn_norm
+        products: list[tuple[GemmOp, list[Linear]]] = [
+            ("norm_linear", [layer.qkv_proj for layer in layers]),
+            ("linear_add", [layer.o_proj for layer in layers]),
+            ("norm_gate_up", [layer.gate_up_proj for layer in layers]),
+            ("linear_add", [layer.down_proj for layer in layers]),
+            ("logits", [head]),
+        ]
+        trials = [
+            (Product(op, linears, size), self._trials(Product(op, linears, size), norm, timed))
+            for op, linears in products
+            for size in classes
+        ]
+        _compile(run for _, runs in trials for run in runs.values())
+        log.info("compiled the matrix products of up to %d rows in %.1f s", MAX_ROWS, time.perf_counter() - start)
+        if not timed:
+            return {str(product): str(next(iter(runs))) for product, runs in trials}
+        report = {str(product): self._keep_fastest(product, runs) for product, runs in trials}
+        torch.cuda.empty_cache()
+        for name, line in report.items():
+            log.info("%s: %s", name, line)
+        log.info("timed %d matrix products; %.1f s with compilation", len(report), time.perf_counter() - start)
+        return report
+
+    def _keep_fastest(self, product: Product, runs: Trials) -> str:
+        best, times = fastest(runs, max(rotation([linear.weight for linear in product.linears]), 2))
+        self.choices[product.op, product.linears[0].out_features, product.linears[0].in_features, product.rows] = best
+        return f"{best} ({', '.join(f'{choice} {micros:.1f} µs' for choice, micros in times.items())})"
+
+    def _trials(self, product: Product, norm: RMSNorm, timed: bool) -> Trials:
+        """One run of a product for each choice worth timing, or for the one that the rule makes."""
+        op, linears, rows = product.op, product.linears, product.rows
+        linear, dtype = linears[0], linears[0].weight.dtype
+        h = torch.randn((rows, norm.weight.shape[0]), device=linear.weight.device)
+        x = torch.randn((rows, linear.in_features), device=linear.weight.device).to(dtype)
+        scores = torch.empty((rows, linear.out_features if op == "logits" else 1), device=h.device)
+
+        def run(choice: Choice) -> Callable[[int], object]:
+            def one(call: int) -> object:
+                layer = linears[call % len(linears)]
+                if op == "norm_linear":
+                    return self._norm_linear(h, norm, layer, choice)
+                if op == "norm_gate_up":
+                    return self._norm_gate_up(h, norm, layer, choice)
+                if op == "logits":
+                    return self._logits(x, layer, scores, choice)
+                return self._linear_add(x, layer, h, choice)
+
+            return one
+
+        if not timed:
+            choice = self._choice(op, linear, rows)
+            return {choice: run(choice)}
+        folded = folds_norm(op, rows, dtype)
+        choices = [CUBLAS, *(Choice(config, folded) for config in candidate_configs(linear.out_features, rows))]
+        return {choice: run(choice) for choice in choices}
+
+    def _choice(self, op: GemmOp, linear: Linear, rows: int) -> Choice:
+        if rows > MAX_ROWS or linear.in_features % 16 or type(linear) is not Linear:
+            return CUBLAS
+        found = self.choices.get((op, linear.out_features, linear.in_features, row_class(rows)))
+        return default_choice(op, linear.out_features, rows, linear.weight.dtype) if found is None else found
+
+    def _norm_linear(self, h: torch.Tensor, norm: RMSNorm, linear: Linear, choice: Choice) -> torch.Tensor:
+        if choice.config is None:
+            return linear(self.norm(h, norm, norm.weight.dtype))
+        out = torch.empty((h.shape[0], linear.out_features), dtype=linear.weight.dtype, device=h.device)
+        return self._normed_product(h, norm, linear, out, choice, silu=False)
+
+    def _norm_gate_up(self, h: torch.Tensor, norm: RMSNorm, gate_up: Linear, choice: Choice) -> torch.Tensor:
+        if choice.config is None:
+            return silu_and_mul(gate_up(self.norm(h, norm, norm.weight.dtype)))
+        out = torch.empty((h.shape[0], gate_up.out_features // 2), dtype=gate_up.weight.dtype, device=h.device)
+        return self._normed_product(h, norm, gate_up, out, choice, silu=True)
+
+    def _normed_product(
+        self, h: torch.Tensor, norm: RMSNorm, linear: Linear, out: torch.Tensor, choice: Choice, silu: bool
+    ) -> torch.Tensor:
+        assert choice.config is not None
+        weight, bias = linear.weight, linear.bias
+        if choice.fold_norm:
+            return small_gemm(h, weight, out, choice.config, bias=bias, norm=norm.weight, eps=norm.eps, silu=silu, pdl=self.pdl)
+        return small_gemm(self.norm(h, norm, weight.dtype), weight, out, choice.config, bias=bias, silu=silu, pdl=self.pdl)
+
+    def _linear_add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor, choice: Choice) -> torch.Tensor:
+        if choice.config is not None:
+            return small_gemm(x.contiguous(), linear.weight, h, choice.config, bias=linear.bias, add=True, pdl=self.pdl)
+        if not self._float_products or type(linear) is not Linear:
+            return h.add_(linear(x))
+        torch.ops.aten.addmm.dtype_out(h, x, linear.weight.t(), torch.float32, out=h)
+        return h if linear.bias is None else h.add_(linear.bias)
+
+    def _logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor, choice: Choice) -> torch.Tensor:
+        if choice.config is not None and out.is_contiguous():
+            return small_gemm(x.contiguous(), head.weight, out, choice.config, bias=head.bias, pdl=self.pdl)
+        if not self._float_products or type(head) is not Linear:
+            return out.copy_(head(x))
+        torch.ops.aten.mm.dtype_out(x, head.weight.t(), torch.float32, out=out)
+        return out if head.bias is None else out.add_(head.bias)
+
+
+def _compile(runs: Iterable[Callable[[int], object]]) -> None:
+    """Compile what the runs need side by side: Triton's passes and ptxas leave the interpreter free."""
+
+    def one(run: Callable[[int], object]) -> None:
+        # What does not fit the machine is left out when it is timed.
+        with torch.inference_mode(), suppress(OutOfResources):
+            run(0)
+
+    first, *others = runs
+    one(first)  # alone, because it makes Triton's tables of this device
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(one, others))
+    torch.cuda.synchronize()
+
+
+def _products_in_float32() -> bool:
+    """Whether this torch multiplies bfloat16 into, and onto, float32; else products are rounded before they are added."""
+    x = torch.randn((16, 64), device="cuda").to(torch.bfloat16)
+    h = torch.randn((16, 16), device="cuda")
+    want = h + F.linear(x.float(), x.float())
+    try:
+        torch.ops.aten.addmm.dtype_out(h, x, x.t(), torch.float32, out=h)
+        alone = torch.ops.aten.mm.dtype_out(x, x.t(), torch.float32, out=torch.empty_like(h))
+    except (AttributeError, RuntimeError) as error:
+        log.warning("this torch has no float32 product of 16-bit matrices (%s): residual updates and logits are rounded once more", error)
+        return False
+    close = torch.allclose(h, want, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE)
+    return close and torch.allclose(alone, F.linear(x.float(), x.float()), rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from runtime.batch import Int32
@@ -30,8 +33,8 @@ class KVPool:
         shape = (num_pages + 1, page_size, num_kv_heads, head_dim)
         self.page_size = page_size
         self.num_slots = (num_pages + 1) * page_size
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.k = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self.v = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         self._pointers = torch.tensor([t.data_ptr() for t in (*self.k, *self.v)], dtype=torch.int64, device=device)
 
     def flat(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,6 +59,14 @@ class KVPool:
     def bytes_per_slot(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """What one slot costs, in bytes."""
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on the CPU as memory that the kernel zeroes page by page when it is first touched, where torch would write 4 GiB at start."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
 
 
 class PageTable:

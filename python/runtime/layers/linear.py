@@ -51,8 +51,8 @@ class Linear:
 class Int8Linear(Linear):
     """A linear layer whose weight is int8 with one scale a row; activations enter as bfloat16 (weight-only, CPU).
 
-    The float32-input form of the kernel is not vectorised (measured 14 times slower), so inputs are rounded to bfloat16. Scales are bfloat16
-    numbers and rows are quantised with the rounded scale, so that the scale itself adds no error.
+    The float32-input form of the kernel is not vectorised (measured 14 times slower), so inputs are rounded to bfloat16. Scales are
+    bfloat16 numbers and rows are quantised with the rounded scale, so that the scale itself adds no error.
 
     Attributes:
         weight: int8 [out, in].

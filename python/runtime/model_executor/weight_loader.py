@@ -70,7 +70,7 @@ def safetensors_files(folder: Path) -> list[Path]:
 def _indexed_files(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index} is not an index of safetensors files: {error!r}") from error
     # An index is data from elsewhere: it may name files of its own folder only.
     outside = [n for n in names if not isinstance(n, str) or Path(n).name != n]

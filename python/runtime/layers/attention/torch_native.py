@@ -23,14 +23,15 @@ class Segment:
         tokens: the rows of the pass that they cover, B' * q of them.
         pages: int64 [B' * S / page_size], the pages of each request in turn; one run of neighbouring pages as a slice, read in place.
         query_pos: int64 [B', q], the index of each query's own key.
-        masks: by window, what is added to scores: [B', 1, q, S] in the KV dtype; None for a plain causal prompt.
+        masks: by window, what is added to scores: [B', 1, q, S] in the KV dtype; None for a plain causal prompt. Beside it the tree mask
+            that it was made from.
     """
 
     tokens: slice
     pages: torch.Tensor | slice
     num_keys: int
     query_pos: torch.Tensor
-    masks: dict[int, torch.Tensor | None]
+    masks: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]]
 
 
 class TorchNativeAttention:
@@ -50,19 +51,15 @@ class TorchNativeAttention:
         self._steps: list[list[Segment]] = []
 
     def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Find the pages and masks of `num_steps` passes; every layer shares them."""
+        """Find the pages of `num_steps` passes. Masks follow in the first layer that asks: a draft's tree is known only by then."""
         if batch.mode == ForwardMode.EXTEND:
             self._steps = [self._extend_segments(batch)]
             return
         width, everything = batch.tokens_per_req, slice(0, batch.num_tokens)
         pages, num_keys = self._pages(batch.req_pool_indices, int(batch.seq_len_bounds.max()) + (num_steps - 1) * width)
-        self._steps = []
-        for step in range(num_steps):
-            segment = Segment(everything, pages, num_keys, query_positions(batch.seq_lens + step * width, width), {})
-            # Later steps' trees are known only when the passes before them have run.
-            if batch.tree_mask is None or num_steps == 1:
-                self._fill_masks(segment, batch)
-            self._steps.append([segment])
+        self._steps = [
+            [Segment(everything, pages, num_keys, query_positions(batch.seq_lens + step * width, width), {})] for step in range(num_steps)
+        ]
 
     def forward(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
         """Attend. q [T, H, head_dim] -> [T, H * head_dim]."""
@@ -76,9 +73,8 @@ class TorchNativeAttention:
             pages, num_keys = self._pages(batch.req_pool_indices[i : i + 1], seq_len)
             positions = query_positions(batch.seq_lens[i : i + 1], width)
             segment = Segment(slice(start, start + width), pages, num_keys, positions, {})
-            if width == seq_len and batch.tree_mask is None:
-                segment.masks.update({w: None for w in self._windows if w < 0 or w >= width - 1})
-            self._fill_masks(segment, batch)
+            if width == seq_len:
+                segment.masks.update({w: (None, None) for w in self._windows if w < 0 or w >= width - 1})
             segments.append(segment)
             start += width
         return segments
@@ -94,10 +90,13 @@ class TorchNativeAttention:
                 return slice(first, first + count), count * size
         return pages, count * size
 
-    def _fill_masks(self, segment: Segment, batch: ForwardBatch) -> None:
-        for window in self._windows:
-            if window not in segment.masks:
-                segment.masks[window] = self._mask(segment, window, batch)
+    def _mask_for(self, segment: Segment, window: int, batch: ForwardBatch) -> torch.Tensor | None:
+        """The mask of a layer, made once for all layers that share it."""
+        made = segment.masks.get(window)
+        if made is None or made[0] is not batch.tree_mask:
+            made = (batch.tree_mask, self._mask(segment, window, batch))
+            segment.masks[window] = made
+        return made[1]
 
     def _mask(self, segment: Segment, window: int, batch: ForwardBatch) -> torch.Tensor:
         """What to add to the scores, [B', 1, q, S]; finite, so that a row without any key stays finite too."""
@@ -112,7 +111,7 @@ class TorchNativeAttention:
     def _attend(self, q: torch.Tensor, layer_id: int, segment: Segment, batch: ForwardBatch) -> torch.Tensor:
         requests, width = segment.query_pos.shape
         shape, window = self._shape, self._shape.window[layer_id]
-        mask = segment.masks[window] if window in segment.masks else self._mask(segment, window, batch)
+        mask = self._mask_for(segment, window, batch)
         # A prompt without prefix, and nothing else, may ask for causality instead of a mask: then S must be q.
         num_keys = width if mask is None else segment.num_keys
         k, v = (gather(pool[layer_id], segment, requests, num_keys) for pool in (self._pool.k, self._pool.v))

@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from runtime.batch import ForwardMode
+from runtime.errors import ConfigError
+from runtime.forward_batch import ForwardBatch
+from runtime.layers.attention.base import AttentionShape
+from runtime.layers.attention.registry import build_backend
+from runtime.layers.linear import Int8Linear
+from runtime.layers.torch_ops import TorchOps
+from runtime.mem_cache.kv_pool import KVPool, PageTable
+from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
+from runtime.models.config import ModelConfig
+from runtime.models.decoder import DecoderModel
+from runtime.models.hf_config import load_hf_config
+from runtime.models.registry import build_model
+
+CPU = torch.device("cpu")
+VOCAB, LENGTH, MAX_LEN = 101, 40, 64
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**COMMON)),
+    "llama-tied-biases-llama3": (
+        LlamaForCausalLM,
+        LlamaConfig(**COMMON, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE),
+    ),
+    "llama-linear-rope-wide-heads": (
+        LlamaForCausalLM,
+        LlamaConfig(**COMMON, head_dim=32, rope_parameters={"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}),
+    ),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**COMMON, tie_word_embeddings=True)),
+    "qwen2-window-on-late-layers": (
+        Qwen2ForCausalLM,
+        Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    ),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**COMMON, head_dim=16)),
+    "mistral-window": (MistralForCausalLM, MistralConfig(**COMMON, sliding_window=7)),
+    "mistral-no-window": (MistralForCausalLM, MistralConfig(**COMMON, sliding_window=None)),
+}
+
+
+class Checkpoint:
+    """A tiny random model of one family, saved to a folder, and its reference logits."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        torch.manual_seed(sum(map(ord, name)))
+        cls, config = FAMILIES[name]
+        self.reference = cls(config).eval()
+        with torch.no_grad():
+            for parameter in self.reference.parameters():
+                if parameter.dim() == 1:  # biases begin as zeros and norms as ones, which would hide a swapped one
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+            self.ids = torch.randint(0, VOCAB, (LENGTH,))
+            out = self.reference(self.ids[None], output_hidden_states=True)
+        self.logits, self.hidden = out.logits[0], out.hidden_states
+        self.folder = folder
+        self.reference.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint(request.param, tmp_path_factory.mktemp("model"))
+
+
+class Runner:
+    """A model over a pool of scattered pages that belongs to one request, row 2."""
+
+    def __init__(self, model: DecoderModel, page_size: int) -> None:
+        c, pages = model.config, MAX_LEN // page_size
+        pool = KVPool(c.num_layers, 3 * pages, page_size, c.num_kv_heads, c.head_dim, model.dtype, CPU)
+        for cache in (*pool.k, *pool.v):
+            cache.fill_(77.0)  # what a slot held before must not matter
+        self.table = PageTable(3, MAX_LEN, page_size, CPU)
+        ids = np.random.default_rng(page_size).permutation(3 * pages)[:pages] + 1
+        self.table.pages[2] = torch.from_numpy(ids.astype(np.int32))
+        shape = AttentionShape(c.num_q_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, c.window, 4, 4, 1, MAX_LEN)
+        self.backend = build_backend("torch_native", shape, pool, self.table)
+        self.model = model
+        model.bind(pool, self.backend)
+
+    def hidden(
+        self, ids: torch.Tensor, start: int, mode: ForwardMode, aux: tuple[int, ...] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states of the tokens `ids`, which begin at position `start`."""
+        n, extend = len(ids), mode == ForwardMode.EXTEND
+        positions, rows = torch.arange(start, start + n), torch.full((n,), 2)
+        batch = ForwardBatch(
+            mode=mode,
+            batch_size=1,
+            tokens_per_req=0 if extend else n,
+            input_ids=ids,
+            positions=positions,
+            out_cache_loc=self.table.slots(rows, positions),
+            req_pool_indices=rows[:1],
+            seq_lens=torch.tensor([start + n], dtype=torch.int32),
+            qo_indptr=torch.tensor([0, n], dtype=torch.int32),
+            seq_len_bounds=np.array([start + n], dtype=np.int32),
+            extend_lens=np.array([n], dtype=np.int32) if extend else None,
+        )
+        with torch.inference_mode():
+            self.backend.plan(batch)
+            return self.model.forward(batch, aux)
+
+    def logits(self, ids: torch.Tensor, start: int, mode: ForwardMode) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.model.logits(self.hidden(ids, start, mode)[0])
+
+    def in_pieces(self, ids: torch.Tensor, pieces: list[tuple[int, ForwardMode]]) -> torch.Tensor:
+        """Logits of `ids` cut into passes of the given lengths and modes."""
+        out, start = [], 0
+        for length, mode in pieces:
+            out.append(self.logits(ids[start : start + length], start, mode))
+            start += length
+        assert start == len(ids)
+        return torch.cat(out)
+
+
+def loaded(folder: Path, quantization: str | None = None) -> DecoderModel:
+    model = build_model(load_hf_config(folder), TorchOps(), torch.float32, CPU, quantization)
+    model.load(safetensors_weights(folder, CPU, progress=False))
+    return model
+
+
+EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
+PIECES = {
+    "prefill": [(LENGTH, EXTEND)],
+    "chunked prefill": [(13, EXTEND), (1, EXTEND), (26, EXTEND)],
+    "decode": [(20, EXTEND), *[(1, DECODE)] * 20],
+    "verify": [(20, EXTEND), *[(4, VERIFY)] * 5],
+}
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("pieces", PIECES)
+def test_logits_match_transformers(checkpoint: Checkpoint, pieces: str, page_size: int) -> None:
+    logits = Runner(loaded(checkpoint.folder), page_size).in_pieces(checkpoint.ids, PIECES[pieces])
+    assert logits.dtype == torch.float32
+    scale = float(checkpoint.logits.abs().max())
+    torch.testing.assert_close(logits, checkpoint.logits, rtol=1e-4, atol=1e-4 * max(1.0, scale))
+    assert torch.equal(logits.argmax(-1), checkpoint.logits.argmax(-1))
+
+
+def test_greedy_tokens_match_generate(checkpoint: Checkpoint) -> None:
+    runner, prompt = Runner(loaded(checkpoint.folder), 16), checkpoint.ids[:11]
+    seen = torch.ones(1, 11, dtype=torch.int64)  # else a 0 in the prompt is taken for padding
+    expected = checkpoint.reference.generate(
+        prompt[None], attention_mask=seen, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert isinstance(expected, torch.Tensor)
+    tokens = prompt.tolist()
+    logits = runner.logits(prompt, 0, EXTEND)
+    for _ in range(20):
+        tokens.append(int(logits[-1].argmax()))
+        logits = runner.logits(torch.tensor(tokens[-1:]), len(tokens) - 1, DECODE)
+    assert tokens == expected[0].tolist()
+
+
+def test_hidden_states_are_those_entering_the_layers(checkpoint: Checkpoint) -> None:
+    hidden, aux = Runner(loaded(checkpoint.folder), 16).hidden(checkpoint.ids, 0, EXTEND, aux=(0, 2))
+    assert aux is not None
+    torch.testing.assert_close(aux, torch.cat((checkpoint.hidden[0][0], checkpoint.hidden[2][0]), dim=1), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(hidden, checkpoint.hidden[3][0], rtol=1e-4, atol=1e-3)
+
+
+def test_int8_stays_close_to_the_weights_it_stands_for(checkpoint: Checkpoint) -> None:
+    exact = loaded(checkpoint.folder)
+    quantized = loaded(checkpoint.folder, "int8")
+    for layer, twin in zip(quantized.layers, exact.layers, strict=True):
+        for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
+            linear = getattr(layer, name)
+            assert isinstance(linear, Int8Linear)
+            getattr(twin, name).weight.copy_(linear.dequantized())
+    assert isinstance(quantized.lm_head, Int8Linear)
+    with torch.inference_mode():
+        hidden = Runner(exact, 16).hidden(checkpoint.ids, 0, EXTEND)[0]
+        expected = hidden @ quantized.lm_head.dequantized().T
+    logits = Runner(quantized, 16).in_pieces(checkpoint.ids, PIECES["decode"])
+    difference = (logits - expected).norm() / expected.norm()
+    assert difference < 0.05, "bfloat16 inputs are all that separates the two"
+    assert torch.equal(quantized.embed, exact.embed), "the lookup table is not quantised"
+
+
+def test_dummy_weights_depend_on_the_seed_alone_and_stay_finite(checkpoint: Checkpoint) -> None:
+    config = load_hf_config(checkpoint.folder)
+
+    def logits(seed: int) -> torch.Tensor:
+        model = build_model(config, TorchOps(), torch.float32, CPU)
+        model.load(dummy_weights(model.expected_weights(), torch.float32, CPU, seed))
+        return Runner(model, 16).logits(checkpoint.ids, 0, EXTEND)
+
+    first = logits(1)
+    assert torch.isfinite(first).all()
+    assert torch.equal(first, logits(1))
+    assert not torch.equal(first, logits(2))
+
+
+def tiny(name: str = "llama") -> DecoderModel:
+    config = ModelConfig(
+        architecture="LlamaForCausalLM", vocab_size=11, hidden_size=8, intermediate_size=8, num_layers=1, num_q_heads=2, num_kv_heads=1,
+        head_dim=4, rms_eps=1e-6, rope_theta=10000.0, rope_scaling=None, max_context_len=8, tie_embeddings=name == "tied", qkv_bias=False,
+        o_bias=False, mlp_bias=False, qk_norm=False, window=(-1,), eos_ids=(), bos_id=None, dtype="float32",
+    )  # fmt: skip
+    return build_model(config, TorchOps(), torch.float32, CPU)
+
+
+def test_loading_names_what_is_missing_and_what_is_unexpected() -> None:
+    model = tiny()
+    weights = {name: torch.zeros(shape) for name, shape in model.expected_weights().items()}
+    del weights["model.layers.0.self_attn.k_proj.weight"]
+    weights["model.layers.0.self_attn.k_proj.bias"] = torch.zeros(4)
+    with pytest.raises(
+        ConfigError, match=r"lacks model\.layers\.0\.self_attn\.k_proj\.weight and has unexpected model\.layers\.0\.self_attn\.k_proj\.bias"
+    ):
+        model.load(weights.items())
+
+
+def test_loading_names_a_wrong_shape() -> None:
+    model = tiny()
+    weights = {name: torch.zeros(shape) for name, shape in model.expected_weights().items()}
+    weights["model.norm.weight"] = torch.zeros(9)
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight has shape \[9\]; config.json asks for \[8\]"):
+        model.load(weights.items())
+
+
+def test_a_tied_model_shares_its_table_and_ignores_a_saved_head() -> None:
+    model = tiny("tied")
+    weights = {name: torch.ones(shape) for name, shape in model.expected_weights().items()}
+    assert "lm_head.weight" not in weights
+    model.load([*weights.items(), ("lm_head.weight", torch.zeros(11, 8)), ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(2))])
+    assert model.lm_head.weight is model.embed
+    assert torch.all(model.embed == 1)
+
+
+def write_config(folder: Path, **changes: object) -> Path:
+    raw = {**LlamaConfig(**COMMON).to_dict(), "architectures": ["LlamaForCausalLM"], **changes}
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v != "absent"}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, MistralForCausalLM"),
+        ({"architectures": []}, "must name exactly one model class"),
+        ({"hidden_size": "absent"}, "hidden_size is None; it must be a positive integer"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4; it must be a multiple of num_key_value_heads, 3"),
+        ({"hidden_act": "gelu"}, "only 'silu' is supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"dtype": "int4"}, "dtype is 'int4'"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_by_name(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_hf_config(write_config(tmp_path, **changes))
+
+
+def test_a_missing_folder_and_a_broken_file_are_config_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a folder"):
+        load_hf_config(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
+        load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_hf_config(tmp_path)
+
+
+def test_the_older_form_of_rope_fields_means_the_same(tmp_path: Path) -> None:
+    scaling = {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}
+    newer = load_hf_config(write_config(tmp_path, rope_parameters=LLAMA3_ROPE))
+    older = load_hf_config(write_config(tmp_path, rope_parameters="absent", rope_theta=500.0, rope_scaling=scaling))
+    assert newer == older
+    assert newer.rope_theta == 500.0
+    assert newer.rope_scaling is not None
+
+
+def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
+    write_config(tmp_path, eos_token_id=[7, 5])
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert load_hf_config(tmp_path).eos_ids == (9, 7, 5)
+
+
+def test_int8_is_refused_off_the_cpu() -> None:
+    with pytest.raises(ConfigError, match="works on --device cpu only"):
+        build_model(tiny().config, TorchOps(), torch.float32, torch.device("meta"), "int8")

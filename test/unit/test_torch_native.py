@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.batch import ForwardMode
+from runtime.forward_batch import ForwardBatch
+from runtime.layers.attention.base import AttentionShape
+from runtime.layers.attention.torch_native import TorchNativeAttention
+from runtime.mem_cache.kv_pool import KVPool, PageTable
+
+CPU = torch.device("cpu")
+H, G, HEAD = 6, 2, 8
+MAX_LEN = 64
+
+
+@dataclass
+class World:
+    """A pool full of noise, a table of scattered pages, and a backend over both."""
+
+    pool: KVPool
+    table: PageTable
+    backend: TorchNativeAttention
+
+    @classmethod
+    def make(cls, rng: np.random.Generator, page_size: int, windows: tuple[int, ...] = (-1,), neighbours: bool = False) -> World:
+        rows, per_row = 5, MAX_LEN // page_size
+        pool = KVPool(len(windows), rows * per_row, page_size, G, HEAD, torch.float32, CPU)
+        for cache in (*pool.k, *pool.v):
+            cache.copy_(torch.from_numpy(rng.standard_normal(cache.shape).astype(np.float32)))
+        table = PageTable(rows + 1, MAX_LEN, page_size, CPU)
+        ids = np.arange(1, rows * per_row + 1) if neighbours else rng.permutation(rows * per_row) + 1
+        table.pages[1:] = torch.from_numpy(ids.reshape(rows, per_row).astype(np.int32))
+        shape = AttentionShape(H, G, HEAD, HEAD**-0.5, windows, 8, 8, 4, MAX_LEN)
+        return cls(pool, table, TorchNativeAttention(shape, pool, table))
+
+
+def make_batch(
+    mode: ForwardMode, rows: list[int], seq_lens: list[int], widths: list[int], table: PageTable, slack: int = 0
+) -> ForwardBatch:
+    positions = torch.cat([torch.arange(n - w, n) for n, w in zip(seq_lens, widths, strict=True)])
+    token_rows = torch.tensor(rows).repeat_interleave(torch.tensor(widths))
+    extend = mode == ForwardMode.EXTEND
+    return ForwardBatch(
+        mode=mode,
+        batch_size=len(rows),
+        tokens_per_req=0 if extend else widths[0],
+        input_ids=torch.zeros(len(positions), dtype=torch.int64),
+        positions=positions,
+        out_cache_loc=table.slots(token_rows, positions),
+        req_pool_indices=torch.tensor(rows),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        qo_indptr=torch.tensor([0, *np.cumsum(widths)], dtype=torch.int32),
+        seq_len_bounds=np.array(seq_lens, dtype=np.int32) + slack,
+        extend_lens=np.array(widths, dtype=np.int32) if extend else None,
+    )
+
+
+def sees(query: int, key: int, seq_len: int, window: int, position: int, tail: int, bits: int) -> bool:
+    """The definition of visibility, one query and one key at a time."""
+    if tail and key >= seq_len - tail:
+        return bool(bits >> (key - (seq_len - tail)) & 1)
+    return key <= query and (window < 0 or position - key <= window)
+
+
+def slow_attention(q: torch.Tensor, world: World, layer: int, batch: ForwardBatch, step: int = 0) -> torch.Tensor:
+    """Attention by its definition: a loop over requests, queries, heads and keys."""
+    out = torch.zeros(q.shape[0], H, HEAD)
+    ends, window = batch.qo_indptr.tolist(), (world.backend._shape.window)[layer]
+    k_flat, v_flat = world.pool.flat(layer)
+    masks = [0] * q.shape[0] if batch.tree_mask is None else batch.tree_mask.tolist()
+    for r, row in enumerate(batch.req_pool_indices.tolist()):
+        width = ends[r + 1] - ends[r]
+        seq_len = int(batch.seq_lens[r]) + step * width
+        slots = world.table.slots(torch.full((seq_len,), row), torch.arange(seq_len))
+        for i in range(width):
+            token, query = ends[r] + i, seq_len - width + i
+            position = int(batch.positions[token])
+            keys = [j for j in range(seq_len) if sees(query, j, seq_len, window, position, batch.tree_tail, masks[token])]
+            for head in range(H):
+                k, v = k_flat[slots[keys], head // (H // G)], v_flat[slots[keys], head // (H // G)]
+                weights = torch.softmax(k @ q[token, head] / math.sqrt(HEAD), dim=0)
+                out[token, head] = weights @ v
+    return out.view(q.shape[0], H * HEAD)
+
+
+def check(world: World, batch: ForwardBatch, rng: np.random.Generator, layers: int = 1) -> None:
+    world.backend.plan(batch)
+    for layer in range(layers):
+        q = torch.from_numpy(rng.standard_normal((batch.num_tokens, H, HEAD)).astype(np.float32))
+        torch.testing.assert_close(world.backend.forward(q, layer, batch), slow_attention(q, world, layer, batch), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(3))
+def test_extend_with_prefixes_follows_the_definition(page_size: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    world = World.make(rng, page_size, windows=(-1, 5))
+    widths = rng.integers(1, 9, size=4).tolist()
+    seq_lens = [w + int(p) for w, p in zip(widths, [0, *rng.integers(0, 20, size=3)], strict=True)]
+    check(world, make_batch(ForwardMode.EXTEND, [2, 5, 1, 3], seq_lens, widths, world.table), rng, layers=2)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("slack", [0, 7])
+def test_fixed_width_passes_follow_the_definition(width: int, page_size: int, slack: int) -> None:
+    rng = np.random.default_rng(width)
+    world = World.make(rng, page_size, windows=(-1, 3, 0))
+    seq_lens = (rng.integers(width, 40, size=3)).tolist()
+    batch = make_batch(ForwardMode.TARGET_VERIFY, [4, 1, 2], seq_lens, [width] * 3, world.table, slack)
+    check(world, batch, rng, layers=3)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_neighbouring_pages_read_in_place_give_the_same(page_size: int) -> None:
+    rng = np.random.default_rng(0)
+    world = World.make(rng, page_size, neighbours=True)
+    batch = make_batch(ForwardMode.DECODE, [3], [21], [1], world.table)
+    check(world, batch, rng)
+    assert isinstance(world.backend._steps[0][0].pages, slice), "the fast path was taken"
+    check(world, make_batch(ForwardMode.EXTEND, [3, 4], [9, 30], [9, 5], world.table), rng)
+
+
+@pytest.mark.parametrize("window", [-1, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_tree_masks_follow_the_definition(window: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    world = World.make(rng, 4, windows=(window,))
+    batch = make_batch(ForwardMode.TARGET_VERIFY, [1, 2], [20, 9], [6, 6], world.table)
+    tail = int(rng.integers(6, 9))
+    # Every query sees its own key, as every node of a tree does.
+    own = 1 << torch.arange(tail - 6, tail).repeat(2)
+    batch = replace(batch, tree_mask=torch.from_numpy(rng.integers(0, 1 << tail, size=12)) | own, tree_tail=tail)
+    check(world, batch, rng)
+
+
+def test_a_tree_of_64_nodes_uses_every_bit() -> None:
+    rng = np.random.default_rng(0)
+    world = World.make(rng, 16)
+    batch = make_batch(ForwardMode.TARGET_VERIFY, [1], [64], [64], world.table)
+    causal = [(1 << (i + 1)) - 1 for i in range(64)]
+    signed = torch.tensor([m - (1 << 64) if m >> 63 else m for m in causal])
+    q = torch.randn(64, H, HEAD)
+    world.backend.plan(batch)
+    expected = world.backend.forward(q, 0, batch)
+    tree = replace(batch, tree_mask=signed, tree_tail=64)
+    world.backend.plan(tree)
+    torch.testing.assert_close(world.backend.forward(q, 0, tree), expected)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_each_step_of_a_plan_sees_the_tokens_of_the_steps_before(tree: bool) -> None:
+    rng = np.random.default_rng(1)
+    world = World.make(rng, 4)
+    first = make_batch(ForwardMode.DECODE, [2, 3], [11, 5], [2, 2], world.table, slack=3)
+    world.backend.plan(replace(first, tree_mask=torch.zeros(4, dtype=torch.int64), tree_tail=2) if tree else first, num_steps=3)
+    for step in range(3):
+        batch = replace(first, step=step)
+        if tree:
+            tail = 2 * (step + 1)
+            own = 1 << torch.tensor([tail - 2, tail - 1] * 2)
+            batch = replace(batch, tree_mask=torch.from_numpy(rng.integers(0, 1 << tail, size=4)) | own, tree_tail=tail)
+        q = torch.randn(4, H, HEAD)
+        torch.testing.assert_close(world.backend.forward(q, 0, batch), slow_attention(q, world, 0, batch, step), rtol=1e-4, atol=1e-5)
+
+
+def test_a_tree_mask_changed_in_place_is_read_again_after_the_next_plan() -> None:
+    rng = np.random.default_rng(2)
+    world = World.make(rng, 4)
+    batch = make_batch(ForwardMode.TARGET_VERIFY, [1], [12], [3], world.table)
+    batch = replace(batch, tree_mask=torch.tensor([1, 3, 7]), tree_tail=3)
+    check(world, batch, rng)
+    assert batch.tree_mask is not None
+    batch.tree_mask.copy_(torch.tensor([1, 3, 5]))
+    check(world, batch, rng)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_padding_rows_are_finite_and_change_nobody(width: int) -> None:
+    rng = np.random.default_rng(3)
+    world = World.make(rng, 4)
+    alone = make_batch(ForwardMode.DECODE, [1], [17], [width], world.table)
+    padded = make_batch(ForwardMode.DECODE, [1, 0, 0], [17, width, width], [width] * 3, world.table)
+    q = torch.randn(3 * width, H, HEAD)
+    world.backend.plan(padded)
+    out = world.backend.forward(q, 0, padded)
+    assert torch.isfinite(out).all()
+    world.backend.plan(alone)
+    torch.testing.assert_close(out[:width], world.backend.forward(q[:width], 0, alone), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runtime.errors import ConfigError
+from runtime.model_executor.weight_loader import INDEX, safetensors_files, safetensors_weights
+
+CPU = torch.device("cpu")
+
+
+def write_index(folder: Path, files: list[str]) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {f"t{i}": name for i, name in enumerate(files)}}))
+
+
+def test_a_sharded_checkpoint_yields_every_tensor_once(tmp_path: Path) -> None:
+    save_file({"t0": torch.arange(6.0)}, tmp_path / "a.safetensors")
+    save_file({"t1": torch.ones(2, 2, dtype=torch.bfloat16)}, tmp_path / "b.safetensors")
+    save_file({"t0": torch.zeros(6)}, tmp_path / "consolidated.safetensors")
+    write_index(tmp_path, ["a.safetensors", "b.safetensors"])
+    weights = list(safetensors_weights(tmp_path, CPU, progress=False))
+    assert [name for name, _ in weights] == ["t0", "t1"]
+    assert torch.equal(weights[0][1], torch.arange(6.0)), "files outside the index are not read"
+    assert weights[1][1].dtype == torch.bfloat16
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    save_file({"t0": torch.zeros(1)}, tmp_path / "a.safetensors")
+    write_index(tmp_path, ["a.safetensors", "b.safetensors"])
+    with pytest.raises(ConfigError, match=r"lacks 1 of 2 weight files, the first is b\.safetensors"):
+        safetensors_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../a.safetensors", "/etc/passwd", "sub/a.safetensors"])
+def test_an_index_may_not_point_outside_its_folder(tmp_path: Path, name: str) -> None:
+    write_index(tmp_path, [name])
+    with pytest.raises(ConfigError, match="outside its folder"):
+        safetensors_files(tmp_path)
+
+
+def test_pickled_weights_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"never opened")
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin.*save_pretrained"):
+        safetensors_files(tmp_path)
+
+
+def test_an_empty_folder_points_to_dummy_weights(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--load-format dummy"):
+        safetensors_files(tmp_path)
+
+
+def test_a_file_cut_short_is_a_config_error(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"t": torch.zeros(1000)}, path)
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(ConfigError, match="damaged or cut short"):
+        list(safetensors_weights(tmp_path, CPU, progress=False))
+
+
+def test_a_broken_index_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text("[]")
+    with pytest.raises(ConfigError, match="is not an index"):
+        safetensors_files(tmp_path)

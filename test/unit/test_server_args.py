@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,74 +17,26 @@ from runtime.flag_parser import build_parser, dump, flags, from_fields, parse
 from runtime.resolve import check, default_graph_sizes, resolve, synthetic_acceptance
 from runtime.server_args import ModelFacts, ServerArgs
 
-SGLANG_FLAGS = [
-    "model-path",
-    "tokenizer-path",
-    "served-model-name",
-    "host",
-    "port",
-    "api-key",
-    "admin-api-key",
-    "dtype",
-    "kv-cache-dtype",
-    "quantization",
-    "context-length",
-    "trust-remote-code",
-    "load-format",
-    "revision",
-    "device",
-    "tp-size",
-    "dp-size",
-    "ep-size",
-    "mem-fraction-static",
-    "max-running-requests",
-    "max-queued-requests",
-    "max-total-tokens",
-    "chunked-prefill-size",
-    "max-prefill-tokens",
-    "schedule-policy",
-    "schedule-conservativeness",
-    "page-size",
-    "disable-radix-cache",
-    "disable-overlap-schedule",
-    "attention-backend",
-    "sampling-backend",
-    "grammar-backend",
-    "speculative-algorithm",
-    "speculative-draft-model-path",
-    "speculative-num-steps",
-    "speculative-eagle-topk",
-    "speculative-num-draft-tokens",
-    "speculative-token-map",
-    "speculative-accept-threshold-single",
-    "speculative-accept-threshold-acc",
-    "disable-cuda-graph",
-    "disable-cuda-graph-padding",
-    "cuda-graph-max-bs",
-    "cuda-graph-bs",
-    "watchdog-timeout",
-    "stream-interval",
-    "skip-server-warmup",
-    "chat-template",
-    "tool-call-parser",
-    "reasoning-parser",
-    "random-seed",
-    "log-level",
-    "log-requests",
-    "enable-metrics",
-]
-OUR_FLAGS = [
-    "shutdown-timeout",
-    "speculative-draft-load-format",
-    "speculative-draft-attention-backend",
-    "disable-draft-extend-cuda-graph",
-    "disable-draft-decode-cuda-graph",
-    "speculative-synthetic-accept-length",
-    "speculative-check-parity",
-    "trust-request-chat-template",
-    "profile",
-    "cpu-threads",
-]
+SGLANG_FLAGS = re.findall(
+    r"\S+",
+    """
+    model-path tokenizer-path served-model-name host port api-key admin-api-key dtype kv-cache-dtype quantization context-length
+    trust-remote-code load-format revision device tp-size dp-size ep-size mem-fraction-static max-running-requests max-queued-requests
+    max-total-tokens chunked-prefill-size max-prefill-tokens schedule-policy schedule-conservativeness page-size disable-radix-cache
+    disable-overlap-schedule attention-backend sampling-backend grammar-backend speculative-algorithm speculative-draft-model-path
+    speculative-num-steps speculative-eagle-topk speculative-num-draft-tokens speculative-token-map speculative-accept-threshold-single
+    speculative-accept-threshold-acc disable-cuda-graph disable-cuda-graph-padding cuda-graph-max-bs cuda-graph-bs watchdog-timeout
+    stream-interval skip-server-warmup chat-template tool-call-parser reasoning-parser random-seed log-level log-requests enable-metrics
+    """,
+)
+OUR_FLAGS = re.findall(
+    r"\S+",
+    """
+    shutdown-timeout speculative-draft-load-format speculative-draft-attention-backend disable-draft-extend-cuda-graph
+    disable-draft-decode-cuda-graph speculative-synthetic-accept-length speculative-check-parity trust-request-chat-template profile
+    cpu-threads
+    """,
+)
 
 CPU = MachineFacts(cores=2, memory=16 << 30, gpus=())
 HOPPER = MachineFacts(cores=16, memory=128 << 30, gpus=(Gpu("H200", (9, 0), 140 << 30),))

@@ -1,0 +1,239 @@
+"""A server whose worker makes tokens up, for tests of everything around it; also the helpers that start and watch one.
+
+    python fake.py serve BEHAVIOUR FLAGS...        the server
+    python fake.py BEHAVIOUR scheduler FD          its scheduler process, started by the server
+
+BEHAVIOUR is the seconds of one step, or `config-error`, `broken` or `slow-load`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from fake_worker import FakeWorker
+from runtime.batch import BatchResult, Pending, ScheduleBatch, Worker, WorkerLimits
+from runtime.entrypoints import child
+from runtime.errors import ConfigError
+from runtime.models.config import ModelConfig
+from runtime.server_args import RuntimeConfig
+
+ROOT = Path(__file__).parents[2]
+VOCAB = 1024
+CONTEXT = 512
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT / "test")]), "OMP_NUM_THREADS": "1"}
+
+
+# ---- the worker
+
+
+class TimedPending:
+    """A step that takes its time."""
+
+    def __init__(self, step: Pending, seconds: float) -> None:
+        self._step, self._until = step, time.monotonic() + seconds
+
+    def wait(self) -> BatchResult:
+        time.sleep(max(0.0, self._until - time.monotonic()))
+        return self._step.wait()
+
+
+class TimedWorker(FakeWorker):
+    """The worker without a model, as slow as asked."""
+
+    def __init__(self, limits: WorkerLimits, step_seconds: float) -> None:
+        super().__init__(limits)
+        self._step_seconds = step_seconds
+
+    def submit(self, batch: ScheduleBatch) -> TimedPending:
+        return TimedPending(super().submit(batch), self._step_seconds)
+
+
+def fake_limits(config: RuntimeConfig) -> WorkerLimits:
+    """What the fake worker holds under `config`."""
+    return WorkerLimits(
+        max_total_tokens=16384,
+        max_running_requests=config.max_running_requests or 16,
+        max_context_len=config.context_length,
+        max_extend_tokens=config.max_prefill_tokens,
+        page_size=config.page_size,
+        vocab_size=VOCAB,
+    )
+
+
+def build(behaviour: str, config: RuntimeConfig, model_config: ModelConfig) -> Worker:
+    if behaviour == "config-error":
+        raise ConfigError("the fake worker cannot be built as asked")
+    if behaviour == "broken":
+        raise RuntimeError("the fake worker is broken")
+    if behaviour == "slow-load":
+        time.sleep(60.0)
+    return TimedWorker(fake_limits(config), float(behaviour))
+
+
+# ---- starting and watching a server
+
+
+def scheduler_command(behaviour: str = "0.01") -> list[str]:
+    """What to run in place of the scheduler process."""
+    return ["/usr/bin/env", f"PYTHONPATH={ENV['PYTHONPATH']}", sys.executable, str(Path(__file__).resolve()), behaviour]
+
+
+def dummy_model(folder: Path) -> Path:
+    """A folder with the configuration of a tiny model and nothing else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": CONTEXT,
+        "eos_token_id": 1,
+        "bos_token_id": 0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "hidden_act": "silu",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@dataclass
+class Server:
+    """A running server: its process, its address, and what it has written."""
+
+    process: subprocess.Popen[str]
+    lines: queue.Queue[str]
+    temp: Path
+    output: list[str]
+    url: str = ""
+
+    def wait_ready(self, seconds: float = 60.0) -> None:
+        """Wait for the ready line and learn the address from it."""
+        deadline = time.monotonic() + seconds
+        while "curl" not in (line := self._line(deadline)):
+            if "ready" in line:
+                self.url = line.split()[-1]
+
+    def _line(self, deadline: float) -> str:
+        while True:
+            try:
+                return self.lines.get(timeout=0.1)
+            except queue.Empty:
+                assert self.process.poll() is None, self.text()
+                assert time.monotonic() < deadline, self.text()
+
+    def text(self) -> str:
+        """All that it wrote so far, with stdout and stderr together."""
+        return "".join(self.output)
+
+    def child(self, title: str) -> psutil.Process:
+        """Its child process with this title."""
+        return next(p for p in psutil.Process(self.process.pid).children() if title in " ".join(p.cmdline()))
+
+    def get(self, path: str) -> httpx.Response:
+        """GET a path."""
+        return httpx.get(self.url + path, timeout=5.0)
+
+    def stream(self, max_tokens: int) -> Stream:
+        """Begin a streamed completion."""
+        return Stream(self.url, max_tokens)
+
+    def folders(self) -> list[Path]:
+        """What it left in its temporary folder."""
+        return sorted(self.temp.iterdir())
+
+
+class Stream:
+    """A streamed completion read by a thread."""
+
+    def __init__(self, url: str, max_tokens: int) -> None:
+        self.events: list[str] = []
+        self.first = threading.Event()
+        self._thread = threading.Thread(target=self._read, args=(url, max_tokens), daemon=True)
+        self._thread.start()
+        assert self.first.wait(10.0)
+
+    def _read(self, url: str, max_tokens: int) -> None:
+        body = {"model": "fake", "prompt": [5, 6, 7], "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30.0) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: "):
+                        self.events.append(line.removeprefix("data: "))
+                        self.first.set()
+        except httpx.HTTPError as error:
+            self.events.append(f"broken: {error!r}")
+        self.first.set()
+
+    def join(self, seconds: float) -> bool:
+        """Whether it ended within this time."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+
+@contextmanager
+def serving(model: Path, *flags: str, behaviour: str = "0.01", ready: bool = True) -> Iterator[Server]:
+    """A fake server on a free port, ended when the test ends."""
+    with tempfile.TemporaryDirectory(prefix="t-") as temp:
+        command = [sys.executable, str(Path(__file__).resolve()), "serve", behaviour, "--port", "0", "--served-model-name", "fake"]
+        command += ["--model", str(model), "--load-format", "dummy", "--device", "cpu", *flags]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**ENV, "TMPDIR": temp}, start_new_session=True
+        )
+        server = Server(process, queue.Queue(), Path(temp), [])
+        reader = threading.Thread(target=_keep, args=(process, server), daemon=True)
+        reader.start()
+        try:
+            if ready:
+                server.wait_ready()
+            yield server
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+            reader.join(5.0)
+
+
+def _keep(process: subprocess.Popen[str], server: Server) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        server.output.append(line)
+        server.lines.put(line)
+
+
+def main() -> int:
+    if sys.argv[1] == "serve":
+        from runtime import launch_server
+
+        return launch_server.main(sys.argv[3:], scheduler_command(sys.argv[2]))
+    behaviour, report_fd = sys.argv[1], int(sys.argv[3])
+
+    def serve(orders: child.Orders, reporter: child.Reporter) -> None:
+        child.serve_scheduler(orders, reporter, lambda config, model_config: build(behaviour, config, model_config))
+
+    return child.run("scheduler", report_fd, serve)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The command line, run as a user runs it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from process.fake import ENV, dummy_model, serving
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dummy_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def launch(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "runtime.launch_server", "--log-level", "warning", *flags]
+    return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=60)
+
+
+def assert_one_line(made: subprocess.CompletedProcess[str], *words: str) -> None:
+    """It ended with status 2 and one line that holds these words."""
+    assert made.returncode == 2, made.stderr
+    assert made.stdout == ""
+    assert made.stderr.startswith("talon: ")
+    assert made.stderr.count("\n") == 1
+    assert all(word in made.stderr for word in words), made.stderr
+
+
+def test_a_bad_flag_is_one_line_and_exit_2() -> None:
+    assert_one_line(launch("--attention-backand", "fa3"), "--attention-backand", "--attention-backend")
+
+
+def test_a_missing_model_folder_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    assert_one_line(launch("--port", "0", "--model-path", str(tmp_path / "nowhere")), "nowhere")
+
+
+def test_a_folder_that_is_no_model_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    assert_one_line(launch("--port", "0", "--model-path", str(tmp_path)), "config.json")
+
+
+def test_a_port_in_use_is_one_line_and_exit_2_before_the_model_is_looked_for(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert_one_line(launch("--port", port, "--model-path", str(tmp_path / "nowhere")), "127.0.0.1", port, "in use")
+
+
+def test_an_address_of_another_machine_is_one_line_and_exit_2() -> None:
+    assert_one_line(launch("--host", "192.0.2.1"), "192.0.2.1")
+    assert_one_line(launch("--host", "no such host"), "no such host")
+
+
+def test_check_decides_everything_and_loads_nothing(model: Path) -> None:
+    made = launch("--check", "--model", str(model), "--load-format", "dummy", "--device", "cpu", "--log-level", "info")
+    assert made.returncode == 0, made.stderr
+    assert "dtype float32" in made.stderr
+    assert_one_line(launch("--check", "--model", str(model), "--load-format", "dummy", "--context-length", "100000"), "--context-length")
+
+
+def test_dump_config_prints_yaml_that_config_takes(tmp_path: Path) -> None:
+    first = launch("--dump-config", "--port", "1234", "--cuda-graph-bs", "1", "2")
+    assert first.returncode == 0
+    file = tmp_path / "talon.yaml"
+    file.write_text(first.stdout)
+    second = launch("--dump-config", "--config", str(file))
+    assert second.stdout == first.stdout
+    assert "port: 1234" in second.stdout
+
+
+def test_help_lists_the_flags_without_loading_torch() -> None:
+    made = launch("--help")
+    assert made.returncode == 0
+    assert "--speculative-algorithm" in made.stdout
+    code = "import sys, runtime.launch_server, runtime.entrypoints.child; print('torch' in sys.modules)"
+    light = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, check=True)
+    assert light.stdout.strip() == "False"
+
+
+def test_the_ready_line_names_the_address_and_the_curl_works(model: Path) -> None:
+    with serving(model, "--chat-template", "{% for m in messages %}{{ m['content'] }}{% endfor %}") as server:
+        curl = next(line for line in server.output if line.startswith("curl "))
+        assert server.url in curl
+        made = subprocess.run(["bash", "-c", f'{curl.rstrip()[:-2]}, "max_tokens": 3}}\''], capture_output=True, text=True, timeout=20)
+        assert '"completion_tokens":3' in made.stdout.replace(" ", ""), made.stdout + made.stderr
+        assert server.text().count("talon: ready") == 1
+        parent = psutil.Process(server.process.pid)
+        titles = [process.cmdline()[0].strip() for process in (parent, *parent.children())]
+        assert titles == ["talon::http", "talon::scheduler", "talon::detokenizer"]

@@ -1,0 +1,155 @@
+"""The offline engine against the definition of its worker."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fake_worker import alone
+from process.fake import CONTEXT, dummy_model, fake_limits, scheduler_command
+from runtime import Engine
+from runtime.errors import ConfigError, InvalidField, ServingError
+from runtime.sampling_params import SamplingParams
+
+GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    model = dummy_model(tmp_path_factory.mktemp("models") / "tiny")
+    with Engine(scheduler_command=scheduler_command("0.002"), model=str(model), load_format="dummy", device="cpu") as engine:
+        yield engine
+
+
+def expected(engine: Engine, prompt: list[int], max_new_tokens: int = 12) -> list[int]:
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    return alone(prompt, sampling, 5, (1,), fake_limits(engine.config))
+
+
+def test_one_prompt_gives_one_output_in_sglangs_shape(engine: Engine) -> None:
+    output = engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)
+    assert output["output_ids"] == expected(engine, [5, 6, 7])
+    meta = output["meta_info"]
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, 12)
+    assert meta["finish_reason"] == {"type": "length", "length": 12}
+    assert output["text"]
+
+
+def test_many_prompts_come_back_in_their_order(engine: Engine) -> None:
+    prompts = [[5, 6, index] for index in range(10, 50)]
+    outputs = engine.generate(input_ids=prompts, sampling_params=GREEDY)
+    assert [output["output_ids"] for output in outputs] == [expected(engine, prompt) for prompt in prompts]
+
+
+def test_each_prompt_may_have_its_own_parameters(engine: Engine) -> None:
+    outputs = engine.generate(["one", "two"], [{"max_new_tokens": 2, "ignore_eos": True}, {"max_new_tokens": 3, "ignore_eos": True}])
+    assert [output["meta_info"]["completion_tokens"] for output in outputs] == [2, 3]
+
+
+def test_a_stream_grows_to_the_output_of_the_plain_call(engine: Engine) -> None:
+    whole = engine.generate(input_ids=[8, 9], sampling_params=GREEDY)
+    parts = list(engine.generate(input_ids=[8, 9], sampling_params=GREEDY, stream=True))
+    assert parts[-1]["output_ids"] == whole["output_ids"]
+    assert parts[-1]["text"] == whole["text"]
+    assert len(parts) > 1
+    assert all(later["text"].startswith(earlier["text"]) for earlier, later in pairwise(parts))
+
+
+def test_a_stream_that_is_left_early_frees_its_request(engine: Engine) -> None:
+    for _ in engine.generate(input_ids=[8, 9], sampling_params={"max_new_tokens": 400, "ignore_eos": True}, stream=True):
+        break
+    deadline = time.monotonic() + 2.0
+    while (state := engine.get_server_info()["internal_states"][0])["num_running_reqs"] or state["token_usage"]:  # type: ignore[index]
+        assert time.monotonic() < deadline
+    engine.flush_cache()
+
+
+def test_log_probabilities_stand_beside_the_tokens(engine: Engine) -> None:
+    output = engine.generate(input_ids=[5, 6], sampling_params=GREEDY, return_logprob=True, top_logprobs_num=2)
+    meta = output["meta_info"]
+    assert [token for _, token in meta["output_token_logprobs"]] == output["output_ids"]
+    assert all(len(row) == 2 for row in meta["output_top_logprobs"])
+
+
+def test_it_works_inside_a_running_loop(engine: Engine) -> None:
+    async def body() -> None:
+        whole, other = await asyncio.gather(
+            engine.async_generate(input_ids=[5, 6, 7], sampling_params=GREEDY),
+            engine.async_generate(input_ids=[8, 9], sampling_params=GREEDY),
+        )
+        assert whole["output_ids"] == expected(engine, [5, 6, 7])
+        assert other["output_ids"] == expected(engine, [8, 9])
+        assert engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)["text"] == whole["text"]  # blocking, from inside the loop
+        stream = await engine.async_generate(input_ids=[8, 9], sampling_params=GREEDY, stream=True)
+        parts = [part async for part in stream]
+        assert parts[-1]["output_ids"] == other["output_ids"]
+
+    asyncio.run(body())
+
+
+def test_threads_may_share_an_engine(engine: Engine) -> None:
+    outputs: dict[int, list[int]] = {}
+
+    def work(index: int) -> None:
+        outputs[index] = engine.generate(input_ids=[20, index], sampling_params=GREEDY)["output_ids"]
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outputs == {index: expected(engine, [20, index]) for index in range(8)}
+
+
+def test_bad_calls_are_refused_by_name_and_the_engine_goes_on(engine: Engine) -> None:
+    for call, field in (
+        (lambda: engine.generate(), "prompt"),
+        (lambda: engine.generate("a", input_ids=[1]), "prompt"),
+        (lambda: engine.generate(["a", "b"], [{}]), "sampling_params"),
+        (lambda: engine.generate("a", {"temprature": 1}), "sampling_params"),
+        (lambda: engine.generate("a", {"temperature": float("nan")}), "temperature"),
+        (lambda: engine.generate(["a", "b"], stream=True), "prompt"),
+        (lambda: engine.generate(input_ids=[5000]), "input_ids"),
+    ):
+        with pytest.raises(InvalidField) as caught:
+            call()
+        assert caught.value.param == field
+    with pytest.raises(ServingError, match=str(CONTEXT - 1)):
+        engine.generate(input_ids=[5] * CONTEXT)
+    assert engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)["output_ids"] == expected(engine, [5, 6, 7])
+
+
+def test_an_unknown_or_impossible_option_is_refused_and_leaves_no_process() -> None:
+    before = len(psutil.Process().children())
+    for options in ({"modle_path": "m"}, {"tp_size": 2}, {"model_path": "/nowhere/at/all"}):
+        with pytest.raises(ConfigError):
+            Engine(**options)
+    assert len(psutil.Process().children()) == before
+
+
+def test_a_start_that_fails_raises_and_leaves_no_process(tmp_path: Path) -> None:
+    model = dummy_model(tmp_path / "tiny")
+    before = len(psutil.Process().children())
+    with pytest.raises(ConfigError, match="fake worker"):
+        Engine(scheduler_command=scheduler_command("config-error"), model_path=str(model), load_format="dummy", device="cpu")
+    assert len(psutil.Process().children()) == before
+
+
+def test_after_shutdown_no_process_is_left_and_calls_are_refused(tmp_path: Path) -> None:
+    model = dummy_model(tmp_path / "tiny")
+    before = {process.pid for process in psutil.Process().children()}
+    engine = Engine(scheduler_command=scheduler_command(), model_path=str(model), load_format="dummy", device="cpu")
+    ours = [process for process in psutil.Process().children() if process.pid not in before]
+    assert len(ours) == 2
+    engine.shutdown()
+    engine.shutdown()
+    assert not any(process.is_running() for process in ours)
+    with pytest.raises(ServingError, match="shut down"):
+        engine.generate("a")

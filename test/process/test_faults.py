@@ -1,0 +1,179 @@
+"""What breaks, with real processes: every request gets an end, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from process.fake import Server, dummy_model, serving
+from runtime.entrypoints.processes import private_folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dummy_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def server(model: Path) -> Iterator[Server]:
+    with serving(model, behaviour="0.03") as server:
+        yield server
+
+
+def wait_until(true: Callable[[], object], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if true():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def status(server: Server, path: str) -> int:
+    try:
+        return server.get(path).status_code
+    except httpx.HTTPError:
+        return 0
+
+
+def assert_gone(server: Server, children: list[psutil.Process]) -> None:
+    """No child survived and the private folder is removed."""
+    _, alive = psutil.wait_procs(children, timeout=2.0)
+    assert alive == []
+    assert [folder for folder in server.folders() if folder.name.startswith("talon-")] == []
+
+
+@pytest.mark.parametrize("role", ["talon::scheduler", "talon::detokenizer"])
+def test_a_killed_process_ends_streams_with_an_error_turns_health_red_and_ends_the_server(server: Server, role: str) -> None:
+    children = psutil.Process(server.process.pid).children()
+    assert status(server, "/health") == status(server, "/ready") == 200
+    stream = server.stream(400)
+    server.child(role).kill()
+    assert wait_until(lambda: status(server, "/health") == 503, 1.0)
+    assert stream.join(2.0)
+    assert stream.events[-1] != "[DONE]" or "error" in stream.events[-2]
+    assert any('"error"' in event for event in stream.events)
+    assert server.process.wait(5.0) == 1
+    assert f"the {role.removeprefix('talon::')} process died: signal SIGKILL" in server.text()
+    assert "Traceback" not in server.text()
+    assert_gone(server, children)
+
+
+def test_a_stopped_scheduler_is_noticed_dumped_and_ended(server: Server) -> None:
+    children = psutil.Process(server.process.pid).children()
+    stream = server.stream(400)
+    started = time.monotonic()
+    server.child("talon::scheduler").send_signal(signal.SIGSTOP)
+    assert wait_until(lambda: status(server, "/health") == 503, 12.0)
+    assert stream.join(2.0)
+    assert any('"error"' in event for event in stream.events)
+    assert server.process.wait(15.0 - (time.monotonic() - started)) == 1
+    assert "the scheduler process hangs" in server.text()
+    assert "scheduler.py" in server.text()  # its stacks
+    assert_gone(server, children)
+
+
+def test_sigterm_drains_what_is_open_refuses_what_is_new_and_exits_0(server: Server) -> None:
+    children = psutil.Process(server.process.pid).children()
+    stream = server.stream(40)
+    server.process.send_signal(signal.SIGTERM)
+    assert wait_until(lambda: status(server, "/ready") == 503, 1.0)
+    assert status(server, "/health") == 200
+    late = httpx.post(f"{server.url}/v1/completions", json={"model": "fake", "prompt": [5], "max_tokens": 1})
+    assert late.status_code == 503
+    assert stream.join(10.0)
+    assert stream.events[-1] == "[DONE]"
+    assert '"length"' in stream.events[-2]
+    assert server.process.wait(5.0) == 0
+    assert "Traceback" not in server.text()
+    assert_gone(server, children)
+
+
+def test_the_drain_is_cut_off_at_its_time_out(model: Path) -> None:
+    with serving(model, "--shutdown-timeout", "0.3", behaviour="0.05") as server:
+        stream = server.stream(400)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(6.0) == 0
+        assert stream.join(1.0)
+        assert any('"abort"' in event for event in stream.events)
+        assert_gone(server, [])
+
+
+def test_a_second_sigterm_ends_at_once(server: Server) -> None:
+    children = psutil.Process(server.process.pid).children()
+    server.stream(400)
+    server.process.send_signal(signal.SIGTERM)
+    assert wait_until(lambda: status(server, "/ready") == 503, 1.0)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(1.0) == 128 + signal.SIGTERM
+    assert_gone(server, children)
+
+
+def test_children_follow_a_killed_parent(server: Server) -> None:
+    children = psutil.Process(server.process.pid).children()
+    assert len(children) == 2
+    server.process.kill()
+    _, alive = psutil.wait_procs(children, timeout=2.0)
+    assert alive == []
+
+
+def test_a_signal_while_loading_ends_the_server(model: Path) -> None:
+    with serving(model, behaviour="slow-load", ready=False) as server:
+        assert wait_until(lambda: len(psutil.Process(server.process.pid).children()) == 2, 20.0)
+        assert wait_until(lambda: server.folders(), 5.0)
+        time.sleep(0.5)
+        children = psutil.Process(server.process.pid).children()
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(5.0) == 0
+        assert "Traceback" not in server.text()
+        assert_gone(server, children)
+
+
+def test_a_child_that_cannot_be_what_was_asked_is_one_line_and_exit_2(model: Path) -> None:
+    with serving(model, behaviour="config-error", ready=False) as server:
+        assert server.process.wait(20.0) == 2
+        assert "talon: the fake worker cannot be built as asked\n" in server.text()
+        assert "Traceback" not in server.text()
+        assert_gone(server, [])
+
+
+def test_a_child_that_breaks_while_starting_says_how_and_exits_1(model: Path) -> None:
+    with serving(model, behaviour="broken", ready=False) as server:
+        assert server.process.wait(20.0) == 1
+        assert "talon: the scheduler failed: RuntimeError: the fake worker is broken\n" in server.text()
+        assert_gone(server, [])
+
+
+def test_the_private_folder_admits_its_owner_only_and_only_http_listens(model: Path) -> None:
+    with serving(model) as server:
+        (folder,) = (folder for folder in server.folders() if folder.name.startswith("talon-"))
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert {file.name for file in folder.iterdir()} == {"scheduler", "detokenizer", "tokenizer"}
+        parent = psutil.Process(server.process.pid)
+        sockets = [socket for process in (parent, *parent.children()) for socket in process.net_connections()]
+        assert [socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN] == ["127.0.0.1"]
+
+
+def test_leftovers_of_dead_servers_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as temp:
+        monkeypatch.setattr(tempfile, "tempdir", temp)
+        left, alive, other = (Path(temp) / name for name in (f"talon-{dead_pid()}-x", f"talon-{os.getpid()}-x", "talon-notes"))
+        for folder in (left, alive, other):
+            folder.mkdir()
+        made = Path(private_folder())
+        assert set(Path(temp).iterdir()) == {alive, other, made}
+
+
+def dead_pid() -> int:
+    pid = 4_000_000
+    while psutil.pid_exists(pid):
+        pid += 1
+    return pid

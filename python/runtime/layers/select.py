@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Protocol
+
 import torch
 
+from runtime.layers.linear import Linear
 from runtime.layers.ops import BlockOps
 from runtime.layers.torch_ops import TorchOps
+
+
+class DecoderLike(Protocol):
+    """What tuning reads of a model."""
+
+    layers: Sequence[Any]
+    lm_head: Linear
+
+
+def tune_ops(ops: BlockOps, model: DecoderLike, rows: list[int], timed: bool) -> dict[str, str]:
+    """Compile what the model's products need at these numbers of rows and, if `timed`, keep the fastest way for each.
+
+    Returns:
+        A line for each product; empty where there is nothing to choose.
+    """
+    prepare = getattr(ops, "prepare", None)
+    return {} if prepare is None else prepare(model.layers, model.lm_head, rows, timed)
 
 
 def select_ops(device: torch.device, dtype: torch.dtype) -> tuple[BlockOps, str]:

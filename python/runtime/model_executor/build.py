@@ -14,7 +14,7 @@ import torch
 from runtime.batch import ForwardMode, ScheduleBatch, WorkerLimits
 from runtime.errors import ConfigError
 from runtime.layers.sampler import target_probs
-from runtime.layers.select import select_ops
+from runtime.layers.select import select_ops, tune_ops
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.graph_runner import CaptureReport, GraphRunner, capture_all
 from runtime.model_executor.input_buffers import InputBuffers
@@ -95,6 +95,18 @@ def load_model(parts: Parts, config: ModelConfig, folder: str, load_format: str,
     log.info("weights: %s, %.0f MiB, %s%s, %.1f s", config.architecture, model.weight_bytes / MIB, parts.config.dtype,
              f" with {quantization} linears" if quantization else "", seconds)  # fmt: skip
     return model
+
+
+def tune_products(parts: Parts, model: DecoderModel, width: int) -> None:
+    """Choose the kernel of every matrix product of decode passes: `width` rows a request, and the prompts' last rows."""
+    started = time.perf_counter()
+    sizes = parts.sizes or [1, parts.running]
+    rows = sorted({n for size in sizes for n in (size, size * width)})
+    with torch.inference_mode():
+        chosen = tune_ops(model.ops, model, rows, timed=True)
+    if chosen:
+        parts.facts["products"] = chosen
+        parts.phases["tune_products"] = round(time.perf_counter() - started, 3)
 
 
 def model_weights(parts: Parts, shapes: dict[str, tuple[int, ...]], folder: str, load_format: str):
@@ -232,6 +244,7 @@ def build_worker(
     runner = ModelRunner(model, model_config, config.attention_backend, parts.dtype, parts.device)
     page_table = make_page_table(parts, 1)
     target = make_target(parts, runner, page_table)
+    tune_products(parts, model, 1)
     runner.allocate(1, page_table, parts.requests, 1, 1)
     activations = measure_activations(parts, target, (), 1)
     spec = decode_spec(model_config.vocab_size, pool_bytes_per_token(model_config))

@@ -22,6 +22,7 @@ from runtime.model_executor.build import (
     measure_activations,
     model_weights,
     pool_bytes_per_token,
+    tune_products,
 )
 from runtime.model_executor.graph_runner import GraphRunner
 from runtime.model_executor.input_buffers import InputBuffers
@@ -69,6 +70,7 @@ def build_speculative_worker(
     page_table = make_page_table(parts, ahead)
     target = make_target(parts, runner, page_table)
     rows = DraftRows(parts.running + 1, shape.topk, head.hidden_width, head.vocab_size, head.hidden_dtype, parts.device)
+    tune_products(parts, model, shape.num_draft_tokens)
     widths = (shape.num_draft_tokens, max(shape.num_draft_tokens, shape.topk))
     runner.allocate(1, page_table, parts.requests, widths[0], 1)
     passes = shape.num_steps - head.lookahead
@@ -159,6 +161,7 @@ def _build_ngram(
     runner = ModelRunner(model, model_config, config.attention_backend, parts.dtype, parts.device)
     page_table = make_page_table(parts, D)
     target = make_target(parts, runner, page_table)
+    tune_products(parts, model, D)
     runner.allocate(1, page_table, parts.requests, D, 1)
     activations = measure_activations(parts, target, (), D)
     spec = verify_spec(shape, model_config.vocab_size, 0, parts.dtype, pool_bytes_per_token(model_config))

@@ -190,7 +190,10 @@ class _Guard:
 
 
 def _unused_noncharacters(chat: object, kwargs: object) -> tuple[str, str]:
-    used = set(json.dumps([chat, kwargs], ensure_ascii=False))
+    try:
+        used = set(json.dumps([chat, kwargs], ensure_ascii=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidField("messages", "…", "made of plain JSON values that are not nested deeply") from error
     free = [char for char in _NONCHARACTERS if char not in used]
     if len(free) < 2:
         raise RequestError("messages use all Unicode noncharacters; leave out U+FDD0 to U+FDEF", "messages")
@@ -283,7 +286,7 @@ def _first_line(error: Exception) -> str:
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, which also looks at the clock in every turn of a loop and bounds repetition."""
 
-    intercepted_binops = frozenset({"*", "**"})  # pyright: ignore[reportAssignmentType]  # read only
+    intercepted_binops = frozenset({"*", "**"})
     check_time = staticmethod(_check_time)
 
     def _generate(self, source: jinja2.nodes.Template, name: Any, filename: Any, defer_init: bool = False) -> str:
@@ -309,7 +312,7 @@ def _repeated_size(left: Any, right: Any) -> int:
 class _GenerationBlock(jinja2.ext.Extension):
     """Accepts `{% generation %}` … `{% endgeneration %}`, which marks assistant text for training, and renders what is inside."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012  # the base class declares a set; nobody writes to it
 
     def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -44,7 +44,10 @@ class GGUFFile:
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         """Return the metadata value `key` as `kind` (an int passes for a float); without a default it must be there."""
         field = self._reader.fields.get(key)
-        value: Any = default if field is None else field.contents()
+        try:
+            value: Any = default if field is None else field.contents()
+        except ValueError as error:
+            raise ConfigError(f"{self.path} holds text that is not UTF-8 in {key}; download it again") from error
         if kind is float and isinstance(value, int):
             value = float(value)
         if not isinstance(value, kind):

@@ -75,15 +75,17 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
     Raises:
         ConfigError: its kind is not one that this server can rebuild exactly.
     """
-    model = file.get("tokenizer.ggml.model", str, "")
-    if model == "gpt2":
-        tokenizer = _byte_level(file)
-    elif model == "llama":
-        tokenizer = _sentencepiece(file)
-    else:
+    build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(model := file.get("tokenizer.ggml.model", str, ""))
+    if build is None:
         raise ConfigError(f"{file.path} has a tokenizer of kind {model!r}; give a folder with its tokenizer.json as --tokenizer-path")
-    _add_control_tokens(tokenizer, file)
-    _add_bos(tokenizer, file, default=model == "llama")
+    try:
+        tokenizer = build(file)
+        _add_control_tokens(tokenizer, file)
+        _add_bos(tokenizer, file, default=model == "llama")
+    except ConfigError:
+        raise
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise ConfigError(f"{file.path} holds a tokenizer that contradicts itself ({str(error)[:120]}); download it again") from error
     return tokenizer
 
 
@@ -175,12 +177,12 @@ def _types(file: GGUFFile) -> list[int]:
 
 
 def _tokenizer_config(file: GGUFFile) -> dict[str, object]:
-    tokens = _tokens(file)
+    tokens = dict(enumerate(_tokens(file)))
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     named = {
         name: tokens[file.get(f"tokenizer.ggml.{key}_token_id", int)]
         for name, key in keys.items()
-        if file.has(f"tokenizer.ggml.{key}_token_id")
+        if file.get(f"tokenizer.ggml.{key}_token_id", int, -1) in tokens
     }
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,0 +1,228 @@
+"""Chats: rendered as transformers renders them, and no message can leave its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_tokenizer import CHATML, SPECIAL, reference, write_small_tokenizer
+
+from runtime import chat_template
+from runtime.errors import ConfigError, InvalidField, RequestError
+from runtime.tokenizer import Tokenizer
+
+LLAMA3 = (
+    "{%- set loop_messages = messages %}{%- for message in loop_messages %}"
+    "{%- set content = '<|im_start|>' + message['role'] + '<|im_end|>\n\n' + message['content'] | trim + '<|endoftext|>' %}"
+    "{%- if loop.index0 == 0 %}{%- set content = bos_token + content %}{%- endif %}{{- content }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant<|im_end|>\n\n' }}{%- endif %}"
+)
+THINKING = (
+    "{% for m in messages %}\n    {% set content = m.content.split('</think>')[-1] if m.role == 'assistant' else m.content %}\n"
+    "    {% generation %}<|im_start|>{{ m.role }}\n{{ content }}{{ eos_token }}{% endgeneration %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>{% endfor %}"
+)
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "hi"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "  spaced \n"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>hm</think>b"}, {"role": "user", "content": "c < d > e"}],
+    [{"role": "user", "content": "ends with <"}, {"role": "assistant", "content": "> begins"}, {"role": "user", "content": ""}],
+]
+
+
+def _tokenizer(folder: Path, template: str | None = CHATML) -> Tokenizer:
+    return Tokenizer.load(write_small_tokenizer(folder, template))
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return _tokenizer(tmp_path_factory.mktemp("chatml"))
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, THINKING, PARTS], ids=["chatml", "llama3", "thinking", "parts"])
+def test_ids_equal_those_of_transformers(tmp_path: Path, template: str) -> None:
+    tokenizer = _tokenizer(tmp_path, template)
+    hf = reference(tmp_path)
+    for chat in CHATS:
+        for prompt in (True, False):
+            expected = hf.apply_chat_template(chat, add_generation_prompt=prompt, return_dict=False)
+            assert tokenizer.encode_chat(chat, add_generation_prompt=prompt) == expected
+            assert tokenizer.render_chat(chat, add_generation_prompt=prompt) == hf.apply_chat_template(
+                chat, add_generation_prompt=prompt, tokenize=False
+            )
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, PARTS], ids=["chatml", "llama3", "parts"])
+@pytest.mark.parametrize("last", ["The answer is", "trailing space ", "<", "with <think>"])
+def test_continuing_the_last_message_equals_transformers(tmp_path: Path, template: str, last: str) -> None:
+    tokenizer = _tokenizer(tmp_path, template)
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": last}]
+    expected = reference(tmp_path).apply_chat_template(chat, continue_final_message=True, return_dict=False)
+    assert tokenizer.encode_chat(chat, add_generation_prompt=False, continue_final_message=True) == expected
+
+
+def test_kwargs_reach_the_template(tmp_path: Path) -> None:
+    tokenizer = _tokenizer(tmp_path, THINKING)
+    chat = CHATS[0]
+    assert tokenizer.render_chat(chat, template_kwargs={"enable_thinking": False}).endswith("<think></think>")
+    assert not tokenizer.render_chat(chat, template_kwargs={"enable_thinking": True}).endswith("</think>")
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "bos_token", "add_generation_prompt", "_private", "not an identifier", "raise_exception", "range"]
+)
+def test_kwargs_that_the_server_sets_are_refused(chatml: Tokenizer, name: str) -> None:
+    with pytest.raises(InvalidField, match="chat_template_kwargs"):
+        chatml.encode_chat(CHATS[0], template_kwargs={name: 1})
+
+
+@pytest.mark.parametrize("value", [object(), float("nan"), {1: {2, 3}}, "x" * 20000])
+def test_kwargs_that_are_no_plain_values_are_refused(chatml: Tokenizer, value: object) -> None:
+    with pytest.raises(InvalidField, match="chat_template_kwargs"):
+        chatml.encode_chat(CHATS[0], template_kwargs={"extra": value})
+
+
+# ---- no message can leave its place
+
+TRIMMED_PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% endfor %}"
+FRAGMENTS = ["<", "|", ">", "|>", "<|", "<|im_", "im_end|>", *SPECIAL, "<think>", "</think>", " ", "\n", "x", "\ufdd0"]
+spelled = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(spelled, min_size=1, max_size=3))
+def test_the_template_alone_makes_control_tokens(chatml: Tokenizer, texts: list[str]) -> None:
+    chat = [{"role": "user", "content": text} for text in texts]
+    harmless = [{"role": "user", "content": "x"} for _ in texts]
+    made = [i for i in chatml.encode_chat(chat) if i in chatml.special_ids]
+    assert made == [i for i in chatml.encode_chat(harmless) if i in chatml.special_ids]
+    assert chatml.decode(chatml.encode_chat(chat), skip_special_tokens=False) == chatml.render_chat(chat)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    spelled,
+    spelled,
+    st.sampled_from([LLAMA3, PARTS, "{% for m in messages %}{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% endfor %}"]),
+)
+def test_neighbouring_texts_do_not_join_to_a_control_token(
+    tmp_path_factory: pytest.TempPathFactory, first: str, second: str, template: str
+) -> None:
+    tokenizer = _cached_tokenizer(tmp_path_factory)
+    parts = template is not LLAMA3
+    content: Any = [{"type": "text", "text": first}, {"type": "text", "text": second}] if parts else first
+    harmless: Any = [{"type": "text", "text": "x"}] if parts else "x"
+    made, expected = (
+        [i for i in tokenizer.encode_chat([{"role": "user", "content": c}], chat_template=template) if i in tokenizer.special_ids]
+        for c in (content, harmless)
+    )
+    assert made == expected
+
+
+_CACHE: dict[str, Tokenizer] = {}
+
+
+def _cached_tokenizer(factory: pytest.TempPathFactory) -> Tokenizer:
+    if "it" not in _CACHE:
+        _CACHE["it"] = _tokenizer(factory.mktemp("joined"))
+    return _CACHE["it"]
+
+
+def test_text_around_a_spelled_token_is_encoded_as_one(chatml: Tokenizer) -> None:
+    """The guard's marks leave no seam: the message's ids are those of its text without control tokens."""
+    text = "hello <|im_end|> world"
+    ids = chatml.encode_chat([{"role": "user", "content": text}], add_generation_prompt=False, chat_template="{{ messages[0].content }}")
+    assert ids == chatml.encode_plain(text)
+
+
+def test_roles_must_be_words(chatml: Tokenizer) -> None:
+    for role in ("<|im_end|>", "", "user\n", None, 3):
+        with pytest.raises(InvalidField, match="role"):
+            chatml.encode_chat([{"role": role, "content": "x"}])
+
+
+# ---- templates that misbehave
+
+
+def _render(chatml: Tokenizer, template: str) -> str:
+    return chatml.render_chat(CHATS[0], chat_template=template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0]['content'] + 1 }}",
+        "{{ undefined_thing.attribute }}",
+        "{% for i in range(100000000) %}{% endfor %}",
+        "{{ 'a' * 100000000 }}",
+        "{{ 10 ** 100000000 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for a in range(90000) %}{{ messages[0]['content'] * 100000 }}{% endfor %}",
+        "{% include 'x' %}",
+        "{{ unclosed",
+    ],
+)
+def test_a_bad_template_is_the_requests_error_and_shows_no_insides(chatml: Tokenizer, template: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        _render(chatml, template)
+    message = str(caught.value)
+    assert "0x" not in message
+    assert "\n" not in message
+    assert caught.value.status == 400
+
+
+def test_loops_without_output_meet_the_time_limit(chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
+    nested = "{% set r = range(90000) | list %}{% for a in r %}{% for b in r %}{% set check_time = 1 %}{% endfor %}{% endfor %}"
+    with pytest.raises(RequestError, match="takes more than"):
+        _render(chatml, nested)
+
+
+def test_loop_variables_still_work_beside_the_clock(chatml: Tokenizer) -> None:
+    body = "{{ loop.index }}{% if i == 1 %}{% continue %}{% endif %}{{ ',' if not loop.last }}"
+    template = f"{{% for i in range(3) %}}{body}{{% else %}}none{{% endfor %}}"
+    assert _render(chatml, template) == "1,23"
+
+
+def test_no_template_and_a_broken_one_say_what_to_do(tmp_path: Path) -> None:
+    tokenizer = _tokenizer(tmp_path, None)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(RequestError, match="--chat-template"):
+        tokenizer.encode_chat(CHATS[0])
+    with pytest.raises(ConfigError, match="not valid Jinja"):
+        Tokenizer.load(tmp_path, chat_template="{% for %}")
+    with pytest.raises(ConfigError, match="neither a file"):
+        Tokenizer.load(tmp_path, chat_template="missing.jinja")
+
+
+def test_a_given_template_replaces_the_models(tmp_path: Path) -> None:
+    write_small_tokenizer(tmp_path)
+    file = tmp_path / "mine.jinja"
+    file.write_text("mine: {{ messages[0].content }}")
+    assert Tokenizer.load(tmp_path, chat_template=str(file)).render_chat(CHATS[0]) == "mine: hi"
+
+
+def test_json_and_dates_follow_the_conventions(chatml: Tokenizer) -> None:
+    assert _render(chatml, "{{ {'b': 'é<', 'a': [1]} | tojson }}") == '{"b": "é<", "a": [1]}'
+    assert len(_render(chatml, "{{ strftime_now('%Y-%m-%d') }}")) == 10
+
+
+def test_deeply_nested_content_is_refused(chatml: Tokenizer) -> None:
+    deep: Any = "x"
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(InvalidField, match="nested"):
+        chatml.encode_chat([{"role": "user", "content": deep}])

@@ -1,0 +1,217 @@
+"""Text to ids and back, against transformers on the same files."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_tokenizer import SPECIAL, reference, write_small_tokenizer
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, normalizers
+from tokenizers.models import BPE
+
+from runtime.errors import ConfigError, RequestError
+from runtime.model_files.synthetic_tokenizer import write_synthetic_tokenizer
+from runtime.tokenizer import Tokenizer
+
+TEXTS = [
+    "",
+    " ",
+    "Hello, world",
+    "  two  spaces\n\n\nthree lines\t",
+    "naïve café — 東京 😀 👩‍👩‍👧 \u200b",
+    "<|im_start|>user\nhi<|im_end|>\n",
+    "def f(x):\n    return x ** 2  # 12345",
+    "\x00\x1f\x7f",
+    "é" * 50,
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.load(folder)
+
+
+def test_encode_and_decode_equal_transformers(folder: Path, tokenizer: Tokenizer) -> None:
+    hf = reference(folder)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == hf(text)["input_ids"]
+        for skip in (True, False):
+            assert tokenizer.decode(tokenizer.encode(text), skip) == hf.decode(hf(text)["input_ids"], skip_special_tokens=skip)
+
+
+def test_names_and_sizes_come_from_the_files(folder: Path, tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocab_size == len(reference(folder))
+    assert tokenizer.special_ids == {0, 1, 2}
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2,))
+
+
+def test_eos_ids_join_those_of_the_generation_config(tmp_path: Path) -> None:
+    write_small_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
+    assert Tokenizer.load(tmp_path).eos_ids == (2, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([*SPECIAL, "<think>", "</think>", "<", "|", ">", "im_end", " ", "é", "a"]), max_size=12))
+def test_plain_text_never_makes_control_tokens_and_keeps_its_characters(tokenizer: Tokenizer, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    ids = tokenizer.encode_plain(text)
+    assert tokenizer.special_ids.isdisjoint(ids)
+    assert max(ids, default=0) < tokenizer.vocab_size - 2, "a soft control token was made"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_plain_encoding_equals_transformers_where_nothing_is_spelled(folder: Path, tokenizer: Tokenizer) -> None:
+    hf = reference(folder)
+    for text in TEXTS:
+        if not any(token in text for token in SPECIAL):
+            assert tokenizer.encode_plain(text) == hf(text, add_special_tokens=False)["input_ids"]
+        else:
+            assert tokenizer.encode_plain(text) == hf(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+
+def test_half_of_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="surrogate"):
+        tokenizer.encode("a\ud800b")
+
+
+# ---- decoding as tokens arrive
+
+
+def _chunks(ids: list[int], seed: int) -> list[list[int]]:
+    rng, at, out = random.Random(seed), 0, []
+    while at < len(ids):
+        step = rng.randint(1, 4)
+        out.append(ids[at : at + step])
+        at += step
+    return out
+
+
+def _streamed(tokenizer: Tokenizer, chunks: Sequence[Sequence[int]], skip: bool = True) -> list[str]:
+    decoder = tokenizer.stream(skip)
+    return [*(decoder.step(chunk) for chunk in chunks), decoder.finish()]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_streamed_text_adds_up_to_the_decoded_text_without_half_characters(tokenizer: Tokenizer, seed: int) -> None:
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        for skip in (True, False):
+            pieces = _streamed(tokenizer, _chunks(ids, seed), skip)
+            assert "".join(pieces) == tokenizer.decode(ids, skip)
+            assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_ids_stream_to_what_decode_says(tokenizer: Tokenizer, seed: int) -> None:
+    rng = random.Random(seed)
+    ids = [rng.randrange(tokenizer.vocab_size) for _ in range(200)]
+    text = "".join(_streamed(tokenizer, _chunks(ids, seed)))
+    whole = tokenizer.decode(ids)
+    assert text == whole or (whole.startswith(text) and set(whole[len(text) :]) == {"\ufffd"})
+
+
+def test_an_incomplete_character_at_the_end_is_dropped(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("ok 😀")
+    assert "".join(_streamed(tokenizer, [[i] for i in ids[:-1]])) == "ok "
+
+
+def test_a_real_replacement_character_is_shown(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a\ufffdb\ufffd")
+    assert "".join(_streamed(tokenizer, [[i] for i in ids])) == "a\ufffdb\ufffd"
+
+
+def test_token_bytes_add_up_to_the_text(tokenizer: Tokenizer) -> None:
+    for text in TEXTS:
+        assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))).decode() == text
+    assert tokenizer.token_bytes(tokenizer.vocab_size + 5) == b""
+
+
+# ---- vocabularies that mark spaces and fall back to bytes
+
+
+@pytest.fixture(scope="module")
+def spaced(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A SentencePiece-like vocabulary: bytes, letters and a few words."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz", "▁t", "he", "▁the"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    hf = HfTokenizer(BPE(vocab, [("▁", "t"), ("h", "e"), ("▁t", "he")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    hf.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    hf.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    hf.add_special_tokens(["<unk>", "<s>", "</s>"])
+    folder = tmp_path_factory.mktemp("spaced")
+    hf.save(str(folder / "tokenizer.json"))
+    return Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("text", ["the cat", "the the  the", "東京 the 😀", "</s> the"])
+def test_byte_fallback_streams_to_what_decode_says(spaced: Tokenizer, text: str) -> None:
+    ids = spaced.encode_plain(text)
+    assert spaced.special_ids.isdisjoint(ids)
+    assert spaced.decode(ids) == text
+    for seed in range(4):
+        pieces = _streamed(spaced, _chunks(ids, seed))
+        assert "".join(pieces) == text
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_endless_invalid_bytes_do_not_hold_the_stream_back(spaced: Tokenizer) -> None:
+    lone = spaced.encode_plain("東")[-1]
+    pieces = _streamed(spaced, [[lone]] * 100)
+    assert len("".join(pieces)) >= 90
+
+
+# ---- cost and loading
+
+
+@pytest.mark.parametrize("unit", ["hello wörld 123, ", "<|im_end|> x"])
+def test_text_work_is_linear(tokenizer: Tokenizer, unit: str) -> None:
+    """Counted, not timed: 16 times the text makes 16 times the tokens, in pieces that are processed apart."""
+    small, large = (tokenizer.encode_plain(unit * n) for n in (100, 1600))
+    assert len(large) == 16 * len(small)
+
+
+def test_streaming_cost_does_not_grow_with_the_text(spaced: Tokenizer) -> None:
+    """The window that a step decodes stays small, whatever came before."""
+    decoder = spaced.stream()
+    for _ in range(500):
+        decoder.step(spaced.encode_plain("the cat"))
+    assert len(decoder._context) + len(decoder._held) <= 16  # type: ignore[attr-defined]
+
+
+def test_a_synthetic_tokenizer_gives_every_id_back(tmp_path: Path) -> None:
+    write_synthetic_tokenizer(tmp_path, 5000)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.vocab_size == 5000
+    ids = [random.Random(0).randrange(256, 5000) for _ in range(300)]
+    assert tokenizer.encode(tokenizer.decode(ids)) == ids
+    assert tokenizer.decode(tokenizer.encode("Any téxt at all: 😀!")) == "Any téxt at all: 😀!"
+    assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}])) == "user: hi\nassistant:"
+
+
+def test_missing_and_broken_files_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--tokenizer-path"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
+def test_the_tokenizer_needs_no_torch() -> None:
+    import subprocess
+
+    code = "import sys, runtime.tokenizer, runtime.model_source; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    environment = {"PYTHONPATH": ":".join(path for path in sys.path if path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

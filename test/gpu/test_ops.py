@@ -1,0 +1,152 @@
+"""The GPU's block operations against their definition in float64, and against themselves: other rows, other launches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from runtime.layers.linear import Linear
+from runtime.layers.ops import BlockOps, HeadLayout, RMSNorm, Rope
+from runtime.layers.torch_ops import TorchOps
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+BF16 = torch.bfloat16
+TOLERANCE = 8e-3
+ROWS = (1, 5, 16, 40, 200)
+
+
+@pytest.fixture(scope="module")
+def ops() -> BlockOps:
+    from runtime.layers.cuda_ops import CudaOps
+
+    return CudaOps()
+
+
+def rand(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device="cuda") * scale).to(dtype)
+
+
+def gain(size: int, dtype: torch.dtype = BF16) -> RMSNorm:
+    return RMSNorm((torch.rand(size, device="cuda") + 0.5).to(dtype), 1e-5)
+
+
+def layer(out: int, width: int, bias: bool = False, dtype: torch.dtype = BF16) -> Linear:
+    return Linear(rand(out, width, dtype=dtype, scale=width**-0.5), rand(out, dtype=dtype) if bias else None)
+
+
+def normed(h: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    h = h.double()
+    return h / torch.sqrt(h.pow(2).mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
+
+
+def product(x: torch.Tensor, linear: Linear) -> torch.Tensor:
+    out = x.double() @ linear.weight.double().T
+    return out if linear.bias is None else out + linear.bias.double()
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    assert torch.isfinite(got).all(), "not finite"
+    per_row = (got.double() - want).norm(dim=-1) / want.norm(dim=-1)
+    return float(per_row.max())
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_products_follow_the_definition(ops: BlockOps, rows: int) -> None:
+    for hidden, bias in ((1024, False), (576, True)):  # 576 columns are no multiple of any tile
+        torch.manual_seed(rows)
+        h, x, norm = rand(rows, hidden, dtype=torch.float32, scale=50), rand(rows, 1536), gain(hidden)
+        qkv, gate_up, down, head = layer(960, hidden, bias), layer(3072, hidden, bias), layer(hidden, 1536, bias), layer(4999, hidden)
+        assert error(ops.norm(h, norm, BF16), normed(h, norm)) < TOLERANCE
+        assert error(ops.norm_linear(h, norm, qkv), product(normed(h, norm), qkv)) < TOLERANCE
+        gate, up = product(normed(h, norm), gate_up).chunk(2, dim=1)
+        assert error(ops.norm_gate_up(h, norm, gate_up), F.silu(gate) * up) < TOLERANCE
+        y = rand(rows, hidden)
+        scores = torch.full((rows, 4999), float("nan"), device="cuda")
+        assert ops.logits(y, head, scores) is scores
+        assert error(scores, product(y, head)) < 1e-4, "logits are rounded to 16 bits somewhere"
+        assert torch.equal(ops.logits(y, head), scores)
+        # A stream of 2e4 steps by 128 in bfloat16: the update must be added in float32.
+        stream = h * 400
+        before = stream.double()
+        assert error(ops.linear_add(x, down, stream).double() - before, product(x, down)) < TOLERANCE
+
+
+def test_float16_products_do_not_overflow_in_a_large_stream(ops: BlockOps) -> None:
+    h, norm, linear = rand(4, 1024, dtype=torch.float32, scale=2e4), gain(1024, torch.float16), layer(512, 1024, dtype=torch.float16)
+    norm.weight.mul_(20)
+    assert error(ops.norm_linear(h, norm, linear), product(normed(h, norm), linear)) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "norms"), [(32, 8, 128, False), (9, 3, 64, False), (16, 8, 128, True), (4, 2, 256, True)]
+)
+def test_rotary_and_kv_write_touch_their_slots_only(ops: BlockOps, heads: int, kv_heads: int, head_dim: int, norms: bool) -> None:
+    T, slots, twin = 7, 40, TorchOps()
+    layout = HeadLayout(heads, kv_heads, head_dim)
+    angle = torch.outer(torch.arange(3000.0, device="cuda"), 1e4 ** (-torch.arange(0, head_dim, 2, device="cuda") / head_dim))
+    rope = Rope(torch.cat((angle.cos(), angle.sin()), dim=1))
+    q_norm, k_norm = (gain(head_dim), gain(head_dim)) if norms else (None, None)
+    qkv = rand(T, (heads + 2 * kv_heads) * head_dim)
+    positions, where = torch.randint(0, 3000, (T,), device="cuda"), torch.randperm(slots, device="cuda")[:T]
+    caches = [rand(slots, kv_heads, head_dim) for _ in range(2)]
+    expected = [cache.float() for cache in caches]
+    q = ops.rope_and_cache(qkv, layout, rope, q_norm, k_norm, positions, where, *caches)
+    float_norms = [None if norm is None else RMSNorm(norm.weight.float(), norm.eps) for norm in (q_norm, k_norm)]
+    want = twin.rope_and_cache(qkv.float(), layout, rope, *float_norms, positions, where, *expected)
+    assert error(q.flatten(1), want.flatten(1).double()) < TOLERANCE
+    others = torch.ones(slots, dtype=torch.bool, device="cuda")
+    others[where] = False
+    for cache, twin_cache in zip(caches, expected, strict=True):
+        assert error(cache[where].flatten(1), twin_cache[where].flatten(1).double()) < TOLERANCE
+        assert torch.equal(cache[others].float(), twin_cache[others])
+
+
+@pytest.mark.parametrize("rows", [4, 16, 32])
+def test_a_row_does_not_depend_on_the_rows_beside_it(ops: BlockOps, rows: int) -> None:
+    h, norm, qkv, gate_up = rand(rows, 1024, dtype=torch.float32), gain(1024), layer(1536, 1024), layer(2048, 1024)
+    other = rand(rows, 1024, dtype=torch.float32, scale=1e3)
+    other[1] = h[1]
+    for op, linear in ((ops.norm_linear, qkv), (ops.norm_gate_up, gate_up)):
+        assert torch.equal(op(h, norm, linear)[1], op(other, norm, linear)[1])
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40])
+def test_early_launches_change_no_bit_of_a_long_chain(rows: int) -> None:
+    from runtime.layers.cuda_ops import CudaOps
+
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("programmatic dependent launch needs compute capability 9")
+    hidden, layout, slots = 2048, HeadLayout(16, 4, 128), rows + 1
+    blocks = [
+        (gain(hidden), layer(24 * 128, hidden), layer(hidden, hidden), gain(hidden), layer(8192, hidden), layer(hidden, 4096))
+        for _ in range(12)
+    ]
+    rope = Rope(rand(100, 128, dtype=torch.float32))
+    positions, where = torch.arange(rows, device="cuda"), torch.arange(rows, device="cuda") + 1
+    start = rand(rows, hidden, dtype=torch.float32)
+    caches = [torch.zeros((slots, 4, 128), dtype=BF16, device="cuda") for _ in range(2)]
+
+    def chain(ops: BlockOps) -> torch.Tensor:
+        h = start.clone()
+        for attn_norm, mlp_norm, qkv, o, gate_up, down in blocks:
+            q = ops.rope_and_cache(ops.norm_linear(h, attn_norm, qkv), layout, rope, None, None, positions, where, *caches)
+            h = ops.linear_add(q.flatten(1), o, h)
+            h = ops.linear_add(ops.norm_gate_up(h, mlp_norm, gate_up), down, h)
+        return h
+
+    plain, early = CudaOps(pdl=False), CudaOps(pdl=True)
+    want = chain(plain)
+    assert torch.equal(chain(early), want)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        chain(early)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(early)
+    for _ in range(20):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, want)

@@ -1,0 +1,57 @@
+"""The product of few rows at every cut that may be chosen, and the choice among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from runtime.layers.linear import Linear
+from runtime.layers.ops import RMSNorm
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("rows", [3, 16, 29, 64])
+def test_every_cut_gives_the_same_product(rows: int) -> None:
+    from runtime.layers.gemm_choice import candidate_configs
+    from runtime.layers.small_gemm import small_gemm
+
+    N, K = 1000, 2064  # neither is a multiple of a tile
+    x, weight = (torch.randn((n, K), device="cuda").to(BF16) for n in (rows, N))
+    want = x.double() @ weight.double().T
+    for config in {*candidate_configs(1 << 10, rows), *candidate_configs(1 << 20, rows)}:
+        out = torch.full((rows + 1, N), float("nan"), device="cuda")
+        small_gemm(x, weight, out[:rows], config)
+        assert ((out[:rows].double() - want).norm() / want.norm()) < 1e-5, config
+        assert out[rows].isnan().all(), f"{config} writes past its rows"
+
+
+@dataclass
+class TinyBlock:
+    attn_norm: RMSNorm
+    mlp_norm: RMSNorm
+    qkv_proj: Linear
+    o_proj: Linear
+    gate_up_proj: Linear
+    down_proj: Linear
+
+
+def test_preparing_with_timing_keeps_a_choice_for_every_product_that_then_computes_it() -> None:
+    from runtime.layers.cuda_ops import CudaOps
+
+    def layer(out: int, width: int) -> Linear:
+        return Linear((torch.randn((out, width), device="cuda") * width**-0.5).to(BF16))
+
+    norm = RMSNorm(torch.ones(512, device="cuda", dtype=BF16), 1e-5)
+    blocks = [TinyBlock(norm, norm, layer(768, 512), layer(512, 512), layer(2048, 512), layer(512, 1024)) for _ in range(2)]
+    head, ops = layer(4000, 512), CudaOps()
+    untouched = torch.randn((5, 512), device="cuda")
+    report = ops.prepare(blocks, head, rows=(1, 5), timed=True)
+    assert {key[3] for key in ops.choices} == {1, 8}
+    assert len(ops.choices) == len(report) == 10
+    want = untouched.double() + (x := torch.randn((5, 1024), device="cuda").to(BF16)).double() @ blocks[0].down_proj.weight.double().T
+    got = ops.linear_add(x, blocks[0].down_proj, untouched.clone())
+    assert ((got.double() - want).norm() / want.norm()) < 1e-5

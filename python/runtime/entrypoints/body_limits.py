@@ -165,4 +165,4 @@ def deeper_than(value: object, limit: int) -> bool:
         level = [one for one in inner if isinstance(one, (list, dict))]
         if not level:
             return False
-    return True
+    return bool(level)

@@ -1,0 +1,221 @@
+"""The HTTP front around a real manager and a real tokenizer, with a scripted scheduler behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+from tiny import tiny_model, tiny_runtime
+
+from runtime.batch import WorkerLimits
+from runtime.entrypoints.http_server import serve
+from runtime.managers.io_struct import (
+    AbortReq,
+    ControlReply,
+    ControlReq,
+    Finish,
+    GenerateReq,
+    SpecStats,
+    TextOut,
+    TextOutBatch,
+    TokenLogprobs,
+    ToScheduler,
+)
+from runtime.managers.tokenizer_manager import TokenizerManager
+from runtime.tokenizer import Tokenizer
+
+VOCAB = 259
+IM_START, IM_END, END_OF_TEXT = 256, 257, 258
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{% if not (continue_final_message and loop.last) %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
+    """One token a byte, and three control tokens."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {byte: chr(byte) for byte in printable}
+    for n, byte in enumerate(byte for byte in range(256) if byte not in printable):
+        letters[byte] = chr(0x100 + n)
+    control = {"<|im_start|>": IM_START, "<|im_end|>": IM_END, "<|endoftext|>": END_OF_TEXT}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    definition = {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
+        "added_tokens": [{"id": i, "content": text, **plain} for text, i in control.items()],
+        "pre_tokenizer": byte_level, "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": {letters[byte]: byte for byte in range(256)} | control, "merges": []},
+    }  # fmt: skip
+    return Tokenizer(json.dumps(definition), {"eos_token": "<|im_end|>"}, template, (IM_END,))
+
+
+def logprob_of(token: int) -> float:
+    """What the scripted scheduler says of a token."""
+    return -0.1 - (token % 7) / 10
+
+
+def top_of(token: int, k: int) -> list[tuple[int, float]]:
+    """The token itself, and its neighbours below it."""
+    return [((token + i) % VOCAB, logprob_of(token) - i) for i in range(k)]
+
+
+@dataclass
+class ScriptedScheduler:
+    """Answers each request with `say(request)`, a byte a step, and remembers what it was told.
+
+    Attributes:
+        gap: seconds between steps.
+        hold: steps after which requests stop coming forth, or None.
+        fail: steps after which requests fail, or None.
+    """
+
+    say: Callable[[GenerateReq], str] = lambda request: "Hello, world"
+    gap: float = 0.0
+    hold: int | None = None
+    fail: int | None = None
+    manager: TokenizerManager = field(init=False)
+    requests: list[GenerateReq] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    calls: list[ControlReq] = field(default_factory=list)
+    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def send(self, message: ToScheduler) -> None:
+        if isinstance(message, GenerateReq):
+            self.requests.append(message)
+            self.tasks[message.rid] = asyncio.get_running_loop().create_task(self._run(message))
+        elif isinstance(message, AbortReq):
+            for rid in list(self.tasks) if message.all else [message.rid]:
+                self._abort(rid)
+        elif isinstance(message, ControlReq):
+            self.calls.append(message)
+            body = msgspec.json.encode(self.state)
+            self.manager.handle(ControlReply(call_id=message.call_id, ok=True, body=body))
+
+    def _abort(self, rid: str) -> None:
+        self.aborted.append(rid)
+        if not self.tasks[rid].done():
+            self.tasks[rid].cancel()
+            finish = Finish(reason="abort")
+            out = TextOut(rid=rid, text="", token_ids=[], prompt_tokens=1, cached_tokens=0, completion_tokens=0, finish=finish)
+            asyncio.get_running_loop().call_soon(self.manager.handle, TextOutBatch(outs=[out]))
+
+    async def _run(self, request: GenerateReq) -> None:
+        data = self.say(request).encode()[: request.sampling.max_new_tokens]
+        cut = len(self.say(request).encode()) > len(data)
+        tokens = list(data) if cut else [*data, IM_END]
+        if not request.stream:
+            await self._step(request, tokens, data.decode(errors="ignore"), len(tokens), cut, True, True)
+            return
+        for i, token in enumerate(tokens):
+            if i == self.hold:
+                await asyncio.Event().wait()
+            text = chr(token) if token < 128 else ""
+            await self._step(request, [token], text, i + 1, cut, i == 0, i == len(tokens) - 1)
+
+    async def _step(self, request: GenerateReq, ids: list[int], text: str, count: int, cut: bool, first: bool, last: bool) -> None:
+        await asyncio.sleep(self.gap)
+        if self.hold is not None and not request.stream:
+            await asyncio.Event().wait()
+        finish = (Finish(reason="length") if cut else Finish(reason="stop", matched=IM_END)) if last else None
+        if self.fail is not None and count > self.fail:
+            finish = Finish(reason="abort", message="the forward step of this request failed", status=500)
+        wanted = request.top_logprobs >= 0
+        k = max(request.top_logprobs, 0)
+        out = TextOut(
+            rid=request.rid,
+            text=text,
+            token_ids=ids,
+            prompt_tokens=len(request.input_ids),
+            cached_tokens=2,
+            completion_tokens=count,
+            finish=finish,
+            logprobs=TokenLogprobs(chosen=[logprob_of(t) for t in ids], top=[top_of(t, k) for t in ids]) if wanted else None,
+            prompt_logprobs=self._of_prompt(request, k) if request.prompt_logprobs and first else None,
+            spec=SpecStats(verify_steps=4, draft_tokens=12, accepted_tokens=8, accepted_by_position=[4, 3, 1]) if last else None,
+            queue_seconds=0.25,
+        )
+        self.manager.handle(TextOutBatch(outs=[out]))
+
+    def _of_prompt(self, request: GenerateReq, k: int) -> TokenLogprobs:
+        rest = request.input_ids[1:]
+        return TokenLogprobs(chosen=[None, *(logprob_of(t) for t in rest)], top=[[], *(top_of(t, k) for t in rest)])
+
+
+LIMITS = WorkerLimits(
+    max_total_tokens=4096, max_running_requests=8, max_context_len=256, max_extend_tokens=64, page_size=1, vocab_size=VOCAB
+)
+
+
+def make_manager(scheduler: ScriptedScheduler, template: str | None = TEMPLATE, **config: object) -> TokenizerManager:
+    """A manager whose messages go to `scheduler`."""
+    model = tiny_model(vocab_size=VOCAB, eos_ids=(IM_END,))
+    manager = TokenizerManager(tiny_runtime(**config), byte_tokenizer(template), model, LIMITS, scheduler.send)
+    manager.health.warm = True
+    scheduler.manager = manager
+    return manager
+
+
+class Front:
+    """A server on a loopback port and a client of it."""
+
+    def __init__(self, manager: TokenizerManager, scheduler: ScriptedScheduler, port: int, client: httpx.AsyncClient) -> None:
+        self.manager = manager
+        self.scheduler = scheduler
+        self.port = port
+        self.client = client
+
+    async def post(self, path: str, body: object = None, **options: Any) -> httpx.Response:
+        return await self.client.post(path, json=body, **options)
+
+    async def events(self, path: str, body: object) -> list[Any]:
+        """The data of each event of a stream, parsed; the end mark as it is."""
+        answer = await self.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+    async def fine(self) -> bool:
+        """Whether an ordinary request is still answered."""
+        answer = await self.post("/v1/completions", {"prompt": "x"})
+        return answer.status_code == 200 and answer.json()["choices"][0]["text"] == "Hello, world"
+
+
+@asynccontextmanager
+async def front(scheduler: ScriptedScheduler | None = None, *, template: str | None = TEMPLATE, **config: object) -> AsyncIterator[Front]:
+    """Serve on a free loopback port as the launcher does."""
+    scheduler = scheduler or ScriptedScheduler()
+    manager = make_manager(scheduler, template, **config)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    stopping = asyncio.Event()
+    serving = asyncio.create_task(serve(manager, listener, stopping))
+    key = {"Authorization": f"Bearer {config['api_key']}"} if config.get("api_key") else {}
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=key, timeout=20, trust_env=False) as client:
+            yield Front(manager, scheduler, port, client)
+    finally:
+        for task in scheduler.tasks.values():
+            task.cancel()
+        stopping.set()
+        await serving
+        manager.close()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait for `condition`, and fail after `seconds`."""
+    for _ in range(int(seconds / 0.01)):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the condition did not come true")

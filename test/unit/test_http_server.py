@@ -1,0 +1,563 @@
+"""The front against bad input, missing keys, leaving clients and a failing engine, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gzip
+import json
+import re
+import socket
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from front import Front, ScriptedScheduler, front, make_manager, until
+
+from runtime.entrypoints import body_limits, connection, sse
+from runtime.entrypoints.auth import ADMIN_PATHS, OPEN_PATHS
+from runtime.entrypoints.http_server import create_app
+from runtime.entrypoints.native_protocol import GENERATE, NATIVE_SAMPLING
+from runtime.entrypoints.openai_protocol import CHAT, COMPLETION
+from runtime.entrypoints.page import ChatPage
+from runtime.errors import WorkerDied
+
+HI = [{"role": "user", "content": "hi"}]
+STREAM = {"messages": HI, "stream": True}
+MIB = 1 << 20
+LEAK = re.compile(r"0x[0-9a-f]{4}|Traceback|File \"|\.py\b|/work|/usr|/home|site-packages")
+ODD_NUMBERS = ["-9223372036854775808", "-1", "0", "9223372036854775808", "1e400", "true", '"1"', "null"]
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """The error of an answer, after checking its form."""
+    error = answer.json()["error"]
+    assert {"message", "type", "param", "code"} <= set(error)
+    assert error["message"]
+    assert not LEAK.search(answer.text)
+    return error
+
+
+# ---- bad input
+
+
+POSTS = ["/v1/chat/completions", "/v1/completions", "/generate", "/tokenize", "/detokenize", "/abort_request"]
+MALFORMED = [
+    b"{", b"", b"\xff\xfe", b"3", b"[]", b'"x"', b"null", b'{"a":1e400}', b"[" * 200 + b"]" * 200, b'{"prompt": "\xc3\x28"}',
+]  # fmt: skip
+
+
+def test_malformed_bodies_are_400_in_openais_form() -> None:
+    async def check() -> None:
+        async with front() as f:
+            for path in POSTS:
+                for raw in MALFORMED:
+                    answer = await f.client.post(path, content=raw, headers={"content-type": "application/json"})
+                    assert answer.status_code == 400, (path, raw)
+                    assert error_of(answer)["type"] == "invalid_request_error"
+            assert await f.fine()
+
+    run(check())
+
+
+def integer_bodies() -> Iterator[tuple[str, str, int]]:
+    """Path, body with %s for the number, and the highest number that the field takes."""
+    for path, fields, base in (
+        ("/v1/chat/completions", CHAT, '"messages":[{"role":"user","content":"x"}]'),
+        ("/v1/completions", COMPLETION, '"prompt":"x"'),
+        ("/generate", GENERATE, '"text":"x"'),
+    ):
+        for name, kind in fields.kinds.items():
+            schema = kind.schema()
+            if schema.get("type") == "integer":
+                logprobs = '"logprobs":true,' if name == "top_logprobs" else ""
+                yield path, f'{{{logprobs}{base},"{name}":%s}}', int(str(schema["maximum"]))
+    for name, kind in NATIVE_SAMPLING.kinds.items():
+        schema = kind.schema()
+        if schema.get("type") == "integer":
+            yield "/generate", f'{{"text":"x","sampling_params":{{"{name}":%s}}}}', int(str(schema["maximum"]))
+    yield "/v1/completions", '{"prompt":"x","stop_token_ids":[%s]}', 258
+    yield "/v1/completions", '{"prompt":[1,%s]}', 258
+    yield "/generate", '{"input_ids":[%s]}', 258
+    yield "/detokenize", '{"tokens":[%s]}', 258
+
+
+def test_odd_numbers_in_integer_fields_never_break_the_server() -> None:
+    async def check() -> None:
+        async with front(ScriptedScheduler(say=lambda request: "")) as f:
+            bodies = list(integer_bodies())
+            assert len(bodies) > 25
+            for path, form, highest in bodies:
+                for number in [*ODD_NUMBERS, str(highest + 1)]:
+                    answer = await f.client.post(path, content=form % number)
+                    assert answer.status_code in (200, 400), (path, form % number, answer.text)
+                    if answer.status_code == 400:
+                        assert error_of(answer)["type"] == "invalid_request_error"
+                    elif number not in ("0", "null", "-1"):
+                        assert number == "-9223372036854775808", form % number
+                        assert "seed" in form or "priority" in form, form % number
+                assert (await f.post("/v1/completions", {"prompt": "x"})).status_code == 200
+            assert f.manager.open_requests == 0
+
+    run(check())
+
+
+def test_odd_keys_in_logit_bias_never_break_the_server() -> None:
+    async def check() -> None:
+        async with front() as f:
+            for key in ("-9223372036854775808", "-1", "259", "9223372036854775808", "1e400", "true", "", "٣", "1.0", " 1"):
+                answer = await f.post("/v1/completions", {"prompt": "x", "logit_bias": {key: 1}})
+                assert answer.status_code == 400, key
+                assert "logit_bias" in error_of(answer)["param"]
+            assert await f.fine()
+
+    run(check())
+
+
+def test_a_body_over_the_limit_is_413_while_it_streams_in_whether_announced_or_not() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(50):
+            yield b"x" * MIB
+
+    async def check() -> None:
+        async with front() as f:
+            for content in (b"x" * (50 * MIB), chunks()):
+                answer = await f.client.post("/v1/completions", content=content)
+                assert answer.status_code == 413
+                assert "32 MiB" in error_of(answer)["message"]
+            fits = json.dumps({"prompt": "x", "user": "y" * 4000}).encode() + b" " * (31 * MIB)
+            assert (await f.client.post("/v1/completions", content=fits)).status_code == 200
+
+    run(check())
+
+
+def test_compressed_bodies_are_refused() -> None:
+    async def check() -> None:
+        async with front() as f:
+            content = gzip.compress(b'{"prompt": "x"}')
+            answer = await f.client.post("/v1/completions", content=content, headers={"content-encoding": "gzip"})
+            assert answer.status_code == 400
+            assert error_of(answer)["param"] == "Content-Encoding"
+            assert await f.fine()
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("request_head", "status"), [(b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"y" * 200_000, 431), (b"\x16\x03\x01 nonsense\r\n\r\n", 400)]
+)
+def test_headers_have_a_limit_and_noise_is_400(request_head: bytes, status: int) -> None:
+    async def check() -> None:
+        async with front() as f:
+            reader, writer = await asyncio.open_connection("127.0.0.1", f.port)
+            writer.write(request_head)
+            answer = await asyncio.wait_for(reader.read(), 5)
+            writer.close()
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert head.split()[1] == str(status).encode()
+            assert json.loads(body)["error"]["status"] == status
+            assert await f.fine()
+
+    run(check())
+
+
+def test_unknown_paths_and_methods_are_answered_in_openais_form() -> None:
+    async def check() -> None:
+        async with front() as f:
+            for method, path, status in (
+                ("GET", "/nope", 404),
+                ("POST", "/v1/embeddings", 404),
+                ("GET", "/generate", 405),
+                ("DELETE", "/health", 405),
+            ):
+                answer = await f.client.request(method, path)
+                assert answer.status_code == status
+                assert path in error_of(answer)["message"]
+
+    run(check())
+
+
+def test_a_url_in_a_message_opens_no_connection() -> None:
+    async def check() -> None:
+        trap = socket.create_server(("127.0.0.1", 0))
+        trap.setblocking(False)
+        url = f"http://127.0.0.1:{trap.getsockname()[1]}/x.png"
+        async with front() as f:
+            for part in ({"type": "image_url", "image_url": {"url": url}}, {"type": "file", "file": {"file_data": "file:///etc/hostname"}}):
+                answer = await f.post("/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}]})
+                assert answer.status_code == 400
+                assert "messages[0].content[0]" in error_of(answer)["param"]
+            assert (await f.post("/generate", {"text": "x", "image_data": url})).status_code == 400
+        with pytest.raises(BlockingIOError):
+            trap.accept()
+        trap.close()
+
+    run(check())
+
+
+def test_a_failure_of_our_own_is_a_500_that_tells_nothing() -> None:
+    async def check() -> None:
+        async with front() as f:
+            f.manager.tokenizer.encode_chat = lambda *args, **kwargs: 1 / 0  # type: ignore[attr-defined,method-assign]
+            answer = await f.post("/v1/chat/completions", {"messages": HI})
+            assert answer.status_code == 500
+            assert "division" not in answer.text
+            assert error_of(answer)["type"] == "server_error"
+            assert await f.fine()
+
+    run(check())
+
+
+# ---- keys
+
+
+def test_every_route_needs_the_key_but_those_that_are_open_by_name() -> None:
+    async def check() -> None:
+        scheduler = ScriptedScheduler()
+        manager = make_manager(scheduler, api_key="user", admin_api_key="admin")
+        app = create_app(manager)
+        paths = {str(route.path) for route in app.routes} | {"/nope", "/v1//models", "//", "/health/", "/%68ealth", "/v1/models/tiny"}  # type: ignore[attr-defined]
+        assert paths >= OPEN_PATHS | ADMIN_PATHS
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://health/health") as client:
+            for path in paths:
+                for method in ("GET", "POST", "HEAD", "OPTIONS"):
+                    url = httpx.URL("http://health").copy_with(raw_path=path.encode())
+                    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic user"}, {"authorization": "user"}):
+                        answer = await client.request(method, url, headers={**headers, "host": "x/health?"})
+                        refused = answer.status_code == 401
+                        assert refused == (path not in OPEN_PATHS | {"/%68ealth"}), (method, path, answer.status_code)
+        manager.close()
+
+    run(check())
+
+
+def test_the_admin_key_opens_all_and_the_user_key_all_but_administration() -> None:
+    async def statuses(key: str, **config: object) -> tuple[int, int]:
+        async with front(**config) as f:
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            user = await f.client.get("/v1/models", headers=headers)
+            admin = await f.client.post("/flush_cache", headers=headers)
+            return user.status_code, admin.status_code
+
+    async def check() -> None:
+        both = {"api_key": "user", "admin_api_key": "admin"}
+        assert await statuses("user", **both) == (200, 401)
+        assert await statuses("admin", **both) == (200, 200)
+        assert await statuses("user", api_key="user") == (200, 200)
+        assert await statuses("", admin_api_key="admin") == (200, 401)
+        assert await statuses("", api_key=None) == (200, 200)
+
+    run(check())
+
+
+def test_keys_are_shown_nowhere() -> None:
+    async def check() -> None:
+        async with front(api_key="user-secret", admin_api_key="admin-secret") as f:
+            for path in ("/get_server_info", "/get_model_info", "/metrics", "/openapi.json", "/"):
+                answer = await f.client.get(path)
+                assert answer.status_code == 200
+                assert "secret" not in answer.text
+
+    run(check())
+
+
+# ---- clients that leave, lag or say nothing
+
+
+def test_a_client_that_leaves_a_stream_ends_its_work() -> None:
+    async def check() -> None:
+        async with front(ScriptedScheduler(gap=0.01, hold=5)) as f:
+            for body, path in (
+                (STREAM, "/v1/chat/completions"),
+                ({"prompt": ["a", "b"], "stream": True, "n": 2}, "/v1/completions"),
+                ({"text": "a", "stream": True}, "/generate"),
+            ):
+                async with f.client.stream("POST", path, json=body) as answer:
+                    async for _ in answer.aiter_lines():
+                        break
+                    assert f.manager.open_requests > 0
+                await until(lambda: f.manager.open_requests == 0)
+            assert len(f.scheduler.aborted) == 6
+
+    run(check())
+
+
+def test_a_client_that_leaves_while_waiting_ends_its_work() -> None:
+    async def check() -> None:
+        async with front(ScriptedScheduler(hold=0)) as f:
+            for path, body in (
+                ("/v1/chat/completions", {"messages": HI}),
+                ("/v1/completions", {"prompt": ["a", "b"]}),
+                ("/generate", {"text": "a"}),
+            ):
+                with pytest.raises(httpx.ReadTimeout):
+                    await f.client.post(path, json=body, timeout=0.2)
+                await until(lambda: f.manager.open_requests == 0)
+            assert len(f.scheduler.aborted) == 4
+
+    run(check())
+
+
+def test_a_stream_that_nobody_begins_to_read_is_closed() -> None:
+    async def check() -> None:
+        closed: list[int] = []
+
+        async def events() -> AsyncIterator[bytes]:
+            yield b"never"
+
+        async def refuses(message: object) -> None:
+            raise OSError("gone")
+
+        stream = sse.EventStream(events(), lambda: closed.append(1))  # type: ignore[arg-type]
+        with pytest.raises(OSError, match="gone"):
+            await stream({"type": "http"}, lambda: asyncio.Event().wait(), refuses)  # type: ignore[arg-type,return-value]
+        assert closed == [1]
+
+    run(check())
+
+
+def test_silence_in_a_stream_is_filled_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "SILENCE_SECONDS", 0.1)
+
+    async def check() -> None:
+        async with front(ScriptedScheduler(gap=0.5)) as f:
+            answer = await f.post("/v1/completions", {"prompt": "x", "stream": True, "max_tokens": 2})
+            comments = [part for part in answer.text.split("\n\n") if part.startswith(":")]
+            assert len(comments) >= 6
+            assert answer.text.rstrip().endswith("data: [DONE]")
+
+    run(check())
+
+
+def test_a_reader_who_stops_reading_is_cut_off_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "WRITE_SECONDS", 0.3)
+
+    async def check() -> None:
+        async with front(
+            ScriptedScheduler(say=lambda request: "Hello, world" if request.input_ids == [120] else "y" * 20_000), context_length=40_000
+        ) as f:
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", f.port))
+            f.manager.limits = dataclasses.replace(f.manager.limits, max_context_len=40_000)
+            body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 20_000, "logprobs": 20}).encode()
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+            await asyncio.get_running_loop().sock_sendall(sock, head + body)
+            await until(lambda: f.manager.open_requests == 1)
+            assert await f.fine()
+            await until(lambda: f.manager.open_requests == 0, 10)
+            assert len(f.scheduler.aborted) == 1
+            assert await f.fine()
+            sock.close()
+
+    run(check())
+
+
+def test_a_connection_that_says_nothing_or_half_a_header_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.2)
+
+    async def check() -> None:
+        async with front() as f:
+            ordinary = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+            for first, said in ((b"", b""), (b"", b"GET / HT"), (b"", b"GET / HTTP/1.1\r\nHost: a\r\n"), (ordinary, b"GET /hea")):
+                reader, writer = await asyncio.open_connection("127.0.0.1", f.port)
+                writer.write(first)
+                if first:
+                    await reader.readuntil(b'{"status":"ok"}')
+                writer.write(said)
+                assert await asyncio.wait_for(reader.read(), 3) == b""
+                writer.close()
+            assert await f.fine()
+
+    run(check())
+
+
+def test_answers_are_sent_at_once_and_wait_for_no_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[int] = []
+    take = connection.BoundedConnection.data_received
+
+    def taking(self: connection.BoundedConnection, data: bytes) -> None:
+        options.append(self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        take(self, data)
+
+    monkeypatch.setattr(connection.BoundedConnection, "data_received", taking)
+
+    async def check() -> None:
+        async with front() as f:
+            assert await f.fine()
+
+    run(check())
+    assert options
+    assert all(options)
+
+
+def test_a_slow_answer_is_not_cut_by_the_header_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.1)
+
+    async def check() -> None:
+        async with front(ScriptedScheduler(gap=0.3)) as f:
+            assert await f.fine()
+
+    run(check())
+
+
+def test_a_body_that_stops_half_way_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_limits, "BODY_SECONDS", 0.2)
+
+    async def check() -> None:
+        async with front() as f:
+            reader, writer = await asyncio.open_connection("127.0.0.1", f.port)
+            writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\nConnection: close\r\n\r\n{"prompt')
+            answer = await asyncio.wait_for(reader.read(), 3)
+            assert answer.split()[1] == b"408"
+            writer.close()
+
+    run(check())
+
+
+# ---- states of the server
+
+
+async def refused(f: Front, status: int) -> None:
+    for path, body in (("/v1/chat/completions", STREAM), ("/v1/completions", {"prompt": "x"}), ("/generate", {"text": "x"})):
+        answer = await f.post(path, body)
+        assert answer.status_code == status
+        error_of(answer)
+
+
+def test_a_full_queue_is_429_with_retry_after() -> None:
+    async def check() -> None:
+        async with front(ScriptedScheduler(hold=0), max_queued_requests=1) as f:
+            waiting = [asyncio.create_task(f.post("/generate", {"text": "x"})) for _ in range(9)]
+            await until(lambda: f.manager.open_requests == 9)
+            answer = await f.post("/v1/completions", {"prompt": "x"})
+            assert answer.status_code == 429
+            assert int(answer.headers["retry-after"]) >= 1
+            assert error_of(answer)["type"] == "rate_limit_error"
+            assert f.manager.open_requests == 9
+            await f.post("/abort_request", {"abort_all": True})
+            assert {one.status_code for one in await asyncio.gather(*waiting)} == {200}
+
+    run(check())
+
+
+def test_prompts_that_never_fit_the_queue_together_are_400_and_start_nothing() -> None:
+    async def check() -> None:
+        async with front(max_queued_requests=2) as f:
+            for path, body in (("/v1/completions", {"prompt": ["x"] * 11}), ("/generate", {"text": ["x"] * 11})):
+                answer = await f.post(path, body)
+                assert answer.status_code == 400
+                assert "at most 10" in error_of(answer)["message"]
+            answer = await f.post("/v1/completions", {"prompt": ["x", "x", [300]]})
+            assert answer.status_code == 400
+            await until(lambda: f.manager.open_requests == 0)
+
+    run(check())
+
+
+def test_a_draining_server_is_503_for_new_work_and_ends_what_is_open() -> None:
+    async def check() -> None:
+        async with front(ScriptedScheduler(gap=0.02)) as f:
+            stream = asyncio.create_task(f.events("/v1/chat/completions", STREAM))
+            await until(lambda: f.manager.open_requests == 1)
+            f.manager.health.draining = True
+            await refused(f, 503)
+            assert (await f.client.get("/ready")).status_code == 503
+            assert (await f.client.get("/health")).status_code == 200
+            assert (await stream)[-1] == "[DONE]"
+
+    run(check())
+
+
+def test_a_dead_process_ends_streams_with_an_error_and_everything_else_with_503() -> None:
+    async def check() -> None:
+        async with front(ScriptedScheduler(hold=3)) as f:
+            stream = asyncio.create_task(f.events("/v1/chat/completions", STREAM))
+            whole = asyncio.create_task(f.post("/generate", {"text": "x"}))
+            await until(lambda: f.manager.open_requests == 2)
+            f.manager.fail_all("scheduler")
+            assert str(WorkerDied("scheduler")) in (await stream)[-1]["error"]["message"]
+            assert (await whole).status_code == 503
+            await refused(f, 503)
+            for path in ("/health", "/ready", "/health_generate"):
+                answer = await f.client.get(path)
+                assert answer.status_code == 503
+                error_of(answer)
+
+    run(check())
+
+
+def test_health_generate_makes_a_token_or_says_that_none_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.entrypoints.admin_api.GENERATE_SECONDS", 0.2)
+
+    async def check() -> None:
+        async with front() as f:
+            assert (await f.client.get("/health_generate")).status_code == 200
+            assert f.scheduler.requests[0].sampling.max_new_tokens == 1
+            f.scheduler.hold = 0
+            assert (await f.client.get("/health_generate")).status_code == 503
+            await until(lambda: f.manager.open_requests == 0)
+
+    run(check())
+
+
+# ---- information
+
+
+def test_server_info_carries_what_benchmarks_look_for() -> None:
+    state = {
+        "spec_verify_steps_total": 10,
+        "spec_draft_tokens_total": 30,
+        "spec_accepted_tokens_total": 15,
+        "spec_accepted_by_position": [9, 5, 1],
+        "graph_steps_total": 3,
+        "eager_steps_total": 1,
+        "live_rows_total": 9,
+        "padded_rows_total": 3,
+    }
+
+    async def check() -> None:
+        async with front(ScriptedScheduler(state=state)) as f:
+            for path in ("/get_server_info", "/server_info"):
+                info = (await f.client.get(path)).json()
+                inner = info["internal_states"][0]
+                assert info["avg_spec_accept_length"] == inner["avg_spec_accept_length"] == 2.5
+                assert inner["per_position_acceptance"] == [0.9, 0.5, 0.1]
+                assert (inner["spec_accept_rate"], inner["graph_hit_rate"], inner["padding_waste"]) == (0.5, 0.75, 0.25)
+                assert info["page_size"] == 1
+                assert "api_key" not in info
+            assert (await f.client.get("/model_info")).json()["is_generation"] is True
+
+    run(check())
+
+
+def test_profiles_go_to_the_servers_folder_alone() -> None:
+    async def check() -> None:
+        async with front(profile_folder="/traces") as f:
+            assert error_of(await f.post("/start_profile", {"output_dir": "/etc"}))["param"] == "output_dir"
+            assert (await f.client.post("/start_profile")).status_code == 200
+            assert (await f.client.post("/stop_profile")).status_code == 200
+            assert [(call.what, call.folder) for call in f.scheduler.calls] == [("start_profile", "/traces"), ("stop_profile", "")]
+        async with front() as f:
+            assert "--profile" in error_of(await f.post("/start_profile", {}))["message"]
+
+    run(check())
+
+
+def test_the_page_allows_nothing_but_its_own_script() -> None:
+    page = ChatPage()
+    policy = page.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert policy.count("'sha256-") == 2
+    for forbidden in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", " style=", " onclick="):
+        assert forbidden not in page.html
+    assert not re.search(r"(?:src|href)=\"(?!data:|#)", page.html)
+    assert not re.search(r"https?://", page.html)

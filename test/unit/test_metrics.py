@@ -1,0 +1,137 @@
+"""What Prometheus scrapes: SGLang's names, the scheduler's state, and rates that follow their definitions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from runtime.managers.io_struct import Finish
+from runtime.managers.metrics import Metrics, accept_length, accept_rate, accept_rate_by_position, graph_hit_rate, padding_waste
+
+SGLANG = {
+    "num_running_reqs", "num_queue_reqs", "token_usage", "cache_hit_rate", "gen_throughput", "prompt_tokens_total",
+    "generation_tokens_total",
+    "cached_tokens_total", "num_requests_total", "num_aborted_requests_total", "time_to_first_token_seconds", "inter_token_latency_seconds",
+    "e2e_request_latency_seconds", "queue_time_seconds", "spec_accept_length", "spec_accept_rate", "num_retracted_requests_total",
+    "max_total_num_tokens",
+}  # fmt: skip
+STATE: dict[str, object] = {
+    "num_running_reqs": 3,
+    "num_queue_reqs": 2,
+    "token_usage": 0.25,
+    "cache_hit_rate": 0.5,
+    "gen_throughput": 12.5,
+    "max_total_num_tokens": 4096,
+    "num_retracted_requests_total": 7,
+    "pages_free": 11,
+    "spec_verify_steps_total": 10,
+    "spec_draft_tokens_total": 30,
+    "spec_accepted_tokens_total": 15,
+    "spec_accepted_by_position": [9, 5, 1],
+    "graph_steps_total": 9,
+    "eager_steps_total": 1,
+    "live_rows_total": 30,
+    "padded_rows_total": 10,
+    "startup_seconds": {"weights": 1.5, "graphs": 2.0},
+}
+
+
+@dataclass
+class Ending:
+    completion_tokens: int = 5
+    cached_tokens: int = 2
+    queue_seconds: float = 0.25
+    finish: Finish | None = field(default_factory=lambda: Finish(reason="length"))
+
+
+def scraped(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Samples by name and labels, less the model's name."""
+    text, media_type = metrics.render()
+    assert media_type.startswith("text/plain")
+    samples = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == "m"
+            samples[sample.name, tuple(sorted((k, v) for k, v in sample.labels.items() if k != "model_name"))] = sample.value
+    return samples
+
+
+def test_every_name_that_dashboards_know_is_there() -> None:
+    text = Metrics("m", lambda: STATE).render()[0].decode()
+    declared = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert {f"sglang:{name}" for name in SGLANG} <= declared
+
+
+def test_the_schedulers_state_is_read_at_every_scrape() -> None:
+    state = dict(STATE)
+    metrics = Metrics("m", lambda: state)
+    assert scraped(metrics)["sglang:num_running_reqs", ()] == 3
+    state["num_running_reqs"] = 5
+    samples = scraped(metrics)
+    assert samples["sglang:num_running_reqs", ()] == 5
+    assert samples["sglang:num_retracted_requests_total", ()] == 7
+    assert samples["sglang:spec_accept_length", ()] == 2.5
+    assert samples["sglang:spec_accept_rate", ()] == 0.5
+    assert samples["talon:graph_hit_rate", ()] == 0.9
+    assert samples["talon:padding_waste", ()] == 0.25
+    assert samples["talon:pages_free", ()] == 11
+    assert [samples["talon:spec_accept_rate_by_position", (("position", str(i)),)] for i in range(3)] == [0.9, 0.5, 0.1]
+    assert samples["talon:startup_seconds", (("phase", "graphs"),)] == 2.0
+
+
+def test_before_the_first_heartbeat_there_are_no_gauges_and_no_failure() -> None:
+    samples = scraped(Metrics("m", dict))
+    assert ("sglang:num_running_reqs", ()) not in samples
+    assert samples["sglang:num_requests_total", ()] == 0
+
+
+def test_a_request_is_counted_through_its_life() -> None:
+    metrics = Metrics("m", dict)
+    for _ in range(3):
+        metrics.started(10)
+    metrics.first_token(0.5)
+    metrics.next_tokens(0.3, 3)
+    metrics.next_tokens(0.2, 0)
+    metrics.ended(2.0, Ending())
+    metrics.ended(2.0, Ending(finish=Finish(reason="abort")))
+    metrics.ended(2.0, None)
+    samples = scraped(metrics)
+    assert samples["sglang:num_requests_total", ()] == 3
+    assert samples["sglang:prompt_tokens_total", ()] == 30
+    assert samples["sglang:generation_tokens_total", ()] == 5
+    assert samples["sglang:cached_tokens_total", ()] == 2
+    assert samples["sglang:num_aborted_requests_total", ()] == 2
+    assert samples["sglang:time_to_first_token_seconds_sum", ()] == 0.5
+    assert samples["sglang:inter_token_latency_seconds_count", ()] == 3
+    assert samples["sglang:inter_token_latency_seconds_sum", ()] == pytest.approx(0.3)
+    assert samples["sglang:e2e_request_latency_seconds_count", ()] == 1
+    assert samples["sglang:queue_time_seconds_sum", ()] == 0.25
+
+
+def test_two_servers_in_one_process_share_nothing() -> None:
+    one, two = Metrics("m", dict), Metrics("m", dict)
+    one.started(1)
+    assert scraped(two)["sglang:num_requests_total", ()] == 0
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=20))
+def test_rates_follow_the_definition(steps: list[list[bool]]) -> None:
+    accepted = [next((i for i, hit in enumerate(step) if not hit), len(step)) for step in steps]
+    state: dict[str, object] = {
+        "spec_verify_steps_total": len(steps),
+        "spec_draft_tokens_total": 3 * len(steps),
+        "spec_accepted_tokens_total": sum(accepted),
+        "spec_accepted_by_position": [sum(n > i for n in accepted) for i in range(3)],
+    }
+    assert accept_length(state) == pytest.approx(sum(n + 1 for n in accepted) / len(steps))
+    assert accept_rate(state) == pytest.approx(sum(accepted) / (3 * len(steps)))
+    assert 1 + sum(accept_rate_by_position(state)) == pytest.approx(accept_length(state))
+
+
+def test_rates_without_a_step_are_none() -> None:
+    assert accept_length({}) is accept_rate({}) is graph_hit_rate({}) is padding_waste({}) is None
+    assert accept_rate_by_position({}) == []

@@ -1,0 +1,323 @@
+"""OpenAI bodies: what passes, what is refused, and how the refusal reads."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.entrypoints.body_limits import BadBody, deeper_than, parse_json
+from runtime.entrypoints.fields import Fields, Listed, Text, Whole
+from runtime.entrypoints.native_protocol import parse_generate
+from runtime.entrypoints.openai_protocol import (
+    CHAT,
+    COMPLETION,
+    DEFAULT_COMPLETION_TOKENS,
+    HARMLESS,
+    REFUSED,
+    parse_chat,
+    parse_completion,
+)
+from runtime.errors import InvalidField, RequestError, UnsupportedField
+
+FLOATS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+
+
+def chat(**fields: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+def completion(**fields: object) -> dict[str, object]:
+    return {"prompt": "hi", **fields}
+
+
+def test_every_field_of_the_interface_is_read_under_its_name() -> None:
+    asked = parse_chat(
+        chat(
+            cache_salt="s",
+            chat_template_kwargs={"think": False},
+            frequency_penalty=0.5,
+            ignore_eos=True,
+            logit_bias={"7": -3},
+            logprobs=True,
+            max_completion_tokens=9,
+            min_p=0.1,
+            min_tokens=2,
+            model="m",
+            n=3,
+            presence_penalty=-0.5,
+            priority=4,
+            repetition_penalty=1.5,
+            return_token_ids=True,
+            seed=-5,
+            skip_special_tokens=False,
+            stop=["a", "b"],
+            stop_token_ids=[1, 2],
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+            temperature=0,
+            top_k=5,
+            top_logprobs=4,
+            top_p=0.5,
+            user="u",
+        )
+    )
+    s = asked.sampling
+    assert (s.frequency_penalty, s.presence_penalty, s.repetition_penalty, s.min_p, s.top_p, s.temperature) == (
+        0.5,
+        -0.5,
+        1.5,
+        0.1,
+        0.5,
+        0.0,
+    )
+    assert (s.max_new_tokens, s.min_new_tokens, s.top_k, s.seed, s.ignore_eos, s.skip_special_tokens) == (9, 2, 5, -5, True, False)
+    assert (s.stop, s.stop_token_ids, s.logit_bias) == (("a", "b"), (1, 2), {7: -3.0})
+    assert (asked.n, asked.model, asked.priority, asked.cache_salt, asked.top_logprobs) == (3, "m", 4, "s", 4)
+    assert (asked.stream, asked.include_usage, asked.continuous_usage, asked.return_token_ids) == (True, True, True, True)
+    assert asked.template_kwargs == {"think": False}
+    assert not asked.fill_context
+
+
+def test_a_chat_without_a_length_fills_the_context_and_a_completion_has_openais_default() -> None:
+    assert parse_chat(chat()).fill_context
+    assert parse_completion(completion()).sampling.max_new_tokens == DEFAULT_COMPLETION_TOKENS
+
+
+def test_null_counts_as_left_out() -> None:
+    nulls = {name: None for name in [*CHAT.kinds, *REFUSED] if name != "messages"}
+    assert parse_chat(chat(**nulls)) == parse_chat(chat())
+
+
+@pytest.mark.parametrize("prompt", ["text", ["a", "b"], [1, 2, 3], [[1, 2], [3]], ["a", [3]]])
+def test_the_forms_of_a_prompt(prompt: Any) -> None:
+    one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    assert parse_completion(completion(prompt=prompt)).prompts == ([prompt] if one else prompt)
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], [""], [[]], [1, "a"], [1, True], [1, 2.0], [1, -1], [1 << 40], ["a", 3], {}, 5, [{}], ["a"] * 257]
+)
+def test_what_is_no_prompt_is_refused_by_name(prompt: Any) -> None:
+    with pytest.raises(InvalidField) as caught:
+        parse_completion(completion(prompt=prompt))
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("field", sorted(REFUSED))
+def test_unsupported_fields_are_refused_by_name_and_their_empty_forms_pass(field: str) -> None:
+    for harmless in (None, *HARMLESS.get(field, ())):
+        parse_chat(chat(**{field: harmless}))
+    with pytest.raises(UnsupportedField, match=field) as caught:
+        parse_chat(chat(**{field: {"type": "json_schema"}}))
+    assert caught.value.param == field
+
+
+def test_a_misspelt_field_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(UnsupportedField, match="did you mean 'temperature'"):
+        parse_chat(chat(temprature=1))
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url", 7, None])
+def test_parts_that_are_no_text_are_refused_and_named(kind: object) -> None:
+    body = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, "image_url": {"url": "http://127.0.0.1:1/"}}]}
+        ]
+    }
+    with pytest.raises(UnsupportedField) as caught:
+        parse_chat(body)
+    assert (caught.value.param or "").startswith("messages[0].content[1].")
+
+
+def test_text_parts_are_joined_and_developer_is_system() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = {
+        "messages": [{"role": "developer", "content": parts}, {"role": "assistant", "content": "x", "tool_calls": None, "refusal": None}]
+    }
+    assert parse_chat(body).messages == [{"role": "system", "content": "a\nb"}, {"role": "assistant", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": ""}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "", "speed": 1}]}, "messages[0].speed"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"n": 129}, "n"),
+        ({"n": 10_000}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": "a" * 257}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop_token_ids": list(range(129))}, "stop_token_ids"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias key"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias key"),
+        ({"logit_bias": {"1": "x"}}, "logit_bias"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs key"),
+        ({"chat_template_kwargs": {"__class__": 1}}, "chat_template_kwargs key"),
+        ({"chat_template_kwargs": {"a": {"b": 1}}}, "chat_template_kwargs.a"),
+        ({"chat_template_kwargs": {"a": "x" * 2000}}, "chat_template_kwargs.a"),
+    ],
+)
+def test_bounds_of_a_chat_are_named(fields: dict[str, object], named: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_chat(chat(**fields))
+    assert caught.value.param == named
+    assert len(str(caught.value)) < 400
+
+
+def test_a_template_from_a_request_passes_only_when_trusted() -> None:
+    assert parse_chat(chat(chat_template="{{ 1 }}"), trust_template=True).chat_template == "{{ 1 }}"
+
+
+@pytest.mark.parametrize("field", FLOATS)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e300, -1e300, True, "1", [], {}])
+def test_numbers_must_be_finite_numbers_within_bounds(field: str, value: object) -> None:
+    with pytest.raises(InvalidField, match=field):
+        parse_chat(chat(**{field: value}))
+
+
+def test_max_tokens_0_is_for_echo_alone() -> None:
+    assert parse_completion(completion(max_tokens=0, echo=True)).drop_output
+    with pytest.raises(InvalidField, match="echo"):
+        parse_completion(completion(max_tokens=0))
+
+
+def test_best_of_is_at_least_n_and_no_stream() -> None:
+    assert parse_completion(completion(n=2, best_of=5)).best_of == 5
+    assert parse_completion(completion(n=2)).best_of == 2
+    for fields in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}):
+        with pytest.raises(InvalidField, match="best_of"):
+            parse_completion(completion(**fields))
+
+
+def refusal_of(work: Callable[[], object]) -> RequestError | None:
+    try:
+        work()
+    except RequestError as error:
+        return error
+    return None
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(body=st.dictionaries(st.sampled_from(sorted({*CHAT.kinds, *COMPLETION.kinds, *REFUSED, "x"})), values, max_size=5))
+def test_any_body_is_either_read_or_refused_as_a_request_error(body: dict[str, object]) -> None:
+    for parse, base in ((parse_chat, chat()), (parse_completion, completion()), (parse_generate, {"text": "x"})):
+        for candidate in (body, {**base, **body}):
+            refusal = refusal_of(lambda: parse(candidate))  # noqa: B023
+            assert refusal is None or (refusal.param and len(str(refusal)) < 600)
+
+
+@settings(max_examples=100, deadline=None)
+@given(value=values)
+def test_depth_follows_the_definition(value: object) -> None:
+    def depth(one: object) -> int:
+        inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else None
+        return 0 if inner is None else 1 + max(map(depth, inner), default=0)
+
+    for limit in range(6):
+        assert deeper_than(value, limit) == (depth(value) > limit)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"{",
+        b"\xff\xfe",
+        b'{"a": NaN}',
+        b'{"a": 1e400}',
+        b'{"a": "\\ud800"}',
+        b'"\xc3\x28"',
+        b"[" * 65 + b"]" * 65,
+        b"[" * 5000 + b"]" * 5000,
+        b"{'a': 1}",
+    ],
+)
+def test_bodies_that_are_no_shallow_utf8_json_are_refused(raw: bytes) -> None:
+    with pytest.raises(BadBody):
+        parse_json(raw)
+
+
+def test_64_levels_pass() -> None:
+    assert deeper_than(parse_json(b"[" * 64 + b"]" * 64), 63)
+
+
+def test_the_schema_of_a_body_is_json_schema_with_the_same_bounds() -> None:
+    schema = json.loads(json.dumps(CHAT.schema()))
+    assert schema["required"] == ["messages"]
+    assert schema["properties"]["n"] == {"type": "integer", "minimum": 1, "maximum": 128}
+    assert set(schema["properties"]) == set(CHAT.kinds)
+
+
+def test_a_refusal_shows_a_large_value_by_its_size() -> None:
+    fields = Fields({"a": Listed(Whole(0, 3), 4), "b": Text(3)})
+    for body, shown in (
+        ({"a": [0] * 100_000}, "a list of 100000"),
+        ({"b": "x" * 100_000}, "100000 characters"),
+        ({"b": {"k": 1}}, "an object"),
+    ):
+        with pytest.raises(InvalidField, match=shown) as caught:
+            fields.read(body)
+        assert len(str(caught.value)) < 200
+
+
+def test_native_batches_keep_their_form() -> None:
+    assert parse_generate({"text": "a"}).single
+    assert not parse_generate({"text": ["a"]}).single
+    assert not parse_generate({"text": "a", "sampling_params": {"n": 2}}).single
+    many = parse_generate(
+        {"input_ids": [[1], [2, 3]], "rid": "r", "sampling_params": [{"temperature": 0}, {"max_new_tokens": 3, "sampling_seed": 4}]}
+    )
+    assert many.prompts == [[1], [2, 3]]
+    assert many.rids == ["r-0", "r-1"]
+    assert [one.seed for one in many.sampling] == [None, 4]
+    assert many.sampling[1].max_new_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({}, "text"),
+        ({"text": "a", "input_ids": [1]}, "text"),
+        ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
+        ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
+        ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n"),
+        ({"text": "a", "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": 2, "min_new_tokens": 3}}, "sampling_params.min_new_tokens"),
+        ({"text": "a", "image_data": "http://127.0.0.1/"}, "image_data"),
+        ({"text": "a", "lora_path": "x"}, "lora_path"),
+    ],
+)
+def test_bounds_of_a_native_request_are_named(body: dict[str, object], named: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_generate(body)
+    assert caught.value.param == named

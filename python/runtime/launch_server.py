@@ -7,12 +7,14 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import setproctitle
 import uvloop
@@ -21,6 +23,7 @@ from runtime import log as logging_setup
 from runtime.entrypoints.processes import Runtime, prepare
 from runtime.errors import ConfigError, ServingError
 from runtime.flag_parser import dump, parse
+from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.models.config import ModelConfig
 from runtime.server_args import RuntimeConfig
 
@@ -32,6 +35,8 @@ DEATH_GRACE = 1.5
 """Seconds that the HTTP side goes on answering 503 after a process died, so that every client learns of it."""
 CLOSE_SECONDS = 5.0
 """How long open connections may take to close at the end."""
+DEATH_CLOSE = 1.5
+"""The same after a process died; the answers have failed by then."""
 LAST_RESORT = 4.0
 """Seconds after a process died when this one ends, whatever still holds it up."""
 
@@ -54,7 +59,8 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
             print(dump(command.args), end="")
             return 0
         if command.check:
-            prepare(command.args)
+            config, _ = prepare(command.args)
+            print(f"talon: {config.served_model_name} can be served so on {config.device}")
             return 0
         with bind(command.args.host, command.args.port) as listener:
             config, model_config = prepare(command.args)
@@ -88,6 +94,10 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(f"cannot listen at {host} port {port}: {why.lower()}; choose another --port or --host")
 
 
+Serve = Callable[[TokenizerManager, socket.socket, asyncio.Event], Coroutine[Any, Any, None]]
+"""Answers HTTP on a listening socket until the event is set."""
+
+
 class _Server:
     """One run of the server, from loading to the last process's end."""
 
@@ -112,9 +122,13 @@ class _Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         try:
-            if not await self._unless_stopped(self._runtime.start()):
+            start = asyncio.create_task(self._runtime.start())
+            await asyncio.sleep(0)  # the children are on their way; what HTTP needs is imported while they load
+            from runtime.entrypoints.http_server import serve
+
+            if not await self._unless_stopped(start):
                 return 0
-            return await self._serve()
+            return await self._answer(serve)
         finally:
             await self._runtime.stop()
 
@@ -126,9 +140,7 @@ class _Server:
         log.info("%s: shutting down; once more to end at once", signal.Signals(number).name)
         self._asked_to_stop.set()
 
-    async def _serve(self) -> int:
-        from runtime.entrypoints.http_server import serve
-
+    async def _answer(self, serve: Serve) -> int:
         self._listen()
         runtime = self._runtime
         http = asyncio.create_task(serve(runtime.manager, self._listener, runtime.stopping))
@@ -147,7 +159,7 @@ class _Server:
             return 1 if runtime.died.is_set() else 0
         finally:
             runtime.stopping.set()
-            await asyncio.wait([http], timeout=CLOSE_SECONDS)
+            await asyncio.wait([http], timeout=DEATH_CLOSE if runtime.died.is_set() else CLOSE_SECONDS)
             http.cancel()
 
     def _listen(self) -> None:
@@ -177,7 +189,7 @@ class _Server:
         )
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self._config.api_key else ""
         print(f"talon: ready after {time.monotonic() - self._start:.1f} s, serving {self._config.served_model_name} at {url}")
-        print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'", flush=True)
+        print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}", flush=True)
 
 
 async def _first(*work: object) -> None:

@@ -61,6 +61,7 @@ def test_check_decides_everything_and_loads_nothing(model: Path) -> None:
     made = launch("--check", "--model", str(model), "--load-format", "dummy", "--device", "cpu", "--log-level", "info")
     assert made.returncode == 0, made.stderr
     assert "dtype float32" in made.stderr
+    assert made.stdout == "talon: tiny can be served so on cpu\n"
     assert_one_line(launch("--check", "--model", str(model), "--load-format", "dummy", "--context-length", "100000"), "--context-length")
 
 

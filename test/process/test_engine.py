@@ -15,7 +15,7 @@ import pytest
 from fake_worker import alone
 from process.fake import CONTEXT, dummy_model, fake_limits, scheduler_command
 from runtime import Engine
-from runtime.errors import ConfigError, InvalidField, ServingError
+from runtime.errors import ConfigError, InvalidField, ServingError, WorkerDied
 from runtime.sampling_params import SamplingParams
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "seed": 5}
@@ -153,3 +153,18 @@ def test_after_shutdown_no_process_is_left_and_calls_are_refused(tmp_path: Path)
     assert not any(process.is_running() for process in ours)
     with pytest.raises(ServingError, match="shut down"):
         engine.generate("a")
+
+
+def test_when_its_scheduler_dies_open_calls_fail_and_shutdown_still_cleans_up(tmp_path: Path) -> None:
+    model = dummy_model(tmp_path / "tiny")
+    before = {process.pid for process in psutil.Process().children()}
+    with Engine(scheduler_command=scheduler_command("0.05"), model_path=str(model), load_format="dummy", device="cpu") as engine:
+        ours = [process for process in psutil.Process().children() if process.pid not in before]
+        stream = engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 400, "ignore_eos": True}, stream=True)
+        next(stream)
+        next(process for process in ours if "scheduler" in process.cmdline()[0]).kill()
+        with pytest.raises(WorkerDied, match="scheduler"):
+            list(stream)
+        with pytest.raises(WorkerDied):
+            engine.generate("a")
+    assert not any(process.is_running() for process in ours)

@@ -80,7 +80,7 @@ class Checkpoint:
     def __init__(self, name: str, folder: Path) -> None:
         torch.manual_seed(sum(map(ord, name)))
         cls, config = FAMILIES[name]
-        self.reference = cls(config).eval()
+        self.reference: Any = cls(config).eval()
         with torch.no_grad():
             for parameter in self.reference.parameters():
                 if parameter.dim() == 1:  # biases begin as zeros and norms as ones, which would hide a swapped one

@@ -27,7 +27,7 @@ MAX_THREADS = 1024
 _DTYPES: dict[str, DType] = {"float": "float32", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 _HEAD_DIMS = {"fa3": (64, 128, 256), "flashinfer": (64, 128, 256)}
 _DEFAULT_PAGE = {"torch_native": 16, "fa3": 64, "flashinfer": 16}
-_MAX_PAGE = {"torch_native": 1024, "fa3": 256, "flashinfer": 16}
+MAX_PAGE = 1024
 
 
 def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: tuple[str, str] | None = None) -> RuntimeConfig:
@@ -49,7 +49,7 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
     context = _context_length(args, model)
     chunk = _chunk(args, device, context)
     running = _running_requests(args, device)
-    graph_sizes = _graph_sizes(args, device, running)
+    graph_sizes = _graph_sizes(args, device, backend, running)
     speculative = _speculative(args, device, dtype, backend, bool(graph_sizes), machine, model, draft)
     return RuntimeConfig(
         model_path=model.path,
@@ -279,9 +279,9 @@ def _kernel_gap(name: str, dtype: DType, model: ModelFacts) -> str:
 def _page_size(args: ServerArgs, backend: AttentionName, context: int) -> int:
     if args.page_size is None:
         return _DEFAULT_PAGE[backend]
-    size, most = args.page_size, _MAX_PAGE[backend]
-    if not 1 <= size <= most or size & (size - 1):
-        raise ConfigError(f"--page-size is {size}; with {backend} it must be a power of two up to {most}")
+    size = args.page_size
+    if not 1 <= size <= MAX_PAGE or size & (size - 1):
+        raise ConfigError(f"--page-size is {size}; it must be a power of two up to {MAX_PAGE}")
     if size > context:
         raise ConfigError(f"--page-size is {size}, above the context of {context}; choose a smaller one")
     return size
@@ -315,11 +315,18 @@ def _running_requests(args: ServerArgs, device: DeviceKind) -> int | None:
     return args.max_running_requests
 
 
-def _graph_sizes(args: ServerArgs, device: DeviceKind, running: int | None) -> tuple[int, ...]:
+def _graph_sizes(args: ServerArgs, device: DeviceKind, backend: AttentionName, running: int | None) -> tuple[int, ...]:
     asked = args.cuda_graph_bs is not None or args.cuda_graph_max_bs is not None or args.disable_cuda_graph_padding
     if device == "cpu":
         if asked:
             raise ConfigError("--cuda-graph-bs, --cuda-graph-max-bs and --disable-cuda-graph-padding need CUDA; on a CPU leave them out")
+        return ()
+    if backend == "torch_native":
+        if asked:
+            raise ConfigError(
+                "--attention-backend torch_native cannot be captured; leave the --cuda-graph flags out, or use fa3 or flashinfer"
+            )
+        log.info("no CUDA graphs: torch_native attention cannot be captured")
         return ()
     if args.disable_cuda_graph:
         if asked:
@@ -381,6 +388,8 @@ def _speculative(
     algorithm = cast(SpecAlgorithm, args.speculative_algorithm)
     path, draft_format = draft or (None, model.load_format)
     shape = _draft_shape(args)
+    attention = _draft_attention(args, device, dtype, backend, machine, model)
+    graphs = graphs and attention != "torch_native"
     return SpeculativeConfig(
         algorithm=algorithm,
         draft_model_path=path,
@@ -389,7 +398,7 @@ def _speculative(
         topk=shape.topk,
         num_draft_tokens=shape.num_draft_tokens,
         token_map=args.speculative_token_map,
-        attention_backend=_draft_attention(args, device, dtype, backend, machine, model),
+        attention_backend=attention,
         draft_decode_graph=graphs and not args.disable_draft_decode_cuda_graph,
         draft_extend_graph=graphs and not args.disable_draft_extend_cuda_graph,
         accept_threshold_single=_threshold(args, "speculative_accept_threshold_single"),

@@ -298,7 +298,6 @@ class ModelFacts:
         name: what to call it in the API.
         dtype: the type its weights are kept in.
         max_context_len, vocab_size, head_dim: its shape.
-        windowed: whether a layer attends to a window only.
         embedded: whether it is the default that comes with the server.
     """
 
@@ -310,5 +309,4 @@ class ModelFacts:
     max_context_len: int
     vocab_size: int
     head_dim: int
-    windowed: bool = False
     embedded: bool = False

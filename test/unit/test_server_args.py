@@ -231,7 +231,8 @@ def test_each_choice_is_logged_with_a_reason(caplog: pytest.LogCaptureFixture) -
         ({"mem_fraction_static": 0.0}, HOPPER, ["--mem-fraction-static"]),
         ({"mem_fraction_static": float("nan")}, HOPPER, ["--mem-fraction-static"]),
         ({"page_size": 3}, CPU, ["--page-size", "power of two"]),
-        ({"page_size": 64, "attention_backend": "flashinfer"}, HOPPER, ["--page-size", "16"]),
+        ({"page_size": 2048}, HOPPER, ["--page-size", "1024"]),
+        ({"attention_backend": "torch_native", "cuda_graph_max_bs": 8}, HOPPER, ["torch_native", "fa3"]),
         ({"page_size": 1024, "context_length": 512}, CPU, ["--page-size", "512"]),
         ({"port": 70000}, CPU, ["--port", "65535"]),
         ({"chunked_prefill_size": 1}, CPU, ["--chunked-prefill-size", "16"]),
@@ -291,6 +292,14 @@ def test_draft_graphs_follow_their_flags() -> None:
     eager = resolve(args(**EAGLE, disable_cuda_graph=True), HOPPER, LLAMA, DRAFT).speculative
     assert eager is not None
     assert (eager.draft_decode_graph, eager.draft_extend_graph) == (False, False)
+
+
+def test_attention_that_cannot_be_captured_runs_without_graphs() -> None:
+    assert resolve(args(attention_backend="torch_native"), HOPPER, LLAMA).cuda_graph_bs == ()
+    mixed = resolve(args(**EAGLE, speculative_draft_attention_backend="torch_native"), HOPPER, LLAMA, DRAFT)
+    assert mixed.cuda_graph_bs
+    assert mixed.speculative is not None
+    assert (mixed.speculative.draft_decode_graph, mixed.speculative.draft_extend_graph) == (False, False)
 
 
 def test_only_the_embedded_model_is_quantised_unasked_and_none_turns_it_off() -> None:

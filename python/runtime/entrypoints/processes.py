@@ -65,7 +65,6 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         max_context_len=model_config.max_context_len,
         vocab_size=model_config.vocab_size,
         head_dim=model_config.head_dim,
-        windowed=any(window >= 0 for window in model_config.window),
         embedded=source.is_embedded,
     )
     return resolve(args, probe(), facts, _draft(args, source.kind)), model_config

@@ -24,7 +24,7 @@ from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionShape
 from runtime.layers.attention.registry import build_backend
 from runtime.layers.cuda_ops import CudaOps
-from runtime.layers.gemm_choice import Choice, default_choice, folds_norm
+from runtime.layers.gemm_choice import Choice, can_fold, default_choice
 from runtime.layers.linear import Linear
 from runtime.layers.ops import HeadLayout, RMSNorm, Rope
 from runtime.layers.small_gemm import GemmConfig
@@ -111,7 +111,7 @@ def products(ops: CudaOps, layers: list[Layer], head: Linear, rows: int, wide: b
     ]
     table = []
     for name, op, linears, run in kinds:
-        fold = [False, True] if op in ("norm_linear", "norm_gate_up") else [False]
+        fold = [False, True] if can_fold(op, rows, BF16) else [False]  # type: ignore[arg-type]
         choices = [Choice(None), *(Choice(config, folded) for config in sweep_configs(rows, wide) for folded in fold)]
         calls, size = linears * (2 if len(linears) == 1 else 1), linears[0].weight.nbytes
         for choice in choices:
@@ -126,7 +126,7 @@ def products(ops: CudaOps, layers: list[Layer], head: Linear, rows: int, wide: b
             )
         mine = sorted((row for row in table if row["product"] == name), key=lambda row: row["us"])
         ruled = default_choice(op, linears[0].out_features, rows, BF16)  # type: ignore[arg-type]
-        print(f"{name} rows {rows}, folds {folds_norm(op, rows, BF16)}, the rule: {ruled}")  # type: ignore[arg-type]
+        print(f"{name} rows {rows}, the rule: {ruled}")
         for row in [*mine[:3], next(row for row in mine if row["choice"] == "cuBLAS")]:
             print(f"    {row['us']:8.1f} µs {row['TB/s']:5.2f} TB/s  {row['choice']}", flush=True)
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -22,7 +23,8 @@ def test_every_cut_gives_the_same_product(rows: int) -> None:
     N, K = 1000, 2064  # neither is a multiple of a tile
     x, weight = (torch.randn((n, K), device="cuda").to(BF16) for n in (rows, N))
     want = x.double() @ weight.double().T
-    for config in {*candidate_configs(1 << 10, rows), *candidate_configs(1 << 20, rows)}:
+    kinds = itertools.product(("linear_add", "norm_gate_up", "logits"), (1 << 10, 1 << 20))
+    for config in {config for op, size in kinds for config in candidate_configs(op, size, rows)}:
         out = torch.full((rows + 1, N), float("nan"), device="cuda")
         small_gemm(x, weight, out[:rows], config)
         assert ((out[:rows].double() - want).norm() / want.norm()) < 1e-5, config

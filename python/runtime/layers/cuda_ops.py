@@ -20,10 +20,9 @@ from runtime.layers.gemm_choice import (
     Choice,
     GemmOp,
     Key,
-    candidate_configs,
+    candidates,
     default_choice,
     fastest,
-    folds_norm,
     rotation,
     row_class,
 )  # fmt: skip
@@ -155,9 +154,9 @@ class CudaOps:
     def _trials(self, product: Product, norm: RMSNorm, timed: bool) -> Trials:
         """One run of a product for each choice worth timing, or for the one that the rule makes."""
         op, linears, rows = product.op, product.linears, product.rows
-        linear, dtype = linears[0], linears[0].weight.dtype
+        linear = linears[0]
         h = torch.randn((rows, norm.weight.shape[0]), device=linear.weight.device)
-        x = torch.randn((rows, linear.in_features), device=linear.weight.device).to(dtype)
+        x = torch.randn((rows, linear.in_features), device=linear.weight.device).to(linear.weight.dtype)
         scores = torch.empty((rows, linear.out_features if op == "logits" else 1), device=h.device)
 
         def run(choice: Choice) -> Callable[[int], object]:
@@ -176,9 +175,7 @@ class CudaOps:
         if not timed:
             choice = self._choice(op, linear, rows)
             return {choice: run(choice)}
-        folded = folds_norm(op, rows, dtype)
-        choices = [CUBLAS, *(Choice(config, folded) for config in candidate_configs(linear.out_features, rows))]
-        return {choice: run(choice) for choice in choices}
+        return {choice: run(choice) for choice in candidates(op, linear.out_features, rows, linear.weight.dtype)}
 
     def _choice(self, op: GemmOp, linear: Linear, rows: int) -> Choice:
         if rows > MAX_ROWS or linear.in_features % 16 or type(linear) is not Linear:

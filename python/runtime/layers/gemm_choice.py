@@ -15,8 +15,8 @@ from runtime.layers.small_gemm import MAX_ROWS, GemmConfig, padded_rows
 GemmOp = Literal["norm_linear", "linear_add", "norm_gate_up", "logits"]
 ROW_CLASSES = (1, 4, 8, 16, 32, MAX_ROWS)
 """A product of M rows is chosen for as one of the next of these."""
-FOLDED_ROWS = 8
-"""Up to this many rows every program norms them itself; above, reading them in float32 costs more than one kernel for all."""
+FOLDED_ROWS = 4
+"""Up to this many rows every program norms them itself, as a rule; above, reading them in float32 costs more than one kernel for all."""
 NARROW = 8192
 """Weight rows below which narrow tiles are needed to give each multiprocessor work."""
 REPLAYS = 5
@@ -57,20 +57,33 @@ def default_choice(op: GemmOp, out_features: int, rows: int, dtype: torch.dtype)
     """The rule for products that were not timed: Triton up to 32 rows, from the measurements on an H200."""
     if rows > 32:
         return CUBLAS
-    return Choice(candidate_configs(out_features, rows)[0], folds_norm(op, rows, dtype))
+    return Choice(candidate_configs(op, out_features, rows)[0], rows <= FOLDED_ROWS and can_fold(op, rows, dtype))
 
 
-def folds_norm(op: GemmOp, rows: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel does the norm itself."""
-    return op in ("norm_linear", "norm_gate_up") and rows <= FOLDED_ROWS and dtype is torch.bfloat16
+def candidates(op: GemmOp, out_features: int, rows: int, dtype: torch.dtype) -> list[Choice]:
+    """What is worth timing."""
+    folds = (True, False) if can_fold(op, rows, dtype) else (False,)
+    return [CUBLAS, *(Choice(config, fold) for config in candidate_configs(op, out_features, rows) for fold in folds)]
 
 
-def candidate_configs(out_features: int, rows: int) -> tuple[GemmConfig, ...]:
-    """Ways to cut worth timing, the likeliest first."""
+def can_fold(op: GemmOp, rows: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel may do the norm itself: float16 lacks the range, and many rows would be read too often."""
+    return op in ("norm_linear", "norm_gate_up") and rows <= 2 * FOLDED_ROWS and dtype is torch.bfloat16
+
+
+def candidate_configs(op: GemmOp, out_features: int, rows: int) -> tuple[GemmConfig, ...]:
+    """Ways to cut worth timing, the likeliest first.
+
+    Folding costs instructions for each tile of x, whatever its rows: tiles of 16 weight rows would then be bound by them (counted in SASS).
+    """
     if padded_rows(rows) > 16:
         return GemmConfig(32, 128, 4, 4), GemmConfig(64, 128, 4, 4)
+    if op == "norm_gate_up":
+        return GemmConfig(32, 128, 4, 4), GemmConfig(64, 64, 4, 4)
     narrow, wide = GemmConfig(16, 256, 4, 5), GemmConfig(32, 128, 4, 6)
-    return (narrow, wide) if out_features < NARROW else (wide, narrow)
+    if op == "linear_add" and out_features < NARROW:
+        return narrow, wide
+    return wide, narrow if out_features < NARROW else GemmConfig(64, 128, 4, 4)
 
 
 def fastest(runs: Mapping[Choice, Callable[[int], object]], calls: int) -> tuple[Choice, dict[Choice, float]]:

@@ -75,7 +75,7 @@ class FakeWorker:
         return self._limits
 
     def info(self) -> dict[str, object]:
-        return {"kind": "fake"}
+        return {"kind": "fake", "startup_seconds": {"load": 1.5}}
 
     def start_profile(self, folder: str) -> None:
         if not folder:

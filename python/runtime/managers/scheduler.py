@@ -108,6 +108,7 @@ class Scheduler:
         self._last_mode: ForwardMode | None = None
         self._draining = False
         self._failures: deque[float] = deque()
+        self._startup_seconds = worker.info().get("startup_seconds", {})
         self._arrivals = self._steps = self._beats = 0
         self._moved_at = time.monotonic()
 
@@ -207,7 +208,7 @@ class Scheduler:
     def _perform(self, message: ControlReq) -> dict[str, object]:
         match message.what:
             case "state":
-                return {**self.state.as_json(self.gauges()), "worker": self._worker.info()}
+                return {**self._figures(), "worker": self._worker.info()}
             case "flush_cache":
                 return self._flush_cache()
             case "start_profile":
@@ -475,10 +476,14 @@ class Scheduler:
             pages_used=ledger.used,
             pages_total=ledger.num_pages,
             pages_free=ledger.available,
+            tokens_used=ledger.used * ledger.page_size,
             max_total_num_tokens=self.limits.max_total_tokens,
         )
 
     def heartbeat(self) -> Heartbeat:
         """Alive, with the state as JSON; called from the pulse's thread, reads only."""
         self._beats += 1
-        return Heartbeat(who="scheduler", count=self._beats, state=msgspec.json.encode(self.state.as_json(self.gauges())))
+        return Heartbeat(who="scheduler", count=self._beats, state=msgspec.json.encode(self._figures()))
+
+    def _figures(self) -> dict[str, object]:
+        return {**self.state.as_json(self.gauges()), "startup_seconds": self._startup_seconds}

@@ -25,6 +25,7 @@ class Gauges:
     pages_used: int
     pages_total: int
     pages_free: int
+    tokens_used: int
     max_total_num_tokens: int
 
 
@@ -45,7 +46,8 @@ class SchedulerState:
     """Counts since start. Times are seconds of the scheduler's clock.
 
     Attributes:
-        real_rows, padding_rows: requests in decode steps, and rows that only filled up a captured graph.
+        graph_steps: decode steps that replayed a captured graph.
+        live_rows, padded_rows: requests in decode steps, and rows that only filled up a captured graph.
     """
 
     started: float
@@ -60,9 +62,9 @@ class SchedulerState:
     queue_time_count: int = 0
     extend_steps: int = 0
     decode_steps: int = 0
-    graph_hits: int = 0
-    real_rows: int = 0
-    padding_rows: int = 0
+    graph_steps: int = 0
+    live_rows: int = 0
+    padded_rows: int = 0
     gen_throughput: float = 0.0
     spec: SpecTally = field(default_factory=SpecTally)
     _rate_mark: Mark = field(init=False)
@@ -85,9 +87,9 @@ class SchedulerState:
             self.extend_steps += 1
             return
         self.decode_steps += 1
-        self.graph_hits += stats.graph
-        self.real_rows += batch.size
-        self.padding_rows += max(0, stats.padded_size - batch.size)
+        self.graph_steps += stats.graph
+        self.live_rows += batch.size
+        self.padded_rows += max(0, stats.padded_size - batch.size)
 
     def as_json(self, gauges: Gauges) -> dict[str, object]:
         """Every figure by its name in the metrics."""
@@ -96,7 +98,9 @@ class SchedulerState:
             "num_running_reqs": gauges.num_running_reqs,
             "num_queue_reqs": gauges.num_queue_reqs,
             "token_usage": gauges.pages_used / gauges.pages_total,
+            "num_used_tokens": gauges.tokens_used,
             "pages_free": gauges.pages_free,
+            "pages_total": gauges.pages_total,
             "max_total_num_tokens": gauges.max_total_num_tokens,
             "cache_hit_rate": self.cached_tokens_total / seen if seen else 0.0,
             "gen_throughput": self.gen_throughput,
@@ -112,14 +116,14 @@ class SchedulerState:
             "queue_time_count": self.queue_time_count,
             "extend_steps": self.extend_steps,
             "decode_steps": self.decode_steps,
-            "steps": self.extend_steps + self.decode_steps,
-            "graph_hits": self.graph_hits,
-            "real_rows": self.real_rows,
-            "padding_rows": self.padding_rows,
-            "verify_steps": spec.verify_steps,
-            "draft_tokens": spec.draft_tokens,
-            "accepted_tokens": spec.accepted_tokens,
-            "accepted_by_position": list(spec.accepted_by_position),
+            "graph_steps_total": self.graph_steps,
+            "eager_steps_total": self.decode_steps - self.graph_steps,
+            "live_rows_total": self.live_rows,
+            "padded_rows_total": self.padded_rows,
+            "spec_verify_steps_total": spec.verify_steps,
+            "spec_draft_tokens_total": spec.draft_tokens,
+            "spec_accepted_tokens_total": spec.accepted_tokens,
+            "spec_accepted_by_position": list(spec.accepted_by_position),
             "spec_accept_length": 1 + spec.accepted_tokens / spec.verify_steps if spec.verify_steps else 0.0,
             "spec_accept_rate": spec.accepted_tokens / spec.draft_tokens if spec.draft_tokens else 0.0,
         }

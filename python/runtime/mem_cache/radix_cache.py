@@ -71,6 +71,7 @@ class RadixCache:
         if not path:
             return Match(no_ints(), None)
         node = self._use(path)
+        assert node is not None
         pages = [edge.pages for edge, _ in path[:-1]] + [node.pages]
         return Match(np.concatenate(pages), node)
 

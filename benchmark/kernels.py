@@ -196,7 +196,14 @@ def step(ops: CudaOps, layers: list[Layer], head: Linear, size: int, width: int,
     weights = sum(w.weight.nbytes for layer in layers for w in layer.linears) + head.weight.nbytes
     kv = 2 * len(layers) * size * length * G * D * 2
     roof = (weights + kv) / ROOF * 1e6
-    row = {"batch": size, "width": width, "length": length, "backend": backend, "pdl": ops.pdl, "roof us": round(roof, 1)}
+    row: dict[str, object] = {
+        "batch": size,
+        "width": width,
+        "length": length,
+        "backend": backend,
+        "pdl": ops.pdl,
+        "roof us": round(roof, 1),
+    }
     line = ", ".join(f"{name} {spent / 1000:.3f}" for name, spent in times.items())
     print(f"step batch {size} width {width} {backend} pdl {ops.pdl}: ms {line}; {roof / times['all']:.0%} of the roof", flush=True)
     return row | {name: round(spent, 1) for name, spent in times.items()}

@@ -28,15 +28,15 @@ STATE: dict[str, object] = {
     "max_total_num_tokens": 4096,
     "num_retracted_requests_total": 7,
     "pages_free": 11,
-    "spec_verify_steps_total": 10,
-    "spec_draft_tokens_total": 30,
-    "spec_accepted_tokens_total": 15,
-    "spec_accepted_by_position": [9, 5, 1],
-    "graph_steps_total": 9,
-    "eager_steps_total": 1,
-    "live_rows_total": 30,
-    "padded_rows_total": 10,
-    "startup_seconds": {"weights": 1.5, "graphs": 2.0},
+    "verify_steps": 10,
+    "draft_tokens": 30,
+    "accepted_tokens": 15,
+    "accepted_by_position": [9, 5, 1],
+    "graph_hits": 9,
+    "decode_steps": 10,
+    "real_rows": 30,
+    "padding_rows": 10,
+    "worker": {"startup_seconds": {"weights": 1.5, "graphs": 2.0}},
 }
 
 
@@ -48,9 +48,9 @@ class Ending:
     finish: Finish | None = field(default_factory=lambda: Finish(reason="length"))
 
 
-def scraped(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def scraped(metrics: Metrics, state: dict[str, object] | None = None) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """Samples by name and labels, less the model's name."""
-    text, media_type = metrics.render()
+    text, media_type = metrics.render(state or {})
     assert media_type.startswith("text/plain")
     samples = {}
     for family in text_string_to_metric_families(text.decode()):
@@ -61,17 +61,17 @@ def scraped(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], f
 
 
 def test_every_name_that_dashboards_know_is_there() -> None:
-    text = Metrics("m", lambda: STATE).render()[0].decode()
+    text = Metrics("m").render(STATE)[0].decode()
     declared = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     assert {f"sglang:{name}" for name in SGLANG} <= declared
 
 
 def test_the_schedulers_state_is_read_at_every_scrape() -> None:
     state = dict(STATE)
-    metrics = Metrics("m", lambda: state)
-    assert scraped(metrics)["sglang:num_running_reqs", ()] == 3
+    metrics = Metrics("m")
+    assert scraped(metrics, state)["sglang:num_running_reqs", ()] == 3
     state["num_running_reqs"] = 5
-    samples = scraped(metrics)
+    samples = scraped(metrics, state)
     assert samples["sglang:num_running_reqs", ()] == 5
     assert samples["sglang:num_retracted_requests_total", ()] == 7
     assert samples["sglang:spec_accept_length", ()] == 2.5
@@ -84,13 +84,13 @@ def test_the_schedulers_state_is_read_at_every_scrape() -> None:
 
 
 def test_before_the_first_heartbeat_there_are_no_gauges_and_no_failure() -> None:
-    samples = scraped(Metrics("m", dict))
+    samples = scraped(Metrics("m"))
     assert ("sglang:num_running_reqs", ()) not in samples
     assert samples["sglang:num_requests_total", ()] == 0
 
 
 def test_a_request_is_counted_through_its_life() -> None:
-    metrics = Metrics("m", dict)
+    metrics = Metrics("m")
     for _ in range(3):
         metrics.started(10)
     metrics.first_token(0.5)
@@ -113,7 +113,7 @@ def test_a_request_is_counted_through_its_life() -> None:
 
 
 def test_two_servers_in_one_process_share_nothing() -> None:
-    one, two = Metrics("m", dict), Metrics("m", dict)
+    one, two = Metrics("m"), Metrics("m")
     one.started(1)
     assert scraped(two)["sglang:num_requests_total", ()] == 0
 
@@ -122,10 +122,10 @@ def test_two_servers_in_one_process_share_nothing() -> None:
 def test_rates_follow_the_definition(steps: list[list[bool]]) -> None:
     accepted = [next((i for i, hit in enumerate(step) if not hit), len(step)) for step in steps]
     state: dict[str, object] = {
-        "spec_verify_steps_total": len(steps),
-        "spec_draft_tokens_total": 3 * len(steps),
-        "spec_accepted_tokens_total": sum(accepted),
-        "spec_accepted_by_position": [sum(n > i for n in accepted) for i in range(3)],
+        "verify_steps": len(steps),
+        "draft_tokens": 3 * len(steps),
+        "accepted_tokens": sum(accepted),
+        "accepted_by_position": [sum(n > i for n in accepted) for i in range(3)],
     }
     assert accept_length(state) == pytest.approx(sum(n + 1 for n in accepted) / len(steps))
     assert accept_rate(state) == pytest.approx(sum(accepted) / (3 * len(steps)))

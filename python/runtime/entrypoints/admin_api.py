@@ -22,7 +22,7 @@ from runtime.sampling_params import SamplingParams
 GENERATE_SECONDS = 20.0
 """How long /health_generate waits for its token."""
 STATE_SECONDS = 2.0
-"""How long /get_server_info waits for fresh figures before it shows those of the last heartbeat."""
+"""How long fresh figures are waited for before those of the last heartbeat are shown."""
 SECRETS = ("api_key", "admin_api_key")
 
 
@@ -119,7 +119,7 @@ class AdminApi:
         """GET /metrics."""
         if not self.manager.config.enable_metrics:
             return status_response(404, "metrics are off; start the server with --enable-metrics")
-        text, media_type = self.metrics.render()
+        text, media_type = self.metrics.render(await self._fresh_state())
         return Response(text, media_type=media_type)
 
     # ---- administration

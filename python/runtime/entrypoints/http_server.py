@@ -43,7 +43,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 def create_app(manager: TokenizerManager) -> FastAPI:
     """Build the HTTP application around a manager, and make its metrics the manager's observer."""
     config = manager.config
-    metrics = Metrics(config.served_model_name, lambda: manager.state)
+    metrics = Metrics(config.served_model_name)
     manager.observer = metrics
     app = FastAPI(title="Talon", version=__version__, docs_url=None, redoc_url=None)
     _add_routes(app, manager, metrics)

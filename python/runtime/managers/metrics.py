@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -22,23 +22,23 @@ QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 5, 10, 20,
 GAUGES = {
     "sglang:num_running_reqs": ("num_running_reqs", "Requests that take part in steps."),
     "sglang:num_queue_reqs": ("num_queue_reqs", "Requests that wait for a row or for memory."),
-    "sglang:num_used_tokens": ("num_used_tokens", "KV slots that running requests hold."),
     "sglang:max_total_num_tokens": ("max_total_num_tokens", "KV slots there are."),
     "sglang:token_usage": ("token_usage", "Used share of the KV slots, 0 to 1."),
     "sglang:cache_hit_rate": ("cache_hit_rate", "Share of prompt tokens found in the prefix cache, 0 to 1."),
     "sglang:gen_throughput": ("gen_throughput", "Tokens generated per second, lately."),
     "talon:pages_free": ("pages_free", "KV pages that nobody holds."),
-    "talon:pages_total": ("pages_total", "KV pages there are."),
 }
 COUNTERS = {
     "sglang:num_retracted_requests": ("num_retracted_requests_total", "Requests that gave their memory back and resumed later."),
-    "talon:spec_verify_steps": ("spec_verify_steps_total", "Verify steps, each request counted."),
-    "talon:spec_draft_tokens": ("spec_draft_tokens_total", "Draft tokens verified."),
-    "talon:spec_accepted_tokens": ("spec_accepted_tokens_total", "Draft tokens accepted."),
-    "talon:graph_steps": ("graph_steps_total", "Decode steps that replayed a graph."),
-    "talon:eager_steps": ("eager_steps_total", "Decode steps that ran eagerly."),
-    "talon:live_rows": ("live_rows_total", "Requests in decode steps, summed over steps."),
-    "talon:padded_rows": ("padded_rows_total", "Padding rows in decode steps, summed over steps."),
+    "talon:failed_steps": ("num_failed_steps_total", "Steps that raised; their requests failed, the server went on."),
+    "talon:extend_steps": ("extend_steps", "Steps over prompts."),
+    "talon:decode_steps": ("decode_steps", "Steps that generate."),
+    "talon:graph_steps": ("graph_hits", "Decode steps that replayed a graph."),
+    "talon:real_rows": ("real_rows", "Requests in decode steps, summed over steps."),
+    "talon:padding_rows": ("padding_rows", "Padding rows in decode steps, summed over steps."),
+    "talon:spec_verify_steps": ("verify_steps", "Verify steps, each request counted."),
+    "talon:spec_draft_tokens": ("draft_tokens", "Draft tokens verified."),
+    "talon:spec_accepted_tokens": ("accepted_tokens", "Draft tokens accepted."),
 }
 
 
@@ -67,15 +67,15 @@ class Ended(Protocol):
 
 
 class Metrics:
-    """Counters and histograms of the HTTP process, and the scheduler's state at every scrape.
+    """Counters and histograms of the HTTP process, rendered together with the scheduler's state.
 
     One registry an instance, nothing global. The methods `started` to `ended` are what the tokenizer manager reports to.
     """
 
-    def __init__(self, model_name: str, state: Callable[[], State]) -> None:
+    def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._model = model_name
-        self._state = state
+        self._state = _StateCollector(model_name)
         self._requests = self._counter("sglang:num_requests", "Requests taken in.")
         self._aborted = self._counter("sglang:num_aborted_requests", "Requests that ended without an answer: aborted or failed.")
         self._prompt_tokens = self._counter("sglang:prompt_tokens", "Prompt tokens of requests taken in.")
@@ -85,7 +85,7 @@ class Metrics:
         self._itl = self._histogram("sglang:inter_token_latency_seconds", "Between tokens; each token of a step counts.", ITL_BUCKETS)
         self._e2e = self._histogram("sglang:e2e_request_latency_seconds", "From arrival to the last token.", E2E_BUCKETS)
         self._queue = self._histogram("sglang:queue_time_seconds", "From the scheduler's queue to the first step.", QUEUE_BUCKETS)
-        self.registry.register(_StateCollector(model_name, state))
+        self.registry.register(self._state)
 
     def started(self, prompt_tokens: int) -> None:
         """A request was taken in."""
@@ -111,8 +111,13 @@ class Metrics:
         self._generated.inc(update.completion_tokens)
         self._cached.inc(update.cached_tokens)
 
-    def render(self) -> tuple[bytes, str]:
-        """The text that Prometheus scrapes, and its content type."""
+    def render(self, state: State) -> tuple[bytes, str]:
+        """The text that Prometheus scrapes, and its content type.
+
+        Args:
+            state: the scheduler's latest; what it lacks is left out.
+        """
+        self._state.latest = state
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def _counter(self, name: str, help_text: str) -> Counter:
@@ -127,30 +132,32 @@ def accept_length(state: State) -> float | None:
 
     Source: the `accept_len` of Li et al. 2024, arXiv:2401.15077.
     """
-    steps = number(state, "spec_verify_steps_total")
-    return 1.0 + number(state, "spec_accepted_tokens_total") / steps if steps else None
+    steps = number(state, "verify_steps")
+    return 1.0 + number(state, "accepted_tokens") / steps if steps else None
 
 
 def accept_rate(state: State) -> float | None:
     """Share of verified draft tokens that were accepted; None before the first one."""
-    drafts = number(state, "spec_draft_tokens_total")
-    return number(state, "spec_accepted_tokens_total") / drafts if drafts else None
+    drafts = number(state, "draft_tokens")
+    return number(state, "accepted_tokens") / drafts if drafts else None
 
 
 def accept_rate_by_position(state: State) -> list[float]:
     """For each draft position the share of verify steps that accepted it."""
-    steps, counts = number(state, "spec_verify_steps_total"), state.get("spec_accepted_by_position")
+    steps, counts = number(state, "verify_steps"), state.get("accepted_by_position")
     return [float(count) / steps for count in counts] if steps and isinstance(counts, list) else []
 
 
 def graph_hit_rate(state: State) -> float | None:
     """Share of decode steps that replayed a graph; None before the first one."""
-    return _share(number(state, "graph_steps_total"), number(state, "eager_steps_total"))
+    steps = number(state, "decode_steps")
+    return number(state, "graph_hits") / steps if steps else None
 
 
 def padding_waste(state: State) -> float | None:
     """Share of computed decode rows that were padding; None before the first one."""
-    return _share(number(state, "padded_rows_total"), number(state, "live_rows_total"))
+    padding, real = number(state, "padding_rows"), number(state, "real_rows")
+    return padding / (padding + real) if real else None
 
 
 def number(state: State, key: str) -> float:
@@ -159,20 +166,16 @@ def number(state: State, key: str) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-def _share(part: float, rest: float) -> float | None:
-    return part / (part + rest) if part + rest else None
-
-
 class _StateCollector:
-    """Turns the scheduler's latest state into metrics when somebody scrapes."""
+    """Turns the scheduler's latest state into metrics."""
 
-    def __init__(self, model_name: str, state: Callable[[], State]) -> None:
+    def __init__(self, model_name: str) -> None:
         self._model = model_name
-        self._state = state
+        self.latest: State = {}
 
     def collect(self) -> Iterable[Metric]:
         """All metrics that the state has values for."""
-        state = self._state()
+        state = self.latest
         for name, (key, help_text) in GAUGES.items():
             if key in state:
                 yield self._gauge(name, help_text, [((), number(state, key))])
@@ -195,7 +198,8 @@ class _StateCollector:
         rates = [((str(i),), rate) for i, rate in enumerate(accept_rate_by_position(state))]
         if rates:
             yield self._gauge("talon:spec_accept_rate_by_position", "Share of verify steps that accepted this draft.", rates, "position")
-        phases = state.get("startup_seconds")
+        worker = state.get("worker")
+        phases = worker.get("startup_seconds") if isinstance(worker, dict) else None
         if isinstance(phases, dict):
             seconds = [((str(phase),), float(value)) for phase, value in phases.items()]
             yield self._gauge("talon:startup_seconds", "How long each phase of the start took.", seconds, "phase")

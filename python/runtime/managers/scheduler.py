@@ -218,8 +218,10 @@ class Scheduler:
                 return {"file": self._worker.stop_profile()}
 
     def _flush_cache(self) -> dict[str, object]:
-        if not self.idle:
+        if self._reqs:
             raise ServingError(f"{len(self._reqs)} requests are alive; flush the cache when there are none")
+        while self._flights:  # steps whose requests have all ended
+            self._collect()
         cached = self.ledger.cache.total_pages
         self.ledger.flush()
         return {"flushed_pages": cached}

@@ -27,6 +27,7 @@ from runtime.bench.records import BenchRequest, RequestRecord
 from runtime.bench.vocabulary import LocalVocabulary, Vocabulary, open_vocabulary
 
 _WARMUP_OUTPUT_LEN = 32
+_FLUSH_SECONDS = 5.0
 _ARGUMENTS = (
     *("tag", "backend", "dataset_name", "request_rate", "max_concurrency", "sharegpt_output_len"),
     *("random_input_len", "random_output_len", "random_range_ratio"),
@@ -59,24 +60,31 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         raise BenchError(str(error)) from error
     if args.dataset_name not in ("generated-shared-prefix",) and len(requests) < args.num_prompts:
         print(f"{args.dataset_name} has {len(requests)} prompts that fit; sending those instead of {args.num_prompts}")
-    records, seconds = await _measure(args, client, backend, requests, _generation(args, model))
+    options = _generation(args, model)
+    await _prepare(args, client, backend, requests[0], options)
+    before = await _get(client, "/get_server_info", "/server_info")
+    records, seconds = await _measure(args, client, backend, requests, options)
     await _settle(records, vocabulary)
     server_info = await _get(client, "/get_server_info", "/server_info")
     figures = {name: getattr(args, name) for name in _ARGUMENTS} | {"server_info": server_info}
     if args.request_rate == float("inf"):
         figures["request_rate"] = "inf"  # JSON has no infinity
-    figures |= summarize(records, seconds, goodput) | acceptance(records, server_info) | summary.origin(server_info)
+    figures |= summarize(records, seconds, goodput) | acceptance(records, before, server_info) | summary.origin(server_info)
     figures["total_output_tokens_retokenized"] = await _retokenized(records, vocabulary)
     _show(args, figures, records)
     return figures | _details(records)
 
 
+async def _prepare(args: argparse.Namespace, client: HttpClient, backend: Backend, first: BenchRequest, options: GenerationOptions) -> None:
+    """Warm up, then forget what the warm-up cached."""
+    await _warm_up(args.warmup_requests, client, backend, first, options)
+    if args.flush_cache:
+        await _flush(client, "/reset_prefix_cache" if backend.name.startswith("vllm") else "/flush_cache")
+
+
 async def _measure(
     args: argparse.Namespace, client: HttpClient, backend: Backend, requests: list[BenchRequest], options: GenerationOptions
 ) -> tuple[list[RequestRecord], float]:
-    await _warm_up(args.warmup_requests, client, backend, requests[0], options)
-    if args.flush_cache:
-        await _control(client, "/flush_cache")
     if args.profile:
         await _control(client, "/start_profile")
     with tqdm(total=len(requests), disable=args.disable_tqdm, unit="req") as bar:
@@ -213,9 +221,21 @@ async def _get(client: HttpClient, *paths: str) -> dict[str, Any] | None:
     return None
 
 
+async def _flush(client: HttpClient, path: str) -> None:
+    """Empty the prefix cache. A server refuses while the warm-up's last step is still in flight, so ask again for a while."""
+    deadline = time.monotonic() + _FLUSH_SECONDS
+    while True:
+        try:
+            return await _control(client, path)
+        except BenchError:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.1)
+
+
 async def _control(client: HttpClient, path: str) -> None:
     try:
-        await client.json("POST", path)
+        await client.json("POST", path, {})
     except HttpFailure as failure:
         raise BenchError(f"{path}: {failure}") from failure
 

@@ -89,7 +89,7 @@ def test_the_json_line_has_every_promised_field_and_the_columns_are_those_of_sgl
     args = parser().parse_args([])
     record = settled([0.0, 0.1, 0.2])
     figures = {name: getattr(args, name, None) for name in FIELDS.split()}
-    figures |= metrics.summarize([record], 1.0) | metrics.acceptance([record], None) | {"commit": "c", "device": "d"}
+    figures |= metrics.summarize([record], 1.0) | metrics.acceptance([record], None, None) | {"commit": "c", "device": "d"}
     latencies = {f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p90", "p95", "p99") for name in metrics.LATENCIES}
     assert set(figures) >= latencies | set(FIELDS.split())
     text = summary.render(figures)
@@ -353,13 +353,27 @@ def test_acceptance_is_of_this_run_where_every_answer_tells() -> None:
     for record, steps, accepted in zip(told, (3, 2), ([3, 1], [1, 1]), strict=True):
         record.verify_steps, record.accepted_by_position = steps, accepted
     info = {"internal_states": [{"avg_spec_accept_length": 9.0}], "padding_waste": 0.25}
-    figures = metrics.acceptance(told, info)
+    figures = metrics.acceptance(told, None, info)
     assert figures["accept_length"] == pytest.approx((6 + 4) / 5)
     assert figures["per_position_acceptance"] == pytest.approx([4 / 5, 2 / 5])
     assert figures["padding_waste"] == 0.25
     told[1].verify_steps = 0
-    assert metrics.acceptance(told, info)["accept_length"] == 9.0
-    assert metrics.acceptance([], None)["accept_length"] is None
+    assert metrics.acceptance(told, None, info)["accept_length"] == 9.0
+    assert metrics.acceptance([], None, None)["accept_length"] is None
+
+
+def test_acceptance_by_the_servers_totals_leaves_out_what_was_before_the_run() -> None:
+    def info(scale: int, **means: float) -> dict[str, Any]:
+        totals = {"verify_steps": 10, "accepted_tokens": 15, "accepted_by_position": [8, 7], "decode_steps": 12, "graph_hits": 9}
+        totals |= {"real_rows": 30, "padding_rows": 10}
+        scaled = {k: [n * scale for n in v] if isinstance(v, list) else v * scale for k, v in totals.items()}
+        return {"internal_states": [{**scaled, **means}]}
+
+    figures = metrics.acceptance([], info(3), info(5, avg_spec_accept_length=9.0))
+    assert figures["accept_length"] == pytest.approx(1 + 30 / 20)
+    assert figures["per_position_acceptance"] == pytest.approx([0.8, 0.7])
+    assert figures["graph_hit_rate"] == pytest.approx(0.75)
+    assert figures["padding_waste"] == pytest.approx(0.25)
 
 
 def test_failures_are_grouped_by_what_went_wrong() -> None:

@@ -138,29 +138,76 @@ def _token_times(record: RequestRecord) -> list[tuple[float, int]]:
     return [(chunk.at, count) for chunk, count in zip(record.chunks, counts, strict=True)]
 
 
-def acceptance(records: Sequence[RequestRecord], server_info: Mapping[str, Any] | None) -> Figures:
-    """What speculation did: of this run where every answer tells, else what the server reports since its start.
+COUNTERS = {
+    "steps": ("verify_steps", "spec_verify_steps_total"),
+    "accepted": ("accepted_tokens", "spec_accepted_tokens_total"),
+    "by_position": ("accepted_by_position", "spec_accepted_by_position"),
+    "decodes": ("decode_steps",),
+    "graphs": ("graph_hits", "graph_steps_total"),
+    "rows": ("real_rows", "live_rows_total"),
+    "padding": ("padding_rows", "padded_rows_total"),
+}
+"""The server's running totals, by what they count: the difference of two readings is of the run alone."""
+
+
+def acceptance(records: Sequence[RequestRecord], before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Figures:
+    """What speculation and graphs did during the run: by the answers where every one tells, else by the server's totals, else by its means.
+
+    Args:
+        records: of the run.
+        before, after: the server's information around it; None where it has none.
 
     Returns:
         accept_length, per_position_acceptance, graph_hit_rate, padding_waste; None for what nobody says.
     """
-    state: dict[str, Any] = dict(server_info or {})
-    for inner in (server_info or {}).get("internal_states") or []:
-        state |= {key: value for key, value in inner.items() if value is not None}
-        break
+    state = _state(after)
     figures: Figures = {
         "accept_length": state.get("avg_spec_accept_length"),
         "per_position_acceptance": state.get("per_position_acceptance"),
         "graph_hit_rate": state.get("graph_hit_rate"),
         "padding_waste": state.get("padding_waste"),
     }
-    good = [record for record in records if record.success]
-    if good and all(record.verify_steps for record in good):
-        steps = sum(record.verify_steps for record in good)
-        # The first token comes from the prompt's pass, every other one from a verification.
-        figures["accept_length"] = sum(record.output_len - 1 for record in good) / steps
-        figures["per_position_acceptance"] = _by_position(good, steps) or figures["per_position_acceptance"]
-    return figures
+    told = _from_totals(_state(before), state) | _from_answers([record for record in records if record.success])
+    return figures | {name: value for name, value in told.items() if value is not None}
+
+
+def _state(info: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The server's information in one level: SGLang keeps figures under `internal_states`."""
+    inner = ((info or {}).get("internal_states") or [{}])[0]
+    return {**(info or {}), **{name: value for name, value in inner.items() if value is not None}}
+
+
+def _from_totals(before: Mapping[str, Any], after: Mapping[str, Any]) -> Figures:
+    delta = {name: _difference(before, after, keys) for name, keys in COUNTERS.items()}
+    steps, by_position = delta["steps"], delta["by_position"]
+    rows = (delta["rows"] or 0) + (delta["padding"] or 0)
+    return {
+        "accept_length": 1 + delta["accepted"] / steps if steps and delta["accepted"] is not None else None,
+        "per_position_acceptance": [count / steps for count in by_position] if steps and by_position else None,
+        "graph_hit_rate": delta["graphs"] / delta["decodes"] if delta["decodes"] and delta["graphs"] is not None else None,
+        "padding_waste": delta["padding"] / rows if rows and delta["padding"] is not None else None,
+    }
+
+
+def _difference(before: Mapping[str, Any], after: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """How far a total rose, by position where it is a list; None where the server does not keep it."""
+    for name in names:
+        new, old = after.get(name), before.get(name)
+        if isinstance(new, list):
+            old = old if isinstance(old, list) and len(old) == len(new) else [0] * len(new)
+            return [b - a for a, b in zip(old, new, strict=True)]
+        if new is not None:
+            return new - (old or 0)
+    return None
+
+
+def _from_answers(good: Sequence[RequestRecord]) -> Figures:
+    if not good or not all(record.verify_steps for record in good):
+        return {}
+    steps = sum(record.verify_steps for record in good)
+    # The first token comes from the prompt's pass, every other one from a verification.
+    length = sum(record.output_len - 1 for record in good) / steps
+    return {"accept_length": length, "per_position_acceptance": _by_position(good, steps)}
 
 
 def _by_position(good: Sequence[RequestRecord], steps: int) -> list[float] | None:

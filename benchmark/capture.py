@@ -1,0 +1,73 @@
+"""What starting costs: seconds of each phase, seconds and MiB of each graph runner, reserved against used memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmark import plots
+from benchmark.markdown import Result, provenance, table
+from benchmark.record import Record
+from benchmark.server import Server
+from benchmark.serving_matrix import setups
+from benchmark.sweep import arguments, names, served_model
+
+NAME = "capture"
+KEYS = ("mode", "backend")
+
+
+def measure(record: Record, labels: dict[str, Any], flags: list[str]) -> None:
+    """Start one server, read what it says of its start, keep a row."""
+    with Server(flags) as server:
+        facts = server.facts()
+        shown = {name: facts.get(name) for name in ("startup_seconds", "graphs", "memory_mib")}
+        record.add({**labels, "ready_seconds": server.ready_seconds, **shown, "server_flags": " ".join(flags)})
+    print(f"  ready after {record.rows[-1]['ready_seconds']:.1f} s", flush=True)
+
+
+def render(result: Result) -> str:
+    """Time to ready by phase, then a line for each runner."""
+    phases = list(dict.fromkeys(phase for row in result["rows"] for phase in row["startup_seconds"] or {}))
+    times = [
+        [f"{row['mode']}, {row['backend']}", *((row["startup_seconds"] or {}).get(phase) for phase in phases), row["ready_seconds"]]
+        for row in result["rows"]
+    ]
+    runners = [
+        [f"{row['mode']}, {row['backend']}", graph["runner"], len(graph["sizes"]), max(graph["sizes"], default=None), graph["seconds"],
+         graph["reserved_mib"], graph["used_mib"]]
+        for row in result["rows"] for graph in row["graphs"] or []
+    ]  # fmt: skip
+    header = ["server", "runner", "batch sizes", "largest", "seconds", "reserved MiB", "used MiB"]
+    parts = [table(["server", *(f"{phase.replace('_', ' ')} (s)" for phase in phases), "ready (s)"], times), ""]
+    return "\n".join([*parts, table(header, runners), "", provenance(result)])
+
+
+def plot(result: Result, file: Path) -> None:
+    """Seconds by phase, and memory reserved and used by runner."""
+    seconds = {f"{row['mode']} {row['backend']}": dict(row["startup_seconds"] or {}) for row in result["rows"]}
+    memory = {
+        f"{row['mode']} {graph['runner']}": {"reserved": graph["reserved_mib"], "used": graph["used_mib"]}
+        for row in result["rows"]
+        for graph in row["graphs"] or []
+    }
+    plots.draw(
+        file,
+        [lambda axes: plots.bars(axes, seconds, "Start-up", "seconds"), lambda axes: plots.bars(axes, memory, "Graph runners", "MiB")],
+    )
+
+
+def main() -> None:
+    """Measure, keep, plot."""
+    parser = arguments(__doc__)
+    parser.add_argument("--modes", type=names, default=["plain", "eagle"])
+    parser.add_argument("--backends", type=names, default=["fa3"])
+    args = parser.parse_args()
+    record = Record(NAME, KEYS, args.out, args.quick)
+    for setup in setups(served_model(args), args.modes, ["torch_native"] if args.quick else args.backends):
+        measure(record, dict(setup.labels), [*setup.flags])
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The embedded model on a CPU: batch 1 and 8, float32 and int8, beside `transformers.generate` on the same weights in the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmark import plots
+from benchmark.agreement import Agreement, compare, greedy_answers
+from benchmark.machine import ROOT
+from benchmark.markdown import Result, percent, pick, provenance, table
+from benchmark.record import Record
+from benchmark.server import Server, bench, environment
+from benchmark.sweep import arguments, random_ids
+
+NAME = "cpu_serving"
+KEYS = ("system", "quantization", "batch")
+BATCHES = (1, 8)
+
+
+def server_rows(server: Server, quantization: str, tokens: int) -> list[dict[str, Any]]:
+    """Decode rates of Talon, seen by its HTTP client: the time of the prompt is not in them."""
+    rows = []
+    for batch in BATCHES:
+        figures = bench(server, random_ids(batch, 32, tokens, batch).flags)
+        row = {"system": "Talon", "quantization": quantization, "batch": batch, "tokens_per_second": batch * 1000 / figures["mean_tpot_ms"]}
+        names = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "failed")
+        rows.append(row | {name: figures[name] for name in names} | {"ready_seconds": server.ready_seconds})
+    return rows
+
+
+def transformers_rows(folder: str, threads: int, tokens: int) -> list[dict[str, Any]]:
+    """Decode rates of transformers on the weights in `folder`."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmark.transformers_decode",
+        "--folder",
+        folder,
+        "--threads",
+        str(threads),
+        "--tokens",
+        str(tokens),
+    ]
+    print("+", " ".join(command[1:]), flush=True)
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=True)
+    rates = json.loads(done.stdout.strip().splitlines()[-1])
+    return [{"system": "transformers", "quantization": "none", "batch": int(b), "tokens_per_second": rate} for b, rate in rates.items()]
+
+
+def render(result: Result) -> str:
+    """Rates, ratios, and how far int8's greedy answers are those of float32."""
+    rows = result["rows"]
+    base = pick(rows, system="transformers", batch=1)
+    lines: list[list[Any]] = []
+    for system, quantization in dict.fromkeys((row["system"], row["quantization"]) for row in rows):
+        one, eight = (pick(rows, system=system, quantization=quantization, batch=batch) for batch in BATCHES)
+        rates = [row["tokens_per_second"] if row else None for row in (one, eight)]
+        against = rates[0] / base["tokens_per_second"] if rates[0] and base else None
+        gain = rates[1] / rates[0] if rates[0] and rates[1] else None
+        agreement = one.get("agreement") if one else None
+        kind = "float32" if quantization == "none" else quantization
+        lines.append([f"{system}, {kind}", *rates, gain, against, percent(agreement, 2)])
+    header = ["", "batch 1 (tok/s)", "batch 8 (tok/s)", "8 against 1", "batch 1 against transformers", "greedy tokens as in float32"]
+    return "\n".join([table(header, lines), "", provenance(result)])
+
+
+def plot(result: Result, file: Path) -> None:
+    """Tokens a second, one group a batch size."""
+    groups: dict[str, dict[str, float]] = {}
+    for row in result["rows"]:
+        kind = "float32" if row["quantization"] == "none" else row["quantization"]
+        groups.setdefault(f"batch {row['batch']}", {})[f"{row['system']} {kind}"] = row["tokens_per_second"]
+    plots.draw(file, [lambda axes: plots.bars(axes, groups, "SmolLM2-135M on a CPU", "decode tokens/s")])
+
+
+def measure(record: Record, flags: Sequence[str], tokens: int, prompts: int, threads: int) -> None:
+    """float32, then transformers on its weights, then int8 with its agreement; one after the other, never two at once."""
+    common = [*flags, "--cpu-threads", str(threads)]
+    with Server([*common, "--quantization", "none"]) as server:
+        answers = greedy_answers(server, prompts, min(tokens, 64))
+        for row in server_rows(server, "none", tokens):
+            record.add(row | {"agreement": 1.0})
+        folder = server.get("/get_model_info")["model_path"]
+    if any(Path(folder).glob("*.safetensors")):
+        for row in transformers_rows(folder, threads, tokens):
+            record.add(row)
+    with Server([*common, "--quantization", "int8"]) as server:
+        found: Agreement = compare(server, answers)
+        for row in server_rows(server, "int8", tokens):
+            record.add(
+                row | {"agreement": found.same / found.tokens, "agreement_tokens": found.tokens, "whole_answers": found.whole_answers}
+            )
+
+
+def main() -> None:
+    """Measure, keep, plot."""
+    parser = arguments(__doc__)
+    parser.add_argument("--tokens", type=int, default=128, help="tokens to generate")
+    parser.add_argument("--prompts", type=int, default=80, help="held-out prompts to compare greedy answers on")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    args = parser.parse_args()
+    record = Record(NAME, KEYS, args.out, args.quick)
+    if args.quick:
+        from benchmark.shapes import tiny_model
+
+        measure(record, tiny_model().target_flags[:-2], 8, 4, 1)
+    else:
+        measure(record, ("--device", "cpu"), args.tokens, args.prompts, args.threads)
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What a figure was measured on: hardware, versions, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_PACKAGES = ("torch", "triton", "sglang-kernel", "flashinfer-python", "transformers", "numpy", "pyzmq", "uvicorn")
+
+Machine = dict[str, Any]
+
+
+def describe() -> Machine:
+    """Device, CPU, memory and versions of this machine."""
+    gpus = _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader").splitlines()
+    cpu = _first(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo")) or platform.processor() or platform.machine()
+    memory_kib = _first(r"MemTotal:\s*(\d+)", Path("/proc/meminfo"))
+    return {
+        "device": gpus[0].split(",")[0].strip() if gpus else cpu,
+        "gpus": gpus,
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(int(memory_kib) / 2**20, 1) if memory_kib else None,
+        "python": platform.python_version(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+    }
+
+
+def slug(machine: Machine) -> str:
+    """The folder of this machine's results: the GPU's name, or cpu with its cores."""
+    if not machine["gpus"]:
+        return f"cpu-{machine['cores']}"
+    return re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
+
+
+def commit() -> str:
+    """The checkout's commit, marked when files differ from it; the archive's own note where there is no git."""
+    found = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD").strip()
+    if not found:
+        return os.environ.get("TALON_COMMIT", "unknown")
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", "python").strip()
+    return f"{found}-dirty" if changed else found
+
+
+def command() -> str:
+    """The command line of the running script, as a reader would type it."""
+    script = Path(sys.argv[0])
+    return " ".join(["python", "-m", f"benchmark.{script.stem}", *sys.argv[1:]])
+
+
+def _output(*words: str) -> str:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _first(pattern: str, file: Path) -> str | None:
+    match = re.search(pattern, file.read_text(encoding="utf-8")) if file.is_file() else None
+    return match.group(1).strip() if match else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

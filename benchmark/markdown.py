@@ -1,0 +1,49 @@
+"""Markdown tables of result rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Result = dict[str, Any]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table; numbers are aligned right."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "|".join(" --- " if i == 0 else " ---: " for i in range(len(header))) + "|"]
+    lines += ["| " + " | ".join(cell(value) for value in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def cell(value: Any) -> str:
+    """A figure with as many digits as it deserves; a dash for what was not measured."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
+    return str(value)
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    """A share as per cent."""
+    return "-" if value is None else f"{value * 100:.{digits}f} %"
+
+
+def change(new: float | None, old: float | None) -> str:
+    """How much `new` is above `old`, in per cent with its sign."""
+    return "-" if not new or not old else f"{(new / old - 1) * 100:+.1f} %"
+
+
+def provenance(result: Result, rows: Sequence[dict[str, Any]] | None = None) -> str:
+    """One line: machine, versions, commits and commands of the rows shown."""
+    shown = result["rows"] if rows is None else rows
+    machine = result["machine"]
+    versions = ", ".join(f"{name} {machine['packages'][name]}" for name in ("torch", "sglang-kernel") if name in machine["packages"])
+    commits = ", ".join(sorted({f"`{row['commit']}`" for row in shown}))
+    commands = "; ".join(dict.fromkeys(f"`{row['command']}`" for row in shown))
+    return f"{machine['device']} ({machine['cores']} cores), Python {machine['python']}, {versions}; commit {commits}; {commands}."
+
+
+def pick(rows: Sequence[dict[str, Any]], **wanted: Any) -> dict[str, Any] | None:
+    """The first row with these values, or None."""
+    return next((row for row in rows if all(row.get(key) == value for key, value in wanted.items())), None)

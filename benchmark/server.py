@@ -1,0 +1,141 @@
+"""A server under test: started with given flags, waited for, asked, ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmark.machine import ROOT
+
+_LOG_TAIL = 3000
+
+
+class ServerFailed(Exception):
+    """The server ended, or did not get ready in time; holds the end of its log."""
+
+
+def environment() -> dict[str, str]:
+    """The environment of child processes: the package of this checkout is found first."""
+    paths = [str(ROOT / "python"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+class Server:
+    """`python -m runtime.launch_server FLAGS` on a free port, for the length of a `with` block.
+
+    Attributes:
+        port: where it listens.
+        ready_seconds: from starting the process until `/ready` answered 200.
+    """
+
+    def __init__(self, flags: Sequence[str], timeout: float = 300.0) -> None:
+        self.flags = list(flags)
+        self.port = _free_port()
+        self.ready_seconds = 0.0
+        self._timeout = timeout
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server runs
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        command = [sys.executable, "-m", "runtime.launch_server", "--port", str(self.port), *self.flags]
+        print("+", " ".join(command[1:]), flush=True)
+        started = time.perf_counter()
+        self._process = subprocess.Popen(
+            command, stdout=self._log, stderr=subprocess.STDOUT, env=environment(), cwd=ROOT, start_new_session=True
+        )
+        try:
+            self._wait_ready(started)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            print(self.log_tail(), file=sys.stderr)
+        self._end()
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON that GET `path` answers."""
+        return self._call(urllib.request.Request(self._url(path)))
+
+    def post(self, path: str, body: Any = None, timeout: float = 600.0) -> dict[str, Any]:
+        """The JSON that POST `path` answers."""
+        data = json.dumps({} if body is None else body).encode()
+        return self._call(urllib.request.Request(self._url(path), data, {"Content-Type": "application/json"}), timeout)
+
+    def facts(self) -> dict[str, Any]:
+        """What the worker says of itself: memory, graphs, seconds of each phase of the start."""
+        state = self.get("/get_server_info")["internal_states"][0]
+        return state.get("worker") or state
+
+    def log_tail(self) -> str:
+        """The end of what the server has printed."""
+        self._log.seek(0)
+        return self._log.read().decode("utf-8", "replace")[-_LOG_TAIL:]
+
+    def _url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    def _call(self, request: urllib.request.Request, timeout: float = 60.0) -> dict[str, Any]:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return json.loads(answer.read() or b"{}")
+
+    def _wait_ready(self, started: float) -> None:
+        assert self._process is not None
+        while time.perf_counter() - started < self._timeout:
+            if self._process.poll() is not None:
+                raise ServerFailed(f"the server ended with status {self._process.returncode}:\n{self.log_tail()}")
+            try:
+                self.get("/ready")
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.05)
+                continue
+            self.ready_seconds = time.perf_counter() - started
+            return
+        raise ServerFailed(f"the server was not ready after {self._timeout:.0f} s:\n{self.log_tail()}")
+
+    def _end(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self._log.close()
+
+
+def bench(server: Server, flags: Sequence[str]) -> dict[str, Any]:
+    """Run `bench_serving` against `server` and return its JSON line; raises ServerFailed when no request succeeded."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.jsonl"
+        command = [sys.executable, "-m", "runtime.bench_serving", "--port", str(server.port), "--output-file", str(out), *flags]
+        print("+", " ".join(command[1:]), flush=True)
+        done = subprocess.run([*command, "--disable-tqdm"], env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise ServerFailed(f"bench_serving failed:\n{done.stdout[-_LOG_TAIL:]}{done.stderr[-_LOG_TAIL:]}\n{server.log_tail()}")
+        if done.stderr.strip():
+            print(done.stderr, file=sys.stderr)
+        return json.loads(out.read_text(encoding="utf-8"))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

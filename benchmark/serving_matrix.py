@@ -1,0 +1,119 @@
+"""Throughput and latency of the 8B shape with and without EAGLE over concurrency, beside SGLang and vLLM on the same kind of machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmark import plots
+from benchmark.machine import slug
+from benchmark.markdown import Result, percent, provenance, table
+from benchmark.record import Record
+from benchmark.shapes import Model
+from benchmark.sweep import Setup, arguments, names, numbers, random_ids, served_model, sweep
+
+NAME = "serving_matrix"
+KEYS = ("mode", "backend", "concurrency", "input_len", "output_len")
+STEPS = 3
+ACCEPT_LENGTH = "2.5"
+TITLES = {"plain": "Plain decoding", "eagle": "EAGLE 3/1/4, synthetic accept length 2.5"}
+
+
+def peers(result: Result) -> dict[str, Any]:
+    """The peers' figures and where they come from; no rows where Talon ran on another kind of machine."""
+    data = json.loads((Path(__file__).parent / "peers.json").read_text(encoding="utf-8"))
+    return data if slug(result["machine"]) == data["device"] else data | {"rows": []}
+
+
+def setups(served: Model, modes: list[str], backends: list[str]) -> list[Setup]:
+    """A server for each mode and attention backend; the prefix cache is off, as it was for the peers."""
+    found = []
+    for backend in backends:
+        for mode in modes:
+            flags = (*served.target_flags, "--attention-backend", backend, "--disable-radix-cache")
+            eagle = served.eagle_flags(ACCEPT_LENGTH, STEPS) if mode == "eagle" else ()
+            found.append(Setup({"mode": mode, "backend": backend, "steps": STEPS if eagle else 0}, (*flags, *eagle)))
+    return found
+
+
+def best_peer(rivals: list[dict[str, Any]], mode: str, concurrency: int) -> dict[str, Any] | None:
+    """The peer with the highest throughput in this column."""
+    same = [row for row in rivals if (row["mode"], row["concurrency"]) == (mode, concurrency)]
+    return max(same, key=lambda row: row["output_throughput"], default=None)
+
+
+def render(result: Result) -> str:
+    """One table for each mode: Talon's rows, then the peers', then how Talon's best compares."""
+    known, parts = peers(result), []
+    for mode in TITLES:
+        rows = [row for row in result["rows"] if row["mode"] == mode]
+        if rows:
+            parts += [
+                f"**{TITLES[mode]}**: output tok/s / mean TTFT ms / mean TPOT ms (share of the roof)",
+                "",
+                _mode_table(rows, known["rows"], mode),
+                "",
+            ]
+    source = f" Peers: {known['source']}." if known["rows"] else ""
+    return "\n".join([*parts, f"Talon: {provenance(result)}{source}"])
+
+
+def _mode_table(rows: list[dict[str, Any]], rivals: list[dict[str, Any]], mode: str) -> str:
+    columns = sorted({row["concurrency"] for row in rows})
+    known = [row | {"system": "Talon"} for row in rows] + [row for row in rivals if row["mode"] == mode]
+    lines = []
+    for system, backend in dict.fromkeys((row["system"], row["backend"]) for row in known):
+        by = {row["concurrency"]: row for row in known if (row["system"], row["backend"]) == (system, backend)}
+        lines.append([f"{system}, {backend}", *(_cell(by.get(column)) for column in columns)])
+    if rivals:
+        lines.append(["Talon's best against the best peer", *(_against(rows, rivals, mode, column) for column in columns)])
+    return table(["", *(f"c={column}" for column in columns)], lines)
+
+
+def _cell(row: dict[str, Any] | None) -> str | None:
+    if row is None:
+        return None
+    share = f" ({percent(row['roof_share'])})" if row.get("roof_share") else ""
+    return f"{row['output_throughput']:.0f} / {row['mean_ttft_ms']:.1f} / {row['mean_tpot_ms']:.2f}{share}"
+
+
+def _against(rows: list[dict[str, Any]], rivals: list[dict[str, Any]], mode: str, concurrency: int) -> str | None:
+    ours = max((row["output_throughput"] for row in rows if row["concurrency"] == concurrency), default=None)
+    peer = best_peer(rivals, mode, concurrency)
+    return None if ours is None or peer is None else f"{ours / peer['output_throughput']:.3f}x"
+
+
+def plot(result: Result, file: Path) -> None:
+    """Throughput over concurrency, one panel a mode."""
+
+    def panel(axes: Any, mode: str) -> None:
+        series: dict[str, list[tuple[float, float]]] = {}
+        ours = [row | {"system": "Talon"} for row in result["rows"] if row["mode"] == mode]
+        for row in ours + [row for row in peers(result)["rows"] if row["mode"] == mode]:
+            series.setdefault(f"{row['system']} {row['backend']}", []).append((row["concurrency"], row["output_throughput"]))
+        plots.lines(axes, series, TITLES[mode], "concurrency", "output tokens/s")
+
+    modes = [mode for mode in TITLES if any(row["mode"] == mode for row in result["rows"])]
+    plots.draw(file, [lambda axes, mode=mode: panel(axes, mode) for mode in modes])
+
+
+def main() -> None:
+    """Measure, keep, plot."""
+    parser = arguments(__doc__)
+    parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16, 32])
+    parser.add_argument("--modes", type=names, default=["plain", "eagle"])
+    parser.add_argument("--backends", type=names, default=["fa3"])
+    args = parser.parse_args()
+    record = Record(NAME, KEYS, args.out, args.quick)
+    served = served_model(args)
+    backends = ["torch_native"] if args.quick else args.backends
+    lens = (16, 8) if args.quick else (1000, 1000)
+    bursts = [random_ids(c, *lens) for c in ([1, 2] if args.quick else args.concurrency)]
+    sweep(record, setups(served, args.modes, backends), bursts, served.shape)
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The benchmarked model shapes, what they must read per step, and how near to that a measurement is."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CONFIGS = Path(__file__).resolve().parent / "configs"
+TARGET = CONFIGS / "llama-3-8b"
+EAGLE_HEAD = CONFIGS / "llama-3-8b-eagle"
+
+READ_BYTES_PER_SECOND = {"nvidia-h200": 4.32e12}
+"""Measured with a kernel that only reads, by machine; a machine that is not here gets no share of a roof."""
+
+_BYTES = 2  # bf16
+_SEED = ("--random-seed", "1")  # dummy weights are drawn from it
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a Llama-like decoder, and the bytes that a decode step cannot avoid reading."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+    @classmethod
+    def read(cls, folder: Path) -> Shape:
+        """From a folder's config.json."""
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        heads = raw["num_attention_heads"]
+        return cls(
+            layers=raw["num_hidden_layers"],
+            hidden=raw["hidden_size"],
+            intermediate=raw["intermediate_size"],
+            q_heads=heads,
+            kv_heads=raw["num_key_value_heads"],
+            head_dim=raw.get("head_dim", raw["hidden_size"] // heads),
+            vocab=raw["vocab_size"],
+        )
+
+    @property
+    def layer_bytes(self) -> int:
+        """Weights of one block: q, k, v, o, gate, up, down."""
+        attention = self.hidden * self.head_dim * (2 * self.q_heads + 2 * self.kv_heads)
+        return _BYTES * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def head_bytes(self) -> int:
+        """The LM head."""
+        return _BYTES * self.hidden * self.vocab
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return _BYTES * 2 * self.layers * self.kv_heads * self.head_dim
+
+    def step_bytes(self, batch: int, context: float) -> float:
+        """What one decode step of `batch` requests at a mean `context` reads: layers, LM head, KV."""
+        return self.layers * self.layer_bytes + self.head_bytes + batch * context * self.kv_bytes_per_token
+
+
+def plain_roof_ms(shape: Shape, batch: int, context: float, bytes_per_second: float) -> float:
+    """Milliseconds for a plain decode step if reading were all there is."""
+    return shape.step_bytes(batch, context) / bytes_per_second * 1000
+
+
+def eagle_roof_ms(shape: Shape, steps: int, batch: int, context: float, bytes_per_second: float) -> float:
+    """Milliseconds for one EAGLE iteration: a verify pass and `steps` passes of a one-layer head with `fc` and LM head."""
+    fc = _BYTES * 2 * shape.hidden * shape.hidden
+    draft_kv = batch * context * shape.kv_bytes_per_token / shape.layers
+    draft = steps * (shape.layer_bytes + fc + shape.head_bytes + draft_kv)
+    return (shape.step_bytes(batch, context) + draft) / bytes_per_second * 1000
+
+
+def write_tiny(folder: Path) -> tuple[Path, Path]:
+    """A target and an EAGLE head small enough to smoke-run every script on a CPU; returns their folders."""
+    target: dict[str, Any] = json.loads((TARGET / "config.json").read_text(encoding="utf-8"))
+    target |= {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    target |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "torch_dtype": "float32"}
+    target |= {"bos_token_id": 0, "eos_token_id": 1}
+    head = target | {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+    for name, config in (("tiny", target), ("tiny-eagle", head)):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return folder / "tiny", folder / "tiny-eagle"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a script serves: its name in the rows, the target's flags, the head's folder, the shape where a roof is known for it."""
+
+    name: str
+    target_flags: tuple[str, ...]
+    head: str
+    shape: Shape | None
+
+    def eagle_flags(self, accept_length: str | None, steps: int = 3) -> tuple[str, ...]:
+        """A chain of `steps` drafts; `accept_length` is synthetic, None lets the weights decide."""
+        flags = ("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", self.head)
+        flags += ("--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1))
+        if not any(Path(self.head).glob("*.safetensors")):
+            flags += ("--speculative-draft-load-format", "dummy")
+        return flags if accept_length is None else (*flags, "--speculative-synthetic-accept-length", accept_length)
+
+
+def tiny_model() -> Model:
+    """A model that a CPU serves at once."""
+    target, head = write_tiny(Path(tempfile.gettempdir()) / "talon-benchmark")
+    flags = ("--model-path", str(target), "--load-format", "dummy", "--device", "cpu", "--max-total-tokens", "4096", *_SEED)
+    return Model("tiny", (*flags, "--max-running-requests", "8", "--cpu-threads", "1"), str(head), None)
+
+
+def big_model() -> Model:
+    """The 8B shape with dummy bf16 weights."""
+    flags = ("--model-path", str(TARGET), "--load-format", "dummy", "--dtype", "bfloat16", *_SEED)
+    return Model("llama-3-8b", flags, str(EAGLE_HEAD), Shape.read(TARGET))
+
+
+def named_model(path: str, head: str | None) -> Model:
+    """The embedded model, by the name `embedded`, or the one in a folder with weights.
+
+    A head without weights is drawn at random: then acceptance must be synthetic.
+    """
+    flags = () if path == "embedded" else ("--model-path", path)
+    return Model(Path(path).stem, flags, head or str(CONFIGS / "smollm2-eagle"), None)

@@ -1,0 +1,118 @@
+"""Servers times loads: start each server once, run each load on it, keep a row of each."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmark import machine
+from benchmark.record import Record, Row
+from benchmark.server import Server, bench
+from benchmark.shapes import READ_BYTES_PER_SECOND, Model, Shape, big_model, eagle_roof_ms, named_model, plain_roof_ms, tiny_model
+
+KEPT = (
+    *("completed", "failed", "duration", "total_input_tokens", "total_output_tokens", "output_throughput", "total_throughput"),
+    *("mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "mean_itl_ms", "p99_itl_ms"),
+    *("mean_e2e_latency_ms", "accept_length", "per_position_acceptance", "graph_hit_rate", "padding_waste"),
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One server: what to call it in the rows, and its flags."""
+
+    labels: Mapping[str, Any]
+    flags: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Burst:
+    """One load: what to call it in the rows, and the flags of `bench_serving`."""
+
+    labels: Mapping[str, Any]
+    flags: Sequence[str] = field(default=())
+
+
+def random_ids(concurrency: int, input_len: int, output_len: int, num_prompts: int | None = None, *more: str) -> Burst:
+    """A closed loop of random token ids with exact lengths: 2 requests at concurrency 1, else twice the concurrency."""
+    prompts = num_prompts or 2 * concurrency
+    flags = ["--backend", "sglang-oai", "--dataset-name", "random-ids", "--random-range-ratio", "1", "--flush-cache"]
+    flags += ["--random-input-len", str(input_len), "--random-output-len", str(output_len)]
+    flags += ["--num-prompts", str(prompts), "--max-concurrency", str(concurrency), *more]
+    return Burst({"concurrency": concurrency, "input_len": input_len, "output_len": output_len, "num_prompts": prompts}, flags)
+
+
+def sweep(record: Record, setups: Sequence[Setup], bursts: Sequence[Burst], roof: Shape | None = None) -> None:
+    """Measure every burst on every setup.
+
+    Args:
+        record: where rows go; they hold the labels of both, the figures of `KEPT`, and the share of the roof.
+        setups: servers, started one after the other.
+        bursts: loads.
+        roof: the served shape, where its roof is wanted; setups name their draft depth by the label `steps` (0: plain).
+    """
+    for setup in setups:
+        with Server([*setup.flags]) as server:
+            for burst in bursts:
+                figures = bench(server, burst.flags)
+                row: Row = {**setup.labels, **burst.labels, **{name: figures[name] for name in KEPT}, "ready_seconds": server.ready_seconds}
+                row["server_flags"] = " ".join(setup.flags)
+                if roof is not None:
+                    row |= roof_share(row, roof, READ_BYTES_PER_SECOND.get(machine.slug(record.data["machine"])))
+                record.add(row)
+                print(
+                    f"  {row['output_throughput']:.1f} tok/s  TTFT {_ms(row['mean_ttft_ms'])}  TPOT {_ms(row['mean_tpot_ms'])}", flush=True
+                )
+
+
+def roof_share(row: Row, shape: Shape, bytes_per_second: float | None) -> Row:
+    """`iteration_ms`, `roof_ms` and `roof_share` = roof / measured, of a decode step at the mean context of the run."""
+    if bytes_per_second is None or not row["mean_tpot_ms"]:
+        return {}
+    context = row["input_len"] + row["output_len"] / 2
+    steps = row.get("steps", 0)
+    accepted = (row["accept_length"] or 1.0) if steps else 1.0
+    if steps:
+        least = eagle_roof_ms(shape, steps, row["concurrency"], context, bytes_per_second)
+    else:
+        least = plain_roof_ms(shape, row["concurrency"], context, bytes_per_second)
+    measured = row["mean_tpot_ms"] * accepted
+    return {"iteration_ms": measured, "roof_ms": least, "roof_share": least / measured}
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """The flags that all scripts share."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="smoke run of a tiny model on a CPU; results go to build/benchmark-quick")
+    parser.add_argument("--out", type=Path, help="folder for the result files, in place of benchmark/results")
+    return parser
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """`--model` and `--head`."""
+    parser.add_argument("--model", help="another target than the 8B shape with dummy weights: a folder, or embedded")
+    parser.add_argument("--head", help="its EAGLE head's folder")
+
+
+def served_model(args: argparse.Namespace) -> Model:
+    """What `--quick`, `--model` and `--head` ask for; the 8B shape without them."""
+    if args.quick:
+        return tiny_model()
+    return named_model(args.model, args.head) if getattr(args, "model", None) else big_model()
+
+
+def numbers(text: str) -> list[int]:
+    """`1,4,16` as a list."""
+    return [int(part) for part in text.split(",")]
+
+
+def names(text: str) -> list[str]:
+    """`fa3,flashinfer` as a list."""
+    return text.split(",")
+
+
+def _ms(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.2f} ms"

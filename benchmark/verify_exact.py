@@ -1,0 +1,100 @@
+"""Rejection sampling at temperature 1: acceptance of the strict rule, and of the probabilistic one run eagerly and through graphs.
+
+Through graphs the draft's probabilities are outputs of captured passes. Where those are stale, acceptance falls while the output stays
+right, so the last two columns must agree.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmark import plots
+from benchmark.markdown import Result, pick, provenance, table
+from benchmark.record import Record
+from benchmark.shapes import Model
+from benchmark.sweep import Burst, Setup, add_model, arguments, served_model, sweep
+
+NAME = "verify_exact"
+KEYS = ("model", "rule", "concurrency")
+STEPS = 3
+RULES = {
+    "strict": "strict: the target's own draw must be a draft",
+    "eager": "probabilistic, eager",
+    "graphs": "probabilistic, through graphs",
+}
+
+
+def setups(served: Model) -> list[Setup]:
+    """Three servers. The strict rule is that of trees: here the two likeliest first guesses, as many nodes as the chain verifies."""
+    chain = served.eagle_flags(None, STEPS)
+    tree = [*chain]
+    tree[tree.index("--speculative-eagle-topk") + 1] = "2"
+    flags = {"strict": tree, "eager": [*chain, "--disable-cuda-graph"], "graphs": [*chain]}
+    return [Setup({"model": served.name, "rule": rule, "steps": STEPS}, (*served.target_flags, *flags[rule])) for rule in RULES]
+
+
+def burst(concurrency: int, num_prompts: int, output_len: int) -> Burst:
+    """The held-out chat prompts at temperature 1, answers ending where the model ends them."""
+    flags = ["--backend", "sglang-oai-chat", "--dataset-name", "embedded", "--sharegpt-output-len", str(output_len), "--temperature", "1"]
+    flags += ["--num-prompts", str(num_prompts), "--max-concurrency", str(concurrency), "--disable-ignore-eos", "--flush-cache"]
+    flags += ["--warmup-requests", "0"]
+    return Burst({"concurrency": concurrency, "num_prompts": num_prompts, "input_len": 0, "output_len": output_len}, flags)
+
+
+def acceptance_rate(row: dict[str, object]) -> float | None:
+    """Accepted drafts over drafts, from the accept length: (length - 1) / K."""
+    length = row["accept_length"]
+    return (length - 1) / STEPS if isinstance(length, int | float) else None
+
+
+def render(result: Result) -> str:
+    """The three columns: acceptance rate, accept length, throughput, acceptance by position."""
+    parts = []
+    for name in dict.fromkeys(row["model"] for row in result["rows"]):
+        rows = {rule: pick(result["rows"], model=name, rule=rule) for rule in RULES}
+        found = {rule: row for rule, row in rows.items() if row is not None}
+        lines = [
+            ["acceptance rate", *(_percent(acceptance_rate(row)) for row in found.values())],
+            ["accept length", *(row["accept_length"] for row in found.values())],
+            ["output tok/s", *(row["output_throughput"] for row in found.values())],
+            ["acceptance by position", *(_positions(row["per_position_acceptance"]) for row in found.values())],
+        ]
+        parts += [f"**{name}**", "", table(["", *(RULES[rule] for rule in found)], lines), ""]
+    return "\n".join([*parts, provenance(result)])
+
+
+def _percent(share: float | None) -> str | None:
+    return None if share is None else f"{share * 100:.1f} %"
+
+
+def _positions(shares: list[float] | None) -> str | None:
+    return " / ".join(f"{share:.3f}" for share in shares) if shares else None
+
+
+def plot(result: Result, file: Path) -> None:
+    """Acceptance by position, one bar a rule."""
+    groups: dict[str, dict[str, float]] = {}
+    for row in result["rows"]:
+        for i, share in enumerate(row["per_position_acceptance"] or []):
+            groups.setdefault(f"{row['model']} position {i}", {})[RULES[row["rule"]]] = share
+    plots.draw(file, [lambda axes: plots.bars(axes, groups, "Drafts accepted at temperature 1", "share of verifications")])
+
+
+def main() -> None:
+    """Measure, keep, plot."""
+    parser = arguments(__doc__)
+    add_model(parser)
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--num-prompts", type=int, default=80)
+    args = parser.parse_args()
+    if not args.quick and not (args.model and args.head):
+        parser.error("--model embedded --head FOLDER: this needs a target with weights and an EAGLE head trained for it")
+    record = Record(NAME, KEYS, args.out, args.quick)
+    load = burst(2, 4, 8) if args.quick else burst(args.concurrency, args.num_prompts, 256)
+    sweep(record, setups(served_model(args)), [load])
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+
+
+if __name__ == "__main__":
+    main()

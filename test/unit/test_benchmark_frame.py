@@ -1,0 +1,234 @@
+"""The benchmark folder: result files, shapes and their roof, traces taken apart, and tables written from files alone."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmark import crossover, draft_extend_graph, machine, report, serving_matrix, shapes, step_profile, trace, verify_exact
+from benchmark.markdown import cell, change, percent, table
+from benchmark.record import Record
+from benchmark.sweep import random_ids, roof_share
+
+MACHINE = {"device": "NVIDIA H200", "gpus": ["NVIDIA H200"], "cpu": "x", "cores": 16, "python": "3.12", "packages": {"torch": "2.11.0"}}
+MADE = {"commit": "abc", "command": "python -m benchmark.x"}
+
+
+# ---- result files
+
+
+def test_a_row_measured_again_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    record = Record("x", ("mode", "concurrency"), tmp_path)
+    for concurrency, figure in ((1, 10.0), (4, 40.0), (1, 11.0)):
+        record.add({"mode": "plain", "concurrency": concurrency, "figure": figure})
+    again = Record("x", ("mode", "concurrency"), tmp_path)
+    assert [(row["concurrency"], row["figure"]) for row in again.rows] == [(1, 11.0), (4, 40.0)]
+    assert all(row["commit"] and row["command"] and row["at"] for row in again.rows)
+    assert again.data["machine"]["python"] in sys.version
+
+
+def test_a_machine_has_one_folder_name() -> None:
+    assert machine.slug(MACHINE) == "nvidia-h200"
+    assert machine.slug(MACHINE | {"gpus": [], "cores": 2}) == "cpu-2"
+
+
+# ---- the roof
+
+
+def test_the_roof_of_the_8b_shape_is_that_of_its_bytes() -> None:
+    shape = shapes.Shape.read(shapes.TARGET)
+    assert shape.step_bytes(1, 0) == pytest.approx(15.01e9, rel=0.001)
+    assert shape.kv_bytes_per_token == 131072
+    assert shapes.plain_roof_ms(shape, 1, 0, 4.32e12) == pytest.approx(3.47, abs=0.01)
+    assert shapes.eagle_roof_ms(shape, 3, 1, 0, 4.32e12) == pytest.approx(4.55, abs=0.01)
+
+
+def test_the_share_of_the_roof_is_per_iteration_not_per_token() -> None:
+    shape = shapes.Shape.read(shapes.TARGET)
+    row = {"mean_tpot_ms": 2.0, "input_len": 0, "output_len": 0, "steps": 3, "accept_length": 2.5, "concurrency": 1}
+    share = roof_share(row, shape, 4.32e12)
+    assert share["iteration_ms"] == 5.0
+    assert share["roof_share"] == pytest.approx(4.55 / 5.0, rel=0.01)
+    assert roof_share(row, shape, None) == {}, "a machine whose bandwidth was not measured has no share"
+
+
+def test_the_reference_workload_sends_two_requests_alone_and_twice_the_concurrency_else() -> None:
+    assert [random_ids(c, 1000, 1000).labels["num_prompts"] for c in (1, 4, 32)] == [2, 8, 64]
+
+
+# ---- traces
+
+
+def event(name: str, ts: float, dur: float, cat: str, correlation: int | None = None) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "args": {} if correlation is None else {"correlation": correlation}}
+
+
+def iteration(at: float, number: int) -> list[dict[str, Any]]:
+    """100 µs: draft-decode launches two kernels, draft-extend replays one graph of two kernels that overlap by 5 µs."""
+    first = number * 10
+    return [
+        event("talon::draft_decode", at, 30, "user_annotation"),
+        event("talon::draft_decode", at + 40, 30, "gpu_user_annotation"),
+        event("cudaLaunchKernel", at + 5, 2, "cuda_runtime", first),
+        event("cudaLaunchKernel", at + 15, 2, "cuda_runtime", first + 1),
+        event("gemm", at + 20, 10, "kernel", first),
+        event("gemm", at + 30, 10, "kernel", first + 1),
+        event("talon::draft_extend", at + 50, 20, "user_annotation"),
+        event("talon::plan", at + 52, 3, "user_annotation"),
+        event("cudaGraphLaunch", at + 60, 5, "cuda_runtime", first + 2),
+        event("gemm", at + 62, 20, "kernel", first + 2),
+        event("norm", at + 77, 10, "kernel", first + 2),
+        event("Memcpy", at + 90, 5, "gpu_memcpy", first + 3),
+        event("cudaMemcpyAsync", at + 88, 1, "cuda_runtime", first + 3),
+    ]
+
+
+def test_a_trace_is_taken_apart_into_whole_iterations(tmp_path: Path) -> None:
+    events = [e for n in range(5) for e in iteration(1000.0 + 100 * n, n)]
+    random.Random(0).shuffle(events)
+    file = tmp_path / "t.json.gz"
+    file.write_bytes(gzip.compress(json.dumps({"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}).encode()))
+    profile = trace.analyse(trace.load(file))
+    assert (profile.iterations, profile.period_us) == (4, 100.0)
+    assert profile.gpu_busy_us == pytest.approx(20 + 25 + 5)
+    assert profile.gpu_idle == pytest.approx(0.5)
+    assert profile.host_us == pytest.approx({"draft_decode": 30, "draft_extend": 20, "plan": 3})
+    assert profile.gpu_us == pytest.approx({"draft_decode": 20, "draft_extend": 30, "other": 5})
+    assert (profile.kernels, profile.launches, profile.graph_launches, profile.copies) == (4, 3, 1, 1)
+    assert profile.top_kernels[0] == ("gemm", pytest.approx(40))
+
+
+def test_a_trace_without_two_iterations_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 iterations"):
+        trace.analyse(iteration(0.0, 0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_covered_time_is_what_counting_every_moment_gives(seed: int) -> None:
+    rng = random.Random(seed)
+    intervals = [(start, start + rng.randint(0, 8)) for start in (rng.randint(0, 60) for _ in range(12))]
+    slow = sum(any(start <= moment < end for start, end in intervals) for moment in range(80))
+    assert trace.covered(intervals) == slow
+
+
+# ---- tables
+
+
+def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"machine": MACHINE, "rows": [row | MADE for row in rows]}
+
+
+def served(**row: Any) -> dict[str, Any]:
+    figures = {"output_throughput": 400.0, "mean_ttft_ms": 20.0, "mean_tpot_ms": 2.5, "accept_length": 2.5, "roof_share": 0.8}
+    return {"model": "m", "backend": "fa3", "overlap": "on", "concurrency": 1, **figures, **row}
+
+
+def test_figures_carry_the_digits_they_deserve() -> None:
+    assert [cell(value) for value in (None, 4.756, 123.45, 4417.2, "x", 3)] == ["-", "4.76", "123.5", "4417", "x", "3"]
+    assert (percent(0.814), change(105.0, 100.0), change(None, 1.0)) == ("81 %", "+5.0 %", "-")
+    assert table(["a", "b"], [["x", 1.0]]) == "| a | b |\n| --- | ---: |\n| x | 1.00 |"
+
+
+def test_the_matrix_shows_peers_only_of_the_same_machine() -> None:
+    rows = [served(mode="plain", concurrency=1), served(mode="eagle", concurrency=1, output_throughput=406.35)]
+    text = serving_matrix.render(result(rows))
+    assert "SGLang 0.5.17, fa3 | 209 / 27.5 / 4.76" in text
+    assert "1.050x" in text, "406.35 against vLLM's 387"
+    elsewhere = serving_matrix.render(result(rows) | {"machine": MACHINE | {"gpus": ["NVIDIA H100"], "device": "NVIDIA H100"}})
+    assert "SGLang" not in elsewhere
+
+
+def test_the_graph_table_puts_off_on_and_change_under_each_other() -> None:
+    rows = [served(graph="off"), served(graph="on", output_throughput=440.0, mean_tpot_ms=2.25)]
+    text = draft_extend_graph.render(result(rows))
+    assert "| 1 | **change** | +10.0 % | +0.0 % | -10.0 % | +0.0 % | - |" in text
+    assert draft_extend_graph.gains(result(rows)) == {"m fa3, overlap on": [(1, pytest.approx(10.0))]}
+
+
+def test_the_crossover_is_where_the_ratio_falls_through_one() -> None:
+    assert crossover.crossing([(1, 1.5), (4, 1.25), (16, 0.75)]) == pytest.approx(8.0)
+    assert crossover.crossing([(1, 1.5), (4, 1.25)]) is None
+    rows = [served(speculation=s, text="random", concurrency=c, output_throughput=t) for s, c, t in
+            (("off", 1, 100.0), ("off", 4, 400.0), ("2.5", 1, 150.0), ("2.5", 4, 360.0))]  # fmt: skip
+    assert crossover.ratios(rows, "2.5", "random") == [(1, 1.5), (4, 0.9)]
+
+
+def test_the_profile_table_shows_the_host_time_that_graphs_save() -> None:
+    base = {"period_us": 200.0, "gpu_busy_us": 150.0, "gpu_us": {"verify": 100.0}, "kernels": 9.0, "launches": 9.0, "graph_launches": 0.0}
+    base |= {"copies": 1.0}
+    eager = served(graphs="eager", host_us={"draft_decode": 60.0, "draft_extend": 40.0}, **base)
+    both = served(graphs="both", host_us={"draft_decode": 15.0, "draft_extend": 10.0}, **base)
+    text = step_profile.render(result([eager, both]))
+    assert "| host: both draft phases (µs) | 100.0 | 25.00 (-75 %) |" in text
+    assert "| GPU idle | 25.0 % | 25.0 % |" in text
+
+
+def test_the_acceptance_rate_is_of_drafts_not_of_the_bonus_token() -> None:
+    assert verify_exact.acceptance_rate({"accept_length": 2.5}) == pytest.approx(0.5)
+    assert verify_exact.acceptance_rate({"accept_length": None}) is None
+
+
+# ---- the report
+
+
+def page(body: str = "typed by hand\n", name: str = "serving_matrix") -> str:
+    return f"# T\n<!-- begin:{name} -->\n{body}<!-- end:{name} -->\nrest\n"
+
+
+def test_tables_are_written_between_their_markers_and_nowhere_else(tmp_path: Path) -> None:
+    file = tmp_path / "nvidia-h200" / "serving_matrix.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(result([served(mode="plain")])))
+    filled = report.fill(page(), tmp_path)
+    assert "typed by hand" not in filled
+    assert "Plain decoding" in filled
+    assert filled.startswith("# T\n<!-- begin:serving_matrix -->\n")
+    assert filled.endswith("<!-- end:serving_matrix -->\nrest\n")
+    assert report.fill(filled, tmp_path) == filled
+    assert report.fill(page(name="serving_matrix@nvidia-h200"), tmp_path).count("Plain decoding") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (page(), "no figures without a file"),
+        (page(name="serving_matrix@nvidia-h100"), "no figures without a file"),
+        (page(name="guesses"), "no such benchmark"),
+        ("<!-- begin:capture -->\n", "without an end"),
+    ],
+)
+def test_a_figure_without_a_file_is_refused(text: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(report.ReportError, match=why):
+        report.fill(text, tmp_path)
+
+
+def test_check_fails_on_a_stale_table_and_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "serving_matrix.json").write_text(json.dumps(result([served(mode="plain")])))
+    readme = tmp_path / "README.md"
+    readme.write_text(page())
+    flags = [str(readme), "--results", str(tmp_path)]
+    assert report.main([*flags, "--check"]) == 1
+    assert readme.read_text() == page()
+    assert report.main(flags) == 0
+    assert report.main([*flags, "--check"]) == 0
+    assert "differs" in capsys.readouterr().out
+
+
+def test_plots_are_drawn_from_the_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "m").mkdir()
+    rows = [served(mode="plain", graph="on"), served(mode="eagle", graph="off")]
+    for name in ("serving_matrix", "draft_extend_graph"):
+        (tmp_path / "m" / f"{name}.json").write_text(json.dumps(result(rows)))
+    pictures = report.redraw(tmp_path)
+    assert len(pictures) == 2
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)

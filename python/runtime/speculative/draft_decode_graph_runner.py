@@ -93,7 +93,7 @@ class _Passes:
         beam = begin(self.state.tokens[index], self.state.scores[index])
         hidden = self.state.hidden[index][:, None].expand(-1, topk, -1)
         for step in range(self.shape.num_steps - 1):
-            flat = hidden.reshape(size * topk, -1)
+            flat = hidden.reshape(size * topk, -1).contiguous()
             hidden = self._forward(batch, step, committed, beam.tokens, flat, beam.mask)
             ids, scores = top_log_probs(self.draft.logits(hidden), topk)
             children = self.draft.map_to_target(ids).view(size, topk, topk)
@@ -121,12 +121,12 @@ class _Passes:
         inputs = replace(
             batch,
             step=step,
-            input_ids=tokens.reshape(-1),
-            positions=(committed[:, None] + step).expand(-1, topk).reshape(-1),
+            input_ids=tokens.contiguous().view(-1),
+            positions=(committed + step).repeat_interleave(topk, output_size=len(committed) * topk),
             out_cache_loc=self.page_table.slots(batch.req_pool_indices[:, None], slots_at).reshape(-1),
             seq_lens=batch.seq_lens + step * topk,
             hidden_states=hidden,
-            tree_mask=mask.reshape(-1) if mask is not None else None,
+            tree_mask=mask.contiguous().view(-1) if mask is not None else None,
             tree_tail=(step + 1) * topk if mask is not None else 0,
         )
         return self.draft.forward(inputs)

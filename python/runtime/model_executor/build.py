@@ -122,11 +122,12 @@ def make_page_table(parts: Parts, tokens_per_step: int) -> PageTable:
     return PageTable(parts.running + 1, positions, parts.config.page_size, parts.device)
 
 
-def make_target(parts: Parts, runner: ModelRunner, page_table: PageTable) -> Target:
+def make_target(parts: Parts, runner: ModelRunner, page_table: PageTable, tokens_per_step: int) -> Target:
     """The target side, with its rows and staging."""
     rows = RequestRows(parts.running + 1, runner.config.vocab_size, parts.device)
-    # an EXTEND batch uploads three arrays a token and five a request; a batch brings at most one page a token and some a row
-    capacity = 6 * parts.extend_tokens + 64 * parts.requests + 3 * page_table.max_pages
+    # an EXTEND batch uploads three arrays a token and five a request, and pages as three numbers: one page a token, or a decode step's reach
+    pages = 2 * tokens_per_step // page_table.page_size + 2
+    capacity = 6 * parts.extend_tokens + (64 + 3 * pages + tokens_per_step) * parts.requests + 3 * page_table.max_pages
     return Target(runner, rows, page_table, StagingRing(capacity, parts.device))
 
 
@@ -243,7 +244,7 @@ def build_worker(
     model = load_model(parts, model_config, config.model_path, config.load_format, config.quantization)
     runner = ModelRunner(model, model_config, config.attention_backend, parts.dtype, parts.device)
     page_table = make_page_table(parts, 1)
-    target = make_target(parts, runner, page_table)
+    target = make_target(parts, runner, page_table, 1)
     tune_products(parts, model, 1)
     runner.allocate(1, page_table, parts.requests, 1, 1)
     activations = measure_activations(parts, target, (), 1)

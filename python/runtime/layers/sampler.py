@@ -168,7 +168,10 @@ def target_probs(logits: torch.Tensor, tables: SamplingTables, rows: torch.Tenso
     greedy = temperature == 0.0
     probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature), dim=-1)
     if filtered:
-        probs = filter_probs(probs, tables.top_k[rows], floats[:, TOP_P], floats[:, MIN_P])
+        top_k, top_p, min_p = tables.top_k[rows], floats[:, TOP_P], floats[:, MIN_P]
+        # Rows without a filter keep their bits: what a request draws may not depend on its neighbours' filters.
+        plain = (top_k >= probs.shape[1]) & (top_p >= 1.0) & (min_p <= 0.0)
+        probs = torch.where(plain[:, None], probs, filter_probs(probs, top_k, top_p, min_p))
     one_hot = torch.zeros_like(probs).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
     return torch.where(greedy, one_hot, probs)
 

@@ -15,6 +15,8 @@ from runtime.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_IDS, TOP_K_ALL, Sam
 
 MAX_EOS = MAX_STOP_IDS + 16
 GREEDY = SamplingParams(temperature=0.0)
+LEAST_TEMPERATURE = 1e-6
+"""A smaller one means the same, and would make logits infinite and their softmax NaN."""
 
 
 class RequestRows:
@@ -57,7 +59,7 @@ class RequestRows:
         params = [init.sampling for init in new_rows]
         rows = self._upload(np.array([init.row for init in new_rows], dtype=np.int64))
         floats = [
-            (0.0 if p.greedy else p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty)
+            (0.0 if p.greedy else max(p.temperature, LEAST_TEMPERATURE), p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty)
             for p in params
         ]
         t = self.tables

@@ -32,7 +32,7 @@ from runtime.model_executor.window import fill_window
 from runtime.models.draft_head import DraftModel
 from runtime.speculative.draft_decode_graph_runner import GREEDY, SAMPLED
 from runtime.speculative.draft_rows import DraftRows, first_guesses
-from runtime.speculative.draft_tree import TreeShape
+from runtime.speculative.draft_tree import TreeShape, begin, select
 from runtime.speculative.verifier import Accepted, Iteration, Verifier
 
 
@@ -123,13 +123,20 @@ class EagleWorker:
     def _run_decode(self, turn: Iteration, variant: str) -> Outputs:
         draft, rows = self._draft, turn.rows
         if draft.decode is None:
-            tokens = torch.stack([self._target.rows.last_tokens[rows], draft.rows.tokens[rows, 0]], dim=1)
-            return {"tokens": tokens, "probs": draft.rows.probs[rows][:, None]}
+            return self._first_guesses_only(rows)
         batch = draft.decode.batch(turn.size)
         batch.req_pool_indices.copy_(rows)
         batch.seq_len_bounds[:] = turn.bounds + draft.shape.topk
         torch.add(self._inputs.kv_lens(turn.size), draft.shape.topk, out=batch.seq_lens)
         return draft.decode.run(batch, variant, turn.oracle)[0]
+
+    def _first_guesses_only(self, rows: torch.Tensor) -> Outputs:
+        """A window of the last token and what draft-extend guessed after it: all there is where K = 1."""
+        state, last = self._draft.rows, self._target.rows.last_tokens[rows]
+        if self._draft.shape.topk == 1:
+            return {"tokens": torch.stack([last, state.tokens[rows, 0]], dim=1), "probs": state.probs[rows][:, None]}
+        tree = select(begin(state.tokens[rows], state.scores[rows]), last, self._draft.shape)
+        return {"tokens": tree.tokens, "parents": tree.parents, "depths": tree.depths, "mask": tree.mask}
 
     def _run_extend(self, turn: Iteration, accepted: Accepted, variant: str) -> None:
         draft, D = self._draft, self._draft.shape.num_draft_tokens

@@ -71,7 +71,7 @@ class NgramWorker:
     def _look_up(self, turn: Iteration) -> Outputs:
         drafts = np.zeros((turn.size, self._num_steps), dtype=np.int32)
         histories = [self._histories[r] for r in turn.batch.rows.tolist()]
-        drafts[: turn.batch.size] = propose_batch(histories, self._num_steps)[0]
+        drafts[: turn.batch.size] = propose_batch(histories, self._num_steps)
         (on_device,) = self._target.staging.upload(drafts.flatten())
         last = self._target.rows.last_tokens[turn.rows]
         return {"tokens": torch.cat([last[:, None], on_device.to(torch.int64).view(turn.size, -1)], dim=1)}

@@ -513,14 +513,14 @@ def test_health_generate_makes_a_token_or_says_that_none_came(monkeypatch: pytes
 
 def test_server_info_carries_what_benchmarks_look_for() -> None:
     state = {
-        "verify_steps": 10,
-        "draft_tokens": 30,
-        "accepted_tokens": 15,
-        "accepted_by_position": [9, 5, 1],
-        "graph_hits": 3,
-        "decode_steps": 4,
-        "real_rows": 9,
-        "padding_rows": 3,
+        "spec_verify_steps_total": 10,
+        "spec_draft_tokens_total": 30,
+        "spec_accepted_tokens_total": 15,
+        "spec_accepted_by_position": [9, 5, 1],
+        "graph_steps_total": 3,
+        "eager_steps_total": 1,
+        "live_rows_total": 9,
+        "padded_rows_total": 3,
     }
 
     async def check() -> None:

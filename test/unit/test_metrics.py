@@ -28,15 +28,15 @@ STATE: dict[str, object] = {
     "max_total_num_tokens": 4096,
     "num_retracted_requests_total": 7,
     "pages_free": 11,
-    "verify_steps": 10,
-    "draft_tokens": 30,
-    "accepted_tokens": 15,
-    "accepted_by_position": [9, 5, 1],
-    "graph_hits": 9,
-    "decode_steps": 10,
-    "real_rows": 30,
-    "padding_rows": 10,
-    "worker": {"startup_seconds": {"weights": 1.5, "graphs": 2.0}},
+    "spec_verify_steps_total": 10,
+    "spec_draft_tokens_total": 30,
+    "spec_accepted_tokens_total": 15,
+    "spec_accepted_by_position": [9, 5, 1],
+    "graph_steps_total": 9,
+    "eager_steps_total": 1,
+    "live_rows_total": 30,
+    "padded_rows_total": 10,
+    "startup_seconds": {"weights": 1.5, "graphs": 2.0},
 }
 
 
@@ -122,10 +122,10 @@ def test_two_servers_in_one_process_share_nothing() -> None:
 def test_rates_follow_the_definition(steps: list[list[bool]]) -> None:
     accepted = [next((i for i, hit in enumerate(step) if not hit), len(step)) for step in steps]
     state: dict[str, object] = {
-        "verify_steps": len(steps),
-        "draft_tokens": 3 * len(steps),
-        "accepted_tokens": sum(accepted),
-        "accepted_by_position": [sum(n > i for n in accepted) for i in range(3)],
+        "spec_verify_steps_total": len(steps),
+        "spec_draft_tokens_total": 3 * len(steps),
+        "spec_accepted_tokens_total": sum(accepted),
+        "spec_accepted_by_position": [sum(n > i for n in accepted) for i in range(3)],
     }
     assert accept_length(state) == pytest.approx(sum(n + 1 for n in accepted) / len(steps))
     assert accept_rate(state) == pytest.approx(sum(accepted) / (3 * len(steps)))

@@ -26,19 +26,21 @@ GAUGES = {
     "sglang:token_usage": ("token_usage", "Used share of the KV slots, 0 to 1."),
     "sglang:cache_hit_rate": ("cache_hit_rate", "Share of prompt tokens found in the prefix cache, 0 to 1."),
     "sglang:gen_throughput": ("gen_throughput", "Tokens generated per second, lately."),
+    "sglang:num_used_tokens": ("num_used_tokens", "KV slots that requests hold."),
+    "talon:pages_total": ("pages_total", "KV pages there are."),
     "talon:pages_free": ("pages_free", "KV pages that nobody holds."),
 }
 COUNTERS = {
     "sglang:num_retracted_requests": ("num_retracted_requests_total", "Requests that gave their memory back and resumed later."),
     "talon:failed_steps": ("num_failed_steps_total", "Steps that raised; their requests failed, the server went on."),
     "talon:extend_steps": ("extend_steps", "Steps over prompts."),
-    "talon:decode_steps": ("decode_steps", "Steps that generate."),
-    "talon:graph_steps": ("graph_hits", "Decode steps that replayed a graph."),
-    "talon:real_rows": ("real_rows", "Requests in decode steps, summed over steps."),
-    "talon:padding_rows": ("padding_rows", "Padding rows in decode steps, summed over steps."),
-    "talon:spec_verify_steps": ("verify_steps", "Verify steps, each request counted."),
-    "talon:spec_draft_tokens": ("draft_tokens", "Draft tokens verified."),
-    "talon:spec_accepted_tokens": ("accepted_tokens", "Draft tokens accepted."),
+    "talon:graph_steps": ("graph_steps_total", "Decode steps that replayed a graph."),
+    "talon:eager_steps": ("eager_steps_total", "Decode steps that ran eagerly."),
+    "talon:live_rows": ("live_rows_total", "Requests in decode steps, summed over steps."),
+    "talon:padded_rows": ("padded_rows_total", "Padding rows in decode steps, summed over steps."),
+    "talon:spec_verify_steps": ("spec_verify_steps_total", "Verify steps, each request counted."),
+    "talon:spec_draft_tokens": ("spec_draft_tokens_total", "Draft tokens verified."),
+    "talon:spec_accepted_tokens": ("spec_accepted_tokens_total", "Draft tokens accepted."),
 }
 
 
@@ -132,38 +134,40 @@ def accept_length(state: State) -> float | None:
 
     Source: the `accept_len` of Li et al. 2024, arXiv:2401.15077.
     """
-    steps = number(state, "verify_steps")
-    return 1.0 + number(state, "accepted_tokens") / steps if steps else None
+    steps = number(state, "spec_verify_steps_total")
+    return 1.0 + number(state, "spec_accepted_tokens_total") / steps if steps else None
 
 
 def accept_rate(state: State) -> float | None:
     """Share of verified draft tokens that were accepted; None before the first one."""
-    drafts = number(state, "draft_tokens")
-    return number(state, "accepted_tokens") / drafts if drafts else None
+    drafts = number(state, "spec_draft_tokens_total")
+    return number(state, "spec_accepted_tokens_total") / drafts if drafts else None
 
 
 def accept_rate_by_position(state: State) -> list[float]:
     """For each draft position the share of verify steps that accepted it."""
-    steps, counts = number(state, "verify_steps"), state.get("accepted_by_position")
+    steps, counts = number(state, "spec_verify_steps_total"), state.get("spec_accepted_by_position")
     return [float(count) / steps for count in counts] if steps and isinstance(counts, list) else []
 
 
 def graph_hit_rate(state: State) -> float | None:
     """Share of decode steps that replayed a graph; None before the first one."""
-    steps = number(state, "decode_steps")
-    return number(state, "graph_hits") / steps if steps else None
+    return _share(number(state, "graph_steps_total"), number(state, "eager_steps_total"))
 
 
 def padding_waste(state: State) -> float | None:
     """Share of computed decode rows that were padding; None before the first one."""
-    padding, real = number(state, "padding_rows"), number(state, "real_rows")
-    return padding / (padding + real) if real else None
+    return _share(number(state, "padded_rows_total"), number(state, "live_rows_total"))
 
 
 def number(state: State, key: str) -> float:
     """A number of the state, 0 where it is missing."""
     value = state.get(key, 0)
     return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _share(part: float, rest: float) -> float | None:
+    return part / (part + rest) if part + rest else None
 
 
 class _StateCollector:
@@ -198,8 +202,7 @@ class _StateCollector:
         rates = [((str(i),), rate) for i, rate in enumerate(accept_rate_by_position(state))]
         if rates:
             yield self._gauge("talon:spec_accept_rate_by_position", "Share of verify steps that accepted this draft.", rates, "position")
-        worker = state.get("worker")
-        phases = worker.get("startup_seconds") if isinstance(worker, dict) else None
+        phases = state.get("startup_seconds")
         if isinstance(phases, dict):
             seconds = [((str(phase),), float(value)) for phase, value in phases.items()]
             yield self._gauge("talon:startup_seconds", "How long each phase of the start took.", seconds, "phase")

@@ -1,0 +1,71 @@
+"""Servers that several files of process tests share."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 240.0
+
+
+@dataclass
+class Embedded:
+    """A server of the embedded model."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def state(self) -> dict[str, object]:
+        """The scheduler's figures."""
+        return httpx.get(f"{self.url}/get_server_info", timeout=10).json()["internal_states"][0]
+
+    def quiet(self, seconds: float = 20.0) -> dict[str, object]:
+        """The figures once nothing runs or waits any more."""
+        deadline = time.monotonic() + seconds
+        while (state := self.state())["num_running_reqs"] or state["num_queue_reqs"] or state["token_usage"]:
+            assert time.monotonic() < deadline, state
+            time.sleep(0.05)
+        return state
+
+
+@pytest.fixture(scope="session")
+def embedded() -> Iterator[Embedded]:
+    """The default server, started as a user would start it, for the whole session."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as out:
+            command = [sys.executable, "-m", "runtime.launch_server", "--port", "0"]
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        try:
+            yield Embedded(process, _address(process, log), log)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(40)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        ready = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("talon: ready")]
+        if ready:
+            return ready[0].split()[-1]
+        assert process.poll() is None, log.read_text(errors="replace")
+        assert time.monotonic() < deadline, log.read_text(errors="replace")
+        time.sleep(0.1)

@@ -1,0 +1,119 @@
+"""The chat page in headless Chromium, against the default server."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from browser import Page, find
+from conftest import Embedded
+
+ANSWER = "The capital of France is Paris."
+HOSTILE = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>"
+CONTRAST = """
+(() => {
+  const light = (c) => { const f = c.map((v) => { v /= 255; return v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4; });
+                         return .2126 * f[0] + .7152 * f[1] + .0722 * f[2]; };
+  const rgb = (s) => s.match(/[\\d.]+/g).map(Number);
+  const back = (e) => { for (; e; e = e.parentElement) { const c = rgb(getComputedStyle(e).backgroundColor); if (c[3] !== 0) return c; }
+                        return [255, 255, 255]; };
+  return [...document.querySelectorAll('h1,h2,p,span,label,button,textarea,input,summary,.body,.figures')]
+    .filter((e) => e.getClientRects().length && !e.disabled)
+    .map((e) => { const [a, b] = [light(rgb(getComputedStyle(e).color).slice(0, 3)), light(back(e).slice(0, 3))];
+                  return [e.tagName + '#' + e.id, (Math.max(a, b) + .05) / (Math.min(a, b) + .05)]; })
+    .filter(([, ratio]) => ratio < 4.5);
+})()
+"""
+
+PARTS = """
+((hostile) => {
+  const at = document.createElement('div');
+  document.body.append(at);
+  at.append(markdown(hostile + '\\n\\n```\\n' + hostile + '\\n```\\n\\n- **bold** ' + hostile + '\\n'));
+  return ['img,script', 'pre code', 'li strong'].map((which) => at.querySelectorAll(which).length);
+})
+"""
+NAMELESS = """
+[...document.querySelectorAll('input,textarea,button')]
+  .filter((e) => !(e.labels?.length || e.ariaLabel || e.textContent)).map((e) => e.id)
+"""
+
+
+@pytest.fixture(params=["light", "dark"])
+def page(request: pytest.FixtureRequest, embedded: Embedded) -> Iterator[Page]:
+    path = find()
+    if path is None:
+        pytest.skip("no Chromium on this machine; the package `chromium` brings it")
+    with Page(path, dark=request.param == "dark") as page:
+        page.open(embedded.url + "/")
+        page.until("document.getElementById('model').textContent !== '…'")
+        yield page
+
+
+def ask(page: Page, text: str) -> None:
+    page.run("document.getElementById('prompt').focus()")
+    page.type(text)
+    page.press("Enter", 13)
+
+
+def done(page: Page, answers: int) -> None:
+    page.until(f"document.querySelectorAll('.assistant').length === {answers} && !document.getElementById('send').disabled", 60)
+
+
+def test_it_streams_an_answer_and_shows_its_figures(page: Page, embedded: Embedded) -> None:
+    page.run("document.getElementById('temperature').value = '0'")
+    ask(page, "What is the capital of France?")
+    done(page, 1)
+    assert page.run("document.querySelector('.assistant .body').textContent") == ANSWER
+    figures = page.run("document.querySelector('.figures').textContent")
+    assert re.search(r"TTFT \d+ ms · [\d.]+ tokens/s · \d+ tokens", figures), figures
+    ask(page, "And of Italy?")
+    done(page, 2)
+    assert "Rome" in page.run("document.querySelectorAll('.assistant .body')[1].textContent")
+    assert page.run(CONTRAST) == []
+    spoken = page.run("(({width, height}) => [width, height])(document.getElementById('spoken').getBoundingClientRect())")
+    assert max(spoken) <= 1
+    assert page.complaints() == []
+    assert page.requested() <= {embedded.url + path for path in ("/", "/v1/models", "/v1/chat/completions")}
+
+
+def test_the_stop_button_ends_the_answer_and_the_servers_work(page: Page, embedded: Embedded) -> None:
+    page.run("document.getElementById('max_completion_tokens').value = '3000'")
+    ask(page, "Count from one to one thousand, in words, one number a line.")
+    page.until("document.querySelector('.assistant .body').textContent.length > 5")
+    assert page.run("!document.getElementById('stop').disabled")
+    page.run("document.getElementById('stop').click()")
+    done(page, 1)
+    assert "stopped" in page.run("document.querySelector('.figures').textContent")
+    assert embedded.quiet(5)["num_running_reqs"] == 0
+
+
+def test_text_never_becomes_markup(page: Page) -> None:
+    page.run("document.getElementById('max_completion_tokens').value = '4'")
+    ask(page, HOSTILE)
+    done(page, 1)
+    assert page.run("document.querySelector('.user .body').textContent") == HOSTILE
+    shown = page.run(f"{PARTS.strip()}({HOSTILE!r})")
+    assert shown == [0, 1, 1]
+    assert page.run("window.hit === undefined")
+
+
+def test_settings_reach_the_server_and_its_refusals_reach_the_user(page: Page) -> None:
+    page.run("document.getElementById('system').value = 'Answer in one word.'")
+    page.run("document.getElementById('temperature').value = '200'")
+    ask(page, "Hi")
+    done(page, 1)
+    assert "temperature is 200" in page.run("document.querySelector('.error').textContent")
+    page.run("document.getElementById('temperature').value = '0'")
+    page.run("document.getElementById('max_completion_tokens').value = '2'")
+    ask(page, "Hi")
+    done(page, 2)
+    assert "ended: length" in page.run("document.querySelectorAll('.figures')[1].textContent")
+    body = page.run("JSON.stringify(request())")
+    assert '"role":"system","content":"Answer in one word."' in body
+    assert '"max_completion_tokens":2' in body
+
+
+def test_every_control_has_a_name(page: Page) -> None:
+    assert page.run(NAMELESS) == []

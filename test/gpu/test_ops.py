@@ -129,7 +129,7 @@ def test_early_launches_change_no_bit_of_a_long_chain(rows: int) -> None:
 
     def chain(ops: BlockOps) -> torch.Tensor:
         h = start.clone()
-        for attn_norm, mlp_norm, qkv, o, gate_up, down in blocks:
+        for attn_norm, qkv, o, mlp_norm, gate_up, down in blocks:
             q = ops.rope_and_cache(ops.norm_linear(h, attn_norm, qkv), layout, rope, None, None, positions, where, *caches)
             h = ops.linear_add(q.flatten(1), o, h)
             h = ops.linear_add(ops.norm_gate_up(h, mlp_norm, gate_up), down, h)

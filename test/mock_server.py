@@ -94,7 +94,7 @@ class MockServer:
             if how == "error":
                 yield {"error": {"message": "the mock gave up"}}
                 return
-        if path != "/generate":
+        if path != "/generate" and body.get("stream_options", {}).get("include_usage"):
             yield {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": sent}}
         yield "[DONE]"
 

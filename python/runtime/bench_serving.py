@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from runtime.bench.chat_template import chat_template
 from runtime.bench.datasets import DatasetOptions, load
 from runtime.bench.http_stream import HttpClient, HttpFailure
 from runtime.bench.load import Load, run_load
-from runtime.bench.metrics import acceptance, parse_goodput, per_second, spread_itl, summarize
+from runtime.bench.metrics import acceptance, count_chunks, parse_goodput, per_second, spread_itl, summarize
 from runtime.bench.options import parser
 from runtime.bench.records import BenchRequest, RequestRecord
 from runtime.bench.vocabulary import LocalVocabulary, Vocabulary, open_vocabulary
@@ -115,7 +116,8 @@ async def _settle(records: Sequence[RequestRecord], vocabulary: Vocabulary) -> N
     """After the run, so that counting tokens does not slow the client while it measures."""
     counter = vocabulary.count if isinstance(vocabulary, LocalVocabulary) else None
     for record in records:
-        record.itl = spread_itl(record, counter)
+        count_chunks(record, counter)
+        record.itl = spread_itl(record)
 
 
 async def _retokenized(records: Sequence[RequestRecord], vocabulary: Vocabulary) -> int | None:
@@ -240,9 +242,16 @@ async def _control(client: HttpClient, path: str) -> None:
         raise BenchError(f"{path}: {failure}") from failure
 
 
+def _allow_many_connections() -> None:
+    """Raise the soft limit of open files to the hard one: a thousand requests at once are a thousand sockets."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; 0 when at least one request succeeded, 1 when none did, 2 when the run could not start."""
     args = parser().parse_args(argv)
+    _allow_many_connections()
     try:
         import uvloop
 

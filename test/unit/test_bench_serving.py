@@ -8,6 +8,7 @@ import itertools
 import json
 import random
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,14 +165,14 @@ def test_running_usage_tells_how_many_tokens_a_chunk_carried() -> None:
     events = [(1.0, choice("a", usage={"completion_tokens": 1})), (2.0, choice("bcd", usage={"completion_tokens": 4}))]
     record = read("vllm", events)
     assert [chunk.tokens for chunk in record.chunks] == [1, 3]
-    assert metrics.spread_itl(record, None) == pytest.approx([1 / 3] * 3)
+    assert metrics.spread_itl(record) == pytest.approx([1 / 3] * 3)
 
 
 def test_usage_on_the_last_chunk_alone_is_not_taken_for_its_tokens() -> None:
     events = [(1.0, choice("a")), (2.0, choice("b")), (3.0, choice("c", "length", usage={"completion_tokens": 3, "prompt_tokens": 5}))]
     record = read("sglang-oai", events)
     assert (record.output_len, record.prompt_len) == (3, 5)
-    assert metrics.spread_itl(record, None) == [1.0, 1.0]
+    assert metrics.spread_itl(record) == [1.0, 1.0]
 
 
 def test_native_text_may_be_cumulative_or_not() -> None:
@@ -300,7 +301,7 @@ def settled(times: list[float], start: float = 0.0, ttft: float = 0.5) -> Reques
     """A record whose chunks of one token came `times` after the first one."""
     chunks = [Chunk(start + ttft + at, "x", 1) for at in times]
     record = RequestRecord(prompt_len=10, output_len=len(times), start=start, ttft=ttft, latency=ttft + times[-1], chunks=chunks)
-    record.itl = metrics.spread_itl(record, None)
+    record.itl = metrics.spread_itl(record)
     return record
 
 
@@ -322,11 +323,34 @@ def test_percentiles_agree_with_their_definition() -> None:
     assert figures["median_x_ms"] == pytest.approx(sorted(values)[50] * 1000)
 
 
-def test_gaps_before_chunks_are_shared_by_the_tokens_counted_from_their_text() -> None:
-    chunks = [Chunk(0.0, "a", None), Chunk(0.6, "b c d", None), Chunk(0.8, "e", None)]
-    record = RequestRecord(prompt_len=1, output_len=5, chunks=chunks)
-    assert metrics.spread_itl(record, lambda text: len(text.split())) == pytest.approx([0.2, 0.2, 0.2, 0.2])
-    assert metrics.spread_itl(record, None) == pytest.approx([0.6, 0.2])
+def gaps(texts: list[str], output_len: int, count: Callable[[str], int] | None) -> list[float]:
+    """The gaps of chunks that came half a second apart and did not say how many tokens they carried."""
+    chunks = [Chunk(0.5 * i, text, None) for i, text in enumerate(texts)]
+    record = RequestRecord(prompt_len=1, output_len=output_len, chunks=chunks)
+    metrics.count_chunks(record, count)
+    return metrics.spread_itl(record)
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def test_gaps_before_chunks_are_shared_by_the_tokens_of_their_text() -> None:
+    texts = ["a", "b c d e f", "g"]
+    assert gaps(texts, 7, words) == pytest.approx([0.1] * 5 + [0.5])
+    assert gaps(texts, 7, None) == pytest.approx([0.1] * 5 + [0.5]), "by characters where no tokenizer is at hand"
+    assert gaps(texts, 3, words) == pytest.approx([0.5, 0.5]), "as many chunks as tokens: one each, whatever the text"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_shared_out_tokens_add_up_to_those_of_the_answer(seed: int) -> None:
+    rng = random.Random(seed)
+    texts = ["x " * rng.randint(0, 6) for _ in range(rng.randint(2, 30))] + ["x x "]
+    output_len = len(texts) + rng.randint(0, 60)
+    record = RequestRecord(prompt_len=1, output_len=output_len, chunks=[Chunk(float(i), text, None) for i, text in enumerate(texts)])
+    metrics.count_chunks(record, words)
+    assert sum(chunk.tokens or 0 for chunk in record.chunks) == output_len
+    assert min(chunk.tokens or 0 for chunk in record.chunks) >= 1
 
 
 def test_goodput_counts_requests_within_every_limit() -> None:

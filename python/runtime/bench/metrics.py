@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,19 +17,28 @@ LATENCIES = ("e2e_latency", "ttft", "tpot", "itl")
 Figures = dict[str, Any]
 
 
-def spread_itl(record: RequestRecord, count: Callable[[str], int] | None) -> list[float]:
-    """Seconds between tokens: the gap before a chunk is shared evenly among its tokens.
+def count_chunks(record: RequestRecord, count: Callable[[str], int] | None) -> None:
+    """Fill in how many tokens each chunk carried where the server did not say; they add up to `output_len`.
 
-    A chunk's tokens are what the server said. Else, when chunks are fewer than tokens (speculation sends several at once), they
-    are counted from the text by `count`; else they are one.
+    Every chunk carries one; where there are more tokens than chunks (speculation sends several at once) the rest is shared out by how
+    long each chunk's text is: in tokens by `count`, else in characters.
     """
-    several = record.output_len > len(record.chunks)
+    if all(chunk.tokens is not None for chunk in record.chunks):
+        return
+    weights = [max((count or len)(chunk.text) - 1, 0) for chunk in record.chunks]
+    total, rest = sum(weights), max(record.output_len - len(record.chunks), 0)
+    seen = given = 0
+    for chunk, weight in zip(record.chunks, weights, strict=True):
+        seen += weight
+        share = round(rest * seen / total) - given if total else 0
+        chunk.tokens, given = 1 + share, given + share
+
+
+def spread_itl(record: RequestRecord) -> list[float]:
+    """Seconds between tokens: the gap before a chunk is shared evenly among its tokens, which are counted."""
     gaps: list[float] = []
-    for before, chunk in zip(record.chunks, record.chunks[1:], strict=False):
-        tokens = chunk.tokens
-        if tokens is None:
-            tokens = count(chunk.text) if several and count is not None else 1
-        tokens = max(tokens, 1)
+    for before, chunk in itertools.pairwise(record.chunks):
+        tokens = max(chunk.tokens or 1, 1)
         gaps += [(chunk.at - before.at) / tokens] * tokens
     return gaps
 

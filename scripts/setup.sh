@@ -1,7 +1,6 @@
 # shellcheck shell=bash
-# Sourced by serve.sh and test.sh: an activated .venv in the project's root that holds the package and the extras named.
-#
-#     source scripts/setup.sh [EXTRA,EXTRA]
+# Sourced by serve.sh and test.sh: defines `talon_setup [EXTRA,EXTRA]`, which activates a .venv in the project's root that holds the package
+# and the extras named.
 #
 # Installs only when pyproject.toml or the extras changed since the last time; needs python3 >= 3.10 with venv, and a network the first time.
 
@@ -33,5 +32,3 @@ talon_setup() {
   { grep -s "^$(cut -d ' ' -f 1 <<<"$wanted") " "$stamp" || true; echo "$wanted"; [ -z "$extras" ] || echo "${wanted%% *} "; } >"$stamp.new"
   mv "$stamp.new" "$stamp"
 }
-
-talon_setup "$@" || exit

@@ -2,7 +2,8 @@
 # Set up what is missing and run every check: lint, types, the stairs of the architecture, tests. Takes pytest arguments.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/setup.sh test,dev
+source scripts/setup.sh
+talon_setup test,dev
 
 ruff check python test benchmark scripts
 ruff format --check python test benchmark scripts

@@ -71,7 +71,7 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
         cuda_graph_bs=graph_sizes,
         cuda_graph_padding=not args.disable_cuda_graph_padding,
         chunked_prefill_size=chunk,
-        max_prefill_tokens=_prefill_tokens(args, chunk),
+        max_prefill_tokens=_prefill_tokens(args, device, chunk),
         max_queued_requests=args.max_queued_requests,
         schedule_policy=cast('Literal["fcfs", "lpm"]', args.schedule_policy),
         schedule_conservativeness=args.schedule_conservativeness,
@@ -305,8 +305,9 @@ def _chunk(args: ServerArgs, device: DeviceKind, context: int) -> int:
     return chunk
 
 
-def _prefill_tokens(args: ServerArgs, chunk: int) -> int:
-    return max(chunk, args.max_prefill_tokens or 0)
+def _prefill_tokens(args: ServerArgs, device: DeviceKind, chunk: int) -> int:
+    """Enough for several chunks on a GPU, where a decode step is far shorter than a prompt; on a CPU decoding would stand for seconds."""
+    return max(chunk, args.max_prefill_tokens or (0 if device == "cpu" else 8192))
 
 
 def _running_requests(args: ServerArgs, device: DeviceKind) -> int | None:

@@ -117,3 +117,35 @@ def test_a_steady_iteration_never_waits_for_the_device(tmp_path: Path, backend: 
         torch.cuda.set_sync_debug_mode("default")
     for p in pending:
         assert p.wait().accept_lens.min() >= 1
+
+
+@pytest.mark.parametrize("synthetic", [False, True])
+def test_the_fused_acceptance_is_the_plain_one(synthetic: bool) -> None:
+    from runtime.layers.sampler import Stream, uniforms
+    from runtime.speculative.accept_kernel import accept_chain
+    from runtime.speculative.verify import verify_chain_greedy, verify_chain_synthetic
+
+    B, D, V, R = 37, 4, 3, 64
+    g = torch.Generator().manual_seed(0)
+    draft, target = (torch.randint(0, V, (B, D), generator=g).cuda() for _ in range(2))
+    kv_lens = torch.randint(0, 1000, (B,), generator=g).int().cuda()
+    rows = (torch.randperm(R - 1, generator=g)[:B] + 1).cuda()
+    seeds = torch.randint(-(1 << 62), 1 << 62, (R,), generator=g).cuda()
+    lens_by_row, tokens_by_row = torch.full((R,), -5, dtype=torch.int32).cuda(), torch.full((R,), -5).cuda()
+    p = torch.tensor([0.9, 0.5, 0.2]).cuda() if synthetic else None
+    live = B - 5
+    lens, tokens = accept_chain(draft, target, kv_lens, rows, live, lens_by_row, tokens_by_row, V, p, seeds)
+    if p is None:
+        want_lens, want = verify_chain_greedy(draft, target)
+    else:
+        positions = kv_lens.long()[:, None] + torch.arange(1, D, device="cuda")
+        u = uniforms(seeds[rows][:, None], positions, Stream.SYNTHETIC)
+        want_lens, want = verify_chain_synthetic(draft, target, p, u, V)
+    assert torch.equal(lens, want_lens)
+    keep = torch.arange(D, device="cuda")[None] < lens[:, None]
+    assert torch.equal(tokens[keep], want[keep])
+    assert torch.equal(lens_by_row[rows[:live]], kv_lens[:live] + lens[:live])
+    assert torch.equal(tokens_by_row[rows[:live]], want.gather(1, want_lens.long()[:, None] - 1)[:live, 0])
+    untouched = torch.ones(R, dtype=torch.bool).cuda()
+    untouched[rows[:live]] = False
+    assert (lens_by_row[untouched] == -5).all()

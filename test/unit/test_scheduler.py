@@ -38,7 +38,7 @@ class Settings:
 
     def __init__(self, **changed: Any) -> None:
         self.chunked_prefill_size = 64
-        self.max_prefill_tokens = 4096
+        self.max_prefill_tokens = 0  # one chunk, below
         self.max_queued_requests = 1000
         self.schedule_policy = "fcfs"
         self.schedule_conservativeness = 1.0
@@ -49,6 +49,7 @@ class Settings:
         for name, value in changed.items():
             assert hasattr(self, name), name
             setattr(self, name, value)
+        self.max_prefill_tokens = self.max_prefill_tokens or max(self.chunked_prefill_size, 1)
 
 
 def limits_of(**changed: Any) -> WorkerLimits:
@@ -260,6 +261,17 @@ def test_running_requests_decode_between_the_chunks_of_a_long_prompt() -> None:
     window = modes[first : last + 1]
     assert window.count(ForwardMode.EXTEND) == 8
     assert all(mode != after for mode, after in pairwise(window))
+
+
+def test_as_many_prompt_tokens_as_allowed_run_between_two_decode_steps() -> None:
+    house = House(limits_of(), chunked_prefill_size=8, max_prefill_tokens=24)
+    house.ask("short", [1, 2], max_new_tokens=60, ignore_eos=True)
+    house.step(3)
+    house.ask("long", list(range(30)) * 2, max_new_tokens=2, ignore_eos=True)
+    house.settle()
+    modes = "".join("e" if b.mode is ForwardMode.EXTEND else "d" for b in house.worker.batches)
+    assert max(len(run) for run in modes[1:].split("d")) == 3
+    house.check_empty()
 
 
 def test_several_prompts_share_one_extend_batch_within_its_budget() -> None:

@@ -65,25 +65,30 @@ class SamplingNeeds:
         return bool(self.penalised or self.biased or self.at_least)
 
 
+STREAM_STEP = 0x9E3779B97F4A7C15
+POSITION_STEP = 0xD1B54A32D192ED03
+"""What a stream and a position add to the key of a random number: odd, with no pattern in their bits."""
+
+
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
     """Uniform numbers in [0, 1 - 2^-24], float32, shape of the broadcast of int64 `seeds` and `positions`.
 
     Two rounds of the splitmix64 finaliser (Steele et al. 2014) over seed, position and stream.
     """
-    x = _mix(seeds + _signed(0x9E3779B97F4A7C15 * (stream + 1)))
-    x = _mix(x + positions.to(torch.int64) * _signed(0xD1B54A32D192ED03))
+    x = _mix(seeds + signed(STREAM_STEP * (stream + 1)))
+    x = _mix(x + positions.to(torch.int64) * signed(POSITION_STEP))
     return ((x >> 40) & 0xFFFFFF).to(torch.float32) * (1.0 / (1 << 24))
 
 
-def _signed(constant: int) -> int:
+def signed(constant: int) -> int:
     """The int64 with the low 64 bits of `constant`."""
     constant &= (1 << 64) - 1
     return constant - (1 << 64) if constant >= 1 << 63 else constant
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * signed(0x94D049BB133111EB)
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 

@@ -105,7 +105,7 @@ class Scheduler:
         self._flights: deque[Flight] = deque()
         self._outlook = policy.Outlook.start(config.schedule_conservativeness)
         self._overlap = limits.overlap and config.overlap
-        self._last_mode: ForwardMode | None = None
+        self._prompt_tokens = 0  # run since the last decode step
         self._draining = False
         self._failures: deque[float] = deque()
         self._startup_seconds = worker.info().get("startup_seconds", {})
@@ -229,8 +229,8 @@ class Scheduler:
     # ---- choosing a step
 
     def _plan(self) -> Plan | None:
-        """What to run next: prompts first, but never two EXTEND steps in a row while someone could decode."""
-        starving = self._last_mode is ForwardMode.EXTEND and any(req.needs_decode for req in self.running)
+        """What to run next: prompts first, but no more than `max_prefill_tokens` of them while someone could decode."""
+        starving = self._prompt_tokens >= self._config.max_prefill_tokens and any(req.needs_decode for req in self.running)
         plan = None if starving else self._plan_extend()
         return plan or self._plan_decode()
 
@@ -340,7 +340,7 @@ class Scheduler:
             batch = extend_batch(self._steps, plan.chunks, plan.new_rows, plan.writes)
         else:
             batch = decode_batch(self._steps, plan.reqs, self.limits, plan.writes)
-        self._last_mode = batch.mode
+        self._prompt_tokens = self._prompt_tokens + len(batch.token_ids) if batch.mode is ForwardMode.EXTEND else 0
         try:
             pending = self._worker.submit(batch)
         except Exception as error:  # the step's requests are answered; `_step_failed` raises it again when it keeps happening

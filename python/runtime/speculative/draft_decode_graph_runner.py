@@ -1,8 +1,9 @@
 """The draft's one-token forwards of one iteration as one graph: its inputs, width, backend and memory reservation.
 
-An EAGLE head runs K - 1 of them, since its first guess comes from draft-extend; a draft without lookahead runs K. Row width is topk. Pass `i` writes draft KV at `kv_len + i * topk + j` for branch `j`, all at
-sequence position `kv_len + i`, and sees the committed KV and, through the tree mask, its own ancestors. The draft's probabilities are outputs: they are
-read after the target's graph has run, so they may not live in the pool that graphs share.
+An EAGLE head runs K - 1 of them, since its first guess comes from draft-extend; a draft without lookahead runs K. Row width is topk. Pass
+`i` writes draft KV at `kv_len + i * topk + j` for branch `j`, all at sequence position `kv_len + i`, and sees the committed KV and,
+through the tree mask, its own ancestors. The draft's probabilities are outputs: they are read after the target's graph has run, so they
+may not live in the pool that graphs share.
 """
 
 from __future__ import annotations

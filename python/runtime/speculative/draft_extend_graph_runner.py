@@ -1,8 +1,9 @@
 """The draft forward over the verify window: its inputs, width, backend and memory reservation.
 
-Always the whole window of D tokens, rejected positions included: the shape is fixed, so no host value is needed between verify and the next draft.
-Position `j` of the window carries the committed token that follows it and the target's hidden state at it; beyond the accepted tokens it carries anything
-valid, and what it writes there is overwritten by the next iteration before it is read. The LM head runs on each request's last accepted row only.
+Always the whole window of D tokens, rejected positions included: the shape is fixed, so no host value is needed between verify and the
+next draft. Position `j` of the window carries the committed token that follows it and the target's hidden state at it; beyond the
+accepted tokens it carries anything valid, and what it writes there is overwritten by the next iteration before it is read. The LM head
+runs on each request's last accepted row only.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from runtime.speculative.draft_tree import TreeShape
 
 
 def draft_extend_spec(shape: TreeShape, draft_vocab: int, hidden: int, feature: int, dtype: torch.dtype) -> RunnerSpec:
-    """Outputs: `features` [B * D, feature], which the owner fills before the run (the target's hidden states), and `accept_lens` int32 [B], likewise.
+    """Outputs: `features` [B * D, feature], the target's hidden states, and `accept_lens` int32 [B].
 
-    They are inputs, held here because no other runner reads them; the results go to `DraftRows`.
+    Both are inputs that the owner fills before the run, held here because no other runner reads them; the results go to `DraftRows`.
     """
     D = shape.num_draft_tokens
     return RunnerSpec(

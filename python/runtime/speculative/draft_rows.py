@@ -1,7 +1,7 @@
 """Per-request draft state in fixed device rows: the hidden state to go on from, and the first guesses.
 
-Written by draft-extend (after every verify, and after a prompt), read by draft-decode of the next iteration. Keyed by request row, so it survives
-whatever the batch does in between. Row 0 is padding: it is written and read by padding rows and means nothing.
+Written by draft-extend (after every verify, and after a prompt), read by draft-decode of the next iteration. Keyed by request row, so it
+survives whatever the batch does in between. Row 0 is padding: it is written and read by padding rows and means nothing.
 """
 
 from __future__ import annotations

@@ -96,7 +96,10 @@ class EagleWorker:
         return self._iterate(batch)
 
     def _draft_prompt(self, done: ExtendPass) -> None:
-        """The draft follows over the prompt. With lookahead each position carries the token after it, the last one the sampled or next one."""
+        """The draft follows over the prompt.
+
+        With lookahead each position carries the token after it, the last one the sampled or next one.
+        """
         draft, batch = self._draft, done.batch
         if draft.model.lookahead:
             tokens = torch.cat([batch.input_ids[1:], batch.input_ids[:1]])

@@ -40,7 +40,7 @@ ORACLE_EVERY = 256
 
 
 def verify_spec(shape: TreeShape, vocab: int, feature: int, dtype: torch.dtype, pool_bytes_per_token: int) -> RunnerSpec:
-    """Outputs over the window: `logits` float32 [B * D, V], their argmax `tokens` int64 [B * D], `features` [B * D, feature] for the draft."""
+    """Outputs over the window: `logits` float32 [B * D, V], their argmax `tokens` int64 [B * D], the draft's `features` [B * D, feature]."""
     D = shape.num_draft_tokens
     return RunnerSpec(
         name="verify",
@@ -57,7 +57,10 @@ def verify_spec(shape: TreeShape, vocab: int, feature: int, dtype: torch.dtype, 
 
 
 def verify_forward(target: Target, aux_layers: tuple[int, ...]) -> Forward:
-    """The function that the verify graph records. `features` are the aux states, the last hidden states, or nothing where the width is 0."""
+    """The function that the verify graph records.
+
+    `features` are the aux states, the last hidden states, or nothing where the width is 0.
+    """
     model = target.runner.model
 
     def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
@@ -173,9 +176,12 @@ class Verifier:
             drafted: `tokens` int64 [size, D]; trees also `parents`, `depths`, `mask`; sampled chains also `probs` float32 [size, K, Vd].
         """
         window, verified, graph = self._verify(turn, drafted)
-        lens, tokens, path = self._decide(turn, drafted, verified)
+        fused = self._fusable(turn)
+        lens, tokens, path = self._decide_fused(turn, drafted, verified) if fused else self._decide(turn, drafted, verified)
         accepted = Accepted(lens, tokens, path, drafted["tokens"], verified["features"], graph)
-        return accepted, self._commit(turn, accepted, window, verified["logits"])
+        if not fused:
+            self._commit(turn, accepted, window)
+        return accepted, self._send(turn, accepted, verified["logits"])
 
     def collect(self, flight: Flight) -> BatchResult:
         """On the host, one iteration later: wait, count, and hand over."""
@@ -256,23 +262,52 @@ class Verifier:
             path, lens, out = verify_tree(tokens, parents, target, K + 1)
         return lens, _widen(out, D), _widen(path, D)
 
-    def _commit(self, turn: Iteration, accepted: Accepted, window: ForwardBatch, logits: torch.Tensor) -> Flight:
-        """Move accepted KV to the front (trees), set the rows, and start the copies to the host."""
+    def _fusable(self, turn: Iteration) -> bool:
+        """Whether one kernel may decide and commit: a chain on a GPU, greedy with plain logits or forced."""
+        forced = self._rules.synthetic is not None and not turn.needs.penalised
+        greedy = turn.needs.all_greedy and not turn.needs.adjusts
+        return turn.rows.is_cuda and self._rules.shape.topk == 1 and (forced or greedy)
+
+    def _decide_fused(self, turn: Iteration, drafted: Outputs, verified: Outputs) -> Verdict:
+        from runtime.speculative.accept_kernel import accept_chain
+
+        state = self._target.rows
+        target = verified["tokens"].view(-1, self._rules.shape.num_draft_tokens)
+        lens, tokens = accept_chain(
+            drafted["tokens"],
+            target,
+            self._inputs.kv_lens(turn.size),
+            turn.rows,
+            turn.batch.size,
+            state.kv_lens,
+            state.last_tokens,
+            self._vocab,
+            self._rules.synthetic,
+            state.tables.seeds,
+        )
+        return lens, tokens, None
+
+    def _commit(self, turn: Iteration, accepted: Accepted, window: ForwardBatch) -> None:
+        """Move accepted KV to the front (trees) and set the rows."""
         state, live, D = self._target.rows, turn.batch.size, self._rules.shape.num_draft_tokens
         rows, lens, tokens = turn.rows[:live], accepted.accept_lens[:live], accepted.tokens[:live]
-        steps = torch.arange(D, device=rows.device)
         if accepted.path is not None:
             slots = window.out_cache_loc.view(-1, D)[:live]
             self._target.runner.kv_pool.move(*compaction(slots, accepted.path[:live], lens), group=D)
         state.kv_lens[rows] = self._inputs.kv_lens(live) + lens
         state.last_tokens[rows] = tokens.gather(1, lens.to(torch.int64)[:, None] - 1)[:, 0]
         if turn.needs.penalised:
-            state.count(rows, tokens, steps < lens[:, None])
+            state.count(rows, tokens, torch.arange(D, device=rows.device) < lens[:, None])
+
+    def _send(self, turn: Iteration, accepted: Accepted, logits: torch.Tensor) -> Flight:
+        """Start the copies to the host."""
+        live, D = turn.batch.size, self._rules.shape.num_draft_tokens
+        lens, tokens = accepted.accept_lens[:live], accepted.tokens[:live]
         k = int(turn.batch.top_logprobs.max(initial=-1))
         logprobs = None
         if k >= 0:
-            nodes = steps if accepted.path is None else accepted.path[:live]
-            index = torch.arange(live, device=rows.device)[:, None] * D + nodes
+            nodes = torch.arange(D, device=tokens.device) if accepted.path is None else accepted.path[:live]
+            index = torch.arange(live, device=tokens.device)[:, None] * D + nodes
             logprobs = HostCopy(*top_logprobs(logits[index.flatten()], tokens.flatten(), k))
         stats = StepStats(graph=accepted.graph, padded_size=turn.size, draft_tokens=D - 1, oracle=turn.oracle)
         return Flight(HostCopy(tokens, lens), logprobs, stats)

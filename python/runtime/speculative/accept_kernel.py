@@ -1,0 +1,93 @@
+"""Greedy and synthetic acceptance of a chain, and what it commits, as one kernel.
+
+The plain form is `verify_chain_greedy` and `verify_chain_synthetic` with `Verifier._commit`: some forty launches, which take longer than the draft's
+layer does.
+"""
+
+# pyright: reportIndexIssue=false
+# A kernel is launched as kernel[grid](...), which only Triton's own types explain.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from runtime.layers.sampler import POSITION_STEP, STREAM_STEP, Stream, signed
+
+
+@triton.jit
+def _logical_shift(x, BITS: tl.constexpr):
+    return (x >> BITS) & ((1 << (64 - BITS)) - 1)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ _logical_shift(x, 30)) * -4658895280553007687
+    x = (x ^ _logical_shift(x, 27)) * -7723592293110705685
+    return x ^ _logical_shift(x, 31)
+
+
+@triton.jit
+def _accept(
+    draft, draft_stride, target, kv_lens, rows, accept_lens, tokens, row_lens, row_tokens, live, vocab_size, K,
+    probabilities, seeds, stream_key, position_step, SYNTHETIC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0)
+    j = tl.arange(0, BLOCK)
+    row = tl.load(rows + request)
+    length = tl.load(kv_lens + request)
+    drafted = tl.load(draft + request * draft_stride + 1 + j, mask=j < K, other=-1)
+    chosen = tl.load(target + request * (K + 1) + j, mask=j <= K, other=0)
+    if SYNTHETIC:
+        # `sampler.uniforms` of each draft's own position
+        x = _mix(_mix(tl.load(seeds + row) + stream_key) + (length.to(tl.int64) + 1 + j) * position_step)
+        uniform = ((x >> 40) & 0xFFFFFF).to(tl.float32) * (1.0 / 16777216.0)
+        hit = (uniform < tl.load(probabilities + j, mask=j < K, other=0.0)) & (j < K)
+    else:
+        hit = (drafted == chosen) & (j < K)
+    accepted = tl.min(tl.where(hit, BLOCK, j), 0)
+    if SYNTHETIC:
+        chosen = tl.where(j < accepted, tl.minimum(tl.maximum(drafted, 0), vocab_size - 1), chosen)
+    tl.store(tokens + request * (K + 1) + j, chosen, mask=j <= K)
+    tl.store(accept_lens + request, accepted + 1)
+    if request < live:
+        tl.store(row_lens + row, length + accepted + 1)
+        tl.store(row_tokens + row, tl.sum(tl.where(j == accepted, chosen, 0), 0))
+
+
+def accept_chain(
+    draft: torch.Tensor,
+    target: torch.Tensor,
+    kv_lens: torch.Tensor,
+    rows: torch.Tensor,
+    live: int,
+    row_lens: torch.Tensor,
+    row_tokens: torch.Tensor,
+    vocab_size: int,
+    probabilities: torch.Tensor | None,
+    seeds: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accept drafts, and set the rows of the first `live` requests.
+
+    Args:
+        draft: int64 [B, D], rows may be strided; column 0 is the last committed token.
+        target: int64 [B, D] contiguous: the target's choice after each column.
+        kv_lens: int32 [B], before the iteration.
+        rows: int64 [B]; padding: 0.
+        row_lens, row_tokens: int32 and int64 [R]: KV length and last token by row, written.
+        probabilities: float32 [K] that force acceptance whatever the tokens are, or None for greedy.
+        seeds: int64 [R].
+
+    Returns:
+        accept_lens int32 [B] and tokens int64 [B, D], as `verify_chain_greedy` or `verify_chain_synthetic` give them up to the accept length.
+    """
+    B, D = draft.shape
+    accept_lens = torch.empty(B, dtype=torch.int32, device=draft.device)
+    tokens = torch.empty((B, D), dtype=torch.int64, device=draft.device)
+    _accept[(B,)](
+        draft, draft.stride(0), target, kv_lens, rows, accept_lens, tokens, row_lens, row_tokens, live, vocab_size, D - 1,
+        target if probabilities is None else probabilities, seeds, signed(STREAM_STEP * (Stream.SYNTHETIC + 1)), signed(POSITION_STEP),
+        SYNTHETIC=probabilities is not None, BLOCK=triton.next_power_of_2(D), num_warps=1,
+    )  # fmt: skip
+    return accept_lens, tokens

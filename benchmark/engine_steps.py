@@ -109,8 +109,9 @@ def main() -> None:
         live = list(range(1, size + 1))
         rows.decode(live, 8)
         seconds, accepted = rows.decode(live, own.steps)
-        row = {"case": own.case, "batch": size, "context": own.context, "step_ms": round(seconds * 1e3, 4), "accept_len": round(accepted, 3),
-               "tokens_per_s": round(size * accepted / seconds, 1), "prefill_ms": round(min(ttft) * 1e3, 2)}  # fmt: skip
+        row = {"case": own.case, "batch": size, "context": own.context, "step_ms": round(seconds * 1e3, 4),
+               "accept_len": round(accepted, 3), "tokens_per_s": round(size * accepted / seconds, 1),
+               "prefill_ms": round(min(ttft) * 1e3, 2)}  # fmt: skip
         record.add(row)
         print(json.dumps(row), flush=True)
         if own.trace:

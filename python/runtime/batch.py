@@ -106,7 +106,8 @@ class ScheduleBatch:
         rows: int32 [B].
         len_bounds: int32 [B]. KV length before the step: exact for EXTEND (it equals `prefix_lens`), an upper bound for DECODE.
         new_rows: rows that changed hands since the last step.
-        page_rows, page_cols, page_ids: int32 [P] each. Page `page_ids[i]` holds positions from `page_cols[i] * page_size` of row `page_rows[i]`.
+        page_rows, page_cols, page_ids: int32 [P] each. Page `page_ids[i]` holds positions from `page_cols[i] * page_size` of row
+            `page_rows[i]`.
         prefix_lens: int32 [B], EXTEND: positions whose KV is there already.
         extend_lens: int32 [B], EXTEND: new prompt tokens of this chunk, each >= 1.
         token_ids: int32 [T], EXTEND: those tokens, request after request.

@@ -15,8 +15,15 @@ from runtime.layers.torch_ops import TorchOps
 class DecoderLike(Protocol):
     """What tuning reads of a model."""
 
-    layers: Sequence[Any]
-    lm_head: Linear
+    @property
+    def layers(self) -> Sequence[Any]:
+        """Decoder layers."""
+        ...
+
+    @property
+    def lm_head(self) -> Linear:
+        """The head."""
+        ...
 
 
 def tune_ops(ops: BlockOps, model: DecoderLike, rows: list[int], timed: bool) -> dict[str, str]:

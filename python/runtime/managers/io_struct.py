@@ -1,7 +1,7 @@
 """Every message between the processes: msgspec structs on msgpack, never pickle.
 
-    TokenizerManager --ToScheduler--> Scheduler --ToDetokenizer--> DetokenizerManager --ToTokenizer--> TokenizerManager
-                                          ^----------StopReq-----------|
+TokenizerManager --ToScheduler--> Scheduler --ToDetokenizer--> DetokenizerManager --ToTokenizer--> TokenizerManager
+                                      ^----------StopReq-----------|
 """
 
 from __future__ import annotations

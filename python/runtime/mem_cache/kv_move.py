@@ -1,5 +1,8 @@
 """Moves KV slots of all layers in one launch: what a tree's accepted path needs after every verify."""
 
+# A kernel is launched as kernel[grid](...), which only Triton's own types explain.
+# pyright: reportIndexIssue=false
+
 from __future__ import annotations
 
 import torch
@@ -9,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _move(tables, source, target, group, row_elements, BLOCK: tl.constexpr, ELEMENT: tl.constexpr):
-    # One program per (tensor, request). Paths rise and a path's j-th node is at or behind j, so going forward never overwrites a later source.
+    # One program per (tensor, request). Paths rise, and the j-th node of one is at or behind j: going forward overwrites no later source.
     base = tl.load(tables + tl.program_id(0)).to(tl.pointer_type(ELEMENT))
     first = tl.program_id(1) * group
     offsets = tl.arange(0, BLOCK)

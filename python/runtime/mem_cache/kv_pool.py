@@ -72,8 +72,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 class PageTable:
     """Which page holds positions [col * page_size, (col + 1) * page_size) of a row.
 
-    Written by the worker from `ScheduleBatch.page_*`; read by slot computation and attention backends. Entries past a row's pages are stale,
-    but always valid page numbers. Row 0 is padding and holds page 0 only.
+    Written by the worker from `ScheduleBatch.page_*`; read by slot computation and attention backends. Entries past a row's pages are
+    stale, but always valid page numbers. Row 0 is padding and holds page 0 only.
 
     Attributes:
         pages: int32 [rows, max_pages].

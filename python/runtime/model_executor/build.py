@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -38,8 +38,6 @@ CPU_KV_MOST = 4 << 30
 CPU_RUNNING = 16
 STEPS_AHEAD = 4
 """Steps by which a row's pages may run ahead of its committed length: one in flight, one submitted, and both of a finished request."""
-ACTIVATION_COPIES = 24
-"""[tokens, hidden] float32 equivalents that one pass keeps in the graph pool."""
 
 
 @dataclass(slots=True)
@@ -125,7 +123,7 @@ def make_page_table(parts: Parts, tokens_per_step: int) -> PageTable:
 def make_target(parts: Parts, runner: ModelRunner, page_table: PageTable, tokens_per_step: int) -> Target:
     """The target side, with its rows and staging."""
     rows = RequestRows(parts.running + 1, runner.config.vocab_size, parts.device)
-    # an EXTEND batch uploads three arrays a token and five a request, and pages as three numbers: one page a token, or a decode step's reach
+    # an EXTEND batch uploads three arrays a token and five a request; a page is three numbers: one page a token, or a decode step's reach
     pages = 2 * tokens_per_step // page_table.page_size + 2
     capacity = 6 * parts.extend_tokens + (64 + 3 * pages + tokens_per_step) * parts.requests + 3 * page_table.max_pages
     return Target(runner, rows, page_table, StagingRing(capacity, parts.device))
@@ -207,12 +205,43 @@ def capture_graphs(parts: Parts, runners: list[GraphRunner]) -> list[CaptureRepo
     return reports
 
 
-def pool_bytes_per_token(config: ModelConfig) -> int:
-    """What one token of a target graph takes from the graph pool: float32 stream, fused projections, gate and up."""
-    return 4 * config.hidden_size * ACTIVATION_COPIES
+def target_launches(config: ModelConfig) -> int:
+    """Kernels of one pass of a model, about: nine a layer, and the embedding, the final norm, the head and the choice."""
+    return 9 * config.num_layers + 10
 
 
-def make_limits(parts: Parts, plan: MemoryPlan, vocab_size: int, overlap: bool | None = None, **more: int) -> WorkerLimits:
+def fit_memory(
+    parts: Parts,
+    owners: dict[ModelRunner, list[GraphRunner]],
+    page_table: PageTable,
+    widths: dict[ModelRunner, tuple[int, int]],
+    activations: int,
+    ahead: int,
+) -> MemoryPlan:
+    """Ask every graph runner what capturing will take, give KV the rest, and capture.
+
+    Args:
+        owners: the graph runners of each model, in the order of capture; every model has a KV pool of one page so far.
+        widths: tokens per request and passes that each model's backend must prepare for.
+        ahead: positions that a step may write past the committed length.
+    """
+    reservations, pooled = {}, 0
+    with torch.inference_mode():
+        for runner in (g for graphs in owners.values() for g in graphs):
+            reservations[runner.spec.name] = runner.reserve(pooled)
+            pooled = max(pooled, runner.pool_peak)
+    if parts.device.type == "cuda":
+        torch.cuda.empty_cache()
+    plan = divide_memory(parts, activations, reservations, sum(m.bytes_per_slot for m in owners), ahead)
+    for model, graphs in owners.items():
+        model.allocate(plan.num_pages, page_table, parts.requests, *widths[model])
+        for runner in graphs:
+            runner.use([model.backend])
+    capture_graphs(parts, [g for graphs in owners.values() for g in graphs])
+    return plan
+
+
+def make_limits(parts: Parts, plan: MemoryPlan, vocab_size: int, overlap: bool | None = None, **more: Any) -> WorkerLimits:
     """The scheduler's view of the memory plan. `more`: the fields that speculation sets."""
     config = parts.config
     limits = WorkerLimits(
@@ -248,12 +277,9 @@ def build_worker(
     tune_products(parts, model, 1)
     runner.allocate(1, page_table, parts.requests, 1, 1)
     activations = measure_activations(parts, target, (), 1)
-    spec = decode_spec(model_config.vocab_size, pool_bytes_per_token(model_config))
-    reservations = {spec.name: spec.reservation(parts.requests, max(parts.sizes, default=0) if parts.replay != "none" else 0)}
-    plan = divide_memory(parts, activations, reservations, runner.bytes_per_slot, 1)
-    runner.allocate(plan.num_pages, page_table, parts.requests, 1, 1)
+    spec = decode_spec(model_config.vocab_size, target_launches(model_config))
     inputs = InputBuffers(parts.requests, 1, parts.device)
     decode = GraphRunner(spec, decode_forward(target), inputs, [runner.backend], parts.replay, parts.sizes, config.cuda_graph_padding)
-    capture_graphs(parts, [decode])
+    plan = fit_memory(parts, {runner: [decode]}, page_table, {runner: (1, 1)}, activations, 1)
     parts.facts["startup_seconds"] = parts.phases
     return TpWorker(target, decode, inputs, make_limits(parts, plan, model_config.vocab_size), parts.facts)

@@ -37,7 +37,10 @@ class ModelRunner:
         max_steps: int,
         extra: AttentionBackend | None = None,
     ) -> None:
-        """Make the KV pool and the backend, and bind them to the model. Called again, it replaces both (a profile run uses a small pool)."""
+        """Make the KV pool and the backend, and bind them to the model.
+
+        Called again, it replaces both (a profile run uses a small pool).
+        """
         c = self.config
         self.kv_pool = KVPool(c.num_layers, num_pages, page_table.page_size, c.num_kv_heads, c.head_dim, self.dtype, self.device)
         shape = AttentionShape(

@@ -58,9 +58,9 @@ class RequestRows:
             return
         params = [init.sampling for init in new_rows]
         rows = self._upload(np.array([init.row for init in new_rows], dtype=np.int64))
+        warm = [0.0 if p.greedy else max(p.temperature, LEAST_TEMPERATURE) for p in params]
         floats = [
-            (0.0 if p.greedy else max(p.temperature, LEAST_TEMPERATURE), p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty)
-            for p in params
+            (t, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty) for t, p in zip(warm, params, strict=True)
         ]
         t = self.tables
         t.floats[rows] = self._upload(np.array(floats, dtype=np.float32))

@@ -38,9 +38,9 @@ class StandaloneDraft:
         """[T, hidden], for `logits`."""
         return self._model.forward(batch)[0]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token: [N, hidden] -> float32 [N, V]."""
-        return self._model.logits(hidden)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Scores of the next token: [N, hidden] -> float32 [N, V], written to `out` where given."""
+        return self._model.logits(hidden, out)
 
     def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
         """The same ids: there is one vocabulary."""

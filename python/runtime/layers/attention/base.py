@@ -82,4 +82,6 @@ class AttentionBackend(Protocol):
 class BackendFactory(Protocol):
     """How the registry builds a backend."""
 
-    def __call__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> AttentionBackend: ...
+    def __call__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> AttentionBackend:
+        """The backend over this pool and this table."""
+        ...

@@ -2,37 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from runtime.batch import BatchResult, ForwardMode, RowInit, ScheduleBatch, Worker
+from runtime.batch import BatchResult, ForwardMode, Pending, RowInit, ScheduleBatch, Worker
 from runtime.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
+Sampling = SamplingParams | Mapping[int, SamplingParams]
 
 
 class Driver:
-    """Owner of the pages and rows of one worker. Each request has all its pages from the start, scattered at random."""
+    """Owner of the pages and rows of one worker. Each request has all its pages from the start, scattered at random.
 
-    def __init__(self, worker: Worker, seed: int = 0) -> None:
-        self.worker, self.limits = worker, worker.limits
+    Attributes:
+        before: called ahead of every step; a test poisons there what nobody may read.
+        accepts: of every decode step, and `results` its whole result.
+    """
+
+    def __init__(self, worker: Worker, seed: int = 0, before: Callable[[], None] = lambda: None) -> None:
+        self.worker, self.limits, self.before = worker, worker.limits, before
         self.rng = np.random.default_rng(seed)
         self.step = 0
         self.free_pages = (self.rng.permutation(self.limits.max_total_tokens // self.limits.page_size) + 1).astype(np.int32).tolist()
         self.kv: dict[int, int] = {}
         self.out: dict[int, list[int]] = {}
+        self.prompts: dict[int, list[int]] = {}
+        self.pages: dict[int, list[int]] = {}
         self.accepts: list[np.ndarray] = []
+        self.results: list[BatchResult] = []
         self.held: dict[int, list[int]] = {}
 
     def prefill(
-        self, prompts: dict[int, Sequence[int]], chunk: int = 1 << 30, sampling: SamplingParams = GREEDY, room: int = 64, logprobs: int = -1
+        self,
+        prompts: Mapping[int, Sequence[int]],
+        chunk: int = 1 << 30,
+        sampling: Sampling = GREEDY,
+        room: int = 64,
+        logprobs: int = -1,
+        shared: Mapping[int, tuple[int, int]] | None = None,
+        resumed: Mapping[int, int] | None = None,
+        prompt_logprobs: bool = False,
     ) -> list[BatchResult]:
-        """Take rows for prompts {row: ids} and run them, at most `chunk` tokens of each at a time, all rows side by side."""
-        page = self.limits.page_size
-        done = dict.fromkeys(prompts, 0)
+        """Take rows for prompts {row: ids} and run them, at most `chunk` tokens of each at a time, all rows side by side.
+
+        Args:
+            shared: {row: (other row, n)}: the KV of the first n positions, whole pages, is the other row's.
+            resumed: {row: prompt length} of requests that lost their row and come back with prompt and output so far.
+        """
+        shared, resumed = shared or {}, resumed or {}
+        done = {r: shared.get(r, (0, 0))[1] for r in prompts}
         results = []
-        first = True
+        pages = [entry for r in prompts for entry in self._take_pages(r, len(prompts[r]) + room, shared.get(r))]
+        new_rows = [self._init(r, prompts[r], sampling, resumed.get(r)) for r in prompts]
         while any(done[r] < len(p) for r, p in prompts.items()):
             rows = [r for r, p in prompts.items() if done[r] < len(p)]
             lens = [min(chunk, len(prompts[r]) - done[r]) for r in rows]
@@ -49,26 +72,27 @@ class Driver:
                 extend_lens=np.array(lens, dtype=np.int32),
                 token_ids=np.array(tokens, dtype=np.int32),
                 next_tokens=np.array(following, dtype=np.int32),
+                prompt_logprobs=np.full(len(rows), prompt_logprobs),
+                new_rows=new_rows,
             )
-            if first:
-                batch.new_rows = [self._init(r, prompts[r], sampling) for r in rows]
-                pages = [(r, c, self.free_pages.pop()) for r in rows for c in range(-(-(len(prompts[r]) + room) // page))]
-                for r, _, p in pages:
-                    self.held.setdefault(r, []).append(p)
+            if pages:
                 batch.page_rows, batch.page_cols, batch.page_ids = (np.array(c, dtype=np.int32) for c in zip(*pages, strict=True))
-                first = False
+            new_rows, pages = [], []
+            self.before()
             result = self.worker.submit(batch).wait()
             results.append(result)
             at = 0
             for r, n, accepted in zip(rows, lens, result.accept_lens.tolist(), strict=True):
                 done[r] += n
                 self.kv[r] = done[r]
-                self.out.setdefault(r, []).extend(result.token_ids[at : at + accepted].tolist())
+                self.out[r].extend(result.token_ids[at : at + accepted].tolist())
                 at += accepted
         return results
 
-    def decode(self, rows: Sequence[int], slack: int = 0, logprobs: int = -1) -> BatchResult:
-        """One step for `rows`; `slack` is added to the host's length bounds, as when a step is in flight."""
+    def launch(self, rows: Sequence[int], slack: int = 0, logprobs: int = -1) -> Pending:
+        """Submit one step for `rows`; `slack` is added to the host's length bounds, as when a step is in flight."""
+        page, reach = self.limits.page_size, self.limits.tokens_per_step + slack
+        assert all(self.kv[r] + reach <= len(self.pages[r]) * page for r in rows), "the test gave too little room"
         batch = ScheduleBatch(
             step=self._tick(),
             mode=ForwardMode.DECODE,
@@ -76,32 +100,67 @@ class Driver:
             len_bounds=np.array([self.kv[r] + slack for r in rows], dtype=np.int32),
             top_logprobs=np.full(len(rows), logprobs, dtype=np.int32),
         )
-        result = self.worker.submit(batch).wait()
+        self.before()
+        return self.worker.submit(batch)
+
+    def collect(self, pending: Pending, rows: Sequence[int]) -> BatchResult:
+        """Read a step of `rows`; those that were released meanwhile get nothing."""
+        result = pending.wait()
         self.accepts.append(result.accept_lens)
+        self.results.append(result)
         at = 0
         for r, n in zip(rows, result.accept_lens.tolist(), strict=True):
-            self.kv[r] += n
-            self.out[r].extend(result.token_ids[at : at + n].tolist())
+            if r in self.kv:
+                self.kv[r] += n
+                self.out[r].extend(result.token_ids[at : at + n].tolist())
             at += n
         return result
+
+    def decode(self, rows: Sequence[int], slack: int = 0, logprobs: int = -1) -> BatchResult:
+        """One step for `rows`, submitted and read."""
+        return self.collect(self.launch(rows, slack, logprobs), rows)
 
     def release(self, row: int) -> None:
         """Give a row and its pages back."""
         self.free_pages = self.held.pop(row) + self.free_pages
         del self.kv[row]
 
-    def generate(self, prompts: dict[int, Sequence[int]], tokens: int, **prefill: object) -> dict[int, list[int]]:
+    def slots(self, row: int, count: int) -> np.ndarray:
+        """int64 [count]: the KV slots of a row's first positions."""
+        at = np.arange(count)
+        return np.array(self.pages[row], dtype=np.int64)[at // self.limits.page_size] * self.limits.page_size + at % self.limits.page_size
+
+    def generate(self, prompts: Mapping[int, Sequence[int]], tokens: int, **prefill: object) -> dict[int, list[int]]:
         """Prefill and decode until every row has `tokens` tokens; returns the first `tokens` of each."""
+        logprobs = int(prefill.get("logprobs", -1))  # type: ignore[call-overload]
         self.prefill(prompts, **prefill)  # type: ignore[arg-type]
         while any(len(self.out[r]) < tokens for r in prompts):
-            self.decode([r for r in prompts if len(self.out[r]) < tokens])
+            self.decode([r for r in prompts if len(self.out[r]) < tokens], logprobs=logprobs)
         return {r: self.out[r][:tokens] for r in prompts}
 
-    def _init(self, row: int, prompt: Sequence[int], sampling: SamplingParams) -> RowInit:
-        history = np.array(prompt, dtype=np.int32) if sampling.penalised else None
-        self.out[row] = []
-        seed = sampling.seed if sampling.seed is not None else row
-        return RowInit(row, len(prompt), sampling, seed, np.array([1], dtype=np.int32), history)
+    def mean_accept_len(self) -> float:
+        """Over all decode steps so far."""
+        return float(np.concatenate(self.accepts).mean())
+
+    def _take_pages(self, row: int, positions: int, shared: tuple[int, int] | None) -> list[tuple[int, int, int]]:
+        page = self.limits.page_size
+        reused: list[int] = []
+        if shared is not None:
+            assert shared[1] % page == 0, "whole pages are shared"
+            reused = self.pages[shared[0]][: shared[1] // page]
+        own = [self.free_pages.pop() for _ in range(-(-positions // page) - len(reused))]
+        self.held[row] = own
+        self.pages[row] = reused + own
+        return [(row, col, p) for col, p in enumerate(self.pages[row])]
+
+    def _init(self, row: int, prompt: Sequence[int], sampling: Sampling, prompt_len: int | None) -> RowInit:
+        chosen = sampling if isinstance(sampling, SamplingParams) else sampling[row]
+        history = np.array(prompt, dtype=np.int32) if chosen.penalised or self.limits.needs_history else None
+        self.prompts[row] = list(prompt)
+        if prompt_len is None:
+            self.out[row] = []
+        seed = chosen.seed if chosen.seed is not None else row
+        return RowInit(row, prompt_len or len(prompt), chosen, seed, np.array([1], dtype=np.int32), history)
 
     def _tick(self) -> int:
         self.step += 1

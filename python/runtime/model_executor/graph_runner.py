@@ -1,14 +1,15 @@
 """Captures and replays any forward function at fixed shapes: the only graph code.
 
-One mechanism, composed and never subclassed. An owner gives a function `forward(batch, outputs, variant)` that reads persistent inputs and writes its
-results into `outputs`, buffers that the runner owns; so nothing that a caller reads can be overwritten by another graph of the shared pool.
+One mechanism, composed and never subclassed. An owner gives a function `forward(batch, outputs, variant)` that reads persistent inputs
+and writes its results into `outputs`, buffers that the runner owns; so nothing that a caller reads can be overwritten by another graph of
+the shared pool.
 
     batch = runner.batch(live)        # outside the graph: views of the persistent inputs, padded to a captured size
     ...fill the batch...              # outside: in place
     out = runner.run(batch)           # plan (outside), then replay
 
-`CudaReplay` is a captured graph. `EagerReplay` calls the same function on the same padded buffers: with it the tests run every runner without a GPU.
-A size that was not captured runs eagerly at its own size, through the same plan and the same buffers.
+`CudaReplay` is a captured graph. `EagerReplay` calls the same function on the same padded buffers: with it the tests run every runner
+without a GPU. A size that was not captured runs eagerly at its own size, through the same plan and the same buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -32,6 +33,8 @@ from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 log = logging.getLogger(__name__)
 MIB = 1 << 20
 WARM_UPS = 2
+BYTES_PER_NODE = 5800
+"""Device memory of one kernel node of an instantiated graph, seen with CUDA 13 on an H200: 52 graphs of 300 nodes took 88 MiB."""
 
 Outputs = dict[str, torch.Tensor]
 Forward = Callable[[ForwardBatch, Outputs, str], None]
@@ -49,7 +52,7 @@ class RunnerSpec:
         num_steps: passes of one run, each with its own attention metadata.
         tree_tail: keys that its tree mask speaks of; 0 for causal passes.
         variants: names of the function's variants, each captured for every size.
-        pool_bytes_per_token: what one token of the largest graph takes from the graph pool.
+        launches: kernels of one run, about; each takes device memory in every graph.
     """
 
     name: str
@@ -59,18 +62,23 @@ class RunnerSpec:
     num_steps: int = 1
     tree_tail: int = 0
     variants: tuple[str, ...] = ("",)
-    pool_bytes_per_token: int = 0
+    launches: int = 0
 
-    def reservation(self, max_requests: int, largest_graph: int) -> int:
-        """Bytes that this runner takes: its outputs, and its share of the graph pool."""
-        outputs = sum(spec.bytes(max_requests, self.width) for spec in self.outputs)
-        return outputs + self.pool_bytes_per_token * self.width * largest_graph
+    def output_bytes(self, max_requests: int) -> int:
+        """Bytes of the outputs for `max_requests` requests."""
+        return sum(spec.bytes(max_requests, self.width) for spec in self.outputs)
+
+    def graph_bytes(self, graphs: int) -> int:
+        """Bytes that `graphs` graphs take beside the memory pool."""
+        return graphs * self.launches * BYTES_PER_NODE
 
 
 class Replay(Protocol):
     """Runs the function once over the padded inputs."""
 
-    def __call__(self) -> None: ...
+    def __call__(self) -> None:
+        """Run it."""
+        ...
 
 
 @dataclass(slots=True)
@@ -112,7 +120,12 @@ class GraphPool:
 
 
 class GraphRunner:
-    """Owner of its outputs and graphs; see the file's head for the sequence of calls."""
+    """Owner of its outputs and graphs; see the file's head for the sequence of calls.
+
+    Attributes:
+        use: "graphs"; or, as a reference, "padded": eagerly over the inputs that a graph would read, or "plain": eagerly without padding.
+        report: what capture cost.
+    """
 
     def __init__(
         self,
@@ -124,21 +137,27 @@ class GraphRunner:
         sizes: Sequence[int] = (),
         padding: bool = True,
     ) -> None:
-        """`replay`: "cuda" captures graphs of `sizes`; "eager" pads to them and calls the function; "none" runs each batch at its own size."""
+        """`replay`: "cuda" captures graphs of `sizes`; "eager" pads to them and calls the function; "none" runs every batch at its size."""
         self.spec, self._forward, self._inputs, self._backends = spec, forward, inputs, backends
         self._kind, self._padding = replay, padding
         self._sizes = sorted(sizes) if replay != "none" else []
         self._replays: dict[tuple[int, str], Replay] = {}
         self._buffers = {o.name: o.allocate(inputs.max_requests, spec.width, inputs.device) for o in spec.outputs}
         self._outputs: dict[int, Outputs] = {}
-        self.enabled = True
-        self.report = CaptureReport(spec.name, reserved_mib=spec.reservation(inputs.max_requests, max(self._sizes, default=0)) / MIB)
+        self._replayed = self._eager = 0
+        self.use: Literal["graphs", "padded", "plain"] = "graphs"
+self.report = CaptureReport(spec.name)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Batch sizes that are captured."""
+        return list(self._sizes)
 
     # ---- outside the graph
 
     def size_for(self, live: int) -> int:
         """The padded size that `live` requests run at; `live` itself when they run eagerly."""
-        if self.enabled:
+        if self.use != "plain":
             for size in self._sizes:
                 if size == live or (size > live and self._padding):
                     return size
@@ -151,19 +170,53 @@ class GraphRunner:
     def run(self, batch: ForwardBatch, variant: str = "", oracle: bool = False) -> tuple[Outputs, bool]:
         """Plan and run over filled inputs. Returns the outputs (first `batch_size` requests) and whether a graph was replayed.
 
-        `oracle` forces the eager call on the same inputs. Outputs stay valid until this runner's next run.
+        `oracle` makes this call an eager one on the same inputs. Outputs stay valid until this runner's next run.
         """
         self._plan(batch)
         outputs = self.outputs(batch.batch_size)
-        replay = None if oracle or not self.enabled else self._replays.get((batch.batch_size, variant))
+        replay = None if oracle or self.use != "graphs" else self._replays.get((batch.batch_size, variant))
         if replay is None:
+            self._eager += 1
             self._forward(batch, outputs, variant)
         else:
+            self._replayed += 1
             replay()
         return outputs, replay is not None
 
+    def runs(self) -> dict[str, object]:
+        """How often it ran so far, for `/get_server_info`: through graphs, and eagerly."""
+        return {"runner": self.spec.name, "replayed": self._replayed, "eager": self._eager}
+
+    def use(self, backends: Sequence[AttentionBackend]) -> None:
+        """Plan with other backends from now on: the KV pool was replaced. Before any capture."""
+        assert not self._replays, "graphs hold the addresses of the old pool"
+        self._backends = backends
+
+    def reserve(self, pool_bytes: int) -> int:
+        """State what capturing will take, in bytes, with `pool_bytes` in the pool already; outputs are allocated and not in it.
+
+        The share of the pool is the peak of an eager run of the largest size: a graph's allocations are an eager run's.
+        """
+        if self._kind != "cuda" or not self._sizes:
+            return 0
+        size, peak = self._sizes[-1], 0
+        for variant in self.spec.variants:
+            batch, outputs = self._padding_batch(size), self.outputs(size)
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            self._forward(batch, outputs, variant)
+            peak = max(peak, torch.cuda.max_memory_allocated() - before)
+        self.pool_peak = peak
+        needed = max(peak - pool_bytes, 0) + self.spec.graph_bytes(len(self._sizes) * len(self.spec.variants))
+        self.report.reserved_mib = (needed + self.spec.output_bytes(self._inputs.max_requests)) / MIB
+        return needed
+
     def capture(self, pool: GraphPool | None, progress: tqdm | None = None) -> CaptureReport:
-        """Capture every size, largest first. Out of memory drops the sizes that did not fit, with a warning; other failures leave the size eager."""
+        """Capture every size, largest first.
+
+        Out of memory drops the sizes that did not fit, with a warning; other failures leave the size eager.
+        """
         started, before = time.perf_counter(), _device_bytes()
         dropped: list[int] = []
         for size in reversed(self._sizes):
@@ -185,14 +238,21 @@ class GraphRunner:
         return self.report
 
     def _capture_size(self, size: int, pool: GraphPool | None) -> None:
-        batch, outputs = self.batch(size), self.outputs(size)
+        outputs = self.outputs(size)
         for variant in self.spec.variants:
-            self._inputs.reset()
-            self._inputs.tensors["seq_lens"].fill_(self.spec.width)
-            batch.seq_len_bounds[:] = self.spec.width
-            self._plan(batch)
-            call = _bind(self._forward, batch, outputs, variant)
+            batch = self._padding_batch(size)
+            # A replay holds the tensors of this moment, as a captured graph holds their addresses: what is rebound later, it does not see.
+            call = _bind(self._forward, replace(batch), dict(outputs), variant)
             self._replays[size, variant] = pool.capture(call) if self._kind == "cuda" and pool is not None else call
+
+    def _padding_batch(self, size: int) -> ForwardBatch:
+        """A planned batch of padding rows only."""
+        batch = self.batch(size)
+        self._inputs.reset()
+        self._inputs.tensors["seq_lens"].fill_(self.spec.width)
+        batch.seq_len_bounds[:] = self.spec.width
+        self._plan(batch)
+        return batch
 
     def _forget(self, dropped: list[int]) -> None:
         if not dropped:
@@ -232,7 +292,7 @@ def _device_bytes() -> int:
 
 @contextmanager
 def frozen_gc():
-    """No garbage collection while graphs are captured: a collection there can free tensors of a recording stream and slows capture threefold."""
+    """No garbage collection while graphs are captured: it can free tensors of a recording stream, and it slows capture threefold."""
     gc.collect()
     gc.freeze()
     gc.disable()

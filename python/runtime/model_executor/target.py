@@ -53,6 +53,12 @@ class Target:
 
     # ---- outside any graph
 
+    def reset(self) -> None:
+        """Forget every request: lengths, last tokens and pages are as at the start. What KV holds is never read then."""
+        self.rows.kv_lens.zero_()
+        self.rows.last_tokens.zero_()
+        self.page_table.pages.zero_()
+
     def stage_rows(self, batch: ScheduleBatch, size: int) -> torch.Tensor:
         """Write pages and new rows; return the batch's rows, int64 [size], padded with row 0."""
         self.rows.admit(batch.new_rows)
@@ -159,4 +165,4 @@ def to_logprobs(copy: HostCopy, keep: np.ndarray | None) -> Logprobs:
     chosen, ids, top = copy.wait()
     if keep is not None:
         chosen, ids, top = chosen[keep], ids[keep], top[keep]
-    return Logprobs(chosen=chosen, top_ids=ids, top=top)
+    return Logprobs(chosen=chosen.astype(np.float32), top_ids=ids.astype(np.int32), top=top.astype(np.float32))

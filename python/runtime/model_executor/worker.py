@@ -17,7 +17,7 @@ from runtime.model_executor.target import Target, to_logprobs
 from runtime.model_executor.window import fill_window
 
 
-def decode_spec(vocab_size: int, pool_bytes_per_token: int) -> RunnerSpec:
+def decode_spec(vocab_size: int, launches: int) -> RunnerSpec:
     """What the target's decode graph computes: logits, and the likeliest token of each."""
     return RunnerSpec(
         name="target decode",
@@ -27,7 +27,7 @@ def decode_spec(vocab_size: int, pool_bytes_per_token: int) -> RunnerSpec:
             BufferSpec("logits", "token", torch.float32, 0, (vocab_size,)),
             BufferSpec("tokens", "token", torch.int64, 0),
         ),
-        pool_bytes_per_token=pool_bytes_per_token,
+        launches=launches,
     )
 
 
@@ -50,8 +50,8 @@ class TpWorker:
         return self._queue.submit(batch)
 
     def info(self) -> dict[str, object]:
-        """What was chosen and measured at start."""
-        return self._facts
+        """What was chosen and measured at start, and how steps ran since."""
+        return {**self._facts, "graph_runs": [self._decode.runs()]}
 
     def start_profile(self, folder: str) -> None:
         """Begin a torch trace."""

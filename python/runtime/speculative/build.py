@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -12,8 +13,7 @@ from runtime.layers.linear import Linear
 from runtime.model_executor.build import (
     Parts,
     ReplayKind,
-    capture_graphs,
-    divide_memory,
+    fit_memory,
     load_model,
     make_limits,
     make_page_table,
@@ -21,7 +21,7 @@ from runtime.model_executor.build import (
     make_target,
     measure_activations,
     model_weights,
-    pool_bytes_per_token,
+    target_launches,
     tune_products,
 )
 from runtime.model_executor.graph_runner import GraphRunner
@@ -42,6 +42,7 @@ from runtime.speculative.draft_rows import DraftRows
 from runtime.speculative.draft_tree import TreeShape
 from runtime.speculative.eagle_worker import Draft, EagleWorker
 from runtime.speculative.ngram_worker import NgramWorker
+from runtime.speculative.parity import check_parity
 from runtime.speculative.verifier import Rules, Verifier, verify_forward, verify_spec
 from runtime.speculative.verify import AcceptThresholds
 
@@ -58,15 +59,23 @@ def build_speculative_worker(
     """
     speculative = config.speculative
     assert speculative is not None
-    if speculative.algorithm == "NGRAM":
-        return _build_ngram(config, speculative, model_config, replay, sizes)
+    build = _build_ngram if speculative.algorithm == "NGRAM" else _build_eagle
+    worker = build(config, speculative, model_config, replay, sizes)
+    if speculative.check_parity:
+        check_parity(worker)
+    return worker
+
+
+def _build_eagle(
+    config: RuntimeConfig, speculative: SpeculativeConfig, model_config: ModelConfig, replay: ReplayKind | None, sizes: list[int] | None
+) -> EagleWorker:
     parts = make_parts(config, replay, sizes)
     shape = TreeShape(speculative.num_steps, speculative.topk, speculative.num_draft_tokens)
     ahead = max(shape.num_steps * shape.topk, shape.num_draft_tokens)
     model = load_model(parts, model_config, config.model_path, config.load_format, config.quantization)
     head = load_head(parts, speculative, model)
     runner = ModelRunner(model, model_config, config.attention_backend, parts.dtype, parts.device)
-    draft_runner = ModelRunner(head, head.config, speculative.attention_backend, parts.dtype, parts.device)
+    draft_runner = ModelRunner(cast(DecoderModel, head), head.config, speculative.attention_backend, parts.dtype, parts.device)
     page_table = make_page_table(parts, ahead)
     target = make_target(parts, runner, page_table, ahead)
     rows = DraftRows(parts.running + 1, shape.topk, head.hidden_width, head.vocab_size, head.hidden_dtype, parts.device)
@@ -77,18 +86,12 @@ def build_speculative_worker(
     draft_runner.allocate(1, page_table, parts.requests, widths[1], max(passes, 1))
     activations = measure_activations(parts, target, head.aux_layers, shape.num_draft_tokens)
 
+    passes_launches = target_launches(head.config)
     specs = {
-        "verify": verify_spec(shape, model_config.vocab_size, head.input_width, parts.dtype, pool_bytes_per_token(model_config)),
-        "decode": draft_decode_spec(shape, head.vocab_size, head.config.hidden_size, max(passes, 1)),
-        "extend": draft_extend_spec(shape, head.vocab_size, head.config.hidden_size, head.input_width, parts.dtype),
+        "verify": verify_spec(shape, model_config.vocab_size, head.input_width, parts.dtype, target_launches(model_config)),
+        "decode": draft_decode_spec(shape, head.vocab_size, passes_launches, max(passes, 1)),
+        "extend": draft_extend_spec(shape, head.input_width, parts.dtype, passes_launches),
     }
-    largest = max(parts.sizes, default=0) if parts.replay != "none" else 0
-    reservations = {spec.name: spec.reservation(parts.requests, largest) for spec in specs.values()}
-    per_slot = runner.bytes_per_slot + draft_runner.bytes_per_slot
-    plan = divide_memory(parts, activations, reservations, per_slot, ahead)
-    runner.allocate(plan.num_pages, page_table, parts.requests, widths[0], 1)
-    draft_runner.allocate(plan.num_pages, page_table, parts.requests, widths[1], max(passes, 1))
-
     rules = replace(_rules(speculative, shape, parts.device), to_target=head.to_target, to_draft=head.to_draft)
     inputs = InputBuffers(parts.requests, widths[1], parts.device)
     common = {"inputs": inputs, "sizes": parts.sizes, "padding": config.cuda_graph_padding}
@@ -109,7 +112,9 @@ def build_speculative_worker(
         replay=parts.replay if speculative.draft_extend_graph else "none",
         **common,
     )
-    capture_graphs(parts, [r for r in (verify, extend, decode) if r is not None])
+    owners = {runner: [verify], draft_runner: [extend] if decode is None else [extend, decode]}
+    backends = {runner: (widths[0], 1), draft_runner: (widths[1], max(passes, 1))}
+    plan = fit_memory(parts, owners, page_table, backends, activations, ahead)
     parts.facts["startup_seconds"] = parts.phases
     parts.facts["speculative"] = {"algorithm": speculative.algorithm, "num_steps": shape.num_steps, "topk": shape.topk,
                                   "num_draft_tokens": shape.num_draft_tokens}  # fmt: skip
@@ -164,13 +169,10 @@ def _build_ngram(
     tune_products(parts, model, D)
     runner.allocate(1, page_table, parts.requests, D, 1)
     activations = measure_activations(parts, target, (), D)
-    spec = verify_spec(shape, model_config.vocab_size, 0, parts.dtype, pool_bytes_per_token(model_config))
-    largest = max(parts.sizes, default=0) if parts.replay != "none" else 0
-    plan = divide_memory(parts, activations, {spec.name: spec.reservation(parts.requests, largest)}, runner.bytes_per_slot, D)
-    runner.allocate(plan.num_pages, page_table, parts.requests, D, 1)
+    spec = verify_spec(shape, model_config.vocab_size, 0, parts.dtype, target_launches(model_config))
     inputs = InputBuffers(parts.requests, D, parts.device)
     verify = GraphRunner(spec, verify_forward(target, ()), inputs, [runner.backend], parts.replay, parts.sizes, config.cuda_graph_padding)
-    capture_graphs(parts, [verify])
+    plan = fit_memory(parts, {runner: [verify]}, page_table, {runner: (D, 1)}, activations, D)
     parts.facts["startup_seconds"] = parts.phases
     limits = make_limits(parts, plan, model_config.vocab_size, overlap=False, tokens_per_step=D, max_accept_len=D, needs_history=True)
     verifier = Verifier(target, verify, inputs, _rules(speculative, shape, parts.device))

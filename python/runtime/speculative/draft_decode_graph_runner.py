@@ -23,14 +23,12 @@ from runtime.speculative.draft_rows import DraftRows, guess
 from runtime.speculative.draft_tree import TreeShape, begin, expand, select, top_log_probs
 
 GREEDY, SAMPLED = "greedy", "sampled"
-LOGIT_COPIES = 4
-"""Float32 [tokens, Vd] tensors alive at once in a pass: logits, their softmax, and what topk or the draw needs."""
-HIDDEN_COPIES = 24
-"""[tokens, hidden] float32 equivalents alive at once in a pass: residual, qkv, gate and up."""
+LAUNCHES_A_PASS = 45
+"""Kernels around the head's layer in one pass: inputs, the guess, and what a tree needs."""
 
 
-def draft_decode_spec(shape: TreeShape, draft_vocab: int, hidden: int, passes: int) -> RunnerSpec:
-    """`passes`: K - 1, or K for a draft without lookahead.
+def draft_decode_spec(shape: TreeShape, draft_vocab: int, launches: int, passes: int) -> RunnerSpec:
+    """`launches`: kernels of one pass of the draft. `passes`: K - 1, or K for a draft without lookahead.
 
     Outputs: `tokens` int64 [B, D]; for trees `parents`, `depths`, `mask` [B, D]; for sampled chains `probs` float32 [B, K, Vd]."""
     D, chain = shape.num_draft_tokens, shape.topk == 1
@@ -47,7 +45,7 @@ def draft_decode_spec(shape: TreeShape, draft_vocab: int, hidden: int, passes: i
         num_steps=passes,
         tree_tail=0 if chain else shape.topk,
         variants=(GREEDY, SAMPLED) if chain else (GREEDY,),
-        pool_bytes_per_token=4 * (LOGIT_COPIES * draft_vocab + HIDDEN_COPIES * hidden),
+        launches=passes * (launches + LAUNCHES_A_PASS),
     )
 
 

@@ -18,12 +18,12 @@ from runtime.model_executor.graph_runner import Forward, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.request_rows import RequestRows
 from runtime.models.draft_head import DraftModel
-from runtime.speculative.draft_decode_graph_runner import GREEDY, HIDDEN_COPIES, LOGIT_COPIES, SAMPLED
+from runtime.speculative.draft_decode_graph_runner import GREEDY, LAUNCHES_A_PASS, SAMPLED
 from runtime.speculative.draft_rows import DraftRows, first_guesses
 from runtime.speculative.draft_tree import TreeShape
 
 
-def draft_extend_spec(shape: TreeShape, draft_vocab: int, hidden: int, feature: int, dtype: torch.dtype) -> RunnerSpec:
+def draft_extend_spec(shape: TreeShape, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
     """Outputs: `features` [B * D, feature], the target's hidden states, and `accept_lens` int32 [B].
 
     Both are inputs that the owner fills before the run, held here because no other runner reads them; the results go to `DraftRows`.
@@ -35,7 +35,7 @@ def draft_extend_spec(shape: TreeShape, draft_vocab: int, hidden: int, feature: 
         width=D,
         outputs=(BufferSpec("features", "token", dtype, 0, (feature,)), BufferSpec("accept_lens", "req", torch.int32, 1)),
         variants=(GREEDY, SAMPLED) if shape.topk == 1 else (GREEDY,),
-        pool_bytes_per_token=4 * (LOGIT_COPIES * draft_vocab // D + HIDDEN_COPIES * hidden),
+        launches=launches + LAUNCHES_A_PASS,
     )
 
 

@@ -30,6 +30,11 @@ class DraftRows:
         self.scores = torch.zeros((rows, topk), dtype=torch.float32, device=device)
         self.probs = torch.zeros((rows, draft_vocab if topk == 1 else 0), dtype=torch.float32, device=device)
 
+    def reset(self) -> None:
+        """As it was made."""
+        for tensor in (self.hidden, self.tokens, self.scores, self.probs):
+            tensor.zero_()
+
     @staticmethod
     def bytes_needed(rows: int, topk: int, hidden: int, draft_vocab: int, dtype: torch.dtype) -> int:
         """Device bytes."""

@@ -49,12 +49,19 @@ class Draft:
 
 
 class EagleWorker:
-    """A `Worker` that commits 1 to K + 1 tokens per request and step."""
+    """A `Worker` that commits 1 to K + 1 tokens per request and step.
+
+    Attributes:
+        verifier: decides what stands, and counts it.
+        runners: all that may replay graphs, in the order of an iteration.
+    """
 
     def __init__(
         self, target: Target, draft: Draft, verifier: Verifier, inputs: InputBuffers, limits: WorkerLimits, facts: dict[str, object]
     ) -> None:
-        self._target, self._draft, self._verifier, self._inputs = target, draft, verifier, inputs
+        self._target, self._draft, self._inputs = target, draft, inputs
+        self.verifier = verifier
+        self.runners = tuple(r for r in (draft.decode, verifier.runner, draft.extend) if r is not None)
         self._limits, self._facts = limits, facts
         self._queue = DeviceQueue(self._step, target.device)
         self._profiler = Profiler("scheduler", target.device)
@@ -72,7 +79,12 @@ class EagleWorker:
 
     def info(self) -> dict[str, object]:
         """What was chosen and measured at start, and acceptance since."""
-        return {**self._facts, "acceptance": self._verifier.info()}
+        runs = [runner.runs() for runner in self.runners]
+        return {**self._facts, "acceptance": self.verifier.info(), "graph_runs": runs}
+
+    def reset(self) -> None:
+        """Forget every request and all that was counted, between steps. For checks before serving."""
+        self._queue.run(self._reset)
 
     def start_profile(self, folder: str) -> None:
         """Begin a torch trace."""
@@ -85,6 +97,11 @@ class EagleWorker:
     def close(self) -> None:
         """Finish what is under way."""
         self._queue.close()
+
+    def _reset(self) -> None:
+        self._target.reset()
+        self._draft.rows.reset()
+        self.verifier.forget()
 
     # ---- steps; all of it outside graphs but for the runners' functions
 
@@ -113,15 +130,15 @@ class EagleWorker:
             first_guesses(draft.rows, draft.model, hidden, self._target.rows.tables, done.rows, positions, not done.needs.all_greedy)
 
     def _iterate(self, batch: ScheduleBatch) -> Finish:
-        turn = self._verifier.begin(batch)
+        turn = self.verifier.begin(batch)
         variant = GREEDY if turn.needs.all_greedy or self._draft.shape.topk > 1 else SAMPLED
         with span("draft_decode"):
             drafted = self._run_decode(turn, variant)
         with span("verify"):
-            accepted, flight = self._verifier.judge(turn, drafted)
+            accepted, flight = self.verifier.judge(turn, drafted)
         with span("draft_extend"):
             self._run_extend(turn, accepted, variant)
-        return lambda: self._verifier.collect(flight)
+        return lambda: self.verifier.collect(flight)
 
     def _run_decode(self, turn: Iteration, variant: str) -> Outputs:
         draft, rows = self._draft, turn.rows

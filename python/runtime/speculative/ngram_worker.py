@@ -20,10 +20,16 @@ class NgramWorker:
     """A `Worker` whose drafts are the continuation of the latest earlier occurrence of the text's last words.
 
     The lookup reads tokens on the host, so a step cannot be submitted before the one before it is read: `limits.overlap` is False.
+
+    Attributes:
+        verifier: decides what stands, and counts it.
+        runners: all that may replay graphs.
     """
 
     def __init__(self, target: Target, verifier: Verifier, num_steps: int, limits: WorkerLimits, facts: dict[str, object]) -> None:
-        self._target, self._verifier, self._num_steps = target, verifier, num_steps
+        self._target, self._num_steps = target, num_steps
+        self.verifier = verifier
+        self.runners = (verifier.runner,)
         self._limits, self._facts = limits, facts
         self._histories: dict[int, NgramHistory] = {}
         self._queue = DeviceQueue(self._step, target.device)
@@ -40,7 +46,12 @@ class NgramWorker:
 
     def info(self) -> dict[str, object]:
         """What was chosen and measured at start, and acceptance since."""
-        return {**self._facts, "acceptance": self._verifier.info()}
+        runs = [runner.runs() for runner in self.runners]
+        return {**self._facts, "acceptance": self.verifier.info(), "graph_runs": runs}
+
+    def reset(self) -> None:
+        """Forget every request and all that was counted, between steps. For checks before serving."""
+        self._queue.run(self._reset)
 
     def start_profile(self, folder: str) -> None:
         """Begin a torch trace."""
@@ -54,6 +65,11 @@ class NgramWorker:
         """Finish what is under way."""
         self._queue.close()
 
+    def _reset(self) -> None:
+        self._target.reset()
+        self._histories.clear()
+        self.verifier.forget()
+
     def _step(self, batch: ScheduleBatch) -> Finish:
         for init in batch.new_rows:
             assert init.history is not None, "limits.needs_history promises it"
@@ -61,12 +77,12 @@ class NgramWorker:
             self._histories[init.row].extend(init.history)
         if batch.mode is ForwardMode.EXTEND:
             return self._remember(batch, self._target.extend(batch)[1].collect)
-        turn = self._verifier.begin(batch)
+        turn = self.verifier.begin(batch)
         with span("draft_decode"):
             drafted = self._look_up(turn)
         with span("verify"):
-            _, flight = self._verifier.judge(turn, drafted)
-        return self._remember(batch, lambda: self._verifier.collect(flight))
+            _, flight = self.verifier.judge(turn, drafted)
+        return self._remember(batch, lambda: self.verifier.collect(flight))
 
     def _look_up(self, turn: Iteration) -> Outputs:
         drafts = np.zeros((turn.size, self._num_steps), dtype=np.int32)

@@ -39,8 +39,8 @@ ORACLE_EVERY = 256
 """One iteration in so many runs eagerly: the sample that the drift alarm holds graphs against."""
 
 
-def verify_spec(shape: TreeShape, vocab: int, feature: int, dtype: torch.dtype, pool_bytes_per_token: int) -> RunnerSpec:
-    """Outputs over the window: `logits` float32 [B * D, V], their argmax `tokens` int64 [B * D], the draft's `features` [B * D, feature]."""
+def verify_spec(shape: TreeShape, vocab: int, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
+    """Outputs over the window: `logits` float32 [B * D, V], argmax `tokens` int64 [B * D], the draft's `features` [B * D, feature]."""
     D = shape.num_draft_tokens
     return RunnerSpec(
         name="verify",
@@ -52,7 +52,7 @@ def verify_spec(shape: TreeShape, vocab: int, feature: int, dtype: torch.dtype, 
             BufferSpec("features", "token", dtype, 0, (feature,)),
         ),
         tree_tail=0 if shape.topk == 1 else D,
-        pool_bytes_per_token=pool_bytes_per_token,
+        launches=launches,
     )
 
 
@@ -144,14 +144,29 @@ class Flight:
 
 
 class Verifier:
-    """Owner of the verify runner and of the acceptance counters."""
+    """Owner of the verify runner and of the acceptance counters.
+
+    Attributes:
+        runner: of the verify passes.
+    """
 
     def __init__(self, target: Target, runner: GraphRunner, inputs: InputBuffers, rules: Rules) -> None:
-        self._target, self._runner, self._inputs, self._rules = target, runner, inputs, rules
-        K = rules.shape.num_steps
+        self._target, self.runner, self._inputs, self._rules = target, runner, inputs, rules
+        self.forget()
+
+    def forget(self) -> None:
+        """Start counting anew."""
+        K = self._rules.shape.num_steps
         self._counters = {False: AcceptanceCounters(K), True: AcceptanceCounters(K)}
         self._alarm = DriftAlarm(K)
         self._iterations = 0
+
+    def counted(self) -> AcceptanceCounters:
+        """Acceptance since the start, however it ran."""
+        total = AcceptanceCounters(self._rules.shape.num_steps)
+        for counters in self._counters.values():
+            total.merge(counters)
+        return total
 
     def info(self) -> dict[str, object]:
         """Acceptance since the start, through graphs and of the eager sample, and where they differ."""
@@ -160,7 +175,7 @@ class Verifier:
 
     def begin(self, batch: ScheduleBatch) -> Iteration:
         """Stage the batch and note its KV lengths in the shared inputs."""
-        size = self._runner.size_for(batch.size)
+        size = self.runner.size_for(batch.size)
         rows = self._target.stage_rows(batch, size)
         self._inputs.kv_lens(size).copy_(self._target.rows.kv_lens[rows])
         bounds = np.zeros(size, dtype=np.int32)
@@ -212,13 +227,13 @@ class Verifier:
     # ---- one iteration, step by step
 
     def _verify(self, turn: Iteration, drafted: Outputs) -> tuple[ForwardBatch, Outputs, bool]:
-        batch = self._runner.batch(turn.size)
+        batch = self.runner.batch(turn.size)
         batch.req_pool_indices.copy_(turn.rows)
         batch.seq_len_bounds[:] = turn.bounds + self._rules.shape.num_draft_tokens
         fill_window(batch, self._target.page_table, self._inputs.kv_lens(turn.size), drafted["tokens"], drafted.get("depths"))
         if batch.tree_mask is not None:
             batch.tree_mask.copy_(drafted["mask"].flatten())
-        outputs, replayed = self._runner.run(batch, oracle=turn.oracle)
+        outputs, replayed = self.runner.run(batch, oracle=turn.oracle)
         return batch, outputs, replayed
 
     def _decide(self, turn: Iteration, drafted: Outputs, verified: Outputs) -> Verdict:

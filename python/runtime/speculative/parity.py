@@ -1,0 +1,128 @@
+"""Graphs against eager at start: a few prompts run both ways over rows that no request has yet, and the acceptance of each position compared."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from runtime.batch import ForwardMode, RowInit, ScheduleBatch
+from runtime.errors import ConfigError
+from runtime.model_executor.graph_runner import GraphRunner
+from runtime.sampling_params import SamplingParams
+from runtime.speculative.acceptance import AcceptanceCounters, side_by_side
+from runtime.speculative.eagle_worker import EagleWorker
+from runtime.speculative.ngram_worker import NgramWorker
+
+log = logging.getLogger(__name__)
+PROMPTS, PROMPT_LEN, ITERATIONS = 4, 16, 16
+PERIOD = 5
+"""The prompts repeat themselves at this distance, so that prompt lookup has something to find."""
+GREEDY = SamplingParams(temperature=0.0)
+
+SpeculativeWorker = EagleWorker | NgramWorker
+
+
+@contextmanager
+def eagerly(runners: Sequence[GraphRunner], how: Literal["padded", "plain"] = "padded") -> Iterator[None]:
+    """Within, `runners` run eagerly.
+
+    "padded" is over the very inputs that a graph reads: products have the same shapes, hence the same kernels and bits, and what differs
+    is the replay alone. "plain" is without padding: it shows what padding does too, where shapes do not change what a product rounds to.
+    """
+    for runner in runners:
+        runner.use = how
+    try:
+        yield
+    finally:
+        for runner in runners:
+            runner.use = "graphs"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to: acceptance, and each request's tokens."""
+
+    counters: AcceptanceCounters
+    tokens: list[list[int]]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Outcome) and self.counters == other.counters and self.tokens == other.tokens
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def check_parity(worker: SpeculativeWorker) -> None:
+    """Compare graphs with eager over scratch rows, log the table, and leave the worker as it was.
+
+    Raises:
+        ConfigError: they differ; it names the runner whose graph is at fault.
+    """
+    if not any(runner.sizes for runner in worker.runners):
+        log.info("acceptance parity: nothing is captured, so there is nothing to compare")
+        return
+    with eagerly(worker.runners):
+        eager = run_scratch(worker)
+    graphs = run_scratch(worker)
+    log.info("acceptance of %d prompts, eager and through graphs:\n%s", PROMPTS, side_by_side(eager.counters, graphs.counters))
+    if graphs == eager:
+        return
+    raise ConfigError(
+        f"graphs of {_culprit(worker, eager)} do not compute what the same passes compute eagerly (see the table in the log); "
+        "start with --disable-cuda-graph, or turn one runner's graphs off"
+    )
+
+
+def _culprit(worker: SpeculativeWorker, eager: Outcome) -> str:
+    """The runners whose graphs differ from eager when they alone replay."""
+    guilty = []
+    for runner in worker.runners:
+        with eagerly([other for other in worker.runners if other is not runner]):
+            if run_scratch(worker) != eager:
+                guilty.append(runner.spec.name)
+    return " and ".join(guilty) or "several runners together"
+
+
+def run_scratch(worker: SpeculativeWorker) -> Outcome:
+    """A short greedy run of fixed prompts over the first rows and pages; nothing of it is left."""
+    limits = worker.limits
+    count = min(PROMPTS, limits.max_running_requests)
+    room = PROMPT_LEN + ITERATIONS * limits.max_accept_len + 2 * limits.tokens_per_step
+    pages = -(-room // limits.page_size)
+    count = min(count, limits.max_total_tokens // limits.page_size // pages)
+    if count == 0 or PROMPT_LEN + ITERATIONS * limits.max_accept_len > limits.max_context_len:
+        raise ConfigError("--speculative-check-parity needs room for one short request; raise --max-total-tokens or --context-length")
+    worker.reset()
+    try:
+        tokens = [result.tolist() for result in _iterate(worker, count, pages)]
+        return Outcome(worker.verifier.counted(), tokens)
+    finally:
+        worker.reset()
+
+
+def _iterate(worker: SpeculativeWorker, count: int, pages: int) -> list[np.ndarray]:
+    limits = worker.limits
+    rows = np.arange(1, count + 1, dtype=np.int32)
+    prompts = [[(7 * r + i % PERIOD * 11 + 3) % limits.vocab_size for i in range(PROMPT_LEN)] for r in rows.tolist()]
+    lens, kv, out = np.full(count, PROMPT_LEN, dtype=np.int32), np.zeros(count, dtype=np.int32), [[] for _ in rows]
+    for step in range(ITERATIONS + 1):
+        none = np.full(count, -1, dtype=np.int32)
+        batch = ScheduleBatch(step, ForwardMode.DECODE if step else ForwardMode.EXTEND, rows, kv.copy(), none)
+        if step == 0:
+            batch.new_rows = [
+                RowInit(int(r), PROMPT_LEN, GREEDY, 0, none[:0], np.array(p, dtype=np.int32)) for r, p in zip(rows, prompts, strict=True)
+            ]
+            batch.page_rows = np.repeat(rows, pages)
+            batch.page_cols = np.tile(np.arange(pages, dtype=np.int32), count)
+            batch.page_ids = np.arange(1, count * pages + 1, dtype=np.int32)
+            batch.prefix_lens, batch.extend_lens, batch.next_tokens = kv.copy(), lens, none
+            batch.token_ids = np.array(prompts, dtype=np.int32).flatten()
+        result = worker.submit(batch).wait()
+        kv += result.accept_lens if step else lens
+        for text, part in zip(out, np.split(result.token_ids, result.accept_lens.cumsum()[:-1]), strict=True):
+            text.extend(part.tolist())
+    return [np.array(text, dtype=np.int32) for text in out]

@@ -1,0 +1,103 @@
+"""Speculative workers on the CPU whose drafts are often right: weights set by hand, so that acceptance lies between none and all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.model_executor.build import build_worker
+from runtime.models.config import ModelConfig
+from runtime.models.eagle import LlamaForCausalLMEagle
+from runtime.models.eagle3 import LlamaForCausalLMEagle3
+from runtime.speculative.build import build_speculative_worker
+from unit.tiny import tiny_model, tiny_runtime, tiny_speculative
+
+VOCAB = 97
+"""No multiple of any tile."""
+RUNTIME = dict(max_running_requests=40, max_total_tokens=8192)
+
+
+def model_config(**changes: Any) -> ModelConfig:
+    return tiny_model(**{"vocab_size": VOCAB, **changes})
+
+
+def draft_folder(folder: Path, algorithm: str, layers: int = 3, **changes: Any) -> str:
+    """config.json of a draft: heads with one layer and, for EAGLE-3, more KV heads than the target."""
+    names = {"EAGLE": "LlamaForCausalLMEagle", "EAGLE3": "LlamaForCausalLMEagle3", "STANDALONE": "LlamaForCausalLM"}
+    raw: dict[str, Any] = dict(
+        architectures=[names[algorithm]], model_type="llama", vocab_size=VOCAB, hidden_size=64, intermediate_size=128,
+        num_hidden_layers=layers if algorithm == "STANDALONE" else 1, num_attention_heads=4,
+        num_key_value_heads=4 if algorithm == "EAGLE3" else 2, head_dim=16, rms_norm_eps=1e-5, rope_theta=10000.0,
+        max_position_embeddings=256, tie_word_embeddings=False, torch_dtype="float32", eos_token_id=1, bos_token_id=0,
+    )  # fmt: skip
+    if algorithm == "EAGLE3":
+        raw |= {"draft_vocab_size": changes.pop("draft_vocab_size", VOCAB), "target_hidden_size": 64}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw | changes))
+    return str(folder)
+
+
+def plain(replay: Any = None, sizes: list[int] | None = None, sharp: float = 1.0, model: ModelConfig | None = None, **runtime: Any) -> Any:
+    """The same target without speculation."""
+    worker = build_worker(tiny_runtime(**{**RUNTIME, **runtime}), model or model_config(), replay, sizes)
+    calm(worker._target.runner.model, sharp)
+    return worker
+
+
+def speculating(
+    tmp_path: Path,
+    algorithm: str = "EAGLE",
+    replay: Any = None,
+    sizes: list[int] | None = None,
+    runtime: dict[str, Any] | None = None,
+    sharp: float = 1.0,
+    model: ModelConfig | None = None,
+    head: dict[str, Any] | None = None,
+    **spec: Any,
+) -> Any:
+    """A worker of a target and a draft that knows it well enough."""
+    folder = None if algorithm == "NGRAM" else draft_folder(tmp_path / algorithm, algorithm, **(head or {}))
+    if spec.get("topk", 1) == 1:
+        spec.setdefault("num_draft_tokens", spec.get("num_steps", 3) + 1)
+    config = tiny_runtime(
+        tiny_speculative("", algorithm=algorithm, **{"draft_model_path": folder, **spec}), **{**RUNTIME, **(runtime or {})}
+    )
+    worker = build_speculative_worker(config, model or model_config(), replay, sizes)
+    calm(worker._target.runner.model, sharp)
+    if algorithm == "STANDALONE":
+        calm(worker._draft.model._model, sharp)
+        worker._draft.model._model.layers[0].o_proj.weight.mul_(2.5)
+    elif algorithm != "NGRAM":
+        teach(worker._draft.model)
+    return worker
+
+
+def calm(model: Any, sharp: float) -> None:
+    """Attention that matters, but less than the token itself; `sharp` multiplies the logits."""
+    for layer in model.layers:
+        layer.o_proj.weight.mul_(0.4)
+    model.lm_head.weight.mul_(8.0 * sharp)
+
+
+def teach(head: Any) -> None:
+    """The head goes by the embedding of the token it reads, as the target mostly does, and a little by all else it is fed."""
+    hidden = head.config.hidden_size
+    eye = torch.eye(hidden)
+    if isinstance(head, LlamaForCausalLMEagle):
+        head._fc.weight[:, :hidden] = 50 * eye
+        head._fc.weight[:, hidden:] *= 1.5
+        head._layers[0].o_proj.weight.mul_(12.0)
+        return
+    assert isinstance(head, LlamaForCausalLMEagle3)
+    layer = head._layer
+    q, k, v = layer.qkv_proj.weight.split(hidden)  # as many KV heads as query heads
+    for part, gain in ((q, 1.6), (k, 1.6), (v, 1.0)):
+        part.mul_(2.0)
+        part[:, :hidden] += gain * eye  # a token attends to itself most, and carries its embedding
+    layer.o_proj.weight.copy_(eye)
+    head._fc.weight.mul_(8.0)
+    target = head._target.lm_head.weight
+    head.lm_head.weight.copy_(target if head.to_target is None else target[head.to_target])

@@ -1,0 +1,211 @@
+"""A seeded life of a worker: requests come, share prefixes, grow, are cut short, retracted and resumed, in batches of every odd size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from runtime.sampling_params import SamplingParams
+from unit.driver import GREEDY, Driver
+
+BATCHES = (1, 2, 3, 7, 9, 31, 33)
+SIZES = [1, 2, 4, 8, 16, 32, 40]
+SENTINEL = 977.0
+"""What KV pages that nobody holds are filled with; finite, since keys past a request's end are read and masked."""
+
+
+def runners(worker: Any) -> dict[str, Any]:
+    """The graph runners of a worker, by role."""
+    if hasattr(worker, "_decode"):
+        return {"decode": worker._decode}
+    found = {"verify": worker.verifier.runner}
+    draft = getattr(worker, "_draft", None)
+    if draft is not None:
+        found |= {"draft_decode": draft.decode, "draft_extend": draft.extend}
+    return {name: r for name, r in found.items() if r is not None}
+
+
+def pools(worker: Any) -> list[Any]:
+    """KV pools: the target's, then the draft's if there is one."""
+    draft = getattr(worker, "_draft", None)
+    return [worker._target.runner.kv_pool, *([draft.runner.kv_pool] if draft is not None else [])]
+
+
+@dataclass
+class End:
+    """A request as it was when its row was taken away."""
+
+    prompt: list[int]
+    out: list[int]
+    kv: list[torch.Tensor]
+
+
+class Poison:
+    """Before every step, fills with nonsense what no live row may read; and finds out who wrote to pages that nobody holds."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.marked: list[int] = []
+
+    def __call__(self, driver: Driver) -> None:
+        # on the thread that plays the device, hence after whatever was submitted before
+        free, live = driver.free_pages[-24:] + driver.free_pages[:24], set(driver.kv)
+        self.worker._queue.run(lambda: self._between_steps(free, live))
+
+    @torch.inference_mode()
+    def _between_steps(self, free: list[int], live: set[int]) -> None:
+        inputs = self.worker.verifier._inputs if hasattr(self.worker, "verifier") else self.worker._inputs
+        inputs.poison()
+        for runner in runners(self.worker).values():
+            for buffer in runner._buffers.values():
+                buffer.fill_(float("nan") if buffer.is_floating_point() else -1)
+        rows = self.worker._target.rows
+        idle = torch.tensor([r for r in range(1, len(rows.kv_lens)) if r not in live], dtype=torch.int64)
+        rows.kv_lens[idle] = 1 << 20
+        rows.last_tokens[idle] = -1
+        draft = getattr(self.worker, "_draft", None)
+        if draft is not None:
+            state = draft.rows
+            state.hidden[idle], state.scores[idle], state.probs[idle], state.tokens[idle] = torch.nan, torch.nan, torch.nan, -1
+            state.hidden[0] = 1e4
+        self._check_free_pages(free)
+
+    def _check_free_pages(self, free: list[int]) -> None:
+        still = torch.tensor(sorted(set(self.marked) & set(free)), dtype=torch.int64)
+        now = torch.tensor(free, dtype=torch.int64)
+        for pool in pools(self.worker):
+            for tensor in (*pool.k, *pool.v):
+                assert bool((tensor[still] == SENTINEL).all()), "a step wrote to a page that nobody holds"
+                tensor[now] = SENTINEL
+        self.marked = free
+
+
+@dataclass
+class Storm:
+    """Runs `turns` turns over a worker; two workers given one seed live the same life if they compute the same."""
+
+    worker: Any
+    seed: int
+    samplings: tuple[SamplingParams, ...] = (GREEDY,)
+    poison: bool = True
+    most: int = 36
+    trace: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        self.poisoner = Poison(self.worker)
+        self.driver = Driver(self.worker, self.seed, before=lambda: self.poisoner(self.driver) if self.poison else None)
+        self.limit: dict[int, int] = {}
+        self.prompt_lens: dict[int, int] = {}
+        self.sampling: dict[int, SamplingParams] = {}
+        self.waiting: list[tuple[list[int], int, SamplingParams, list[int]]] = []
+        self.count = 0
+
+    @property
+    def accept_lens(self) -> list[int]:
+        """Of every request and step."""
+        return [n for _, lens in self.trace for n in lens]
+
+    def run(self, turns: int) -> Storm:
+        for _ in range(turns):
+            self._admit()
+            self._step()
+            self._end_some()
+        return self
+
+    # ---- what happens
+
+    def _admit(self) -> None:
+        free = [r for r in range(1, self.driver.limits.max_running_requests + 1) if r not in self.driver.kv]
+        self.rng.shuffle(free)
+        wanted = int(self.rng.integers(0, 12)) if self.driver.kv else 12
+        for row in free[: max(0, min(wanted, self.most - len(self.driver.kv)))]:
+            self._start(row)
+
+    def _start(self, row: int) -> None:
+        chunk = int(self.rng.choice([1, 3, 5, 1 << 30]))
+        if self.waiting and self.rng.random() < 0.7:
+            prompt, prompt_len, sampling, out = self.waiting.pop()
+            self.driver.out[row] = out
+            resumed = {row: prompt_len}
+            self.prompt_lens[row] = prompt_len
+            shared = None
+        else:
+            prompt, shared = self._new_prompt()
+            sampling = self.samplings[self.count % len(self.samplings)]
+            sampling = SamplingParams(**{f: getattr(sampling, f) for f in sampling.__struct_fields__} | {"seed": 1000 + self.count})
+            self.count += 1
+            resumed = {}
+            self.prompt_lens[row] = len(prompt)
+        self.sampling[row] = sampling
+        self.limit[row] = int(self.rng.integers(4, 30))
+        self.driver.prefill({row: prompt}, chunk, sampling, resumed=resumed, shared={row: shared} if shared else None)
+
+    def _new_prompt(self) -> tuple[list[int], tuple[int, int] | None]:
+        """Random, or one that agrees with a living request on some whole pages and the token after them, whose KV it then shares."""
+        fresh = self.rng.integers(0, 97, int(self.rng.integers(2, 40))).tolist()
+        # only rows that give no shared pages back before the storm ends: sharing is counted nowhere here
+        if not self.driver.kv or self.rng.random() < 0.6:
+            return fresh, None
+        page = self.driver.limits.page_size
+        row = int(self.rng.choice(sorted(self.driver.kv)))
+        known = (self.driver.prompts[row][: self.prompt_lens[row]] + self.driver.out[row])[: self.driver.kv[row]]
+        whole = (len(known) - 1) // page * page
+        if whole == 0:
+            return fresh, None
+        self._pin(row)
+        return known[: whole + 1] + fresh, (row, whole)
+
+    def _pin(self, row: int) -> None:
+        """Pages that were shared never return to the free ones."""
+        self.driver.held[row] = []
+
+    def _step(self) -> None:
+        sizes = [n for n in BATCHES if n <= len(self.driver.kv)]
+        rows = self.rng.permutation(sorted(self.driver.kv))[: int(self.rng.choice(sizes))].tolist()
+        slack = int(self.rng.integers(0, self.driver.limits.max_accept_len + 1))
+        pending = self.driver.launch(rows, slack)
+        if self.driver.limits.overlap and self.rng.random() < 0.3:
+            # one request is aborted with the step in flight, and its row goes to another one
+            gone = rows[0]
+            self.driver.release(gone)
+            prompt = self.rng.integers(0, 97, 6).tolist()
+            after = self.driver.launch(rows[1:], self.driver.limits.max_accept_len) if len(rows) > 1 else None
+            result = self.driver.collect(pending, rows)
+            self._note(rows, result)
+            if after is not None:
+                self._note(rows[1:], self.driver.collect(after, rows[1:]))
+            self.prompt_lens[gone], self.limit[gone] = 6, 10
+            self.sampling[gone] = self.samplings[0]
+            self.driver.prefill({gone: prompt}, sampling=self.samplings[0])
+            return
+        self._note(rows, self.driver.collect(pending, rows))
+
+    def _note(self, rows: list[int], result: Any) -> None:
+        self.trace.append((rows, result.accept_lens.tolist()))
+        self.trace.append(([], result.token_ids.tolist()))
+
+    def _end_some(self) -> None:
+        for row in sorted(self.driver.kv):
+            out, finished = self.driver.out[row], len(self.driver.out[row]) >= self.limit[row]
+            if not finished and self.rng.random() > 0.02:
+                continue
+            prompt = self.driver.prompts[row][: self.prompt_lens[row]]
+            if not finished:  # retracted: back later with what it has
+                self.waiting.append((prompt + out, len(prompt), self.sampling[row], list(out)))
+            slots = torch.from_numpy(self.driver.slots(row, self.driver.kv[row]))
+            kv = [t.flatten(0, 1)[slots].clone() for pool in pools(self.worker) for t in (*pool.k, *pool.v)]
+            self.ends.append(End(prompt, list(out), kv))
+            self.driver.release(row)
+
+
+def same_life(a: Storm, b: Storm) -> None:
+    """Assert that two storms went alike: tokens, accept lengths and KV, bit for bit."""
+    assert a.trace == b.trace
+    assert [(e.prompt, e.out) for e in a.ends] == [(e.prompt, e.out) for e in b.ends]
+    for x, y in zip(a.ends, b.ends, strict=True):
+        assert all(torch.equal(s, t) for s, t in zip(x.kv, y.kv, strict=True)), "KV differs"

@@ -236,7 +236,7 @@ def fit_memory(
     for model, graphs in owners.items():
         model.allocate(plan.num_pages, page_table, parts.requests, *widths[model])
         for runner in graphs:
-            runner.use([model.backend])
+            runner.rebind([model.backend])
     capture_graphs(parts, [g for graphs in owners.values() for g in graphs])
     return plan
 

@@ -124,6 +124,7 @@ class GraphRunner:
 
     Attributes:
         use: "graphs"; or, as a reference, "padded": eagerly over the inputs that a graph would read, or "plain": eagerly without padding.
+        pool_peak: bytes of the graph pool that the largest size needs, found by `reserve`.
         report: what capture cost.
     """
 
@@ -146,7 +147,8 @@ class GraphRunner:
         self._outputs: dict[int, Outputs] = {}
         self._replayed = self._eager = 0
         self.use: Literal["graphs", "padded", "plain"] = "graphs"
-self.report = CaptureReport(spec.name)
+        self.pool_peak = 0
+        self.report = CaptureReport(spec.name)
 
     @property
     def sizes(self) -> list[int]:
@@ -187,7 +189,7 @@ self.report = CaptureReport(spec.name)
         """How often it ran so far, for `/get_server_info`: through graphs, and eagerly."""
         return {"runner": self.spec.name, "replayed": self._replayed, "eager": self._eager}
 
-    def use(self, backends: Sequence[AttentionBackend]) -> None:
+    def rebind(self, backends: Sequence[AttentionBackend]) -> None:
         """Plan with other backends from now on: the KV pool was replaced. Before any capture."""
         assert not self._replays, "graphs hold the addresses of the old pool"
         self._backends = backends

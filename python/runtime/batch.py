@@ -69,6 +69,14 @@ class WorkerLimits:
     overlap: bool = True
     needs_history: bool = False
 
+    @property
+    def max_request_len(self) -> int:
+        """Prompt and output tokens of one request that runs alone: the context, or less where KV holds less.
+
+        Its last decode step starts at a KV length two below this and may write `tokens_per_step` positions.
+        """
+        return min(self.max_context_len, self.max_total_tokens + 2 - self.tokens_per_step)
+
 
 @dataclass(frozen=True, slots=True)
 class RowInit:

@@ -185,7 +185,11 @@ class _Server:
         shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
         body = json.dumps(
-            {"model": self._config.served_model_name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+            {
+                "model": self._config.served_model_name,
+                "messages": [{"role": "user", "content": "What is the capital of France?"}],
+                "temperature": 0,
+            }
         )
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self._config.api_key else ""
         print(f"talon: ready after {time.monotonic() - self._start:.1f} s, serving {self._config.served_model_name} at {url}")

@@ -22,6 +22,7 @@ from runtime.errors import (
     WorkerDied,
 )
 from runtime.managers.io_struct import AbortReq, ControlReply, ControlReq, DrainReq, Finish, GenerateReq, Heartbeat, TextOut, TextOutBatch
+from runtime.managers.schedule_policy import check_request
 from runtime.managers.tokenizer_manager import LONG_TEXT, Generation, GenerationUpdate, TokenizerManager
 from runtime.models.config import ModelConfig
 from runtime.resolve import resolve
@@ -105,10 +106,10 @@ class Watcher:
 class Desk:
     """A manager whose messages to the scheduler are kept, and whose answers the test writes."""
 
-    def __init__(self, running: int = 4, **asked: Any) -> None:
+    def __init__(self, running: int = 4, slots: int = 1024, **asked: Any) -> None:
         self.sent: list[Any] = []
         limits = WorkerLimits(
-            max_total_tokens=1024,
+            max_total_tokens=slots,
             max_running_requests=running,
             max_context_len=CONTEXT,
             max_extend_tokens=64,
@@ -240,6 +241,24 @@ def test_lengths_are_cut_to_the_room_that_the_context_leaves() -> None:
         await desk.manager.generate([1] * 10, SamplingParams(max_new_tokens=1 << 30), fill_context=True)
         lengths = [(request.sampling.max_new_tokens, request.sampling.min_new_tokens) for request in desk.requests]
         assert lengths == [(4, 4), (CONTEXT - 10, 0)]
+
+    run(body)
+
+
+def test_where_kv_is_smaller_than_the_context_requests_are_cut_to_what_it_holds() -> None:
+    async def body() -> None:
+        desk = Desk(slots=64)
+        for prompt_len in (1, 40, 64):
+            await desk.manager.generate([1] * prompt_len, SamplingParams(), fill_context=True)
+            await desk.manager.generate([1] * prompt_len, SamplingParams(max_new_tokens=50))
+        for request in desk.requests:
+            check_request(request, desk.manager.limits)  # the scheduler agrees that it fits
+        filling = desk.requests[::2]
+        assert [len(r.input_ids) + r.sampling.max_new_tokens for r in filling] == [65, 65, 65]
+        with pytest.raises(ContextTooLong, match="64"):
+            await desk.manager.generate([1] * 65, SamplingParams())
+        with pytest.raises(InvalidField, match="65"):
+            await desk.manager.generate([1], SamplingParams(max_new_tokens=66))
 
     run(body)
 

@@ -214,6 +214,11 @@ class Runtime:
         tokenizer, limits, _ = await asyncio.gather(load, scheduler.ready, detokenizer.ready)
         assert limits is not None
         self.manager = TokenizerManager(self.config, tokenizer, self.model_config, limits, self._outbox.send, self.health)
+        if self.manager.max_context_len < self.config.context_length:
+            log.warning(
+                "KV holds %d tokens: a request may have %d of the context's %d; raise --max-total-tokens for more",
+                limits.max_total_tokens, self.manager.max_context_len, self.config.context_length,
+            )  # fmt: skip
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
         self._tasks += [asyncio.create_task(self._await_end(child)) for child in self._children]
 

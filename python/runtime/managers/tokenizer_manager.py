@@ -467,8 +467,8 @@ class TokenizerManager:
 
     @property
     def max_context_len(self) -> int:
-        """Prompt and output tokens of one request, together."""
-        return min(self.config.context_length, self.limits.max_context_len)
+        """Prompt and output tokens of one request, together: the context, or less where KV holds less."""
+        return min(self.config.context_length, self.limits.max_request_len)
 
     def _fitted(self, sampling: SamplingParams, prompt_len: int, fill_context: bool) -> SamplingParams:
         """`sampling` with its length cut to the room left, checked."""

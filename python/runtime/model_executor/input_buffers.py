@@ -75,6 +75,10 @@ class InputBuffers:
             self._batches[key] = self._make(mode, size, width, tree_tail)
         return self._batches[key]
 
+    def rows(self, size: int) -> torch.Tensor:
+        """int64 [size]: request rows, `req_pool_indices` of every batch."""
+        return self.tensors["req_pool_indices"][:size]
+
     def kv_lens(self, size: int) -> torch.Tensor:
         """int32 [size]: KV lengths before the pass."""
         return self.tensors["kv_lens"][:size]

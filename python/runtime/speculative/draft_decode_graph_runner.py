@@ -18,6 +18,7 @@ from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.graph_runner import Forward, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.request_rows import RequestRows
+from runtime.model_executor.window import fill_window
 from runtime.models.draft_head import DraftModel
 from runtime.speculative.draft_rows import DraftRows, guess
 from runtime.speculative.draft_tree import TreeShape, begin, expand, select, top_log_probs
@@ -65,11 +66,14 @@ class _Passes:
     ) -> None:
         self.draft, self.shape, self.rows, self.state = draft, shape, rows, state
         self.page_table, self.inputs = page_table, inputs
+        # slots run topk a step and positions one: what to take back from a slot's place to get its depth
+        steps = torch.arange(shape.num_steps, device=inputs.device)[:, None]
+        self._back = (steps * (1 - shape.topk)).expand(-1, shape.topk).contiguous()
 
     def chain(self, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
         index, K = batch.req_pool_indices, self.shape.num_steps
-        committed = self.inputs.kv_lens(batch.batch_size).to(torch.int64)
         tokens, sampled, known = outputs["tokens"], variant == SAMPLED, self.draft.lookahead
+        kv_lens = self.inputs.kv_lens(batch.batch_size)
         token, hidden = self.rows.last_tokens[index], self.state.hidden[index]
         tokens[:, 0].copy_(token)
         if known:
@@ -78,9 +82,10 @@ class _Passes:
             if sampled:
                 outputs["probs"][:, 0].copy_(self.state.probs[index])
         for step in range(K - known):
-            hidden = self._forward(batch, step, committed, token[:, None], hidden)
+            hidden = self._forward(batch, step, token[:, None], hidden)
             at = step + known + 1  # the window position of this pass's guess
-            ids, probs = guess(self.draft.logits(hidden), self.rows.tables, index, committed + at, sampled)
+            positions = kv_lens.to(torch.int64) + at if sampled else None
+            ids, probs = guess(self.draft.logits(hidden), self.rows.tables, index, positions)
             token = self.draft.map_to_target(ids)
             tokens[:, at].copy_(token)
             if probs is not None:
@@ -88,12 +93,11 @@ class _Passes:
 
     def tree(self, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
         index, topk, size = batch.req_pool_indices, self.shape.topk, batch.batch_size
-        committed = self.inputs.kv_lens(size).to(torch.int64)
         beam = begin(self.state.tokens[index], self.state.scores[index])
         hidden = self.state.hidden[index][:, None].expand(-1, topk, -1)
         for step in range(self.shape.num_steps - 1):
             flat = hidden.reshape(size * topk, -1).contiguous()
-            hidden = self._forward(batch, step, committed, beam.tokens, flat, beam.mask)
+            hidden = self._forward(batch, step, beam.tokens, flat, beam.mask)
             ids, scores = top_log_probs(self.draft.logits(hidden), topk)
             children = self.draft.map_to_target(ids).view(size, topk, topk)
             beam = expand(beam, children, scores.view(size, topk, topk))
@@ -108,24 +112,19 @@ class _Passes:
         self,
         batch: ForwardBatch,
         step: int,
-        committed: torch.Tensor,
         tokens: torch.Tensor,
         hidden: torch.Tensor,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One pass. tokens int64 [B, topk], hidden [B * topk, hidden], mask int64 [B, topk] -> hidden [B * topk, hidden]."""
+        """One pass. tokens int64 [B, topk], hidden [B * topk, hidden], mask int64 [B, topk] -> hidden [B * topk, hidden].
+
+        Branch j writes slot `kv_len + step * topk + j`; all branches stand at sequence position `kv_len + step`.
+        """
         topk = self.shape.topk
-        branch = torch.arange(topk, device=committed.device)
-        slots_at = committed[:, None] + step * topk + branch
-        inputs = replace(
-            batch,
-            step=step,
-            input_ids=tokens.contiguous().view(-1),
-            positions=(committed + step).repeat_interleave(topk, output_size=len(committed) * topk),
-            out_cache_loc=self.page_table.slots(batch.req_pool_indices[:, None], slots_at).reshape(-1),
-            seq_lens=batch.seq_lens + step * topk,
-            hidden_states=hidden,
-            tree_mask=mask.contiguous().view(-1) if mask is not None else None,
-            tree_tail=(step + 1) * topk if mask is not None else 0,
-        )
-        return self.draft.forward(inputs)
+        kv_lens = self.inputs.kv_lens(batch.batch_size)
+        depths = None if topk == 1 else self._back[step].expand(batch.batch_size, -1)
+        fill_window(batch, self.page_table, kv_lens + step * topk if step else kv_lens, tokens, depths)
+        if mask is not None:
+            assert batch.tree_mask is not None
+            batch.tree_mask.copy_(mask.flatten())
+        return self.draft.forward(replace(batch, step=step, hidden_states=hidden, tree_tail=(step + 1) * topk if mask is not None else 0))

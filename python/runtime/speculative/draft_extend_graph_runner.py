@@ -49,8 +49,8 @@ def draft_extend_forward(draft: DraftModel, rows: RequestRows, state: DraftRows,
         last = torch.arange(batch.batch_size, device=accepted.device) * D + accepted - 1
         if draft.lookahead:
             hidden = hidden[last]
-            positions = inputs.kv_lens(batch.batch_size).to(torch.int64) + accepted + 1
+            positions = inputs.kv_lens(batch.batch_size).to(torch.int64) + accepted + 1 if variant == SAMPLED else None
             state.hidden[index] = hidden
-            first_guesses(state, draft, hidden, rows.tables, index, positions, variant == SAMPLED)
+            first_guesses(state, draft, hidden, rows.tables, index, positions)
 
     return forward

@@ -42,21 +42,21 @@ class DraftRows:
 
 
 def guess(
-    logits: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, positions: torch.Tensor, sampled: bool
+    logits: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, positions: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A chain's next draft. Inside the graph.
 
     Args:
         logits: float32 [B, Vd].
         rows: int64 [B].
-        positions: int64 [B]. Where the guess will stand; its random number is keyed by it.
-        sampled: draw from the draft's distribution at each request's temperature; greedy requests take the likeliest all the same.
+        positions: int64 [B], where the guess will stand: draw it from the draft's distribution at each request's temperature, by a random
+            number keyed by its place; greedy requests take the likeliest all the same. None: all take the likeliest.
 
     Returns:
-        int64 [B] ids of the draft's vocabulary, and float32 [B, Vd] what they were drawn from, if `sampled`.
+        int64 [B] ids of the draft's vocabulary, and float32 [B, Vd] what they were drawn from, if they were.
     """
     best = logits.argmax(-1)
-    if not sampled:
+    if positions is None:
         return best, None
     temperature = tables.floats[rows, TEMPERATURE]
     greedy = temperature == 0.0
@@ -71,13 +71,12 @@ def first_guesses(
     hidden: torch.Tensor,
     tables: SamplingTables,
     rows: torch.Tensor,
-    positions: torch.Tensor,
-    sampled: bool,
+    positions: torch.Tensor | None,
 ) -> None:
-    """Store the guesses that draft-extend ends with. hidden [B, hidden], rows and positions int64 [B]. Inside the graph."""
+    """Store the guesses that draft-extend ends with. hidden [B, hidden], rows int64 [B], positions as for `guess`. Inside the graph."""
     logits = draft.logits(hidden)
     if state.topk == 1:
-        ids, probs = guess(logits, tables, rows, positions, sampled)
+        ids, probs = guess(logits, tables, rows, positions)
         ids = ids[:, None]
         if probs is not None:
             state.probs[rows] = probs

@@ -126,8 +126,10 @@ class EagleWorker:
         hidden = draft.model.forward(batch)[done.last]
         if draft.model.lookahead:
             draft.rows.hidden[done.rows] = hidden
-            positions = batch.seq_lens.to(torch.int64) + 1
-            first_guesses(draft.rows, draft.model, hidden, self._target.rows.tables, done.rows, positions, not done.needs.all_greedy)
+            # A greedy request may meet sampled ones later and be verified with them: not with what the row's last owner left.
+            draft.rows.probs.index_fill_(0, done.rows, 0.0)
+            positions = None if done.needs.all_greedy else batch.seq_lens.to(torch.int64) + 1
+            first_guesses(draft.rows, draft.model, hidden, self._target.rows.tables, done.rows, positions)
 
     def _iterate(self, batch: ScheduleBatch) -> Finish:
         turn = self.verifier.begin(batch)
@@ -145,7 +147,6 @@ class EagleWorker:
         if draft.decode is None:
             return self._first_guesses_only(rows)
         batch = draft.decode.batch(turn.size)
-        batch.req_pool_indices.copy_(rows)
         batch.seq_len_bounds[:] = turn.bounds + draft.shape.topk
         torch.add(self._inputs.kv_lens(turn.size), draft.shape.topk, out=batch.seq_lens)
         return draft.decode.run(batch, variant, turn.oracle)[0]
@@ -161,7 +162,6 @@ class EagleWorker:
     def _run_extend(self, turn: Iteration, accepted: Accepted, variant: str) -> None:
         draft, D = self._draft, self._draft.shape.num_draft_tokens
         batch, held = draft.extend.batch(turn.size), draft.extend.outputs(turn.size)
-        batch.req_pool_indices.copy_(turn.rows)
         batch.seq_len_bounds[:] = turn.bounds + D
         tokens = accepted.tokens if draft.model.lookahead else accepted.window
         fill_window(batch, self._target.page_table, self._inputs.kv_lens(turn.size), tokens)

@@ -1,4 +1,4 @@
-"""Graphs against eager at start: a few prompts run both ways over rows that no request has yet, and the acceptance of each position compared."""
+"""Graphs against eager at start: prompts run both ways over rows that nobody has yet, and the acceptance of each position compared."""
 
 from __future__ import annotations
 

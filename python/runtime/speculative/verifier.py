@@ -174,10 +174,11 @@ class Verifier:
         return {"graph": self._counters[False].to_json(), "eager_sample": self._counters[True].to_json(), "drift": drift}
 
     def begin(self, batch: ScheduleBatch) -> Iteration:
-        """Stage the batch and note its KV lengths in the shared inputs."""
+        """Stage the batch; its rows and KV lengths go into the shared inputs, where every runner of this iteration reads them."""
         size = self.runner.size_for(batch.size)
         rows = self._target.stage_rows(batch, size)
-        self._inputs.kv_lens(size).copy_(self._target.rows.kv_lens[rows])
+        self._inputs.rows(size).copy_(rows)
+        torch.index_select(self._target.rows.kv_lens, 0, rows, out=self._inputs.kv_lens(size))
         bounds = np.zeros(size, dtype=np.int32)
         bounds[: batch.size] = batch.len_bounds
         self._iterations += 1
@@ -228,7 +229,6 @@ class Verifier:
 
     def _verify(self, turn: Iteration, drafted: Outputs) -> tuple[ForwardBatch, Outputs, bool]:
         batch = self.runner.batch(turn.size)
-        batch.req_pool_indices.copy_(turn.rows)
         batch.seq_len_bounds[:] = turn.bounds + self._rules.shape.num_draft_tokens
         fill_window(batch, self._target.page_table, self._inputs.kv_lens(turn.size), drafted["tokens"], drafted.get("depths"))
         if batch.tree_mask is not None:

@@ -33,6 +33,14 @@ class World:
     rng: np.random.Generator
 
 
+@pytest.fixture(autouse=True)
+def who_runs_small_passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the name "fa3 split" all fixed-width passes are small enough for split attention, under "fa3" none is."""
+    name = request.node.callspec.params["name"]
+    if name.startswith("fa3"):
+        monkeypatch.setattr("runtime.layers.attention.flash_attention.SPLIT_MAX_BATCH", B if name == "fa3 split" else 0)
+
+
 def make_world(name: str, head_dim: int, page_size: int, width: int, window: int = -1, steps: int = 1, seed: int = 0) -> World:
     torch.manual_seed(seed)
     rng, device = np.random.default_rng(seed), torch.device("cuda")
@@ -55,7 +63,9 @@ def make_world(name: str, head_dim: int, page_size: int, width: int, window: int
         max_steps=steps,
         max_context_len=MAX_LEN,
     )
-    return World(build_backend(name, shape, pool, table), build_backend("torch_native", shape, twin, table), table, head_dim, rng)
+    return World(
+        build_backend(name.split()[0], shape, pool, table), build_backend("torch_native", shape, twin, table), table, head_dim, rng
+    )
 
 
 def fixed_batch(width: int, tail: int = 0) -> ForwardBatch:
@@ -134,6 +144,13 @@ LENGTHS = ([1020, 129, 2040, 700, 5, 257], [2288, 2290, 2279, 2272, 2291, 2288, 
         ("fa3", 64, 16, 4, 100),
         ("fa3", 64, 1, 1, 100),
         ("fa3", 256, 16, 1, -1),
+        ("fa3 split", 128, 1, 1, -1),
+        ("fa3 split", 128, 64, 4, -1),
+        ("fa3 split", 64, 16, 8, 100),
+        ("fa3 split", 64, 1, 1, 100),
+        ("fa3 split", 256, 16, 1, -1),
+        ("fa3 split", 256, 64, 5, -1),
+        ("fa3 split", 128, 64, 9, -1),
         ("flashinfer", 128, 1, 1, -1),
         ("flashinfer", 128, 16, 4, -1),
         ("flashinfer", 64, 64, 4, -1),
@@ -188,7 +205,9 @@ def test_a_ragged_extend_sees_its_prefix(name: str, page_size: int) -> None:
     check(world, batch, q, [world.fast.forward(q, layer, batch) for layer in (0, 1)])
 
 
-@pytest.mark.parametrize(("name", "page_size", "tail"), [("fa3", 16, 4), ("fa3", 1, 64), ("flashinfer", 16, 4)])
+@pytest.mark.parametrize(
+    ("name", "page_size", "tail"), [("fa3", 16, 4), ("fa3", 1, 64), ("fa3 split", 16, 4), ("fa3 split", 1, 64), ("flashinfer", 16, 4)]
+)
 def test_a_tree_mask_hides_branches_in_a_captured_pass(name: str, page_size: int, tail: int) -> None:
     width = 4
     world = make_world(name, 128, page_size, width)
@@ -206,7 +225,7 @@ def test_a_tree_mask_hides_branches_in_a_captured_pass(name: str, page_size: int
         check(world, batch, q, out)
 
 
-@pytest.mark.parametrize("name", ["fa3", "flashinfer"])
+@pytest.mark.parametrize("name", ["fa3", "fa3 split", "flashinfer"])
 @pytest.mark.parametrize("tree", [False, True])
 def test_one_plan_serves_every_pass_of_a_draft(name: str, tree: bool) -> None:
     width, steps = 2, 3
@@ -225,7 +244,7 @@ def test_one_plan_serves_every_pass_of_a_draft(name: str, tree: bool) -> None:
         assert ((got - want).norm(dim=1) / want.norm(dim=1)).max() < TOLERANCE, f"step {step}"
 
 
-@pytest.mark.parametrize("name", ["fa3", "flashinfer"])
+@pytest.mark.parametrize("name", ["fa3", "fa3 split", "flashinfer"])
 def test_planning_a_known_size_never_waits_for_the_device(name: str) -> None:
     world = make_world(name, 128, 16, 1)
     batch = fixed_batch(1)

@@ -1,4 +1,4 @@
-"""FlashAttention 3 over the paged pool, by `sgl_kernel` (Hopper; Shah et al. 2024, arXiv:2407.08608)."""
+"""FlashAttention 3 over the paged pool, by `sgl_kernel` (Hopper; Shah et al. 2024, arXiv:2407.08608); small passes by split attention."""
 
 from __future__ import annotations
 
@@ -10,8 +10,20 @@ from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadat
 from runtime.errors import ConfigError
 from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionCaps, AttentionShape
+from runtime.layers.attention.split_decode import (
+    MAX_WIDTH,
+    SplitKeys,
+    SplitShape,
+    SplitWorkspace,
+    default_config,
+    split_attention,
+    takes,
+)
 from runtime.layers.attention.tree_tail import TailKeys, merge_tree_tail
 from runtime.mem_cache.kv_pool import KVPool, PageTable
+
+SPLIT_MAX_BATCH = 16
+"""Requests up to which fixed-width passes run by `split_attention`; FA3's two kernels without early start are slower there."""
 
 
 @dataclass(slots=True)
@@ -26,6 +38,7 @@ class _FixedPlan:
         cu_seqlens_q: int32 [B + 1].
         steps: int32 [steps, 1], what each pass adds to the lengths.
         tail: tree tail of the first pass; 0 when causal.
+        split: how split attention cuts the pass; None where FA3 runs it.
         metadata: by (step, window), FA3's tile schedule, int32.
     """
 
@@ -37,6 +50,7 @@ class _FixedPlan:
     cu_seqlens_q: torch.Tensor
     steps: torch.Tensor
     tail: int
+    split: SplitShape | None
     metadata: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
 
@@ -63,7 +77,8 @@ class FlashAttention:
     """`AttentionBackend` of FA3.
 
     FA3 reads the page table as it is, at the rows of the batch (`cache_batch_idx`), so planning copies lengths and row numbers only, and
-    computes the tile schedule once for all layers. A tree pass is full attention to the keys before the tail, then the tail under the mask.
+    computes the tile schedule once for all layers. Fixed-width passes of few requests run by `split_attention`, which needs no schedule.
+    A tree pass is full attention to the keys before the tail, then the tail under the mask.
     """
 
     caps = AttentionCaps(
@@ -88,6 +103,9 @@ class FlashAttention:
             raise ConfigError(
                 f"--attention-backend fa3 works in bfloat16 or float16, not {self._dtype}; use --attention-backend torch_native"
             )
+        self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._pdl = torch.cuda.get_device_capability(self._device)[0] >= 9
+        self._workspace = self._split_workspace()
 
     def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
         """Outside the graph: copy rows and lengths in place, and compute the tile schedules. No host read."""
@@ -124,10 +142,24 @@ class FlashAttention:
         if tail:
             # All passes of a tree share the keys before it.
             torch.sub(batch.seq_lens.expand_as(plan.key_lens), tail, out=plan.key_lens).clamp_(min=0)
-        for step in range(1 if tail else num_steps):
-            for window in self._windows:
-                self._schedule(plan, step, window)
+        if plan.split is None:
+            for step in range(1 if tail else num_steps):
+                for window in self._windows:
+                    self._schedule(plan, step, window)
         return plan
+
+    def _split_shape(self, size: int, width: int) -> SplitShape | None:
+        shape = self._shape
+        if size > SPLIT_MAX_BATCH or not takes(width, shape.num_q_heads, shape.num_kv_heads):
+            return None
+        config = default_config(shape.head_dim)
+        return SplitShape(size, width, shape.num_q_heads, shape.num_kv_heads, shape.head_dim, self._num_sms, config)
+
+    def _split_workspace(self) -> SplitWorkspace | None:
+        sizes, widths = min(self._shape.max_batch_size, SPLIT_MAX_BATCH), min(self._shape.max_tokens_per_req, MAX_WIDTH)
+        shapes = [self._split_shape(size, width) for size in range(1, sizes + 1) for width in range(1, widths + 1)]
+        taken = [shape for shape in shapes if shape is not None]
+        return SplitWorkspace(taken, self._device) if taken else None
 
     def _first_tail(self, batch: ForwardBatch) -> int:
         if batch.tree_mask is None:
@@ -151,6 +183,7 @@ class FlashAttention:
             cu_seqlens_q=every[: size + 1].clone(),
             steps=every[:num_steps, None].clone(),
             tail=tail,
+            split=self._split_shape(size, width),
         )
 
     def _schedule(self, plan: _FixedPlan, step: int, window: int) -> None:
@@ -169,6 +202,8 @@ class FlashAttention:
 
     def _causal(self, q: torch.Tensor, layer_id: int, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
         window = self._shape.window[layer_id]
+        if plan.split is not None:
+            return self._split(q, layer_id, plan, plan.split, plan.seq_lens[batch.step], window=window)
         return flash_attn_with_kvcache(
             q, self._pool.k[layer_id], self._pool.v[layer_id], cache_seqlens=plan.seq_lens[batch.step], page_table=self._table.pages,
             cache_batch_idx=plan.rows, cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=plan.width, softmax_scale=self._shape.scale,
@@ -180,13 +215,37 @@ class FlashAttention:
         assert batch.tree_mask is not None, "forward of another batch than planned"
         assert batch.tree_tail == tail, "forward of another batch than planned"
         k_cache, v_cache = self._pool.k[layer_id], self._pool.v[layer_id]
-        out, lse, *_ = flash_attn_with_kvcache(
-            q, k_cache, v_cache, cache_seqlens=plan.key_lens[0], page_table=self._table.pages, cache_batch_idx=plan.rows,
-            cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=plan.width, softmax_scale=self._shape.scale, causal=False,
-            scheduler_metadata=plan.metadata[0, -1], num_splits=0, return_softmax_lse=True,
-        )  # fmt: skip
+        if plan.split is not None:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+            out = self._split(q, layer_id, plan, plan.split, plan.key_lens[0], lse=lse)
+        else:
+            out, lse, *_ = flash_attn_with_kvcache(
+                q, k_cache, v_cache, cache_seqlens=plan.key_lens[0], page_table=self._table.pages, cache_batch_idx=plan.rows,
+                cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=plan.width, softmax_scale=self._shape.scale, causal=False,
+                scheduler_metadata=plan.metadata[0, -1], num_splits=0, return_softmax_lse=True,
+            )  # fmt: skip
+            lse = lse.transpose(0, 1)
         keys = TailKeys(self._table.pages, plan.rows, plan.seq_lens[batch.step], self._table.page_size, tail)
-        return merge_tree_tail(q, k_cache, v_cache, keys, batch.tree_mask, self._shape.scale, out, lse.transpose(0, 1), lse_in_bits=False)
+        in_bits = plan.split is not None
+        return merge_tree_tail(q, k_cache, v_cache, keys, batch.tree_mask, self._shape.scale, out, lse, lse_in_bits=in_bits)
+
+    def _split(
+        self,
+        q: torch.Tensor,
+        layer_id: int,
+        plan: _FixedPlan,
+        shape: SplitShape,
+        lens: torch.Tensor,
+        window: int = -1,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Causal, or with `lse` over all keys."""
+        assert self._workspace is not None, "the pass is larger than the shape that the backend was built for"
+        keys = SplitKeys(self._table.pages, plan.rows, lens, self._table.page_size)
+        return split_attention(
+            q.contiguous(), self._pool.k[layer_id], self._pool.v[layer_id], keys, shape, self._workspace, self._shape.scale,
+            causal=lse is None, window=window, lse=lse, pdl=self._pdl,
+        )  # fmt: skip
 
     def _extend(self, q: torch.Tensor, layer_id: int, plan: _ExtendPlan) -> torch.Tensor:
         return flash_attn_with_kvcache(

@@ -1,0 +1,324 @@
+"""Attention of few queries over long caches: the keys of each request are split over the device, the last program to finish combines.
+
+The split and the merge are those of flash-decoding (Dao et al. 2023) and of split softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
+"""
+
+# pyright: reportIndexIssue=false
+# A kernel is launched as kernel[grid](...), which only Triton's own types explain.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+MAX_WIDTH = 8
+"""Queries of a request."""
+MAX_ROWS = 64
+"""Queries times query heads of a KV head."""
+MAX_SPLITS = 32
+PREFETCH_TILES = 2
+"""Tiles that each program asks into L2 while the kernel before still runs."""
+LN_2 = 0.6931471805599453
+
+
+@dataclass(frozen=True, slots=True)
+class SplitConfig:
+    """How the work is cut.
+
+    Attributes:
+        tile: keys of one step; a power of two.
+        num_warps: warps of a program.
+        stages: tiles in flight.
+        programs_per_sm: programs that the split aims at for each multiprocessor.
+        max_partial_rows: splits times rows that one program may have to combine; wide passes get fewer splits.
+    """
+
+    tile: int
+    num_warps: int
+    stages: int
+    programs_per_sm: int
+    max_partial_rows: int
+
+
+def default_config(head_dim: int) -> SplitConfig:
+    """The cut for a head dimension: a tile of keys and values is 32 KiB at most."""
+    return SplitConfig(tile=64 if head_dim <= 128 else 32, num_warps=4, stages=3, programs_per_sm=2, max_partial_rows=256)
+
+
+def takes(width: int, num_q_heads: int, num_kv_heads: int) -> bool:
+    """Whether the kernel takes passes of `width` queries a request."""
+    return 0 < width <= MAX_WIDTH and width * (num_q_heads // num_kv_heads) <= MAX_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class SplitShape:
+    """One kind of pass: what is known before its lengths are.
+
+    Attributes:
+        batch, width: requests, padding included, and queries of each.
+        num_q_heads, num_kv_heads, head_dim: H, G, D; D is 64, 128 or 256.
+        num_sms: multiprocessors of the device.
+        config: the cut.
+    """
+
+    batch: int
+    width: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_sms: int
+    config: SplitConfig
+
+    @property
+    def rows(self) -> int:
+        """Rows that partial results are stored with: queries times heads of a group, as a power of two."""
+        return triton.next_power_of_2(self.width * (self.num_q_heads // self.num_kv_heads))
+
+    @property
+    def splits(self) -> int:
+        """Programs of each request and KV head. From static numbers only, so that a captured grid holds for all lengths."""
+        wanted = self.config.programs_per_sm * self.num_sms // (self.batch * self.num_kv_heads)
+        return max(min(wanted, MAX_SPLITS, self.config.max_partial_rows // self.rows), 1)
+
+
+class SplitWorkspace:
+    """Partial results, and how many are ready. Written and read by one pass after another of one stream; kept alive by the backend.
+
+    Attributes:
+        out: float32, by program, row and column: sums of values, not divided yet.
+        top, total: float32, by program and row: the largest score (base 2), the sum of weights.
+        count: int32, by request and KV head: programs done; every pass leaves zeros.
+    """
+
+    def __init__(self, shapes: list[SplitShape], device: torch.device) -> None:
+        """Room for any of `shapes`."""
+
+        def floats(count: int) -> torch.Tensor:
+            return torch.empty(count, dtype=torch.float32, device=device)
+
+        rows = max(s.batch * s.num_kv_heads * s.splits * s.rows for s in shapes)
+        self.out, self.top, self.total = floats(rows * shapes[0].head_dim), floats(rows), floats(rows)
+        self.count = torch.zeros(max(s.batch * s.num_kv_heads for s in shapes), dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitKeys:
+    """Where the keys of each request are. All on the device.
+
+    Attributes:
+        pages: int32 [rows, max_pages], the page table.
+        rows: int32 [B], which of its rows.
+        seq_lens: int32 [B], keys of each request.
+        page_size: slots of a page.
+    """
+
+    pages: torch.Tensor
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    page_size: int
+
+
+def split_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    keys: SplitKeys,
+    shape: SplitShape,
+    workspace: SplitWorkspace,
+    scale: float,
+    *,
+    causal: bool = True,
+    window: int = -1,
+    lse: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Attend. A request's result depends on its own data and on `shape` only, bit for bit.
+
+    Args:
+        q: [B * W, H, D] contiguous, W queries a request, bfloat16 or float16.
+        k_cache, v_cache: [num_pages, page_size, G, D] contiguous.
+        keys: where the keys are. With `causal` at least W each; otherwise requests without any are left unwritten.
+        shape: the kind of pass; its width must be one that `takes` takes.
+        workspace: made for `shape` among others.
+        scale: what scores are multiplied with.
+        causal: query i sees all but the last W - 1 - i keys; otherwise all.
+        window: keys that a query sees before itself; -1 for all. Needs `causal`.
+        lse: float32 [B * W, H] contiguous; gets the base-2 logarithms of the sums of exponentials.
+        pdl: start before the kernel ahead has ended and prefetch keys (programmatic dependent launch, Hopper). Row numbers, lengths and
+            the page table are read before the wait: a kernel without early start must lie between the ones that wrote them and this.
+
+    Returns:
+        [B * W, H, D], the dtype of q.
+    """
+    (T, H, D), G, config = q.shape, k_cache.shape[2], shape.config
+    assert shape.batch * shape.width == T, f"{T} queries where {shape.batch} requests of {shape.width} were prepared"
+    assert shape.batch * G * shape.splits * shape.rows <= workspace.top.numel(), "the workspace was made for smaller passes"
+    assert q.is_contiguous(), "queries of a split pass are contiguous"
+    assert causal or window < 0, "a window belongs to a causal pass"
+    out, splits, rows = torch.empty_like(q), shape.splits, shape.rows
+    padded = triton.next_power_of_2(splits)
+    launch = {"launch_pdl": True} if pdl else {}
+    _split_kernel[(G, splits, shape.batch)](
+        q, k_cache, v_cache, keys.pages, keys.rows, keys.seq_lens, out, lse, workspace.out, workspace.top, workspace.total, workspace.count,
+        scale / LN_2, splits, window, keys.pages.stride(0),
+        WIDTH=shape.width, GROUP=H // G, NUM_KV=G, D=D, BLOCK_M=max(rows, 16), TILE=config.tile, PAGE=keys.page_size, ROWS=rows,
+        SPLITS=padded, ROWS_AT_ONCE=_rows_at_once(shape, padded),
+        CAUSAL=causal, WINDOW=window >= 0, LSE=lse is not None, PDL=pdl, PREFETCH=PREFETCH_TILES,
+        num_warps=config.num_warps, num_stages=config.stages, **launch,
+    )  # fmt: skip
+    return out
+
+
+def _rows_at_once(shape: SplitShape, padded_splits: int) -> int:
+    """Rows that a program combines at once: as many as registers hold beside what else it needs."""
+    values = (128 if shape.head_dim <= 128 else 64) * 32 * shape.config.num_warps
+    return max(min(values // (padded_splits * shape.head_dim), shape.rows), 1)
+
+
+@triton.jit
+def _slots(pages_ptr, tile, length, TILE: tl.constexpr, PAGE: tl.constexpr):
+    """The slots of one tile of keys, int64 [TILE]; those past the end are of no meaning, but exist."""
+    position = tile * TILE + tl.arange(0, TILE)
+    if PAGE % TILE == 0:
+        page = tl.load(pages_ptr + tile * TILE // PAGE, mask=tile * TILE < length, other=0)
+        return page.to(tl.int64) * PAGE + position % PAGE
+    else:
+        page = tl.load(pages_ptr + position // PAGE, mask=position < length, other=0)
+        return page.to(tl.int64) * PAGE + position % PAGE
+
+
+@triton.jit
+def _prefetch(rows_ptr, D: tl.constexpr):
+    """Ask rows of D 16-bit values into L2, 128 bytes at a time. A hint: what is written to them afterwards is seen all the same."""
+    lines = rows_ptr[:, None] + (tl.arange(0, D // 64) * 64)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(
+    do_not_specialize=["splits", "window", "pages_stride"],
+    do_not_specialize_on_alignment=["pages_ptr", "rows_ptr", "lens_ptr", "lse_ptr"],  # a draft's passes have their lengths anywhere
+)
+def _split_kernel(
+    q_ptr, k_ptr, v_ptr, pages_ptr, rows_ptr, lens_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr, count_ptr,
+    scale, splits, window, pages_stride,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, ROWS_AT_ONCE: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """One program: all queries of one request against one KV head's share of the keys; the last of a request and head combines."""
+    g = tl.program_id(0)
+    split = tl.program_id(1)
+    b = tl.program_id(2)
+    if PDL:
+        gdc_launch_dependents()
+    # Lengths and tables are read before the wait, when any number of kernels ahead may still run that started early themselves. But these
+    # are younger than the last one that did not, the embedding of the pass or the head of its graph, and that began when all work before
+    # it had ended: so had plan and page table, which are written outside of passes. Keys may be missing, but a prefetch is only a hint.
+    length = tl.load(lens_ptr + b)
+    pages_ptr += tl.load(rows_ptr + b).to(tl.int64) * pages_stride
+    low = 0
+    if WINDOW:
+        low = tl.maximum(length - WIDTH - window, 0) // TILE
+    tiles = tl.cdiv(length, TILE) - low
+    each = tl.maximum(tl.cdiv(tiles, splits), 1)
+    used = tl.cdiv(tiles, each)  # programs that have keys
+    first = low + split * each
+    last = tl.minimum(first + each, low + tiles)
+    d = tl.arange(0, D)
+    slots = _slots(pages_ptr, first, length, TILE, PAGE)
+    if PDL:
+        if split < used:
+            _prefetch(k_ptr + (slots * NUM_KV + g) * D, D)
+            _prefetch(v_ptr + (slots * NUM_KV + g) * D, D)
+            for tile in range(first + 1, tl.minimum(first + PREFETCH, last)):
+                kv_row = (_slots(pages_ptr, tile, length, TILE, PAGE) * NUM_KV + g) * D
+                _prefetch(k_ptr + kv_row, D)
+                _prefetch(v_ptr + kv_row, D)
+        gdc_wait()
+
+    if split < used:
+        m = tl.arange(0, BLOCK_M)
+        m_in = m < WIDTH * GROUP
+        head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
+        q = tl.load(q_ptr + head[:, None] * D + d[None, :], mask=m_in[:, None], other=0.0)
+        position = length - WIDTH + m // GROUP
+        top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+        for tile in range(first, last):
+            n = tile * TILE + tl.arange(0, TILE)
+            n_in = n < length
+            kv_at = (slots * NUM_KV + g)[:, None] * D + d[None, :]
+            slots = _slots(pages_ptr, tile + 1, length, TILE, PAGE)  # a step ahead, so that no copy waits for a page number
+            k = tl.load(k_ptr + kv_at, mask=n_in[:, None], other=0.0)
+            v = tl.load(v_ptr + kv_at, mask=n_in[:, None], other=0.0)
+            visible = n_in[None, :]
+            if CAUSAL:
+                visible = n[None, :] <= tl.minimum(position, length - 1)[:, None]
+            if WINDOW:
+                visible = visible & (n[None, :] >= (position - window)[:, None])
+            scores = tl.where(visible, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            safe = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see no key of this program
+            weights = tl.exp2(scores - safe[:, None])
+            shrink = tl.exp2(top - safe)
+            total = total * shrink + tl.sum(weights, 1)
+            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+            top = higher
+
+        if used == 1:
+            out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            tl.store(out_ptr + head[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=m_in[:, None])
+            if LSE:
+                tl.store(lse_ptr + head, top + tl.log2(total), mask=m_in)
+        else:
+            pair = b * NUM_KV + g
+            row = (pair * splits + split) * ROWS + m
+            tl.store(part_ptr + row[:, None] * D + d[None, :], acc, mask=(m < ROWS)[:, None])
+            tl.store(top_ptr + row, top, mask=m < ROWS)
+            tl.store(total_ptr + row, total, mask=m < ROWS)
+            # The barrier puts the stores of all threads before the one thread's atomic, which releases them to the device and acquires
+            # those of every program counted before.
+            tl.debug_barrier()
+            if tl.atomic_add(count_ptr + pair, 1, sem="acq_rel", scope="gpu") == used - 1:
+                tl.debug_barrier()
+                tl.store(count_ptr + pair, 0)
+                _combine(
+                    out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr, b, g, pair * splits, used,
+                    WIDTH, GROUP, NUM_KV, D, ROWS, SPLITS, ROWS_AT_ONCE, LSE,
+                )  # fmt: skip
+
+
+@triton.jit
+def _combine(
+    out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr, b, g, base, used,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS_AT_ONCE: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial results of one request and KV head, in an order that depends on the number of splits only."""
+    d = tl.arange(0, D)
+    split = tl.arange(0, SPLITS)[:, None]
+    for start in tl.static_range(0, ROWS, ROWS_AT_ONCE):
+        m = start + tl.arange(0, ROWS_AT_ONCE)
+        m_in = m < WIDTH * GROUP
+        inside = (split < used) & m_in[None, :]
+        row = (base + split) * ROWS + m[None, :]
+        # Past L1, which other programs' stores do not reach.
+        top = tl.load(top_ptr + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(total_ptr + row, mask=inside, other=0.0, cache_modifier=".cg")
+        part = tl.load(part_ptr + row[:, :, None] * D + d[None, None, :], mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
+        highest = tl.max(top, 0)
+        safe = tl.where(highest == float("-inf"), 0.0, highest)
+        weight = tl.exp2(top - safe[None, :])
+        whole = tl.sum(total * weight, 0)
+        out = tl.sum(part * weight[:, :, None], 0) / tl.where(whole == 0.0, 1.0, whole)[:, None]
+        head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
+        tl.store(out_ptr + head[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=m_in[:, None])
+        if LSE:
+            tl.store(lse_ptr + head, safe + tl.log2(whole), mask=m_in)

@@ -1,0 +1,145 @@
+"""Split attention against the definition: on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPRET=1)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from runtime.layers.attention.split_decode import (
+    SplitConfig,
+    SplitKeys,
+    SplitShape,
+    SplitWorkspace,
+    default_config,
+    split_attention,
+    takes,
+)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device")]
+DTYPE = torch.float16
+"""What both the interpreter and a GPU multiply."""
+SMALL = SplitConfig(tile=16, num_warps=4, stages=2, programs_per_sm=1, max_partial_rows=256)
+
+
+@dataclass
+class Case:
+    shape: SplitShape
+    keys: SplitKeys
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    workspace: SplitWorkspace
+
+    def run(self, causal: bool = True, window: int = -1, lse: torch.Tensor | None = None) -> torch.Tensor:
+        D = self.shape.head_dim
+        return split_attention(
+            self.q, self.k, self.v, self.keys, self.shape, self.workspace, D**-0.5, causal=causal, window=window, lse=lse
+        )
+
+
+def make_case(
+    lens: list[int], width: int, page_size: int, heads: tuple[int, int, int] = (4, 2, 64), sms: int = 40, config: SplitConfig = SMALL
+) -> Case:
+    """Requests of these lengths over a shuffled page table; slots past a request's end hold NaN, so that reading them shows."""
+    torch.manual_seed(sum(lens) + width)
+    (H, G, D), B = heads, len(lens)
+    cols = -(-max(lens) // page_size) + 1
+    pages = torch.zeros((B + 1, cols), dtype=torch.int32)
+    pages[1:] = (torch.randperm(B * cols) + 1).view(B, cols).int()
+    k, v = (torch.randn((B * cols + 1, page_size, G, D)) for _ in range(2))
+    for b, length in enumerate(lens):
+        positions = torch.arange(length, cols * page_size)
+        for cache in (k, v):
+            cache[pages[b + 1, positions // page_size].long(), positions % page_size] = float("nan")
+    shape = SplitShape(B, width, H, G, D, sms, config)
+    ints = {"dtype": torch.int32, "device": DEVICE}
+    keys = SplitKeys(pages.to(DEVICE), torch.arange(1, B + 1, **ints), torch.tensor(lens, **ints), page_size)
+    q = torch.randn((B * width, H, D)).to(DEVICE, DTYPE)
+    return Case(shape, keys, q, k.to(DEVICE, DTYPE), v.to(DEVICE, DTYPE), SplitWorkspace([shape], DEVICE))
+
+
+def definition(case: Case, causal: bool, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and base-2 log-sum-exp in float64, query by query."""
+    shape, keys, W = case.shape, case.keys, case.shape.width
+    group, out = shape.num_q_heads // shape.num_kv_heads, torch.zeros(case.q.shape, dtype=torch.float64)
+    lse = torch.full(case.q.shape[:2], float("-inf"), dtype=torch.float64)
+    for b, length in enumerate(keys.seq_lens.tolist()):
+        positions = torch.arange(length)
+        at = keys.pages.cpu()[int(keys.rows[b]), positions // keys.page_size].long(), positions % keys.page_size
+        k, v = (cache.cpu()[at].double().repeat_interleave(group, 1) for cache in (case.k, case.v))
+        for w in range(W):
+            mine = length - W + w
+            seen = (positions <= mine) & ((positions >= mine - window) | (window < 0)) if causal else torch.ones(length, dtype=torch.bool)
+            scores = torch.einsum("hd,nhd->hn", case.q[b * W + w].cpu().double(), k[seen]) * shape.head_dim**-0.5
+            out[b * W + w] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v[seen])
+            lse[b * W + w] = scores.logsumexp(-1) / np.log(2)
+    return out, lse
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    error = (got.cpu().double() - want).abs().max()
+    assert error < 4e-3, f"off by {error:.1e}"
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@pytest.mark.parametrize(("width", "window"), [(1, -1), (4, -1), (3, 20), (1, 5), (8, 0)])
+def test_every_length_from_the_shortest_to_many_tiles_a_split(page_size: int, width: int, window: int) -> None:
+    case = make_case([width, width + 1, 15 + width, 33, 160, 347], width, page_size)
+    assert case.shape.splits > 1, "several programs share a request"
+    assert_close(case.run(window=window), definition(case, True, window)[0])
+    assert not case.workspace.count.any(), "counters are left at zero for the next pass"
+
+
+@pytest.mark.parametrize(("heads", "width"), [((8, 1, 128), 8), ((6, 2, 64), 2), ((2, 2, 256), 1), ((12, 2, 64), 5)])
+def test_groups_of_any_size_and_every_head_dimension(heads: tuple[int, int, int], width: int) -> None:
+    case = make_case([width, 70, 201], width, 16, heads)
+    assert_close(case.run(), definition(case, True, -1)[0])
+
+
+def test_one_program_a_head_when_the_batch_fills_the_device() -> None:
+    case = make_case([1, 40, 130], 1, 16, sms=1)
+    assert case.shape.splits == 1
+    assert_close(case.run(), definition(case, True, -1)[0])
+
+
+@pytest.mark.parametrize("sms", [1, 40])
+def test_a_prefix_pass_sees_all_keys_and_says_their_sum(sms: int) -> None:
+    case = make_case([5, 90, 1, 260], 4, 16, sms=sms)
+    lse = torch.full(case.q.shape[:2], float("nan"), dtype=torch.float32, device=DEVICE)
+    out, want = case.run(causal=False, lse=lse), definition(case, False, -1)
+    assert_close(out, want[0])
+    assert_close(lse, want[1])
+
+
+def test_a_request_is_blind_to_its_neighbours() -> None:
+    case = make_case([100, 333, 7, 64], 2, 16)
+    alone = case.run()
+    case.keys.seq_lens[torch.tensor([0, 2, 3])] = torch.tensor([31, 2, 2], dtype=torch.int32, device=DEVICE)
+    case.q[:2] = 1.0
+    assert torch.equal(case.run()[2:4], alone[2:4]), "request 1 is the same bit for bit"
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8, 64])
+def test_workspace_made_for_several_passes_has_room_for_each(batch: int) -> None:
+    shapes = [SplitShape(batch, width, 32, 8, 128, 132, default_config(128)) for width in (1, 2, 4, 8)]
+    workspace = SplitWorkspace(shapes, torch.device("cpu"))
+    for shape in shapes:
+        assert shape.splits * shape.rows <= max(shape.config.max_partial_rows, shape.rows)
+        assert workspace.top.numel() >= batch * 8 * shape.splits * shape.rows
+        assert workspace.out.numel() == workspace.top.numel() * 128
+
+
+def test_passes_too_wide_for_the_tile_are_refused() -> None:
+    assert takes(8, 32, 8)
+    assert takes(1, 64, 1)
+    assert not takes(9, 32, 8)
+    assert not takes(8, 64, 4)
+    assert not takes(0, 32, 8)

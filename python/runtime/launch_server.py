@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import shlex
 import signal
 import socket
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
             config, _ = prepare(command.args)
             print(f"talon: {config.served_model_name} can be served so on {config.device}")
             return 0
+        allow_many_files()
         with bind(command.args.host, command.args.port) as listener:
             config, model_config = prepare(command.args)
             setproctitle.setproctitle("talon::http")
@@ -74,6 +76,13 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def allow_many_files() -> None:
+    """Use all descriptors that this process may have: every connection takes one, and the customary 1024 are few."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:

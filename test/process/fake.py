@@ -3,7 +3,7 @@
     python fake.py serve BEHAVIOUR FLAGS...        the server
     python fake.py BEHAVIOUR scheduler FD          its scheduler process, started by the server
 
-BEHAVIOUR is the seconds of one step, or `config-error`, `broken` or `slow-load`.
+BEHAVIOUR is the seconds of one step, or `config-error`, `broken` or `slow-load`. A step that reads the prompt token `POISON` fails.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from runtime.server_args import RuntimeConfig
 ROOT = Path(__file__).parents[2]
 VOCAB = 1024
 CONTEXT = 512
+POISON = 666
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT / "test")]), "OMP_NUM_THREADS": "1"}
 
 
@@ -58,9 +59,16 @@ class TimedWorker(FakeWorker):
     def __init__(self, limits: WorkerLimits, step_seconds: float) -> None:
         super().__init__(limits)
         self._step_seconds = step_seconds
+        self.fail_wait = fail_on_poison
 
     def submit(self, batch: ScheduleBatch) -> TimedPending:
         return TimedPending(super().submit(batch), self._step_seconds)
+
+
+def fail_on_poison(batch: ScheduleBatch) -> None:
+    """A prompt that breaks the device."""
+    if POISON in batch.token_ids:
+        raise RuntimeError("illegal access at 0xdeadbeef in /usr/lib/device.so")
 
 
 def fake_limits(config: RuntimeConfig) -> WorkerLimits:
@@ -154,6 +162,14 @@ class Server:
     def get(self, path: str) -> httpx.Response:
         """GET a path."""
         return httpx.get(self.url + path, timeout=5.0)
+
+    def complete(self, prompt: list[int]) -> httpx.Response:
+        """Ask for two tokens."""
+        return httpx.post(f"{self.url}/v1/completions", json={"prompt": prompt, "max_tokens": 2, "ignore_eos": True}, timeout=10.0)
+
+    def state(self) -> dict[str, object]:
+        """The scheduler's figures."""
+        return self.get("/get_server_info").json()["internal_states"][0]
 
     def stream(self, max_tokens: int) -> Stream:
         """Begin a streamed completion."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import tempfile
 import time
@@ -13,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from process.fake import Server, dummy_model, serving
+from process.fake import POISON, Server, dummy_model, serving
 from runtime.entrypoints.processes import private_folder
 
 
@@ -64,6 +65,26 @@ def test_a_killed_process_ends_streams_with_an_error_turns_health_red_and_ends_t
     assert server.process.wait(5.0) == 1
     assert f"the {role.removeprefix('talon::')} process died: signal SIGKILL" in server.text()
     assert "Traceback" not in server.text()
+    assert_gone(server, children)
+
+
+def test_a_failing_step_fails_its_requests_only_and_the_third_within_a_minute_ends_the_server(server: Server) -> None:
+    children = psutil.Process(server.process.pid).children()
+    free = server.state()["pages_free"]
+    stream = server.stream(60)
+    for _ in range(2):
+        answer = server.complete([5, POISON])
+        assert answer.status_code == 500
+        assert not re.search(r"0x|/usr|Traceback|RuntimeError", answer.text)
+    assert stream.join(10.0)
+    assert stream.events[-1] == "[DONE]"  # it decoded between the failures
+    assert server.complete([5, 6]).status_code == 200
+    assert server.state()["pages_free"] == free
+    stream = server.stream(400)
+    assert server.complete([5, POISON]).status_code >= 500
+    assert stream.join(5.0)
+    assert any('"error"' in event for event in stream.events)
+    assert server.process.wait(6.0) == 1
     assert_gone(server, children)
 
 

@@ -1,0 +1,88 @@
+"""Padded batches of conversations: the same for the same seed, so that training can go on where it stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from eagle_training.conversations import Conversation
+
+ROUND_TO = 32
+"""Row lengths are multiples of this, so that few shapes occur."""
+JOIN_MOST = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of text.
+
+    Attributes:
+        ids: int64 [B, L], zero beyond a row's end.
+        depth: int32 [B, L]. At a position that sees `n + 1` tokens of an answer, the last of them its own, and predicts the next: `n`;
+            elsewhere -1. Pass `i` of a chain learns there if `n >= i`: its base is then the token before the answer or a later one, as
+            in serving.
+        tokens: how many are no padding.
+    """
+
+    ids: torch.Tensor
+    depth: torch.Tensor
+    tokens: int
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on `device`."""
+        return Batch(self.ids.to(device, non_blocking=True), self.depth.to(device, non_blocking=True), self.tokens)
+
+
+def make_batch(rows: Sequence[Sequence[Conversation]], max_length: int) -> Batch:
+    """One row for each list of conversations, which follow one another in it."""
+    lengths = [min(sum(len(c.ids) for c in row), max_length) for row in rows]
+    width = -(-max(lengths) // ROUND_TO) * ROUND_TO
+    ids = np.zeros((len(rows), width), dtype=np.int64)
+    depth = np.full((len(rows), width), -1, dtype=np.int32)
+    for i, row in enumerate(rows):
+        at = 0
+        for c in row:
+            part = c.ids[: max_length - at]
+            ids[i, at : at + len(part)] = part
+            count = len(part) - 1 - c.answer_start
+            if count > 0:
+                first = at + c.answer_start
+                depth[i, first : first + count] = np.arange(count)
+            at += len(part)
+    return Batch(torch.from_numpy(ids), torch.from_numpy(depth), sum(lengths))
+
+
+def epoch_batches(
+    conversations: Sequence[Conversation], batch_tokens: int, max_length: int, joined_share: float, seed: int, epoch: int
+) -> list[list[list[Conversation]]]:
+    """The batches of one epoch, each a list of rows of conversations; padded, a batch has at most `batch_tokens`.
+
+    `joined_share` of the conversations share rows with others, so that the head also learns from far back.
+    """
+    rng = np.random.default_rng([seed, epoch])
+    order = [conversations[i] for i in rng.permutation(len(conversations))]
+    joined = int(len(order) * joined_share)
+    rows = [*_join(order[:joined], max_length, rng), *([c] for c in order[joined:])]
+    rows.sort(key=lambda row: min(sum(len(c.ids) for c in row), max_length))
+    batches: list[list[list[Conversation]]] = [[]]
+    for row in rows:
+        length = -(-min(sum(len(c.ids) for c in row), max_length) // ROUND_TO) * ROUND_TO
+        if batches[-1] and length * (len(batches[-1]) + 1) > batch_tokens:
+            batches.append([])
+        batches[-1].append(row)
+    return [batches[i] for i in rng.permutation(len(batches)) if batches[i]]
+
+
+def _join(conversations: Sequence[Conversation], max_length: int, rng: np.random.Generator) -> Iterator[list[Conversation]]:
+    row: list[Conversation] = []
+    wanted = int(rng.integers(2, JOIN_MOST + 1))
+    for c in conversations:
+        if row and (len(row) == wanted or sum(len(r.ids) for r in row) + len(c.ids) > max_length):
+            yield row
+            row, wanted = [], int(rng.integers(2, JOIN_MOST + 1))
+        row.append(c)
+    if row:
+        yield row

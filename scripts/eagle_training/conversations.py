@@ -1,0 +1,117 @@
+"""Conversations as token ids, and their shards on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+LONGEST_PERIOD = 64
+SHORTEST_LOOP = 48
+"""Tokens that must repeat, and at least `LEAST_TURNS` times, before an ending counts as a loop."""
+LEAST_TURNS = 3
+KEPT_TURNS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One user's turn and its answer.
+
+    Attributes:
+        ids: int32 [n]: the template's tokens, the user's turn, the answer with its end of text where it has one.
+        answer_start: index of the answer's first token.
+        temperature: that the answer was sampled at; 0 is greedy.
+        prompt: the user's turn as text.
+        held_out: never trained on.
+    """
+
+    ids: npt.NDArray[np.int32]
+    answer_start: int
+    temperature: float
+    prompt: str
+    held_out: bool
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of the answer."""
+        return len(self.ids) - self.answer_start
+
+
+def loop_period(ids: Sequence[int] | npt.NDArray[np.int32]) -> tuple[int, int]:
+    """(period, repeated tokens) of the loop that `ids` ends in; (0, 0) where it ends in none."""
+    row = np.asarray(ids)
+    for period in range(1, min(LONGEST_PERIOD, len(row) // LEAST_TURNS) + 1):
+        same = row[period:] == row[:-period]
+        run = len(same) if same.all() else int(np.argmin(same[::-1]))
+        repeated = run + period if run else 0
+        if repeated >= max(SHORTEST_LOOP, LEAST_TURNS * period):
+            return period, repeated
+    return 0, 0
+
+
+def cut_loop(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """`ids` with no more than `KEPT_TURNS` turns of the loop that it ends in."""
+    period, repeated = loop_period(ids)
+    return ids if period == 0 else ids[: len(ids) - repeated + KEPT_TURNS * period]
+
+
+class ShardFolder:
+    """Conversations in numbered files, each written whole or not at all, and a note of how long it took to make them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def files(self) -> list[Path]:
+        """The shards, in the order of their numbers."""
+        return sorted(self.folder.glob("round-*.npz"))
+
+    def next_number(self) -> int:
+        """A number that no shard has yet."""
+        files = self.files()
+        return int(files[-1].stem.split("-")[1]) + 1 if files else 0
+
+    def save(self, number: int, conversations: Sequence[Conversation]) -> None:
+        """Write a shard."""
+        lengths = np.array([len(c.ids) for c in conversations], dtype=np.int32)
+        path = self.folder / f"round-{number:05d}.npz"
+        partial = path.with_suffix(".partial")
+        with partial.open("wb") as file:
+            np.savez(
+                file,
+                ids=np.concatenate([c.ids for c in conversations]) if len(conversations) else np.zeros(0, np.int32),
+                lengths=lengths,
+                starts=np.array([c.answer_start for c in conversations], dtype=np.int32),
+                temperatures=np.array([c.temperature for c in conversations], dtype=np.float32),
+                held_out=np.array([c.held_out for c in conversations], dtype=bool),
+                prompts=np.frombuffer(json.dumps([c.prompt for c in conversations]).encode(), dtype=np.uint8),
+            )
+        os.replace(partial, path)
+
+    def load(self) -> list[Conversation]:
+        """Every conversation."""
+        return [conversation for path in self.files() for conversation in load_shard(path)]
+
+    @property
+    def note(self) -> dict[str, float]:
+        """`seconds` spent so far and whether all is made (`complete`)."""
+        path = self.folder / "data.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"seconds": 0.0, "complete": 0}
+
+    @note.setter
+    def note(self, value: dict[str, float]) -> None:
+        (self.folder / "data.json").write_text(json.dumps(value), encoding="utf-8")
+
+
+def load_shard(path: Path) -> list[Conversation]:
+    """The conversations of one file."""
+    with np.load(path) as data:
+        parts = np.split(data["ids"], np.cumsum(data["lengths"])[:-1]) if len(data["lengths"]) else []
+        prompts = json.loads(data["prompts"].tobytes().decode())
+        columns = zip(parts, data["starts"].tolist(), data["temperatures"].tolist(), prompts, data["held_out"].tolist(), strict=True)
+        return [Conversation(*row) for row in columns]

@@ -1,0 +1,144 @@
+"""Acceptance measured by the server itself: prompts answered greedily by `runtime.Engine` with the head in use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import runtime
+from eagle_training.conversations import loop_period
+from runtime import Engine
+from runtime.speculative.acceptance import AcceptanceCounters
+from runtime.tokenizer import Tokenizer
+
+CHAT_PROMPTS = Path(runtime.__file__).parent / "assets" / "chat_prompts.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Steps, topk and draft tokens of one server."""
+
+    steps: int
+    topk: int
+    draft_tokens: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """From K/topk/D. Raises ValueError."""
+        steps, topk, draft_tokens = (int(part) for part in text.split("/"))
+        return cls(steps, topk, draft_tokens)
+
+    def __str__(self) -> str:
+        return f"{self.steps}/{self.topk}/{self.draft_tokens}"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Prompts measured together: texts of users' turns, each of a kind."""
+
+    name: str
+    prompts: Sequence[str]
+    kinds: Sequence[str]
+
+
+def chat_prompts(path: Path = CHAT_PROMPTS) -> PromptSet:
+    """The repository's hand-made prompts."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return PromptSet("hand-made", [row["prompt"] for row in rows], [row["kind"] for row in rows])
+
+
+def measure(model: Mapping[str, Any], head: Path, shape: Shape, sets: Sequence[PromptSet], new_tokens: int) -> list[dict[str, Any]]:
+    """Start a server with the head and answer every set.
+
+    Args:
+        model: options of `Engine` for the target and the device.
+        new_tokens: the longest answer.
+
+    Returns:
+        A row for each set: accept length and rates by position, over all answers, over those that end in no loop, and by kind.
+    """
+    options = dict(model) | {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": str(head),
+        "speculative_num_steps": shape.steps,
+        "speculative_eagle_topk": shape.topk,
+        "speculative_num_draft_tokens": shape.draft_tokens,
+    }
+    with Engine(**options) as engine:
+        tokenizer = Tokenizer.load(engine.config.tokenizer_path)
+        facts = {"device": engine.config.device, "dtype": engine.config.dtype, "shape": str(shape), "new_tokens": new_tokens}
+        return [facts | _measure_set(engine, tokenizer, one, shape.steps, new_tokens) for one in sets]
+
+
+def _measure_set(engine: Engine, tokenizer: Tokenizer, prompts: PromptSet, steps: int, new_tokens: int) -> dict[str, Any]:
+    ids = [tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts.prompts]
+    outputs = engine.generate(input_ids=ids, sampling_params={"temperature": 0.0, "max_new_tokens": new_tokens})
+    counted = [count_drafts([output], steps) for output in outputs]
+    loops = [loop_period(output["output_ids"])[0] > 0 for output in outputs]
+    kinds = {
+        kind: round(_sum([c for c, k in zip(counted, prompts.kinds, strict=True) if k == kind], steps).mean_accept_len, 3)
+        for kind in dict.fromkeys(prompts.kinds)
+    }
+    return {
+        "set": prompts.name,
+        "prompts": len(ids),
+        "tokens": sum(len(output["output_ids"]) for output in outputs),
+        **_sum(counted, steps).to_json(),
+        "looping_answers": sum(loops),
+        "accept_length_without_loops": _sum([c for c, loop in zip(counted, loops, strict=True) if not loop], steps).mean_accept_len,
+        "accept_length_by_kind": kinds,
+    }
+
+
+def count_drafts(outputs: Sequence[Mapping[str, Any]], steps: int) -> AcceptanceCounters:
+    """What became of the drafts of some outputs of `Engine.generate`, K = `steps`. The first token of an answer needs no draft."""
+    counters = AcceptanceCounters(steps)
+    for output in outputs:
+        meta = output["meta_info"]
+        windows = int(meta.get("spec_verify_ct", 0))
+        if windows:
+            accepted = np.array(meta["spec_accepted_by_position"][:steps], dtype=np.int64)
+            counters.iterations += windows
+            counters.drafted += windows
+            counters.accepted += accepted
+            counters.reached += np.concatenate([[windows], accepted[:-1]])
+    return counters
+
+
+def _sum(counted: Sequence[AcceptanceCounters], steps: int) -> AcceptanceCounters:
+    total = AcceptanceCounters(steps)
+    for one in counted:
+        total.merge(one)
+    return total
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of `measure` as Markdown."""
+    deepest = max((len(row["rates"]) for row in rows), default=0)
+    head = ["steps/topk/draft tokens", "prompts", "device", "answers", "tokens", "accept length", "without loops"]
+    head += [f"position {i + 1}" for i in range(deepest)]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for row in rows:
+        cells = [row["shape"], row["set"], f"{row['device']} {row['dtype']}", str(row["prompts"]), str(row["tokens"]),
+                 f"{row['accept_length']:.3f}", f"{row['accept_length_without_loops']:.3f}"]  # fmt: skip
+        cells += [f"{rate:.3f}" for rate in row["rates"]] + [""] * (deepest - len(row["rates"]))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def kinds_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Accept lengths of the hand-made prompts by kind, as Markdown; empty where none were measured."""
+    rows = [row for row in rows if len(row["accept_length_by_kind"]) > 1]
+    if not rows:
+        return ""
+    kinds = list(rows[0]["accept_length_by_kind"])
+    lines = ["| steps/topk/draft tokens | device | " + " | ".join(kinds) + " |", "|" + " --- |" * (len(kinds) + 2)]
+    for row in rows:
+        values = " | ".join(f"{row['accept_length_by_kind'][kind]:.2f}" for kind in kinds)
+        lines.append(f"| {row['shape']} | {row['device']} {row['dtype']} | {values} |")
+    return "\n".join(lines)

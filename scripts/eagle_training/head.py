@@ -1,0 +1,267 @@
+"""The trainable EAGLE-3 head: the plain form of `runtime.models.eagle3.LlamaForCausalLMEagle3`, unrolled over its own states.
+
+Source: EAGLE-3, Li et al. 2025, arXiv:2503.01840 (training-time test). Tensor names follow the published checkpoints.
+
+Position `b` of pass 0 reads the token at `b + 1` beside the target's states at `b`, and guesses the token at `b + 2`. Pass `i` goes on from
+each base `b` by itself: it stands at position `b + i`, reads the token at `b + i + 1` beside the head's own state of pass `i - 1` at base
+`b`, guesses the token at `b + i + 2`, and sees pass 0 up to `b` and the passes since at its own base. That is what the server's
+draft-extend and draft-decode passes compute when all guesses so far were right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional as F
+
+from eagle_training.vocabulary import draft_to_target, target_in_draft
+from runtime.models.config import ModelConfig
+from runtime.models.rotary import build_rope
+
+INIT_STD = 0.02
+FC_NOISE = 0.1
+
+
+def head_config(target: ModelConfig, intermediate_size: int, draft_vocab_size: int) -> ModelConfig:
+    """A head as wide as its target, with the same heads of attention."""
+    return dataclasses.replace(
+        target,
+        architecture="LlamaForCausalLMEagle3",
+        num_layers=1,
+        intermediate_size=intermediate_size,
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=target.hidden_size,
+        tie_embeddings=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        window=(-1,),
+    )
+
+
+class Norm(nn.Module):
+    """RMS norm in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] -> the same in float32."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Attention of the chain of passes."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.c = c
+        self.q_proj = nn.Linear(2 * c.hidden_size, c.num_q_heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.num_q_heads * c.head_dim, c.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, earlier: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """One pass: x [B, L, 2 * hidden] -> [B, L, hidden]. Appends its keys and values [B, G, L, head_dim] to `earlier`, pass 0 first."""
+        q, k, v = (proj(x).unflatten(-1, (-1, self.c.head_dim)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(q, cos_sin).to(v.dtype), rotate(k, cos_sin).to(v.dtype)
+        earlier.append((k, v))
+        out = self._first(q, k, v) if len(earlier) == 1 else self._later(q, earlier)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _first(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        groups = self.c.num_q_heads // self.c.num_kv_heads
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def _later(self, q: torch.Tensor, passes: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Pass 0 causally, and each pass since at the query's own base: one softmax over both."""
+        (k, v), since = passes[0], passes[1:]
+        B, G, L, size = k.shape
+        grouped = q.reshape(B, G, -1, L, size) * size**-0.5  # [B, G, R, L, size]
+        beyond = torch.ones((L, L), dtype=torch.bool, device=q.device).triu(1)
+        first = (grouped.flatten(2, 3) @ k.transpose(-1, -2)).view(B, G, -1, L, L).float().masked_fill(beyond, -torch.inf)
+        own = torch.stack([(grouped * key[:, :, None]).sum(-1) for key, _ in since], dim=-1).float()
+        weights = torch.cat([first, own], dim=-1).softmax(-1).to(v.dtype)
+        out = (weights[..., :L].flatten(2, 3) @ v).view(B, G, -1, L, size)
+        for j, (_, value) in enumerate(since):
+            out = out + weights[..., L + j, None] * value[:, :, None]
+        return out.flatten(1, 2)
+
+
+class Mlp(nn.Module):
+    """silu(gate) * up, then down."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MidLayer(nn.Module):
+    """The one block, fed with the token's embedding beside the state."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(c.hidden_size, c.rms_eps)
+        self.hidden_norm = Norm(c.hidden_size, c.rms_eps)
+        self.post_attention_layernorm = Norm(c.hidden_size, c.rms_eps)
+        self.self_attn = Attention(c)
+        self.mlp = Mlp(c)
+
+    def forward(
+        self, embeds: torch.Tensor, h: torch.Tensor, cos_sin: torch.Tensor, earlier: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """embeds [B, L, hidden] (normed) and the float32 stream h -> the stream after the block."""
+        x = torch.cat([embeds, self.hidden_norm(h)], dim=-1)
+        h = h + self.self_attn(x, cos_sin, earlier)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class EagleHead(nn.Module):
+    """The head with its frozen neighbours.
+
+    The features' channels differ in size by orders of magnitude, so `fc` learns on features divided by `feature_size`; `export` folds the
+    division into its weight.
+
+    Attributes:
+        config: from `head_config`.
+        embed: [V, H], the target's.
+        vocabulary: int64 [Vd], the target's id of each draft id.
+    """
+
+    def __init__(self, config: ModelConfig, embed: torch.Tensor, vocabulary: npt.NDArray[np.int64], feature_size: torch.Tensor) -> None:
+        super().__init__()
+        c = self.config = config
+        self.vocabulary = vocabulary
+        self.fc = nn.Linear(3 * c.hidden_size, c.hidden_size, bias=False)
+        self.midlayer = MidLayer(c)
+        self.norm = Norm(c.hidden_size, c.rms_eps)
+        self.lm_head = nn.Linear(c.hidden_size, len(vocabulary), bias=False)
+        self.embed: torch.Tensor
+        self.feature_scale: torch.Tensor
+        self.cos_sin: torch.Tensor
+        self.register_buffer("embed", embed.detach(), persistent=False)
+        self.register_buffer("feature_scale", 1.0 / feature_size.float())
+        self.register_buffer("cos_sin", build_rope(c, embed.device).cos_sin, persistent=False)
+
+    def init_weights(self, target_head: torch.Tensor, final_norm: torch.Tensor, generator: torch.Generator) -> None:
+        """Begin as a blurred reading of the target's own high stream: its LM head and norm over that stream, and small random weights.
+
+        `generator` lives on the CPU.
+        """
+        high = 2 * self.config.hidden_size
+        size = 1.0 / self.feature_scale[high:]
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.dim() == 2:
+                    std = FC_NOISE * parameter.shape[1] ** -0.5 if name == "fc.weight" else INIT_STD
+                    parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            self.fc.weight[:, high:] += torch.diag(size / size.median())
+            self.lm_head.weight.copy_(target_head[torch.from_numpy(self.vocabulary).to(target_head.device)])
+            self.norm.weight.copy_(final_norm)
+
+    def unroll(self, ids: torch.Tensor, features: torch.Tensor, passes: int) -> Iterator[torch.Tensor]:
+        """The stream after each pass, by base.
+
+        Args:
+            ids: int64 [B, L].
+            features: [B, L, 3 * H], any float dtype.
+            passes: how many.
+
+        Yields:
+            float32 [B, L, H]. Row `b` of pass `i` means something where `b + i + 1 < L`.
+        """
+        L = ids.shape[1]
+        h = self.fc(features * self.feature_scale).float()
+        embeds = self.midlayer.input_layernorm(F.embedding(ids, self.embed))
+        earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for i in range(passes):
+            ahead = F.pad(embeds[:, i + 1 :], (0, 0, 0, min(i + 1, L)))
+            h = self.midlayer(ahead, h, self.cos_sin[i : i + L], earlier)
+            yield h
+
+    def logits(self, h: torch.Tensor) -> torch.Tensor:
+        """[N, H] -> float32 [N, Vd]."""
+        return self.lm_head(self.norm(h)).float()
+
+    def checkpoint(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The tensors under their published names, on the CPU."""
+        tensors = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        tensors["fc.weight"] = tensors["fc.weight"] * self.feature_scale
+        found = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
+        found["d2t"] = torch.from_numpy(draft_to_target(self.vocabulary))
+        found["t2d"] = torch.from_numpy(target_in_draft(self.vocabulary, self.config.vocab_size))
+        return found
+
+    def export(self, folder: Path, aux_layers: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Path:
+        """Write config.json and model.safetensors, the public layout; returns the weights' file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(config_json(self.config, aux_layers, dtype), indent=2)
+        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+        save_file(self.checkpoint(dtype), folder / "model.safetensors", metadata={"format": "pt"})
+        return folder / "model.safetensors"
+
+
+def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate [B, heads, L, head_dim] by the rows [L, head_dim] of a rotary table; float32."""
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def config_json(c: ModelConfig, aux_layers: tuple[int, ...], dtype: torch.dtype) -> dict[str, object]:
+    """The fields of a draft head's config.json."""
+    raw: dict[str, object] = {
+        "architectures": [c.architecture],
+        "model_type": "llama",
+        "vocab_size": c.vocab_size,
+        "draft_vocab_size": c.draft_vocab_size,
+        "hidden_size": c.hidden_size,
+        "target_hidden_size": c.target_hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": c.num_q_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.rms_eps,
+        "rope_theta": c.rope_theta,
+        "max_position_embeddings": c.max_context_len,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": c.bos_id,
+        "eos_token_id": list(c.eos_ids),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        # The file names layers whose output is meant: the layer before the one whose input that is.
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in aux_layers], "use_aux_hidden_state": True},
+    }
+    if c.rope_scaling is not None:
+        s = c.rope_scaling
+        raw["rope_scaling"] = {"rope_type": s.kind, "factor": s.factor} | (
+            {
+                "low_freq_factor": s.low_freq_factor,
+                "high_freq_factor": s.high_freq_factor,
+                "original_max_position_embeddings": s.original_max_position,
+            }
+            if s.kind == "llama3"
+            else {}
+        )
+    return raw

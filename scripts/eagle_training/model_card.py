@@ -1,0 +1,98 @@
+"""The README of a trained head: what it is, what it was made of, what it reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eagle_training.evaluation import kinds_table, table
+
+
+def model_card(run: Mapping[str, Any], evaluation: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown.
+
+    Args:
+        run: what `pipeline` noted of its phases: `model`, `head`, `data`, `training`, each with its command, commit and machine.
+        evaluation: rows of `evaluation.measure`.
+    """
+    parts = [_head(run), _use(), _acceptance(evaluation), _data(run), _training(run), _limits()]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _head(run: Mapping[str, Any]) -> str:
+    head = run["head"]
+    return (
+        f"# EAGLE-3 draft head for {run['model']}\n\n"
+        f"One decoder layer of width {head['hidden_size']} with an MLP of {head['intermediate_size']}, an LM head over "
+        f"{head['draft_vocab_size']} of the target's {head['vocab_size']} tokens, and a projection of the target's streams into layers "
+        f"{', '.join(str(layer) for layer in head['aux_layers'])}. {head['parameters'] / 1e6:.1f} million parameters, "
+        f"{head['megabytes']:.1f} MB in bfloat16. The embedding is the target's."
+    )
+
+
+def _use() -> str:
+    return (
+        "```\npython -m runtime.launch_server --model-path TARGET --speculative-algorithm EAGLE3 \\\n"
+        "    --speculative-draft-model-path THIS_FOLDER --speculative-num-steps 3 \\\n"
+        "    --speculative-eagle-topk 1 --speculative-num-draft-tokens 4\n```"
+    )
+
+
+def _acceptance(evaluation: Sequence[Mapping[str, Any]]) -> str:
+    if not evaluation:
+        return "## Acceptance\n\nNot measured yet."
+    loops = "; ".join(
+        f"{row['looping_answers']} of {row['prompts']} ({row['set']}, {row['shape']}, {row['device']})"
+        for row in evaluation
+        if row["looping_answers"]
+    )
+    text = (
+        "## Acceptance\n\nGreedy, measured by the server's own verification. Accept length: tokens a verified window commits, the bonus "
+        "token included. A position's rate: drafts accepted of those whose predecessors were. Held-out prompts were written by the target "
+        'and never trained on; hand-made ones were not written by the model at all. "Without loops" leaves out answers that end in a '
+        "loop, which any draft guesses well"
+    )
+    text += f": {loops}." if loops else ": there were none."
+    kinds = kinds_table(evaluation)
+    return text + "\n\n" + table(evaluation) + (f"\n\nHand-made prompts by kind:\n\n{kinds}" if kinds else "")
+
+
+def _data(run: Mapping[str, Any]) -> str:
+    data = run.get("data")
+    if not data:
+        return ""
+    return (
+        f"## Data\n\nWritten by the target: users' turns from the chat template's opening, partly with a short opener, then answers, "
+        f"greedy and at temperatures up to 1. {data['conversations']:,} conversations with {data['answer_tokens']:,} answer tokens "
+        f"({data['greedy_share']:.0%} of them greedy), {data['held_out']} more prompts held out; loops cut to two turns. "
+        f"The draft's vocabulary holds {data['coverage']:.2%} of the tokens of training answers and {data['held_out_coverage']:.2%} of the "
+        f"held-out ones.\n\n" + _made(data)
+    )
+
+
+def _training(run: Mapping[str, Any]) -> str:
+    training = run.get("training")
+    if not training:
+        return ""
+    settings = ", ".join(f"{name} {value}" for name, value in training["settings"].items())
+    return (
+        f"## Training\n\nTraining-time test over {training['settings']['passes']} passes; cross-entropy with the target's distribution "
+        f"over the draft's vocabulary. {training['steps']:,} steps over {training['tokens']:,} tokens of text in "
+        f"{training['seconds']:.0f} s: {settings}. Curves: `curves.png`, figures: `training.json`.\n\n" + _made(training)
+    )
+
+
+def _made(phase: Mapping[str, Any]) -> str:
+    machine = phase["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items() if name in ("torch", "triton"))
+    return (
+        f"Seed {phase['seed']}, {phase['seconds']:.0f} s on {machine['device']} ({versions}), commit {phase['commit']}:\n\n"
+        f"```\n{phase['command']}\n```"
+    )
+
+
+def _limits() -> str:
+    return (
+        "## Limits\n\nIt knows the texts that its target writes in answer to short single questions, mostly English. Longer contexts than "
+        "it was trained on, other languages and changed system prompts cost acceptance, never correctness: every draft is verified."
+    )

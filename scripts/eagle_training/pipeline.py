@@ -1,0 +1,271 @@
+"""The three phases of making a head: write data, train, measure. Each can be cut off and taken up again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from benchmark.machine import commit, describe
+
+from eagle_training.batches import make_batch
+from eagle_training.conversations import Conversation, ShardFolder
+from eagle_training.curves import draw_curves
+from eagle_training.evaluation import PromptSet, Shape, chat_prompts, measure, table
+from eagle_training.head import EagleHead, head_config
+from eagle_training.model_card import model_card
+from eagle_training.synthesis import Amount, synthesize
+from eagle_training.target import FrozenTarget
+from eagle_training.trainer import Course, Trainer
+from eagle_training.vocabulary import answer_counts, coverage, pick_vocabulary
+from runtime import Engine
+from runtime.model_source import ModelSource
+from runtime.models.draft_head import default_aux_layers
+from runtime.models.hf_config import load_hf_config
+from runtime.tokenizer import Tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SHOWN_SIZES = (4096, 6144, 8192, 10240, 12288, 16384)
+CONTEXT = 2048
+"""Of the engines that write and measure: longer than any conversation here, and little KV."""
+MEASURED_TOGETHER = 256
+FEATURE_SAMPLE = 64
+ESTIMATED = 256
+"""Held-out answers of the estimate along the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run.
+
+    Attributes:
+        source: the target.
+        output: the head's folder; `work`: of data, checkpoints and notes.
+        device, dtype: of target and training; products run in `dtype`.
+        quantization: of the engine that writes the data (CPU).
+        aux_layers: None for the usual ones.
+        shapes: what is measured.
+        prompts: held-out prompts measured, at most.
+        measured_tokens: the longest measured answer.
+    """
+
+    source: ModelSource
+    output: Path
+    work: Path
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["float32", "bfloat16"]
+    seed: int
+    threads: int | None
+    quantization: str | None
+    amount: Amount
+    course: Course
+    draft_vocab_size: int
+    intermediate_size: int | None
+    aux_layers: tuple[int, ...] | None
+    shapes: tuple[Shape, ...]
+    prompts: int
+    measured_tokens: int
+    batch_limit: int
+
+    def engine_options(self, sizes: Sequence[int], most: int) -> dict[str, Any]:
+        """Options of an `Engine` for the target with at most `most` requests together; `sizes`: batch sizes that get a graph, on CUDA."""
+        most = min(self.batch_limit, most)
+        options: dict[str, Any] = {
+            "model_path": self.source.weights_folder,
+            "tokenizer_path": self.source.tokenizer_folder,
+            "load_format": self.source.kind,
+            "device": self.device,
+            "dtype": self.dtype,
+            "random_seed": self.seed,
+            "context_length": min(CONTEXT, load_hf_config(self.source.weights_folder).max_context_len),
+            "max_running_requests": most,
+        }
+        if self.device == "cuda":
+            options["cuda_graph_bs"] = (*(size for size in sizes if size < most), most)
+        elif self.threads is not None:
+            options["cpu_threads"] = self.threads
+        return options
+
+
+class Notes:
+    """What the phases leave for each other and for the model card, in `run.json` of the work folder."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / "run.json"
+        self.all: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8")) if self._file.is_file() else {}
+
+    def put(self, name: str, value: object) -> None:
+        """Keep a note."""
+        self.all[name] = value
+        self._file.write_text(json.dumps(self.all, indent=1) + "\n", encoding="utf-8")
+
+
+def run(plan: Plan, phases: Sequence[str]) -> None:
+    """Run `phases` of generate, train, evaluate, in this order."""
+    notes = Notes(plan.work)
+    notes.put("model", plan.source.served_name)
+    steps: dict[str, Callable[[Plan, Notes], None]] = {"generate": generate, "train": train, "evaluate": evaluate}
+    for name, step in steps.items():
+        if name in phases:
+            step(plan, notes)
+    write_card(plan, notes)
+
+
+# ---- data
+
+
+def generate(plan: Plan, notes: Notes) -> None:
+    """Write the conversations, unless they are all there."""
+    shards = ShardFolder(plan.work / "data")
+    if not shards.note["complete"]:
+        options = plan.engine_options((64, 128, 192, 256, 320, 384, 448, 512, 640, 768), plan.batch_limit)
+        with Engine(**options, **({"quantization": plan.quantization} if plan.quantization else {})) as engine:
+            synthesize(engine, Tokenizer.load(plan.source.tokenizer_folder), plan.amount, shards)
+        notes.put("data", made(plan) | {"seconds": shards.note["seconds"]})
+    conversations = [c for c in shards.load() if not c.held_out]
+    tokens = sum(c.answer_tokens for c in conversations)
+    greedy = sum(c.answer_tokens for c in conversations if c.temperature == 0.0)
+    facts = {"conversations": len(conversations), "answer_tokens": tokens, "greedy_share": greedy / max(tokens, 1),
+             "held_out": sum(c.held_out for c in shards.load())}  # fmt: skip
+    notes.put("data", notes.all.get("data", made(plan) | {"seconds": shards.note["seconds"]}) | facts)
+    print(f"data: {len(conversations)} conversations, {tokens} answer tokens ({facts['greedy_share']:.0%} greedy), "
+          f"{facts['held_out']} prompts held out, {shards.note['seconds']:.0f} s")  # fmt: skip
+
+
+def made(plan: Plan) -> dict[str, Any]:
+    """Who made a phase's result: command, commit, machine, seed."""
+    command = " ".join(["python", "scripts/train_eagle.py", *sys.argv[1:]])
+    return {"command": command, "commit": commit(), "machine": describe(), "seed": plan.seed}
+
+
+# ---- training
+
+
+def train(plan: Plan, notes: Notes) -> None:
+    """Train from the data in the work folder, or go on with it, and export the head."""
+    conversations = ShardFolder(plan.work / "data").load()
+    train_set = [c for c in conversations if not c.held_out]
+    held_out = [c for c in conversations if c.held_out][:ESTIMATED]
+    if not train_set or not held_out:
+        raise SystemExit(f"{plan.work / 'data'} holds no conversations to train on, or none held out; run the generate phase first")
+    if plan.device == "cpu" and plan.threads:
+        torch.set_num_threads(plan.threads)
+    target = load_target(plan)
+    vocabulary = choose_vocabulary(plan, notes, target, train_set, held_out)
+    head = make_head(plan, target, vocabulary, train_set)
+    trainer = Trainer(head, target, train_set, held_out, plan.course, plan.work)
+    if trainer.resume():
+        print(f"going on from step {trainer.progress.step}")
+    else:
+        trainer.calibrate()
+    trainer.run()
+    weights = head.export(plan.output, target.aux_layers)
+    p = trainer.progress
+    settings = dataclasses.asdict(plan.course) | {"amp": str(plan.course.amp).removeprefix("torch.")}
+    hidden = ("seed", "save_seconds", "log_steps", "checks", "steps", "seconds")
+    settings = {name: value for name, value in settings.items() if name not in hidden}
+    notes.put("training", made(plan) | {"steps": p.step, "tokens": p.tokens, "seconds": p.seconds, "settings": settings})
+    notes.put("head", head_facts(head, target.aux_layers, weights))
+    figures = {"history": p.history, "checks": p.checks}
+    (plan.output / "training.json").write_text(json.dumps(figures) + "\n", encoding="utf-8")
+    draw_curves(plan.output / "curves.png", p.history, p.checks)
+    if plan.device == "cuda":
+        print(f"device memory at its peak: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+        del trainer, head, target
+        torch.cuda.empty_cache()
+
+
+def load_target(plan: Plan) -> FrozenTarget:
+    """The frozen target, with room for the largest batch."""
+    if plan.source.kind != "safetensors":
+        raise SystemExit("training needs a model's real weights, not dummy ones")
+    config = load_hf_config(plan.source.weights_folder)
+    device = torch.device(plan.device, 0) if plan.device == "cuda" else torch.device("cpu")
+    aux_layers = plan.aux_layers or default_aux_layers(config.num_layers)
+    room = plan.course.batch_tokens + 2 * max(plan.course.max_length, CONTEXT)
+    return FrozenTarget(plan.source.weights_folder, config, aux_layers, DTYPES[plan.dtype], device, room)
+
+
+def choose_vocabulary(
+    plan: Plan, notes: Notes, target: FrozenTarget, train_set: Sequence[Conversation], held_out: Sequence[Conversation]
+) -> np.ndarray:
+    """The draft's vocabulary; prints what other sizes would hold."""
+    c = target.config
+    counts, unseen = answer_counts(train_set, c.vocab_size), answer_counts(held_out, c.vocab_size)
+    for size in (size for size in SHOWN_SIZES if size < c.vocab_size):
+        ids = pick_vocabulary(counts, size, c.eos_ids)
+        print(f"vocabulary of {size}: {coverage(counts, ids):.3%} of training answers, {coverage(unseen, ids):.3%} of held-out ones")
+    ids = pick_vocabulary(counts, min(plan.draft_vocab_size, c.vocab_size), c.eos_ids)
+    both = {"coverage": coverage(counts, ids), "held_out_coverage": coverage(unseen, ids)}
+    notes.put("data", notes.all.get("data", {}) | both)
+    return ids
+
+
+def make_head(plan: Plan, target: FrozenTarget, vocabulary: np.ndarray, train_set: Sequence[Conversation]) -> EagleHead:
+    """A fresh head on the target's device."""
+    config = head_config(target.config, plan.intermediate_size or target.config.intermediate_size, len(vocabulary))
+    head = EagleHead(config, target.embed, vocabulary, feature_size(target, train_set, plan.course)).to(target.device)
+    head.init_weights(target.model.lm_head.weight, target.model.final_norm.weight, torch.Generator().manual_seed(plan.seed))
+    return head
+
+
+def feature_size(target: FrozenTarget, conversations: Sequence[Conversation], course: Course) -> torch.Tensor:
+    """Root mean square of each channel of the features in answers, float32 [3 * H]."""
+    rows = [[c] for c in conversations[:FEATURE_SAMPLE] if len(c.ids) <= course.max_length]
+    most = max(1, course.batch_tokens // course.max_length)
+    batch = make_batch(rows[:most] or [[conversations[0]]], course.max_length).to(target.device)
+    features, _ = target.run(batch.ids)
+    answers = features.flatten(0, 1)[batch.depth.flatten() >= 0].float()
+    return answers.square().mean(0).sqrt().clamp(min=1e-3)
+
+
+def head_facts(head: EagleHead, aux_layers: tuple[int, ...], weights: Path) -> dict[str, Any]:
+    """What the model card says of the head."""
+    c = head.config
+    return {
+        "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size, "draft_vocab_size": len(head.vocabulary),
+        "vocab_size": c.vocab_size, "aux_layers": list(aux_layers), "parameters": sum(p.numel() for p in head.parameters()),
+        "megabytes": weights.stat().st_size / 1e6,
+    }  # fmt: skip
+
+
+# ---- measuring
+
+
+def evaluate(plan: Plan, notes: Notes) -> None:
+    """Measure acceptance with the server; rows of other devices stay in evaluation.json."""
+    held_out = list(dict.fromkeys(c.prompt for c in ShardFolder(plan.work / "data").load() if c.held_out))[: plan.prompts]
+    hand_made = chat_prompts()
+    if plan.prompts < len(hand_made.prompts):  # a quick run
+        every = len(hand_made.prompts) // plan.prompts
+        hand_made = PromptSet(hand_made.name, hand_made.prompts[::every], hand_made.kinds[::every])
+    sets = [PromptSet("held-out", held_out, ["held-out"] * len(held_out)), hand_made]
+    rows = []
+    for shape in plan.shapes:
+        rows += measure(
+            plan.engine_options((1, 2, 4, 8, 16, 32, 64, 128), MEASURED_TOGETHER), plan.output, shape, sets, plan.measured_tokens
+        )
+        print(table(rows[-len(sets) :]), flush=True)
+    file = plan.output / "evaluation.json"
+    others = [row for row in _rows(file) if (row["device"], row["dtype"]) != (rows[0]["device"], rows[0]["dtype"])]
+    file.write_text(json.dumps(others + rows, indent=1) + "\n", encoding="utf-8")
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+
+
+def write_card(plan: Plan, notes: Notes) -> None:
+    """Write README.md beside the head, once there is one."""
+    if "head" in notes.all:
+        text = model_card(notes.all, _rows(plan.output / "evaluation.json"))
+        (plan.output / "README.md").write_text(text, encoding="utf-8")
+        print(f"head: {plan.output}, {os.path.getsize(plan.output / 'model.safetensors') / 1e6:.1f} MB")

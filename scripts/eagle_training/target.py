@@ -1,0 +1,105 @@
+"""The frozen model that a head learns from: its hidden states and scores over whole batches of text."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from runtime.batch import ForwardMode
+from runtime.forward_batch import ForwardBatch
+from runtime.layers.attention.base import AttentionCaps
+from runtime.layers.select import select_ops
+from runtime.mem_cache.kv_pool import KVPool
+from runtime.model_executor.weight_loader import safetensors_weights
+from runtime.models.config import ModelConfig
+from runtime.models.registry import build_model
+
+
+class SharedLayerPool(KVPool):
+    """One layer's keys and values, which every layer overwrites in turn: nothing is kept between passes."""
+
+    def flat(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same two views [num_slots, G, head_dim] for all layers."""
+        return super().flat(0)
+
+
+class WholeRows:
+    """Causal attention of B rows of one length, whose keys stand in slots 0..T-1 of the pool. An `AttentionBackend`."""
+
+    caps = AttentionCaps(needs_len_bounds=False, tree_mask=False, page_sizes=None, head_dims=None, cuda_graph=False, sliding_window=True)
+
+    def __init__(self, config: ModelConfig, pool: KVPool) -> None:
+        self._config, self._pool = config, pool
+
+    def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """Nothing is to be prepared."""
+
+    def forward(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
+        """q [T, H, head_dim] -> [T, H * head_dim]."""
+        c, B = self._config, batch.batch_size
+        groups = c.num_q_heads // c.num_kv_heads
+        k, v = (
+            cache[: q.shape[0]].unflatten(0, (B, -1)).transpose(1, 2).repeat_interleave(groups, 1).to(q.dtype)
+            for cache in self._pool.flat(layer_id)
+        )
+        query = q.unflatten(0, (B, -1)).transpose(1, 2)
+        mask = _window_mask(query.shape[2], c.window[layer_id], q.device)
+        out = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, is_causal=mask is None, scale=c.head_dim**-0.5)
+        return out.transpose(1, 2).reshape(q.shape[0], -1)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor | None:
+    if window < 0 or length <= window + 1:
+        return None
+    ones = torch.ones((length, length), dtype=torch.bool, device=device)
+    return ones.tril() & ones.triu(-window)
+
+
+class FrozenTarget:
+    """The server's own model and operations, run over padded rows. Padding stands at the end, where nothing attends to it.
+
+    Attributes:
+        config, device, dtype: the model's.
+        aux_layers: layers whose input streams are the features.
+        embed: [V, H], shared with the head.
+    """
+
+    def __init__(
+        self, folder: str, config: ModelConfig, aux_layers: tuple[int, ...], dtype: torch.dtype, device: torch.device, most_tokens: int
+    ) -> None:
+        ops, _ = select_ops(device, dtype)
+        self.config, self.aux_layers, self.dtype, self.device = config, aux_layers, dtype, device
+        self.model = build_model(config, ops, dtype, device)
+        with torch.no_grad():
+            self.model.load(safetensors_weights(folder, device))
+        pool = SharedLayerPool(1, most_tokens, 1, config.num_kv_heads, config.head_dim, dtype, device)
+        self.model.bind(pool, WholeRows(config, pool))
+        self.embed = self.model.embed
+
+    @torch.no_grad()
+    def run(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [B, L] -> features [B, L, 3 * H] and final-normed hidden states [B, L, H], both in `dtype`."""
+        B, L = ids.shape
+        lens = np.full(B, L, dtype=np.int32)
+        batch = ForwardBatch(
+            mode=ForwardMode.EXTEND,
+            batch_size=B,
+            tokens_per_req=0,
+            input_ids=ids.reshape(-1),
+            positions=torch.arange(L, device=ids.device).repeat(B),
+            out_cache_loc=torch.arange(B * L, device=ids.device),
+            req_pool_indices=torch.arange(B, device=ids.device),
+            seq_lens=torch.full((B,), L, dtype=torch.int32, device=ids.device),
+            qo_indptr=torch.arange(0, B * L + 1, L, dtype=torch.int32, device=ids.device),
+            seq_len_bounds=lens,
+            extend_lens=lens,
+        )
+        hidden, aux = self.model.forward(batch, self.aux_layers)
+        assert aux is not None
+        return aux.view(B, L, -1), hidden.view(B, L, -1)
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, H] -> float32 [N, V]."""
+        return self.model.logits(hidden)

@@ -1,0 +1,287 @@
+"""The training run: batches through the frozen target and the unrolled head, with a schedule by steps or by the clock, resumable."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from eagle_training.batches import Batch, epoch_batches, make_batch
+from eagle_training.conversations import Conversation
+from eagle_training.estimate import estimate
+from eagle_training.head import EagleHead
+from eagle_training.loss import cross_entropy, teach
+from eagle_training.target import FrozenTarget
+
+TEACH_ROWS = 8192
+"""Positions whose scores over the target's whole vocabulary exist at once."""
+BETAS = (0.9, 0.95)
+NORM_SCALES = (1.0, 0.5, 0.3, 0.2, 0.1, 0.05)
+CALIBRATION_ROWS = 16
+LAST_RATE = 0.02
+"""The learning rate ends at this share of its peak."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How to train.
+
+    Attributes:
+        passes: draft passes unrolled.
+        steps: optimiser steps; None to follow the clock.
+        seconds: of training, where `steps` is None.
+        warmup: share of the course in which the learning rate rises.
+        pass_decay: weight of a pass's loss relative to the pass before.
+        hard_share: see `loss.cross_entropy`.
+        joined_share: see `batches.epoch_batches`.
+        amp: dtype of products.
+        save_seconds: between checkpoints.
+        checks: how often the held-out estimate is made along the way.
+    """
+
+    seed: int
+    steps: int | None
+    seconds: float
+    passes: int = 5
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    warmup: float = 0.04
+    batch_tokens: int = 32768
+    max_length: int = 1024
+    joined_share: float = 0.15
+    pass_decay: float = 0.9
+    hard_share: float = 0.3
+    amp: torch.dtype = torch.float32
+    save_seconds: float = 60.0
+    log_steps: int = 10
+    checks: int = 6
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where the run stands.
+
+    Attributes:
+        step: optimiser steps done; `tokens` of text in them; `seconds` of training, checks and checkpoints left out.
+        epoch, index: the next batch.
+        history: a row of figures for each `log_steps`.
+        checks: held-out estimates.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    epoch: int = 0
+    index: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    checks: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Trainer:
+    """Owner of the head's optimiser and of the run's state; its files live in `folder`."""
+
+    def __init__(
+        self, head: EagleHead, target: FrozenTarget, train: Sequence[Conversation], held_out: Sequence[Conversation], course: Course,
+        folder: Path,
+    ) -> None:  # fmt: skip
+        self.head, self.target, self.course, self.folder = head, target, course, folder
+        self._train, self._held_out = train, held_out
+        self.progress = Progress()
+        vocabulary = torch.from_numpy(head.vocabulary).to(target.device)
+        to_draft = torch.full((target.config.vocab_size,), -1, dtype=torch.int64, device=target.device)
+        to_draft[vocabulary] = torch.arange(len(vocabulary), device=target.device)
+        self._vocabulary, self._to_draft = vocabulary, to_draft
+        decayed = [p for p in head.parameters() if p.dim() == 2]
+        plain = [p for p in head.parameters() if p.dim() != 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": course.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            lr=course.learning_rate, betas=BETAS, fused=target.device.type == "cuda",
+        )  # fmt: skip
+
+    # ---- one step
+
+    def learn(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """One optimiser step. Returns the loss, and float32 [passes] the share of positions where a pass guessed the target's argmax."""
+        c = self.course
+        for group in self.optimizer.param_groups:
+            group["lr"] = c.learning_rate * rate_at(self._done(), c.warmup)
+        features, hidden = self.target.run(batch.ids)
+        loss, shares = self._loss(batch, features, hidden)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), c.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach(), shares
+
+    def _loss(self, batch: Batch, features: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        c, head = self.course, self.head
+        places = torch.nonzero(batch.depth.flatten() >= 0).flatten()  # positions whose next token the target teaches
+        depth = batch.depth.flatten()[places]
+        teacher = [
+            teach(self.target.logits(rows), self._vocabulary, self._to_draft, c.amp)
+            for rows in hidden.flatten(0, 1)[places].split(TEACH_ROWS)
+        ]
+        probs, best = torch.cat([t.probs for t in teacher]), torch.cat([t.best for t in teacher])
+        total, weights, shares = torch.zeros((), device=probs.device), 0.0, []
+        amp = torch.autocast(self.target.device.type, c.amp, enabled=c.amp != torch.float32)
+        with amp:
+            for i, h in enumerate(head.unroll(batch.ids, features, c.passes)):
+                taught = torch.nonzero(depth >= i).flatten()
+                rows = h.flatten(0, 1)[places[taught] - i - 1]
+                lesson = type(teacher[0])(probs[taught], best[taught])
+                summed, guesses = cross_entropy(head.norm(rows), head.lm_head.weight, lesson, c.hard_share, c.amp)
+                weight, count = c.pass_decay**i, max(len(taught), 1)
+                total = total + weight * summed / count
+                weights += weight
+                shares.append((guesses == lesson.best).float().sum() / count)
+        return total / weights, torch.stack(shares)
+
+    @torch.no_grad()
+    def calibrate(self) -> None:
+        """Scale the fresh head's last norm so that its first guesses are as sure of themselves as they should be.
+
+        A norm that is too large costs hundreds of steps: the loss begins far above that of equal chances.
+        """
+        batch = next(self._batches())
+        few = Batch(batch.ids[:CALIBRATION_ROWS], batch.depth[:CALIBRATION_ROWS], 0)
+        self.progress.index -= 1
+        features, hidden = self.target.run(few.ids)
+        weight = self.head.norm.weight
+        whole = weight.clone()
+        losses = {}
+        for scale in NORM_SCALES:
+            weight.copy_(whole * scale)
+            losses[scale] = float(self._loss(few, features, hidden)[0])
+        weight.copy_(whole * min(losses, key=losses.__getitem__))
+
+    # ---- the run
+
+    def run(self) -> None:
+        """Train to the end of the course, from wherever the run stands."""
+        p, c = self.progress, self.course
+        total = c.steps or max(int(c.seconds), 1)
+        losses: list[tuple[torch.Tensor, torch.Tensor]] = []
+        saved = time.monotonic()
+        clock = time.monotonic()
+        with tqdm(total=total, initial=self._units(), unit="step" if c.steps else "s", desc="Training", smoothing=0.05) as bar:
+            for batch in self._batches():
+                if self._done() >= 1.0:
+                    break
+                losses.append(self.learn(batch))
+                p.step += 1
+                p.tokens += batch.tokens
+                if p.step % c.log_steps == 0:
+                    self._log(losses, bar)
+                    losses = []
+                p.seconds += time.monotonic() - clock
+                clock = time.monotonic()
+                bar.update(self._units() - bar.n)
+                if self._check_is_due():
+                    self.check()
+                if time.monotonic() - saved > c.save_seconds:
+                    self.save()
+                    saved = time.monotonic()
+                clock = time.monotonic()
+        if losses:
+            self._log(losses, None)
+        self.check()
+        self.save()
+
+    def check(self) -> dict[str, Any]:
+        """Estimate acceptance on held-out greedy answers and keep it."""
+        c, p = self.course, self.progress
+        self.head.eval()
+        counters = estimate(self.head, self.target, self._held_out, c.passes, c.batch_tokens, c.amp)
+        self.head.train()
+        found = {"step": p.step, "seconds": round(p.seconds, 1), "tokens": p.tokens, **counters.to_json()}
+        p.checks.append(found)
+        rates = " ".join(f"{rate:.3f}" for rate in counters.rates())
+        tqdm.write(f"step {p.step}: held-out accept length {counters.mean_accept_len:.3f} with K = {c.passes}; by position {rates}")
+        return found
+
+    def _batches(self) -> Iterator[Batch]:
+        p, c = self.progress, self.course
+        while True:
+            batches = epoch_batches(self._train, c.batch_tokens, c.max_length, c.joined_share, c.seed, p.epoch)
+            while p.index < len(batches):
+                p.index += 1
+                batch = make_batch(batches[p.index - 1], c.max_length)
+                if bool((batch.depth >= 0).any()):
+                    yield batch.to(self.target.device)
+            p.epoch, p.index = p.epoch + 1, 0
+
+    def _units(self) -> float:
+        return self.progress.step if self.course.steps else round(self.progress.seconds, 1)
+
+    def _done(self) -> float:
+        c, p = self.course, self.progress
+        return p.step / c.steps if c.steps else p.seconds / max(c.seconds, 1e-9)
+
+    def _check_is_due(self) -> bool:
+        """Whether another part of `checks` equal ones is done; the last check is made at the end."""
+        checks = self.course.checks
+        return len(self.progress.checks) + 1 < checks and self._done() * checks >= len(self.progress.checks) + 1
+
+    def _log(self, losses: list[tuple[torch.Tensor, torch.Tensor]], bar: tqdm[Any] | None) -> None:
+        p = self.progress
+        loss = float(torch.stack([one for one, _ in losses]).mean())
+        shares = torch.stack([share for _, share in losses]).mean(0).tolist()
+        if not math.isfinite(loss):
+            raise SystemExit(f"the loss is {loss} at step {p.step}; lower --learning-rate")
+        rate = self.optimizer.param_groups[0]["lr"]
+        p.history.append({"step": p.step, "seconds": round(p.seconds, 1), "tokens": p.tokens, "loss": loss, "rate": rate,
+                          "agreement": [round(s, 4) for s in shares]})  # fmt: skip
+        if bar is not None:
+            speed = p.tokens / max(p.seconds, 1e-9)
+            bar.set_postfix_str(f"loss {loss:.3f} agree {' '.join(f'{s:.2f}' for s in shares)} {speed / 1e3:.1f}k tok/s")
+
+    # ---- its files
+
+    @property
+    def _file(self) -> Path:
+        return self.folder / "training.pt"
+
+    def save(self) -> None:
+        """Write the whole state, replacing the last, and the figures as JSON."""
+        p = self.progress
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state = {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict(),
+                 "progress": {name: getattr(p, name) for name in Progress.__dataclass_fields__}}  # fmt: skip
+        partial = self._file.with_suffix(".partial")
+        torch.save(state, partial)
+        os.replace(partial, self._file)
+        figures = {"history": p.history, "checks": p.checks}
+        (self.folder / "training.json").write_text(json.dumps(figures) + "\n", encoding="utf-8")
+
+    def resume(self) -> bool:
+        """Take up the saved state, if there is one."""
+        if not self._file.is_file():
+            return False
+        state = torch.load(self._file, map_location=self.target.device, weights_only=True)
+        self.head.load_state_dict(state["head"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.progress = Progress(**state["progress"])
+        return True
+
+    def forget(self) -> None:
+        """Remove the saved state."""
+        with contextlib.suppress(FileNotFoundError):
+            self._file.unlink()
+
+
+def rate_at(done: float, warmup: float) -> float:
+    """The share of the peak learning rate when `done` (0..1) of the course is over: a rise, then half a cosine."""
+    if done < warmup:
+        return max(done, 1e-3) / warmup if warmup else 1.0
+    turn = min((done - warmup) / max(1.0 - warmup, 1e-9), 1.0)
+    return LAST_RATE + (1.0 - LAST_RATE) * 0.5 * (1.0 + math.cos(math.pi * turn))

@@ -1,0 +1,147 @@
+"""Train an EAGLE-3 draft head for a model, from text that the model writes itself.
+
+    python scripts/train_eagle.py --model-path MODEL --output HEAD_FOLDER
+
+writes conversations with `runtime.Engine` (--generate-minutes), trains (--train-minutes), measures acceptance with the server, and leaves
+config.json, model.safetensors, README.md, evaluation.json, training.json and curves.png in HEAD_FOLDER. Cut off, the same command goes on
+where it stopped. --quick shows all of it in minutes, with a head that is not worth much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# The package, the result frame and the parts of this script; children of the engine find the package the same way.
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "python"), str(ROOT)]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+PHASES = ("generate", "train", "evaluate")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = p.add_argument
+    add("--model-path", help="the target: folder, hub id or .gguf file; default: the embedded model")
+    add("--output", type=Path, required=True, help="the head's folder")
+    add("--work", type=Path, help="folder of data and checkpoints; default: OUTPUT-work")
+    add("--phases", default=",".join(PHASES), help="which of generate,train,evaluate to run (default: all)")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    add("--dtype", choices=("float32", "bfloat16"), help="of target and products; default: bfloat16 on cuda, float32 on cpu")
+    add("--threads", type=int, help="CPU threads; default: the cores there are")
+    add("--seed", type=int, default=0)
+    add("--quick", action="store_true", help="little of everything")
+    data = p.add_argument_group("data")
+    data.add_argument("--generate-minutes", type=float, default=4.0, help="begin no further round after that (default %(default)s)")
+    data.add_argument("--generate-tokens", type=int, default=40_000_000, help="answer tokens that are enough (default %(default)s)")
+    data.add_argument("--answer-tokens", type=int, default=512, help="longest answer (default %(default)s)")
+    data.add_argument("--held-out", type=int, default=256, help="prompts never trained on (default %(default)s)")
+    data.add_argument("--quantization", choices=("int8",), help="of the writing target, on a CPU")
+    data.add_argument("--batch", type=int, help="requests together; default: 512 on cuda, 16 on cpu")
+    head = p.add_argument_group("head")
+    head.add_argument("--draft-vocab-size", type=int, default=8192, help="default %(default)s")
+    head.add_argument("--intermediate-size", type=int, help="default: the target's")
+    head.add_argument("--aux-layers", type=int, nargs=3, help="layers whose input streams are the features; default: 2, n/2, n-3")
+    course = p.add_argument_group("training")
+    course.add_argument("--train-minutes", type=float, default=4.5, help="default %(default)s")
+    course.add_argument("--train-steps", type=int, help="in place of minutes")
+    course.add_argument("--passes", type=int, default=5, help="draft passes unrolled (default %(default)s)")
+    course.add_argument("--batch-tokens", type=int, help="default: 32768 on cuda, 2048 on cpu")
+    course.add_argument("--max-length", type=int, default=1024, help="longest row (default %(default)s)")
+    course.add_argument("--learning-rate", type=float, default=1e-3, help="default %(default)s")
+    course.add_argument("--hard-share", type=float, default=0.3, help="weight of the target's argmax in the loss (default %(default)s)")
+    course.add_argument("--pass-decay", type=float, default=0.9, help="weight of a pass relative to the one before (default %(default)s)")
+    course.add_argument("--joined-share", type=float, default=0.15, help="conversations that share rows (default %(default)s)")
+    measured = p.add_argument_group("measuring")
+    measured.add_argument("--shapes", default="3/1/4,5/1/6", help="steps/topk/draft tokens to measure (default %(default)s)")
+    measured.add_argument("--prompts", type=int, default=256, help="held-out prompts, at most (default %(default)s)")
+    measured.add_argument("--measured-tokens", type=int, default=256, help="longest measured answer (default %(default)s)")
+    return p
+
+
+QUICK = {
+    "generate_minutes": 2.0, "generate_tokens": 6000, "answer_tokens": 64, "held_out": 8, "draft_vocab_size": 4096, "train_minutes": 1.0,
+    "prompts": 8, "measured_tokens": 48,
+}  # fmt: skip
+"""What --quick makes of options that are left alone."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.quick:
+        parser.set_defaults(**QUICK)
+        args = parser.parse_args(argv)
+    phases = args.phases.split(",")
+    if not set(phases) <= set(PHASES):
+        raise SystemExit(f"--phases {args.phases}: it must name {', '.join(PHASES)}")
+
+    # Light until here: --help needs no torch.
+    import torch
+    from eagle_training.evaluation import Shape
+    from eagle_training.pipeline import DTYPES, Plan, run
+    from eagle_training.synthesis import Amount
+    from eagle_training.trainer import Course
+
+    from runtime.errors import ConfigError
+    from runtime.model_source import resolve_model
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_cuda = device == "cuda"
+    dtype = args.dtype or ("bfloat16" if on_cuda else "float32")
+    batch = args.batch or (512 if on_cuda else 16)
+    try:
+        source = resolve_model(args.model_path)
+        run(
+            Plan(
+                source=source,
+                output=args.output,
+                work=args.work or args.output.with_name(args.output.name + "-work"),
+                device=device,
+                dtype=dtype,
+                seed=args.seed,
+                threads=args.threads,
+                quantization=args.quantization,
+                amount=Amount(
+                    seed=args.seed,
+                    seconds=args.generate_minutes * 60,
+                    tokens=args.generate_tokens,
+                    held_out=args.held_out,
+                    answer_tokens=args.answer_tokens,
+                    round_size=256 if on_cuda else 24,
+                    workers=3 if on_cuda else 1,
+                ),
+                course=Course(
+                    seed=args.seed,
+                    steps=args.train_steps,
+                    seconds=args.train_minutes * 60,
+                    passes=args.passes,
+                    learning_rate=args.learning_rate,
+                    batch_tokens=args.batch_tokens or (32768 if on_cuda else 2048),
+                    max_length=args.max_length,
+                    joined_share=args.joined_share,
+                    pass_decay=args.pass_decay,
+                    hard_share=args.hard_share,
+                    amp=DTYPES[dtype],
+                ),
+                draft_vocab_size=args.draft_vocab_size,
+                intermediate_size=args.intermediate_size,
+                aux_layers=tuple(args.aux_layers) if args.aux_layers else None,
+                shapes=tuple(Shape.parse(text) for text in args.shapes.split(",")),
+                prompts=args.prompts,
+                measured_tokens=args.measured_tokens,
+                batch_limit=batch,
+            ),
+            phases,
+        )
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,482 @@
+"""Training an EAGLE-3 head: its parts against their definitions, and the trained head against the server's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from eagle_training.batches import epoch_batches, make_batch
+from eagle_training.conversations import Conversation, ShardFolder, cut_loop, loop_period
+from eagle_training.estimate import estimate, walk
+from eagle_training.evaluation import count_drafts
+from eagle_training.head import EagleHead, head_config
+from eagle_training.loss import Teacher, cross_entropy, teach
+from eagle_training.synthesis import Amount, Synthesizer, synthesize, user_prefix
+from eagle_training.target import FrozenTarget
+from eagle_training.trainer import Course, Trainer, rate_at
+from eagle_training.vocabulary import answer_counts, coverage, draft_to_target, pick_vocabulary, target_in_draft
+from safetensors.torch import save_file
+
+from runtime.batch import ForwardMode
+from runtime.forward_batch import ForwardBatch
+from runtime.layers.attention.base import AttentionShape
+from runtime.layers.attention.torch_native import TorchNativeAttention
+from runtime.layers.torch_ops import TorchOps
+from runtime.mem_cache.kv_pool import KVPool, PageTable
+from runtime.model_executor.weight_loader import safetensors_weights
+from runtime.models.config import ModelConfig
+from runtime.models.decoder import DecoderModel
+from runtime.models.draft_head import load_draft_config
+from runtime.models.eagle3 import LlamaForCausalLMEagle3
+from runtime.models.hf_config import load_hf_config
+from runtime.models.registry import build_model
+from runtime.tokenizer import Tokenizer
+from unit.small_tokenizer import write_small_tokenizer
+
+CPU = torch.device("cpu")
+AUX = (1, 2, 4)
+WIDTH = 64
+VOCAB = 96
+RAW = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 96,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "max_position_embeddings": 256, "eos_token_id": 1, "bos_token_id": 0, "tie_word_embeddings": True, "torch_dtype": "float32",
+    "hidden_act": "silu",
+}  # fmt: skip
+
+
+def write_model(folder: Path, raw: dict[str, Any]) -> Path:
+    """A checkpoint whose every part matters: weights large enough that its answers depend on the text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    g = torch.Generator().manual_seed(3)
+    shapes = build_model(load_hf_config(folder), TorchOps(), torch.float32, CPU).expected_weights()
+    tensors = {
+        name: 1 + 0.2 * torch.randn(shape, generator=g) if len(shape) == 1 else torch.randn(shape, generator=g) / shape[-1] ** 0.5
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny", RAW)
+
+
+@pytest.fixture(scope="module")
+def target(model_folder: Path) -> FrozenTarget:
+    return FrozenTarget(str(model_folder), load_hf_config(model_folder), AUX, torch.float32, CPU, 4096)
+
+
+def make_head(target: FrozenTarget, seed: int = 0, feature_size: torch.Tensor | None = None) -> EagleHead:
+    vocabulary = np.sort(np.random.default_rng(1).permutation(VOCAB)[:40]).astype(np.int64)
+    vocabulary = np.union1d(vocabulary, [1])[:40]
+    config = head_config(target.config, 80, len(vocabulary))
+    head = EagleHead(config, target.embed, vocabulary, torch.ones(3 * WIDTH) if feature_size is None else feature_size)
+    head.init_weights(target.model.lm_head.weight, target.model.final_norm.weight, torch.Generator().manual_seed(seed))
+    return head
+
+
+# ---- the server's side
+
+
+class ServedModel:
+    """A model of the server's, with a KV pool and one request in row 1."""
+
+    def __init__(self, model: DecoderModel | LlamaForCausalLMEagle3) -> None:
+        c: ModelConfig = model.config
+        pool = KVPool(c.num_layers, 256, 1, c.num_kv_heads, c.head_dim, torch.float32, CPU)
+        self.table = PageTable(2, 256, 1, CPU)
+        self.table.pages[1] = torch.arange(1, 257)
+        shape = AttentionShape(c.num_q_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, c.window, 1, 4, 1, 256)
+        self.model, self.backend = model, TorchNativeAttention(shape, pool, self.table)
+        model.bind(pool, self.backend)
+
+    def batch(self, ids: Sequence[int], before: int, hidden: torch.Tensor | None = None) -> ForwardBatch:
+        """`ids` after `before` positions, planned."""
+        n = len(ids)
+        positions = torch.arange(before, before + n)
+        lens = torch.tensor([before + n], dtype=torch.int32)
+        batch = ForwardBatch(
+            mode=ForwardMode.EXTEND, batch_size=1, tokens_per_req=0, input_ids=torch.tensor(ids), positions=positions,
+            out_cache_loc=self.table.slots(torch.ones(n, dtype=torch.int64), positions), req_pool_indices=torch.ones(1, dtype=torch.int64),
+            seq_lens=lens, qo_indptr=torch.tensor([0, n], dtype=torch.int32), seq_len_bounds=lens.numpy(),
+            extend_lens=np.array([n], dtype=np.int32), hidden_states=hidden,
+        )  # fmt: skip
+        self.backend.plan(batch)
+        return batch
+
+
+def served_target(folder: Path) -> tuple[DecoderModel, ServedModel]:
+    model = build_model(load_hf_config(folder), TorchOps(), torch.float32, CPU)
+    model.load(safetensors_weights(folder, CPU, progress=False))
+    return model, ServedModel(model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "tie_word_embeddings": False},
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 5},
+    ],
+)
+def test_the_frozen_target_computes_what_the_server_computes(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = write_model(tmp_path / "m", RAW | changes)
+    model, served = served_target(folder)
+    frozen = FrozenTarget(str(folder), model.config, AUX, torch.float32, CPU, 256)
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, VOCAB, (3, 20), generator=g)
+    lengths = [20, 13, 7]
+    features, hidden = frozen.run(ids)
+    with torch.inference_mode():
+        for row, length in enumerate(lengths):
+            expected, aux = model.forward(served.batch(ids[row, :length].tolist(), 0), AUX)
+            assert aux is not None
+            torch.testing.assert_close(features[row, :length], aux, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(hidden[row, :length], expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(frozen.logits(hidden[row, :length]), model.logits(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_the_exported_head_computes_in_the_server_what_it_computed_in_training(
+    tmp_path: Path, model_folder: Path, target: FrozenTarget
+) -> None:
+    """For several bases: draft-extend over the text so far, then draft-decode passes fed with the head's own states."""
+    head = make_head(target, feature_size=torch.rand(3 * WIDTH, generator=torch.Generator().manual_seed(8)) * 5 + 0.1)
+    with torch.no_grad():
+        g = torch.Generator().manual_seed(4)
+        for name, parameter in head.named_parameters():
+            parameter.copy_(1 + 0.3 * torch.randn(parameter.shape, generator=g) if parameter.dim() == 1 else parameter * 4)
+            assert name
+    head.export(tmp_path / "head", AUX, torch.float32)
+    model, _ = served_target(model_folder)
+    config = load_draft_config(tmp_path / "head", "EAGLE3", model.config)
+    assert config.aux_layers == AUX
+    served_head = LlamaForCausalLMEagle3(config, model)
+    served_head.load(safetensors_weights(tmp_path / "head", CPU, progress=False))
+    served = ServedModel(served_head)
+    passes, length = 4, 17
+    ids = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(5))
+    with torch.inference_mode():
+        features, _ = target.run(ids)
+        unrolled = list(head.unroll(ids, features, passes))
+        text = ids[0].tolist()
+        for base in (0, 3, 9, length - passes - 1):
+            state = served_head.forward(served.batch(text[1 : base + 2], 0, features[0, : base + 1]))[-1:]
+            for i in range(passes):
+                if i > 0:
+                    state = served_head.forward(served.batch([text[base + i + 1]], base + i, state))
+                torch.testing.assert_close(unrolled[i][0, base], state[0], rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(head.logits(unrolled[i][0, base : base + 1]), served_head.logits(state), rtol=1e-4, atol=1e-3)
+
+
+def test_the_exported_vocabulary_is_the_trained_one(tmp_path: Path, model_folder: Path, target: FrozenTarget) -> None:
+    head = make_head(target)
+    head.export(tmp_path / "head", AUX)
+    model, _ = served_target(model_folder)
+    served = LlamaForCausalLMEagle3(load_draft_config(tmp_path / "head", "EAGLE3", model.config), model)
+    served.load(safetensors_weights(tmp_path / "head", CPU, progress=False))
+    assert served.to_target is not None
+    assert served.to_target.tolist() == head.vocabulary.tolist()
+    tensors = dict(safetensors_weights(tmp_path / "head", CPU, progress=False))
+    assert torch.nonzero(tensors["t2d"]).flatten().tolist() == head.vocabulary.tolist()
+    assert tensors["lm_head.weight"].dtype == torch.bfloat16
+
+
+# ---- vocabulary
+
+
+def talk(ids: Sequence[int], start: int, temperature: float = 0.0, prompt: str = "a", held_out: bool = False) -> Conversation:
+    return Conversation(np.array(ids, dtype=np.int32), start, temperature, prompt, held_out)
+
+
+def test_the_most_frequent_answer_tokens_are_picked_and_maps_are_inverse() -> None:
+    conversations = [talk([9, 9, 9, 4, 4, 7], 3), talk([9, 7, 7, 2], 1)]
+    counts = answer_counts(conversations, 12)
+    assert counts.tolist() == [0, 0, 1, 0, 2, 0, 0, 3, 0, 0, 0, 0]
+    ids = pick_vocabulary(counts, 3, always=[11])
+    assert ids.tolist() == [4, 7, 11]
+    assert coverage(counts, ids) == 5 / 6
+    assert (draft_to_target(ids) + np.arange(3)).tolist() == ids.tolist()
+    assert np.flatnonzero(target_in_draft(ids, 12)).tolist() == ids.tolist()
+    assert pick_vocabulary(counts, 5).tolist() == [0, 1, 2, 4, 7]
+
+
+# ---- loss
+
+
+@pytest.mark.parametrize("chunk", [2, 5, 64])
+def test_the_chunked_loss_and_its_gradients_are_those_of_the_definition(chunk: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(11, 8, generator=g, requires_grad=True)
+    weight = torch.randn(6, 8, generator=g, requires_grad=True)
+    scores = torch.randn(11, 20, generator=g) * 2
+    vocabulary = torch.tensor([0, 3, 4, 9, 15, 19])
+    to_draft = torch.full((20,), -1).scatter(0, vocabulary, torch.arange(6))
+    lesson = teach(scores, vocabulary, to_draft, torch.float32)
+    loss, guesses = cross_entropy(x * 1.5, weight, lesson, 0.25, torch.float32, chunk)
+    (loss * 3).backward()
+    mine = (x.grad, weight.grad)
+    x.grad = weight.grad = None
+    log_probs = ((x * 1.5) @ weight.T).log_softmax(-1)
+    expected = torch.zeros(())
+    for row in range(11):
+        best = int(scores[row].argmax())
+        if best in vocabulary.tolist():
+            soft = scores[row][vocabulary].softmax(-1)
+            expected = expected - 0.75 * (soft * log_probs[row]).sum() - 0.25 * log_probs[row, vocabulary.tolist().index(best)]
+    (expected * 3).backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(mine, (x.grad, weight.grad))
+    assert guesses.tolist() == log_probs.argmax(-1).tolist()
+    assert 0 < int((lesson.best < 0).sum()) < 11, "the case of a token that the draft cannot say must occur"
+
+
+def test_what_the_draft_cannot_say_teaches_nothing() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    loss, _ = cross_entropy(x, torch.randn(5, 4), Teacher(torch.full((3, 5), 0.2), torch.full((3,), -1)), 0.5, torch.float32)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert x.grad is not None
+    assert not x.grad.any()
+
+
+# ---- batches
+
+
+def random_talks(count: int, seed: int = 0, longest: int = 60) -> list[Conversation]:
+    rng = np.random.default_rng(seed)
+    found = []
+    for i in range(count):
+        n = int(rng.integers(8, longest))
+        found.append(talk(rng.integers(2, VOCAB, n).tolist(), int(rng.integers(2, n - 3)), prompt=f"p{i}"))
+    return found
+
+
+def test_an_epoch_holds_every_conversation_once_within_the_batch() -> None:
+    conversations = random_talks(50)
+    batches = epoch_batches(conversations, 512, 128, 0.3, seed=1, epoch=0)
+    assert sorted(c.prompt for batch in batches for row in batch for c in row) == sorted(c.prompt for c in conversations)
+    assert any(len(row) > 1 for batch in batches for row in batch)
+    assert all(make_batch(batch, 128).ids.numel() <= 512 for batch in batches)
+    again = epoch_batches(conversations, 512, 128, 0.3, seed=1, epoch=0)
+    names = [[[c.prompt for c in row] for row in batch] for batch in batches]
+    assert names == [[[c.prompt for c in row] for row in batch] for batch in again]
+    assert names != [[[c.prompt for c in row] for row in b] for b in epoch_batches(conversations, 512, 128, 0.3, seed=1, epoch=1)]
+
+
+def test_depth_counts_answer_tokens_seen_where_one_more_follows() -> None:
+    batch = make_batch([[talk([10, 11, 12, 13, 14], 2), talk([20, 21, 22], 1)], [talk([30, 31, 32], 2)]], 7)
+    assert batch.ids[0, :7].tolist() == [10, 11, 12, 13, 14, 20, 21]
+    assert batch.depth[0, :7].tolist() == [-1, -1, 0, 1, -1, -1, -1]
+    assert not (batch.depth[1] >= 0).any()
+    assert batch.ids.shape[1] % 32 == 0
+    assert batch.tokens == 10
+
+
+# ---- acceptance
+
+
+def slow_walk(guesses: list[list[int]], text: list[int], start: int) -> list[int]:
+    """Serve one greedy answer: `guesses[i][b]` is what pass `i` says at base `b`; windows follow one another to the text's end."""
+    lens, committed = [], start + 1  # the first answer token comes from the prompt pass
+    while committed < len(text):
+        base = committed - 2
+        accepted = 0
+        for i in range(len(guesses)):
+            if committed + accepted < len(text) and guesses[i][base] == text[committed + accepted]:
+                accepted += 1
+            else:
+                break
+        lens.append(accepted + 1)
+        committed += accepted + 1
+    return lens
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_estimate_walks_as_the_server_does(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    text = rng.integers(0, 2, 30).tolist()
+    guesses = rng.integers(0, 2, (3, 30)).tolist()
+    hits = np.array([[b + i + 2 < 30 and guesses[i][b] == text[b + i + 2] for b in range(30)] for i in range(3)])
+    start = int(rng.integers(1, 27))
+    assert walk(hits, start - 1, 30) == slow_walk(guesses, text, start)
+
+
+def test_drafts_are_counted_from_what_the_engine_reports() -> None:
+    meta = {"spec_verify_ct": 10, "spec_accepted_by_position": [7, 4, 1], "completion_tokens": 23}
+    counters = count_drafts([{"meta_info": meta}, {"meta_info": {"completion_tokens": 1}}], 3)
+    assert counters.mean_accept_len == pytest.approx(1 + 12 / 10)
+    assert counters.rates() == pytest.approx([0.7, 4 / 7, 0.25])
+
+
+# ---- training
+
+
+def greedy_talks(target: FrozenTarget, count: int) -> list[Conversation]:
+    """What the tiny target says after random prompts."""
+    g = torch.Generator().manual_seed(7)
+    ids = torch.randint(2, VOCAB, (count, 4), generator=g)
+    for _ in range(24):
+        _, hidden = target.run(ids)
+        ids = torch.cat([ids, target.logits(hidden[:, -1]).argmax(-1, keepdim=True)], 1)
+    return [talk(row, 4, prompt=str(i)) for i, row in enumerate(ids.tolist())]
+
+
+def make_trainer(target: FrozenTarget, folder: Path, steps: int, seed: int = 0) -> Trainer:
+    talks = greedy_talks(target, 24)
+    course = Course(
+        seed=seed, steps=steps, seconds=0.0, passes=3, learning_rate=3e-3, batch_tokens=256, max_length=64, log_steps=2, checks=2
+    )
+    return Trainer(make_head(target), target, talks[4:], talks[:4], course, folder)
+
+
+def test_the_loss_falls_and_acceptance_rises(tmp_path: Path, target: FrozenTarget) -> None:
+    trainer = make_trainer(target, tmp_path, 60)
+    before = trainer.check()["accept_length"]
+    trainer.progress.checks.clear()
+    trainer.run()
+    history = trainer.progress.history
+    assert history[-1]["loss"] < 0.7 * history[0]["loss"]
+    assert history[-1]["agreement"][0] > history[0]["agreement"][0] + 0.1
+    train_set = trainer._train
+    after = estimate(trainer.head, target, train_set, 3, 512, torch.float32).mean_accept_len
+    assert after > before
+    assert json.loads((tmp_path / "training.json").read_text())["checks"][-1]["step"] == 60
+
+
+def test_a_run_that_was_cut_off_ends_with_the_same_weights(tmp_path: Path, target: FrozenTarget) -> None:
+    whole = make_trainer(target, tmp_path / "whole", 12)
+    whole.run()
+    first = make_trainer(target, tmp_path / "cut", 12)
+    first.course = dataclasses.replace(first.course)
+    for batch in first._batches():
+        first.learn(batch)
+        first.progress.step += 1
+        if first.progress.step == 7:
+            break
+    first.save()
+    second = make_trainer(target, tmp_path / "cut", 12)
+    assert second.resume()
+    assert second.progress.step == 7
+    second.run()
+    for name, parameter in whole.head.named_parameters():
+        assert torch.equal(parameter, dict(second.head.named_parameters())[name]), name
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    rates = [rate_at(done / 100, 0.1) for done in range(101)]
+    assert rates[:11] == sorted(rates[:11])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert max(rates) == pytest.approx(1.0)
+    assert rates[-1] == pytest.approx(0.02)
+
+
+# ---- data
+
+
+def test_loops_are_found_and_cut() -> None:
+    rng = np.random.default_rng(0)
+    head = rng.integers(0, 1000, 50).tolist()
+    assert loop_period(head) == (0, 0)
+    assert loop_period([*head, *[5] * 60])[0] == 1
+    turn = [7, 8, 9, 10, 11]
+    looping = np.array([*head, *turn * 20], dtype=np.int32)
+    period, repeated = loop_period(looping)
+    assert period == 5
+    assert repeated >= 100
+    cut = cut_loop(looping)
+    assert cut.tolist() == looping[: len(cut)].tolist()
+    assert 50 + 5 <= len(cut) <= 50 + 15
+    assert loop_period([*head, *turn * 3]) == (0, 0), "three short turns are no loop yet"
+
+
+def test_shards_keep_every_field(tmp_path: Path) -> None:
+    shards = ShardFolder(tmp_path)
+    shards.save(0, [talk([1, 2, 3], 1, 0.5, "Grüße 'x'", True)])
+    shards.save(4, [])
+    shards.save(2, [talk([4], 0), talk([5, 6], 1)])
+    assert shards.next_number() == 5
+    assert [(c.ids.tolist(), c.answer_start, c.temperature, c.prompt, c.held_out) for c in shards.load()] == [
+        ([1, 2, 3], 1, 0.5, "Grüße 'x'", True), ([4], 0, 0.0, "a", False), ([5, 6], 1, 0.0, "a", False),
+    ]  # fmt: skip
+
+
+class ParrotEngine:
+    """An engine whose answers depend on the prompt alone; users' turns come twice."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.prompts: list[list[int]] = []
+        self._lock = threading.Lock()
+        self._turns = 0
+
+    def generate(self, prompt: Any = None, sampling_params: Any = None, *, input_ids: Any = None) -> Any:
+        many = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(input_ids)
+        return [self._one(ids, sampling) for ids, sampling in zip(input_ids, many, strict=True)]
+
+    def _one(self, ids: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            self.prompts.append(ids)
+            self._turns += 1
+            number = self._turns // 2
+        if "top_p" in sampling:
+            text = f" tell me of the number {number}"
+        else:
+            text = f"the answer {sum(ids) % 97} at {sampling['temperature']} is long enough"
+        return {"text": text, "output_ids": self._tokenizer.encode_plain(text)}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_small_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def test_the_users_prefix_ends_where_the_users_words_begin(tokenizer: Tokenizer) -> None:
+    whole = tokenizer.encode_chat([{"role": "user", "content": "Hello there"}])
+    prefix = user_prefix(tokenizer)
+    assert whole[: len(prefix)] == prefix
+    assert tokenizer.decode(whole[len(prefix) :]).startswith("Hello there")
+
+
+def test_prompts_are_new_and_held_out_ones_stay_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    amount = Amount(seed=1, seconds=60.0, tokens=2500, held_out=5, round_size=12, workers=2)
+    shards = ShardFolder(tmp_path)
+    synthesize(ParrotEngine(tokenizer), tokenizer, amount, shards)
+    made = shards.load()
+    held_out, train = [c for c in made if c.held_out], [c for c in made if not c.held_out]
+    assert len(held_out) == 5
+    assert all(c.temperature == 0.0 for c in held_out)
+    assert not {c.prompt for c in held_out} & {c.prompt for c in train}
+    greedy = [c.prompt for c in made if c.temperature == 0.0]
+    assert len(greedy) == len(set(greedy))
+    assert {c.prompt for c in train if c.temperature > 0} <= set(greedy)
+    assert any(c.temperature > 0 for c in train)
+    assert sum(c.answer_tokens for c in train) >= 2500
+    for c in made[:10]:
+        assert c.ids[: c.answer_start].tolist() == tokenizer.encode_chat([{"role": "user", "content": c.prompt}])
+    assert shards.note["complete"]
+
+
+def test_synthesis_goes_on_where_it_was_cut_off(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    shards = ShardFolder(tmp_path)
+    amount = Amount(seed=1, seconds=60.0, tokens=1, held_out=100, round_size=8, workers=1)
+    engine = ParrotEngine(tokenizer)
+    synthesize(engine, tokenizer, dataclasses.replace(amount, held_out=3), shards)
+    first = {c.prompt for c in shards.load()}
+    seconds = shards.note["seconds"]
+    synthesize(engine, tokenizer, dataclasses.replace(amount, tokens=2000, held_out=3), shards)
+    later = shards.load()
+    assert len({c.prompt for c in later}) > len(first)
+    assert sum(c.held_out for c in later) == 3
+    assert shards.note["seconds"] > seconds
+    maker = Synthesizer(engine, tokenizer, amount, later)
+    assert all(maker._claim(prompt) == "known" for prompt in first)

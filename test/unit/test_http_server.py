@@ -346,7 +346,7 @@ def test_a_reader_who_stops_reading_is_cut_off_and_others_go_on(monkeypatch: pyt
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.setblocking(False)
             await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", f.port))
-            f.manager.limits = dataclasses.replace(f.manager.limits, max_context_len=40_000)
+            f.manager.limits = dataclasses.replace(f.manager.limits, max_context_len=40_000, max_total_tokens=40_000)
             body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 20_000, "logprobs": 20}).encode()
             head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
             await asyncio.get_running_loop().sock_sendall(sock, head + body)

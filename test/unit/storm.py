@@ -122,33 +122,35 @@ class Storm:
     def _admit(self) -> None:
         free = [r for r in range(1, self.driver.limits.max_running_requests + 1) if r not in self.driver.kv]
         self.rng.shuffle(free)
-        wanted = int(self.rng.integers(0, 12)) if self.driver.kv else 12
-        for row in free[: max(0, min(wanted, self.most - len(self.driver.kv)))]:
-            self._start(row)
+        wanted = int(self.rng.integers(0, 12)) if self.driver.kv else 20
+        chosen = free[: max(0, min(wanted, self.most - len(self.driver.kv)))]
+        prompts: dict[int, list[int]] = {}
+        resumed: dict[int, int] = {}
+        shared: dict[int, tuple[int, int]] = {}
+        for row in chosen:
+            if self.waiting and self.rng.random() < 0.7:
+                prompts[row], resumed[row], self.sampling[row], self.driver.out[row] = self.waiting.pop()
+                self.prompt_lens[row] = resumed[row]
+            else:
+                prompts[row], prefix = self._new_prompt()
+                if prefix is not None:
+                    shared[row] = prefix
+                self.sampling[row] = self._next_sampling()
+                self.prompt_lens[row] = len(prompts[row])
+            self.limit[row] = int(self.rng.integers(4, 30))
+        if chosen:
+            chunk = int(self.rng.choice([3, 7, 16, 1 << 30]))
+            self.driver.prefill(prompts, chunk, {r: self.sampling[r] for r in chosen}, resumed=resumed, shared=shared)
 
-    def _start(self, row: int) -> None:
-        chunk = int(self.rng.choice([1, 3, 5, 1 << 30]))
-        if self.waiting and self.rng.random() < 0.7:
-            prompt, prompt_len, sampling, out = self.waiting.pop()
-            self.driver.out[row] = out
-            resumed = {row: prompt_len}
-            self.prompt_lens[row] = prompt_len
-            shared = None
-        else:
-            prompt, shared = self._new_prompt()
-            sampling = self.samplings[self.count % len(self.samplings)]
-            sampling = SamplingParams(**{f: getattr(sampling, f) for f in sampling.__struct_fields__} | {"seed": 1000 + self.count})
-            self.count += 1
-            resumed = {}
-            self.prompt_lens[row] = len(prompt)
-        self.sampling[row] = sampling
-        self.limit[row] = int(self.rng.integers(4, 30))
-        self.driver.prefill({row: prompt}, chunk, sampling, resumed=resumed, shared={row: shared} if shared else None)
+    def _next_sampling(self) -> SamplingParams:
+        """The next of `samplings`, with a seed of its own."""
+        chosen = self.samplings[self.count % len(self.samplings)]
+        self.count += 1
+        return SamplingParams(**{f: getattr(chosen, f) for f in chosen.__struct_fields__} | {"seed": 1000 + self.count})
 
     def _new_prompt(self) -> tuple[list[int], tuple[int, int] | None]:
         """Random, or one that agrees with a living request on some whole pages and the token after them, whose KV it then shares."""
         fresh = self.rng.integers(0, 97, int(self.rng.integers(2, 40))).tolist()
-        # only rows that give no shared pages back before the storm ends: sharing is counted nowhere here
         if not self.driver.kv or self.rng.random() < 0.6:
             return fresh, None
         page = self.driver.limits.page_size

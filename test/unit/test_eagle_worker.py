@@ -1,0 +1,414 @@
+"""Speculative workers against their slow twins: the same target without drafts, the same passes without padding, the draft from scratch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.layers.linear import Linear
+from runtime.sampling_params import SamplingParams
+from unit.driver import GREEDY, Driver
+from unit.predicting import VOCAB, model_config, plain, speculating
+from unit.storm import SIZES, Storm, pools, same_life
+
+PROMPTS = {r: np.random.default_rng(r).integers(0, VOCAB, 3 + 5 * r).tolist() for r in (1, 2, 3, 5)}
+ECHO = {1: [5, 6, 7, 8, 9] * 4, 2: [1, 2, 3, 4] * 4, 3: list(range(20))}
+CHAIN: dict[str, Any] = {}
+TREE = {"topk": 3, "num_draft_tokens": 7}
+
+
+@pytest.fixture
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in float64, rounded once: the bits of a row no longer depend on how many rows are multiplied beside it."""
+
+    def product(self: Linear, x: torch.Tensor) -> torch.Tensor:
+        out = (x.double() @ self.weight.double().T).to(x.dtype)
+        return out if self.bias is None else out + self.bias
+
+    monkeypatch.setattr(Linear, "__call__", product)
+
+
+def life(tmp_path: Path, algorithm: str | None, replay: str | None, seed: int, turns: int, page: int = 1, **spec: Any) -> Storm:
+    sizes = SIZES if replay else None
+    samplings = spec.pop("samplings", (GREEDY,))
+    if algorithm is None:
+        worker = plain(replay, sizes, page_size=page)
+    else:
+        worker = speculating(tmp_path, algorithm, replay, sizes, runtime={"page_size": page}, **spec)
+    # the reference is left alone; what runs on padded buffers is poisoned
+    return Storm(worker, seed, samplings, poison=replay is not None).run(turns)
+
+
+MIXED = (
+    GREEDY,
+    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2),
+    SamplingParams(temperature=0.7, top_k=8, logit_bias={3: 4.0, 5: -100.0}, min_new_tokens=5),
+)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "page", "spec"),
+    [
+        (None, 16, {}),
+        (None, 1, {"samplings": MIXED}),
+        ("EAGLE", 1, CHAIN),
+        ("EAGLE", 16, {**CHAIN, "samplings": MIXED}),
+        ("EAGLE", 16, {**TREE, "samplings": MIXED}),
+        ("EAGLE", 1, {"num_steps": 5, "topk": 4, "num_draft_tokens": 8}),
+        ("EAGLE", 1, {"num_steps": 1, "topk": 3, "num_draft_tokens": 4}),
+        ("EAGLE3", 16, {**CHAIN, "samplings": MIXED}),
+        ("EAGLE3", 1, TREE),
+        ("STANDALONE", 16, {**CHAIN, "samplings": MIXED}),
+        ("NGRAM", 16, {**CHAIN, "samplings": MIXED}),
+    ],
+)
+def test_padded_and_poisoned_buffers_change_nothing(
+    tmp_path: Path, exact_products: None, algorithm: str | None, page: int, spec: dict[str, Any]
+) -> None:
+    """Batches of 1 to 33 in any order, rows reused, requests cut short mid-step, retracted and resumed, prefixes shared, odd chunks."""
+    padded = life(tmp_path, algorithm, "eager", 7, 10, page, **spec)
+    same_life(life(tmp_path, algorithm, None, 7, 10, page, **spec), padded)
+    assert len(padded.ends) > 3
+    if algorithm in ("EAGLE", "EAGLE3", "STANDALONE"):
+        decoded = [n for rows, lens in padded.trace if rows for n in lens]
+        assert np.mean(decoded) > 1.3, "drafts that are never right would hide what is wrong with them"
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *({"num_steps": k} for k in (1, 2, 3, 5)),
+        {"num_steps": 1, "topk": 2, "num_draft_tokens": 3},
+        {"num_steps": 2, "topk": 2, "num_draft_tokens": 4},
+        {"num_steps": 3, "topk": 4, "num_draft_tokens": 16},
+        {"num_steps": 5, "topk": 2, "num_draft_tokens": 4},
+    ],
+)
+def test_greedy_text_is_the_same_with_speculation(tmp_path: Path, algorithm: str, spec: dict[str, Any]) -> None:
+    expected = Driver(plain()).generate(PROMPTS, 30)
+    for page, chunk in ((1, 1 << 30), (16, 4)):
+        driver = Driver(speculating(tmp_path, algorithm, runtime={"page_size": page}, **spec))
+        assert driver.generate(PROMPTS, 30, chunk=chunk) == expected
+        assert driver.mean_accept_len() > 1.2
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_draft_that_is_the_target_is_always_right(tmp_path: Path, steps: int, page: int) -> None:
+    worker = speculating(tmp_path, "STANDALONE", num_steps=steps, runtime={"page_size": page})
+    for mine, its in zip(worker._draft.model._model.layers, worker._target.runner.model.layers, strict=True):
+        mine.o_proj.weight.copy_(its.o_proj.weight)
+    driver = Driver(worker)
+    assert driver.generate(PROMPTS, 30, chunk=5) == Driver(plain()).generate(PROMPTS, 30)
+    assert driver.mean_accept_len() == steps + 1
+
+
+@pytest.mark.parametrize("replay", [None, "eager"])
+def test_prompt_lookup_drafts_for_each_request_its_own_continuation(tmp_path: Path, replay: str | None) -> None:
+    driver = Driver(speculating(tmp_path, "NGRAM", replay, [4] if replay else None))
+    together = driver.generate(ECHO, 40)
+    assert together == Driver(plain()).generate(ECHO, 40)
+    alone = []
+    for row, prompt in ECHO.items():
+        one = Driver(speculating(tmp_path, "NGRAM"))
+        one.generate({row: prompt}, 40)
+        alone.append(one.mean_accept_len())
+    assert max(alone) > 1.5
+    accepted = sum(int(a.sum()) for a in driver.accepts)
+    steps = sum(len(a) for a in driver.accepts)
+    assert accepted / steps == pytest.approx(np.mean(alone), rel=0.15)
+
+
+# ---- the draft's KV
+
+
+def check_draft_from_scratch(tmp_path: Path, worker: Any, driver: Driver, algorithm: str, spec: dict[str, Any], page: int) -> None:
+    """Everything that the draft has of each request, against one prefill of all its text on a fresh worker."""
+    for row, text in driver.prompts.items():
+        if row not in driver.kv:
+            continue
+        kv_len = driver.kv[row]
+        known = (text + driver.out[row])[: kv_len + 1]
+        assert len(known) == kv_len + 1, "the committed length is the text without its last token"
+        fresh = speculating(tmp_path, algorithm, runtime={"page_size": page}, **spec)
+        twin = Driver(fresh, seed=5)
+        # the last token is given, not sampled: the twin must see what was really generated
+        twin.prefill({9: known}, chunk=kv_len, room=16)
+        # it has one position more, which is not compared
+        mine, theirs = torch.from_numpy(driver.slots(row, kv_len)), torch.from_numpy(twin.slots(9, kv_len))
+        for pool, other in zip(pools(worker), pools(fresh), strict=True):
+            for a, b in zip((*pool.k, *pool.v), (*other.k, *other.v), strict=True):
+                torch.testing.assert_close(a.flatten(0, 1)[mine], b.flatten(0, 1)[theirs], rtol=1e-4, atol=2e-5)
+        assert int(worker._target.rows.kv_lens[row]) == kv_len
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "spec"),
+    [
+        ("EAGLE", CHAIN),
+        ("EAGLE", TREE),
+        ("EAGLE", {"num_steps": 1}),
+        ("EAGLE", {"num_steps": 1, "topk": 3, "num_draft_tokens": 4}),
+        ("EAGLE3", CHAIN),
+        ("EAGLE3", TREE),
+        ("STANDALONE", CHAIN),
+    ],
+)
+@pytest.mark.parametrize("page", [1, 16])
+def test_draft_kv_is_what_a_prefill_of_the_whole_text_would_be(tmp_path: Path, algorithm: str, spec: dict[str, Any], page: int) -> None:
+    """Chunk ends inside the prompt, a shared prefix, windows accepted in part: whatever happened, draft KV reaches as far as the target's."""
+    worker = speculating(tmp_path, algorithm, runtime={"page_size": page}, **spec)
+    driver = Driver(worker)
+    driver.prefill({1: PROMPTS[5], 2: PROMPTS[2]}, chunk=5)
+    for _ in range(6):
+        driver.decode([2, 1])
+    known = (PROMPTS[5] + driver.out[1])[: driver.kv[1]]
+    whole = (len(known) - 1) // page * page
+    driver.prefill({3: [*known[: whole + 1], 11, 12, 13]}, shared={3: (1, whole)}, chunk=2)
+    for rows in ([3], [1, 3], [2, 3, 1]):
+        driver.decode(rows)
+    check_draft_from_scratch(tmp_path, worker, driver, algorithm, spec, page)
+
+
+def test_the_check_of_draft_kv_notices_a_wrong_token_at_a_chunk_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = speculating(tmp_path)
+    prompt_pass = worker._draft_prompt
+
+    def forgetful(done: Any) -> None:
+        done.next_tokens.zero_()  # the token after the chunk is not looked at
+        prompt_pass(done)
+
+    monkeypatch.setattr(worker, "_draft_prompt", forgetful)
+    driver = Driver(worker)
+    driver.prefill({1: PROMPTS[5]}, chunk=5)
+    with pytest.raises(AssertionError, match="not close"):
+        check_draft_from_scratch(tmp_path, worker, driver, "EAGLE", CHAIN, 1)
+
+
+# ---- sampling parameters
+
+FIELDS: dict[str, SamplingParams] = {
+    "greedy": GREEDY,
+    "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.6, presence_penalty=0.3),
+    "negative penalties": SamplingParams(temperature=0.0, repetition_penalty=0.7, frequency_penalty=-0.2, presence_penalty=-0.5),
+    "bias": SamplingParams(temperature=0.0, logit_bias={3: 6.0, VOCAB - 1: 5.5, 0: -100.0}),
+    "least length": SamplingParams(temperature=0.0, logit_bias={1: 100.0}, min_new_tokens=9),
+    "all": SamplingParams(
+        temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.1, logit_bias={1: 5.0, 7: 3.0}, min_new_tokens=6
+    ),
+}
+SAMPLED: dict[str, SamplingParams] = {
+    "temperature": SamplingParams(temperature=0.8),
+    "hardly any temperature": SamplingParams(temperature=1e-30),
+    "top_k": SamplingParams(top_k=5),
+    "top_k of more than there are": SamplingParams(top_k=1 << 29),
+    "top_p": SamplingParams(top_p=0.6),
+    "tiny top_p": SamplingParams(top_p=1e-6),
+    "min_p": SamplingParams(min_p=0.3),
+    "everything": SamplingParams(temperature=1.3, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.2, frequency_penalty=0.3,
+                                 presence_penalty=0.2, logit_bias={2: 2.0}, min_new_tokens=3),
+}  # fmt: skip
+WORKERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chain": ("EAGLE", CHAIN),
+    "tree": ("EAGLE", TREE),
+    "eagle3": ("EAGLE3", {"head": {"draft_vocab_size": 40}}),
+    "standalone": ("STANDALONE", CHAIN),
+    "ngram": ("NGRAM", CHAIN),
+}
+
+
+def prompts_for(count: int) -> dict[int, list[int]]:
+    return {r: np.random.default_rng(r).integers(0, VOCAB, 4 + r).tolist() for r in range(1, count + 1)}
+
+
+@pytest.mark.parametrize("name", WORKERS)
+@pytest.mark.parametrize("count", [1, 8])
+def test_whatever_changes_logits_gives_the_same_greedy_text_with_speculation(tmp_path: Path, name: str, count: int) -> None:
+    algorithm, spec = WORKERS[name]
+    worker, reference = speculating(tmp_path, algorithm, **spec), plain()
+    for wanted in FIELDS.values():
+        expected = Driver(reference).generate(prompts_for(count), 18, sampling=wanted)
+        assert Driver(worker).generate(prompts_for(count), 18, sampling=wanted) == expected
+
+
+@pytest.mark.parametrize("name", WORKERS)
+@pytest.mark.parametrize("count", [1, 8])
+def test_every_sampling_field_runs_and_stays_inside_the_vocabulary(tmp_path: Path, name: str, count: int) -> None:
+    algorithm, spec = WORKERS[name]
+    worker = speculating(tmp_path, algorithm, **spec)
+    for wanted in SAMPLED.values():
+        out = Driver(worker).generate(prompts_for(count), 12, sampling=wanted)
+        assert all(0 <= t < VOCAB for text in out.values() for t in text)
+
+
+def test_trees_and_no_speculation_draw_the_same_tokens_for_a_seed(tmp_path: Path) -> None:
+    reference = plain()
+    for spec in (TREE, {"num_steps": 1, "topk": 2, "num_draft_tokens": 3}):
+        worker = speculating(tmp_path, "EAGLE", **spec)
+        for wanted in SAMPLED.values():
+            expected = Driver(reference).generate(prompts_for(5), 15, sampling=wanted)
+            assert Driver(worker).generate(prompts_for(5), 15, sampling=wanted) == expected
+
+
+def test_hardly_any_temperature_is_greedy(tmp_path: Path) -> None:
+    cold = SamplingParams(temperature=1e-38)
+    expected = Driver(plain()).generate(prompts_for(4), 15)
+    for worker in (plain(), speculating(tmp_path), speculating(tmp_path, **TREE)):
+        assert Driver(worker).generate(prompts_for(4), 15, sampling=cold) == expected
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_logprobs_are_the_same_with_speculation(tmp_path: Path, name: str) -> None:
+    algorithm, spec = WORKERS[name]
+
+    def run(worker: Any) -> dict[int, list[tuple[float, list[int], list[float]]]]:
+        driver = Driver(worker)
+        driver.prefill(prompts_for(3))
+        found: dict[int, list[tuple[float, list[int], list[float]]]] = {1: [], 2: [], 3: []}
+        while any(len(f) < 14 for f in found.values()):
+            result = driver.decode([1, 2, 3], logprobs=3)
+            assert result.logprobs is not None
+            rows = np.repeat([1, 2, 3], result.accept_lens)
+            entries = zip(result.logprobs.chosen, result.logprobs.top_ids, result.logprobs.top, strict=True)
+            for row, (chosen, ids, top) in zip(rows.tolist(), entries, strict=True):
+                found[row].append((float(chosen), ids.tolist(), top.tolist()))
+        return {row: f[:14] for row, f in found.items()}
+
+    expected, got = run(plain()), run(speculating(tmp_path, algorithm, **spec))
+    for row, entries in expected.items():
+        for (chosen, ids, top), (chosen2, ids2, top2) in zip(entries, got[row], strict=True):
+            assert ids == ids2
+            assert chosen2 == pytest.approx(chosen, abs=1e-4)
+            assert top2 == pytest.approx(top, abs=1e-4)
+
+
+# ---- isolation
+
+
+@pytest.mark.parametrize("name", [None, *WORKERS])
+def test_a_request_gives_the_same_text_alone_and_among_others(tmp_path: Path, exact_products: None, name: str | None) -> None:
+    """Neighbours with penalties, filters, log-probabilities and other temperatures; sampled requests too."""
+    mix = [*FIELDS.values(), *SAMPLED.values()]
+    samplings = {r: mix[r % len(mix)] for r in range(1, 15)}
+
+    def worker() -> Any:
+        return plain() if name is None else speculating(tmp_path, WORKERS[name][0], **WORKERS[name][1])
+
+    together = Driver(worker()).generate(prompts_for(14), 12, sampling=samplings)
+    one = worker()
+    for row in range(1, 15):
+        alone = Driver(one, seed=row).generate({row: prompts_for(14)[row]}, 12, sampling=samplings)
+        assert alone[row] == together[row], f"request {row} depends on its neighbours"
+
+
+# ---- distributions
+
+
+SMALL = 11
+
+
+def filtered_by_definition(logprobs: np.ndarray, params: SamplingParams) -> np.ndarray:
+    p = np.exp(logprobs.astype(np.float64) / params.temperature)
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")
+    kept, mass = [], 0.0
+    top_k = params.top_k if params.top_k > 0 else len(p)
+    head = p[order[:top_k]].sum()
+    for token in order[:top_k]:
+        if mass >= params.top_p * head and kept:
+            break
+        kept.append(token)
+        mass += p[token]
+    out = np.zeros_like(p)
+    for token in kept:
+        if p[token] >= params.min_p * p[order[0]]:
+            out[token] = p[token]
+    return out / out.sum()
+
+
+def next_distribution(reference: Any, context: list[int], params: SamplingParams) -> np.ndarray:
+    driver = Driver(reference)
+    (result,) = driver.prefill({1: context}, logprobs=SMALL)
+    driver.release(1)
+    assert result.logprobs is not None
+    logprobs = np.zeros(SMALL)
+    logprobs[result.logprobs.top_ids[0]] = result.logprobs.top[0]
+    return filtered_by_definition(logprobs, params)
+
+
+@pytest.mark.parametrize("name", ["chain", "tree", "eagle3", "standalone", "ngram"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.8),
+        SamplingParams(temperature=1.5, top_k=4),
+        SamplingParams(top_p=0.7),
+        SamplingParams(min_p=0.25, temperature=1.2),
+    ],
+    ids=["temperature", "top_k", "top_p", "min_p"],
+)
+def test_sampled_text_has_the_targets_distribution(tmp_path: Path, name: str, params: SamplingParams) -> None:
+    """The second and third token of many seeds, both from a verified window, given those before them."""
+    rows, rounds, prompt = 200, 4, [3, 5, 3, 5, 3]
+    small = {"vocab_size": SMALL}
+    algorithm, spec = WORKERS[name]
+    runtime = {"max_running_requests": rows}
+    head = {"vocab_size": SMALL, **({"draft_vocab_size": 7} if name == "eagle3" else {})}
+    worker = speculating(tmp_path, algorithm, model=model_config(**small), runtime=runtime, sharp=0.6, **{**spec, "head": head})
+    reference = plain(model=model_config(**small), sharp=0.6)
+    texts: list[list[int]] = []
+    accepts: list[float] = []
+    for turn in range(rounds):
+        driver = Driver(worker)
+        samplings = {r: SamplingParams(**{**_fields(params), "seed": turn * rows + r}) for r in range(1, rows + 1)}
+        out = driver.generate(dict.fromkeys(samplings, prompt), 3, sampling=samplings, room=30)
+        texts += list(out.values())
+        accepts.append(driver.mean_accept_len())
+    assert np.mean(accepts) > 1.1
+    for depth in (1, 2):
+        statistic, freedom = 0.0, 0
+        contexts = {tuple(t[:depth]) for t in texts}
+        for context in contexts:
+            drawn = np.bincount([t[depth] for t in texts if tuple(t[:depth]) == context], minlength=SMALL)
+            p = next_distribution(reference, [*prompt, *context], params)
+            assert drawn[p == 0].sum() == 0, "a token was drawn that a filter excludes"
+            if drawn.sum() < 30:
+                continue
+            expected = p * drawn.sum()
+            often = expected >= 4
+            pooled = np.array([*drawn[often], drawn[~often].sum()]), np.array([*expected[often], expected[~often].sum()])
+            live = pooled[1] > 1
+            statistic += float(((pooled[0] - pooled[1])[live] ** 2 / pooled[1][live]).sum())
+            freedom += int(live.sum()) - 1
+        assert freedom > 0
+        assert statistic < freedom + 6 * np.sqrt(2 * freedom) + 6, f"token {depth}: {statistic:.1f} at {freedom} degrees"
+
+
+def _fields(params: SamplingParams) -> dict[str, Any]:
+    return {f: getattr(params, f) for f in params.__struct_fields__}
+
+
+# ---- ends of the world
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "spec"), [("EAGLE", CHAIN), ("EAGLE", TREE), ("EAGLE3", CHAIN), ("STANDALONE", CHAIN), ("NGRAM", CHAIN)]
+)
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_text_can_grow_to_the_end_of_the_context(tmp_path: Path, algorithm: str, spec: dict[str, Any], page: int) -> None:
+    """And a step that was in flight then may run past it."""
+    worker = speculating(tmp_path, algorithm, runtime={"page_size": page, "context_length": 64}, **spec)
+    prompt = np.random.default_rng(3).integers(0, VOCAB, 50).tolist()
+    expected = Driver(plain(context_length=64)).generate({1: prompt}, 14, room=14)
+    driver = Driver(worker)
+    driver.prefill({1: prompt}, room=14 + 2 * worker.limits.tokens_per_step)
+    while len(driver.out[1]) < 14:
+        driver.decode([1])
+    assert driver.out[1][:14] == expected[1]
+    driver.decode([1])

@@ -1,8 +1,8 @@
 """Time every kernel of a decode step on one GPU, in graphs over rotating weights: microseconds and TB/s, against cuBLAS.
 
-    PYTHONPATH=python python benchmark/kernels.py --out benchmark/results --rows 1 4 16 32 64
+    PYTHONPATH=python python -m benchmark.kernels --out benchmark/results --rows 1 4 16 32
 
-Parts: `products` sweeps the cuts of the small matrix product for each product of Llama-3-8B; `step` runs the whole decode step of 32 layers
+Parts: `sweep` tries the cuts of the small matrix product for each product of Llama-3-8B; `step` runs the whole decode step of 32 layers
 and the head, each kind of kernel added in turn; `attention` times the backends. Writes kernels.json to the folder.
 """
 
@@ -12,22 +12,21 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from triton.runtime.errors import OutOfResources
 
+from benchmark.gemm_sweep import sweep
 from runtime.batch import ForwardMode
 from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionShape
 from runtime.layers.attention.registry import build_backend
 from runtime.layers.cuda_ops import CudaOps
-from runtime.layers.gemm_choice import Choice, can_fold, default_choice
+from runtime.layers.gemm_choice import describe
 from runtime.layers.linear import Linear
 from runtime.layers.ops import HeadLayout, RMSNorm, Rope
-from runtime.layers.small_gemm import GemmConfig
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 LAYERS, HIDDEN, MIDDLE, VOCAB, H, G, D = 32, 4096, 14336, 128256, 32, 8, 128
@@ -79,57 +78,6 @@ def microseconds(run: Callable[[], object]) -> float:
         event.record()
     torch.cuda.synchronize()
     return float(np.median([a.elapsed_time(b) for a, b in itertools.pairwise(events)]) * 1000)
-
-
-def sweep_configs(rows: int, wide: bool) -> list[GemmConfig]:
-    cuts = [
-        (16, 256, 4, 5),
-        (16, 512, 4, 3),
-        (32, 128, 4, 6),
-        (32, 128, 4, 4),
-        (32, 256, 4, 4),
-        (64, 128, 4, 5),
-        (64, 128, 8, 4),
-        (64, 64, 4, 6),
-    ]
-    if not wide:
-        cuts = cuts[:1] + cuts[2:4] + cuts[5:6]
-    return [GemmConfig(*cut) for cut in cuts]
-
-
-def products(ops: CudaOps, layers: list[Layer], head: Linear, rows: int, wide: bool) -> list[dict[str, object]]:
-    """Each product, alone, by every cut that fits and by cuBLAS with the kernels it needs around it."""
-    h, norm = torch.randn((rows, HIDDEN), device="cuda"), layers[0].attn_norm
-    inputs = {width: torch.randn((rows, width), device="cuda").to(BF16) for width in (HIDDEN, MIDDLE)}
-    scores = torch.empty((rows, VOCAB), device="cuda")
-    kinds: list[tuple[str, str, list[Linear], Callable[[Linear, Choice], object]]] = [
-        ("qkv", "norm_linear", [x.qkv_proj for x in layers], lambda w, c: ops._norm_linear(h, norm, w, c)),
-        ("o", "linear_add", [x.o_proj for x in layers], lambda w, c: ops._linear_add(inputs[HIDDEN], w, h, c)),
-        ("gate-up", "norm_gate_up", [x.gate_up_proj for x in layers], lambda w, c: ops._norm_gate_up(h, norm, w, c)),
-        ("down", "linear_add", [x.down_proj for x in layers], lambda w, c: ops._linear_add(inputs[MIDDLE], w, h, c)),
-        ("head", "logits", [head], lambda w, c: ops._logits(inputs[HIDDEN], w, scores, c)),
-    ]
-    table = []
-    for name, op, linears, run in kinds:
-        fold = [False, True] if can_fold(op, rows, BF16) else [False]  # type: ignore[arg-type]
-        choices = [Choice(None), *(Choice(config, folded) for config in sweep_configs(rows, wide) for folded in fold)]
-        calls, size = linears * (2 if len(linears) == 1 else 1), linears[0].weight.nbytes
-        for choice in choices:
-            h.normal_()
-            try:
-                run(linears[0], choice)
-            except OutOfResources:
-                continue
-            spent = microseconds(lambda c=choice, r=run, ws=calls: [r(w, c) for w in ws]) / len(calls)
-            table.append(
-                {"product": name, "rows": rows, "choice": str(choice), "us": round(spent, 2), "TB/s": round(size / spent / 1e6, 2)}
-            )
-        mine = sorted((row for row in table if row["product"] == name), key=lambda row: row["us"])
-        ruled = default_choice(op, linears[0].out_features, rows, BF16)  # type: ignore[arg-type]
-        print(f"{name} rows {rows}, the rule: {ruled}")
-        for row in [*mine[:3], next(row for row in mine if row["choice"] == "cuBLAS")]:
-            print(f"    {row['us']:8.1f} µs {row['TB/s']:5.2f} TB/s  {row['choice']}", flush=True)
-    return table
 
 
 def decode_batch(size: int, width: int, length: int) -> ForwardBatch:
@@ -231,12 +179,11 @@ def attention_times(size: int, width: int, length: int, backend: str, page_size:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parts", nargs="+", default=["products", "step", "attention"], choices=["products", "step", "attention"])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 32, 64])
+    parser.add_argument("--parts", nargs="+", default=["sweep", "step", "attention"], choices=["sweep", "step", "attention"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 32])
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--length", type=int, default=2000)
     parser.add_argument("--backends", nargs="+", default=["fa3"], choices=["fa3", "flashinfer"])
-    parser.add_argument("--wide", action="store_true", help="sweep every cut, not the likely ones")
     args = parser.parse_args()
     result: dict[str, object] = {
         "device": torch.cuda.get_device_name(),
@@ -245,10 +192,11 @@ def main() -> None:
     }
     with torch.inference_mode():
         early = CudaOps()
-        layers, head = model(args.layers) if {"products", "step"} & set(args.parts) else ([], None)
-        if "products" in args.parts and head is not None:
-            result["products"] = [row for rows in args.rows for row in products(early, layers, head, rows, args.wide)]
-        if "step" in args.parts and head is not None:
+        if "sweep" in args.parts:
+            result["sweep"] = sweep(args.rows)
+            torch.cuda.empty_cache()
+        if "step" in args.parts:
+            layers, head = model(args.layers)
             cases = [(rows, 1) for rows in args.rows] + [(1, 4), (4, 4), (8, 4)]
             result["prepared"] = early.prepare(layers, head, [size * width for size, width in cases], timed=True)
             plain = CudaOps(pdl=False)
@@ -262,7 +210,7 @@ def main() -> None:
         if "attention" in args.parts:
             sizes = itertools.product(args.backends, (1, 16), (1, 4), (1, 8, 32))
             result["attention"] = [attention_times(size, width, args.length, name, page) for name, page, width, size in sizes]
-    result["choices"] = {" ".join(map(str, key)): asdict(choice) for key, choice in early.choices.items()}
+    result["choices"] = {" ".join(map(str, key)): describe(choice) for key, choice in early.choices.items()}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "kernels.json").write_text(json.dumps(result, indent=1, default=str) + "\n")
 

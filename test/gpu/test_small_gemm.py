@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,24 +12,46 @@ import torch
 from runtime.layers.linear import Linear
 from runtime.layers.ops import RMSNorm
 
+if TYPE_CHECKING:
+    from runtime.layers.small_gemm import GemmConfig
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16 = torch.bfloat16
+ROWS = (3, 16, 29, 64)
 
 
-@pytest.mark.parametrize("rows", [3, 16, 29, 64])
-def test_every_cut_gives_the_same_product(rows: int) -> None:
+def cuts() -> list[GemmConfig]:
     from runtime.layers.gemm_choice import candidate_configs
+    from runtime.layers.small_gemm import GemmConfig
+
+    kinds = itertools.product(("linear", "linear_add", "gate_up", "logits"), (1 << 10, 1 << 20), ROWS)
+    ways = itertools.product(((32, 128, 4, 3), (64, 64, 4, 4)), (False, True), (False, True), (0, 4096), (False, True))
+    return [*{c for op, size, rows in kinds for c in candidate_configs(op, size, rows)}, *(GemmConfig(*cut, *way) for cut, *way in ways)]
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
+def test_every_cut_gives_the_same_product(rows: int, pdl: bool) -> None:
     from runtime.layers.small_gemm import small_gemm
 
+    if pdl and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("programmatic dependent launch needs compute capability 9")
     N, K = 1000, 2064  # neither is a multiple of a tile
     x, weight = (torch.randn((n, K), device="cuda").to(BF16) for n in (rows, N))
     want = x.double() @ weight.double().T
-    kinds = itertools.product(("linear_add", "norm_gate_up", "logits"), (1 << 10, 1 << 20))
-    for config in {config for op, size in kinds for config in candidate_configs(op, size, rows)}:
+    gate, up = (want * K**-0.5).chunk(2, dim=1)
+    gated, scaled = torch.nn.functional.silu(gate) * up, (x.float() * K**-0.5).to(BF16)
+    for config in cuts():
         out = torch.full((rows + 1, N), float("nan"), device="cuda")
-        small_gemm(x, weight, out[:rows], config)
+        small_gemm(x, weight, out[:rows], config, pdl=pdl)
         assert ((out[:rows].double() - want).norm() / want.norm()) < 1e-5, config
+        small_gemm(x, weight, out[:rows], config, add=True, pdl=pdl)
+        assert ((out[:rows].double() - 2 * want).norm() / want.norm()) < 1e-5, config
         assert out[rows].isnan().all(), f"{config} writes past its rows"
+        half = torch.full((rows + 1, N // 2), float("nan"), device="cuda")
+        small_gemm(scaled, weight, half[:rows], config, silu=True, pdl=pdl)
+        assert ((half[:rows].double() - gated).norm() / gated.norm()) < 1e-2, config
+        assert half[rows].isnan().all(), f"{config} writes past its rows"
 
 
 @dataclass

@@ -15,17 +15,7 @@ from sgl_kernel import silu_and_mul
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
-from runtime.layers.gemm_choice import (
-    CUBLAS,
-    Choice,
-    GemmOp,
-    Key,
-    candidates,
-    default_choice,
-    fastest,
-    rotation,
-    row_class,
-)  # fmt: skip
+from runtime.layers.gemm_choice import Choice, GemmOp, Key, candidate_configs, default_choice, describe, fastest, rotation, row_class
 from runtime.layers.linear import Linear
 from runtime.layers.ops import HeadLayout, RMSNorm, Rope
 from runtime.layers.rms_norm import rms_norm_rows
@@ -78,9 +68,13 @@ class CudaOps:
         """RMS norm of the residual stream, [T, hidden] in `dtype`."""
         return rms_norm_rows(h, norm.weight, norm.eps, dtype, self.pdl)
 
+    def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """`linear(x)`, [T, out]."""
+        return self._linear(x, linear, self._choice("linear", linear, x.shape[0]))
+
     def norm_linear(self, h: torch.Tensor, norm: RMSNorm, linear: Linear) -> torch.Tensor:
         """`linear(norm(h))`, [T, out] in the model's dtype."""
-        return self._norm_linear(h, norm, linear, self._choice("norm_linear", linear, h.shape[0]))
+        return self.linear(self.norm(h, norm, norm.weight.dtype), linear)
 
     def linear_add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor) -> torch.Tensor:
         """`h + linear(x)` in float32, in the storage of `h`."""
@@ -88,7 +82,7 @@ class CudaOps:
 
     def norm_gate_up(self, h: torch.Tensor, norm: RMSNorm, gate_up: Linear) -> torch.Tensor:
         """`silu(gate) * up` of the normed stream, [T, intermediate]."""
-        return self._norm_gate_up(h, norm, gate_up, self._choice("norm_gate_up", gate_up, h.shape[0]))
+        return self._gate_up(self.norm(h, norm, norm.weight.dtype), gate_up, self._choice("gate_up", gate_up, h.shape[0]))
 
     def rope_and_cache(
         self,
@@ -124,9 +118,9 @@ class CudaOps:
         classes = sorted({row_class(count) for count in rows if count <= MAX_ROWS})
         norm = layers[0].attn_norm
         products: list[tuple[GemmOp, list[Linear]]] = [
-            ("norm_linear", [layer.qkv_proj for layer in layers]),
+            ("linear", [layer.qkv_proj for layer in layers]),
             ("linear_add", [layer.o_proj for layer in layers]),
-            ("norm_gate_up", [layer.gate_up_proj for layer in layers]),
+            ("gate_up", [layer.gate_up_proj for layer in layers]),
             ("linear_add", [layer.down_proj for layer in layers]),
             ("logits", [head]),
         ]
@@ -138,7 +132,7 @@ class CudaOps:
         _compile(run for _, runs in trials for run in runs.values())
         log.info("compiled the matrix products of up to %d rows in %.1f s", MAX_ROWS, time.perf_counter() - start)
         if not timed:
-            return {str(product): str(next(iter(runs))) for product, runs in trials}
+            return {str(product): describe(next(iter(runs))) for product, runs in trials}
         report = {str(product): self._keep_fastest(product, runs) for product, runs in trials}
         torch.cuda.empty_cache()
         for name, line in report.items():
@@ -149,7 +143,7 @@ class CudaOps:
     def _keep_fastest(self, product: Product, runs: Trials) -> str:
         best, times = fastest(runs, max(rotation([linear.weight for linear in product.linears]), 2))
         self.choices[product.op, product.linears[0].out_features, product.linears[0].in_features, product.rows] = best
-        return f"{best} ({', '.join(f'{choice} {micros:.1f} µs' for choice, micros in times.items())})"
+        return f"{describe(best)} ({', '.join(f'{describe(choice)} {micros:.1f} µs' for choice, micros in times.items())})"
 
     def _trials(self, product: Product, norm: RMSNorm, timed: bool) -> Trials:
         """One run of a product for each choice worth timing, or for the one that the rule makes."""
@@ -162,10 +156,10 @@ class CudaOps:
         def run(choice: Choice) -> Callable[[int], object]:
             def one(call: int) -> object:
                 layer = linears[call % len(linears)]
-                if op == "norm_linear":
-                    return self._norm_linear(h, norm, layer, choice)
-                if op == "norm_gate_up":
-                    return self._norm_gate_up(h, norm, layer, choice)
+                if op == "linear":
+                    return self._linear(self.norm(h, norm, x.dtype), layer, choice)
+                if op == "gate_up":
+                    return self._gate_up(self.norm(h, norm, x.dtype), layer, choice)
                 if op == "logits":
                     return self._logits(x, layer, scores, choice)
                 return self._linear_add(x, layer, h, choice)
@@ -175,46 +169,37 @@ class CudaOps:
         if not timed:
             choice = self._choice(op, linear, rows)
             return {choice: run(choice)}
-        return {choice: run(choice) for choice in candidates(op, linear.out_features, rows, linear.weight.dtype)}
+        return {choice: run(choice) for choice in (None, *candidate_configs(op, linear.out_features, rows))}
 
     def _choice(self, op: GemmOp, linear: Linear, rows: int) -> Choice:
         if rows > MAX_ROWS or linear.in_features % 16 or type(linear) is not Linear:
-            return CUBLAS
-        found = self.choices.get((op, linear.out_features, linear.in_features, row_class(rows)))
-        return default_choice(op, linear.out_features, rows, linear.weight.dtype) if found is None else found
+            return None
+        key = (op, linear.out_features, linear.in_features, row_class(rows))
+        return self.choices[key] if key in self.choices else default_choice(op, linear.out_features, rows)
 
-    def _norm_linear(self, h: torch.Tensor, norm: RMSNorm, linear: Linear, choice: Choice) -> torch.Tensor:
-        if choice.config is None:
-            return linear(self.norm(h, norm, norm.weight.dtype))
-        out = torch.empty((h.shape[0], linear.out_features), dtype=linear.weight.dtype, device=h.device)
-        return self._normed_product(h, norm, linear, out, choice, silu=False)
+    def _linear(self, x: torch.Tensor, linear: Linear, choice: Choice) -> torch.Tensor:
+        if choice is None:
+            return linear(x)
+        out = torch.empty((x.shape[0], linear.out_features), dtype=x.dtype, device=x.device)
+        return small_gemm(x.contiguous(), linear.weight, out, choice, bias=linear.bias, pdl=self.pdl)
 
-    def _norm_gate_up(self, h: torch.Tensor, norm: RMSNorm, gate_up: Linear, choice: Choice) -> torch.Tensor:
-        if choice.config is None:
-            return silu_and_mul(gate_up(self.norm(h, norm, norm.weight.dtype)))
-        out = torch.empty((h.shape[0], gate_up.out_features // 2), dtype=gate_up.weight.dtype, device=h.device)
-        return self._normed_product(h, norm, gate_up, out, choice, silu=True)
-
-    def _normed_product(
-        self, h: torch.Tensor, norm: RMSNorm, linear: Linear, out: torch.Tensor, choice: Choice, silu: bool
-    ) -> torch.Tensor:
-        assert choice.config is not None
-        weight, bias = linear.weight, linear.bias
-        if choice.fold_norm:
-            return small_gemm(h, weight, out, choice.config, bias=bias, norm=norm.weight, eps=norm.eps, silu=silu, pdl=self.pdl)
-        return small_gemm(self.norm(h, norm, weight.dtype), weight, out, choice.config, bias=bias, silu=silu, pdl=self.pdl)
+    def _gate_up(self, x: torch.Tensor, gate_up: Linear, choice: Choice) -> torch.Tensor:
+        if choice is None:
+            return silu_and_mul(gate_up(x))
+        out = torch.empty((x.shape[0], gate_up.out_features // 2), dtype=x.dtype, device=x.device)
+        return small_gemm(x.contiguous(), gate_up.weight, out, choice, bias=gate_up.bias, silu=True, pdl=self.pdl)
 
     def _linear_add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor, choice: Choice) -> torch.Tensor:
-        if choice.config is not None:
-            return small_gemm(x.contiguous(), linear.weight, h, choice.config, bias=linear.bias, add=True, pdl=self.pdl)
+        if choice is not None:
+            return small_gemm(x.contiguous(), linear.weight, h, choice, bias=linear.bias, add=True, pdl=self.pdl)
         if not self._float_products or type(linear) is not Linear:
             return h.add_(linear(x))
         torch.ops.aten.addmm.dtype_out(h, x, linear.weight.t(), torch.float32, out=h)
         return h if linear.bias is None else h.add_(linear.bias)
 
     def _logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor, choice: Choice) -> torch.Tensor:
-        if choice.config is not None and out.is_contiguous():
-            return small_gemm(x.contiguous(), head.weight, out, choice.config, bias=head.bias, pdl=self.pdl)
+        if choice is not None and out.is_contiguous():
+            return small_gemm(x.contiguous(), head.weight, out, choice, bias=head.bias, pdl=self.pdl)
         if not self._float_products or type(head) is not Linear:
             return out.copy_(head(x))
         torch.ops.aten.mm.dtype_out(x, head.weight.t(), torch.float32, out=out)

@@ -53,6 +53,10 @@ class BlockOps(Protocol):
         """RMS norm of the residual stream, [T, hidden] in `dtype`."""
         ...
 
+    def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """`linear(x)`, [T, out]; `x` in the model's dtype."""
+        ...
+
     def norm_linear(self, h: torch.Tensor, norm: RMSNorm, linear: Linear) -> torch.Tensor:
         """`linear(norm(h))`, [T, out] in the model's dtype."""
         ...

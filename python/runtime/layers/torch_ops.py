@@ -16,6 +16,10 @@ class TorchOps:
         """RMS norm of the residual stream, [T, hidden] in `dtype`."""
         return rms_norm(h, norm).to(dtype)
 
+    def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """`linear(x)`, [T, out]."""
+        return linear(x)
+
     def norm_linear(self, h: torch.Tensor, norm: RMSNorm, linear: Linear) -> torch.Tensor:
         """`linear(norm(h))`, [T, out] in the model's dtype."""
         return linear(rms_norm(h, norm).to(norm.weight.dtype))

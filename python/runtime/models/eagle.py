@@ -91,11 +91,12 @@ class LlamaForCausalLMEagle:
         """[T, hidden] in the model's dtype, as `DraftModel.forward` says."""
         assert batch.hidden_states is not None, "a draft head needs hidden states"
         dtype = self.hidden_dtype
-        x = self._fc(torch.cat([F.embedding(batch.input_ids, self.embed), batch.hidden_states.to(dtype)], dim=1))
-        h = self._body.run(self._layers[0], 0, self._layers[0].qkv_proj(x), x.to(torch.float32, copy=True), batch)
+        ops, first = self._body.ops, self._layers[0]
+        x = ops.linear(torch.cat([F.embedding(batch.input_ids, self.embed), batch.hidden_states.to(dtype)], dim=1), self._fc)
+        h = self._body.run(first, 0, ops.linear(x, first.qkv_proj), x.to(torch.float32, copy=True), batch)
         for i, norm in enumerate(self._attn_norms, start=1):
             layer = self._layers[i]
-            h = self._body.run(layer, i, self._body.ops.norm_linear(h, norm, layer.qkv_proj), h, batch)
+            h = self._body.run(layer, i, ops.norm_linear(h, norm, layer.qkv_proj), h, batch)
         return h.to(dtype)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -121,7 +121,7 @@ class LlamaForCausalLMEagle3:
 
     def project(self, aux_hidden: torch.Tensor) -> torch.Tensor:
         """The target's three states side by side [T, input_width] -> the head's [T, hidden] float32."""
-        return self._fc(aux_hidden.to(self._body.dtype)).float()
+        return self._body.ops.linear(aux_hidden.to(self._body.dtype), self._fc).float()
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """The residual stream float32 [T, hidden], as `DraftModel.forward` says; states of `input_width` are projected first."""
@@ -132,7 +132,7 @@ class LlamaForCausalLMEagle3:
         body = self._body
         embeds = body.ops.norm(F.embedding(batch.input_ids, self.embed).float(), self._embed_norm, body.dtype)
         x = torch.cat([embeds, body.ops.norm(h, self._hidden_norm, body.dtype)], dim=1)
-        return body.run(self._layer, 0, self._layer.qkv_proj(x), h, batch)
+        return body.run(self._layer, 0, body.ops.linear(x, self._layer.qkv_proj), h, batch)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the token after next: [N, hidden] before the norm -> float32 [N, Vd], written to `out` where given."""

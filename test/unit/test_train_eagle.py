@@ -47,7 +47,7 @@ VOCAB = 96
 RAW = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 96,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-    "max_position_embeddings": 256, "eos_token_id": 1, "bos_token_id": 0, "tie_word_embeddings": True, "torch_dtype": "float32",
+    "max_position_embeddings": 256, "eos_token_id": 1, "bos_token_id": 0, "tie_word_embeddings": False, "torch_dtype": "float32",
     "hidden_act": "silu",
 }  # fmt: skip
 
@@ -76,9 +76,10 @@ def target(model_folder: Path) -> FrozenTarget:
     return FrozenTarget(str(model_folder), load_hf_config(model_folder), AUX, torch.float32, CPU, 4096)
 
 
-def make_head(target: FrozenTarget, seed: int = 0, feature_size: torch.Tensor | None = None) -> EagleHead:
-    vocabulary = np.sort(np.random.default_rng(1).permutation(VOCAB)[:40]).astype(np.int64)
-    vocabulary = np.union1d(vocabulary, [1])[:40]
+def make_head(
+    target: FrozenTarget, seed: int = 0, feature_size: torch.Tensor | None = None, talks: Sequence[Conversation] = ()
+) -> EagleHead:
+    vocabulary = pick_vocabulary(answer_counts(talks, VOCAB) + np.random.default_rng(1).integers(0, 2, VOCAB), 40, [1])
     config = head_config(target.config, 80, len(vocabulary))
     head = EagleHead(config, target.embed, vocabulary, torch.ones(3 * WIDTH) if feature_size is None else feature_size)
     head.init_weights(target.model.lm_head.weight, target.model.final_norm.weight, torch.Generator().manual_seed(seed))
@@ -334,23 +335,48 @@ def greedy_talks(target: FrozenTarget, count: int) -> list[Conversation]:
 def make_trainer(target: FrozenTarget, folder: Path, steps: int, seed: int = 0) -> Trainer:
     talks = greedy_talks(target, 24)
     course = Course(
-        seed=seed, steps=steps, seconds=0.0, passes=3, learning_rate=3e-3, batch_tokens=256, max_length=64, log_steps=2, checks=2
+        seed=seed,
+        steps=steps,
+        seconds=0.0,
+        passes=3,
+        learning_rate=3e-3,
+        batch_tokens=256,
+        max_length=64,
+        log_steps=2,
+        checks=2,
+        hard_share=1.0,
     )
-    return Trainer(make_head(target), target, talks[4:], talks[:4], course, folder)
+    return Trainer(make_head(target, talks=talks), target, talks[4:], talks[:4], course, folder)
 
 
 def test_the_loss_falls_and_acceptance_rises(tmp_path: Path, target: FrozenTarget) -> None:
     trainer = make_trainer(target, tmp_path, 60)
-    before = trainer.check()["accept_length"]
-    trainer.progress.checks.clear()
+    talks = trainer._train
+    batch = make_batch([[c] for c in talks], 64)
+    seen = target.run(batch.ids)
+
+    def now() -> tuple[float, float]:
+        with torch.no_grad():
+            loss, _ = trainer._loss(batch, *seen)
+        return loss.item(), estimate(trainer.head, target, talks, 3, 512, torch.float32).mean_accept_len
+
+    loss, accept_len = now()
     trainer.run()
-    history = trainer.progress.history
-    assert history[-1]["loss"] < 0.7 * history[0]["loss"]
-    assert history[-1]["agreement"][0] > history[0]["agreement"][0] + 0.1
-    train_set = trainer._train
-    after = estimate(trainer.head, target, train_set, 3, 512, torch.float32).mean_accept_len
-    assert after > before
-    assert json.loads((tmp_path / "training.json").read_text())["checks"][-1]["step"] == 60
+    assert now()[0] < 0.7 * loss
+    assert now()[1] > accept_len + 0.3
+    figures = json.loads((tmp_path / "training.json").read_text())
+    assert figures["checks"][-1]["step"] == figures["history"][-1]["step"] == 60
+
+
+def test_calibration_lowers_the_first_loss_and_takes_no_batch(tmp_path: Path, target: FrozenTarget) -> None:
+    trainer, fresh = make_trainer(target, tmp_path, 60), make_trainer(target, tmp_path, 60)
+    with torch.no_grad():
+        trainer.head.norm.weight.mul_(30.0)
+        batch = next(fresh._batches())
+        before = trainer._loss(batch, *target.run(batch.ids))[0].item()
+        trainer.calibrate()
+        assert trainer._loss(batch, *target.run(batch.ids))[0].item() < before
+    assert torch.equal(next(trainer._batches()).ids, batch.ids)
 
 
 def test_a_run_that_was_cut_off_ends_with_the_same_weights(tmp_path: Path, target: FrozenTarget) -> None:

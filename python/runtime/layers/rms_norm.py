@@ -31,9 +31,9 @@ def _norm_kernel(h_ptr, weight_ptr, out_ptr, hidden, eps, BLOCK: tl.constexpr, P
     """One program: one row."""
     column = tl.arange(0, BLOCK)
     inside = column < hidden
+    gain = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     start_early(PDL)
     at = tl.program_id(0).to(tl.int64) * hidden + column
     x = tl.load(h_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    gain = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / hidden + eps)
     tl.store(out_ptr + at, (x * scale * gain).to(out_ptr.dtype.element_ty), mask=inside)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from runtime.layers.argmax import argmax
 from runtime.layers.sampler import TEMPERATURE, SamplingTables, Stream, draw, uniforms
 from runtime.models.draft_head import DraftModel
 from runtime.speculative.draft_tree import top_log_probs
@@ -55,7 +56,7 @@ def guess(
     Returns:
         int64 [B] ids of the draft's vocabulary, and float32 [B, Vd] what they were drawn from, if they were.
     """
-    best = logits.argmax(-1)
+    best = argmax(logits)
     if positions is None:
         return best, None
     temperature = tables.floats[rows, TEMPERATURE]

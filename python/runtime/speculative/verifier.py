@@ -6,7 +6,7 @@ Every speculative worker is a way to fill a window of D tokens beside one `Verif
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +14,14 @@ import torch
 
 from runtime.batch import BatchResult, ForwardMode, ScheduleBatch, StepStats
 from runtime.forward_batch import ForwardBatch
+from runtime.layers.argmax import argmax
 from runtime.layers.sampler import SamplingNeeds, Stream, adjust, target_probs, top_logprobs, uniforms
 from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.staging import HostCopy
 from runtime.model_executor.target import Target, to_logprobs
 from runtime.model_executor.window import fill_window
+from runtime.sampling_params import MAX_TOP_LOGPROBS
 from runtime.speculative.acceptance import AcceptanceCounters, DriftAlarm
 from runtime.speculative.draft_tree import TreeShape
 from runtime.speculative.verify import (
@@ -35,6 +37,8 @@ from runtime.speculative.verify import (
 )
 
 log = logging.getLogger(__name__)
+JUDGED_ROWS = 256
+"""Window positions whose distributions are held at once: 256 of 128,256 tokens are 0.13 GiB, the largest window has 4,096."""
 ORACLE_EVERY = 256
 """One iteration in so many runs eagerly: the sample that the drift alarm holds graphs against."""
 
@@ -66,7 +70,7 @@ def verify_forward(target: Target, aux_layers: tuple[int, ...]) -> Forward:
     def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
         hidden, aux = model.forward(batch, aux_layers)
         logits = model.logits(hidden, out=outputs["logits"])
-        torch.argmax(logits, dim=-1, out=outputs["tokens"])
+        argmax(logits, out=outputs["tokens"])
         if outputs["features"].shape[1]:
             outputs["features"].copy_(hidden if aux is None else aux)
 
@@ -199,6 +203,21 @@ class Verifier:
             self._commit(turn, accepted, window)
         return accepted, self._send(turn, accepted, verified["logits"])
 
+    def rehearse(self, drafted: Outputs) -> None:
+        """Judge a window of padding with all that requests may ask for, so that the memory it takes is seen. Commits nothing.
+
+        `drafted`: as for `judge`, for as many requests as can ever run.
+        """
+        size, device = len(drafted["tokens"]), drafted["tokens"].device
+        none = np.zeros(size, dtype=np.int32)
+        batch = ScheduleBatch(0, ForwardMode.DECODE, rows=none, len_bounds=none, top_logprobs=none + MAX_TOP_LOGPROBS)
+        needs = SamplingNeeds(all_greedy=False, filtered=True, penalised=[0], biased=[0], at_least=[0])
+        turn = Iteration(batch, size, torch.zeros(size, dtype=torch.int64, device=device), none, needs, False)
+        verified = self.runner.outputs(size)
+        lens, tokens, path = self._decide(turn, drafted, verified)
+        accepted = Accepted(lens, tokens, path, drafted["tokens"], verified["features"], False)
+        self._send(turn, accepted, verified["logits"]).tokens.wait()
+
     def collect(self, flight: Flight) -> BatchResult:
         """On the host, one iteration later: wait, count, and hand over."""
         tokens, lens = flight.tokens.wait()
@@ -237,10 +256,27 @@ class Verifier:
         return batch, outputs, replayed
 
     def _decide(self, turn: Iteration, drafted: Outputs, verified: Outputs) -> Verdict:
-        """Which drafts stand. Padding rows come out as valid as any."""
+        """Which drafts stand. Padding rows come out as valid as any. Distributions are made for so many requests at a time."""
+        needs, D = turn.needs, self._rules.shape.num_draft_tokens
+        kv_lens, most = self._inputs.kv_lens(turn.size), max(JUDGED_ROWS // D, 1)
+        if turn.size <= most or (needs.all_greedy and not needs.adjusts):
+            return self._decide_part(turn, drafted, verified, kv_lens)
+        parts = []
+        for start in range(0, turn.size, most):
+            stop = min(start + most, turn.size)
+            one, window = slice(start, stop), slice(start * D, stop * D)
+            part = replace(turn, size=stop - start, rows=turn.rows[one], bounds=turn.bounds[one], needs=needs.part(start, stop))
+            drafts = {name: tensor[one] for name, tensor in drafted.items()}
+            results = {name: verified[name][window] for name in ("logits", "tokens")}
+            parts.append(self._decide_part(part, drafts, results, kv_lens[one]))
+        lens, tokens, paths = zip(*parts, strict=True)
+        return torch.cat(lens), torch.cat(tokens), None if paths[0] is None else torch.cat(paths)
+
+    def _decide_part(self, turn: Iteration, drafted: Outputs, verified: Outputs, kv_lens: torch.Tensor) -> Verdict:
+        """`_decide` for requests that are together few enough. kv_lens int32 [size], before the iteration."""
         rules, needs, D = self._rules, turn.needs, self._rules.shape.num_draft_tokens
         target, probs = verified["tokens"].view(-1, D), None
-        positions = self._positions(drafted)
+        positions = self._positions(drafted, kv_lens)
         if needs.adjusts or not needs.all_greedy:
             logits = self._adjusted(turn, drafted, verified["logits"], positions)
             target = logits.argmax(-1)
@@ -248,7 +284,7 @@ class Verifier:
                 rows = turn.rows.repeat_interleave(D)
                 probs = target_probs(logits.flatten(0, 1), self._target.rows.tables, rows, needs.filtered).view_as(logits)
         if rules.shape.topk > 1:
-            return self._decide_tree(turn, drafted, target, probs, positions)
+            return self._decide_tree(turn, drafted, target, probs, positions, kv_lens)
         tokens = drafted["tokens"]
         if rules.synthetic is not None:
             forced = self._uniforms(turn, positions[:, :-1], Stream.SYNTHETIC)
@@ -261,7 +297,13 @@ class Verifier:
         return *verify_chain_sampled(tokens, probs, accept, final, q, rules.thresholds), None
 
     def _decide_tree(
-        self, turn: Iteration, drafted: Outputs, target: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor
+        self,
+        turn: Iteration,
+        drafted: Outputs,
+        target: torch.Tensor,
+        probs: torch.Tensor | None,
+        positions: torch.Tensor,
+        kv_lens: torch.Tensor,
     ) -> Verdict:
         rules, K, D = self._rules, self._rules.shape.num_steps, self._rules.shape.num_draft_tokens
         tokens, parents = drafted["tokens"], drafted["parents"]
@@ -270,7 +312,7 @@ class Verifier:
             final = self._uniforms(turn, positions, Stream.TARGET)
             target = tree_targets_sampled(tokens, parents, probs, final, accept, rules.thresholds)
         if rules.synthetic is not None:
-            first = self._inputs.kv_lens(turn.size).to(torch.int64)[:, None] + 1
+            first = kv_lens.to(torch.int64)[:, None] + 1
             forced = self._uniforms(turn, first + torch.arange(K, device=first.device), Stream.SYNTHETIC)
             path, lens, out = verify_tree_synthetic(tokens, parents, target, rules.synthetic, forced, self._vocab)
         else:
@@ -321,9 +363,10 @@ class Verifier:
         k = int(turn.batch.top_logprobs.max(initial=-1))
         logprobs = None
         if k >= 0:
-            nodes = torch.arange(D, device=tokens.device) if accepted.path is None else accepted.path[:live]
-            index = torch.arange(live, device=tokens.device)[:, None] * D + nodes
-            logprobs = HostCopy(*top_logprobs(logits[index.flatten()], tokens.flatten(), k))
+            index = None
+            if accepted.path is not None:
+                index = (torch.arange(live, device=tokens.device)[:, None] * D + accepted.path[:live]).flatten()
+            logprobs = HostCopy(*top_logprobs(logits[: live * D], tokens.flatten(), k, index))
         stats = StepStats(graph=accepted.graph, padded_size=turn.size, draft_tokens=D - 1, oracle=turn.oracle)
         return Flight(HostCopy(tokens, lens), logprobs, stats)
 
@@ -333,12 +376,12 @@ class Verifier:
     def _vocab(self) -> int:
         return self._target.runner.config.vocab_size
 
-    def _positions(self, drafted: Outputs) -> torch.Tensor:
+    def _positions(self, drafted: Outputs, kv_lens: torch.Tensor) -> torch.Tensor:
         """int64 [size, D]: where the token chosen at each window position will stand."""
         tokens, depths = drafted["tokens"], drafted.get("depths")
         if depths is None:
             depths = torch.arange(tokens.shape[1], device=tokens.device)
-        return self._inputs.kv_lens(len(tokens)).to(torch.int64)[:, None] + depths + 1
+        return kv_lens.to(torch.int64)[:, None] + depths + 1
 
     def _uniforms(self, turn: Iteration, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
         return uniforms(self._target.rows.tables.seeds[turn.rows][:, None], positions, stream)

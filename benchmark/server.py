@@ -76,6 +76,17 @@ class Server:
         data = json.dumps({} if body is None else body).encode()
         return self._call(urllib.request.Request(self._url(path), data, {"Content-Type": "application/json"}), timeout)
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._process is not None
+        return self._process.pid
+
+    def wait(self) -> int:
+        """Wait until it has ended by itself; its exit status."""
+        assert self._process is not None
+        return self._process.wait(timeout=60)
+
     def facts(self) -> dict[str, Any]:
         """What the worker says of itself: memory, graphs, seconds of each phase of the start."""
         state = self.get("/get_server_info")["internal_states"][0]

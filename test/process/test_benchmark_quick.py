@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("capture", ["--modes", "eagle"], 1),
         ("step_profile", ["--graphs", "both"], 1),
         ("cpu_serving", ["--prompts", "2"], 4),
+        ("faults", [], 5),
     ],
 )
 def test_a_quick_run_leaves_rows_and_a_table(script: str, flags: list[str], rows: int, tmp_path: Path) -> None:

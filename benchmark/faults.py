@@ -1,0 +1,272 @@
+"""How long faults take to show and to heal: seconds and milliseconds, each beside the bound that it must keep."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import statistics
+import threading
+import time
+import urllib.error
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmark import plots
+from benchmark.markdown import Result, provenance, table
+from benchmark.record import Record
+from benchmark.server import Server
+from benchmark.sweep import arguments
+
+NAME = "faults"
+KEYS = ("what",)
+BODY = {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, "temperature": 0}
+
+
+class Stream:
+    """One streamed completion and when its pieces came."""
+
+    def __init__(self, port: int, tokens: int) -> None:
+        self.times: list[float] = []
+        self.ended = 0.0
+        self.failed = False
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        self._connection.request("POST", "/v1/completions", json.dumps(BODY | {"max_tokens": tokens}), {"Content-Type": "application/json"})
+        self._answer = self._connection.getresponse()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        wait_for(lambda: len(self.times) > 1)
+
+    def _read(self) -> None:
+        try:
+            for line in self._answer:
+                self.failed |= b'"error"' in line
+                if line.startswith(b"data: {"):
+                    self.times.append(time.perf_counter())
+        except (OSError, http.client.HTTPException, ValueError, AttributeError):
+            self.failed = True
+        self.ended = time.perf_counter()
+
+    def join(self) -> Stream:
+        """Wait for its end."""
+        self._thread.join()
+        return self
+
+    def leave(self) -> None:
+        """Close the connection in the middle, without a word."""
+        assert self._connection.sock is not None or self._answer.fp is not None
+        file = self._answer.fp.raw._sock  # type: ignore[union-attr]
+        file.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        """Milliseconds between pieces."""
+        return [(b - a) * 1000 for a, b in pairwise(self.times)]
+
+
+def longest(server: Server) -> int:
+    """Tokens of an answer that lasts until somebody ends it."""
+    return server.get("/v1/models")["data"][0]["max_model_len"] - 64
+
+
+def wait_for(true: Callable[[], bool], seconds: float = 60.0, pause: float = 0.002) -> float:
+    """Seconds until `true`."""
+    started = time.perf_counter()
+    while not true():
+        if time.perf_counter() - started > seconds:
+            raise TimeoutError("what was waited for did not happen")
+        time.sleep(pause)
+    return time.perf_counter() - started
+
+
+def status(server: Server, path: str) -> int:
+    """HTTP status of GET `path`; 0 when nobody answers."""
+    try:
+        server.get(path)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+    return 200
+
+
+def ask_ms(port: int, path: str, count: int, body: Any = None) -> tuple[float, int]:
+    """Median milliseconds of an answer on one connection, and the last status."""
+    connection, times, code = http.client.HTTPConnection("127.0.0.1", port, timeout=30), [], 0
+    for _ in range(count):
+        started = time.perf_counter()
+        connection.request("GET" if body is None else "POST", path, body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        answer.read()
+        code = answer.status
+        times.append((time.perf_counter() - started) * 1000)
+    return statistics.median(times), code
+
+
+def health(server: Server) -> dict[str, Any]:
+    """`/health` while eight streams run."""
+    streams = [Stream(server.port, 96) for _ in range(8)]
+    median, _ = ask_ms(server.port, "/health", 200)
+    for stream in streams:
+        stream.join()
+    return {"what": "/health answers while 8 streams run, median", "value": median, "bound": 5.0, "unit": "ms"}
+
+
+def client_gone(server: Server) -> dict[str, Any]:
+    """From closing a stream until no KV is held; the figures are asked for without pause."""
+    waits, gaps = [], []
+    for _ in range(10):
+        stream = Stream(server.port, longest(server))
+        wait_for(lambda stream=stream: len(stream.times) > 8)
+        stream.leave()
+        waits.append(wait_for(lambda: server.get("/get_server_info")["internal_states"][0]["token_usage"] == 0, pause=0) * 1000)
+        gaps += stream.gaps_ms
+    step = statistics.median(gaps)
+    return {"what": "client gone: KV is free again, median", "value": statistics.median(waits), "bound": step + 100, "unit": "ms"}
+
+
+def queue_full(server: Server) -> dict[str, Any]:
+    """A refusal by a server with one row and a queue of one."""
+    streams = [Stream(server.port, longest(server))]
+    streams += [waiting := _Waiting(server.port)]  # type: ignore[list-item]
+    wait_for(lambda: server.get("/get_server_info")["internal_states"][0]["num_queue_reqs"] == 1)
+    median, code = ask_ms(server.port, "/v1/completions", 50, json.dumps(BODY | {"max_tokens": 4}))
+    assert code in (429, 503), code
+    streams[0].leave()
+    waiting.leave()
+    return {"what": f"queue full: {code} with Retry-After, median", "value": median, "bound": 20.0, "unit": "ms"}
+
+
+class _Waiting:
+    """A request that waits in the queue."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        self._connection.request("POST", "/v1/completions", json.dumps(BODY | {"max_tokens": 4}), {"Content-Type": "application/json"})
+
+    def leave(self) -> None:
+        self._connection.close()
+
+
+def idle_crowd(server: Server, count: int) -> dict[str, Any]:
+    """The gap between tokens of one stream, alone and beside a crowd of silent connections and eight readers that sleep."""
+    alone = statistics.median(Stream(server.port, 128).join().gaps_ms)
+    crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(count)]
+    beside = statistics.median(Stream(server.port, 128).join().gaps_ms)
+    for sock in crowd:
+        sock.close()
+    return {"what": f"gap between tokens beside {count} idle connections", "value": beside, "bound": alone * 1.2, "unit": "ms"}
+
+
+def doubling(server: Server) -> dict[str, Any]:
+    """How much longer twice the text takes to tokenise, at most, from 64 KiB to 1 MiB."""
+    times = []
+    for size in (1 << n for n in range(16, 21)):
+        body = json.dumps({"prompt": "many words and a number 12 " * (size // 27)})
+        times.append(min(ask_ms(server.port, "/tokenize", 1, body)[0] for _ in range(9)))
+    return {"what": "text of twice the length costs, 64 KiB to 1 MiB", "value": max(b / a for a, b in pairwise(times)),
+            "bound": 2.3, "unit": "times"}  # fmt: skip
+
+
+def killed(server: Server, role: str) -> list[dict[str, Any]]:
+    """kill -9 of one child under a stream."""
+    stream = Stream(server.port, longest(server))
+    (child,) = (p for p in psutil.Process(server.pid).children() if p.cmdline()[:1] == [f"talon::{role}"])
+    started = time.perf_counter()
+    child.kill()
+    wait_for(lambda: status(server, "/health") == 503)
+    red = time.perf_counter() - started
+    stream.join()
+    assert stream.failed
+    ended = stream.ended - started
+    assert server.wait() == 1
+    gone = time.perf_counter() - started
+    name = f"kill -9 of the {role}:"
+    return [
+        {"what": f"{name} /health is 503", "value": red, "bound": 1.0, "unit": "s"},
+        {"what": f"{name} open streams end with an error", "value": ended, "bound": 2.0, "unit": "s"},
+        {"what": f"{name} the server has exited with status 1", "value": gone, "bound": 5.0, "unit": "s"},
+    ]
+
+
+def stopped(server: Server) -> list[dict[str, Any]]:
+    """SIGSTOP of the scheduler."""
+    (child,) = (p for p in psutil.Process(server.pid).children() if p.cmdline()[:1] == ["talon::scheduler"])
+    started = time.perf_counter()
+    child.suspend()
+    wait_for(lambda: status(server, "/health") == 503)
+    red = time.perf_counter() - started
+    assert server.wait() == 1
+    gone = time.perf_counter() - started
+    return [
+        {"what": "SIGSTOP of the scheduler: /health is 503", "value": red, "bound": 15.0, "unit": "s"},
+        {"what": "SIGSTOP of the scheduler: the server has exited", "value": gone, "bound": 15.0, "unit": "s"},
+    ]
+
+
+def orphans(server: Server) -> dict[str, Any]:
+    """kill -9 of the server itself."""
+    children = psutil.Process(server.pid).children()
+    started = time.perf_counter()
+    os.kill(server.pid, signal.SIGKILL)
+    wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in children))
+    return {"what": "kill -9 of the server: no child is left", "value": time.perf_counter() - started, "bound": 2.0, "unit": "s"}
+
+
+def render(result: Result) -> str:
+    """Each fault, what was measured, and the bound."""
+    rows = [[row["what"], f"{row['value']:.2f} {row['unit']}", f"{row['bound']:.4g} {row['unit']}"] for row in result["rows"]]
+    return "\n".join([table(["fault", "measured", "at most"], rows), "", provenance(result)])
+
+
+def plot(result: Result, file: Path) -> None:
+    """Measured against allowed, as shares of the bound."""
+    shares = {str(i + 1): {"share of the bound": row["value"] / row["bound"]} for i, row in enumerate(result["rows"])}
+    plots.draw(file, [lambda axes: plots.bars(axes, shares, "Faults, in the order of the table", "measured / allowed")])
+
+
+def measure(record: Record, flags: Sequence[str], crowd: int) -> None:
+    """A server that lives on, and one with a short queue."""
+    with Server(flags) as server:
+        for row in (health(server), client_gone(server), idle_crowd(server, crowd), doubling(server)):
+            record.add(row)
+    with Server([*flags, "--max-running-requests", "1", "--max-queued-requests", "1"]) as server:
+        record.add(queue_full(server))
+
+
+def measure_deaths(record: Record, flags: Sequence[str]) -> None:
+    """Four servers, each of which dies."""
+    for role in ("scheduler", "detokenizer"):
+        with Server(flags) as server:
+            for row in killed(server, role):
+                record.add(row)
+    with Server(flags) as server:
+        for row in stopped(server):
+            record.add(row)
+    with Server(flags) as server:
+        record.add(orphans(server))
+
+
+def main() -> None:
+    """Measure, keep, plot."""
+    args = arguments(__doc__).parse_args()
+    record = Record(NAME, KEYS, args.out, args.quick)
+    if args.quick:
+        from benchmark.shapes import tiny_model
+
+        measure(record, tiny_model().target_flags[:-2], 20)
+    else:
+        measure(record, ("--device", "cpu"), 1000)
+        measure_deaths(record, ("--device", "cpu"))
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -98,14 +99,14 @@ class ShardFolder:
         return [conversation for path in self.files() for conversation in load_shard(path)]
 
     @property
-    def note(self) -> dict[str, float]:
-        """`seconds` spent so far and whether all is made (`complete`)."""
+    def note(self) -> dict[str, Any]:
+        """`seconds` spent on the shards, and `made`: by whom, on what."""
         path = self.folder / "data.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"seconds": 0.0, "complete": 0}
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"seconds": 0.0, "made": {}}
 
-    @note.setter
-    def note(self, value: dict[str, float]) -> None:
-        (self.folder / "data.json").write_text(json.dumps(value), encoding="utf-8")
+    def put_note(self, **values: object) -> None:
+        """Change some of it."""
+        (self.folder / "data.json").write_text(json.dumps(self.note | values), encoding="utf-8")
 
 
 def load_shard(path: Path) -> list[Conversation]:

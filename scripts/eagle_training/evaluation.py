@@ -45,11 +45,21 @@ class PromptSet:
     prompts: Sequence[str]
     kinds: Sequence[str]
 
+    def first(self, count: int) -> PromptSet:
+        """At most `count` of them."""
+        return PromptSet(self.name, self.prompts[:count], self.kinds[:count])
 
-def chat_prompts(path: Path = CHAT_PROMPTS) -> PromptSet:
-    """The repository's hand-made prompts."""
+    def every(self, step: int) -> PromptSet:
+        """Each `step`-th, of all kinds."""
+        return PromptSet(self.name, self.prompts[::step], self.kinds[::step])
+
+
+def read_prompts(name: str, path: Path) -> PromptSet:
+    """From a file of {"kind", "prompt"} lines."""
+    if not path.is_file():
+        raise SystemExit(f"{path} is missing; run the generate phase first")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return PromptSet("hand-made", [row["prompt"] for row in rows], [row["kind"] for row in rows])
+    return PromptSet(name, [row["prompt"] for row in rows], [row["kind"] for row in rows])
 
 
 def measure(model: Mapping[str, Any], head: Path, shape: Shape, sets: Sequence[PromptSet], new_tokens: int) -> list[dict[str, Any]]:

@@ -18,10 +18,10 @@ from benchmark.machine import commit, describe
 from eagle_training.batches import make_batch
 from eagle_training.conversations import Conversation, ShardFolder
 from eagle_training.curves import draw_curves
-from eagle_training.evaluation import PromptSet, Shape, chat_prompts, measure, table
+from eagle_training.evaluation import CHAT_PROMPTS, Shape, measure, read_prompts, table
 from eagle_training.head import EagleHead, head_config
 from eagle_training.model_card import model_card
-from eagle_training.synthesis import Amount, synthesize
+from eagle_training.synthesis import Amount, enough, synthesize, train_tokens
 from eagle_training.target import FrozenTarget
 from eagle_training.trainer import Course, Trainer
 from eagle_training.vocabulary import answer_counts, coverage, pick_vocabulary
@@ -36,6 +36,10 @@ SHOWN_SIZES = (4096, 6144, 8192, 10240, 12288, 16384)
 CONTEXT = 2048
 """Of the engines that write and measure: longer than any conversation here, and little KV."""
 MEASURED_TOGETHER = 256
+HAND_MADE = 80
+HELD_OUT = "held_out.jsonl"
+EXTRA = "notes.md"
+"""What a person adds to the model card: what else was tried."""
 FEATURE_SAMPLE = 64
 ESTIMATED = 256
 """Held-out answers of the estimate along the way."""
@@ -47,7 +51,7 @@ class Plan:
 
     Attributes:
         source: the target.
-        output: the head's folder; `work`: of data, checkpoints and notes.
+        output: the head's folder; `work`: of data and checkpoints. Measuring needs the first alone.
         device, dtype: of target and training; products run in `dtype`.
         quantization: of the engine that writes the data (CPU).
         aux_layers: None for the usual ones.
@@ -95,7 +99,7 @@ class Plan:
 
 
 class Notes:
-    """What the phases leave for each other and for the model card, in `run.json` of the work folder."""
+    """What the phases leave for the model card, in `run.json` beside the head."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +114,7 @@ class Notes:
 
 def run(plan: Plan, phases: Sequence[str]) -> None:
     """Run `phases` of generate, train, evaluate, in this order."""
-    notes = Notes(plan.work)
+    notes = Notes(plan.output)
     notes.put("model", plan.source.served_name)
     steps: dict[str, Callable[[Plan, Notes], None]] = {"generate": generate, "train": train, "evaluate": evaluate}
     for name, step in steps.items():
@@ -123,21 +127,24 @@ def run(plan: Plan, phases: Sequence[str]) -> None:
 
 
 def generate(plan: Plan, notes: Notes) -> None:
-    """Write the conversations, unless they are all there."""
+    """Write the conversations, unless there are enough, and the held-out prompts beside the head."""
     shards = ShardFolder(plan.work / "data")
-    if not shards.note["complete"]:
+    if not enough(shards, plan.amount):
         options = plan.engine_options((64, 128, 192, 256, 320, 384, 448, 512, 640, 768), plan.batch_limit)
         with Engine(**options, **({"quantization": plan.quantization} if plan.quantization else {})) as engine:
             synthesize(engine, Tokenizer.load(plan.source.tokenizer_folder), plan.amount, shards)
-        notes.put("data", made(plan) | {"seconds": shards.note["seconds"]})
-    conversations = [c for c in shards.load() if not c.held_out]
-    tokens = sum(c.answer_tokens for c in conversations)
-    greedy = sum(c.answer_tokens for c in conversations if c.temperature == 0.0)
-    facts = {"conversations": len(conversations), "answer_tokens": tokens, "greedy_share": greedy / max(tokens, 1),
-             "held_out": sum(c.held_out for c in shards.load())}  # fmt: skip
-    notes.put("data", notes.all.get("data", made(plan) | {"seconds": shards.note["seconds"]}) | facts)
-    print(f"data: {len(conversations)} conversations, {tokens} answer tokens ({facts['greedy_share']:.0%} greedy), "
-          f"{facts['held_out']} prompts held out, {shards.note['seconds']:.0f} s")  # fmt: skip
+        shards.put_note(made=made(plan))
+    conversations = shards.load()
+    greedy = train_tokens([c for c in conversations if c.temperature == 0.0])
+    tokens = train_tokens(conversations)
+    held_out = list(dict.fromkeys(c.prompt for c in conversations if c.held_out))
+    facts = {"conversations": sum(not c.held_out for c in conversations), "answer_tokens": tokens,
+             "greedy_share": greedy / max(tokens, 1), "held_out": len(held_out), "seconds": shards.note["seconds"]}  # fmt: skip
+    notes.put("data", shards.note["made"] | facts)
+    lines = [json.dumps({"kind": "held-out", "prompt": prompt}, ensure_ascii=False) for prompt in held_out]
+    (plan.output / HELD_OUT).write_text("\n".join([*lines, ""]), encoding="utf-8")
+    print(f"data: {facts['conversations']} conversations, {tokens} answer tokens ({facts['greedy_share']:.0%} greedy), "
+          f"{len(held_out)} prompts held out, {facts['seconds']:.0f} s")  # fmt: skip
 
 
 def made(plan: Plan) -> dict[str, Any]:
@@ -161,7 +168,7 @@ def train(plan: Plan, notes: Notes) -> None:
     target = load_target(plan)
     vocabulary = choose_vocabulary(plan, notes, target, train_set, held_out)
     head = make_head(plan, target, vocabulary, train_set)
-    trainer = Trainer(head, target, train_set, held_out, plan.course, plan.work)
+    trainer = Trainer(head, target, train_set, held_out, plan.course, plan.work / f"seed-{plan.seed}")
     if trainer.resume():
         print(f"going on from step {trainer.progress.step}")
     else:
@@ -242,12 +249,9 @@ def head_facts(head: EagleHead, aux_layers: tuple[int, ...], weights: Path) -> d
 
 def evaluate(plan: Plan, notes: Notes) -> None:
     """Measure acceptance with the server; rows of other devices stay in evaluation.json."""
-    held_out = list(dict.fromkeys(c.prompt for c in ShardFolder(plan.work / "data").load() if c.held_out))[: plan.prompts]
-    hand_made = chat_prompts()
-    if plan.prompts < len(hand_made.prompts):  # a quick run
-        every = len(hand_made.prompts) // plan.prompts
-        hand_made = PromptSet(hand_made.name, hand_made.prompts[::every], hand_made.kinds[::every])
-    sets = [PromptSet("held-out", held_out, ["held-out"] * len(held_out)), hand_made]
+    every = max(1, -(-HAND_MADE // plan.prompts))  # a quick run takes a few
+    hand_made = read_prompts("hand-made", CHAT_PROMPTS).every(every)
+    sets = [read_prompts("held-out", plan.output / HELD_OUT).first(plan.prompts), hand_made]
     rows = []
     for shape in plan.shapes:
         rows += measure(
@@ -267,5 +271,7 @@ def write_card(plan: Plan, notes: Notes) -> None:
     """Write README.md beside the head, once there is one."""
     if "head" in notes.all:
         text = model_card(notes.all, _rows(plan.output / "evaluation.json"))
+        extra = plan.output / EXTRA
+        text += "\n" + extra.read_text(encoding="utf-8") if extra.is_file() else ""
         (plan.output / "README.md").write_text(text, encoding="utf-8")
         print(f"head: {plan.output}, {os.path.getsize(plan.output / 'model.safetensors') / 1e6:.1f} MB")

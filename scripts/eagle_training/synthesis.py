@@ -136,10 +136,20 @@ class Synthesizer:
         return found
 
 
+def enough(shards: ShardFolder, amount: Amount) -> bool:
+    """Whether the time is up or there are tokens enough."""
+    return shards.note["seconds"] >= amount.seconds or train_tokens(shards.load()) >= amount.tokens
+
+
+def train_tokens(conversations: Sequence[Conversation]) -> int:
+    """Answer tokens to train on."""
+    return sum(c.answer_tokens for c in conversations if not c.held_out)
+
+
 def synthesize(engine: Generator, tokenizer: Tokenizer, amount: Amount, shards: ShardFolder) -> None:
     """Fill `shards` until the time is up or there are tokens enough; goes on where an earlier call was cut off."""
     known = shards.load()
-    made = sum(c.answer_tokens for c in known if not c.held_out)
+    made = train_tokens(known)
     maker = Synthesizer(engine, tokenizer, amount, known)
     before, started = shards.note["seconds"], time.monotonic()
     number = shards.next_number()
@@ -160,8 +170,8 @@ def synthesize(engine: Generator, tokenizer: Tokenizer, amount: Amount, shards: 
             for future in done:
                 conversations = future.result()
                 shards.save(open_rounds.pop(future), conversations)
-                new = sum(c.answer_tokens for c in conversations if not c.held_out)
+                new = train_tokens(conversations)
                 made += new
                 bar.update(new)
-            shards.note = {"seconds": spent(), "complete": 0}
-    shards.note = {"seconds": spent(), "complete": 1}
+            shards.put_note(seconds=spent())
+    shards.put_note(seconds=spent())

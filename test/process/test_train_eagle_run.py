@@ -44,7 +44,7 @@ def head_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_one_command_leaves_a_whole_head(head_folder: Path) -> None:
-    for name in ("config.json", "model.safetensors", "README.md", "evaluation.json", "training.json"):
+    for name in ("config.json", "model.safetensors", "README.md", "evaluation.json", "training.json", "run.json", "held_out.jsonl"):
         assert (head_folder / name).is_file(), name
     rows = json.loads((head_folder / "evaluation.json").read_text())
     assert [(row["set"], row["shape"], row["dtype"]) for row in rows] == [

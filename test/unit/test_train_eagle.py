@@ -18,7 +18,7 @@ from eagle_training.estimate import estimate, walk
 from eagle_training.evaluation import count_drafts
 from eagle_training.head import EagleHead, head_config
 from eagle_training.loss import Teacher, cross_entropy, teach
-from eagle_training.synthesis import Amount, Synthesizer, synthesize, user_prefix
+from eagle_training.synthesis import Amount, Synthesizer, enough, synthesize, user_prefix
 from eagle_training.target import FrozenTarget
 from eagle_training.trainer import Course, Trainer, rate_at
 from eagle_training.vocabulary import answer_counts, coverage, draft_to_target, pick_vocabulary, target_in_draft
@@ -489,7 +489,8 @@ def test_prompts_are_new_and_held_out_ones_stay_out(tmp_path: Path, tokenizer: T
     assert sum(c.answer_tokens for c in train) >= 2500
     for c in made[:10]:
         assert c.ids[: c.answer_start].tolist() == tokenizer.encode_chat([{"role": "user", "content": c.prompt}])
-    assert shards.note["complete"]
+    assert enough(shards, amount)
+    assert not enough(shards, dataclasses.replace(amount, tokens=10**6))
 
 
 def test_synthesis_goes_on_where_it_was_cut_off(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -162,7 +162,7 @@ def check_draft_from_scratch(tmp_path: Path, worker: Any, driver: Driver, algori
 )
 @pytest.mark.parametrize("page", [1, 16])
 def test_draft_kv_is_what_a_prefill_of_the_whole_text_would_be(tmp_path: Path, algorithm: str, spec: dict[str, Any], page: int) -> None:
-    """Chunk ends inside the prompt, a shared prefix, windows accepted in part: whatever happened, draft KV reaches as far as the target's."""
+    """Chunk ends inside the prompt, a shared prefix, windows accepted in part: draft KV reaches as far as the target's."""
     worker = speculating(tmp_path, algorithm, runtime={"page_size": page}, **spec)
     driver = Driver(worker)
     driver.prefill({1: PROMPTS[5], 2: PROMPTS[2]}, chunk=5)

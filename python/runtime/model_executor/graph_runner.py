@@ -126,6 +126,7 @@ class GraphRunner:
         use: "graphs"; or, as a reference, "padded": eagerly over the inputs that a graph would read, or "plain": eagerly without padding.
         pool_peak: bytes of the graph pool that the largest size needs, found by `reserve`.
         report: what capture cost.
+        replayed, run_eagerly: runs so far, by kind.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class GraphRunner:
         self._replays: dict[tuple[int, str], Replay] = {}
         self._buffers = {o.name: o.allocate(inputs.max_requests, spec.width, inputs.device) for o in spec.outputs}
         self._outputs: dict[int, Outputs] = {}
-        self._replayed = self._eager = 0
+        self.replayed = self.run_eagerly = 0
         self.use: Literal["graphs", "padded", "plain"] = "graphs"
         self.pool_peak = 0
         self.report = CaptureReport(spec.name)
@@ -178,16 +179,16 @@ class GraphRunner:
         outputs = self.outputs(batch.batch_size)
         replay = None if oracle or self.use != "graphs" else self._replays.get((batch.batch_size, variant))
         if replay is None:
-            self._eager += 1
+            self.run_eagerly += 1
             self._forward(batch, outputs, variant)
         else:
-            self._replayed += 1
+            self.replayed += 1
             replay()
         return outputs, replay is not None
 
     def runs(self) -> dict[str, object]:
         """How often it ran so far, for `/get_server_info`: through graphs, and eagerly."""
-        return {"runner": self.spec.name, "replayed": self._replayed, "eager": self._eager}
+        return {"runner": self.spec.name, "replayed": self.replayed, "eager": self.run_eagerly}
 
     def rebind(self, backends: Sequence[AttentionBackend]) -> None:
         """Plan with other backends from now on: the KV pool was replaced. Before any capture."""
@@ -201,7 +202,18 @@ class GraphRunner:
         """
         if self._kind != "cuda" or not self._sizes:
             return 0
-        size, peak = self._sizes[-1], 0
+        self.pool_peak = self._peak(self._sizes[-1])
+        needed = max(self.pool_peak - pool_bytes, 0) + self.spec.graph_bytes(len(self._sizes) * len(self.spec.variants))
+        self.report.reserved_mib = (needed + self.spec.output_bytes(self._inputs.max_requests)) / MIB
+        return needed
+
+    def eager_peak(self) -> int:
+        """Bytes beside the outputs that an eager run of the most requests takes, where no graph fits or as a reference; 0 on the CPU."""
+        return self._peak(self._inputs.max_requests) if self._inputs.device.type == "cuda" else 0
+
+    def _peak(self, size: int) -> int:
+        """Bytes that an eager run of `size` requests allocates at its peak."""
+        peak = 0
         for variant in self.spec.variants:
             batch, outputs = self._padding_batch(size), self.outputs(size)
             torch.cuda.synchronize()
@@ -209,10 +221,7 @@ class GraphRunner:
             torch.cuda.reset_peak_memory_stats()
             self._forward(batch, outputs, variant)
             peak = max(peak, torch.cuda.max_memory_allocated() - before)
-        self.pool_peak = peak
-        needed = max(peak - pool_bytes, 0) + self.spec.graph_bytes(len(self._sizes) * len(self.spec.variants))
-        self.report.reserved_mib = (needed + self.spec.output_bytes(self._inputs.max_requests)) / MIB
-        return needed
+        return peak
 
     def capture(self, pool: GraphPool | None, progress: tqdm | None = None) -> CaptureReport:
         """Capture every size, largest first.
@@ -235,6 +244,8 @@ class GraphRunner:
         self._forget(dropped)
         self.report.sizes = list(self._sizes)
         self.report.seconds = time.perf_counter() - started
+        if self._kind == "cuda":
+            torch.cuda.empty_cache()  # what warming up took is used by nobody after it
         outputs = sum(b.numel() * b.element_size() for b in self._buffers.values())
         self.report.used_mib = (_device_bytes() - before + outputs) / MIB
         return self.report

@@ -1,0 +1,179 @@
+"""The parity proof: it says yes where graphs are sound, and no where one of them is broken on purpose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime import check_acceptance
+from runtime.errors import ConfigError
+from runtime.speculative import build as speculative_build
+from runtime.speculative.parity import check_parity, eagerly, run_scratch
+from unit.predicting import calm, draft_folder, speculating, teach
+from unit.small_tokenizer import write_small_tokenizer
+from unit.storm import runners
+
+VOCAB = 800
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Flags of a small target and a head that knows it; both come without weights, which are set by hand after they are built."""
+    target, head = tmp_path / "target", tmp_path / "head"
+    draft_folder(target, "STANDALONE", vocab_size=VOCAB)
+    write_small_tokenizer(target)
+    draft_folder(head, "EAGLE", vocab_size=VOCAB)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Tell me a tale."}\nplain words\n{"prompt": "one, two, three"}\n')
+    builder = speculative_build.build_speculative_worker
+
+    def build(*args: Any) -> Any:
+        worker: Any = builder(*args)
+        calm(worker._target.runner.model, 1.0)
+        teach(worker._draft.model)
+        return worker
+
+    monkeypatch.setattr(speculative_build, "build_speculative_worker", build)
+    flags = [
+        "--model-path", str(target), "--load-format", "dummy", "--device", "cpu", "--random-seed", "0", "--cpu-threads", "1",
+        "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "24",
+    ]  # fmt: skip
+    return [*flags, "--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(head)]
+
+
+def test_sound_graphs_pass_and_the_table_shows_both_runs(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_acceptance.main(command) == 0
+    out = capsys.readouterr().out
+    assert "position" in out
+    assert "eager" in out
+    assert "differs" not in out
+    assert "draft extend" in out
+    assert "the same" in out
+    rows = [line.split() for line in out.splitlines() if line.split()[:1] == ["1"]]
+    assert rows[0][1] == rows[0][3]
+    assert int(rows[0][1].split("/")[0]) > 0, "nothing was accepted, so nothing was compared"
+
+
+def test_trees_pass_too(command: list[str]) -> None:
+    tree = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "6"]
+    assert check_acceptance.main([*command, *tree, "--num-prompts", "2"]) == 0
+
+
+def test_a_stale_input_of_one_graph_fails(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    build = speculative_build.build_speculative_worker
+
+    def broken(*args: Any) -> Any:
+        worker: Any = build(*args)
+        make_stale(runners(worker)["draft_extend"], "accept_lens")
+        return worker
+
+    monkeypatch.setattr(speculative_build, "build_speculative_worker", broken)
+    assert check_acceptance.main(command) == check_acceptance.DIFFERENT
+    out = capsys.readouterr().out
+    assert "<- differs" in out
+    assert "acceptance differs" in out
+    assert "text of" not in out, "verification is lossless: that is why nobody notices without this check"
+
+
+def test_what_cannot_be_compared_is_refused(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_acceptance.main([*command, "--max-new-tokens", "1"]) == check_acceptance.BAD_USE
+    assert check_acceptance.main([*command, "--prompts", str(tmp_path / "none")]) == check_acceptance.BAD_USE
+    assert check_acceptance.main([*command, "--no-such-flag"]) == check_acceptance.BAD_USE
+    assert check_acceptance.main([*command[: command.index("--speculative-algorithm")]]) == check_acceptance.BAD_USE
+    assert "--speculative-algorithm" in capsys.readouterr().err
+
+
+def test_the_embedded_prompts_are_the_default() -> None:
+    options, rest = check_acceptance.read_options(["--page-size", "16"])
+    assert rest == ["--page-size", "16"]
+    assert len(check_acceptance.read_prompts(options)) >= 64
+
+
+def make_stale(runner: Any, name: str) -> None:
+    """What every replay of `runner` reads as `name` is what the first one read."""
+    for key, replay in list(runner._replays.items()):
+        buffer = runner._buffers[name]
+        first: list[Any] = []
+
+        def stale(replay: Any = replay, buffer: Any = buffer, first: list[Any] = first) -> None:
+            if not first:
+                first.append(buffer.clone())
+            buffer.copy_(first[0])
+            replay()
+
+        runner._replays[key] = stale
+
+
+# ---- the short one at start
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [{}, {"topk": 3, "num_draft_tokens": 7}, {"num_steps": 1}, {"algorithm": "NGRAM"}, {"algorithm": "STANDALONE"}],
+)
+def test_sound_workers_start_and_nothing_of_the_check_is_left(tmp_path: Path, spec: dict[str, Any]) -> None:
+    worker = speculating(tmp_path, replay="eager", sizes=[1, 2, 4, 8], **spec)
+    check_parity(worker)
+    acceptance: Any = worker.info()["acceptance"]
+    assert acceptance["graph"]["iterations"] == acceptance["eager_sample"]["iterations"] == 0
+    assert worker._target.rows.kv_lens.sum() == 0
+    assert worker._target.page_table.pages.sum() == 0
+    assert all(runner.use == "graphs" for runner in worker.runners)
+
+
+def test_the_check_drafts_well_enough_to_see_something(tmp_path: Path) -> None:
+    for spec in ({}, {"algorithm": "NGRAM"}):
+        assert run_scratch(speculating(tmp_path, replay="eager", sizes=[4], **spec)).counters.mean_accept_len > 1.1
+
+
+@pytest.mark.parametrize("name", ["verify", "draft_decode", "draft_extend"])
+def test_the_runner_at_fault_is_named(tmp_path: Path, name: str) -> None:
+    worker = speculating(tmp_path, replay="eager", sizes=[4])
+    runner = runners(worker)[name]
+    make_stale(runner, {"verify": "features", "draft_decode": "tokens", "draft_extend": "accept_lens"}[name])
+    if name != "draft_extend":
+        _lose_results(runner)
+    with pytest.raises(ConfigError, match=runner.spec.name):
+        check_parity(worker)
+
+
+def _lose_results(runner: Any) -> None:
+    """Replays compute, and their results never reach the buffers."""
+    for key, replay in list(runner._replays.items()):
+
+        def lost(replay: Any = replay) -> None:
+            before = {n: b.clone() for n, b in runner._buffers.items()}
+            replay()
+            for n, b in runner._buffers.items():
+                b.copy_(before[n])
+
+        runner._replays[key] = lost
+
+
+def test_without_graphs_the_check_says_so_and_passes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        check_parity(speculating(tmp_path))
+    assert "nothing to compare" in caplog.text
+
+
+def test_the_flag_runs_it_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(speculative_build, "check_parity", seen.append)
+    worker = speculating(tmp_path, replay="eager", sizes=[4], check_parity=True)
+    assert seen == [worker]
+    speculating(tmp_path, replay="eager", sizes=[4])
+    assert len(seen) == 1
+
+
+def test_a_reference_runs_eagerly_and_ends(tmp_path: Path) -> None:
+    worker = speculating(tmp_path, replay="eager", sizes=[8])
+    with eagerly(worker.runners):
+        run_scratch(worker)
+    assert [r.replayed for r in worker.runners] == [0, 0, 0]
+    assert all(r.size_for(3) == 8 for r in worker.runners)
+    with eagerly(worker.runners, "plain"):
+        assert all(r.size_for(3) == 3 for r in worker.runners)
+    run_scratch(worker)
+    assert all(r.replayed > 0 for r in worker.runners)
+    assert worker.info()["graph_runs"][0] == {"runner": "draft decode", "replayed": 16, "eager": 16}

@@ -1,7 +1,7 @@
 """From logits to tokens: penalties, filters and draws that depend on nothing but the request itself.
 
-Every random number is a hash of (seed, position, stream), so a request draws the same tokens whatever else is in the batch, after a retraction, and
-with any batch size. Drawing is by the inverse of the cumulative distribution: one uniform number per token.
+Every random number is a hash of (seed, position, stream), so a request draws the same tokens whatever else is in the batch, after a
+retraction, and with any batch size. Drawing is by the inverse of the cumulative distribution: one uniform number per token.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ class SamplingNeeds:
     def adjusts(self) -> bool:
         """Whether logits change before the choice."""
         return bool(self.penalised or self.biased or self.at_least)
+
+    def part(self, start: int, stop: int) -> SamplingNeeds:
+        """The needs of requests `start` to `stop` alone."""
+        lists = ([i - start for i in which if start <= i < stop] for which in (self.penalised, self.biased, self.at_least))
+        return SamplingNeeds(self.all_greedy, self.filtered, *lists)
 
 
 STREAM_STEP = 0x9E3779B97F4A7C15
@@ -148,7 +153,10 @@ def _forbid_eos(logits: torch.Tensor, tables: SamplingTables, row: torch.Tensor,
 
 
 PROBS_CHUNK = 64
-"""Rows whose temporaries are alive at once: sorting 64 rows of 128,256 takes 0.3 GiB, sorting a full verify window would take 10."""
+"""Rows whose temporaries are alive at once: sorting 64 rows of 128,256 takes 0.3 GiB, sorting a full verify window would take 10.
+
+All that takes several numbers for each token of the vocabulary keeps to it, so that the largest batch needs no more than this many rows.
+"""
 
 
 def target_probs(logits: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, filtered: bool) -> torch.Tensor:
@@ -205,6 +213,9 @@ def filter_probs(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, 
 
 def draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Draw by inverse cumulative distribution. probs float32 [N, V], uniform float32 [N] in [0, 1) -> int64 [N], never of probability 0."""
+    if len(probs) > PROBS_CHUNK:
+        parts = zip(probs.split(PROBS_CHUNK), uniform.split(PROBS_CHUNK), strict=True)
+        return torch.cat([draw(part, number) for part, number in parts])
     cumulative = probs.to(torch.float64).cumsum(-1)
     threshold = uniform.to(torch.float64)[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
@@ -214,6 +225,11 @@ def draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 def sample(logits: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, positions: torch.Tensor, needs: SamplingNeeds) -> torch.Tensor:
     """Choose one token per request. logits float32 [B, V] unadjusted, rows and positions int64 [B] -> int64 [B]."""
+    if needs.all_greedy and not needs.adjusts:
+        return logits.argmax(-1)
+    if len(rows) > PROBS_CHUNK:
+        spans = [slice(start, start + PROBS_CHUNK) for start in range(0, len(rows), PROBS_CHUNK)]
+        return torch.cat([sample(logits[s], tables, rows[s], positions[s], needs.part(s.start, s.stop)) for s in spans])
     logits = adjust(logits[:, None], tables, rows, positions[:, None], needs)[:, 0]
     if needs.all_greedy:
         return logits.argmax(-1)
@@ -221,17 +237,24 @@ def sample(logits: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, pos
     return draw(probs, uniforms(tables.seeds[rows], positions, Stream.TARGET))
 
 
-def top_logprobs(logits: torch.Tensor, chosen: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def top_logprobs(
+    logits: torch.Tensor, chosen: torch.Tensor, k: int, index: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probabilities under the model's own distribution, before temperature, penalties and filters.
 
     Args:
         logits: float32 [N, V].
         chosen: int64 [N].
         k: how many of the most likely to return; may be 0.
+        index: int64 [N], which rows of `logits` are meant, of any number of them; None: all, in order.
 
     Returns:
         float32 [N] of the chosen, int32 [N, k] ids and float32 [N, k] of the most likely, falling.
     """
-    logprobs = torch.log_softmax(logits, dim=-1)
+    if len(chosen) > PROBS_CHUNK:
+        spans = [slice(start, start + PROBS_CHUNK) for start in range(0, len(chosen), PROBS_CHUNK)]
+        parts = [top_logprobs(logits[s], chosen[s], k) if index is None else top_logprobs(logits, chosen[s], k, index[s]) for s in spans]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), torch.cat([p[2] for p in parts])
+    logprobs = torch.log_softmax(logits if index is None else logits[index], dim=-1)
     values, ids = logprobs.topk(k, dim=-1) if k else (logprobs[:, :0], torch.zeros_like(chosen)[:, None][:, :0])
     return logprobs.gather(1, chosen[:, None])[:, 0], ids.to(torch.int32), values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,23 +12,24 @@ import numpy as np
 import psutil
 import torch
 
-from runtime.batch import ForwardMode, ScheduleBatch, WorkerLimits
+from runtime.batch import PAD_ROW, ForwardMode, RowInit, ScheduleBatch, WorkerLimits, no_ints
 from runtime.errors import ConfigError
-from runtime.layers.sampler import target_probs
+from runtime.layers.sampler import SamplingNeeds, sample, top_logprobs
 from runtime.layers.select import select_ops, tune_ops
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.graph_runner import CaptureReport, GraphRunner, capture_all
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.memory_plan import MIB, Budget, MemoryPlan, plan_memory
 from runtime.model_executor.model_runner import ModelRunner
-from runtime.model_executor.request_rows import RequestRows
-from runtime.model_executor.staging import StagingRing
-from runtime.model_executor.target import Target
+from runtime.model_executor.request_rows import GREEDY, RequestRows
+from runtime.model_executor.staging import HostCopy, StagingRing
+from runtime.model_executor.target import ExtendPass, Target
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
 from runtime.model_executor.worker import TpWorker, decode_forward, decode_spec
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.registry import build_model
+from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from runtime.server_args import RuntimeConfig
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ CPU_KV_SHARE = 0.25
 """Of the free memory of a machine without a GPU."""
 CPU_KV_MOST = 4 << 30
 CPU_RUNNING = 16
+FILTERED = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01)
+"""Of a request that needs every filter."""
 STEPS_AHEAD = 4
 """Steps by which a row's pages may run ahead of its committed length: one in flight, one submitted, and both of a finished request."""
 
@@ -129,10 +133,20 @@ def make_target(parts: Parts, runner: ModelRunner, page_table: PageTable, tokens
     return Target(runner, rows, page_table, StagingRing(capacity, parts.device))
 
 
-def measure_activations(parts: Parts, target: Target, aux_layers: tuple[int, ...], window: int) -> int:
-    """Bytes that the largest chunk and the largest filtered sampling take at their peak, found by running them over page 0.
+def measure_activations(
+    parts: Parts,
+    target: Target,
+    rehearse: Callable[[], None],
+    aux_layers: tuple[int, ...] = (),
+    follow: Callable[[ExtendPass], None] = lambda done: None,
+) -> int:
+    """Bytes that the largest prompt step and the choice of the largest batch's tokens take at their peak, found by a run over page 0.
 
     0 on the CPU, whose allocator returns what it does not use.
+
+    Args:
+        rehearse: chooses tokens for as many requests as can run, with all that they may ask for.
+        follow: what a draft does with a prompt step.
     """
     if parts.device.type != "cuda":
         return 0
@@ -141,31 +155,40 @@ def measure_activations(parts: Parts, target: Target, aux_layers: tuple[int, ...
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with torch.inference_mode():
-        target.extend(padding_prompt(parts), aux_layers)[1].collect()
-        _sample_largest(parts, target, window)
+        done, result = target.extend(padding_prompt(parts), aux_layers)
+        follow(done)
+        result.collect()
+        del done, result
+        rehearse()
+        target.rows.admit([RowInit(PAD_ROW, 0, GREEDY, 0, no_ints())])
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    target.rows.kv_lens.zero_()
+    target.reset()
     torch.cuda.empty_cache()
     return peak
 
 
 def padding_prompt(parts: Parts) -> ScheduleBatch:
-    """The largest EXTEND batch, all of it on the padding row."""
-    longest = parts.config.context_length - 1
-    lens = [longest] * (parts.extend_tokens // longest) + [parts.extend_tokens % longest]
-    lens = np.array([n for n in lens if n], dtype=np.int32)
-    zeros = np.zeros(len(lens), dtype=np.int32)
+    """The largest EXTEND batch, all on the padding row: of as many prompts as can run, the first ones as long as fits, all sampled."""
+    count = max(min(parts.running, parts.extend_tokens // 2), 1)
+    lens, left = np.ones(count, dtype=np.int32), parts.extend_tokens - count
+    for i in range(count):
+        lens[i] += (more := min(left, parts.config.context_length - 2))
+        left -= more
+    zeros = np.zeros(count, dtype=np.int32)
     return ScheduleBatch(
-        step=0, mode=ForwardMode.EXTEND, rows=zeros, len_bounds=zeros, top_logprobs=zeros - 1, prefix_lens=zeros, extend_lens=lens,
-        token_ids=np.zeros(int(lens.sum()), dtype=np.int32), next_tokens=zeros - 1,
+        step=0, mode=ForwardMode.EXTEND, rows=zeros + PAD_ROW, len_bounds=zeros, top_logprobs=zeros + MAX_TOP_LOGPROBS,
+        new_rows=[RowInit(PAD_ROW, 1, FILTERED, 0, no_ints())], prefix_lens=zeros, extend_lens=lens,
+        token_ids=np.zeros(int(lens.sum()), dtype=np.int32), next_tokens=zeros - 1, prompt_logprobs=zeros == np.arange(count),
     )  # fmt: skip
 
 
-def _sample_largest(parts: Parts, target: Target, window: int) -> None:
-    count = parts.running * window
-    logits = torch.zeros((count, target.runner.config.vocab_size), dtype=torch.float32, device=parts.device)
-    target_probs(logits, target.rows.tables, torch.zeros(count, dtype=torch.int64, device=parts.device), filtered=True)
+def rehearse_sampling(target: Target, logits: torch.Tensor) -> None:
+    """Choose a token for each row of float32 [B, V] logits with all that requests may ask for, so that the memory it takes is seen."""
+    rows = torch.full((len(logits),), PAD_ROW, dtype=torch.int64, device=logits.device)
+    needs = SamplingNeeds(all_greedy=False, filtered=True, penalised=[0], biased=[0], at_least=[0])
+    tokens = sample(logits, target.rows.tables, rows, rows, needs)
+    HostCopy(*top_logprobs(logits, tokens, MAX_TOP_LOGPROBS)).wait()
 
 
 def divide_memory(parts: Parts, activations: int, reservations: dict[str, int], bytes_per_slot: int, tokens_per_step: int) -> MemoryPlan:
@@ -228,6 +251,7 @@ def fit_memory(
     reservations, pooled = {}, 0
     with torch.inference_mode():
         for runner in (g for graphs in owners.values() for g in graphs):
+            activations = max(activations, runner.eager_peak())
             reservations[runner.spec.name] = runner.reserve(pooled)
             pooled = max(pooled, runner.pool_peak)
     if parts.device.type == "cuda":
@@ -276,10 +300,10 @@ def build_worker(
     target = make_target(parts, runner, page_table, 1)
     tune_products(parts, model, 1)
     runner.allocate(1, page_table, parts.requests, 1, 1)
-    activations = measure_activations(parts, target, (), 1)
     spec = decode_spec(model_config.vocab_size, target_launches(model_config))
     inputs = InputBuffers(parts.requests, 1, parts.device)
     decode = GraphRunner(spec, decode_forward(target), inputs, [runner.backend], parts.replay, parts.sizes, config.cuda_graph_padding)
+    activations = measure_activations(parts, target, lambda: rehearse_sampling(target, decode.outputs(parts.running)["logits"]))
     plan = fit_memory(parts, {runner: [decode]}, page_table, {runner: (1, 1)}, activations, 1)
     parts.facts["startup_seconds"] = parts.phases
     return TpWorker(target, decode, inputs, make_limits(parts, plan, model_config.vocab_size), parts.facts)

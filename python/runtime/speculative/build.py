@@ -40,7 +40,7 @@ from runtime.speculative.draft_decode_graph_runner import draft_decode_forward, 
 from runtime.speculative.draft_extend_graph_runner import draft_extend_forward, draft_extend_spec
 from runtime.speculative.draft_rows import DraftRows
 from runtime.speculative.draft_tree import TreeShape
-from runtime.speculative.eagle_worker import Draft, EagleWorker
+from runtime.speculative.eagle_worker import Draft, EagleWorker, draft_prompt, first_window
 from runtime.speculative.ngram_worker import NgramWorker
 from runtime.speculative.parity import check_parity
 from runtime.speculative.verifier import Rules, Verifier, verify_forward, verify_spec
@@ -84,7 +84,6 @@ def _build_eagle(
     runner.allocate(1, page_table, parts.requests, widths[0], 1)
     passes = shape.num_steps - head.lookahead
     draft_runner.allocate(1, page_table, parts.requests, widths[1], max(passes, 1))
-    activations = measure_activations(parts, target, head.aux_layers, shape.num_draft_tokens)
 
     passes_launches = target_launches(head.config)
     specs = {
@@ -112,6 +111,14 @@ def _build_eagle(
         replay=parts.replay if speculative.draft_extend_graph else "none",
         **common,
     )
+    verifier = Verifier(target, verify, inputs, rules)
+    draft = Draft(draft_runner, head, rows, shape, decode, extend)
+    nobody = torch.zeros(parts.running, dtype=torch.int64, device=parts.device)
+    drafted = first_window(draft, target.rows, nobody) if decode is None else decode.outputs(parts.running)
+    activations = measure_activations(
+        parts, target, lambda: verifier.rehearse(drafted), head.aux_layers, lambda done: draft_prompt(draft, target.rows.tables, done)
+    )
+    rows.reset()
     owners = {runner: [verify], draft_runner: [extend] if decode is None else [extend, decode]}
     backends = {runner: (widths[0], 1), draft_runner: (widths[1], max(passes, 1))}
     plan = fit_memory(parts, owners, page_table, backends, activations, ahead)
@@ -121,8 +128,7 @@ def _build_eagle(
     limits = make_limits(
         parts, plan, model_config.vocab_size, tokens_per_step=ahead, max_accept_len=shape.num_steps + 1, prefix_lookahead=head.lookahead
     )
-    draft = Draft(draft_runner, head, rows, shape, decode, extend)
-    return EagleWorker(target, draft, Verifier(target, verify, inputs, rules), inputs, limits, parts.facts)
+    return EagleWorker(target, draft, verifier, inputs, limits, parts.facts)
 
 
 def load_head(parts: Parts, speculative: SpeculativeConfig, target: DecoderModel) -> DraftModel:
@@ -168,14 +174,15 @@ def _build_ngram(
     target = make_target(parts, runner, page_table, D)
     tune_products(parts, model, D)
     runner.allocate(1, page_table, parts.requests, D, 1)
-    activations = measure_activations(parts, target, (), D)
     spec = verify_spec(shape, model_config.vocab_size, 0, parts.dtype, target_launches(model_config))
     inputs = InputBuffers(parts.requests, D, parts.device)
     verify = GraphRunner(spec, verify_forward(target, ()), inputs, [runner.backend], parts.replay, parts.sizes, config.cuda_graph_padding)
+    verifier = Verifier(target, verify, inputs, _rules(speculative, shape, parts.device))
+    drafted = {"tokens": torch.zeros((parts.running, D), dtype=torch.int64, device=parts.device)}
+    activations = measure_activations(parts, target, lambda: verifier.rehearse(drafted))
     plan = fit_memory(parts, {runner: [verify]}, page_table, {runner: (D, 1)}, activations, D)
     parts.facts["startup_seconds"] = parts.phases
     limits = make_limits(parts, plan, model_config.vocab_size, overlap=False, tokens_per_step=D, max_accept_len=D, needs_history=True)
-    verifier = Verifier(target, verify, inputs, _rules(speculative, shape, parts.device))
     return NgramWorker(target, verifier, shape.num_steps, limits, parts.facts)
 
 

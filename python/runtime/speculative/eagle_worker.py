@@ -22,11 +22,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from runtime.batch import ForwardMode, Pending, ScheduleBatch, WorkerLimits
+from runtime.layers.sampler import SamplingTables
 from runtime.model_executor.device_queue import DeviceQueue, Finish
 from runtime.model_executor.graph_runner import GraphRunner, Outputs
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.profiler import Profiler, span
+from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.target import ExtendPass, Target
 from runtime.model_executor.window import fill_window
 from runtime.models.draft_head import DraftModel
@@ -46,6 +48,35 @@ class Draft:
     shape: TreeShape
     decode: GraphRunner | None
     extend: GraphRunner
+
+
+def draft_prompt(draft: Draft, tables: SamplingTables, done: ExtendPass) -> None:
+    """The draft follows over a prompt that the target ran.
+
+    With lookahead each position carries the token after it, the last one the sampled or next one.
+    """
+    batch = done.batch
+    if draft.model.lookahead:
+        tokens = torch.cat([batch.input_ids[1:], batch.input_ids[:1]])
+        tokens[done.last] = done.next_tokens
+        batch = replace(batch, input_ids=tokens, hidden_states=done.hidden if done.aux is None else done.aux)
+    draft.runner.backend.plan(batch)
+    hidden = draft.model.forward(batch)[done.last]
+    if draft.model.lookahead:
+        draft.rows.hidden[done.rows] = hidden
+        # A greedy request may meet sampled ones later and be verified with them: not with what the row's last owner left.
+        draft.rows.probs.index_fill_(0, done.rows, 0.0)
+        positions = None if done.needs.all_greedy else batch.seq_lens.to(torch.int64) + 1
+        first_guesses(draft.rows, draft.model, hidden, tables, done.rows, positions)
+
+
+def first_window(draft: Draft, target: RequestRows, rows: torch.Tensor) -> Outputs:
+    """A window of the last token and what draft-extend guessed after it, for request rows int64 [B]: all there is where K = 1."""
+    state, last = draft.rows, target.last_tokens[rows]
+    if draft.shape.topk == 1:
+        return {"tokens": torch.stack([last, state.tokens[rows, 0]], dim=1), "probs": state.probs[rows][:, None]}
+    tree = select(begin(state.tokens[rows], state.scores[rows]), last, draft.shape)
+    return {"tokens": tree.tokens, "parents": tree.parents, "depths": tree.depths, "mask": tree.mask}
 
 
 class EagleWorker:
@@ -113,23 +144,7 @@ class EagleWorker:
         return self._iterate(batch)
 
     def _draft_prompt(self, done: ExtendPass) -> None:
-        """The draft follows over the prompt.
-
-        With lookahead each position carries the token after it, the last one the sampled or next one.
-        """
-        draft, batch = self._draft, done.batch
-        if draft.model.lookahead:
-            tokens = torch.cat([batch.input_ids[1:], batch.input_ids[:1]])
-            tokens[done.last] = done.next_tokens
-            batch = replace(batch, input_ids=tokens, hidden_states=done.hidden if done.aux is None else done.aux)
-        draft.runner.backend.plan(batch)
-        hidden = draft.model.forward(batch)[done.last]
-        if draft.model.lookahead:
-            draft.rows.hidden[done.rows] = hidden
-            # A greedy request may meet sampled ones later and be verified with them: not with what the row's last owner left.
-            draft.rows.probs.index_fill_(0, done.rows, 0.0)
-            positions = None if done.needs.all_greedy else batch.seq_lens.to(torch.int64) + 1
-            first_guesses(draft.rows, draft.model, hidden, self._target.rows.tables, done.rows, positions)
+        draft_prompt(self._draft, self._target.rows.tables, done)
 
     def _iterate(self, batch: ScheduleBatch) -> Finish:
         turn = self.verifier.begin(batch)
@@ -145,19 +160,11 @@ class EagleWorker:
     def _run_decode(self, turn: Iteration, variant: str) -> Outputs:
         draft, rows = self._draft, turn.rows
         if draft.decode is None:
-            return self._first_guesses_only(rows)
+            return first_window(draft, self._target.rows, rows)
         batch = draft.decode.batch(turn.size)
         batch.seq_len_bounds[:] = turn.bounds + draft.shape.topk
         torch.add(self._inputs.kv_lens(turn.size), draft.shape.topk, out=batch.seq_lens)
         return draft.decode.run(batch, variant, turn.oracle)[0]
-
-    def _first_guesses_only(self, rows: torch.Tensor) -> Outputs:
-        """A window of the last token and what draft-extend guessed after it: all there is where K = 1."""
-        state, last = self._draft.rows, self._target.rows.last_tokens[rows]
-        if self._draft.shape.topk == 1:
-            return {"tokens": torch.stack([last, state.tokens[rows, 0]], dim=1), "probs": state.probs[rows][:, None]}
-        tree = select(begin(state.tokens[rows], state.scores[rows]), last, self._draft.shape)
-        return {"tokens": tree.tokens, "parents": tree.parents, "depths": tree.depths, "mask": tree.mask}
 
     def _run_extend(self, turn: Iteration, accepted: Accepted, variant: str) -> None:
         draft, D = self._draft, self._draft.shape.num_draft_tokens

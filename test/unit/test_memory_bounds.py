@@ -1,0 +1,120 @@
+"""What is chosen a few rows at a time is what would be chosen at once, and the rehearsals for the memory plan leave nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.layers import sampler
+from runtime.model_executor.build import FILTERED, make_parts, padding_prompt, rehearse_sampling
+from runtime.model_executor.graph_runner import GraphPool
+from runtime.sampling_params import SamplingParams
+from runtime.speculative import verifier
+from unit.driver import GREEDY, Driver
+from unit.predicting import VOCAB, plain, speculating
+from unit.tiny import tiny_runtime
+
+MIXED = {
+    1: GREEDY,
+    2: FILTERED,
+    3: SamplingParams(temperature=0.8, repetition_penalty=1.3, presence_penalty=0.3),
+    5: SamplingParams(temperature=1.0, logit_bias={3: 4.0}, min_new_tokens=9),
+    7: SamplingParams(temperature=1.2, min_p=0.05),
+}
+PROMPTS = {r: np.random.default_rng(r).integers(0, VOCAB, 4 + r).tolist() for r in MIXED}
+TREE: dict[str, Any] = {"topk": 3, "num_draft_tokens": 7}
+
+
+def answers(worker: Any) -> tuple[dict[int, list[int]], list[Any]]:
+    driver = Driver(worker)
+    out = driver.generate(PROMPTS, 20, sampling=MIXED, logprobs=3)
+    return out, [(r.logprobs.chosen, r.logprobs.top_ids, r.logprobs.top) for r in driver.results if r.logprobs is not None]
+
+
+@pytest.mark.parametrize("kind", ["plain", "chain", "tree"])
+def test_rows_judged_a_few_at_a_time_are_judged_as_if_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    spec: dict[str, Any] = TREE if kind == "tree" else {}
+
+    def worker() -> Any:
+        return plain(None) if kind == "plain" else speculating(tmp_path, "EAGLE", None, **spec)
+
+    together, logprobs = answers(worker())
+    monkeypatch.setattr(sampler, "PROBS_CHUNK", 2)
+    monkeypatch.setattr(verifier, "JUDGED_ROWS", 9)
+    apart, apart_logprobs = answers(worker())
+    assert together == apart
+    assert len(logprobs) == len(apart_logprobs) > 5
+    assert all(np.array_equal(a, b) for one, two in zip(logprobs, apart_logprobs, strict=True) for a, b in zip(one, two, strict=True))
+
+
+def test_draws_of_many_rows_are_those_of_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.Generator().manual_seed(0)
+    probs, numbers = torch.rand((9, 50), generator=g).softmax(-1), torch.rand(9, generator=g)
+    together = sampler.draw(probs, numbers)
+    monkeypatch.setattr(sampler, "PROBS_CHUNK", 4)
+    assert torch.equal(sampler.draw(probs, numbers), together)
+
+
+@pytest.mark.parametrize("spec", [{}, TREE, {"num_steps": 1, "num_draft_tokens": 2}])
+def test_a_rehearsal_of_the_largest_window_changes_no_answer(tmp_path: Path, spec: dict[str, Any]) -> None:
+    worker = speculating(tmp_path, "EAGLE", None, **spec)
+    prompts = {r: PROMPTS[r] for r in (1, 2)}
+    expected = Driver(worker).generate(prompts, 12)
+    worker.reset()
+    draft, rows = worker._draft, torch.zeros(worker.limits.max_running_requests, dtype=torch.int64)
+    with torch.inference_mode():
+        from runtime.speculative.eagle_worker import first_window
+
+        window = first_window(draft, worker._target.rows, rows) if draft.decode is None else draft.decode.outputs(len(rows))
+        worker.verifier.rehearse(window)
+    assert worker.verifier.counted().iterations == 0
+    assert Driver(worker).generate(prompts, 12) == expected
+
+
+def test_a_rehearsal_of_sampling_and_of_the_largest_prompt_step_leaves_the_rows_as_they_were() -> None:
+    worker = plain(None)
+    target = worker._target
+    parts = make_parts(tiny_runtime(chunked_prefill_size=40, context_length=32, max_running_requests=8))
+    batch = padding_prompt(parts)
+    assert batch.extend_lens.tolist() == [31, 3, 1, 1, 1, 1, 1, 1]
+    assert batch.rows.max() == 0
+    before = [t.clone() for t in (target.rows.kv_lens, target.rows.tables.output_counts)]
+    with torch.inference_mode():
+        result = target.extend(batch)[1].collect()
+        assert result.logprobs is not None
+        assert result.logprobs.top.shape == (8, 20)
+        assert result.prompt_logprobs[0].chosen.shape == (31,)
+        rehearse_sampling(target, torch.zeros((8, VOCAB)))
+    target.reset()
+    assert all(torch.equal(a, b) for a, b in zip(before, (target.rows.kv_lens, target.rows.tables.output_counts), strict=True))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_sizes_that_cannot_be_captured_run_eagerly_with_a_warning_and_the_same_answers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: type[RuntimeError]
+) -> None:
+    from runtime.model_executor.graph_runner import GraphRunner
+
+    expected = answers(plain("eager", [1, 2, 4, 8]))[0]
+    capture = GraphRunner._capture_size
+
+    def starved(self: GraphRunner, size: int, pool: GraphPool | None) -> None:
+        capture(self, size, pool)
+        if size > 2:
+            raise error("no memory is left")
+
+    monkeypatch.setattr(GraphRunner, "_capture_size", starved)
+    with caplog.at_level("WARNING"):
+        worker = plain("eager", [1, 2, 4, 8])
+    assert worker._decode.sizes == [1, 2]
+    assert "no graph for batch sizes [4, 8]: those run eagerly and slower" in caplog.text
+    assert "--cuda-graph-max-bs to 2" in caplog.text
+    if error is RuntimeError:
+        assert "graph capture failed at batch size 4 (no memory is left)" in caplog.text
+    assert answers(worker)[0] == expected
+    runs = worker.info()["graph_runs"][0]
+    assert runs["eager"] > 0, "five requests run without a graph"

@@ -28,31 +28,30 @@ class ReportError(Exception):
 
 
 def result_files(name: str, results: Path) -> list[Path]:
-    """The files of a marker's name: one machine's, or every machine's.
+    """The files of a marker's name: one machine's, or every machine's; none before the first run.
 
     Raises:
-        ReportError: there is none, or the name is no script's.
+        ReportError: the name is no script's.
     """
     script, _, machine = name.partition("@")
     if script not in SCRIPTS:
         raise ReportError(f"marker {name!r}: no such benchmark; there are {', '.join(SCRIPTS)}")
-    found = sorted(results.glob(f"{machine or '*'}/{script}.json"))
-    if not found:
-        where = results / (machine or "*") / f"{script}.json"
-        raise ReportError(f"marker {name!r}: no figures without a file, and {where} is not there; run python -m benchmark.{script}")
-    return found
+    return sorted(results.glob(f"{machine or '*'}/{script}.json"))
 
 
 def render(name: str, results: Path) -> str:
-    """The markdown of a marker."""
-    return "\n\n".join(_module(name).render(_read(file)) for file in result_files(name, results)) + "\n"
+    """The markdown of a marker; without a file it holds no figure and says so."""
+    files = result_files(name, results)
+    if not files:
+        return f"Not measured yet: `python -m benchmark.{name.partition('@')[0]}` writes the figures.\n"
+    return "\n\n".join(_module(name).render(_read(file)) for file in files) + "\n"
 
 
 def fill(text: str, results: Path = RESULTS) -> str:
     """`text` with every marked part written anew.
 
     Raises:
-        ReportError: a marker has no end, or no result file.
+        ReportError: a marker has no end, or its name is no script's.
     """
     filled = _MARKER.sub(
         lambda match: f"<!-- begin:{match['name']} -->\n{render(match['name'], results)}<!-- end:{match['name']} -->", text
@@ -82,7 +81,7 @@ def _module(name: str) -> ModuleType:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when all is written or up to date; 1 when `--check` found a difference or a file is missing."""
+    """0 when all is written or up to date; 1 when `--check` found a difference or a marker is wrong."""
     parser = argparse.ArgumentParser(description="Write the tables of markdown files from the result files.")
     parser.add_argument("files", nargs="*", type=Path, help="default: README.md and docs/*.md")
     parser.add_argument("--results", type=Path, default=RESULTS)

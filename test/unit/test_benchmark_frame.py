@@ -199,15 +199,24 @@ def test_tables_are_written_between_their_markers_and_nowhere_else(tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (page(), "no figures without a file"),
-        (page(name="serving_matrix@nvidia-h100"), "no figures without a file"),
         (page(name="guesses"), "no such benchmark"),
         ("<!-- begin:capture -->\n", "without an end"),
     ],
 )
-def test_a_figure_without_a_file_is_refused(text: str, why: str, tmp_path: Path) -> None:
+def test_a_marker_without_meaning_is_refused(text: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(report.ReportError, match=why):
         report.fill(text, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["serving_matrix", "serving_matrix@nvidia-h100"])
+def test_without_a_file_there_is_no_figure(name: str, tmp_path: Path) -> None:
+    filled = report.fill(page(name=name), tmp_path)
+    assert "typed by hand" not in filled
+    assert "Not measured yet: `python -m benchmark.serving_matrix`" in filled
+
+
+def test_every_table_of_the_pages_is_that_of_its_file() -> None:
+    assert report.main(["--check"]) == 0
 
 
 def test_check_fails_on_a_stale_table_and_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

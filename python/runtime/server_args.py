@@ -214,7 +214,10 @@ class ServerArgs:
         metavar="TOKENS",
     )
     max_prefill_tokens: int | None = _flag(
-        None, "scheduling", "Prompt tokens, over all requests, that may run before those who decode get a step; default: the chunk on a CPU, 8192 on CUDA.", metavar="TOKENS"
+        None,
+        "scheduling",
+        "Prompt tokens, over all requests, that run before those who decode get a step; default: the chunk on a CPU, 8192 on CUDA.",
+        metavar="TOKENS",
     )
     schedule_policy: str = _flag("fcfs", "scheduling", "Who runs next: first come, or longest cached prefix.", choices=("fcfs", "lpm"))
     schedule_conservativeness: float = _flag(1.0, "scheduling", "Higher admits later and retracts less.", metavar="FACTOR")

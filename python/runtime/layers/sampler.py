@@ -112,7 +112,8 @@ def adjust(
         rows: int64 [B].
         positions: int64 [B, W]. Where the token chosen from each will stand.
         needs: which requests need what.
-        path: int64 [B, W, A]. The drafts that stand before each window position, -1 for none: they count as output. None: nothing is drafted.
+        path: int64 [B, W, A]. The drafts that stand before each window position, -1 for none: they count as output. None: nothing is
+            drafted.
     """
     if not needs.adjusts:
         return logits

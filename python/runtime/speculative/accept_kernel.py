@@ -1,7 +1,7 @@
 """Greedy and synthetic acceptance of a chain, and what it commits, as one kernel.
 
-The plain form is `verify_chain_greedy` and `verify_chain_synthetic` with `Verifier._commit`: some forty launches, which take longer than the draft's
-layer does.
+The plain form is `verify_chain_greedy` and `verify_chain_synthetic` with `Verifier._commit`: some forty launches, which take longer than
+the draft's layer does.
 """
 
 # pyright: reportIndexIssue=false
@@ -80,7 +80,8 @@ def accept_chain(
         seeds: int64 [R].
 
     Returns:
-        accept_lens int32 [B] and tokens int64 [B, D], as `verify_chain_greedy` or `verify_chain_synthetic` give them up to the accept length.
+        accept_lens int32 [B] and tokens int64 [B, D], as `verify_chain_greedy` or `verify_chain_synthetic` give them up to the accept
+        length.
     """
     B, D = draft.shape
     accept_lens = torch.empty(B, dtype=torch.int32, device=draft.device)

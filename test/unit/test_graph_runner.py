@@ -1,0 +1,239 @@
+"""The graph runner, its persistent inputs and their window, over a function whose result shows every input it read."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.batch import ForwardMode
+from runtime.forward_batch import ForwardBatch
+from runtime.mem_cache.kv_pool import PageTable
+from runtime.model_executor.graph_runner import GraphRunner, Outputs, RunnerSpec, capture_all
+from runtime.model_executor.input_buffers import INPUTS, BufferSpec, InputBuffers
+from runtime.model_executor.staging import HostCopy, StagingRing
+from runtime.model_executor.window import fill_window
+
+CPU = torch.device("cpu")
+WIDTH, LARGEST = 3, 8
+SPEC = RunnerSpec(
+    name="probe",
+    mode=ForwardMode.TARGET_VERIFY,
+    width=WIDTH,
+    outputs=(BufferSpec("sums", "token", torch.int64, 0), BufferSpec("rows", "req", torch.float32, 0, (2,))),
+    num_steps=2,
+    variants=("", "twice"),
+)
+
+
+class Recorder:
+    """An attention backend that notes what it was planned for."""
+
+    def __init__(self) -> None:
+        self.plans: list[tuple[int, int, list[int]]] = []
+
+    def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        self.plans.append((batch.batch_size, num_steps, batch.seq_lens.tolist()))
+
+
+def probe(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
+    factor = 2 if variant else 1
+    outputs["sums"].copy_(factor * (batch.input_ids + 10 * batch.positions + 1000 * batch.out_cache_loc))
+    outputs["rows"][:, 0] = batch.req_pool_indices.float()
+    outputs["rows"][:, 1] = batch.seq_lens.float()
+
+
+def make(replay: Any, sizes: list[int], padding: bool = True) -> tuple[GraphRunner, InputBuffers, Recorder]:
+    inputs, backend = InputBuffers(LARGEST, WIDTH, CPU), Recorder()
+    runner = GraphRunner(SPEC, probe, inputs, [backend], replay, sizes, padding)  # type: ignore[list-item]
+    capture_all([runner])
+    backend.plans.clear()
+    return runner, inputs, backend
+
+
+def load(runner: GraphRunner, inputs: InputBuffers, table: PageTable, rows: list[int], tokens: torch.Tensor) -> ForwardBatch:
+    """As the workers do: rows padded with 0, then the window from their lengths."""
+    size = runner.size_for(len(rows))
+    batch = runner.batch(size)
+    padded = torch.tensor(rows + [0] * (size - len(rows)))
+    batch.req_pool_indices.copy_(padded)
+    lens = inputs.kv_lens(size)
+    lens.copy_(torch.where(padded > 0, 4 * padded, 0).to(torch.int32))
+    window = torch.zeros(size, WIDTH, dtype=torch.int64)
+    window[: len(rows)] = tokens
+    fill_window(batch, table, lens, window)
+    return batch
+
+
+@pytest.fixture
+def table() -> PageTable:
+    made = PageTable(LARGEST + 1, 64, 4, CPU)
+    made.pages[1:] = torch.arange(1, 1 + LARGEST * made.max_pages).view(LARGEST, -1)
+    return made
+
+
+def test_live_rows_come_out_the_same_padded_or_not_in_any_order_of_sizes(table: PageTable) -> None:
+    padded, inputs, _ = make("eager", [2, 4, 8])
+    bare, own, _ = make("none", [])
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        live = int(rng.integers(1, LARGEST + 1))
+        rows, tokens = (rng.permutation(LARGEST)[:live] + 1).tolist(), torch.from_numpy(rng.integers(0, 50, (live, WIDTH)))
+        variant = str(rng.choice(["", "twice"]))
+        inputs.poison()
+        for buffer in padded._buffers.values():
+            buffer.fill_(-1)
+        got, replayed = padded.run(load(padded, inputs, table, rows, tokens), variant)
+        expected, eager = bare.run(load(bare, own, table, rows, tokens), variant)
+        assert (replayed, eager) == (True, False)
+        assert torch.equal(got["sums"][: live * WIDTH], expected["sums"])
+        assert torch.equal(got["rows"][:live], expected["rows"])
+        assert torch.equal(got["rows"][live:, 0], torch.zeros(len(got["rows"]) - live)), "padding is row 0"
+        assert torch.equal(got["rows"][live:, 1], torch.full((len(got["rows"]) - live,), float(WIDTH))), "its length is the width"
+
+
+def test_padding_rows_write_only_slots_of_page_0(table: PageTable) -> None:
+    runner, inputs, _ = make("eager", [8])
+    batch = load(runner, inputs, table, [3, 1], torch.zeros(2, WIDTH, dtype=torch.int64))
+    assert batch.out_cache_loc[2 * WIDTH :].tolist() == list(range(WIDTH)) * 6
+    assert batch.out_cache_loc[: 2 * WIDTH].min() >= table.page_size
+
+
+@pytest.mark.parametrize("use", ["graphs", "padded", "plain"])
+def test_every_run_is_planned_once_by_the_same_call(table: PageTable, use: Any) -> None:
+    runner, inputs, backend = make("eager", [4])
+    runner.use = use
+    batch = load(runner, inputs, table, [1, 2, 5], torch.ones(3, WIDTH, dtype=torch.int64))
+    _, replayed = runner.run(batch)
+    lens = [4 + WIDTH, 8 + WIDTH, 20 + WIDTH] + ([WIDTH] if use != "plain" else [])
+    assert backend.plans == [(len(lens), SPEC.num_steps, lens)]
+    assert replayed == (use == "graphs")
+
+
+def test_sizes_are_rounded_up_to_a_captured_one() -> None:
+    runner = make("eager", [2, 4])[0]
+    assert [runner.size_for(n) for n in (1, 2, 3, 4, 5)] == [2, 2, 4, 4, 5]
+    exact = make("eager", [2, 4], padding=False)[0]
+    assert [exact.size_for(n) for n in (1, 2, 3)] == [1, 2, 3]
+    assert [make("none", [2, 4])[0].size_for(n) for n in (1, 3)] == [1, 3]
+
+
+def test_batches_above_the_largest_size_run_eagerly(table: PageTable) -> None:
+    runner, inputs, _ = make("eager", [2])
+    batch = load(runner, inputs, table, [1, 2, 3], torch.ones(3, WIDTH, dtype=torch.int64))
+    assert not runner.run(batch)[1]
+    assert runner.runs() == {"runner": "probe", "replayed": 0, "eager": 1}
+
+
+def test_a_replay_does_not_see_what_was_rebound_later(table: PageTable) -> None:
+    """As a captured graph, which holds addresses: only what is written in place reaches it."""
+    runner, inputs, _ = make("eager", [2])
+    batch = load(runner, inputs, table, [1, 2], torch.ones(2, WIDTH, dtype=torch.int64))
+    sound = runner.run(batch)[0]["sums"].clone()
+    old, batch.input_ids = batch.input_ids, batch.input_ids + 5
+    assert torch.equal(runner.run(batch)[0]["sums"], sound), "the new tensor was never written into the inputs"
+    batch.input_ids = old
+    batch.input_ids.add_(5)
+    assert torch.equal(runner.run(batch)[0]["sums"], sound + 5)
+
+
+def test_results_stay_until_the_same_runner_runs_again(table: PageTable) -> None:
+    inputs = InputBuffers(LARGEST, WIDTH, CPU)
+    runners = [GraphRunner(SPEC, probe, inputs, [], "eager", [2]) for _ in range(2)]
+    capture_all(runners)
+    first, _ = runners[0].run(load(runners[0], inputs, table, [1, 2], torch.ones(2, WIDTH, dtype=torch.int64)))
+    kept = {name: t.clone() for name, t in first.items()}
+    runners[1].run(load(runners[1], inputs, table, [5, 6], 9 * torch.ones(2, WIDTH, dtype=torch.int64)))
+    inputs.poison()
+    assert all(torch.equal(first[name], t) for name, t in kept.items())
+
+
+def test_views_of_one_shape_are_one_object_and_widths_are_kept_apart() -> None:
+    inputs = InputBuffers(4, 6, CPU)
+    a = inputs.view(ForwardMode.DECODE, 2, 3)
+    assert inputs.view(ForwardMode.DECODE, 2, 3) is a
+    wide = inputs.view(ForwardMode.DECODE, 2, 6)
+    assert wide.input_ids.shape == (12,)
+    assert wide.qo_indptr.tolist() == [0, 6, 12]
+    assert a.tree_mask is None
+    masked = inputs.view(ForwardMode.DECODE, 2, 3, 5)
+    assert masked.tree_mask is not None
+    assert masked.tree_tail == 5
+    assert wide.input_ids.data_ptr() == a.input_ids.data_ptr(), "there is one set of inputs"
+
+
+def test_inputs_state_their_bytes_and_reset_to_what_padding_holds() -> None:
+    inputs = InputBuffers(4, 6, CPU)
+    assert InputBuffers.bytes_needed(4, 6) == sum(t.nbytes for t in inputs.tensors.values())
+    inputs.poison()
+    assert all(bool((t == -1).all()) for t in inputs.tensors.values())
+    inputs.reset()
+    assert all(bool((inputs.tensors[s.name] == s.pad).all()) for s in INPUTS)
+
+
+def test_a_size_that_cannot_be_captured_runs_eagerly_and_is_reported(
+    table: PageTable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    capture_size = GraphRunner._capture_size
+
+    def fails(self: GraphRunner, size: int, pool: Any) -> None:
+        if size == 8:
+            raise torch.OutOfMemoryError("no memory")
+        capture_size(self, size, pool)
+
+    monkeypatch.setattr(GraphRunner, "_capture_size", fails)
+    with caplog.at_level(logging.WARNING):
+        runner, inputs, _ = make("eager", [2, 8])
+    assert runner.sizes == runner.report.sizes == [2]
+    assert "[8]" in caplog.text
+    assert "--cuda-graph-max-bs" in caplog.text
+    assert not runner.run(load(runner, inputs, table, [1, 2, 3], torch.ones(3, WIDTH, dtype=torch.int64)))[1]
+
+
+# ---- the window
+
+
+@pytest.mark.parametrize("page", [1, 4, 16])
+def test_a_window_stands_after_each_requests_kv(page: int) -> None:
+    table = PageTable(4, 64, page, CPU)
+    table.pages[1:] = torch.randperm(3 * table.max_pages, generator=torch.Generator().manual_seed(0)).view(3, -1) + 1
+    batch = InputBuffers(3, 4, CPU).view(ForwardMode.TARGET_VERIFY, 3, 4)
+    batch.req_pool_indices.copy_(torch.tensor([2, 0, 3]))
+    lens, tokens = torch.tensor([13, 0, 30], dtype=torch.int32), torch.arange(12).view(3, 4)
+    depths = torch.tensor([[0, 1, 1, 2]] * 3)
+    for given in (None, depths):
+        fill_window(batch, table, lens, tokens, given)
+        for i, row in enumerate((2, 0, 3)):
+            for j in range(4):
+                at = int(lens[i]) + j
+                token = i * 4 + j
+                assert batch.input_ids[token] == token
+                assert batch.positions[token] == int(lens[i]) + (j if given is None else int(depths[i, j]))
+                assert batch.out_cache_loc[token] == int(table.pages[row, at // page]) * page + at % page
+        assert batch.seq_lens.tolist() == [17, 4, 34]
+
+
+# ---- staging
+
+
+def test_staged_arrays_keep_their_values_when_the_host_reuses_its_own() -> None:
+    ring = StagingRing(64, CPU)
+    a, b = np.arange(5, dtype=np.int32), np.array([7], dtype=np.int32)
+    on_device = ring.upload(a, b, a[:0])
+    a[:] = -1
+    assert [t.tolist() for t in on_device] == [[0, 1, 2, 3, 4], [7], []]
+    assert all(t.dtype == torch.int32 for t in on_device)
+
+
+def test_what_is_on_its_way_to_the_host_is_not_changed_by_the_next_step() -> None:
+    tokens, lens = torch.arange(4), torch.ones(2)
+    copy = HostCopy(tokens, lens)
+    tokens.zero_()
+    lens.zero_()
+    got = copy.wait()
+    assert got[0].tolist() == [0, 1, 2, 3]
+    assert got[1].tolist() == [1.0, 1.0]
+    assert HostCopy().wait() == []

@@ -1,0 +1,77 @@
+"""The memory plan: whatever the numbers, nothing is promised twice and nothing lies idle."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from runtime.errors import ConfigError
+from runtime.model_executor.memory_plan import MIB, SAFETY_FRACTION, Budget, plan_memory
+
+GIB = 1 << 30
+budgets = st.builds(
+    lambda total, used, activations, graphs, rows, slot: Budget(
+        total, int(total * (1 - used)), activations, {"graphs": graphs, "rows": rows}, slot
+    ),
+    total=st.integers(8 * GIB, 144 * GIB),
+    used=st.floats(0.05, 0.8),
+    activations=st.integers(0, 2 * GIB),
+    graphs=st.integers(0, 2 * GIB),
+    rows=st.integers(0, GIB),
+    slot=st.integers(1024, 512 * 1024),
+)
+
+
+@settings(deadline=None)
+@given(budget=budgets, page=st.sampled_from([1, 16, 64]))
+def test_kv_gets_what_is_left_to_the_last_page(budget: Budget, page: int) -> None:
+    try:
+        plan = plan_memory(budget, page, None, None, 64)
+    except ConfigError:
+        assume(False)
+        raise
+    kept = budget.activations + sum(budget.reservations.values()) + int(budget.total * SAFETY_FRACTION)
+    page_bytes = page * budget.bytes_per_slot
+    assert plan.table["KV cache"] == (plan.num_pages + 1) * page_bytes, "the padding page costs as any other"
+    assert plan.table["KV cache"] + kept <= budget.free
+    assert plan.table["KV cache"] + page_bytes + kept > budget.free, "one more page would have fitted"
+    assert sum(plan.table.values()) == budget.total
+    assert plan.table["left free"] <= budget.total * SAFETY_FRACTION + page_bytes + 1
+
+
+@settings(deadline=None)
+@given(budget=budgets, fraction=st.floats(0.85, 0.99))
+def test_a_given_share_holds_weights_and_kv(budget: Budget, fraction: float) -> None:
+    plan = plan_memory(budget, 16, None, fraction, 64)
+    used = plan.table["weights and context"] + plan.table["KV cache"]
+    assert used <= budget.total * fraction < used + 16 * budget.bytes_per_slot + 1
+
+
+@settings(deadline=None)
+@given(budget=budgets, wanted=st.integers(1, 1 << 24), page=st.sampled_from([1, 16]))
+def test_wanted_tokens_are_given_or_refused_with_a_number_that_works(budget: Budget, wanted: int, page: int) -> None:
+    try:
+        plan = plan_memory(budget, page, wanted, None, 1)
+        assert plan.num_pages == wanted // page
+    except ConfigError as error:
+        most = re.search(r"lower it to (\d+)", str(error))
+        if most is None or int(most[1]) == 0:
+            return
+        assert plan_memory(budget, page, int(most[1]), None, 1).num_pages == int(most[1]) // page
+        assert int(most[1]) < wanted
+
+
+@pytest.mark.parametrize(("fraction", "flag"), [(None, "--chunked-prefill-size"), (0.5, "--mem-fraction-static")])
+def test_too_little_is_an_error_that_names_flag_and_amount(fraction: float | None, flag: str) -> None:
+    budget = Budget(8 * GIB, 4 * GIB, 5 * GIB if fraction is None else 0, {}, 1 << 20)
+    with pytest.raises(ConfigError, match=flag) as caught:
+        plan_memory(budget, 16, None, fraction, 1024)
+    assert re.search(r"[\d,]+ MiB short of the 1024 tokens", str(caught.value))
+
+
+def test_the_table_is_in_mib() -> None:
+    plan = plan_memory(Budget(8 * GIB, 6 * GIB, GIB, {"verify": 100 * MIB}, 1 << 14), 16, 1024, None, 64)
+    assert any(line.startswith("verify") and line.endswith("100 MiB") for line in plan.lines())

@@ -58,8 +58,8 @@ def _acceptance(evaluation: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _data(run: Mapping[str, Any]) -> str:
-    data = run.get("data")
-    if not data:
+    data = run.get("data", {})
+    if "conversations" not in data:  # trained from another head's data
         return ""
     return (
         f"## Data\n\nWritten by the target: users' turns from the chat template's opening, partly with a short opener, then answers, "

@@ -169,13 +169,13 @@ class CudaOps:
         if not timed:
             choice = self._choice(op, linear, rows)
             return {choice: run(choice)}
-        return {choice: run(choice) for choice in (None, *candidate_configs(op, linear.out_features, rows))}
+        return {choice: run(choice) for choice in (None, *candidate_configs(op, rows))}
 
     def _choice(self, op: GemmOp, linear: Linear, rows: int) -> Choice:
         if rows > MAX_ROWS or linear.in_features % 16 or type(linear) is not Linear:
             return None
         key = (op, linear.out_features, linear.in_features, row_class(rows))
-        return self.choices[key] if key in self.choices else default_choice(op, linear.out_features, rows)
+        return self.choices[key] if key in self.choices else default_choice(op, rows)
 
     def _linear(self, x: torch.Tensor, linear: Linear, choice: Choice) -> torch.Tensor:
         if choice is None:

@@ -67,6 +67,8 @@ def plan_memory(
         room = int(budget.total * fraction) - weights
     pages = max(room, 0) // (budget.bytes_per_slot * page_size) - 1  # page 0 is padding
     if wanted_tokens is not None:
+        if wanted_tokens // page_size * page_size < least_tokens:
+            raise ConfigError(f"--max-total-tokens is {wanted_tokens}; one request needs {least_tokens}, so raise it or leave it out")
         if wanted_tokens // page_size > pages:
             raise ConfigError(
                 f"--max-total-tokens {wanted_tokens} needs {wanted_tokens * budget.bytes_per_slot / MIB:,.0f} MiB of KV "

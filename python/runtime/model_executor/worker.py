@@ -33,10 +33,15 @@ def decode_spec(vocab_size: int, launches: int) -> RunnerSpec:
 
 
 class TpWorker:
-    """A `Worker` that decodes one token per request and step."""
+    """A `Worker` that decodes one token per request and step.
+
+    Attributes:
+        runners: all that may replay graphs.
+    """
 
     def __init__(self, target: Target, decode: GraphRunner, inputs: InputBuffers, limits: WorkerLimits, facts: dict[str, object]) -> None:
         self._target, self._decode, self._inputs = target, decode, inputs
+        self.runners = (decode,)
         self._limits, self._facts = limits, facts
         self._queue = DeviceQueue(self._step, target.device)
         self._profiler = Profiler("scheduler", target.device)

@@ -1,0 +1,80 @@
+"""Captures that fail on a full device: the largest sizes are dropped with a warning that names them, and answers stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu.test_worker import BACKENDS, PROMPTS, build, speculation
+from runtime.model_executor.graph_runner import WARM_UPS, GraphPool, GraphRunner, Replay
+from runtime.sampling_params import SamplingParams
+from unit.driver import Driver
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+FITS = 2
+"""The largest batch size whose capture succeeds."""
+
+
+def fail_above(monkeypatch: pytest.MonkeyPatch, most: int, error: type[RuntimeError]) -> None:
+    """Captures of more than `most` requests raise when all of the pass is recorded, as an allocation in its midst would."""
+    capture_size, capture = GraphRunner._capture_size, GraphPool.capture
+    size = 0
+
+    def remember(self: GraphRunner, batch_size: int, pool: GraphPool | None) -> None:
+        nonlocal size
+        size = batch_size
+        capture_size(self, batch_size, pool)
+
+    def starve(self: GraphPool, function: Callable[[], None]) -> Replay:
+        calls = 0
+
+        def starving() -> None:
+            nonlocal calls
+            function()
+            calls += 1
+            if size > most and calls > WARM_UPS:
+                raise error("nothing is left")
+
+        return capture(self, starving)
+
+    monkeypatch.setattr(GraphRunner, "_capture_size", remember)
+    monkeypatch.setattr(GraphPool, "capture", starve)
+
+
+def generate(worker: Any) -> dict[int, list[int]]:
+    sampling = {r: SamplingParams(temperature=0.0 if r % 2 else 1.0, max_new_tokens=1 << 20) for r in PROMPTS}
+    return Driver(worker).generate(PROMPTS, 24, sampling=sampling)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize("algorithm", [None, "EAGLE"])
+def test_sizes_that_cannot_be_captured_run_eagerly_with_a_warning_and_the_same_answers(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    backend: str,
+    error: type[RuntimeError],
+    algorithm: str | None,
+) -> None:
+    fail_above(monkeypatch, FITS, error)
+    with caplog.at_level("WARNING"):
+        worker: Any = build(backend, "cuda", speculation(tmp_path, algorithm, backend, 1) if algorithm else None)
+    assert all(runner.sizes == [1, FITS] for runner in worker.runners)
+    assert (
+        f"no graph for batch sizes [4, 8]: those run eagerly and slower; lower --mem-fraction-static or --cuda-graph-max-bs to {FITS}"
+        in (caplog.text)
+    )
+    if error is RuntimeError:
+        assert "graph capture failed at batch size 8 (nothing is left); this size runs eagerly" in caplog.text
+    answers = generate(worker)
+    ran = [runner.runs() for runner in worker.runners]
+    assert all(int(str(r["eager"])) > 0 for r in ran), "five requests have no graph"
+    worker._target.reset()
+    for runner in worker.runners:
+        runner.use = "plain"
+    assert generate(worker) == answers

@@ -1,0 +1,135 @@
+"""Logits of tiny checkpoints on the GPU: as near to a float32 reference as `transformers` in bfloat16 is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.batch import ForwardMode
+from runtime.forward_batch import ForwardBatch
+from runtime.layers.select import select_ops
+from runtime.mem_cache.kv_pool import PageTable
+from runtime.model_executor.model_runner import ModelRunner
+from runtime.model_executor.weight_loader import safetensors_weights
+from runtime.models.hf_config import load_hf_config
+from runtime.models.registry import build_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICE = torch.device("cuda")
+BACKENDS = ["fa3", "flashinfer"]
+VOCAB = 1003
+"""No multiple of any tile."""
+LENGTH, PAGE = 181, 16
+PASSES = [(100, 0), (57, 0), (4, 4), (4, 4), *[(1, 1)] * 16]
+"""Tokens and row width of each pass: two chunks of a prompt, verify windows, decode steps."""
+WORSE = 1.5
+"""How much larger our mean error may be than that of `transformers`."""
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "initializer_range": 0.06,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-64": ("Llama", {"hidden_size": 256, "intermediate_size": 704, "head_dim": 64}),
+    "llama-128-llama3-tied": (
+        "Llama",
+        {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "qwen3-128": ("Qwen3", {"hidden_size": 320, "intermediate_size": 896, "head_dim": 128}),
+    "qwen3-64": (
+        "Qwen3",
+        {"hidden_size": 576, "intermediate_size": 1536, "head_dim": 64, "num_attention_heads": 9, "num_key_value_heads": 3},
+    ),
+}
+
+
+class Checkpoint:
+    """A random bfloat16 model in a folder, a text, and its logits by `transformers` in float32 and in bfloat16."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        import transformers
+
+        family, sizes = FAMILIES[name]
+        torch.manual_seed(len(name))
+        cls = getattr(transformers, f"{family}ForCausalLM")
+        model = cls(getattr(transformers, f"{family}Config")(**{**COMMON, **sizes}))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:  # norms begin as ones, which would hide a swapped one
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+        model.to(torch.bfloat16).save_pretrained(folder)
+        self.folder, self.ids = folder, torch.randint(0, VOCAB, (LENGTH,))
+        self.exact, self.theirs = (self._logits(cls, dtype) for dtype in (torch.float32, torch.bfloat16))
+
+    def _logits(self, cls: Any, dtype: torch.dtype) -> torch.Tensor:
+        model = cls.from_pretrained(self.folder, dtype=dtype).to(DEVICE).eval()
+        with torch.inference_mode():
+            return model(self.ids[None].to(DEVICE)).logits[0].double()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint(request.param, tmp_path_factory.mktemp("model"))
+
+
+class OneRequest:
+    """Our model in bfloat16 over scattered pages of request row 2."""
+
+    def __init__(self, folder: Path, backend: str) -> None:
+        config, dtype = load_hf_config(str(folder)), torch.bfloat16
+        model = build_model(config, select_ops(DEVICE, dtype)[0], dtype, DEVICE)
+        model.load(safetensors_weights(str(folder), DEVICE, progress=False))
+        self.table = PageTable(3, 256, PAGE, DEVICE)
+        pages = np.random.default_rng(0).permutation(64)[: self.table.max_pages] + 1
+        self.table.pages[2] = torch.from_numpy(pages.astype(np.int32))
+        self.runner = ModelRunner(model, config, backend, dtype, DEVICE)
+        self.runner.allocate(64, self.table, 4, 4, 1)
+        self.ids: list[int] = []
+
+    def logits(self, ids: torch.Tensor, start: int, width: int) -> torch.Tensor:
+        """Logits of the tokens `ids`, which begin at position `start`; width 0 is a chunk of a prompt."""
+        n = len(ids)
+        positions, rows = torch.arange(start, start + n, device=DEVICE), torch.full((n,), 2, device=DEVICE)
+        mode = {0: ForwardMode.EXTEND, 1: ForwardMode.DECODE}.get(width, ForwardMode.TARGET_VERIFY)
+        batch = ForwardBatch(
+            mode=mode,
+            batch_size=1,
+            tokens_per_req=width,
+            input_ids=ids.to(DEVICE),
+            positions=positions,
+            out_cache_loc=self.table.slots(rows, positions),
+            req_pool_indices=rows[:1],
+            seq_lens=torch.tensor([start + n], dtype=torch.int32, device=DEVICE),
+            qo_indptr=torch.tensor([0, n], dtype=torch.int32, device=DEVICE),
+            seq_len_bounds=np.array([start + n], dtype=np.int32),
+            extend_lens=np.array([n], dtype=np.int32) if width == 0 else None,
+        )
+        self.runner.backend.plan(batch)
+        return self.runner.model.logits(self.runner.model.forward(batch)[0]).double()
+
+
+def errors(got: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Relative error of each position's logits."""
+    return (got - exact).norm(dim=1) / exact.norm(dim=1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_of_prompts_windows_and_decode_steps_follow_transformers(checkpoint: Checkpoint, backend: str) -> None:
+    request, parts, start = OneRequest(checkpoint.folder, backend), [], 0
+    with torch.inference_mode():
+        for count, width in PASSES:
+            parts.append(request.logits(checkpoint.ids[start : start + count], start, width))
+            start += count
+    assert start == LENGTH
+    ours, theirs = errors(torch.cat(parts), checkpoint.exact), errors(checkpoint.theirs, checkpoint.exact)
+    print(f"{backend}: mean error {ours.mean():.2e}, transformers {theirs.mean():.2e}; largest {ours.max():.2e} and {theirs.max():.2e}")
+    assert theirs.mean() < 0.05, "the reference itself is off: the model is too wild for the comparison"
+    for part in (slice(0, 157), slice(157, 165), slice(165, LENGTH)):
+        assert ours[part].mean() <= WORSE * theirs.mean(), f"positions {part.start} to {part.stop}"

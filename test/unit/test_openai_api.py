@@ -205,6 +205,7 @@ def test_field_names_of_the_engine_never_reach_an_openai_client() -> None:
         async with front() as f:
             for path, body, named in (
                 ("/v1/chat/completions", {"messages": HI, "max_completion_tokens": 257}, "max_completion_tokens"),
+                ("/v1/chat/completions", {"messages": HI, "max_tokens": 257}, "max_tokens"),
                 ("/v1/chat/completions", {"messages": HI, "stop_token_ids": [259]}, "stop_token_ids"),
                 ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 300}]}, "messages"),
                 ("/v1/completions", {"prompt": "x", "max_tokens": 257}, "max_tokens"),

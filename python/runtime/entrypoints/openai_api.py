@@ -24,7 +24,7 @@ from runtime.tokenizer import Tokenizer
 LONG_CHAT = 2048
 """Characters of a conversation from which its template runs in a thread."""
 COMPLETION_NAMES = {"input_ids": "prompt", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-CHAT_NAMES = {"input_ids": "messages", "max_new_tokens": "max_completion_tokens", "min_new_tokens": "min_tokens", "prompt": "messages"}
+CHAT_NAMES = {"input_ids": "messages", "min_new_tokens": "min_tokens", "prompt": "messages"}
 
 Json = dict[str, object]
 
@@ -71,7 +71,7 @@ class OpenAIApi:
         asked = parse_chat(await read_json(request), trust_template=self.manager.config.trust_request_chat_template)
         self.check_model(asked.model)
         name = f"chatcmpl-{uuid.uuid4().hex}"
-        with spelled(CHAT_NAMES):
+        with spelled({**CHAT_NAMES, "max_new_tokens": asked.limit_name}):
             prompt = await self.chat_ids(asked)
             group = await until_gone(request, self._start(asked, [prompt], asked.n, name))
         if asked.stream:

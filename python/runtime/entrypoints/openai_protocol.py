@@ -105,8 +105,9 @@ class OpenAIRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(OpenAIRequest):
-    """A body of /v1/chat/completions; a message is a role and a text."""
+    """A body of /v1/chat/completions; a message is a role and a text. `limit_name`: which of its two names the length came by."""
 
+    limit_name: str
     messages: list[dict[str, str]]
     chat_template: str | None
     template_kwargs: dict[str, object]
@@ -385,6 +386,7 @@ def parse_chat(body: object, *, trust_template: bool = False) -> ChatRequest:
     kwargs = given.values.get("chat_template_kwargs", {})
     assert isinstance(kwargs, dict)
     return ChatRequest(
+        limit_name="max_completion_tokens" if given.has("max_completion_tokens") else "max_tokens",
         messages=messages,
         chat_template=given.text("chat_template"),
         template_kwargs=kwargs,

@@ -1,0 +1,466 @@
+"""The ten invariants of speculation that graphs like to break silently: each holds, and each check notices when it is broken on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runtime.layers.attention.torch_native import TorchNativeAttention
+from runtime.model_executor import build as executor_build
+from runtime.model_executor.graph_runner import GraphRunner
+from runtime.model_executor.input_buffers import InputBuffers
+from runtime.speculative.parity import eagerly
+from unit.driver import Driver
+from unit.predicting import VOCAB, speculating
+from unit.storm import SIZES, Poison, Storm, pools, runners, same_life
+from unit.tiny import tiny_runtime
+
+TREE = {"topk": 3, "num_draft_tokens": 7}
+PROMPTS = {r: np.random.default_rng(r).integers(0, VOCAB, 4 + 3 * r).tolist() for r in (1, 2, 5)}
+Mutation = Callable[[Any], None]
+
+
+def graphs(tmp_path: Path, **spec: Any) -> Any:
+    return speculating(tmp_path, replay="eager", sizes=SIZES, **spec)
+
+
+def storm(worker: Any, turns: int = 6) -> Storm:
+    return Storm(worker, 3, poison=True).run(turns)
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> Callable[..., Storm]:
+    """The same life without padding or replay."""
+
+    def run(**spec: Any) -> Storm:
+        return Storm(speculating(tmp_path, **spec), 3, poison=False).run(6)
+
+    return run
+
+
+@contextmanager
+def noticed() -> Iterator[None]:
+    """The check inside has to fail: by a comparison, or because a pass met an impossible index."""
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        yield
+
+
+# ---- 1. captured pointers never rebind
+
+
+def addresses(worker: Any) -> dict[str, int]:
+    """Where everything lies that a captured graph may read or write."""
+    found: dict[str, int] = {}
+    rows, draft, inputs = worker._target.rows, worker._draft.rows, worker._inputs
+    named = {f"input {n}": t for n, t in inputs.tensors.items()}
+    named |= {f"table {f.name}": getattr(rows.tables, f.name) for f in dataclasses.fields(rows.tables)}
+    named |= {"kv_lens": rows.kv_lens, "last_tokens": rows.last_tokens, "pages": worker._target.page_table.pages}
+    named |= {f"draft {n}": getattr(draft, n) for n in ("hidden", "tokens", "scores", "probs")}
+    for runner in worker.runners:
+        named |= {f"{runner.spec.name} {n}": t for n, t in runner._buffers.items()}
+    for which, pool in enumerate(pools(worker)):
+        named |= {f"pool {which} {i}": t for i, t in enumerate((*pool.k, *pool.v))}
+    for key, batch in inputs._batches.items():
+        for name in ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens", "qo_indptr", "tree_mask"):
+            tensor = getattr(batch, name)
+            if tensor is not None:
+                named[f"{key} {name}"] = tensor
+    found.update({name: t.data_ptr() for name, t in named.items()})
+    return found
+
+
+def test_1_nothing_that_graphs_hold_moves(tmp_path: Path) -> None:
+    worker = graphs(tmp_path)
+    storm(worker, 2)
+    before = addresses(worker)
+    storm_again = Storm(worker, 8).run(4)
+    after = addresses(worker)
+    assert storm_again.trace
+    assert {name: after[name] for name in before} == before
+
+
+@pytest.mark.parametrize("owner", ["rows.kv_lens", "rows.tables.seeds", "draft.tokens", "inputs", "outputs"])
+def test_1_a_rebound_tensor_is_noticed(tmp_path: Path, owner: str) -> None:
+    worker = graphs(tmp_path)
+    before = addresses(worker)
+    rows, state = worker._target.rows, worker._draft.rows
+    if owner == "rows.kv_lens":
+        rows.kv_lens = rows.kv_lens.clone()
+    elif owner == "rows.tables.seeds":
+        rows.tables = dataclasses.replace(rows.tables, seeds=rows.tables.seeds.clone())
+    elif owner == "draft.tokens":
+        state.tokens = state.tokens.clone()
+    elif owner == "inputs":
+        worker._inputs.tensors["kv_lens"] = worker._inputs.tensors["kv_lens"].clone()
+    else:
+        buffers = worker.verifier.runner._buffers
+        buffers["tokens"] = buffers["tokens"].clone()
+    assert addresses(worker) != before
+
+
+def test_1_an_input_written_out_of_place_changes_the_outcome(tmp_path: Path, reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runtime.speculative import verifier
+
+    def rebinding(batch: Any, table: Any, kv_lens: torch.Tensor, tokens: torch.Tensor, depths: Any = None) -> None:
+        batch.input_ids = tokens.flatten().clone()  # the graph still reads the old one
+        batch.positions.copy_((kv_lens[:, None] + torch.arange(batch.tokens_per_req)).flatten())
+
+    expected = reference()
+    monkeypatch.setattr(verifier, "fill_window", rebinding)
+    with noticed():
+        same_life(expected, storm(graphs(tmp_path)))
+
+
+# ---- 2. what is read after a replay is an output, or a clone of one
+
+
+def owned(runner: GraphRunner, outputs: dict[str, torch.Tensor]) -> bool:
+    """Whether all results lie in buffers that the runner owns."""
+    return all(t.untyped_storage().data_ptr() == runner._buffers[n].untyped_storage().data_ptr() for n, t in outputs.items())
+
+
+def watch_outputs(worker: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    seen: list[bool] = []
+    for runner in worker.runners:
+        run = runner.run
+
+        def watched(*args: Any, runner: Any = runner, run: Any = run, **more: Any) -> Any:
+            outputs, replayed = run(*args, **more)
+            seen.append(owned(runner, outputs))
+            return outputs, replayed
+
+        monkeypatch.setattr(runner, "run", watched)
+    return seen
+
+
+@pytest.mark.parametrize("spec", [{}, TREE])
+def test_2_results_lie_in_buffers_of_their_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any]) -> None:
+    worker = graphs(tmp_path, **spec)
+    seen = watch_outputs(worker, monkeypatch)
+    storm(worker, 3)
+    assert len(seen) > 6
+    assert all(seen)
+
+
+def test_2_a_result_from_the_pool_is_noticed(tmp_path: Path, reference: Any) -> None:
+    """A function that hands out a tensor of its own: replayed, it computes into memory that nobody reads."""
+    worker = graphs(tmp_path)
+    runner = runners(worker)["draft_decode"]
+    forward = runner._forward
+
+    def from_the_pool(batch: Any, outputs: Any, variant: str) -> None:
+        private = {name: t.clone() for name, t in outputs.items()}
+        forward(batch, private, variant)
+        outputs.update(private)
+
+    runner._forward = from_the_pool
+    runner.capture(None)
+    with noticed():
+        same_life(reference(), storm(worker))
+
+
+# ---- 3. padding reads and writes reserved slots only
+
+
+@pytest.mark.parametrize("spec", [{}, TREE])
+def test_3_padding_is_inert(tmp_path: Path, reference: Any, spec: dict[str, Any]) -> None:
+    same_life(reference(**spec), storm(graphs(tmp_path, **spec)))
+
+
+@pytest.mark.parametrize("row", ["a live one", "an idle one"])
+def test_3_padding_in_somebodys_row_is_noticed(tmp_path: Path, reference: Any, monkeypatch: pytest.MonkeyPatch, row: str) -> None:
+    worker = graphs(tmp_path)
+    stage = worker._target.stage_rows
+
+    def careless(batch: Any, size: int) -> torch.Tensor:
+        rows = stage(batch, size)
+        lens = worker._target.rows.kv_lens.tolist()
+        alive = [r for r in range(1, 41) if 0 < lens[r] < 1 << 20]  # poison marks idle rows with more
+        others = [r for r in range(1, 41) if r not in batch.rows and (r in alive) == (row == "a live one")]
+        rows[batch.size :] = others[0] if others else 0
+        return rows
+
+    monkeypatch.setattr(worker._target, "stage_rows", careless)
+    with noticed():
+        same_life(reference(), storm(worker))
+
+
+def test_3_a_write_to_a_page_that_nobody_holds_is_noticed(tmp_path: Path) -> None:
+    worker = graphs(tmp_path)
+    driver = Driver(worker)
+    poison = Poison(worker)
+    driver.prefill(PROMPTS)
+    poison(driver)
+    driver.decode(list(PROMPTS))
+    poison(driver)
+    pools(worker)[1].v[0][driver.free_pages[-1]] += 1
+    with noticed():
+        poison(driver)
+
+
+# ---- 4. the row width is part of a graph's key
+
+
+def test_4_widths_do_not_share_a_graph(tmp_path: Path, reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = {"topk": 3, "num_draft_tokens": 7}
+    same_life(reference(**spec), storm(graphs(tmp_path, **spec)))
+    view = InputBuffers.view
+
+    def by_size_only(self: InputBuffers, mode: Any, size: int, width: int, tree_tail: int = 0) -> Any:
+        known = [b for b in self._batches.values() if b.batch_size == size]
+        return known[0] if known else view(self, mode, size, width, tree_tail)
+
+    monkeypatch.setattr(InputBuffers, "view", by_size_only)
+    with noticed():
+        same_life(reference(**spec), storm(graphs(tmp_path, **spec)))
+
+
+# ---- 5. draft KV is as long as target KV
+
+
+def draft_rows_written(worker: Any, driver: Driver) -> bool:
+    """Whether the draft's KV at every committed position of every request is there: no slot still holds what it was poisoned with."""
+    pool = pools(worker)[1]
+    for row, kv_len in driver.kv.items():
+        slots = torch.from_numpy(driver.slots(row, kv_len))
+        if any(bool((t.flatten(0, 1)[slots] == 977.0).flatten(1).all(1).any()) for t in (*pool.k, *pool.v)):
+            return False
+        if int(worker._target.rows.kv_lens[row]) != kv_len:
+            return False
+    return True
+
+
+def mark_draft_pool(worker: Any) -> None:
+    pool = pools(worker)[1]
+    for tensor in (*pool.k, *pool.v):
+        tensor.fill_(977.0)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
+@pytest.mark.parametrize("chunk", [3, 1 << 30])
+def test_5_the_draft_has_kv_wherever_the_target_has(tmp_path: Path, algorithm: str, chunk: int) -> None:
+    worker = graphs(tmp_path, algorithm=algorithm)
+    mark_draft_pool(worker)
+    driver = Driver(worker)
+    driver.prefill(PROMPTS, chunk)
+    assert draft_rows_written(worker, driver)
+    for rows in ([1], [5, 2], [1, 2, 5], [2]):
+        driver.decode(rows)
+        assert draft_rows_written(worker, driver)
+
+
+@pytest.mark.parametrize("phase", ["_run_extend", "_draft_prompt"])
+def test_5_a_draft_that_lags_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    worker = graphs(tmp_path, algorithm="STANDALONE")
+    mark_draft_pool(worker)
+    monkeypatch.setattr(worker, phase, lambda *args: None)
+    driver = Driver(worker)
+    driver.prefill(PROMPTS)
+    for _ in range(6):
+        driver.decode(list(PROMPTS))
+    assert not draft_rows_written(worker, driver)
+
+
+# ---- 6. eager and replay share one way of filling metadata
+
+
+def test_6_eager_fallback_and_replay_fill_the_same_metadata(tmp_path: Path, reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = reference()
+    for how in ("padded", "plain"):
+        worker = graphs(tmp_path)
+        with eagerly(worker.runners, how):
+            same_life(expected, storm(worker))
+    plan = TorchNativeAttention.plan
+    for how in ("padded", "graphs"):
+        worker = graphs(tmp_path)
+        skipped: list[int] = []
+
+        def forgetful(self: Any, batch: Any, num_steps: int = 1, worker: Any = worker, skipped: Any = skipped) -> None:
+            decoding = batch.tokens_per_req > 0 and self is worker._draft.runner.backend
+            if decoding and self._steps and len(skipped) % 2:  # what was planned last time will do
+                skipped.append(1)
+                return
+            skipped.append(1)
+            plan(self, batch, num_steps)
+
+        with monkeypatch.context() as patch, noticed():
+            patch.setattr(TorchNativeAttention, "plan", forgetful)
+            if how == "padded":
+                with eagerly(worker.runners):
+                    same_life(expected, storm(worker))
+            else:
+                same_life(expected, storm(worker))
+
+
+# ---- 7. one accept vector, decided once
+
+
+def accept_vectors(worker: Any, driver: Driver, rows: list[int]) -> list[list[int]]:
+    """The accept lengths of one step as the host, the rows and draft-extend saw them."""
+    before = worker._target.rows.kv_lens[rows].tolist()
+    result = driver.decode(rows)
+    after = worker._target.rows.kv_lens[rows].tolist()
+    held = runners(worker)["draft_extend"]._buffers["accept_lens"][: len(rows)].tolist()
+    return [result.accept_lens.tolist(), [a - b for a, b in zip(after, before, strict=True)], held]
+
+
+@pytest.mark.parametrize("spec", [{}, TREE])
+def test_7_everyone_sees_one_accept_vector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any]) -> None:
+    worker = graphs(tmp_path, **spec)
+    decided: list[int] = []
+    decide = worker.verifier._decide
+    monkeypatch.setattr(worker.verifier, "_decide", lambda *args: decided.append(1) or decide(*args))
+    driver = Driver(worker)
+    driver.prefill(PROMPTS)
+    for _ in range(8):
+        host, rows, extend = accept_vectors(worker, driver, [5, 1, 2])
+        assert host == rows == extend
+    assert len(decided) == 8
+
+
+def test_7_a_second_opinion_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = graphs(tmp_path)
+    judge = worker.verifier.judge
+
+    def judged_twice(*args: Any) -> Any:
+        accepted, flight = judge(*args)
+        return dataclasses.replace(accepted, accept_lens=torch.ones_like(accepted.accept_lens)), flight
+
+    monkeypatch.setattr(worker.verifier, "judge", judged_twice)
+    driver = Driver(worker)
+    driver.prefill(PROMPTS)
+    seen = [accept_vectors(worker, driver, [5, 1, 2]) for _ in range(12)]
+    assert any(host != extend for host, _, extend in seen)
+
+
+# ---- 8. nothing waits for the device
+
+
+HOST_READS = ("aten.item", "_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "repeat_interleave.Tensor")
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails where a value would have to reach the host: `.item()`, `.tolist()`, `if tensor`, shapes that depend on values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        by_mask = "aten.index" in name and len(args) > 1 and isinstance(args[1], (list, tuple))
+        by_mask = by_mask and any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in args[1])
+        if by_mask or any(read in name for read in HOST_READS):
+            raise AssertionError(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+def unwatched_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_native, which no graph captures, may look at pages."""
+    plan = TorchNativeAttention.plan
+
+    def quietly(self: Any, batch: Any, num_steps: int = 1) -> None:
+        with torch.utils._python_dispatch._disable_current_modes():
+            plan(self, batch, num_steps)
+
+    monkeypatch.setattr(TorchNativeAttention, "plan", quietly)
+
+
+def iterate_watched(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    unwatched_plan(monkeypatch)
+    iterate = worker._iterate
+
+    def watched(batch: Any) -> Any:
+        with NoHostReads():
+            return iterate(batch)
+
+    monkeypatch.setattr(worker, "_iterate", watched)
+
+
+@pytest.mark.parametrize("spec", [{}, TREE, {"num_steps": 1}, {"algorithm": "EAGLE3"}, {"algorithm": "STANDALONE"}])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_8_an_iteration_reads_nothing_from_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any], sampled: bool
+) -> None:
+    from runtime.sampling_params import SamplingParams
+
+    worker = graphs(tmp_path, **spec)
+    driver = Driver(worker)
+    chosen = SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1, logit_bias={3: 1.0}, min_new_tokens=4)
+    driver.prefill(PROMPTS, sampling=chosen if sampled else SamplingParams(temperature=0.0))
+    iterate_watched(worker, monkeypatch)
+    for rows in ([1, 2, 5], [5, 1], [2]):
+        driver.decode(rows)
+
+
+@pytest.mark.parametrize("read", [lambda t: t.sum().item(), lambda t: bool(t.any()), lambda t: t.nonzero(), lambda t: t[t > 0]])
+def test_8_a_host_read_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Any) -> None:
+    worker = graphs(tmp_path)
+    driver = Driver(worker)
+    driver.prefill(PROMPTS)
+    extend = worker._run_extend
+
+    def peeking(turn: Any, accepted: Any, variant: str) -> None:
+        read(accepted.accept_lens)
+        extend(turn, accepted, variant)
+
+    monkeypatch.setattr(worker, "_run_extend", peeking)
+    iterate_watched(worker, monkeypatch)
+    with pytest.raises(AssertionError, match="waits for the device"):
+        driver.decode([1, 2, 5])
+
+
+# ---- 9. graphs reach as far as admission, or it is said
+
+
+@pytest.mark.parametrize(("running", "warned"), [(8, False), (9, True)])
+def test_9_admission_beyond_the_largest_graph_is_reported(caplog: pytest.LogCaptureFixture, running: int, warned: bool) -> None:
+    config = tiny_runtime(max_running_requests=running)
+    with caplog.at_level("WARNING"):
+        parts = executor_build.make_parts(config, "cuda", [1, 2, 4, 8])
+    assert parts.running == running, "never lowered in silence"
+    assert ("--cuda-graph-max-bs" in caplog.text) == warned
+    assert (str(running) in caplog.text) == warned
+
+
+def test_9_without_a_limit_admission_is_what_the_graphs_hold() -> None:
+    assert executor_build.make_parts(tiny_runtime(max_running_requests=None), "cuda", [1, 2, 24]).running == 24
+
+
+# ---- 10. acceptance through graphs is acceptance without
+
+
+@pytest.mark.parametrize("spec", [{}, TREE, {"algorithm": "EAGLE3"}, {"algorithm": "STANDALONE"}, {"algorithm": "NGRAM"}])
+def test_10_acceptance_by_position_is_the_same(tmp_path: Path, spec: dict[str, Any]) -> None:
+    found = []
+    for worker in (graphs(tmp_path, **spec), speculating(tmp_path, **spec)):
+        Driver(worker).generate({**PROMPTS, 7: [4, 5, 6] * 6}, 30)
+        found.append(worker.verifier.counted())
+    assert found[0] == found[1]
+    assert found[0].accepted.sum() > 0
+
+
+@pytest.mark.parametrize("stale", ["features", "accept_lens"])
+def test_10_stale_inputs_cost_acceptance_and_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stale: str) -> None:
+    """The bug that lossless verification hides: the text stays right."""
+    texts, found = [], []
+    for broken in (False, True):
+        worker = graphs(tmp_path)
+        if broken:
+            runner = runners(worker)["draft_extend"]
+            run = runner.run
+
+            def stale_run(batch: Any, variant: str = "", oracle: bool = False, runner: Any = runner, run: Any = run) -> Any:
+                runner._buffers[stale].fill_(1)
+                return run(batch, variant, oracle)
+
+            monkeypatch.setattr(runner, "run", stale_run)
+        texts.append(Driver(worker).generate(PROMPTS, 30))
+        found.append(worker.verifier.counted())
+    assert texts[0] == texts[1]
+    assert found[0] != found[1]
+    assert found[1].mean_accept_len < found[0].mean_accept_len

@@ -464,3 +464,31 @@ def test_10_stale_inputs_cost_acceptance_and_are_noticed(tmp_path: Path, monkeyp
     assert texts[0] == texts[1]
     assert found[0] != found[1]
     assert found[1].mean_accept_len < found[0].mean_accept_len
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_10_live_traffic_through_a_stale_graph_raises_the_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: bool
+) -> None:
+    from runtime.speculative import verifier
+
+    monkeypatch.setattr(verifier, "ORACLE_EVERY", 2)
+    worker = graphs(tmp_path)
+    if broken:
+        runner = runners(worker)["draft_decode"]
+        replays = {key: replay for key, replay in runner._replays.items()}
+
+        def lose(key: Any) -> None:
+            """The replay's guesses do not arrive: the buffer keeps its padding."""
+            replays[key]()
+            runner._buffers["tokens"][:, 1:] = 0
+
+        runner._replays = {key: (lambda key=key: lose(key)) for key in replays}
+    prompts = {r: np.random.default_rng(r).integers(0, VOCAB, 6).tolist() for r in range(1, 41)}
+    with caplog.at_level("WARNING"):
+        Driver(worker).generate(prompts, 45)
+    info = worker.info()["acceptance"]
+    assert info["graph"]["iterations"] > 300
+    assert info["eager_sample"]["iterations"] > 300
+    assert bool(info["drift"]) == broken
+    assert ("acceptance of draft" in caplog.text) == broken

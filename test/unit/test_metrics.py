@@ -83,6 +83,19 @@ def test_the_schedulers_state_is_read_at_every_scrape() -> None:
     assert samples["talon:startup_seconds", (("phase", "graphs"),)] == 2.0
 
 
+def test_drift_and_runs_of_graphs_are_shown_as_the_worker_tells_them() -> None:
+    drift = [{"position": 1, "graph": 0.25, "eager": 0.75, "z": -9.0}]
+    runs = [{"runner": "verify", "replayed": 7, "eager": 2}]
+    metrics = Metrics("m")
+    samples = scraped(metrics, {**STATE, "worker": {"acceptance": {"drift": drift}, "graph_runs": runs}})
+    assert samples["talon:spec_drifted_positions", ()] == 1
+    assert samples["talon:spec_drift", (("position", "1"),)] == -0.5
+    assert samples["talon:runner_runs_total", (("kind", "replayed"), ("runner", "verify"))] == 7
+    well = scraped(metrics, {**STATE, "worker": {"acceptance": {"drift": []}}})
+    assert well["talon:spec_drifted_positions", ()] == 0
+    assert not any(name == "talon:spec_drift" for name, _ in well)
+
+
 def test_before_the_first_heartbeat_there_are_no_gauges_and_no_failure() -> None:
     samples = scraped(Metrics("m"))
     assert ("sglang:num_running_reqs", ()) not in samples

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -189,6 +189,9 @@ class _StateCollector:
                 family.add_metric([self._model], number(state, key))
                 yield family
         yield from self._derived(state)
+        worker = state.get("worker")
+        if isinstance(worker, dict):
+            yield from self._of_worker(worker)
 
     def _derived(self, state: State) -> Iterable[Metric]:
         for name, help_text, value in (
@@ -206,6 +209,27 @@ class _StateCollector:
         if isinstance(phases, dict):
             seconds = [((str(phase),), float(value)) for phase, value in phases.items()]
             yield self._gauge("talon:startup_seconds", "How long each phase of the start took.", seconds, "phase")
+
+    def _of_worker(self, worker: Mapping[str, Any]) -> Iterable[Metric]:
+        """What the device side counts itself: runs of each graph runner, and whether graphs accept what eager steps accept."""
+        runs = worker.get("graph_runs", [])
+        if runs:
+            family = CounterMetricFamily(
+                "talon:runner_runs", "Runs of each graph runner, by kind.", labels=["model_name", "runner", "kind"]
+            )
+            for run in runs:
+                for kind in ("replayed", "eager"):
+                    family.add_metric([self._model, run["runner"], kind], float(run[kind]))
+            yield family
+        acceptance = worker.get("acceptance")
+        if acceptance is not None:
+            drift, help_text = (
+                acceptance["drift"],
+                "Draft positions whose acceptance through graphs is not that of the eager sample; 0 is well.",
+            )
+            yield self._gauge("talon:spec_drifted_positions", help_text, [((), float(len(drift)))])
+            gaps = [((str(d["position"]),), d["graph"] - d["eager"]) for d in drift]
+            yield self._gauge("talon:spec_drift", "Acceptance through graphs less that of the eager sample.", gaps, "position")
 
     def _gauge(self, name: str, help_text: str, rows: list[tuple[tuple[str, ...], float]], *labels: str) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, help_text, labels=["model_name", *labels])

@@ -13,7 +13,7 @@ from typing import Any
 PREFIX = "talon::"
 FIRST_PHASE = "draft_decode"
 """Begins every iteration."""
-_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
 _DEEPEST = 16  # spans looked back at for the one around a moment
 _COPIES = ("cudaMemcpyAsync", "cudaMemsetAsync")
@@ -74,7 +74,7 @@ def analyse(events: Sequence[Event]) -> Profile:
         raise ValueError(f"the trace holds {len(starts)} iterations ({PREFIX}{FIRST_PHASE}); two or more are needed")
     begin, end, count = starts[0], starts[-1], len(starts) - 1
     inside = [e for e in events if begin <= e["ts"] < end]
-    gpu = [e for e in inside if e.get("cat") in _GPU]
+    gpu = [e for e in inside if e.get("cat") in GPU_EVENTS]
     calls = [e for e in inside if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     host: dict[str, float] = {}
     for e in phases:

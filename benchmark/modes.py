@@ -1,0 +1,192 @@
+"""One steady decode step by mode: graph against eager, overlap against none, FA3 against FlashInfer, and how long the GPU is idle in it.
+
+Scheduler and worker run in this process. A step is timed without a profiler; a trace of a few more steps, of which only the summary is
+kept, says how long the GPU was busy in one. Idle is what is left: the profiler makes gaps longer, but not kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmark import plots
+from benchmark.machine import ROOT, slug
+from benchmark.markdown import Result, change, percent, pick, provenance, table
+from benchmark.record import Record, Row
+from benchmark.server import ServerFailed, environment
+from benchmark.shapes import READ_BYTES_PER_SECOND, Model, eagle_roof_ms, plain_roof_ms
+from benchmark.sweep import add_model, arguments, names, numbers, served_model
+from benchmark.trace import GPU_EVENTS, covered, load
+
+NAME = "modes"
+KEYS = ("model", "mode", "backend", "graphs", "overlap", "batch")
+STEPS = 3
+VARIANTS = (("on", "on"), ("on", "off"), ("off", "on"))
+"""Graphs and overlap of each line; the first is traced."""
+TRACED_STEPS = 12
+TOP = 16
+
+
+def server_flags(served: Model, mode: str, backend: str, most: int) -> list[str]:
+    """The flags of one process."""
+    eagle = served.eagle_flags("2.5", STEPS) if mode == "eagle" else ()
+    flags = [*served.target_flags, *eagle, "--attention-backend", backend, "--disable-radix-cache", "--log-level", "warning"]
+    return flags if backend == "torch_native" else [*flags, "--cuda-graph-max-bs", str(most)]
+
+
+def measure(flags: Sequence[str], batches: Sequence[int], context: int, steps: int) -> list[Row]:
+    """In this process: a row for each variant and batch size."""
+    from benchmark.engine_loop import EngineLoop
+    from runtime import log as logging_setup
+    from runtime.entrypoints.child import build_worker
+    from runtime.entrypoints.processes import prepare
+    from runtime.flag_parser import parse
+
+    args = parse([*flags]).args
+    logging_setup.setup(args.log_level, "talon::bench")
+    config, model_config = prepare(args)
+    worker: Any = build_worker(config, model_config)
+    rows = []
+    for graphs, overlap in VARIANTS:
+        for runner in worker.runners:
+            runner.use = "graphs" if graphs == "on" else "plain"
+        for batch in batches:
+            loop = EngineLoop(config, worker, overlap == "on")
+            loop.start(batch, context, 8 * (2 * steps + TRACED_STEPS + 40))
+            loop.run(8)
+            before = loop.tokens
+            seconds = min(loop.run(steps), loop.run(steps))
+            row = {"graphs": graphs, "overlap": overlap, "batch": batch, "context": context, "step_ms": seconds * 1e3,
+                   "tokens_per_request_and_step": (loop.tokens - before) / (2 * steps * batch)}  # fmt: skip
+            if (graphs, overlap) == VARIANTS[0]:
+                row |= traced(loop, worker, seconds)
+            loop.stop()
+            rows.append(row)
+    worker.close()
+    return rows
+
+
+def traced(loop: Any, worker: Any, step_seconds: float) -> Row:
+    """Trace a few steps, with nothing under way before them; returns the summary of the trace."""
+    with tempfile.TemporaryDirectory() as folder:
+        worker.start_profile(folder)
+        traced_seconds = loop.run(TRACED_STEPS)
+        gpu = [event for event in load(Path(worker.stop_profile())) if event.get("cat") in GPU_EVENTS]
+    if not gpu:
+        return {}
+    busy = covered((e["ts"], e["ts"] + e["dur"]) for e in gpu) / TRACED_STEPS
+    times: dict[str, list[float]] = {}
+    for event in gpu:
+        times.setdefault(event["name"][:90], []).append(event["dur"])
+    top = sorted(times.items(), key=lambda item: -sum(item[1]))[:TOP]
+    return {
+        "kernels": len(gpu) / TRACED_STEPS,
+        "busy_ms": busy / 1e3,
+        "idle": max(1.0 - busy / (step_seconds * 1e6), 0.0),
+        "traced_step_ms": traced_seconds * 1e3,
+        "traced_idle": 1.0 - busy / (traced_seconds * 1e6),
+        "top_kernels": [{"name": n, "count": len(t) / TRACED_STEPS, "us": sum(t) / TRACED_STEPS} for n, t in top],
+    }
+
+
+def roof_ms(served: Model, mode: str, row: Row, bytes_per_second: float | None) -> float | None:
+    """What reading alone would take in this step."""
+    if served.shape is None or bytes_per_second is None:
+        return None
+    if mode == "eagle":
+        return eagle_roof_ms(served.shape, STEPS, row["batch"], row["context"], bytes_per_second)
+    return plain_roof_ms(served.shape, row["batch"], row["context"], bytes_per_second)
+
+
+def render(result: Result) -> str:
+    """One table: a line for each way to run, a column for each batch size; then the GPU's idle time."""
+    rows = result["rows"]
+    batches = sorted({row["batch"] for row in rows})
+    lines, idle = [], []
+    for key in dict.fromkeys(tuple(row[name] for name in KEYS[:-1]) for row in rows):
+        same = dict(zip(KEYS[:-1], key, strict=True))
+        model, mode, backend, graphs, overlap = key
+        base = {**same, "graphs": "on", "overlap": "on"}
+        cells = []
+        for batch in batches:
+            row, first = pick(rows, batch=batch, **same), pick(rows, batch=batch, **base)
+            against = f" ({change(row['step_ms'], first['step_ms'])})" if row and first and row is not first else ""
+            cells.append(f"{row['step_ms']:.3f}{against}" if row else None)
+        lines.append([f"{model}, {mode}", backend, graphs, overlap, *cells])
+    for row in rows:
+        if "idle" in row:
+            figures = [row["step_ms"], row["busy_ms"], percent(row["idle"], 1), percent(row["traced_idle"], 1), row["kernels"]]
+            share = row["roof_ms"] / row["step_ms"] if row.get("roof_ms") else None
+            idle.append([f"{row['model']}, {row['mode']}, {row['backend']}, batch {row['batch']}", *figures, percent(share)])
+    header = ["step (ms)", "attention", "graphs", "overlap", *(f"batch {batch}" for batch in batches)]
+    parts = [table(header, lines), ""]
+    if idle:
+        header = ["steady decode", "step (ms)", "GPU busy (ms)", "GPU idle", "idle under the profiler", "kernels", "share of the roof"]
+        parts += [table(header, idle), ""]
+    return "\n".join([*parts, provenance(result)])
+
+
+def plot(result: Result, file: Path) -> None:
+    """Step time by way to run, a panel for each mode."""
+
+    def panel(axes: Any, mode: str) -> None:
+        groups: dict[str, dict[str, float]] = {}
+        for row in result["rows"]:
+            if row["mode"] == mode:
+                label = f"graphs {row['graphs']}, overlap {row['overlap']}"
+                groups.setdefault(f"{row['backend']}, batch {row['batch']}", {})[label] = row["step_ms"]
+        plots.bars(axes, groups, f"One step, {mode}", "ms")
+
+    modes = list(dict.fromkeys(row["mode"] for row in result["rows"]))
+    plots.draw(file, [lambda axes, mode=mode: panel(axes, mode) for mode in modes])
+
+
+def child(flags: Sequence[str], batches: Sequence[int], context: int, steps: int) -> list[Row]:
+    """`measure` in a process of its own, so that each begins with an empty GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        order = json.dumps({"flags": [*flags], "batches": [*batches], "context": context, "steps": steps, "out": str(out)})
+        print("+", *flags, flush=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmark.modes", "--child", order], env=environment(), cwd=ROOT, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise ServerFailed(done.stdout[-2000:] + done.stderr[-4000:])
+        return json.loads(out.read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    """Measure, keep, plot."""
+    parser = arguments(__doc__)
+    parser.add_argument("--modes", type=names, default=["plain", "eagle"])
+    parser.add_argument("--backends", type=names, default=["fa3", "flashinfer"])
+    parser.add_argument("--batch-sizes", type=numbers, default=[1, 32])
+    parser.add_argument("--context", type=int, default=1000, help="prompt tokens of each request")
+    parser.add_argument("--steps", type=int, default=60, help="timed steps, twice; the faster run counts")
+    parser.add_argument("--child", help="one process's orders, as JSON")
+    add_model(parser)
+    args = parser.parse_args()
+    if args.child:
+        order = json.loads(args.child)
+        Path(order.pop("out")).write_text(json.dumps(measure(**order)), encoding="utf-8")
+        return
+    record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)
+    speed = READ_BYTES_PER_SECOND.get(slug(record.data["machine"]))
+    batches, context, steps = ([1, 2], 16, 4) if args.quick else (args.batch_sizes, args.context, args.steps)
+    for mode in args.modes:
+        for backend in ["torch_native"] if args.quick else args.backends:
+            for row in child(server_flags(served, mode, backend, max(batches)), batches, context, steps):
+                labels = {"model": served.name, "mode": mode, "backend": backend}
+                record.add({**labels, **row, "roof_ms": roof_ms(served, mode, row, speed)})
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+
+
+if __name__ == "__main__":
+    main()

@@ -342,19 +342,21 @@ def next_distribution(reference: Any, context: list[int], params: SamplingParams
     return filtered_by_definition(logprobs, params)
 
 
-@pytest.mark.parametrize("name", ["chain", "tree", "eagle3", "standalone", "ngram"])
+DISTRIBUTIONS: dict[str, SamplingParams] = {
+    "temperature": SamplingParams(temperature=0.8),
+    "top_k": SamplingParams(temperature=1.5, top_k=4),
+    "top_p": SamplingParams(top_p=0.7),
+    "min_p": SamplingParams(min_p=0.25, temperature=1.2),
+}
+
+
 @pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0.8),
-        SamplingParams(temperature=1.5, top_k=4),
-        SamplingParams(top_p=0.7),
-        SamplingParams(min_p=0.25, temperature=1.2),
-    ],
-    ids=["temperature", "top_k", "top_p", "min_p"],
+    ("name", "kind"),
+    [*((name, "temperature") for name in WORKERS), *((name, kind) for name in ("chain", "tree") for kind in ("top_k", "top_p", "min_p"))],
 )
-def test_sampled_text_has_the_targets_distribution(tmp_path: Path, name: str, params: SamplingParams) -> None:
+def test_sampled_text_has_the_targets_distribution(tmp_path: Path, name: str, kind: str) -> None:
     """The second and third token of many seeds, both from a verified window, given those before them."""
+    params = DISTRIBUTIONS[kind]
     rows, rounds, prompt = 200, 4, [3, 5, 3, 5, 3]
     small = {"vocab_size": SMALL}
     algorithm, spec = WORKERS[name]
@@ -371,6 +373,11 @@ def test_sampled_text_has_the_targets_distribution(tmp_path: Path, name: str, pa
         texts += list(out.values())
         accepts.append(driver.mean_accept_len())
     assert np.mean(accepts) > 1.1
+    check_distribution(texts, reference, prompt, params)
+
+
+def check_distribution(texts: list[list[int]], reference: Any, prompt: list[int], params: SamplingParams) -> None:
+    """Chi-square of the second and third tokens, each given those before it."""
     for depth in (1, 2):
         statistic, freedom = 0.0, 0
         contexts = {tuple(t[:depth]) for t in texts}
@@ -388,6 +395,25 @@ def test_sampled_text_has_the_targets_distribution(tmp_path: Path, name: str, pa
             freedom += int(live.sum()) - 1
         assert freedom > 0
         assert statistic < freedom + 6 * np.sqrt(2 * freedom) + 6, f"token {depth}: {statistic:.1f} at {freedom} degrees"
+
+
+def test_the_check_of_distributions_notices_a_draft_that_misstates_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts drawn at one temperature, judged as if drawn at another."""
+    small = model_config(vocab_size=SMALL)
+    worker = speculating(tmp_path, model=small, runtime={"max_running_requests": 200}, sharp=0.6, head={"vocab_size": SMALL})
+    judge = worker.verifier.judge
+
+    def misjudged(turn: Any, drafted: dict[str, torch.Tensor]) -> Any:
+        return judge(turn, {**drafted, "probs": drafted["probs"].square() / drafted["probs"].square().sum(-1, keepdim=True)})
+
+    monkeypatch.setattr(worker.verifier, "judge", misjudged)
+    prompt = [3, 5, 3, 5, 3]
+    texts: list[list[int]] = []
+    for turn in range(4):
+        samplings = {r: SamplingParams(temperature=0.8, seed=1000 * turn + r) for r in range(1, 201)}
+        texts += Driver(worker).generate(dict.fromkeys(samplings, prompt), 3, sampling=samplings, room=30).values()
+    with pytest.raises(AssertionError, match="degrees"):
+        check_distribution(texts, plain(model=small, sharp=0.6), prompt, DISTRIBUTIONS["temperature"])
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:

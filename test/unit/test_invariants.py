@@ -476,7 +476,7 @@ def test_10_live_traffic_through_a_stale_graph_raises_the_alarm(
     worker = graphs(tmp_path)
     if broken:
         runner = runners(worker)["draft_decode"]
-        replays = {key: replay for key, replay in runner._replays.items()}
+        replays = dict(runner._replays)
 
         def lose(key: Any) -> None:
             """The replay's guesses do not arrive: the buffer keeps its padding."""

@@ -1,0 +1,90 @@
+"""Speculative workers under the real scheduler: too little KV, shared prefixes, context ends and aborts, and the plain worker's text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.managers.io_struct import AbortReq, GenerateReq, TokensOutBatch
+from runtime.managers.scheduler import Scheduler
+from runtime.sampling_params import SamplingParams
+from unit.predicting import VOCAB, plain, speculating
+from unit.tiny import tiny_runtime
+
+EOS = (1,)
+CONTEXT = 96
+
+
+def prompts() -> list[list[int]]:
+    """Two dozen, many of them with a common beginning; some long enough to meet the context's end."""
+    rng = np.random.default_rng(2)
+    stem = rng.integers(2, VOCAB, 40).tolist()
+    found = []
+    for i in range(24):
+        tail = rng.integers(2, VOCAB, int(rng.integers(1, 30))).tolist()
+        found.append(stem[: int(rng.integers(8, 40))] + tail if i % 2 else tail)
+    return [p[: CONTEXT - 4] for p in found]
+
+
+def serve(worker: Any, asks: list[GenerateReq], aborted: dict[int, str], **settings: Any) -> tuple[dict[str, list[int]], Scheduler]:
+    """Run `asks`; `aborted[step]` names a request that is aborted before that turn of the loop."""
+    inbox: list[Any] = list(asks)
+    texts: dict[str, list[int]] = {a.rid: [] for a in asks}
+
+    def take(message: Any) -> None:
+        for out in message.outs if isinstance(message, TokensOutBatch) else []:
+            texts[out.rid] += out.token_ids
+
+    config = tiny_runtime(context_length=CONTEXT, chunked_prefill_size=24, **settings)
+    scheduler = Scheduler(config, worker, EOS, lambda wait: inbox.pop(0) if inbox else None, take)
+    for turn in range(5000):
+        if turn in aborted:
+            inbox.append(AbortReq(rid=aborted[turn]))
+        scheduler.step()
+        scheduler.ledger.check()
+        if scheduler.idle and not inbox:
+            return texts, scheduler
+    raise AssertionError("the scheduler does not come to rest")
+
+
+def asked(sampling: SamplingParams, ids: list[list[int]]) -> list[GenerateReq]:
+    return [GenerateReq(rid=str(i), input_ids=p, sampling=sampling, seed=i) for i, p in enumerate(ids)]
+
+
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=70)
+PENALISED = SamplingParams(temperature=0.0, max_new_tokens=40, repetition_penalty=1.2, frequency_penalty=0.3, min_new_tokens=20)
+WORKERS: list[tuple[str, dict[str, Any]]] = [
+    ("EAGLE", {}),
+    ("EAGLE", {"topk": 3, "num_draft_tokens": 7}),
+    ("EAGLE3", {"num_steps": 2, "topk": 2, "num_draft_tokens": 4}),
+    ("STANDALONE", {"num_steps": 2}),
+    ("NGRAM", {}),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "spec"), WORKERS)
+@pytest.mark.parametrize(("page", "overlap"), [(1, True), (16, False)])
+def test_text_is_the_plain_workers_when_kv_is_short_and_prefixes_are_shared(
+    tmp_path: Path, algorithm: str, spec: dict[str, Any], page: int, overlap: bool
+) -> None:
+    ids = prompts()
+    sampling = PENALISED if page == 16 else GREEDY
+    roomy = {"context_length": CONTEXT, "max_running_requests": 8}
+    expected, _ = serve(plain(**roomy), asked(sampling, ids), {}, radix_cache=False)
+    tight = {**roomy, "page_size": page, "max_total_tokens": 320}
+    worker = speculating(tmp_path, algorithm, "eager", [2, 4, 8], runtime=tight, **spec)
+    aborted = {9: "3", 14: "8", 15: "9"}
+    got, scheduler = serve(worker, asked(sampling, ids), aborted, page_size=page, overlap=overlap, schedule_conservativeness=0.05)
+    for rid, text in got.items():
+        if rid in aborted.values():
+            assert text == expected[rid][: len(text)]
+        else:
+            assert text == expected[rid], f"request {rid} of {len(ids[int(rid)])} tokens"
+    assert scheduler.state.num_failed_steps_total == 0
+    assert scheduler.state.num_retracted_requests_total > 0
+    assert scheduler.state.cached_tokens_total > 0
+    assert scheduler.state.graph_steps > 0
+    assert scheduler.state.spec.verify_steps > 0

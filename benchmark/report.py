@@ -18,7 +18,19 @@ from benchmark.machine import ROOT
 from benchmark.markdown import Result
 from benchmark.record import RESULTS
 
-SCRIPTS = ("serving_matrix", "draft_extend_graph", "step_profile", "crossover", "capture", "verify_exact", "cpu_serving", "faults")
+SCRIPTS = (
+    "serving_matrix",
+    "draft_extend_graph",
+    "step_profile",
+    "crossover",
+    "capture",
+    "verify_exact",
+    "cpu_serving",
+    "faults",
+    "modes",
+    "embedded_gpu",
+    "memory_limits",
+)
 _MARKER = re.compile(r"<!-- begin:(?P<name>[\w@-]+) -->\n(?P<body>.*?)<!-- end:(?P=name) -->", re.DOTALL)
 _BEGIN = re.compile(r"<!-- begin:([\w@-]+) -->")
 

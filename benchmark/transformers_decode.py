@@ -1,4 +1,4 @@
-"""How fast `transformers.generate` decodes the weights in a folder; run by `cpu_serving` in a process of its own."""
+"""How fast `transformers.generate` decodes the weights in a folder; run by other scripts in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ PROMPT_LEN = 32
 def tokens_per_second(model: torch.nn.Module, batch: int, tokens: int) -> float:
     """Decode rate of greedy `generate` over a batch, prefill taken off by a run that makes one token only."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(100, 40000, (batch, PROMPT_LEN), generator=generator)
+    ids = torch.randint(100, 40000, (batch, PROMPT_LEN), generator=generator).to(next(model.parameters()).device)
     mask = torch.ones_like(ids)
 
     def seconds(count: int) -> float:
         started = time.perf_counter()
         model.generate(ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)  # type: ignore[operator]
+        if ids.is_cuda:
+            torch.cuda.synchronize()
         return time.perf_counter() - started
 
     seconds(4)
@@ -33,10 +35,12 @@ def main() -> None:
     parser.add_argument("--folder", required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=getattr(torch, args.dtype)).to(args.device).eval()
     with torch.inference_mode():
         print(json.dumps({str(batch): tokens_per_second(model, batch, args.tokens) for batch in args.batches}))
 

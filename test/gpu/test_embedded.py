@@ -28,8 +28,8 @@ pytestmark = [
 BACKENDS = ["fa3", "flashinfer"]
 PROMPTS, TOKENS = 24, 48
 NEAR_TIE = 0.25
-"""The two likeliest tokens are near a tie when their log-probabilities differ by less than this: twice the most at which bfloat16 in place of
-float32, or four rows in place of one, was seen to turn a choice."""
+"""The two likeliest tokens are near a tie when their log-probabilities differ by less than this: twice the most at which bfloat16 in
+place of float32, or four rows in place of one, was seen to turn a choice."""
 CUDA = ["--max-running-requests", "32", "--max-total-tokens", "16384", "--cuda-graph-max-bs", "32", "--dtype", "bfloat16"]
 CPU = ["--device", "cpu", "--dtype", "float32", "--quantization", "none", "--max-running-requests", "32", "--max-total-tokens", "16384"]
 

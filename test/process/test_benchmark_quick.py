@@ -24,6 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
         ("step_profile", ["--graphs", "both"], 1),
         ("cpu_serving", ["--prompts", "2"], 4),
         ("faults", [], 5),
+        ("modes", ["--modes", "plain"], 6),
+        ("embedded_gpu", [], 1),
+        ("memory_limits", [], 2),
     ],
 )
 def test_a_quick_run_leaves_rows_and_a_table(script: str, flags: list[str], rows: int, tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""The embedded model on a GPU at batch 1: tokens a second of the server, beside `transformers.generate` on the same weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmark import plots
+from benchmark.machine import ROOT
+from benchmark.markdown import Result, provenance, table
+from benchmark.record import Record, Row
+from benchmark.server import Server, bench, environment
+from benchmark.shapes import named_model, tiny_model
+from benchmark.sweep import arguments, names, random_ids
+
+NAME = "embedded_gpu"
+KEYS = ("system", "dtype")
+PROMPT_LEN = 32
+
+
+def server_row(flags: Sequence[str], backend: str, tokens: int) -> tuple[Row, str]:
+    """The decode rate that one HTTP client sees, the prompt's time not in it; and the folder of the weights."""
+    with Server([*flags, "--attention-backend", backend]) as server:
+        figures = bench(server, random_ids(1, PROMPT_LEN, tokens, 4).flags)
+        folder = server.get("/get_model_info")["model_path"]
+    row = {"system": f"Talon, {backend}", "tokens_per_second": 1000 / figures["mean_tpot_ms"], "ready_seconds": server.ready_seconds}
+    return row | {name: figures[name] for name in ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "failed")}, folder
+
+
+def transformers_row(folder: str, dtype: str, device: str, tokens: int) -> Row:
+    """The decode rate of `transformers.generate`, the prompt's time not in it."""
+    command = [sys.executable, "-m", "benchmark.transformers_decode", "--folder", folder, "--threads", "4", "--tokens", str(tokens)]
+    command += ["--batches", "1", "--device", device, "--dtype", dtype]
+    print("+", " ".join(command[1:]), flush=True)
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    return {"system": "transformers", "dtype": dtype, "tokens_per_second": json.loads(done.stdout.strip().splitlines()[-1])["1"]}
+
+
+def best(rows: Sequence[dict[str, Any]], system: str) -> float | None:
+    """The highest rate of a system."""
+    return max((row["tokens_per_second"] for row in rows if row["system"].startswith(system)), default=None)
+
+
+def render(result: Result) -> str:
+    """Rates, and how many times the best of `transformers` each is."""
+    base = best(result["rows"], "transformers")
+    lines = [
+        [row["system"], row["dtype"], row["tokens_per_second"], row["tokens_per_second"] / base if base else None, row.get("mean_ttft_ms")]
+        for row in result["rows"]
+    ]
+    header = ["batch 1", "weights", "tokens/s", "times the best of transformers", "TTFT (ms)"]
+    return "\n".join([table(header, lines), "", provenance(result)])
+
+
+def plot(result: Result, file: Path) -> None:
+    """Tokens a second."""
+    groups = {f"{row['system']} {row['dtype']}": {"tokens/s": row["tokens_per_second"]} for row in result["rows"]}
+    plots.draw(file, [lambda axes: plots.bars(axes, groups, "SmolLM2-135M at batch 1", "decode tokens/s")])
+
+
+def main() -> None:
+    """Measure, keep, plot."""
+    parser = arguments(__doc__)
+    parser.add_argument("--model", default="embedded", help="its file, where it cannot be fetched")
+    parser.add_argument("--backends", type=names, default=["fa3", "flashinfer"])
+    parser.add_argument("--tokens", type=int, default=256)
+    args = parser.parse_args()
+    record = Record(NAME, KEYS, args.out, args.quick)
+    served = tiny_model() if args.quick else named_model(args.model, None)
+    tokens, dtype = (8, "float32") if args.quick else (args.tokens, "bfloat16")
+    folder = ""
+    for backend in ["torch_native"] if args.quick else args.backends:
+        row, folder = server_row([*served.target_flags, "--dtype", dtype, "--disable-radix-cache"], backend, tokens)
+        record.add(row | {"dtype": dtype})
+    if any(Path(folder).glob("*.safetensors")):
+        for dtype in ("bfloat16", "float32"):
+            record.add(transformers_row(folder, dtype, "cuda", tokens // 2))
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+
+
+if __name__ == "__main__":
+    main()

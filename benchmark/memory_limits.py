@@ -1,0 +1,175 @@
+"""Memory at its limits: workers of several sizes filled to the last page and asked for everything at once, and what is left then.
+
+Each case is a process. Its worker runs the largest prompt step, then decodes the largest batch with KV full to the last page: greedy, then
+with every filter, penalties and 20 log-probabilities for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmark import plots
+from benchmark.machine import ROOT
+from benchmark.markdown import Result, percent, provenance, table
+from benchmark.record import Record, Row
+from benchmark.server import environment
+from benchmark.shapes import TARGET, Model, big_model, named_model, tiny_model
+from benchmark.sweep import arguments, names
+
+NAME = "memory_limits"
+KEYS = ("case",)
+MIB = 1 << 20
+LONG_CONTEXT = 131072
+STEPS = 4
+"""Decode steps of each kind."""
+PENALISED = 8
+MOST_UNUSED = 0.02
+"""Of the device."""
+MOST_APART_MIB = 64.0
+"""Between what a graph runner said and what it took."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One worker to fill. `spec`: steps, topk and draft tokens."""
+
+    model: str
+    batch: int
+    chunk: int
+    spec: tuple[int, int, int] | None = None
+    long_context: bool = False
+    backend: str = "fa3"
+
+    @property
+    def name(self) -> str:
+        """For rows and `--cases`."""
+        spec = "eagle-" + "-".join(map(str, self.spec)) if self.spec else "plain"
+        context = "-128k" if self.long_context else ""
+        return f"{self.model}-{spec}-b{self.batch}-c{self.chunk}{context}" + ("" if self.backend == "fa3" else f"-{self.backend}")
+
+
+CASES = (
+    Case("8b", 1, 512),
+    Case("8b", 256, 8192),
+    Case("8b", 512, 16384),
+    Case("8b", 32, 8192, long_context=True),
+    Case("8b", 1, 8192, (3, 1, 4)),
+    Case("8b", 256, 8192, (3, 1, 4)),
+    Case("8b", 512, 512, (3, 1, 4)),
+    Case("8b", 128, 16384, (5, 4, 8), long_context=True),
+    Case("8b", 128, 8192, (5, 4, 8), backend="flashinfer"),
+    Case("embedded", 512, 16384),
+    Case("embedded", 256, 8192, (3, 1, 4)),
+)
+
+
+def flags(case: Case, served: Model, folder: Path) -> list[str]:
+    """The server's flags of a case; `folder` is for what it needs on disk."""
+    target = [*served.target_flags]
+    if case.long_context:
+        config = json.loads((TARGET / "config.json").read_text(encoding="utf-8")) | {"max_position_embeddings": LONG_CONTEXT}
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        target[target.index("--model-path") + 1] = str(folder)
+    if case.spec:
+        steps, topk, drafts = map(str, case.spec)
+        target += ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", served.head, "--speculative-num-steps", steps]
+        target += ["--speculative-draft-load-format", "dummy", "--speculative-eagle-topk", topk, "--speculative-num-draft-tokens", drafts]
+    if served.name == "tiny":
+        return [*target, "--chunked-prefill-size", str(case.chunk)]
+    limits = ["--cuda-graph-max-bs", str(case.batch), "--max-running-requests", str(case.batch)]
+    return [*target, "--attention-backend", case.backend, *limits, "--chunked-prefill-size", str(case.chunk)]
+
+
+def fill(server_flags: Sequence[str]) -> Row:
+    """In this process: build the worker, fill it, and say what became of the memory."""
+    from benchmark.full_worker import FullWorker
+
+    return FullWorker(server_flags).row(STEPS, PENALISED)
+
+
+def judged(row: Row) -> list[str]:
+    """What is wrong with a row."""
+    if "error" in row:
+        return [row["error"]]
+    found = []
+    if row["unused"] >= MOST_UNUSED:
+        found.append(f"{percent(row['unused'], 1)} unused")
+    apart = [g for g in row["graphs"] if abs(g["reserved_mib"] - g["used_mib"]) > MOST_APART_MIB]
+    found += [f"{g['runner']}: {g['reserved_mib']:.0f} MiB reserved, {g['used_mib']:.0f} used" for g in apart]
+    return found
+
+
+def render(result: Result) -> str:
+    """A line for each case, then one for each runner."""
+    columns = ("weights_and_context_mib", "activations_mib", "peak_mib", "kv_mib", "outside_mib", "unused_mib")
+    lines = [
+        [row["case"], *(row.get(name) for name in columns), percent(row.get("unused"), 2), "; ".join(judged(row)) or "fits"]
+        for row in result["rows"]
+    ]
+    header = ["case", "weights, context (MiB)", "activations: planned", "used", "KV", "outside torch", "unused", "of the GPU", "verdict"]
+    runners = [
+        [row["case"], g["runner"], max(g["sizes"], default=None), g["seconds"], g["reserved_mib"], g["used_mib"]]
+        for row in result["rows"]
+        for g in row.get("graphs", [])
+    ]
+    parts = [table(header, lines), ""]
+    if runners:
+        parts += [table(["case", "runner", "largest batch", "seconds", "reserved MiB", "used MiB"], runners), ""]
+    return "\n".join([*parts, provenance(result)])
+
+
+def plot(result: Result, file: Path) -> None:
+    """What is left of the GPU in each case."""
+    groups = {row["case"]: {"unused": row["unused"] * 100} for row in result["rows"] if "unused" in row}
+    plots.draw(file, [lambda axes: plots.bars(axes, groups, "Unused memory when full", "per cent of the GPU")])
+
+
+def run(case: Case, served: Model) -> Row:
+    """`fill` in a process of its own; a row with `error` where it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "row.json"
+        order = json.dumps({"flags": flags(case, served, Path(folder)), "out": str(out)})
+        print("+", case.name, flush=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmark.memory_limits", "--child", order], env=environment(), cwd=ROOT, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+        if done.returncode == 0:
+            return json.loads(out.read_text(encoding="utf-8"))
+    print(done.stdout[-1500:], done.stderr[-3000:], sep="\n")
+    return {"error": (done.stderr.strip().splitlines() or ["?"])[-1][:300]}
+
+
+def main() -> int:
+    """Fill, keep, plot; 1 when a case does not fit or wastes memory."""
+    parser = arguments(__doc__)
+    parser.add_argument("--cases", type=names, help=f"some of {', '.join(case.name for case in CASES)}")
+    parser.add_argument("--model", help="the embedded model's file; without it its cases are left out")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        order = json.loads(args.child)
+        Path(order["out"]).write_text(json.dumps(fill(order["flags"])), encoding="utf-8")
+        return 0
+    record = Record(NAME, KEYS, args.out, args.quick)
+    models = {"8b": big_model()} | ({"embedded": named_model(args.model, None)} if args.model else {})
+    cases: Sequence[Case] = [case for case in CASES if case.model in models and (not args.cases or case.name in args.cases)]
+    if args.quick:
+        models, cases = {"tiny": tiny_model()}, [Case("tiny", 8, 64), Case("tiny", 8, 64, (5, 4, 8))]
+    rows = [{"case": case.name, **run(case, models[case.model])} for case in cases]
+    for row in rows:
+        record.add(row)
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+    return 1 if any(map(judged, rows)) and not args.quick else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -28,7 +28,8 @@ def server_rows(server: Server, quantization: str, tokens: int) -> list[dict[str
     rows = []
     for batch in BATCHES:
         figures = bench(server, random_ids(batch, 32, tokens, batch).flags)
-        row = {"system": "Talon", "quantization": quantization, "batch": batch, "tokens_per_second": batch * 1000 / figures["mean_tpot_ms"]}
+        gap = figures["mean_tpot_ms"]  # 0 where a quick run's whole answer came at once
+        row = {"system": "Talon", "quantization": quantization, "batch": batch, "tokens_per_second": batch * 1000 / gap if gap else None}
         names = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "failed")
         rows.append(row | {name: figures[name] for name in names} | {"ready_seconds": server.ready_seconds})
     return rows
@@ -75,7 +76,7 @@ def plot(result: Result, file: Path) -> None:
     groups: dict[str, dict[str, float]] = {}
     for row in result["rows"]:
         kind = "float32" if row["quantization"] == "none" else row["quantization"]
-        groups.setdefault(f"batch {row['batch']}", {})[f"{row['system']} {kind}"] = row["tokens_per_second"]
+        groups.setdefault(f"batch {row['batch']}", {})[f"{row['system']} {kind}"] = row["tokens_per_second"] or 0.0
     plots.draw(file, [lambda axes: plots.bars(axes, groups, "SmolLM2-135M on a CPU", "decode tokens/s")])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,9 @@ def test_padded_and_poisoned_buffers_change_nothing(
     tmp_path: Path, exact_products: None, algorithm: str | None, page: int, spec: dict[str, Any]
 ) -> None:
     """Batches of 1 to 33 in any order, rows reused, requests cut short mid-step, retracted and resumed, prefixes shared, odd chunks."""
-    padded = life(tmp_path, algorithm, "eager", 7, 10, page, **spec)
-    same_life(life(tmp_path, algorithm, None, 7, 10, page, **spec), padded)
-    assert len(padded.ends) > 3
+    padded = life(tmp_path, algorithm, "eager", 7, 8, page, **spec)
+    same_life(life(tmp_path, algorithm, None, 7, 8, page, **spec), padded)
+    assert len(padded.ends) >= 2
     if algorithm in ("EAGLE", "EAGLE3", "STANDALONE"):
         decoded = [n for rows, lens in padded.trace if rows for n in lens]
         assert np.mean(decoded) > 1.3, "drafts that are never right would hide what is wrong with them"
@@ -91,10 +92,9 @@ def test_padded_and_poisoned_buffers_change_nothing(
     ],
 )
 def test_greedy_text_is_the_same_with_speculation(tmp_path: Path, algorithm: str, spec: dict[str, Any]) -> None:
-    expected = Driver(plain()).generate(PROMPTS, 30)
     for page, chunk in ((1, 1 << 30), (16, 4)):
         driver = Driver(speculating(tmp_path, algorithm, runtime={"page_size": page}, **spec))
-        assert driver.generate(PROMPTS, 30, chunk=chunk) == expected
+        assert driver.generate(PROMPTS, 24, chunk=chunk) == greedy_text()
         assert driver.mean_accept_len() > 1.2
 
 
@@ -227,14 +227,23 @@ def prompts_for(count: int) -> dict[int, list[int]]:
     return {r: np.random.default_rng(r).integers(0, VOCAB, 4 + r).tolist() for r in range(1, count + 1)}
 
 
+@functools.cache
+def without_speculation(field: str, count: int) -> dict[int, list[int]]:
+    return Driver(plain()).generate(prompts_for(count), 15, sampling=(FIELDS | SAMPLED)[field])
+
+
+@functools.cache
+def greedy_text() -> dict[int, list[int]]:
+    return Driver(plain()).generate(PROMPTS, 24)
+
+
 @pytest.mark.parametrize("name", WORKERS)
 @pytest.mark.parametrize("count", [1, 8])
 def test_whatever_changes_logits_gives_the_same_greedy_text_with_speculation(tmp_path: Path, name: str, count: int) -> None:
     algorithm, spec = WORKERS[name]
-    worker, reference = speculating(tmp_path, algorithm, **spec), plain()
-    for wanted in FIELDS.values():
-        expected = Driver(reference).generate(prompts_for(count), 18, sampling=wanted)
-        assert Driver(worker).generate(prompts_for(count), 18, sampling=wanted) == expected
+    worker = speculating(tmp_path, algorithm, **spec)
+    for field, wanted in FIELDS.items():
+        assert Driver(worker).generate(prompts_for(count), 15, sampling=wanted) == without_speculation(field, count), field
 
 
 @pytest.mark.parametrize("name", WORKERS)
@@ -243,17 +252,15 @@ def test_every_sampling_field_runs_and_stays_inside_the_vocabulary(tmp_path: Pat
     algorithm, spec = WORKERS[name]
     worker = speculating(tmp_path, algorithm, **spec)
     for wanted in SAMPLED.values():
-        out = Driver(worker).generate(prompts_for(count), 12, sampling=wanted)
+        out = Driver(worker).generate(prompts_for(count), 8, sampling=wanted)
         assert all(0 <= t < VOCAB for text in out.values() for t in text)
 
 
 def test_trees_and_no_speculation_draw_the_same_tokens_for_a_seed(tmp_path: Path) -> None:
-    reference = plain()
     for spec in (TREE, {"num_steps": 1, "topk": 2, "num_draft_tokens": 3}):
         worker = speculating(tmp_path, "EAGLE", **spec)
-        for wanted in SAMPLED.values():
-            expected = Driver(reference).generate(prompts_for(5), 15, sampling=wanted)
-            assert Driver(worker).generate(prompts_for(5), 15, sampling=wanted) == expected
+        for field, wanted in SAMPLED.items():
+            assert Driver(worker).generate(prompts_for(4), 15, sampling=wanted) == without_speculation(field, 4), field
 
 
 def test_hardly_any_temperature_is_greedy(tmp_path: Path) -> None:
@@ -300,10 +307,10 @@ def test_a_request_gives_the_same_text_alone_and_among_others(tmp_path: Path, ex
     def worker() -> Any:
         return plain() if name is None else speculating(tmp_path, WORKERS[name][0], **WORKERS[name][1])
 
-    together = Driver(worker()).generate(prompts_for(14), 12, sampling=samplings)
+    together = Driver(worker()).generate(prompts_for(14), 8, sampling=samplings)
     one = worker()
     for row in range(1, 15):
-        alone = Driver(one, seed=row).generate({row: prompts_for(14)[row]}, 12, sampling=samplings)
+        alone = Driver(one, seed=row).generate({row: prompts_for(14)[row]}, 8, sampling=samplings)
         assert alone[row] == together[row], f"request {row} depends on its neighbours"
 
 
@@ -357,7 +364,7 @@ DISTRIBUTIONS: dict[str, SamplingParams] = {
 def test_sampled_text_has_the_targets_distribution(tmp_path: Path, name: str, kind: str) -> None:
     """The second and third token of many seeds, both from a verified window, given those before them."""
     params = DISTRIBUTIONS[kind]
-    rows, rounds, prompt = 200, 4, [3, 5, 3, 5, 3]
+    rows, rounds, prompt = 200, 3, [3, 5, 3, 5, 3]
     small = {"vocab_size": SMALL}
     algorithm, spec = WORKERS[name]
     runtime = {"max_running_requests": rows}

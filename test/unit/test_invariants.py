@@ -32,7 +32,7 @@ def graphs(tmp_path: Path, **spec: Any) -> Any:
     return speculating(tmp_path, replay="eager", sizes=SIZES, **spec)
 
 
-def storm(worker: Any, turns: int = 6) -> Storm:
+def storm(worker: Any, turns: int = 5) -> Storm:
     return Storm(worker, 3, poison=True).run(turns)
 
 
@@ -41,7 +41,7 @@ def reference(tmp_path: Path) -> Callable[..., Storm]:
     """The same life without padding or replay."""
 
     def run(**spec: Any) -> Storm:
-        return Storm(speculating(tmp_path, **spec), 3, poison=False).run(6)
+        return Storm(speculating(tmp_path, **spec), 3, poison=False).run(5)
 
     return run
 

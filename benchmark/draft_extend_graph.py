@@ -1,18 +1,27 @@
-"""What the draft-extend graph gives: the same server with it off and on, over concurrency, attention backend and overlap."""
+"""What the draft-extend graph gives: the same server with it off and on, over concurrency, attention backend and overlap.
+
+With --in-process scheduler and worker run in one process, without HTTP and text, and one worker serves all four ways in turn: off and on
+follow each other within seconds, so that what differs is the graph.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmark import plots
+from benchmark.machine import slug
 from benchmark.markdown import Result, change, percent, pick, provenance, table
 from benchmark.record import Record
-from benchmark.shapes import Model
-from benchmark.sweep import Setup, add_model, arguments, names, numbers, random_ids, served_model, sweep
+from benchmark.server import apart
+from benchmark.shapes import READ_BYTES_PER_SECOND, Model
+from benchmark.sweep import Setup, add_model, arguments, names, numbers, random_ids, roof_share, served_model, sweep
 
 NAME = "draft_extend_graph"
-KEYS = ("model", "backend", "overlap", "graph", "concurrency")
+KEYS = ("model", "backend", "overlap", "loop", "graph", "concurrency")
 STEPS = 2
 """Steps 2, topk 1, draft tokens 3: the settings of the table that this one answers."""
 
@@ -26,17 +35,43 @@ def setups(served: Model, backends: list[str], overlaps: list[str]) -> list[Setu
                 flags = [*served.target_flags, *served.eagle_flags("2.0", STEPS), "--attention-backend", backend, "--disable-radix-cache"]
                 flags += [] if overlap == "on" else ["--disable-overlap-schedule"]
                 flags += [] if graph == "on" else ["--disable-draft-extend-cuda-graph"]
-                found.append(Setup({"model": served.name, "backend": backend, "overlap": overlap, "graph": graph, "steps": STEPS}, flags))
+                labels = {"model": served.name, "backend": backend, "overlap": overlap, "loop": "server", "graph": graph, "steps": STEPS}
+                found.append(Setup(labels, flags))
     return found
+
+
+def measure(flags: Sequence[str], concurrencies: Sequence[int], lens: tuple[int, int], overlaps: Sequence[str]) -> list[dict[str, Any]]:
+    """In this process: a row for each concurrency, overlap, and graph off and on."""
+    from benchmark.engine_loop import EngineLoop, build
+
+    config, worker = build(flags)
+    extend, rows = worker.runners[-1], []
+    for concurrency in concurrencies:
+        requests = max(2 * concurrency, 4)
+        for overlap in overlaps:
+            for graph in ("off", "on"):
+                extend.use = "graphs" if graph == "on" else "plain"
+                EngineLoop(config, worker, overlap == "on").serve(concurrency, concurrency, lens[0], 16)
+                figures = EngineLoop(config, worker, overlap == "on").serve(requests, concurrency, *lens)
+                iterations = worker.verifier.counted()
+                labels = {"overlap": overlap, "graph": graph, "concurrency": concurrency, "input_len": lens[0], "output_len": lens[1]}
+                rows.append({**labels, "num_prompts": requests, **figures, "accept_length": iterations.mean_accept_len})
+                worker.reset()
+    worker.close()
+    return rows
 
 
 def render(result: Result) -> str:
     """A table for each model, backend and overlap."""
     rows, parts = result["rows"], []
-    for name, backend, overlap in dict.fromkeys((row["model"], row["backend"], row["overlap"]) for row in rows):
-        part = [row for row in rows if (row["model"], row["backend"], row["overlap"]) == (name, backend, overlap)]
-        parts += [f"**{name}, {backend}, overlap {overlap}**", "", _part(part), ""]
+    for key in dict.fromkeys(_series(row) for row in rows):
+        parts += [f"**{key}**", "", _part([row for row in rows if _series(row) == key]), ""]
     return "\n".join([*parts, provenance(result)])
+
+
+def _series(row: dict[str, Any]) -> str:
+    where = ", without HTTP" if row.get("loop") == "in-process" else ""
+    return f"{row['model']}, {row['backend']}, overlap {row['overlap']}{where}"
 
 
 def _part(rows: list[dict[str, Any]]) -> str:
@@ -59,10 +94,10 @@ def gains(result: Result) -> dict[str, list[tuple[float, float]]]:
     """By model, backend and overlap: (concurrency, gain of throughput in per cent)."""
     series: dict[str, list[tuple[float, float]]] = {}
     for on in result["rows"]:
-        same = {key: on[key] for key in ("model", "backend", "overlap", "concurrency")}
+        same = {key: on.get(key) for key in ("model", "backend", "overlap", "loop", "concurrency")}
         off = pick(result["rows"], graph="off", **same)
         if on["graph"] == "on" and off is not None:
-            label = f"{on['model']} {on['backend']}, overlap {on['overlap']}"
+            label = _series(on).replace(", ", " ", 1)
             gain = (on["output_throughput"] / off["output_throughput"] - 1) * 100
             series.setdefault(label, []).append((on["concurrency"], gain))
     return series
@@ -74,6 +109,20 @@ def plot(result: Result, file: Path) -> None:
     plots.draw(file, [lambda axes: plots.lines(axes, gains(result), title, "concurrency", "per cent")])
 
 
+def in_process(
+    record: Record, served: Model, backends: list[str], concurrencies: list[int], lens: tuple[int, int], overlaps: list[str]
+) -> None:
+    """A process for each backend; its worker serves everything in turn."""
+    speed = READ_BYTES_PER_SECOND.get(slug(record.data["machine"]))
+    for backend in backends:
+        setup = setups(served, [backend], ["on"])[-1]
+        limit = [] if backend == "torch_native" else ["--cuda-graph-max-bs", str(max(concurrencies))]
+        order = {"flags": [*setup.flags, *limit], "concurrencies": concurrencies, "lens": lens, "overlaps": overlaps}
+        for row in apart(NAME, order):
+            labelled = {**setup.labels, "loop": "in-process", **row}
+            record.add(labelled | (roof_share(labelled, served.shape, speed) if served.shape else {}))
+
+
 def main() -> None:
     """Measure, keep, plot."""
     parser = arguments(__doc__)
@@ -81,16 +130,23 @@ def main() -> None:
     parser.add_argument("--backends", type=names, default=["fa3", "flashinfer"])
     parser.add_argument("--overlap", type=names, default=["on", "off"])
     parser.add_argument("--output-len", type=int, default=1000)
+    parser.add_argument("--in-process", action="store_true", help="without servers: one worker for each backend")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     add_model(parser)
     args = parser.parse_args()
+    if args.child:
+        order = json.loads(args.child)
+        Path(order.pop("out")).write_text(json.dumps(measure(**order)), encoding="utf-8")
+        return
     record = Record(NAME, KEYS, args.out, args.quick)
     served = served_model(args)
-    if args.quick:
-        found, bursts = setups(served, ["torch_native"], ["on"]), [random_ids(c, 16, 8) for c in (1, 2)]
+    backends = ["torch_native"] if args.quick else args.backends
+    lens, concurrencies = ((16, 8), [1, 2]) if args.quick else ((1000, args.output_len), args.concurrency)
+    if args.in_process:
+        in_process(record, served, backends, concurrencies, lens, args.overlap)
     else:
-        found = setups(served, args.backends, args.overlap)
-        bursts = [random_ids(c, 1000, args.output_len) for c in args.concurrency]
-    sweep(record, found, bursts, served.shape)
+        bursts = [random_ids(c, *lens) for c in concurrencies]
+        sweep(record, setups(served, backends, ["on"] if args.quick else args.overlap), bursts, served.shape)
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
 

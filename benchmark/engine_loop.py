@@ -4,16 +4,38 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from msgspec import structs
 
+from runtime import log as logging_setup
+from runtime.entrypoints.child import build_worker
+from runtime.entrypoints.processes import prepare
+from runtime.flag_parser import parse
 from runtime.managers.io_struct import AbortReq, GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
 from runtime.managers.scheduler import Scheduler
 from runtime.sampling_params import SamplingParams
 from runtime.server_args import RuntimeConfig
+
+
+def build(flags: Sequence[str]) -> tuple[RuntimeConfig, Any]:
+    """The worker that a server with these flags would have, and its configuration."""
+    args = parse([*flags]).args
+    logging_setup.setup(args.log_level, "talon::bench")
+    config, model_config = prepare(args)
+    return config, build_worker(config, model_config)
+
+
+@dataclass(slots=True)
+class _Times:
+    asked: float
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
 
 
 class EngineLoop:
@@ -27,18 +49,44 @@ class EngineLoop:
         self._inbox: deque[ToScheduler] = deque()
         config = structs.replace(config, overlap=overlap)
         self._scheduler = Scheduler(config, worker, (), lambda wait: self._inbox.popleft() if self._inbox else None, self._sent)
-        self._first: dict[str, int] = {}
+        self._times: dict[str, _Times] = {}
         self.tokens = 0
 
     def start(self, requests: int, prompt_len: int, room: int) -> None:
         """Let `requests` in and run until each has a few tokens; they end after `room` tokens."""
-        sampling = SamplingParams(temperature=0.0, max_new_tokens=room, ignore_eos=True)
         for i in range(requests):
-            ids = np.random.default_rng(i).integers(10, self._scheduler.limits.vocab_size - 10, prompt_len).tolist()
-            self._first[str(i)] = 0
-            self._inbox.append(GenerateReq(rid=str(i), input_ids=ids, sampling=sampling, seed=i, stream=True))
-        while min(self._first.values()) < 8:
+            self._ask(i, prompt_len, room)
+        while min(times.tokens for times in self._times.values()) < 8:
             self._scheduler.step()
+
+    def serve(self, requests: int, concurrency: int, prompt_len: int, output_len: int) -> dict[str, float]:
+        """A closed loop of `concurrency` clients until `requests` are answered; returns the figures that `bench_serving` would print."""
+        self._times.clear()
+        self.tokens = 0
+        started, asked = time.perf_counter(), 0
+        while True:
+            alive = sum(times.tokens < output_len for times in self._times.values())
+            while asked < requests and alive < concurrency:
+                self._ask(asked, prompt_len, output_len)
+                asked, alive = asked + 1, alive + 1
+            if not alive:
+                break
+            self._scheduler.step()
+        while not self._scheduler.idle:
+            self._scheduler.step()
+        seconds, all_times = time.perf_counter() - started, self._times.values()
+        return {
+            "duration": seconds,
+            "output_throughput": self.tokens / seconds,
+            "mean_ttft_ms": float(np.mean([t.first - t.asked for t in all_times])) * 1e3,
+            "mean_tpot_ms": float(np.mean([(t.last - t.first) / (t.tokens - 1) for t in all_times])) * 1e3,
+        }
+
+    def _ask(self, number: int, prompt_len: int, output_len: int) -> None:
+        ids = np.random.default_rng(number).integers(10, self._scheduler.limits.vocab_size - 10, prompt_len).tolist()
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=True)
+        self._times[str(number)] = _Times(time.perf_counter())
+        self._inbox.append(GenerateReq(rid=str(number), input_ids=ids, sampling=sampling, seed=number, stream=True))
 
     def run(self, steps: int) -> float:
         """Run so many steps; returns seconds of one."""
@@ -56,10 +104,15 @@ class EngineLoop:
             self._scheduler.step()
 
     def _sent(self, message: ToDetokenizer) -> None:
-        if isinstance(message, TokensOutBatch):
-            for out in message.outs:
-                self._first[out.rid] += len(out.token_ids)
-                self.tokens += len(out.token_ids)
+        if not isinstance(message, TokensOutBatch):
+            return
+        now = time.perf_counter()
+        for out in message.outs:
+            times = self._times[out.rid]
+            times.first = times.first or now
+            times.last = now
+            times.tokens += len(out.token_ids)
+            self.tokens += len(out.token_ids)
 
 
 def _wait() -> None:

@@ -7,18 +7,16 @@ kept, says how long the GPU was busy in one. Idle is what is left: the profiler 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmark import plots
-from benchmark.machine import ROOT, slug
+from benchmark.machine import slug
 from benchmark.markdown import Result, change, percent, pick, provenance, table
 from benchmark.record import Record, Row
-from benchmark.server import ServerFailed, environment
+from benchmark.server import apart
 from benchmark.shapes import READ_BYTES_PER_SECOND, Model, eagle_roof_ms, plain_roof_ms
 from benchmark.sweep import add_model, arguments, names, numbers, served_model
 from benchmark.trace import GPU_EVENTS, covered, load
@@ -41,16 +39,9 @@ def server_flags(served: Model, mode: str, backend: str, most: int) -> list[str]
 
 def measure(flags: Sequence[str], batches: Sequence[int], context: int, steps: int) -> list[Row]:
     """In this process: a row for each variant and batch size."""
-    from benchmark.engine_loop import EngineLoop
-    from runtime import log as logging_setup
-    from runtime.entrypoints.child import build_worker
-    from runtime.entrypoints.processes import prepare
-    from runtime.flag_parser import parse
+    from benchmark.engine_loop import EngineLoop, build
 
-    args = parse([*flags]).args
-    logging_setup.setup(args.log_level, "talon::bench")
-    config, model_config = prepare(args)
-    worker: Any = build_worker(config, model_config)
+    config, worker = build(flags)
     rows = []
     for graphs, overlap in VARIANTS:
         for runner in worker.runners:
@@ -146,21 +137,6 @@ def plot(result: Result, file: Path) -> None:
     plots.draw(file, [lambda axes, mode=mode: panel(axes, mode) for mode in modes])
 
 
-def child(flags: Sequence[str], batches: Sequence[int], context: int, steps: int) -> list[Row]:
-    """`measure` in a process of its own, so that each begins with an empty GPU."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rows.json"
-        order = json.dumps({"flags": [*flags], "batches": [*batches], "context": context, "steps": steps, "out": str(out)})
-        print("+", *flags, flush=True)
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmark.modes", "--child", order], env=environment(), cwd=ROOT, capture_output=True, text=True,
-            check=False,
-        )  # fmt: skip
-        if done.returncode:
-            raise ServerFailed(done.stdout[-2000:] + done.stderr[-4000:])
-        return json.loads(out.read_text(encoding="utf-8"))
-
-
 def main() -> None:
     """Measure, keep, plot."""
     parser = arguments(__doc__)
@@ -181,7 +157,8 @@ def main() -> None:
     batches, context, steps = ([1, 2], 16, 4) if args.quick else (args.batch_sizes, args.context, args.steps)
     for mode in args.modes:
         for backend in ["torch_native"] if args.quick else args.backends:
-            for row in child(server_flags(served, mode, backend, max(batches)), batches, context, steps):
+            order = {"flags": server_flags(served, mode, backend, max(batches)), "batches": batches, "context": context, "steps": steps}
+            for row in apart(NAME, order):
                 labels = {"model": served.name, "mode": mode, "backend": backend}
                 record.add({**labels, **row, "roof_ms": roof_ms(served, mode, row, speed)})
     plot(record.data, record.file.with_suffix(".png"))

@@ -146,6 +146,24 @@ def bench(server: Server, flags: Sequence[str]) -> dict[str, Any]:
         return json.loads(out.read_text(encoding="utf-8"))
 
 
+def apart(script: str, order: dict[str, Any]) -> Any:
+    """Run `python -m benchmark.SCRIPT --child ORDER` in a process of its own, so that it finds an empty device; returns what it answers.
+
+    The child writes its answer as JSON to the file that `order["out"]` names.
+
+    Raises:
+        ServerFailed: with the end of what it printed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "answer.json"
+        print("+", script, *order.get("flags", ()), flush=True)
+        command = [sys.executable, "-m", f"benchmark.{script}", "--child", json.dumps(order | {"out": str(out)})]
+        done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise ServerFailed(f"{script} failed:\n{done.stdout[-_LOG_TAIL:]}{done.stderr[-_LOG_TAIL:]}")
+        return json.loads(out.read_text(encoding="utf-8"))
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,48 +15,79 @@ from typing import Any
 from benchmark import plots
 from benchmark.markdown import Result, cell, percent, pick, provenance, table
 from benchmark.record import Record
-from benchmark.server import Server, bench
+from benchmark.server import apart
 from benchmark.shapes import Model
-from benchmark.sweep import add_model, arguments, names, random_ids, served_model
+from benchmark.sweep import add_model, arguments, names, served_model
 from benchmark.trace import analyse, load
 
 NAME = "step_profile"
 KEYS = ("model", "backend", "overlap", "graphs", "concurrency")
 STEPS = 3
-GRAPHS = {
-    "eager": ("--disable-draft-decode-cuda-graph", "--disable-draft-extend-cuda-graph"),
-    "decode": ("--disable-draft-extend-cuda-graph",),
-    "both": (),
-}
+GRAPHS = ("eager", "decode", "both")
+"""Which of the draft's graphs are used; the target's verify graph is in all of them."""
+PROMPT_LEN = 256
 TITLES = {"eager": "draft eager", "decode": "draft-decode graph", "both": "both draft graphs"}
 PHASES = ("draft_decode", "verify", "accept", "draft_extend", "plan", "sample")
 
 
-def flags(served: Model, graphs: str, backend: str, overlap: str, folder: Path) -> list[str]:
-    """The server of one row; the target's verify graph is on in all of them."""
-    extra = () if overlap == "on" else ("--disable-overlap-schedule",)
-    common = ("--attention-backend", backend, "--disable-radix-cache", "--profile", str(folder))
-    return [*served.target_flags, *served.eagle_flags("2.5", STEPS), *common, *extra, *GRAPHS[graphs]]
+def flags(served: Model, backend: str, concurrency: int) -> list[str]:
+    """The flags of one process."""
+    found = [*served.target_flags, *served.eagle_flags("2.5", STEPS), "--attention-backend", backend, "--disable-radix-cache"]
+    return found if backend == "torch_native" else [*found, "--cuda-graph-max-bs", str(max(concurrency, 8))]
 
 
-def measure(server: Server, concurrency: int, input_len: int, output_len: int, seconds: float) -> Path:
-    """Trace `seconds` of steady decoding under a load that lasts longer; returns the trace."""
-    load_flags = random_ids(concurrency, input_len, output_len, concurrency).flags
-    bench(server, random_ids(concurrency, input_len, min(output_len, 16), concurrency).flags)
-    load = threading.Thread(target=bench, args=(server, load_flags))
-    load.start()
-    before = _generated(server)
-    while load.is_alive() and _generated(server) - before < 8 * concurrency:  # all prompts read, decoding runs
-        time.sleep(0.02)
-    server.post("/start_profile")
-    time.sleep(seconds)
-    answer = server.post("/stop_profile")
-    load.join()
-    return Path(next(str(value) for value in answer.values() if ".json" in str(value)))
+def measure(
+    flags: Sequence[str], overlaps: Sequence[str], graphs: Sequence[str], concurrency: int, steps: int, keep: str | None
+) -> list[dict[str, Any]]:
+    """In this process: a row for each overlap and graphs. `keep`: a folder for the traces."""
+    from benchmark.engine_loop import EngineLoop, build
+
+    config, worker = build(flags)
+    decode, _, extend = worker.runners
+    rows = []
+    for overlap in overlaps:
+        for name in graphs:
+            for runner in (decode, extend):
+                runner.use = "graphs" if runner in {"eager": (), "decode": (decode,), "both": (decode, extend)}[name] else "plain"
+            loop = EngineLoop(config, worker, overlap == "on")
+            loop.start(concurrency, PROMPT_LEN, (STEPS + 1) * (2 * steps + 40))
+            loop.run(8)
+            labels = {"overlap": overlap, "graphs": name, "concurrency": concurrency}
+            alone = untraced(loop, worker, steps)
+            with tempfile.TemporaryDirectory() as folder:
+                worker.start_profile(folder)
+                loop.run(steps)
+                trace = Path(worker.stop_profile())
+                rows.append({**labels, **alone, **asdict(analyse(load(trace)))})
+                if keep:
+                    shutil.copy(trace, Path(keep) / f"{NAME}-{overlap}-{name}-{concurrency}{''.join(trace.suffixes[-3:])}")
+            loop.stop()
+    worker.close()
+    return rows
 
 
-def _generated(server: Server) -> int:
-    return server.get("/get_server_info")["internal_states"][0].get("generation_tokens_total", 0)
+def untraced(loop: Any, worker: Any, steps: int) -> dict[str, Any]:
+    """The step, and the host's time in the draft's two phases, without a profiler, which makes every operation slower on the host."""
+    spent = 0.0
+    phases = {name: getattr(worker, name) for name in ("_run_decode", "_run_extend")}
+
+    def timed(phase: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            nonlocal spent
+            started = time.perf_counter()
+            try:
+                return phase(*args)
+            finally:
+                spent += time.perf_counter() - started
+
+        return run
+
+    for name, phase in phases.items():
+        setattr(worker, name, timed(phase))
+    seconds = loop.run(steps)
+    for name in phases:
+        delattr(worker, name)
+    return {"step_us": seconds * 1e6, "draft_host_us": spent / steps * 1e6}
 
 
 def render(result: Result) -> str:
@@ -71,7 +103,13 @@ def render(result: Result) -> str:
 
 def _part(rows: Sequence[dict[str, Any]]) -> str:
     found = {graphs: row for graphs in GRAPHS if (row := pick(rows, graphs=graphs)) is not None}
-    lines: list[list[Any]] = [["iteration (µs)", *(row["period_us"] for row in found.values())]]
+    lines: list[list[Any]] = []
+    if all("step_us" in row for row in found.values()):
+        lines.append(["iteration, no profiler (µs)", *(row["step_us"] for row in found.values())])
+        lines.append(
+            ["host: both draft phases, no profiler (µs)", *(_cut(row, found.get("eager"), "draft_host_us") for row in found.values())]
+        )
+    lines.append(["iteration (µs)", *(row["period_us"] for row in found.values())])
     lines.append(["GPU idle", *(percent(1 - row["gpu_busy_us"] / row["period_us"], 1) for row in found.values())])
     for unit, label in (("host_us", "host"), ("gpu_us", "GPU")):
         for phase in (*PHASES, "other"):
@@ -87,6 +125,11 @@ def _part(rows: Sequence[dict[str, Any]]) -> str:
 def draft_host_us(row: dict[str, Any]) -> float:
     """Host time of the draft's phases."""
     return row["host_us"].get("draft_decode", 0.0) + row["host_us"].get("draft_extend", 0.0)
+
+
+def _cut(row: dict[str, Any], eager: dict[str, Any] | None, name: str) -> str:
+    change = "" if eager is None or row is eager else f" ({(row[name] / eager[name] - 1) * 100:+.0f} %)"
+    return f"{cell(row[name])}{change}"
 
 
 def _draft_host(row: dict[str, Any], eager: dict[str, Any] | None) -> str:
@@ -112,23 +155,22 @@ def main() -> None:
     parser.add_argument("--overlap", type=names, default=["off"], help="on, off: off shows the host time that overlap hides")
     parser.add_argument("--graphs", type=names, default=[*GRAPHS])
     parser.add_argument("--concurrency", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=1.0, help="length of each trace")
+    parser.add_argument("--steps", type=int, default=40, help="iterations of each trace")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--keep-traces", action="store_true", help="keep the traces beside the results (megabytes)")
     add_model(parser)
     args = parser.parse_args()
+    if args.child:
+        order = json.loads(args.child)
+        Path(order.pop("out")).write_text(json.dumps(measure(**order)), encoding="utf-8")
+        return
     record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)
-    backends, lens, seconds = (["torch_native"], (16, 600), 0.3) if args.quick else (args.backends, (256, 2000), args.seconds)
-    for backend in backends:
-        for overlap in args.overlap:
-            for graphs in args.graphs:
-                labels = {"model": served.name, "backend": backend, "overlap": overlap, "graphs": graphs, "concurrency": args.concurrency}
-                with tempfile.TemporaryDirectory() as folder:
-                    with Server(flags(served, graphs, backend, overlap, Path(folder))) as server:
-                        trace = measure(server, args.concurrency, *lens, seconds)
-                    record.add({**labels, **asdict(analyse(load(trace)))})
-                    if args.keep_traces:
-                        kept = record.file.with_name("-".join([NAME, *map(str, labels.values())]) + "".join(trace.suffixes[-3:]))
-                        shutil.copy(trace, kept)
+    record.file.parent.mkdir(parents=True, exist_ok=True)
+    for backend in ["torch_native"] if args.quick else args.backends:
+        order = {"flags": flags(served, backend, args.concurrency), "overlaps": args.overlap, "graphs": args.graphs}
+        order |= {"concurrency": args.concurrency, "steps": 4 if args.quick else args.steps}
+        for row in apart(NAME, order | {"keep": str(record.file.parent) if args.keep_traces else None}):
+            record.add({"model": served.name, "backend": backend, **row})
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
     [
         ("serving_matrix", ["--modes", "eagle"], 2),
         ("draft_extend_graph", [], 4),
+        ("draft_extend_graph", ["--in-process"], 8),
         ("crossover", [], 6),
         ("verify_exact", [], 3),
         ("capture", ["--modes", "eagle"], 1),

@@ -210,6 +210,7 @@ def _compile(runs: Iterable[Callable[[int], object]]) -> None:
     """Compile what the runs need side by side: Triton's passes and ptxas leave the interpreter free."""
 
     def one(run: Callable[[int], object]) -> None:
+        torch.cuda.synchronize()  # gives a new thread the device's context, which descriptors need before any launch would
         # What does not fit the machine is left out when it is timed.
         with torch.inference_mode(), suppress(OutOfResources):
             run(0)

@@ -39,6 +39,8 @@ def candidate_configs(op: GemmOp, rows: int) -> tuple[GemmConfig, ...]:
     Much prefetching slows the chain of kernels where a product is large; where it is small, the first columns are worth it.
     """
     few, some = rows <= 8, rows <= 16
+    if rows > 32 and op in ("linear", "linear_add"):  # deeper tiles would not fit beside 64 rows of input
+        return GemmConfig(64, 128, 4, 6, swap=True, prefetch=0), GemmConfig(32, 256, 4, 4, swap=True, prefetch=512)
     if op == "gate_up":
         wide = GemmConfig(128, 128, 4, 4, swap=True, prefetch=0)
         if few:

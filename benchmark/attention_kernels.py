@@ -2,7 +2,8 @@
 
     PYTHONPATH=python python -m benchmark.attention_kernels --out DIR
 
-Llama-3-8B's heads. The first table says which cut wins where, the second what `SPLIT_MAX_BATCH` should be. Writes attention_kernels.json.
+Llama-3-8B's heads. Every cut's result is compared with FA3's before its time is taken. The last table is what `split_wins` of
+flash_attention.py should say. Writes attention_kernels.json.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import itertools
 import json
 import multiprocessing
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,18 +27,43 @@ from runtime.layers.attention.base import AttentionShape
 from runtime.layers.attention.split_decode import SplitConfig, SplitKeys, SplitShape, SplitWorkspace, split_attention
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
-CUTS = {
-    "64x3, 2 a SM": SplitConfig(64, 4, 3, 2, 256),
-    "64x3, 1 a SM": SplitConfig(64, 4, 3, 1, 256),
-    "64x3, 2 a SM, 512": SplitConfig(64, 4, 3, 2, 512),
-    "64x4, 2 a SM": SplitConfig(64, 4, 4, 2, 256),
-    "32x4, 2 a SM": SplitConfig(32, 4, 4, 2, 256),
-    "128x2 w8, 1 a SM": SplitConfig(128, 8, 2, 1, 256),
-    "64x3 w8, 1 a SM": SplitConfig(64, 8, 3, 1, 512),
+_CUTS = {
+    "64x4": SplitConfig(64, 4, 4, 2),
+    "64x3": SplitConfig(64, 4, 3, 2),
+    "64x4 1/SM": SplitConfig(64, 4, 4, 1),
+    "64x5 1/SM": SplitConfig(64, 4, 5, 1),
+    "128x3 1/SM": SplitConfig(128, 4, 3, 1, alone=2),
+    "128x3 w8 1/SM": SplitConfig(128, 8, 3, 1, alone=2),
 }
-"""Keys of a tile x stages, warps if not 4, programs for each multiprocessor, and the most rows to combine if not 256."""
-Case = tuple[int, int, int, int]
-"""Page size, width, batch, length."""
+CUTS = {
+    **{f"{name} kernel": cut for name, cut in _CUTS.items()},
+    "64x4 kernel, alone 1": replace(_CUTS["64x4"], alone=1),
+    "64x4 kernel, alone 8": replace(_CUTS["64x4"], alone=8),
+    **{f"{name} last": replace(cut, merge="last", max_partial_rows=256) for name, cut in _CUTS.items()},
+}
+"""Keys of a tile x stages, warps if not 4, programs for each multiprocessor if not 2, who merges, tiles taken alone if not 256 keys."""
+TOLERANCE = 2e-2
+"""Relative error of a query and head between two ways of bfloat16."""
+
+
+class Case(NamedTuple):
+    """One kind of pass. Ragged lengths lie between a quarter and seven quarters of `length`."""
+
+    page: int
+    width: int
+    batch: int
+    length: int
+    ragged: bool
+
+    def lens(self) -> torch.Tensor:
+        """int32 [batch], of mean `length`."""
+        spread = torch.linspace(0.25, 1.75, self.batch) if self.ragged else torch.ones(self.batch)
+        return (spread[torch.randperm(self.batch)] * self.length).to("cuda", torch.int32)
+
+    @property
+    def longest(self) -> int:
+        """Keys of the longest request."""
+        return self.length * (7 if self.ragged else 4) // 4
 
 
 def split_shape(batch: int, width: int, config: SplitConfig) -> SplitShape:
@@ -57,9 +86,9 @@ def compile_kind(kind: tuple[int, int, int, SplitConfig]) -> None:
 
 def compile_all(cases: list[Case], workers: int) -> None:
     kinds = {}
-    for (page, width, batch, _), config in itertools.product(cases, CUTS.values()):
+    for (page, width, batch, _, _), config in itertools.product(cases, CUTS.values()):
         padded = 1 << (split_shape(batch, width, config).splits - 1).bit_length()
-        kinds[page, width, padded, config.tile, config.num_warps, config.stages] = (page, width, batch, config)
+        kinds[page, width, padded, config.tile, config.num_warps, config.stages, config.merge, config.alone] = (page, width, batch, config)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_kind, kinds.values(), chunksize=4))
     print(f"{len(kinds)} kernels compiled", flush=True)
@@ -84,59 +113,101 @@ class Keys:
         return table
 
 
-def fa3_time(keys: Keys, table: PageTable, q: torch.Tensor, case: Case) -> float:
-    _, width, size, length = case
-    flash_attention.SPLIT_MAX_BATCH = 0
-    shape = AttentionShape(H, G, D, D**-0.5, (-1,) * LAYERS, size, width, 1, length)
-    backend, batch = flash_attention.FlashAttention(shape, keys.pool, table), decode_batch(size, width, length)
+def slots(case: Case) -> int:
+    """Slots of KV that a case fills, in whole pages of 64."""
+    return case.batch * -(-case.longest // 64) * 64
+
+
+def that_fit(cases: list[Case]) -> list[Case]:
+    """The cases whose KV leaves a fifth of the free memory."""
+    room = torch.cuda.mem_get_info()[0] * 4 // 5 // (LAYERS * 2 * G * D * 2)
+    fit = [case for case in cases if slots(case) <= room]
+    if len(fit) < len(cases):
+        print(f"{len(cases) - len(fit)} of {len(cases)} cases need more memory than is free")
+    return fit
+
+
+def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
+    """FA3 and every cut, as functions that attend in all layers. All see the same queries, keys and lengths."""
+    page, width, size, _, _ = case
+    table, lens, pool = keys.paged(page, size, case.longest), case.lens(), keys.pool
+    q = torch.randn((size * width, H, D), device="cuda").to(BF16)
+    rows = torch.arange(1, size + 1, dtype=torch.int32, device="cuda")
+    where = SplitKeys(table.pages, rows, lens, page)
+    shape = AttentionShape(H, G, D, D**-0.5, (-1,) * LAYERS, size, width, 1, case.longest)
+    backend, batch = flash_attention.FlashAttention(shape, pool, table), decode_batch(size, width, case.longest)
+    batch.seq_lens.copy_(lens)
     backend.plan(batch)
-    return microseconds(lambda: [backend.forward(q, layer, batch) for layer in range(LAYERS)]) / LAYERS
+
+    def fa3() -> list[torch.Tensor]:
+        return [backend.forward(q, layer, batch).view(q.shape) for layer in range(LAYERS)]
+
+    def split(config: SplitConfig) -> Callable[[], list[torch.Tensor]]:
+        cut = split_shape(size, width, config)
+        workspace = SplitWorkspace([cut], q.device)
+        return lambda: [split_attention(q, k, v, where, cut, workspace, D**-0.5, pdl=True) for k, v in zip(pool.k, pool.v, strict=True)]
+
+    return {"FA3": fa3} | {name: split(config) for name, config in CUTS.items()}
 
 
-def split_time(keys: Keys, table: PageTable, q: torch.Tensor, case: Case, config: SplitConfig) -> float:
-    page, width, size, length = case
-    shape, pool = split_shape(size, width, config), keys.pool
-    workspace = SplitWorkspace([shape], q.device)
-    lens = torch.full((size,), length, dtype=torch.int32, device=q.device)
-    where = SplitKeys(table.pages, torch.arange(1, size + 1, dtype=torch.int32, device=q.device), lens, page)
-
-    def run() -> list[torch.Tensor]:
-        return [split_attention(q, k, v, where, shape, workspace, D**-0.5, pdl=True) for k, v in zip(pool.k, pool.v, strict=True)]
-
-    return microseconds(run) / LAYERS
+def compare(name: str, case: Case, got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    """Raise where a layer's output is not FA3's."""
+    error = torch.stack([((a.float() - b.float()).norm(dim=-1) / b.float().norm(dim=-1)).max() for a, b in zip(got, want, strict=True)])
+    if not bool((error < TOLERANCE).all()):
+        raise SystemExit(f"{name} computes something else than FA3 for {case}: relative error {float(error.max()):.1e}")
 
 
 def measure(keys: Keys, case: Case) -> dict[str, object]:
-    page, width, size, length = case
-    table = keys.paged(page, size, length)
-    q = torch.randn((size * width, H, D), device="cuda").to(BF16)
-    fa3 = fa3_time(keys, table, q, case)
-    cuts = {name: split_time(keys, table, q, case, config) for name, config in CUTS.items()}
-    best = min(cuts, key=lambda name: cuts[name])
-    roof = 4 * size * length * G * D / ROOF * 1e6
-    times = " ".join(f"{spent:7.1f}" for spent in cuts.values())
-    label = f"page {page:2} q {width} B {size:2} L {length:4}"
-    print(f"{label}: roof {roof:6.1f} FA3 {fa3:6.1f} | {times} | {fa3 / cuts[best]:.2f}x {best}", flush=True)
-    return {"page": page, "width": width, "batch": size, "length": length, "roof us": roof, "FA3 us": fa3, "split us": cuts, "best": best}
+    ways = runs(keys, case)
+    torch.cuda.synchronize()
+    want = ways["FA3"]()
+    for name, run in ways.items():
+        compare(name, case, run(), want)
+    times = {name: microseconds(run) / LAYERS for name, run in ways.items()}
+    fa3 = times.pop("FA3")
+    best = min(times, key=lambda name: times[name])
+    roof = 4 * case.batch * case.length * G * D / ROOF * 1e6
+    label = f"page {case.page:2} q {case.width} B {case.batch:2} L {case.length:4}{'~' if case.ragged else ' '}"
+    cells = " ".join(f"{spent:6.1f}" for spent in times.values())
+    print(f"{label}: roof {roof:6.1f} FA3 {fa3:6.1f} | {cells} | {fa3 / times[best]:.2f}x {best}", flush=True)
+    return {**case._asdict(), "roof us": roof, "FA3 us": fa3, "split us": times, "best": best}
+
+
+def print_choice(rows: list[dict[str, Any]], cut: str) -> None:
+    """How much faster than FA3 one cut is, by width and batch: the least and the mean over the lengths."""
+    print(f"FA3's time over that of {cut}: least, mean")
+    for (width, batch), group in itertools.groupby(rows, key=lambda row: (row["width"], row["batch"])):
+        ratios = [row["FA3 us"] / row["split us"][cut] for row in group]
+        print(f"q {width} B {batch:2}: {min(ratios):.2f} {sum(ratios) / len(ratios):.2f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--pages", type=int, nargs="+", default=[64, 1])
+    parser.add_argument("--pages", type=int, nargs="+", default=[64])
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64])
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 1000, 2000, 8000])
+    parser.add_argument("--ragged", type=int, nargs="*", default=[2000], help="mean lengths of batches of unlike requests")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
     args = parser.parse_args()
-    cases: list[Case] = list(itertools.product(args.pages, args.widths, args.batches, args.lengths))
+    lengths = [(length, False) for length in args.lengths] + [(length, True) for length in args.ragged]
+    cases = [
+        Case(page, width, batch, length, ragged)
+        for page, width, batch, (length, ragged) in itertools.product(args.pages, args.widths, args.batches, lengths)
+        if not ragged or batch > 1
+    ]
     started = time.monotonic()
     compile_all(cases, args.workers)
     compiled = time.monotonic() - started
+    flash_attention.split_wins = lambda batch, width: False
     with torch.inference_mode():
-        keys = Keys(max(args.batches) * -(-max(args.lengths) // 64) * 64)
+        cases = that_fit(cases)
+        keys = Keys(max(map(slots, cases)))
         print("µs a layer: " + ", ".join(CUTS), flush=True)
         rows = [measure(keys, case) for case in cases]
+    for cut in ("64x4 kernel", "64x4 last"):
+        print_choice(rows, cut)
     print(f"compiled in {compiled:.0f} s, all in {time.monotonic() - started:.0f} s")
     facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "args": {**vars(args), "out": args.out.name}}
     args.out.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from runtime.batch import ForwardMode
 from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionBackend, AttentionShape
 from runtime.layers.attention.registry import build_backend
+from runtime.layers.attention.split_decode import default_config
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -34,11 +35,15 @@ class World:
 
 
 @pytest.fixture(autouse=True)
-def who_runs_small_passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the name "fa3 split" all fixed-width passes are small enough for split attention, under "fa3" none is."""
+def who_runs_fixed_passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the name "fa3 split" split attention runs all fixed-width passes that it takes, under "fa3" none."""
     name = request.node.callspec.params["name"]
     if name.startswith("fa3"):
-        monkeypatch.setattr("runtime.layers.attention.flash_attention.SPLIT_MAX_BATCH", B if name == "fa3 split" else 0)
+        monkeypatch.setattr("runtime.layers.attention.flash_attention.split_wins", lambda _batch, _width: name != "fa3")
+    if name == "fa3 split last":
+        monkeypatch.setattr(
+            "runtime.layers.attention.flash_attention.default_config", lambda head_dim: replace(default_config(head_dim), merge="last")
+        )
 
 
 def make_world(name: str, head_dim: int, page_size: int, width: int, window: int = -1, steps: int = 1, seed: int = 0) -> World:
@@ -88,9 +93,12 @@ def fixed_batch(width: int, tail: int = 0) -> ForwardBatch:
 
 
 def load(world: World, batch: ForwardBatch, lens: list[int]) -> None:
-    """Put requests of these lengths, at most B, into the batch in place; the rest is padding. Bounds are up to 8 above the truth."""
+    """Put requests of these lengths, at most B, into the batch in place; the rest is padding. Bounds are up to 8 above the truth.
+
+    Each has at least the keys of its own queries.
+    """
     width, count = batch.tokens_per_req, len(lens)
-    full = np.array(lens + [width] * (B - count), dtype=np.int32)
+    full = np.array([max(length, width) for length in lens] + [width] * (B - count), dtype=np.int32)
     rows = np.zeros(B, dtype=np.int64)
     rows[:count] = world.rng.permutation(B)[:count] + 1
     batch.req_pool_indices.copy_(torch.from_numpy(rows))
@@ -151,6 +159,8 @@ LENGTHS = ([1020, 129, 2040, 700, 5, 257], [2288, 2290, 2279, 2272, 2291, 2288, 
         ("fa3 split", 256, 16, 1, -1),
         ("fa3 split", 256, 64, 5, -1),
         ("fa3 split", 128, 64, 9, -1),
+        ("fa3 split last", 128, 64, 4, -1),
+        ("fa3 split last", 64, 16, 8, 100),
         ("flashinfer", 128, 1, 1, -1),
         ("flashinfer", 128, 16, 4, -1),
         ("flashinfer", 64, 64, 4, -1),

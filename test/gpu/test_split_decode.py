@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -26,7 +26,8 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device")]
 DTYPE = torch.float16
 """What both the interpreter and a GPU multiply."""
-SMALL = SplitConfig(tile=16, num_warps=4, stages=2, programs_per_sm=1, max_partial_rows=256)
+SMALL = SplitConfig(tile=16, num_warps=4, stages=2, programs_per_sm=1, max_partial_rows=256, alone=2)
+LAST = replace(SMALL, merge="last")
 
 
 @dataclass
@@ -89,18 +90,22 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
     assert error < 4e-3, f"off by {error:.1e}"
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
-@pytest.mark.parametrize(("width", "window"), [(1, -1), (4, -1), (3, 20), (1, 5), (8, 0)])
-def test_every_length_from_the_shortest_to_many_tiles_a_split(page_size: int, width: int, window: int) -> None:
-    case = make_case([width, width + 1, 15 + width, 33, 160, 347], width, page_size)
+@pytest.mark.parametrize("config", [SMALL, LAST], ids=["kernel merges", "last merges"])
+@pytest.mark.parametrize(
+    ("page_size", "width", "window"),
+    [(1, 1, -1), (4, 4, -1), (16, 3, 20), (64, 1, 5), (1, 8, 0), (16, 8, -1), (64, 4, 60)],
+)
+def test_every_length_from_the_shortest_to_many_tiles_a_split(page_size: int, width: int, window: int, config: SplitConfig) -> None:
+    case = make_case([width, width + 1, 15 + width, 33, 160, 347], width, page_size, config=config)
     assert case.shape.splits > 1, "several programs share a request"
     assert_close(case.run(window=window), definition(case, True, window)[0])
     assert not case.workspace.count.any(), "counters are left at zero for the next pass"
 
 
+@pytest.mark.parametrize("config", [SMALL, LAST], ids=["kernel merges", "last merges"])
 @pytest.mark.parametrize(("heads", "width"), [((8, 1, 128), 8), ((6, 2, 64), 2), ((2, 2, 256), 1), ((12, 2, 64), 5)])
-def test_groups_of_any_size_and_every_head_dimension(heads: tuple[int, int, int], width: int) -> None:
-    case = make_case([width, 70, 201], width, 16, heads)
+def test_groups_of_any_size_and_every_head_dimension(heads: tuple[int, int, int], width: int, config: SplitConfig) -> None:
+    case = make_case([width, 70, 201], width, 16, heads, config=config)
     assert_close(case.run(), definition(case, True, -1)[0])
 
 
@@ -110,9 +115,26 @@ def test_one_program_a_head_when_the_batch_fills_the_device() -> None:
     assert_close(case.run(), definition(case, True, -1)[0])
 
 
-@pytest.mark.parametrize("sms", [1, 40])
-def test_a_prefix_pass_sees_all_keys_and_says_their_sum(sms: int) -> None:
-    case = make_case([5, 90, 1, 260], 4, 16, sms=sms)
+@pytest.mark.parametrize("length", [1, 16, 32])
+def test_few_keys_are_one_programs_and_leave_no_shares(length: int) -> None:
+    case = make_case([length], 1, 16)
+    case.workspace.out.fill_(float("nan"))
+    assert_close(case.run(), definition(case, True, -1)[0])
+    assert case.workspace.out.isnan().all(), f"{SMALL.alone} tiles are one program's"
+
+
+def test_passes_that_share_a_workspace_never_see_each_other() -> None:
+    wide, narrow = make_case([300, 40, 180], 4, 16), make_case([90, 347], 1, 16)
+    wide.workspace = narrow.workspace = SplitWorkspace([narrow.shape, wide.shape], DEVICE)
+    want = [definition(case, True, -1)[0] for case in (wide, narrow)]
+    outs = [case.run() for case in (wide, narrow, wide, narrow)]
+    for out, expected in zip(outs, want * 2, strict=True):
+        assert_close(out, expected)
+
+
+@pytest.mark.parametrize(("sms", "config"), [(1, SMALL), (40, SMALL), (40, LAST)], ids=["alone", "kernel merges", "last merges"])
+def test_a_prefix_pass_sees_all_keys_and_says_their_sum(sms: int, config: SplitConfig) -> None:
+    case = make_case([5, 90, 1, 260], 4, 16, sms=sms, config=config)
     lse = torch.full(case.q.shape[:2], float("nan"), dtype=torch.float32, device=DEVICE)
     out, want = case.run(causal=False, lse=lse), definition(case, False, -1)
     assert_close(out, want[0])
@@ -133,7 +155,7 @@ def test_workspace_made_for_several_passes_has_room_for_each(batch: int) -> None
     workspace = SplitWorkspace(shapes, torch.device("cpu"))
     for shape in shapes:
         assert shape.splits * shape.rows <= max(shape.config.max_partial_rows, shape.rows)
-        assert workspace.top.numel() >= batch * 8 * shape.splits * shape.rows
+        assert shape.splits == 1 or workspace.top.numel() >= batch * 8 * shape.splits * shape.rows
         assert workspace.out.numel() == workspace.top.numel() * 128
 
 

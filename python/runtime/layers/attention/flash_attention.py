@@ -1,4 +1,4 @@
-"""FlashAttention 3 over the paged pool, by `sgl_kernel` (Hopper; Shah et al. 2024, arXiv:2407.08608); small passes by split attention."""
+"""FlashAttention 3 over the paged pool, by `sgl_kernel` (Hopper; Shah et al. 2024, arXiv:2407.08608); some passes by split attention."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ from runtime.layers.attention.split_decode import (
 from runtime.layers.attention.tree_tail import TailKeys, merge_tree_tail
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
-SPLIT_MAX_BATCH = 16
-"""Requests up to which fixed-width passes run by `split_attention`; FA3's two kernels without early start are slower there."""
+SPLIT_BATCHES = range(1, 33)
+SPLIT_BATCHES_WIDE = range(17, 33)
+"""Requests for which passes of one query each, and of more, run by `split_attention`: where it was faster than FA3 on an H200."""
+
+
+def split_wins(batch: int, width: int) -> bool:
+    """Whether a pass of `width` queries a request runs by `split_attention`, causal or over the prefix of a tree."""
+    return batch in (SPLIT_BATCHES if width == 1 else SPLIT_BATCHES_WIDE)
 
 
 @dataclass(slots=True)
@@ -77,7 +83,7 @@ class FlashAttention:
     """`AttentionBackend` of FA3.
 
     FA3 reads the page table as it is, at the rows of the batch (`cache_batch_idx`), so planning copies lengths and row numbers only, and
-    computes the tile schedule once for all layers. Fixed-width passes of few requests run by `split_attention`, which needs no schedule.
+    computes the tile schedule once for all layers. Fixed-width passes where `split_wins` run by `split_attention`, without a schedule.
     A tree pass is full attention to the keys before the tail, then the tail under the mask.
     """
 
@@ -150,13 +156,13 @@ class FlashAttention:
 
     def _split_shape(self, size: int, width: int) -> SplitShape | None:
         shape = self._shape
-        if size > SPLIT_MAX_BATCH or not takes(width, shape.num_q_heads, shape.num_kv_heads):
+        if not split_wins(size, width) or not takes(width, shape.num_q_heads, shape.num_kv_heads):
             return None
         config = default_config(shape.head_dim)
         return SplitShape(size, width, shape.num_q_heads, shape.num_kv_heads, shape.head_dim, self._num_sms, config)
 
     def _split_workspace(self) -> SplitWorkspace | None:
-        sizes, widths = min(self._shape.max_batch_size, SPLIT_MAX_BATCH), min(self._shape.max_tokens_per_req, MAX_WIDTH)
+        sizes, widths = self._shape.max_batch_size, min(self._shape.max_tokens_per_req, MAX_WIDTH)
         shapes = [self._split_shape(size, width) for size in range(1, sizes + 1) for width in range(1, widths + 1)]
         taken = [shape for shape in shapes if shape is not None]
         return SplitWorkspace(taken, self._device) if taken else None

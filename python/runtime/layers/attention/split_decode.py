@@ -1,4 +1,4 @@
-"""Attention of few queries over long caches: the keys of each request are split over the device, the last program to finish combines.
+"""Attention of few queries over long caches: the keys of each request are split over the device, then the shares are merged.
 
 The split and the merge are those of flash-decoding (Dao et al. 2023) and of split softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
 """
@@ -9,6 +9,7 @@ The split and the merge are those of flash-decoding (Dao et al. 2023) and of spl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
@@ -34,19 +35,23 @@ class SplitConfig:
         num_warps: warps of a program.
         stages: tiles in flight.
         programs_per_sm: programs that the split aims at for each multiprocessor.
-        max_partial_rows: splits times rows that one program may have to combine; wide passes get fewer splits.
+        max_partial_rows: splits times rows that a request and KV head may have to merge; wide passes get fewer splits.
+        merge: who merges the shares of a request and KV head: a second kernel of many programs, or the last program to finish.
+        alone: tiles up to which one program takes all of them, and nothing is merged.
     """
 
     tile: int
     num_warps: int
     stages: int
     programs_per_sm: int
-    max_partial_rows: int
+    max_partial_rows: int = 512
+    merge: Literal["kernel", "last"] = "kernel"
+    alone: int = 4
 
 
 def default_config(head_dim: int) -> SplitConfig:
-    """The cut for a head dimension: a tile of keys and values is 32 KiB at most."""
-    return SplitConfig(tile=64 if head_dim <= 128 else 32, num_warps=4, stages=3, programs_per_sm=2, max_partial_rows=256)
+    """The cut for a head dimension: a tile of keys and values is 32 KiB at most, and two programs share the memory of a multiprocessor."""
+    return SplitConfig(tile=64 if head_dim <= 128 else 32, num_warps=4, stages=4, programs_per_sm=2)
 
 
 def takes(width: int, num_q_heads: int, num_kv_heads: int) -> bool:
@@ -84,14 +89,21 @@ class SplitShape:
         wanted = self.config.programs_per_sm * self.num_sms // (self.batch * self.num_kv_heads)
         return max(min(wanted, MAX_SPLITS, self.config.max_partial_rows // self.rows), 1)
 
+    @property
+    def partial_rows(self) -> int:
+        """Rows of partial results of a pass; none where one program takes all keys."""
+        return self.batch * self.num_kv_heads * self.splits * self.rows if self.splits > 1 else 0
+
 
 class SplitWorkspace:
     """Partial results, and how many are ready. Written and read by one pass after another of one stream; kept alive by the backend.
 
+    A pass writes here only after all work before it has ended, early start or not, so that one layer's shares never meet another's.
+
     Attributes:
         out: float32, by program, row and column: sums of values, not divided yet.
         top, total: float32, by program and row: the largest score (base 2), the sum of weights.
-        count: int32, by request and KV head: programs done; every pass leaves zeros.
+        count: int32, by request and KV head: programs done, where the last one merges; every pass leaves zeros.
     """
 
     def __init__(self, shapes: list[SplitShape], device: torch.device) -> None:
@@ -100,7 +112,7 @@ class SplitWorkspace:
         def floats(count: int) -> torch.Tensor:
             return torch.empty(count, dtype=torch.float32, device=device)
 
-        rows = max(s.batch * s.num_kv_heads * s.splits * s.rows for s in shapes)
+        rows = max(shape.partial_rows for shape in shapes)
         self.out, self.top, self.total = floats(rows * shapes[0].head_dim), floats(rows), floats(rows)
         self.count = torch.zeros(max(s.batch * s.num_kv_heads for s in shapes), dtype=torch.int32, device=device)
 
@@ -156,27 +168,49 @@ def split_attention(
     """
     (T, H, D), G, config = q.shape, k_cache.shape[2], shape.config
     assert shape.batch * shape.width == T, f"{T} queries where {shape.batch} requests of {shape.width} were prepared"
-    assert shape.batch * G * shape.splits * shape.rows <= workspace.top.numel(), "the workspace was made for smaller passes"
+    assert shape.partial_rows <= workspace.top.numel(), "the workspace was made for smaller passes"
     assert q.is_contiguous(), "queries of a split pass are contiguous"
     assert causal or window < 0, "a window belongs to a causal pass"
-    out, splits, rows = torch.empty_like(q), shape.splits, shape.rows
-    padded = triton.next_power_of_2(splits)
+    out, splits, rows, group = torch.empty_like(q), shape.splits, shape.rows, H // G
     launch = {"launch_pdl": True} if pdl else {}
+    padded, last_merges = triton.next_power_of_2(splits), splits > 1 and config.merge == "last"
+    shared = {
+        "WIDTH": shape.width, "GROUP": group, "NUM_KV": G, "D": D, "TILE": config.tile, "ALONE": config.alone, "ROWS": rows,
+        "WINDOW": window >= 0, "LSE": lse is not None, "PDL": pdl,
+    }  # fmt: skip
     _split_kernel[(G, splits, shape.batch)](
         q, k_cache, v_cache, keys.pages, keys.rows, keys.seq_lens, out, lse, workspace.out, workspace.top, workspace.total, workspace.count,
-        scale / LN_2, splits, window, keys.pages.stride(0),
-        WIDTH=shape.width, GROUP=H // G, NUM_KV=G, D=D, BLOCK_M=max(rows, 16), TILE=config.tile, PAGE=keys.page_size, ROWS=rows,
-        SPLITS=padded, ROWS_AT_ONCE=_rows_at_once(shape, padded),
-        CAUSAL=causal, WINDOW=window >= 0, LSE=lse is not None, PDL=pdl, PREFETCH=PREFETCH_TILES,
+        scale / LN_2, splits, window, keys.pages.stride(0), **shared,
+        BLOCK_M=max(rows, 16), PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES,
+        LAST_MERGES=last_merges, SPLITS=padded if last_merges else 1, ROWS_AT_ONCE=_rows_at_once(shape) if last_merges else 1,
         num_warps=config.num_warps, num_stages=config.stages, **launch,
     )  # fmt: skip
+    if splits > 1 and not last_merges:
+        _merge_kernel[(G, shape.width * group, shape.batch)](
+            keys.seq_lens, out, lse, workspace.out, workspace.top, workspace.total, splits, window, **shared,
+            SPLITS=padded, num_warps=min(max(padded * D // 1024, 1), 8), **launch,  # 32 values a thread
+        )  # fmt: skip
     return out
 
 
-def _rows_at_once(shape: SplitShape, padded_splits: int) -> int:
-    """Rows that a program combines at once: as many as registers hold beside what else it needs."""
-    values = (128 if shape.head_dim <= 128 else 64) * 32 * shape.config.num_warps
-    return max(min(values // (padded_splits * shape.head_dim), shape.rows), 1)
+def _rows_at_once(shape: SplitShape) -> int:
+    """Rows that the last program of a request and KV head merges at once: as many as registers hold."""
+    values = 128 * 32 * shape.config.num_warps
+    return max(min(values // (triton.next_power_of_2(shape.splits) * shape.head_dim), shape.rows), 1)
+
+
+@triton.jit
+def _cut(length, splits, window, WIDTH: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr, WINDOW: tl.constexpr):
+    """The first tile of a request, the one past the last, how many each program takes, and the number of programs that have any."""
+    low = 0
+    if WINDOW:
+        low = tl.maximum(length - WIDTH - window, 0) // TILE
+    end = tl.cdiv(length, TILE)
+    tiles = end - low
+    each = tl.maximum(tl.cdiv(tiles, splits), 1)
+    if tiles <= ALONE:
+        each = tl.maximum(tiles, 1)
+    return low, end, each, tl.cdiv(tiles, each)
 
 
 @triton.jit
@@ -207,11 +241,12 @@ def _prefetch(rows_ptr, D: tl.constexpr):
 def _split_kernel(
     q_ptr, k_ptr, v_ptr, pages_ptr, rows_ptr, lens_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr, count_ptr,
     scale, splits, window, pages_stride,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, ROWS_AT_ONCE: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr,
+    ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, PREFETCH: tl.constexpr,
+    LAST_MERGES: tl.constexpr, SPLITS: tl.constexpr, ROWS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program: all queries of one request against one KV head's share of the keys; the last of a request and head combines."""
+    """One program: all queries of one request against one KV head's share of the keys; one that takes all of them writes the result."""
     g = tl.program_id(0)
     split = tl.program_id(1)
     b = tl.program_id(2)
@@ -222,14 +257,9 @@ def _split_kernel(
     # it had ended: so had plan and page table, which are written outside of passes. Keys may be missing, but a prefetch is only a hint.
     length = tl.load(lens_ptr + b)
     pages_ptr += tl.load(rows_ptr + b).to(tl.int64) * pages_stride
-    low = 0
-    if WINDOW:
-        low = tl.maximum(length - WIDTH - window, 0) // TILE
-    tiles = tl.cdiv(length, TILE) - low
-    each = tl.maximum(tl.cdiv(tiles, splits), 1)
-    used = tl.cdiv(tiles, each)  # programs that have keys
+    low, end, each, used = _cut(length, splits, window, WIDTH, TILE, ALONE, WINDOW)
     first = low + split * each
-    last = tl.minimum(first + each, low + tiles)
+    last = tl.minimum(first + each, end)
     d = tl.arange(0, D)
     slots = _slots(pages_ptr, first, length, TILE, PAGE)
     if PDL:
@@ -283,42 +313,65 @@ def _split_kernel(
             tl.store(part_ptr + row[:, None] * D + d[None, :], acc, mask=(m < ROWS)[:, None])
             tl.store(top_ptr + row, top, mask=m < ROWS)
             tl.store(total_ptr + row, total, mask=m < ROWS)
-            # The barrier puts the stores of all threads before the one thread's atomic, which releases them to the device and acquires
-            # those of every program counted before.
-            tl.debug_barrier()
-            if tl.atomic_add(count_ptr + pair, 1, sem="acq_rel", scope="gpu") == used - 1:
+            if LAST_MERGES:
+                # The barrier puts the stores of all threads before the one thread's atomic, which releases them to the device and acquires
+                # those of every program counted before.
                 tl.debug_barrier()
-                tl.store(count_ptr + pair, 0)
-                _combine(
-                    out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr, b, g, pair * splits, used,
-                    WIDTH, GROUP, NUM_KV, D, ROWS, SPLITS, ROWS_AT_ONCE, LSE,
-                )  # fmt: skip
+                if tl.atomic_add(count_ptr + pair, 1, sem="acq_rel", scope="gpu") == used - 1:
+                    tl.debug_barrier()
+                    tl.store(count_ptr + pair, 0)
+                    for start in tl.static_range(0, ROWS, ROWS_AT_ONCE):
+                        _merge(
+                            out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr, b, g, start, splits, used,
+                            WIDTH, GROUP, NUM_KV, D, ROWS, SPLITS, ROWS_AT_ONCE, LSE,
+                        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=["lens_ptr", "lse_ptr"])
+def _merge_kernel(
+    lens_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr, splits, window,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr,
+    ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One program: one query and head of one request."""
+    g = tl.program_id(0)
+    m = tl.program_id(1)
+    b = tl.program_id(2)
+    if PDL:
+        gdc_launch_dependents()
+    _, _, _, used = _cut(tl.load(lens_ptr + b), splits, window, WIDTH, TILE, ALONE, WINDOW)
+    # Also where nothing is left to do: this kernel must not end before the one ahead, for whose end the next waits through this one.
+    if PDL:
+        gdc_wait()
+    if used > 1:
+        _merge(
+            out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr, b, g, m, splits, used, WIDTH, GROUP, NUM_KV, D, ROWS, SPLITS, 1, LSE
+        )  # fmt: skip
 
 
 @triton.jit
-def _combine(
-    out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr, b, g, base, used,
+def _merge(
+    out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr, b, g, start, splits, used,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of one request and KV head, in an order that depends on the number of splits only."""
+    """Merge the shares of some rows of one request and KV head, in an order that depends on the number of splits only."""
     d = tl.arange(0, D)
     split = tl.arange(0, SPLITS)[:, None]
-    for start in tl.static_range(0, ROWS, ROWS_AT_ONCE):
-        m = start + tl.arange(0, ROWS_AT_ONCE)
-        m_in = m < WIDTH * GROUP
-        inside = (split < used) & m_in[None, :]
-        row = (base + split) * ROWS + m[None, :]
-        # Past L1, which other programs' stores do not reach.
-        top = tl.load(top_ptr + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        total = tl.load(total_ptr + row, mask=inside, other=0.0, cache_modifier=".cg")
-        part = tl.load(part_ptr + row[:, :, None] * D + d[None, None, :], mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
-        highest = tl.max(top, 0)
-        safe = tl.where(highest == float("-inf"), 0.0, highest)
-        weight = tl.exp2(top - safe[None, :])
-        whole = tl.sum(total * weight, 0)
-        out = tl.sum(part * weight[:, :, None], 0) / tl.where(whole == 0.0, 1.0, whole)[:, None]
-        head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
-        tl.store(out_ptr + head[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=m_in[:, None])
-        if LSE:
-            tl.store(lse_ptr + head, safe + tl.log2(whole), mask=m_in)
+    m = start + tl.arange(0, ROWS_AT_ONCE)
+    m_in = m < WIDTH * GROUP
+    inside = (split < used) & m_in[None, :]
+    row = ((b * NUM_KV + g) * splits + split) * ROWS + m[None, :]
+    # Past L1, which other programs' stores do not reach.
+    part = tl.load(part_ptr + row[:, :, None] * D + d[None, None, :], mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
+    top = tl.load(top_ptr + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(total_ptr + row, mask=inside, other=0.0, cache_modifier=".cg")
+    highest = tl.max(top, 0)
+    safe = tl.where(highest == float("-inf"), 0.0, highest)
+    weight = tl.exp2(top - safe[None, :])
+    whole = tl.sum(total * weight, 0)
+    out = tl.sum(part * weight[:, :, None], 0) / tl.where(whole == 0.0, 1.0, whole)[:, None]
+    head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
+    tl.store(out_ptr + head[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=m_in[:, None])
+    if LSE:
+        tl.store(lse_ptr + head, safe + tl.log2(whole), mask=m_in)

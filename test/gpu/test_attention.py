@@ -13,7 +13,6 @@ from runtime.batch import ForwardMode
 from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionBackend, AttentionShape
 from runtime.layers.attention.registry import build_backend
-from runtime.layers.attention.split_decode import default_config
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -41,9 +40,10 @@ def who_runs_fixed_passes(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     if name.startswith("fa3"):
         monkeypatch.setattr("runtime.layers.attention.flash_attention.split_wins", lambda _batch, _width: name != "fa3")
     if name == "fa3 split last":
-        monkeypatch.setattr(
-            "runtime.layers.attention.flash_attention.default_config", lambda head_dim: replace(default_config(head_dim), merge="last")
-        )
+        from runtime.layers.attention import flash_attention
+
+        usual = flash_attention.default_config
+        monkeypatch.setattr(flash_attention, "default_config", lambda head_dim: replace(usual(head_dim), merge="last"))
 
 
 def make_world(name: str, head_dim: int, page_size: int, width: int, window: int = -1, steps: int = 1, seed: int = 0) -> World:

@@ -15,7 +15,6 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,19 +26,13 @@ from runtime.layers.attention.base import AttentionShape
 from runtime.layers.attention.split_decode import SplitConfig, SplitKeys, SplitShape, SplitWorkspace, split_attention
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
-_CUTS = {
-    "64x4": SplitConfig(64, 4, 4, 2),
-    "64x3": SplitConfig(64, 4, 3, 2),
-    "64x4 1/SM": SplitConfig(64, 4, 4, 1),
-    "64x5 1/SM": SplitConfig(64, 4, 5, 1),
-    "128x3 1/SM": SplitConfig(128, 4, 3, 1, alone=2),
-    "128x3 w8 1/SM": SplitConfig(128, 8, 3, 1, alone=2),
-}
 CUTS = {
-    **{f"{name} kernel": cut for name, cut in _CUTS.items()},
-    "64x4 kernel, alone 1": replace(_CUTS["64x4"], alone=1),
-    "64x4 kernel, alone 8": replace(_CUTS["64x4"], alone=8),
-    **{f"{name} last": replace(cut, merge="last", max_partial_rows=256) for name, cut in _CUTS.items()},
+    "64x4 kernel": SplitConfig(64, 4, 4, 2),
+    "64x4 1/SM": SplitConfig(64, 4, 4, 1),
+    "64x4 4/SM": SplitConfig(64, 4, 4, 4),
+    "64x4 8/SM": SplitConfig(64, 4, 4, 8),
+    "64x3 4/SM": SplitConfig(64, 4, 3, 4),
+    "64x4 last": SplitConfig(64, 4, 4, 2, merge="last", max_partial_rows=256),
 }
 """Keys of a tile x stages, warps if not 4, programs for each multiprocessor if not 2, who merges, tiles taken alone if not 256 keys."""
 TOLERANCE = 2e-2
@@ -200,7 +193,7 @@ def main() -> None:
     started = time.monotonic()
     compile_all(cases, args.workers)
     compiled = time.monotonic() - started
-    flash_attention.split_wins = lambda batch, width: False
+    flash_attention.split_wins = lambda batch: False
     with torch.inference_mode():
         cases = that_fit(cases)
         keys = Keys(max(map(slots, cases)))

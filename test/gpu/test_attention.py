@@ -38,7 +38,7 @@ def who_runs_fixed_passes(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     """Under the name "fa3 split" split attention runs all fixed-width passes that it takes, under "fa3" none."""
     name = request.node.callspec.params["name"]
     if name.startswith("fa3"):
-        monkeypatch.setattr("runtime.layers.attention.flash_attention.split_wins", lambda _batch, _width: name != "fa3")
+        monkeypatch.setattr("runtime.layers.attention.flash_attention.split_wins", lambda _batch: name != "fa3")
     if name == "fa3 split last":
         from runtime.layers.attention import flash_attention
 

@@ -20,14 +20,14 @@ BF16 = torch.bfloat16
 ROWS = (3, 16, 29, 64)
 
 
-def cuts() -> list[GemmConfig]:
+def cuts(rows: int) -> list[GemmConfig]:
     from runtime.layers.gemm_choice import candidate_configs
     from runtime.layers.small_gemm import GemmConfig
 
-    kinds = itertools.product(("linear", "linear_add", "gate_up", "logits"), ROWS)
+    kinds = ("linear", "linear_add", "gate_up", "logits")
     ways = itertools.product(((32, 128, 4, 3), (64, 64, 4, 4)), (False, True), (False, True), (0, 4096), (False, True))
     odd = [GemmConfig(*cut, swap, tma, prefetch, late) for cut, swap, tma, prefetch, late in ways]
-    return [*{c for op, rows in kinds for c in candidate_configs(op, rows)}, *odd]
+    return [*{c for op in kinds for c in candidate_configs(op, rows)}, *odd]
 
 
 @pytest.mark.parametrize("pdl", [False, True])
@@ -42,7 +42,7 @@ def test_every_cut_gives_the_same_product(rows: int, pdl: bool) -> None:
     want = x.double() @ weight.double().T
     gate, up = (want * K**-0.5).chunk(2, dim=1)
     gated, scaled = torch.nn.functional.silu(gate) * up, (x.float() * K**-0.5).to(BF16)
-    for config in cuts():
+    for config in cuts(rows):
         out = torch.full((rows + 1, N), float("nan"), device="cuda")
         small_gemm(x, weight, out[:rows], config, pdl=pdl)
         assert ((out[:rows].double() - want).norm() / want.norm()) < 1e-5, config

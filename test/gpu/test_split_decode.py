@@ -151,7 +151,7 @@ def test_a_request_is_blind_to_its_neighbours() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 8, 64])
 def test_workspace_made_for_several_passes_has_room_for_each(batch: int) -> None:
-    shapes = [SplitShape(batch, width, 32, 8, 128, 132, default_config(128)) for width in (1, 2, 4, 8)]
+    shapes = [SplitShape(batch, width, 32, 8, 128, 132, default_config(128, batch)) for width in (1, 2, 4, 8)]
     workspace = SplitWorkspace(shapes, torch.device("cpu"))
     for shape in shapes:
         assert shape.splits * shape.rows <= max(shape.config.max_partial_rows, shape.rows)

@@ -19,6 +19,10 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 EMBEDDED_CPU_QUANTIZATION: Literal["int8"] | None = "int8"
 """How the embedded model runs on a CPU when nothing is asked."""
+EMBEDDED_DRAFT_STEPS: dict[DeviceKind, int] = {"cpu": 3, "cuda": 3}
+"""How deep the embedded model's own draft goes when nothing is asked: a chain, verified as one token more (measured best at batch 1)."""
+EMBEDDED_DRAFT = Path(__file__).parent / "assets" / "smollm2-eagle3"
+"""The embedded model's EAGLE-3 head."""
 CPU_RUNNING_REQUESTS = 16
 MAX_VERIFY_WIDTH = 64
 """Most nodes of one draft tree: a row of the tree mask is one 64-bit word."""
@@ -43,6 +47,7 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
         ConfigError: for an option that cannot take effect; it names the way out.
     """
     check(args)
+    _check_speculation(args)
     device = _device(args, machine)
     dtype = _dtype(args, device, model)
     backend = _attention(args.attention_backend, "--attention-backend", device, dtype, machine, model)
@@ -99,10 +104,28 @@ def check(args: ServerArgs) -> None:
     """Refuse what no machine and no model could make work, before anything is fetched or loaded. Raises `ConfigError`."""
     _refuse_unsupported(args)
     _check_ranges(args)
-    if args.speculative_algorithm is None:
-        _refuse_stray_speculation(args)
-    else:
+    # Without a model path it is the embedded model, whose own draft `with_own_draft` fills in.
+    if args.model_path is not None or args.speculative_algorithm not in (None, "EAGLE3"):
+        _check_speculation(args)
+
+
+def with_own_draft(args: ServerArgs, embedded: bool) -> ServerArgs:
+    """`args` with the embedded model's own head, where it is that model and nobody asked for another draft or for none."""
+    own = args.speculative_algorithm in (None, "EAGLE3") and args.speculative_draft_model_path is None
+    if not embedded or not own:
+        return args
+    return replace(args, speculative_algorithm="EAGLE3", speculative_draft_model_path=str(EMBEDDED_DRAFT))
+
+
+def _speculates(args: ServerArgs) -> bool:
+    return args.speculative_algorithm not in (None, "none")
+
+
+def _check_speculation(args: ServerArgs) -> None:
+    if _speculates(args):
         _check_draft_source(args, cast(SpecAlgorithm, args.speculative_algorithm))
+    else:
+        _refuse_stray_speculation(args)
 
 
 def default_graph_sizes(largest: int) -> tuple[int, ...]:
@@ -298,7 +321,7 @@ def _context_length(args: ServerArgs, model: ModelFacts) -> int:
 def _chunk(args: ServerArgs, device: DeviceKind, context: int) -> int:
     if args.chunked_prefill_size == -1:
         return context
-    chunk = args.chunked_prefill_size or (512 if device == "cpu" else 8192)
+    chunk = args.chunked_prefill_size or (512 if device == "cpu" else 2048)
     if args.max_prefill_tokens is not None and args.max_prefill_tokens < chunk:
         log.info("chunked prefill %d: not more than --max-prefill-tokens", args.max_prefill_tokens)
         return args.max_prefill_tokens
@@ -384,11 +407,17 @@ def _speculative(
     model: ModelFacts,
     draft: tuple[str, str] | None,
 ) -> SpeculativeConfig | None:
-    if args.speculative_algorithm is None:
+    if not _speculates(args):
         return None
     algorithm = cast(SpecAlgorithm, args.speculative_algorithm)
     path, draft_format = draft or (None, model.load_format)
-    shape = _draft_shape(args)
+    shape = _draft_shape(args, device)
+    if path == str(EMBEDDED_DRAFT):
+        log.info(
+            "speculative decoding %s %d/%d/%d (steps, topk, draft tokens): the embedded model's own draft; on %s a chain of %d is best "
+            "for one request; --speculative-algorithm none turns it off",
+            *(algorithm, shape.num_steps, shape.topk, shape.num_draft_tokens, device, EMBEDDED_DRAFT_STEPS[device]),
+        )
     attention = _draft_attention(args, device, dtype, backend, machine, model)
     graphs = graphs and attention != "torch_native"
     return SpeculativeConfig(
@@ -412,7 +441,7 @@ def _speculative(
 def _refuse_stray_speculation(args: ServerArgs) -> None:
     untouched = ServerArgs()
     for name in vars(untouched):
-        about_drafts = name.startswith("speculative_") or name.startswith("disable_draft_")
+        about_drafts = (name.startswith("speculative_") and name != "speculative_algorithm") or name.startswith("disable_draft_")
         if about_drafts and getattr(args, name) != getattr(untouched, name):
             raise ConfigError(f"{_flag_of(name)} has no effect without --speculative-algorithm; add that, or leave it out")
 
@@ -431,8 +460,9 @@ def _check_draft_source(args: ServerArgs, algorithm: SpecAlgorithm) -> None:
             raise ConfigError(f"--speculative-token-map {args.speculative_token_map}: no such file")
 
 
-def _draft_shape(args: ServerArgs) -> _DraftShape:
-    steps = args.speculative_num_steps or 3
+def _draft_shape(args: ServerArgs, device: DeviceKind) -> _DraftShape:
+    own = args.speculative_draft_model_path == str(EMBEDDED_DRAFT)
+    steps = args.speculative_num_steps or (EMBEDDED_DRAFT_STEPS[device] if own else 3)
     topk = args.speculative_eagle_topk or 1
     asked = args.speculative_num_draft_tokens
     if topk == 1:

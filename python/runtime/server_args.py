@@ -210,7 +210,7 @@ class ServerArgs:
     chunked_prefill_size: int | None = _flag(
         None,
         "scheduling",
-        "Prompt tokens of one step, longer prompts go in pieces; default: 512 on a CPU, 8192 on CUDA; -1: never cut.",
+        "Prompt tokens of one step, longer prompts go in pieces; default: 512 on a CPU, 2048 on CUDA; -1: never cut.",
         metavar="TOKENS",
     )
     max_prefill_tokens: int | None = _flag(
@@ -238,7 +238,10 @@ class ServerArgs:
     )
 
     speculative_algorithm: str | None = _flag(
-        None, "speculative decoding", "How drafts are made.", choices=("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
+        None,
+        "speculative decoding",
+        "How drafts are made; the embedded model has a draft of its own and uses it unless this is none.",
+        choices=("EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "none"),
     )
     speculative_draft_model_path: str | None = _flag(None, "speculative decoding", "Folder or hub id of the draft model.", metavar="PATH")
     speculative_draft_load_format: str | None = _flag(

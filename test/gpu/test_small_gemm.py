@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16 = torch.bfloat16
-ROWS = (3, 16, 29, 64)
+ROWS = (3, 16, 64, 128)
 
 
 def cuts(rows: int) -> list[GemmConfig]:

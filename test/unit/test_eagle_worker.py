@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from runtime.layers.linear import Linear
+from runtime.model_executor.build import build_worker
 from runtime.sampling_params import SamplingParams
+from runtime.speculative.build import build_speculative_worker
 from unit.driver import GREEDY, Driver
 from unit.predicting import VOCAB, model_config, plain, speculating
 from unit.storm import SIZES, Storm, pools, same_life
+from unit.tiny import tiny_model, tiny_runtime, tiny_speculative
 
 PROMPTS = {r: np.random.default_rng(r).integers(0, VOCAB, 3 + 5 * r).tolist() for r in (1, 2, 3, 5)}
 ECHO = {1: [5, 6, 7, 8, 9] * 4, 2: [1, 2, 3, 4] * 4, 3: list(range(20))}
@@ -445,3 +448,13 @@ def test_a_text_can_grow_to_the_end_of_the_context(tmp_path: Path, algorithm: st
         driver.decode([1])
     assert driver.out[1][:14] == expected[1]
     driver.decode([1])
+
+
+def test_looked_up_drafts_leave_a_seeds_text_as_it_is_without_speculation(tmp_path: Path) -> None:
+    sampling = SamplingParams(temperature=0.8, top_p=0.95, max_new_tokens=1 << 20)
+    prompts = {1: [5, 6, 7, 8, 9] * 5, 2: [1, 2, 3, 4] * 4}
+    plain = Driver(build_worker(tiny_runtime(), tiny_model())).generate(prompts, 40, sampling=sampling)
+    ngram = tiny_speculative("", algorithm="NGRAM", draft_model_path=None)
+    driver = Driver(build_speculative_worker(tiny_runtime(ngram), tiny_model()))
+    assert driver.generate(prompts, 40, sampling=sampling) == plain
+    assert np.concatenate(driver.accepts).mean() > 1.0

@@ -14,7 +14,7 @@ import pytest
 from runtime.device import Gpu, MachineFacts, probe
 from runtime.errors import ConfigError
 from runtime.flag_parser import build_parser, dump, flags, from_fields, parse
-from runtime.resolve import check, default_graph_sizes, resolve, synthetic_acceptance
+from runtime.resolve import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS, check, default_graph_sizes, resolve, synthetic_acceptance, with_own_draft
 from runtime.server_args import ModelFacts, ServerArgs
 
 SGLANG_FLAGS = re.findall(
@@ -177,7 +177,7 @@ def test_defaults_on_a_cpu() -> None:
 def test_defaults_on_hopper_and_on_other_gpus() -> None:
     hopper = resolve(args(), HOPPER, LLAMA)
     assert (hopper.device, hopper.dtype, hopper.attention_backend, hopper.page_size) == ("cuda", "bfloat16", "fa3", 64)
-    assert (hopper.chunked_prefill_size, hopper.max_running_requests, hopper.mem_fraction_static) == (8192, None, None)
+    assert (hopper.chunked_prefill_size, hopper.max_running_requests, hopper.mem_fraction_static) == (2048, None, None)
     assert hopper.cuda_graph_bs[-1] == 256
     ampere = resolve(args(), AMPERE, LLAMA)
     assert (ampere.attention_backend, ampere.page_size) == ("flashinfer", 16)
@@ -264,7 +264,7 @@ def test_an_option_that_cannot_take_effect_is_refused_by_name(given: dict[str, o
 
 
 def test_what_no_machine_can_do_is_refused_before_the_model_is_looked_for() -> None:
-    for given in ({"tp_size": 2}, {"port": -1}, {"speculative_num_steps": 3}, {"speculative_algorithm": "EAGLE"}):
+    for given in ({"tp_size": 2}, {"port": -1}, {"speculative_num_steps": 3, "model_path": "x"}, {"speculative_algorithm": "EAGLE"}):
         with pytest.raises(ConfigError):
             check(args(**given))
 
@@ -309,6 +309,32 @@ def test_only_the_embedded_model_is_quantised_unasked_and_none_turns_it_off() ->
     assert resolve(args(quantization="none"), CPU, embedded).quantization is None
     assert resolve(args(), HOPPER, embedded).quantization is None
     assert resolve(args(), CPU, LLAMA).quantization is None
+
+
+def test_the_embedded_model_drafts_with_its_own_head_unless_told_otherwise() -> None:
+    embedded, own = replace(LLAMA, embedded=True), (str(EMBEDDED_DRAFT), "safetensors")
+    for machine, device in ((CPU, "cpu"), (HOPPER, "cuda")):
+        filled = with_own_draft(args(), True)
+        found = resolve(filled, machine, embedded, own).speculative
+        assert found is not None
+        steps = EMBEDDED_DRAFT_STEPS[device]
+        assert (found.algorithm, found.draft_model_path) == ("EAGLE3", str(EMBEDDED_DRAFT))
+        assert (found.num_steps, found.topk, found.num_draft_tokens) == (steps, 1, steps + 1)
+    deeper = resolve(with_own_draft(args(speculative_num_steps=5), True), CPU, embedded, own).speculative
+    assert deeper is not None
+    assert deeper.num_draft_tokens == 6
+    assert resolve(with_own_draft(args(speculative_algorithm="none"), True), CPU, embedded).speculative is None
+    for kept in ({"speculative_algorithm": "NGRAM"}, EAGLE, {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "x"}):
+        assert with_own_draft(args(**kept), True) == args(**kept)
+    assert with_own_draft(args(), False) == args()
+
+
+def test_no_speculation_leaves_no_flag_about_it() -> None:
+    with pytest.raises(ConfigError, match="--speculative-num-steps"):
+        check(args(speculative_algorithm="none", speculative_num_steps=3))
+    with pytest.raises(ConfigError, match="--speculative-draft-model-path"):
+        check(args(model_path="x", speculative_algorithm="EAGLE3"))
+    check(args(speculative_num_steps=5))  # the embedded model's
 
 
 @pytest.mark.parametrize("largest", [1, 2, 7, 8, 9, 33, 64, 100, 256, 300, 512])

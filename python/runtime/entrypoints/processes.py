@@ -29,7 +29,7 @@ from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.model_source import resolve_model, resolve_weights
 from runtime.models.config import ModelConfig
 from runtime.models.hf_config import load_hf_config
-from runtime.resolve import check, resolve
+from runtime.resolve import check, resolve, with_own_draft
 from runtime.sampling_params import SamplingParams
 from runtime.server_args import ModelFacts, RuntimeConfig, ServerArgs
 from runtime.tokenizer import Tokenizer
@@ -55,6 +55,7 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
     """
     check(args)
     source = resolve_model(args.model_path, load_format=args.load_format, tokenizer_path=args.tokenizer_path, revision=args.revision)
+    args = with_own_draft(args, source.is_embedded)
     model_config = load_hf_config(source.weights_folder)
     facts = ModelFacts(
         path=source.weights_folder,

@@ -16,7 +16,7 @@ Choice = GemmConfig | None
 """How one product is computed: the Triton kernel so cut, or cuBLAS with separate kernels after it."""
 Key = tuple[GemmOp, int, int, int]
 """Operation, rows and columns of the weight, row class."""
-ROW_CLASSES = (1, 4, 8, 16, 32, MAX_ROWS)
+ROW_CLASSES = (1, 4, 8, 16, 32, 64, MAX_ROWS)
 """A product of M rows is chosen for as one of the next of these."""
 REPLAYS = 5
 ENOUGH_BYTES = 400 << 20
@@ -24,7 +24,7 @@ ENOUGH_BYTES = 400 << 20
 
 
 def row_class(rows: int) -> int:
-    """The class of `rows`, 1..64."""
+    """The class of `rows`, 1..MAX_ROWS."""
     return next(most for most in ROW_CLASSES if rows <= most)
 
 
@@ -39,6 +39,10 @@ def candidate_configs(op: GemmOp, rows: int) -> tuple[GemmConfig, ...]:
     Much prefetching slows the chain of kernels where a product is large; where it is small, the first columns are worth it.
     """
     few, some = rows <= 8, rows <= 16
+    if rows > 64:
+        if op in ("gate_up", "logits"):
+            return GemmConfig(128, 64, 8, 4, swap=True, prefetch=0), GemmConfig(64, 64, 4, 5, swap=True, prefetch=0)
+        return GemmConfig(32, 128, 4, 4, prefetch=0), GemmConfig(64, 64, 4, 6, swap=True, prefetch=0)
     if rows > 32 and op in ("linear", "linear_add"):  # deeper tiles would not fit beside 64 rows of input
         return GemmConfig(64, 128, 4, 6, swap=True, prefetch=0), GemmConfig(32, 256, 4, 4, swap=True, prefetch=512)
     if op == "gate_up":

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-MAX_ROWS = 64
+MAX_ROWS = 128
 """Above this, arithmetic and not weights sets the time: cuBLAS."""
 CHUNK = tl.constexpr(512)
 """Columns of a weight row that one instruction asks into L2."""
@@ -64,7 +64,7 @@ def small_gemm(
     """`out = epilogue(x @ weight.T + bias)`.
 
     Args:
-        x: [M, K] contiguous, M <= 64, K a multiple of 16, the weight's dtype.
+        x: [M, K] contiguous, M <= 128, K a multiple of 16, the weight's dtype.
         weight: [N, K] contiguous, bfloat16 or float16.
         out: written: [M, N], or [M, N / 2] with `silu`; any float dtype.
         config: how to cut it.

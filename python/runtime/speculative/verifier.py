@@ -15,7 +15,7 @@ import torch
 from runtime.batch import BatchResult, ForwardMode, ScheduleBatch, StepStats
 from runtime.forward_batch import ForwardBatch
 from runtime.layers.argmax import argmax
-from runtime.layers.sampler import SamplingNeeds, Stream, adjust, target_probs, top_logprobs, uniforms
+from runtime.layers.sampler import SamplingNeeds, Stream, adjust, draw, target_probs, top_logprobs, uniforms
 from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.staging import HostCopy
@@ -291,9 +291,13 @@ class Verifier:
             return *verify_chain_synthetic(tokens, target, rules.synthetic, forced, self._vocab), None
         if probs is None:
             return *verify_chain_greedy(tokens, target), None
+        final = self._uniforms(turn, positions, Stream.TARGET)
+        if "probs" not in drafted and rules.thresholds.lossless:
+            # Drafts that were looked up, not drawn: choose as plain decoding would and see whether the draft is it. A seed keeps its text.
+            chosen = draw(probs.flatten(0, 1), final.flatten()).view_as(target)
+            return *verify_chain_greedy(tokens, chosen), None
         q = DraftProbs(drafted["probs"], rules.to_target, rules.to_draft) if "probs" in drafted else None
         accept = self._uniforms(turn, positions[:, :-1], Stream.ACCEPT)
-        final = self._uniforms(turn, positions, Stream.TARGET)
         return *verify_chain_sampled(tokens, probs, accept, final, q, rules.thresholds), None
 
     def _decide_tree(

@@ -23,7 +23,7 @@ from runtime.layers.attention.tree_tail import TailKeys, merge_tree_tail
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 SPLIT_BATCH_MOST = 8
-"""Requests up to which passes run by `split_attention`: 1.1 to 1.8 times as fast as FA3 on an H200, and slower beyond where lengths differ."""
+"""Requests up to which passes run by `split_attention`: 1.1 to 1.8 times as fast as FA3 on an H200; with more, slower if lengths differ."""
 
 
 def split_wins(batch: int) -> bool:

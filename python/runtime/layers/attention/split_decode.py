@@ -52,7 +52,8 @@ class SplitConfig:
 def default_config(head_dim: int, batch: int) -> SplitConfig:
     """The cut for a head dimension and a number of requests, the fastest of several on an H200.
 
-    A tile of keys and values is 32 KiB at most, so two programs share the memory of a multiprocessor; few requests have less to merge with one.
+    A tile of keys and values is 32 KiB at most, so two programs share the memory of a multiprocessor; few requests have less to merge
+    with one.
     """
     return SplitConfig(tile=64 if head_dim <= 128 else 32, num_warps=4, stages=4, programs_per_sm=1 if batch <= 4 else 2)
 

@@ -112,7 +112,7 @@ def main() -> None:
 
         measure(record, tiny_model().target_flags[:-2], 8, 4, 1)
     else:
-        measure(record, ("--device", "cpu"), args.tokens, args.prompts, args.threads)
+        measure(record, ("--device", "cpu", "--speculative-algorithm", "none"), args.tokens, args.prompts, args.threads)
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
 

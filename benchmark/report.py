@@ -29,6 +29,8 @@ SCRIPTS = (
     "faults",
     "modes",
     "embedded_gpu",
+    "embedded_speculation",
+    "lossless",
     "memory_limits",
 )
 _MARKER = re.compile(r"<!-- begin:(?P<name>[\w@-]+) -->\n(?P<body>.*?)<!-- end:(?P=name) -->", re.DOTALL)

@@ -127,7 +127,8 @@ def big_model() -> Model:
 def named_model(path: str, head: str | None) -> Model:
     """The embedded model, by the name `embedded`, or the one in a folder with weights.
 
-    A head without weights is drawn at random: then acceptance must be synthetic.
+    A head without weights is drawn at random: then acceptance must be synthetic. The embedded model's own draft is off unless flags that
+    follow say otherwise.
     """
-    flags = () if path == "embedded" else ("--model-path", path)
+    flags = ("--speculative-algorithm", "none") if path == "embedded" else ("--model-path", path)
     return Model(Path(path).stem, flags, head or str(CONFIGS / "smollm2-eagle"), None)

@@ -13,9 +13,9 @@ def model_card(run: Mapping[str, Any], evaluation: Sequence[Mapping[str, Any]]) 
 
     Args:
         run: what `pipeline` noted of its phases: `model`, `head`, `data`, `training`, each with its command, commit and machine.
-        evaluation: rows of `evaluation.measure`.
+        evaluation: rows of `evaluation.measure`, with the commit and machine that `pipeline` adds.
     """
-    parts = [_head(run), _use(), _acceptance(evaluation), _data(run), _training(run), _limits()]
+    parts = [_head(run), _use(), _acceptance(evaluation), _repeat(evaluation), _data(run), _training(run), _limits()]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -55,6 +55,29 @@ def _acceptance(evaluation: Sequence[Mapping[str, Any]]) -> str:
     text += f": {loops}." if loops else ": there were none."
     kinds = kinds_table(evaluation)
     return text + "\n\n" + table(evaluation) + (f"\n\nHand-made prompts by kind:\n\n{kinds}" if kinds else "")
+
+
+def _repeat(evaluation: Sequence[Mapping[str, Any]]) -> str:
+    """How to measure it again: a command for each device, and where each was measured."""
+    runs: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in evaluation:
+        runs.setdefault((row["device"], row["dtype"]), []).append(row)
+    if not runs:
+        return ""
+    commands, places = [], []
+    for (device, dtype), rows in runs.items():
+        shapes = ",".join(dict.fromkeys(row["shape"] for row in rows))
+        prompts, tokens = (max(row[name] for row in rows) for name in ("prompts", "new_tokens"))
+        commands.append(
+            f"python scripts/train_eagle.py --output THIS_FOLDER --phases evaluate --device {device} \\\n"
+            f"    --dtype {dtype} --shapes {shapes} --prompts {prompts} --measured-tokens {tokens}"
+        )
+        where = dict.fromkeys(f"{row['machine']}, commit {row['commit']}" for row in rows if "machine" in row)
+        places += [f"{device} {dtype}: {place}" for place in where]
+    return (
+        "Held-out prompts are in `held_out.jsonl`, hand-made ones in the package's `assets/chat_prompts.jsonl`, the figures in "
+        f"`evaluation.json`. Measured on: {'; '.join(places) or 'not noted'}. Again:\n\n```\n" + "\n".join(commands) + "\n```"
+    )
 
 
 def _data(run: Mapping[str, Any]) -> str:

@@ -258,6 +258,8 @@ def evaluate(plan: Plan, notes: Notes) -> None:
             plan.engine_options((1, 2, 4, 8, 16, 32, 64, 128), MEASURED_TOGETHER), plan.output, shape, sets, plan.measured_tokens
         )
         print(table(rows[-len(sets) :]), flush=True)
+    where = {"machine": describe()["device"], "commit": commit()}
+    rows = [row | where for row in rows]
     file = plan.output / "evaluation.json"
     others = [row for row in _rows(file) if (row["device"], row["dtype"]) != (rows[0]["device"], rows[0]["dtype"])]
     file.write_text(json.dumps(others + rows, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,201 @@
+"""The embedded model with its own draft and without, on real text: tokens a second by requests together, and where drafting stops paying.
+
+All servers of one run stand side by side and answer in turn, so that a machine that changes its pace changes it for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmark import plots
+from benchmark.crossover import crossing
+from benchmark.markdown import Result, cell, pick, provenance, table
+from benchmark.record import Record
+from benchmark.sweep import arguments, names, numbers
+from runtime import Engine
+from runtime.bench.datasets import embedded_prompts
+from runtime.resolve import EMBEDDED_DRAFT
+from runtime.tokenizer import Tokenizer
+
+NAME = "embedded_speculation"
+KEYS = ("device", "dtype", "quantization", "speculation", "batch")
+OFF = "off"
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one server wrote with so many requests together."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    windows: int = 0
+    drafted_tokens: int = 0
+    rates: list[float] = field(default_factory=list)
+
+    def add(self, outputs: Sequence[Mapping[str, Any]], seconds: float) -> None:
+        """One burst, from its start to its last token."""
+        tokens = sum(len(output["output_ids"]) for output in outputs)
+        windows = sum(int(output["meta_info"].get("spec_verify_ct", 0)) for output in outputs)
+        self.tokens += tokens
+        self.seconds += seconds
+        self.windows += windows
+        self.drafted_tokens += tokens - len(outputs) if windows else 0  # an answer's first token comes of its prompt
+        self.rates.append(tokens / seconds)
+
+    def figures(self) -> dict[str, Any]:
+        """For a row."""
+        return {
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens / self.seconds,
+            "accept_length": self.drafted_tokens / self.windows if self.windows else None,
+            "bursts": len(self.rates),
+        }
+
+
+@contextlib.contextmanager
+def servers(shapes: Sequence[str], common: Mapping[str, Any], head: str) -> Iterator[dict[str, Engine]]:
+    """An engine for each of `off` and steps/topk/draft tokens."""
+    with contextlib.ExitStack() as stack:
+        yield {shape: stack.enter_context(Engine(**common, **speculation(shape, head))) for shape in shapes}
+
+
+def speculation(shape: str, head: str = str(EMBEDDED_DRAFT)) -> dict[str, Any]:
+    """Options of `Engine` for `off` or steps/topk/draft tokens."""
+    if shape == OFF:
+        return {"speculative_algorithm": "none"}
+    steps, topk, draft_tokens = (int(part) for part in shape.split("/"))
+    return {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": head,
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": draft_tokens,
+    }
+
+
+def chat_prompts(engine: Engine) -> list[list[int]]:
+    """The hand-made chat prompts as token ids, each a user's turn; neighbours are of different kinds."""
+    tokenizer = Tokenizer.load(engine.config.tokenizer_path)
+    return [tokenizer.encode_chat([{"role": "user", "content": line["prompt"]}]) for line in embedded_prompts()]
+
+
+def measure(engines: Mapping[str, Engine], batches: Sequence[int], prompts: int, new_tokens: int) -> dict[tuple[str, int], Tally]:
+    """Every server answers the same prompts greedily, `batch` at a time, one server after the other, burst by burst."""
+    asked = chat_prompts(next(iter(engines.values())))
+    sampling = {"temperature": 0.0, "max_new_tokens": new_tokens}
+    tallies = {(shape, batch): Tally() for batch in batches for shape in engines}
+    for engine in engines.values():  # pages are touched, threads are there
+        engine.generate(input_ids=asked[-2:], sampling_params=sampling)
+    for batch in batches:
+        count = max(prompts, batch)
+        for start in range(0, count, batch):
+            burst = [asked[i % len(asked)] for i in range(start, start + batch)]
+            for shape, engine in engines.items():
+                engine.flush_cache()
+                began = time.perf_counter()
+                outputs = engine.generate(input_ids=burst, sampling_params=sampling)
+                tallies[shape, batch].add(outputs, time.perf_counter() - began)
+    return tallies
+
+
+def ratios(rows: Sequence[Mapping[str, Any]], speculated: str) -> list[tuple[int, float]]:
+    """(requests together, tokens a second with drafts / without) of rows of one kind."""
+    found = []
+    for row in rows:
+        off = pick(list(map(dict, rows)), speculation=OFF, batch=row["batch"])
+        if row["speculation"] == speculated and off is not None:
+            found.append((row["batch"], row["tokens_per_second"] / off["tokens_per_second"]))
+    return sorted(found)
+
+
+def kinds(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Rows by device and weights."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        weights = "int8" if row["quantization"] == "int8" else row["dtype"]
+        found.setdefault(f"{row['device']}, {weights}", []).append(row)
+    return found
+
+
+def render(result: Result) -> str:
+    """Tokens a second without drafts, the ratios with them, accept length, and where each ratio falls through 1."""
+    parts = []
+    for kind, rows in kinds(result["rows"]).items():
+        batches = sorted({row["batch"] for row in rows})
+        rates = {row["batch"]: row["tokens_per_second"] for row in rows if row["speculation"] == OFF}
+        lines: list[list[Any]] = [["off, tok/s", *(rates.get(batch) for batch in batches), None, None]]
+        for shape in dict.fromkeys(row["speculation"] for row in rows if row["speculation"] != OFF):
+            points = ratios(rows, shape)
+            crossed = crossing(points)
+            where = f"never below 1 up to {batches[-1]}" if points and min(r for _, r in points) >= 1.0 else cell(crossed)
+            length = next((row["accept_length"] for row in rows if row["speculation"] == shape), None)
+            by = dict(points)
+            lines.append([f"{shape}, ratio", *(by.get(batch) for batch in batches), length, where])
+        head = ["steps/topk/draft tokens", *(f"{batch} together" for batch in batches), "accept length", "crossover"]
+        parts += [f"**{kind}**", "", table(head, lines), ""]
+    return "\n".join([*parts, provenance(result)])
+
+
+def plot(result: Result, file: Path) -> None:
+    """The ratios over requests together; the crossovers are where the lines fall through 1."""
+    series = {}
+    for kind, rows in kinds(result["rows"]).items():
+        for shape in dict.fromkeys(row["speculation"] for row in rows if row["speculation"] != OFF):
+            series[f"{kind}, {shape}"] = ratios(rows, shape)
+
+    def panel(axes: Any) -> None:
+        plots.lines(axes, series, "Embedded model: drafts on / off", "requests together", "ratio of tokens a second")
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        for points in series.values():
+            if (at := crossing(points)) is not None:
+                axes.axvline(at, color="grey", linestyle=":", linewidth=0.8)
+
+    plots.draw(file, [panel])
+
+
+def main() -> None:
+    """Measure, keep, plot."""
+    parser = arguments(__doc__)
+    parser.add_argument("--shapes", type=names, default=["3/1/4"], help="steps/topk/draft tokens, with commas")
+    parser.add_argument("--batch", type=numbers, default=[1, 2, 4, 8, 16], help="requests together")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts a batch size, at least")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, help="on a CPU; default: the cores there are")
+    parser.add_argument("--quantization", type=names, default=["int8", "none"], help="of the CPU's weights, one run for each")
+    parser.add_argument("--model", help="the embedded model's file, where it cannot be fetched")
+    parser.add_argument("--head", default=str(EMBEDDED_DRAFT), help="a head's folder in place of the model's own")
+    args = parser.parse_args()
+    if args.quick:
+        args.shapes, args.batch, args.prompts, args.new_tokens, args.threads, args.quantization = ["2/1/3"], [1, 2], 2, 8, 1, ["int8"]
+    record = Record(NAME, KEYS, args.out, args.quick)
+    for quantization in args.quantization if args.device == "cpu" else ["none"]:
+        common = _options(args, quantization)
+        with servers([OFF, *args.shapes], common, args.head) as engines:
+            chosen = engines[OFF].config
+            tallies = measure(engines, args.batch, args.prompts, args.new_tokens)
+        for (shape, batch), tally in tallies.items():
+            labels = {"device": chosen.device, "dtype": chosen.dtype, "quantization": quantization, "speculation": shape, "batch": batch}
+            record.add(labels | {"new_tokens": args.new_tokens, "threads": chosen.cpu_threads} | tally.figures())
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+
+
+def _options(args: Any, quantization: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"device": args.device, "context_length": 1024, "max_running_requests": max(args.batch)}
+    if args.device == "cpu":
+        options["quantization"] = quantization
+        if args.threads is not None:
+            options["cpu_threads"] = args.threads
+    if args.model is not None:
+        options["model_path"] = args.model
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The embedded model's own draft: shipped whole, used unasked, and without a trace in greedy text."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+
+import httpx
+import pytest
+from benchmark.embedded_speculation import chat_prompts, speculation
+
+from process.conftest import ROOT, Embedded
+from runtime import Engine
+from runtime.resolve import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS
+
+GREEDY = {"temperature": 0.0, "max_new_tokens": 24}
+EXACT = {"device": "cpu", "dtype": "float32", "quantization": "none", "cpu_threads": 1, "context_length": 512}
+
+
+def answers(shape: str) -> list[Sequence[int]]:
+    with Engine(**EXACT, **speculation(shape)) as engine:
+        outputs = engine.generate(input_ids=chat_prompts(engine)[:6], sampling_params=GREEDY)
+    if shape != "off":
+        tokens, windows = sum(len(o["output_ids"]) for o in outputs), sum(o["meta_info"]["spec_verify_ct"] for o in outputs)
+        assert windows < 0.7 * tokens, "drafts must be accepted for equality to mean anything"
+    return [output["output_ids"] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Sequence[int]]:
+    return answers("off")
+
+
+@pytest.mark.parametrize("shape", ["3/1/4", "4/3/8"], ids=["chain", "tree"])
+def test_drafts_leave_greedy_answers_as_they_are(shape: str, plain: list[Sequence[int]]) -> None:
+    assert answers(shape) == plain
+
+
+def test_the_default_server_drafts_says_so_and_accepts(embedded: Embedded) -> None:
+    body = {"text": "The three primary colors are", "sampling_params": {"temperature": 0, "max_new_tokens": 32}}
+    meta = httpx.post(f"{embedded.url}/generate", json=body, timeout=60).json()["meta_info"]
+    assert 0 < meta["spec_verify_ct"] < meta["completion_tokens"]
+    steps = EMBEDDED_DRAFT_STEPS["cpu"]
+    said = embedded.log.read_text(errors="replace")
+    assert f"EAGLE3 {steps}/1/{steps + 1}" in said
+    assert "--speculative-algorithm none" in said
+
+
+def test_the_head_is_shipped_whole_and_its_card_holds_its_figures() -> None:
+    files = {path.name: path for path in EMBEDDED_DRAFT.iterdir()}
+    for name in ("model.safetensors", "config.json", "README.md", "evaluation.json", "training.json", "run.json", "held_out.jsonl"):
+        assert name in files, name
+        assert os.stat(files[name]).st_mode & 0o444 == 0o444, f"{name} must be readable by all"
+    assert sum(path.stat().st_size for path in files.values()) <= 24_000_000
+    card, rows = files["README.md"].read_text(), json.loads(files["evaluation.json"].read_text())
+    for row in rows:
+        assert f"{row['accept_length']:.3f}" in card
+    assert "unknown" not in card
+    held_out = {json.loads(line)["prompt"] for line in files["held_out.jsonl"].read_text().splitlines()}
+    assert len(held_out) >= 200
+
+
+def test_packages_carry_the_head() -> None:
+    patterns = re.search(r"^runtime = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert patterns is not None
+    package = ROOT / "python" / "runtime"
+    carried = {path for pattern in re.findall(r'"([^"]+)"', patterns[1]) for path in package.glob(pattern)}
+    assert set(EMBEDDED_DRAFT.iterdir()) <= carried

@@ -27,14 +27,13 @@ from runtime.layers.attention.split_decode import SplitConfig, SplitKeys, SplitS
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 CUTS = {
-    "64x4 kernel": SplitConfig(64, 4, 4, 2),
+    "64x4": SplitConfig(64, 4, 4, 2),
     "64x4 1/SM": SplitConfig(64, 4, 4, 1),
     "64x4 4/SM": SplitConfig(64, 4, 4, 4),
     "64x4 8/SM": SplitConfig(64, 4, 4, 8),
     "64x3 4/SM": SplitConfig(64, 4, 3, 4),
-    "64x4 last": SplitConfig(64, 4, 4, 2, merge="last", max_partial_rows=256),
 }
-"""Keys of a tile x stages, warps if not 4, programs for each multiprocessor if not 2, who merges, tiles taken alone if not 256 keys."""
+"""Keys of a tile x stages, warps if not 4, programs for each multiprocessor if not 2, tiles taken alone if not 256 keys."""
 TOLERANCE = 2e-2
 """Relative error of a query and head between two ways of bfloat16."""
 
@@ -81,7 +80,7 @@ def compile_all(cases: list[Case], workers: int) -> None:
     kinds = {}
     for (page, width, batch, _, _), config in itertools.product(cases, CUTS.values()):
         padded = 1 << (split_shape(batch, width, config).splits - 1).bit_length()
-        kinds[page, width, padded, config.tile, config.num_warps, config.stages, config.merge, config.alone] = (page, width, batch, config)
+        kinds[page, width, padded, config.tile, config.num_warps, config.stages, config.alone] = (page, width, batch, config)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_kind, kinds.values(), chunksize=4))
     print(f"{len(kinds)} kernels compiled", flush=True)
@@ -199,7 +198,7 @@ def main() -> None:
         keys = Keys(max(map(slots, cases)))
         print("µs a layer: " + ", ".join(CUTS), flush=True)
         rows = [measure(keys, case) for case in cases]
-    for cut in ("64x4 kernel", "64x4 last"):
+    for cut in ("64x4 1/SM", "64x4"):
         print_choice(rows, cut)
     print(f"compiled in {compiled:.0f} s, all in {time.monotonic() - started:.0f} s")
     facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "args": {**vars(args), "out": args.out.name}}

@@ -39,11 +39,6 @@ def who_runs_fixed_passes(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     name = request.node.callspec.params["name"]
     if name.startswith("fa3"):
         monkeypatch.setattr("runtime.layers.attention.flash_attention.split_wins", lambda _batch: name != "fa3")
-    if name == "fa3 split last":
-        from runtime.layers.attention import flash_attention
-
-        usual = flash_attention.default_config
-        monkeypatch.setattr(flash_attention, "default_config", lambda head_dim: replace(usual(head_dim), merge="last"))
 
 
 def make_world(name: str, head_dim: int, page_size: int, width: int, window: int = -1, steps: int = 1, seed: int = 0) -> World:
@@ -159,8 +154,6 @@ LENGTHS = ([1020, 129, 2040, 700, 5, 257], [2288, 2290, 2279, 2272, 2291, 2288, 
         ("fa3 split", 256, 16, 1, -1),
         ("fa3 split", 256, 64, 5, -1),
         ("fa3 split", 128, 64, 9, -1),
-        ("fa3 split last", 128, 64, 4, -1),
-        ("fa3 split last", 64, 16, 8, 100),
         ("flashinfer", 128, 1, 1, -1),
         ("flashinfer", 128, 16, 4, -1),
         ("flashinfer", 64, 64, 4, -1),

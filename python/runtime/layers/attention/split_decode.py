@@ -9,7 +9,6 @@ The split and the merge are those of flash-decoding (Dao et al. 2023) and of spl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import triton
@@ -36,7 +35,6 @@ class SplitConfig:
         stages: tiles in flight.
         programs_per_sm: programs that the split aims at for each multiprocessor.
         max_partial_rows: splits times rows that a request and KV head may have to merge; wide passes get fewer splits.
-        merge: who merges the shares of a request and KV head: a second kernel of many programs, or the last program to finish.
         alone: tiles up to which one program takes all of them, and nothing is merged.
     """
 
@@ -45,7 +43,6 @@ class SplitConfig:
     stages: int
     programs_per_sm: int
     max_partial_rows: int = 512
-    merge: Literal["kernel", "last"] = "kernel"
     alone: int = 4
 
 
@@ -100,14 +97,13 @@ class SplitShape:
 
 
 class SplitWorkspace:
-    """Partial results, and how many are ready. Written and read by one pass after another of one stream; kept alive by the backend.
+    """Partial results. Written and read by one pass after another of one stream; kept alive by the backend.
 
     A pass writes here only after all work before it has ended, early start or not, so that one layer's shares never meet another's.
 
     Attributes:
         out: float32, by program, row and column: sums of values, not divided yet.
         top, total: float32, by program and row: the largest score (base 2), the sum of weights.
-        count: int32, by request and KV head: programs done, where the last one merges; every pass leaves zeros.
     """
 
     def __init__(self, shapes: list[SplitShape], device: torch.device) -> None:
@@ -118,7 +114,6 @@ class SplitWorkspace:
 
         rows = max(shape.partial_rows for shape in shapes)
         self.out, self.top, self.total = floats(rows * shapes[0].head_dim), floats(rows), floats(rows)
-        self.count = torch.zeros(max(s.batch * s.num_kv_heads for s in shapes), dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,30 +172,23 @@ def split_attention(
     assert causal or window < 0, "a window belongs to a causal pass"
     out, splits, rows, group = torch.empty_like(q), shape.splits, shape.rows, H // G
     launch = {"launch_pdl": True} if pdl else {}
-    padded, last_merges = triton.next_power_of_2(splits), splits > 1 and config.merge == "last"
     shared = {
         "WIDTH": shape.width, "GROUP": group, "NUM_KV": G, "D": D, "TILE": config.tile, "ALONE": config.alone, "ROWS": rows,
         "WINDOW": window >= 0, "LSE": lse is not None, "PDL": pdl,
     }  # fmt: skip
     _split_kernel[(G, splits, shape.batch)](
-        q, k_cache, v_cache, keys.pages, keys.rows, keys.seq_lens, out, lse, workspace.out, workspace.top, workspace.total, workspace.count,
+        q, k_cache, v_cache, keys.pages, keys.rows, keys.seq_lens, out, lse, workspace.out, workspace.top, workspace.total,
         scale / LN_2, splits, window, keys.pages.stride(0), **shared,
         BLOCK_M=max(rows, 16), PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES,
-        LAST_MERGES=last_merges, SPLITS=padded if last_merges else 1, ROWS_AT_ONCE=_rows_at_once(shape) if last_merges else 1,
         num_warps=config.num_warps, num_stages=config.stages, **launch,
     )  # fmt: skip
-    if splits > 1 and not last_merges:
+    if splits > 1:
+        padded = triton.next_power_of_2(splits)
         _merge_kernel[(G, shape.width * group, shape.batch)](
             keys.seq_lens, out, lse, workspace.out, workspace.top, workspace.total, splits, window, **shared,
             SPLITS=padded, num_warps=min(max(padded * D // 1024, 1), 8), **launch,  # 32 values a thread
         )  # fmt: skip
     return out
-
-
-def _rows_at_once(shape: SplitShape) -> int:
-    """Rows that the last program of a request and KV head merges at once: as many as registers hold."""
-    values = 128 * 32 * shape.config.num_warps
-    return max(min(values // (triton.next_power_of_2(shape.splits) * shape.head_dim), shape.rows), 1)
 
 
 @triton.jit
@@ -243,12 +231,11 @@ def _prefetch(rows_ptr, D: tl.constexpr):
     do_not_specialize_on_alignment=["pages_ptr", "rows_ptr", "lens_ptr", "lse_ptr"],  # a draft's passes have their lengths anywhere
 )
 def _split_kernel(
-    q_ptr, k_ptr, v_ptr, pages_ptr, rows_ptr, lens_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr, count_ptr,
+    q_ptr, k_ptr, v_ptr, pages_ptr, rows_ptr, lens_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr,
     scale, splits, window, pages_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr,
     ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, PREFETCH: tl.constexpr,
-    LAST_MERGES: tl.constexpr, SPLITS: tl.constexpr, ROWS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program: all queries of one request against one KV head's share of the keys; one that takes all of them writes the result."""
     g = tl.program_id(0)
@@ -312,23 +299,10 @@ def _split_kernel(
             if LSE:
                 tl.store(lse_ptr + head, top + tl.log2(total), mask=m_in)
         else:
-            pair = b * NUM_KV + g
-            row = (pair * splits + split) * ROWS + m
+            row = ((b * NUM_KV + g) * splits + split) * ROWS + m
             tl.store(part_ptr + row[:, None] * D + d[None, :], acc, mask=(m < ROWS)[:, None])
             tl.store(top_ptr + row, top, mask=m < ROWS)
             tl.store(total_ptr + row, total, mask=m < ROWS)
-            if LAST_MERGES:
-                # The barrier puts the stores of all threads before the one thread's atomic, which releases them to the device and acquires
-                # those of every program counted before.
-                tl.debug_barrier()
-                if tl.atomic_add(count_ptr + pair, 1, sem="acq_rel", scope="gpu") == used - 1:
-                    tl.debug_barrier()
-                    tl.store(count_ptr + pair, 0)
-                    for start in tl.static_range(0, ROWS, ROWS_AT_ONCE):
-                        _merge(
-                            out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr, b, g, start, splits, used,
-                            WIDTH, GROUP, NUM_KV, D, ROWS, SPLITS, ROWS_AT_ONCE, LSE,
-                        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=["lens_ptr", "lse_ptr"])
@@ -337,7 +311,7 @@ def _merge_kernel(
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr,
     ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one query and head of one request."""
+    """One program: the shares of one query and head of one request, in an order that depends on the number of splits only."""
     g = tl.program_id(0)
     m = tl.program_id(1)
     b = tl.program_id(2)
@@ -348,34 +322,20 @@ def _merge_kernel(
     if PDL:
         gdc_wait()
     if used > 1:
-        _merge(
-            out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr, b, g, m, splits, used, WIDTH, GROUP, NUM_KV, D, ROWS, SPLITS, 1, LSE
-        )  # fmt: skip
-
-
-@triton.jit
-def _merge(
-    out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr, b, g, start, splits, used,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS_AT_ONCE: tl.constexpr, LSE: tl.constexpr,
-):  # fmt: skip
-    """Merge the shares of some rows of one request and KV head, in an order that depends on the number of splits only."""
-    d = tl.arange(0, D)
-    split = tl.arange(0, SPLITS)[:, None]
-    m = start + tl.arange(0, ROWS_AT_ONCE)
-    m_in = m < WIDTH * GROUP
-    inside = (split < used) & m_in[None, :]
-    row = ((b * NUM_KV + g) * splits + split) * ROWS + m[None, :]
-    # Past L1, which other programs' stores do not reach.
-    part = tl.load(part_ptr + row[:, :, None] * D + d[None, None, :], mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
-    top = tl.load(top_ptr + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(total_ptr + row, mask=inside, other=0.0, cache_modifier=".cg")
-    highest = tl.max(top, 0)
-    safe = tl.where(highest == float("-inf"), 0.0, highest)
-    weight = tl.exp2(top - safe[None, :])
-    whole = tl.sum(total * weight, 0)
-    out = tl.sum(part * weight[:, :, None], 0) / tl.where(whole == 0.0, 1.0, whole)[:, None]
-    head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
-    tl.store(out_ptr + head[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=m_in[:, None])
-    if LSE:
-        tl.store(lse_ptr + head, safe + tl.log2(whole), mask=m_in)
+        d = tl.arange(0, D)
+        split = tl.arange(0, SPLITS)
+        inside = split < used
+        row = ((b * NUM_KV + g) * splits + split) * ROWS + m
+        # Read once, so past L1.
+        part = tl.load(part_ptr + row[:, None] * D + d[None, :], mask=inside[:, None], other=0.0, cache_modifier=".cg")
+        top = tl.load(top_ptr + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(total_ptr + row, mask=inside, other=0.0, cache_modifier=".cg")
+        highest = tl.max(top, 0)
+        safe = tl.where(highest == float("-inf"), 0.0, highest)
+        weight = tl.exp2(top - safe)
+        whole = tl.sum(total * weight, 0)
+        out = tl.sum(part * weight[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
+        head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
+        tl.store(out_ptr + head * D + d, out.to(out_ptr.dtype.element_ty))
+        if LSE:
+            tl.store(lse_ptr + head, safe + tl.log2(whole))

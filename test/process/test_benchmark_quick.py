@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
         ("faults", [], 5),
         ("modes", ["--modes", "plain"], 6),
         ("embedded_gpu", [], 1),
+        ("embedded_speculation", [], 4),
+        ("lossless", [], 2),
         ("memory_limits", [], 2),
     ],
 )

@@ -183,29 +183,48 @@ def test_a_captured_pass_follows_lengths_and_tables_that_change(name: str, head_
         assert all(torch.equal(a, b) for a, b in zip(eager, out, strict=True)), "replay differs from the same pass run eagerly"
 
 
-@pytest.mark.parametrize(("name", "page_size"), [("fa3", 1), ("fa3", 64), ("flashinfer", 16)])
-def test_a_ragged_extend_sees_its_prefix(name: str, page_size: int) -> None:
-    world = make_world(name, 128, page_size, 1)
-    prefixes, queries = np.array([0, 5, 700, 0, 63], dtype=np.int32), np.array([1, 300, 17, 64, 129], dtype=np.int32)
-    lens, indptr = prefixes + queries, np.concatenate(([0], np.cumsum(queries))).astype(np.int32)
-    positions = np.concatenate([np.arange(p, p + n) for p, n in zip(prefixes, queries, strict=True)])
+def prompts(rows: list[int], prefixes: list[int], queries: list[int]) -> ForwardBatch:
+    """An EXTEND batch."""
+    before, new = np.array(prefixes, dtype=np.int32), np.array(queries, dtype=np.int32)
+    lens, indptr = before + new, np.concatenate(([0], np.cumsum(new))).astype(np.int32)
+    positions = np.concatenate([np.arange(p, p + n) for p, n in zip(before, new, strict=True)])
     total = int(indptr[-1])
-    batch = ForwardBatch(
+    return ForwardBatch(
         mode=ForwardMode.EXTEND,
         batch_size=len(lens),
         tokens_per_req=0,
         input_ids=torch.zeros(total, dtype=torch.int64, device="cuda"),
         positions=torch.from_numpy(positions).cuda(),
         out_cache_loc=torch.zeros(total, dtype=torch.int64, device="cuda"),
-        req_pool_indices=torch.tensor([3, 1, 7, 2, 5], device="cuda"),
+        req_pool_indices=torch.tensor(rows, device="cuda"),
         seq_lens=torch.from_numpy(lens).cuda(),
         qo_indptr=torch.from_numpy(indptr).cuda(),
         seq_len_bounds=lens,
-        extend_lens=queries,
+        extend_lens=new,
     )
-    q = torch.randn((total, H, 128), device="cuda").bfloat16()
+
+
+@pytest.mark.parametrize(("name", "page_size"), [("fa3", 1), ("fa3", 64), ("flashinfer", 16)])
+def test_a_ragged_extend_sees_its_prefix(name: str, page_size: int) -> None:
+    world = make_world(name, 128, page_size, 1)
+    batch = prompts([3, 1, 7, 2, 5], [0, 5, 700, 0, 63], [1, 300, 17, 64, 129])
+    q = torch.randn((batch.num_tokens, H, 128), device="cuda").bfloat16()
     world.fast.plan(batch)
     check(world, batch, q, [world.fast.forward(q, layer, batch) for layer in (0, 1)])
+
+
+@pytest.mark.parametrize("name", ["fa3", "flashinfer"])
+def test_prompts_planned_ahead_of_a_busy_device_keep_their_own_plans(name: str) -> None:
+    world = make_world(name, 128, 16, 1)
+    batches = [prompts([3, 1], [0, 5], [700, 300]), prompts([7], [700], [17]), prompts([2, 5, 4], [0, 63, 1000], [64, 129, 900])]
+    qs = [torch.randn((batch.num_tokens, H, 128), device="cuda").bfloat16() for batch in batches]
+    torch.cuda._sleep(200_000_000)  # about a tenth of a second, in which the host plans all three
+    outs = []
+    for batch, q in zip(batches, qs, strict=True):
+        world.fast.plan(batch)
+        outs.append([world.fast.forward(q, layer, batch) for layer in (0, 1)])
+    for batch, q, out in zip(batches, qs, outs, strict=True):
+        check(world, batch, q, out)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 PINNED_BUFFERS = 32
 """Plans whose upload may be under way at once: the host is at most a step ahead, and a step plans a pass a draft token and a few."""
+EAGER_PLANS = 3
+"""The same for prompts, by window: one on the device, one queued behind it, one being made."""
 MIN_WORKSPACE = 96 << 20
 LARGEST_TILE = 128
 SMALLEST_TILE = 16
@@ -104,10 +106,12 @@ class FlashInferAttention:
         self._windows = tuple(sorted(set(shape.window)))
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._workspace = torch.empty(self._partial_bytes(1, LARGEST_TILE), dtype=torch.uint8, device=self._device)
-        self._pinned = _PinnedRing(self._plan_bytes(shape.max_batch_size, shape.max_tokens_per_req))
+        self._pinned = _PinnedRing(self._plan_bytes(shape.max_batch_size, shape.max_tokens_per_req), PINNED_BUFFERS)
         self._indices: dict[tuple[int, int], torch.Tensor] = {}
         self._fixed: dict[tuple[int, int, int, int], _FixedPlan] = {}
         self._eager = {window: BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2") for window in self._windows}
+        own = next(iter(self._eager.values()))._pin_memory_int_workspace_buffer
+        self._eager_pinned = _PinnedRing(own.numel(), EAGER_PLANS * len(self._windows))
         self._plan: _FixedPlan | None = None
 
     def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
@@ -149,11 +153,15 @@ class FlashInferAttention:
         qo_indptr = torch.from_numpy(np.concatenate(([0], np.cumsum(batch.extend_lens))).astype(np.int32))
         last_page_len = torch.from_numpy(((lens - 1) % self._table.page_size + 1).astype(np.int32))
         for window, wrapper in self._eager.items():
+            # A wrapper stages every plan in one pinned buffer. The device may not have taken the plan before out of it: prompts are
+            # planned a step ahead.
+            wrapper._pin_memory_int_workspace_buffer, event = self._eager_pinned.take()
             wrapper.plan(
                 qo_indptr, kv_indptr, indices[:total], last_page_len, shape.num_q_heads, shape.num_kv_heads, shape.head_dim,
                 self._table.page_size, causal=True, sm_scale=shape.scale, window_left=window, q_data_type=self._dtype,
                 kv_data_type=self._dtype,
             )  # fmt: skip
+            event.record()
 
     def _plan_fixed(self, batch: ForwardBatch, num_steps: int) -> _FixedPlan:
         tail = self._first_tail(batch)
@@ -277,15 +285,15 @@ class FlashInferAttention:
 class _PinnedRing:
     """Pinned staging buffers in turn: one is written again only after its last upload is done."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, count: int) -> None:
         self.size = size
-        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(PINNED_BUFFERS)]
-        self._events: list[torch.cuda.Event | None] = [None] * PINNED_BUFFERS
+        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+        self._events: list[torch.cuda.Event | None] = [None] * count
         self._next = 0
 
     def take(self) -> tuple[torch.Tensor, torch.cuda.Event]:
         """A free buffer, and the event to record behind its upload."""
-        turn, self._next = self._next, (self._next + 1) % PINNED_BUFFERS
+        turn, self._next = self._next, (self._next + 1) % len(self._buffers)
         event = self._events[turn]
         if event is None:
             event = self._events[turn] = torch.cuda.Event()

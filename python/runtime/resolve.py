@@ -417,8 +417,8 @@ def _speculative(
     shape = _draft_shape(args, device)
     if path == str(EMBEDDED_DRAFT):
         log.info(
-            "speculative decoding %s %d/%d/%d (steps, topk, draft tokens): the embedded model's own draft; on %s the default is a chain of %d "
-            "drafts, for few requests at a time; --speculative-algorithm none turns it off",
+            "speculative decoding %s %d/%d/%d (steps, topk, draft tokens): the embedded model's own draft; on %s the default is a chain "
+            "of %d drafts, for few requests at a time; --speculative-algorithm none turns it off",
             *(algorithm, shape.num_steps, shape.topk, shape.num_draft_tokens, device, EMBEDDED_DRAFT_STEPS[device]),
         )
     attention = _draft_attention(args, device, dtype, backend, machine, model)

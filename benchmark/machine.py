@@ -50,9 +50,12 @@ def commit() -> str:
 
 
 def command() -> str:
-    """The command line of the running script, as a reader would type it."""
-    script = Path(sys.argv[0])
-    return " ".join(["python", "-m", f"benchmark.{script.stem}", *sys.argv[1:]])
+    """The command line of the running script, as a reader would type it: without the folder that it wrote to."""
+    script, arguments = Path(sys.argv[0]), sys.argv[1:]
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        del arguments[at : at + 2]
+    return " ".join(["python", "-m", f"benchmark.{script.stem}", *arguments])
 
 
 def _output(*words: str) -> str:

@@ -7,8 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from runtime.errors import ConfigError
-from runtime.speculative.acceptance import AcceptanceCounters, DriftAlarm, compare, side_by_side, synthetic_probabilities
+from runtime.speculative.acceptance import AcceptanceCounters, DriftAlarm, compare, side_by_side
 
 
 def draw_lens(rng: np.random.Generator, rates: tuple[float, ...], count: int) -> np.ndarray:
@@ -52,25 +51,6 @@ def test_nothing_counted_is_one_token_per_iteration() -> None:
     empty = AcceptanceCounters(0)
     empty.add([1, 1])
     assert empty.mean_accept_len == AcceptanceCounters(3).mean_accept_len == 1.0
-
-
-@pytest.mark.parametrize("num_steps", [1, 3, 7])
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.97, 1.0])
-def test_synthetic_rates_give_the_wanted_length(num_steps: int, share: float) -> None:
-    wanted = 1 + share * num_steps
-    rates = synthetic_probabilities(wanted, num_steps)
-    assert 1 + sum(np.cumprod(rates)) == pytest.approx(wanted, abs=1e-9)
-    assert all(0.0 <= r <= 1.0 for r in rates)
-
-
-def test_synthetic_rates_may_be_listed() -> None:
-    assert synthetic_probabilities([0.9, 0.5], 2) == (0.9, 0.5)
-
-
-@pytest.mark.parametrize("wanted", [0.5, 4.1, float("nan"), [0.5, 0.5], [0.5, 0.5, 1.5]])
-def test_impossible_synthetic_lengths_are_refused(wanted: float | list[float]) -> None:
-    with pytest.raises(ConfigError, match="synthetic-accept-length"):
-        synthetic_probabilities(wanted, 3)
 
 
 def test_the_alarm_names_the_position_that_drifted() -> None:

@@ -7,14 +7,11 @@ got so far, they are independent from position to position, so one bad position 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from runtime.errors import ConfigError
 
 Int64 = npt.NDArray[np.int64]
 
@@ -84,31 +81,6 @@ class AcceptanceCounters:
         return isinstance(other, AcceptanceCounters) and self.to_json() == other.to_json()
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def synthetic_probabilities(wanted: float | Sequence[float], num_steps: int) -> tuple[float, ...]:
-    """The acceptance rate of each position that a benchmark asks for.
-
-    Args:
-        wanted: the mean accept length, 1 to K + 1 with the bonus token: every position then has one rate r, with
-            1 + r + ... + r^K = wanted. Or K rates.
-
-    Raises:
-        ConfigError: the length cannot be reached, or the list has another length or values outside 0..1.
-    """
-    flag = "--speculative-synthetic-accept-length"
-    if not isinstance(wanted, (int, float)):
-        rates = tuple(float(r) for r in wanted)
-        if len(rates) != num_steps or not all(0.0 <= r <= 1.0 for r in rates):
-            raise ConfigError(f"{flag} is {list(rates)}; it must be {num_steps} rates from 0 to 1, or one mean accept length")
-        return rates
-    if not 1.0 <= wanted <= num_steps + 1:
-        raise ConfigError(f"{flag} is {wanted}; with {num_steps} steps it must be from 1 to {num_steps + 1}")
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**i for i in range(num_steps + 1)) <= wanted else (low, middle)
-    return (1.0 if wanted == num_steps + 1 else low,) * num_steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,12 +248,15 @@ def fit_memory(
         widths: tokens per request and passes that each model's backend must prepare for.
         ahead: positions that a step may write past the committed length.
     """
-    reservations, pooled = {}, 0
+    reservations: dict[str, int] = {}
     with torch.inference_mode():
-        for runner in (g for graphs in owners.values() for g in graphs):
-            activations = max(activations, runner.eager_peak())
-            reservations[runner.spec.name] = runner.reserve(pooled)
-            pooled = max(pooled, runner.pool_peak)
+        for graphs in owners.values():
+            # What one model's graphs leave free in the pool is cut in its own sizes, and another's logits do not fit into it.
+            pooled = 0
+            for runner in graphs:
+                activations = max(activations, runner.eager_peak())
+                reservations[runner.spec.name] = runner.reserve(pooled)
+                pooled = max(pooled, runner.pool_peak)
     if parts.device.type == "cuda":
         torch.cuda.empty_cache()
     plan = divide_memory(parts, activations, reservations, sum(m.bytes_per_slot for m in owners), ahead)

@@ -315,9 +315,14 @@ def test_native_batches_keep_their_form() -> None:
         ({"text": "a", "sampling_params": {"max_new_tokens": 2, "min_new_tokens": 3}}, "sampling_params.min_new_tokens"),
         ({"text": "a", "image_data": "http://127.0.0.1/"}, "image_data"),
         ({"text": "a", "lora_path": "x"}, "lora_path"),
+        ({"text": "a", "return_routed_experts": True}, "return_routed_experts"),
     ],
 )
 def test_bounds_of_a_native_request_are_named(body: dict[str, object], named: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_generate(body)
     assert caught.value.param == named
+
+
+def test_what_clients_send_by_habit_and_means_nothing_passes() -> None:
+    parse_generate({"text": "a", "lora_path": None, "image_data": "", "return_hidden_states": False, "return_routed_experts": False})

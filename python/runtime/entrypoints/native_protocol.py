@@ -106,10 +106,19 @@ GENERATE = Fields(
     refused={
         **dict.fromkeys(("audio_data", "image_data", "video_data"), NO_MEDIA),
         **dict.fromkeys(
-            ("custom_logit_processor", "input_embeds", "lora_path", "return_hidden_states", "session_params", "token_ids_logprob"), LATER
+            (
+                "custom_logit_processor",
+                "input_embeds",
+                "lora_path",
+                "return_hidden_states",
+                "return_routed_experts",
+                "session_params",
+                "token_ids_logprob",
+            ),
+            LATER,
         ),
     },
-    harmless={"image_data": ([], ""), "return_hidden_states": (False,)},
+    harmless={"image_data": ([], ""), "return_hidden_states": (False,), "return_routed_experts": (False,)},
 )
 TOKENIZE = Fields(
     {

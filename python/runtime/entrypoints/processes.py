@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -189,12 +188,6 @@ class Runtime:
         self._folder: str | None = None
         self._inbox: AsyncInbox[ToTokenizer] | None = None
         self._outbox: Outbox | None = None
-        self._started_at = time.monotonic()
-
-    @property
-    def uptime(self) -> float:
-        """Seconds since this object was made."""
-        return time.monotonic() - self._started_at
 
     async def start(self) -> None:
         """Start both children side by side and wait until they serve.

@@ -7,8 +7,6 @@ import math
 import numpy as np
 import torch
 
-from runtime.batch import Int32
-
 
 class KVPool:
     """Keys and values of every layer, by slot. Target and draft have one each, with the same slot numbers.
@@ -92,9 +90,3 @@ class PageTable:
         """The slot of each (row, position); int64 of any one shape -> int64 of that shape."""
         page = self.pages[rows, positions // self.page_size].to(torch.int64)
         return page * self.page_size + positions % self.page_size
-
-
-def page_updates(rows: Int32, cols: Int32, ids: Int32, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The arguments of `PageTable.write` from a batch's host arrays, for devices without staging."""
-    as_tensor = torch.from_numpy
-    return as_tensor(rows).to(device, torch.int64), as_tensor(cols).to(device, torch.int64), as_tensor(ids).to(device)

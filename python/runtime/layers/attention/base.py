@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 
 from runtime.forward_batch import ForwardBatch
-from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +75,4 @@ class AttentionBackend(Protocol):
 
     def forward(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
         """Attend. q [T, H, head_dim] -> [T, H * head_dim], the dtype of q."""
-        ...
-
-
-class BackendFactory(Protocol):
-    """How the registry builds a backend."""
-
-    def __call__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> AttentionBackend:
-        """The backend over this pool and this table."""
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from runtime.errors import ConfigError
-from runtime.layers.attention.base import AttentionBackend, AttentionCaps, AttentionShape
+from runtime.layers.attention.base import AttentionBackend, AttentionShape
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 BACKENDS = {
@@ -31,11 +31,6 @@ def backend_class(name: str) -> type:
         raise ConfigError(
             f"--attention-backend {name} cannot be used here: {error}; install the 'cuda' extra, or use --attention-backend torch_native"
         ) from error
-
-
-def backend_caps(name: str) -> AttentionCaps:
-    """What a backend can do, without building it."""
-    return backend_class(name).caps
 
 
 def build_backend(name: str, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> AttentionBackend:

@@ -25,6 +25,7 @@ from runtime.tokenizer import Tokenizer
 NAME = "embedded_speculation"
 KEYS = ("device", "dtype", "quantization", "speculation", "batch")
 OFF = "off"
+CONTEXT = 1024
 
 
 @dataclass(slots=True)
@@ -187,8 +188,10 @@ def main() -> None:
 
 
 def _options(args: Any, quantization: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"device": args.device, "context_length": 1024, "max_running_requests": max(args.batch)}
-    if args.device == "cpu":
+    options: dict[str, Any] = {"device": args.device, "context_length": CONTEXT, "max_running_requests": max(args.batch)}
+    if args.device == "cuda":  # a server alone would take all of the GPU's memory
+        options["max_total_tokens"] = (max(args.batch) + 1) * CONTEXT
+    else:
         options["quantization"] = quantization
         if args.threads is not None:
             options["cpu_threads"] = args.threads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from runtime.layers.attention.split_decode import (
     SplitShape,
     SplitWorkspace,
     default_config,
+    longest_first,
     split_attention,
     takes,
 )
@@ -141,6 +142,23 @@ def test_a_request_is_blind_to_its_neighbours() -> None:
     case.keys.seq_lens[torch.tensor([0, 2, 3])] = torch.tensor([31, 2, 2], dtype=torch.int32, device=DEVICE)
     case.q[:2] = 1.0
     assert torch.equal(case.run()[2:4], alone[2:4]), "request 1 is the same bit for bit"
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 33, 64])
+def test_the_longest_come_first_and_equal_ones_as_they_come(count: int) -> None:
+    lens = torch.randint(1, 9, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int32)
+    order = torch.full((count,), -1, dtype=torch.int32, device=DEVICE)
+    longest_first(lens.to(DEVICE), order)
+    assert order.tolist() == sorted(range(count), key=lambda b: -int(lens[b]))
+
+
+@pytest.mark.parametrize("sms", [1, 40], ids=["alone", "merged"])
+def test_the_order_of_requests_changes_no_bit(sms: int) -> None:
+    case = make_case([40, 333, 7, 130], 2, 16, sms=sms)
+    plain, order = case.run(), torch.empty(4, dtype=torch.int32, device=DEVICE)
+    longest_first(case.keys.seq_lens, order)
+    case.keys = replace(case.keys, order=order)
+    assert torch.equal(case.run(), plain)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8, 64])

@@ -16,6 +16,7 @@ from runtime.layers.attention.split_decode import (
     SplitShape,
     SplitWorkspace,
     default_config,
+    longest_first,
     split_attention,
     takes,
 )
@@ -44,6 +45,7 @@ class _FixedPlan:
         steps: int32 [steps, 1], what each pass adds to the lengths.
         tail: tree tail of the first pass; 0 when causal.
         split: how split attention cuts the pass; None where FA3 runs it.
+        order: int32 [B], the order in which split attention takes requests; None where it does not matter. Passes of one plan have one.
         metadata: by (step, window), FA3's tile schedule, int32.
     """
 
@@ -56,6 +58,7 @@ class _FixedPlan:
     steps: torch.Tensor
     tail: int
     split: SplitShape | None
+    order: torch.Tensor | None
     metadata: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
 
@@ -151,6 +154,8 @@ class FlashAttention:
             for step in range(1 if tail else num_steps):
                 for window in self._windows:
                     self._schedule(plan, step, window)
+        elif plan.order is not None:
+            longest_first(plan.key_lens[0], plan.order)
         return plan
 
     def _split_shape(self, size: int, width: int) -> SplitShape | None:
@@ -179,6 +184,7 @@ class FlashAttention:
 
         seq_lens = ints(num_steps, size)
         every = torch.arange(max(size + 1, num_steps), dtype=torch.int32, device=self._device) * width
+        split = self._split_shape(size, width)
         return _FixedPlan(
             size=size,
             width=width,
@@ -188,7 +194,8 @@ class FlashAttention:
             cu_seqlens_q=every[: size + 1].clone(),
             steps=every[:num_steps, None].clone(),
             tail=tail,
-            split=self._split_shape(size, width),
+            split=split,
+            order=ints(size) if split is not None and split.crowded else None,
         )
 
     def _schedule(self, plan: _FixedPlan, step: int, window: int) -> None:
@@ -246,7 +253,7 @@ class FlashAttention:
     ) -> torch.Tensor:
         """Causal, or with `lse` over all keys."""
         assert self._workspace is not None, "the pass is larger than the shape that the backend was built for"
-        keys = SplitKeys(self._table.pages, plan.rows, lens, self._table.page_size)
+        keys = SplitKeys(self._table.pages, plan.rows, lens, self._table.page_size, plan.order)
         return split_attention(
             q.contiguous(), self._pool.k[layer_id], self._pool.v[layer_id], keys, shape, self._workspace, self._shape.scale,
             causal=lse is None, window=window, lse=lse, pdl=self._pdl,

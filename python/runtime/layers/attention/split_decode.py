@@ -20,6 +20,8 @@ MAX_WIDTH = 8
 MAX_ROWS = 64
 """Queries times query heads of a KV head."""
 MAX_SPLITS = 32
+MAX_ORDERED = 128
+"""Requests that one program compares with each other."""
 PREFETCH_TILES = 2
 """Tiles that each program asks into L2 while the kernel before still runs."""
 LN_2 = 0.6931471805599453
@@ -91,6 +93,11 @@ class SplitShape:
         return max(min(wanted, MAX_SPLITS, self.config.max_partial_rows // self.rows), 1)
 
     @property
+    def crowded(self) -> bool:
+        """Whether programs wait for a multiprocessor: then long requests had better start first."""
+        return self.batch * self.num_kv_heads * self.splits > self.num_sms
+
+    @property
     def partial_rows(self) -> int:
         """Rows of partial results of a pass; none where one program takes all keys."""
         return self.batch * self.num_kv_heads * self.splits * self.rows if self.splits > 1 else 0
@@ -125,12 +132,25 @@ class SplitKeys:
         rows: int32 [B], which of its rows.
         seq_lens: int32 [B], keys of each request.
         page_size: slots of a page.
+        order: int32 [B], the request that each program in turn takes (`longest_first`); None as they come. Changes no result.
     """
 
     pages: torch.Tensor
     rows: torch.Tensor
     seq_lens: torch.Tensor
     page_size: int
+    order: torch.Tensor | None = None
+
+
+def longest_first(lens: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the order of falling length, equal ones as they come: lens int32 [B] -> int32 [B].
+
+    The device hands out programs in turn, so the long ones, begun last, would run alone in the end.
+    Source: Graham 1969, longest processing time first.
+    """
+    block = triton.next_power_of_2(len(lens))
+    assert block <= MAX_ORDERED, f"at most {MAX_ORDERED} requests are ordered, not {len(lens)}"
+    _order_kernel[(1,)](lens, out, len(lens), BLOCK=block, num_warps=max(min(block * block // 1024, 8), 1))
 
 
 def split_attention(
@@ -177,9 +197,9 @@ def split_attention(
         "WINDOW": window >= 0, "LSE": lse is not None, "PDL": pdl,
     }  # fmt: skip
     _split_kernel[(G, splits, shape.batch)](
-        q, k_cache, v_cache, keys.pages, keys.rows, keys.seq_lens, out, lse, workspace.out, workspace.top, workspace.total,
+        q, k_cache, v_cache, keys.pages, keys.rows, keys.seq_lens, keys.order, out, lse, workspace.out, workspace.top, workspace.total,
         scale / LN_2, splits, window, keys.pages.stride(0), **shared,
-        BLOCK_M=max(rows, 16), PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES,
+        BLOCK_M=max(rows, 16), PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES, ORDERED=keys.order is not None,
         num_warps=config.num_warps, num_stages=config.stages, **launch,
     )  # fmt: skip
     if splits > 1:
@@ -189,6 +209,16 @@ def split_attention(
             SPLITS=padded, num_warps=min(max(padded * D // 1024, 1), 8), **launch,  # 32 values a thread
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _order_kernel(lens_ptr, order_ptr, count, BLOCK: tl.constexpr):
+    """One program: the place of each request is how many come before it."""
+    i = tl.arange(0, BLOCK)
+    mine = tl.load(lens_ptr + i, mask=i < count, other=-1)[:, None]
+    theirs = tl.load(lens_ptr + i, mask=i < count, other=-1)[None, :]
+    before = (theirs > mine) | ((theirs == mine) & (i[None, :] < i[:, None]))
+    tl.store(order_ptr + tl.sum(before.to(tl.int32), 1), i, mask=i < count)
 
 
 @triton.jit
@@ -228,14 +258,15 @@ def _prefetch(rows_ptr, D: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["splits", "window", "pages_stride"],
-    do_not_specialize_on_alignment=["pages_ptr", "rows_ptr", "lens_ptr", "lse_ptr"],  # a draft's passes have their lengths anywhere
+    # a draft's passes have their lengths anywhere
+    do_not_specialize_on_alignment=["pages_ptr", "rows_ptr", "lens_ptr", "order_ptr", "lse_ptr"],
 )
 def _split_kernel(
-    q_ptr, k_ptr, v_ptr, pages_ptr, rows_ptr, lens_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr,
+    q_ptr, k_ptr, v_ptr, pages_ptr, rows_ptr, lens_ptr, order_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr,
     scale, splits, window, pages_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr,
     ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, PREFETCH: tl.constexpr,
+    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, PREFETCH: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     """One program: all queries of one request against one KV head's share of the keys; one that takes all of them writes the result."""
     g = tl.program_id(0)
@@ -243,9 +274,11 @@ def _split_kernel(
     b = tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
-    # Lengths and tables are read before the wait, when any number of kernels ahead may still run that started early themselves. But these
-    # are younger than the last one that did not, the embedding of the pass or the head of its graph, and that began when all work before
-    # it had ended: so had plan and page table, which are written outside of passes. Keys may be missing, but a prefetch is only a hint.
+    if ORDERED:
+        b = tl.load(order_ptr + b)
+    # Lengths, order and tables are read before the wait, when any number of kernels ahead may still run that started early themselves. But
+    # these are younger than the last one that did not, the embedding of the pass or the head of its graph, and that began when all work
+    # before it had ended: so had plan and page table, which are written outside of passes. Keys may be missing, but a prefetch is a hint.
     length = tl.load(lens_ptr + b)
     pages_ptr += tl.load(rows_ptr + b).to(tl.int64) * pages_stride
     low, end, each, used = _cut(length, splits, window, WIDTH, TILE, ALONE, WINDOW)

@@ -23,7 +23,7 @@ import torch
 from benchmark.kernels import BF16, LAYERS, ROOF, D, G, H, decode_batch, microseconds
 from runtime.layers.attention import flash_attention
 from runtime.layers.attention.base import AttentionShape
-from runtime.layers.attention.split_decode import SplitConfig, SplitKeys, SplitShape, SplitWorkspace, longest_first, split_attention
+from runtime.layers.attention.split_decode import SplitConfig, SplitKeys, SplitShape, SplitWorkspace, balanced_order, split_attention
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 CUTS = {
@@ -128,8 +128,6 @@ def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
     table, lens, pool = keys.paged(page, size, case.longest), case.lens(), keys.pool
     q = torch.randn((size * width, H, D), device="cuda").to(BF16)
     rows = torch.arange(1, size + 1, dtype=torch.int32, device="cuda")
-    order = torch.empty_like(lens)
-    longest_first(lens, order)
     shape = AttentionShape(H, G, D, D**-0.5, (-1,) * LAYERS, size, width, 1, case.longest)
     backend, batch = flash_attention.FlashAttention(shape, pool, table), decode_batch(size, width, case.longest)
     batch.seq_lens.copy_(lens)
@@ -141,6 +139,8 @@ def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
     def split(config: SplitConfig) -> Callable[[], list[torch.Tensor]]:
         cut = split_shape(size, width, config)
         workspace = SplitWorkspace([cut], q.device)
+        order = torch.empty_like(lens)
+        balanced_order(lens, cut.first_round, order)
         where = SplitKeys(table.pages, rows, lens, page, order if cut.crowded else None)
         return lambda: [split_attention(q, k, v, where, cut, workspace, D**-0.5, pdl=True) for k, v in zip(pool.k, pool.v, strict=True)]
 

@@ -16,8 +16,8 @@ from runtime.layers.attention.split_decode import (
     SplitKeys,
     SplitShape,
     SplitWorkspace,
+    balanced_order,
     default_config,
-    longest_first,
     split_attention,
     takes,
 )
@@ -144,19 +144,20 @@ def test_a_request_is_blind_to_its_neighbours() -> None:
     assert torch.equal(case.run()[2:4], alone[2:4]), "request 1 is the same bit for bit"
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 33, 64])
-def test_the_longest_come_first_and_equal_ones_as_they_come(count: int) -> None:
+@pytest.mark.parametrize(("count", "first_round"), [(1, 16), (2, 1), (5, 5), (33, 16), (64, 16), (7, 0)])
+def test_the_longest_come_first_rising_and_the_others_after_them_falling(count: int, first_round: int) -> None:
     lens = torch.randint(1, 9, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int32)
     order = torch.full((count,), -1, dtype=torch.int32, device=DEVICE)
-    longest_first(lens.to(DEVICE), order)
-    assert order.tolist() == sorted(range(count), key=lambda b: -int(lens[b]))
+    balanced_order(lens.to(DEVICE), first_round, order)
+    falling = sorted(range(count), key=lambda b: -int(lens[b]))
+    assert order.tolist() == falling[:first_round][::-1] + falling[first_round:]
 
 
 @pytest.mark.parametrize("sms", [1, 40], ids=["alone", "merged"])
 def test_the_order_of_requests_changes_no_bit(sms: int) -> None:
     case = make_case([40, 333, 7, 130], 2, 16, sms=sms)
     plain, order = case.run(), torch.empty(4, dtype=torch.int32, device=DEVICE)
-    longest_first(case.keys.seq_lens, order)
+    balanced_order(case.keys.seq_lens, 2, order)
     case.keys = replace(case.keys, order=order)
     assert torch.equal(case.run(), plain)
 

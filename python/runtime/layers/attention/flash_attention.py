@@ -15,8 +15,8 @@ from runtime.layers.attention.split_decode import (
     SplitKeys,
     SplitShape,
     SplitWorkspace,
+    balanced_order,
     default_config,
-    longest_first,
     split_attention,
     takes,
 )
@@ -155,7 +155,7 @@ class FlashAttention:
                 for window in self._windows:
                     self._schedule(plan, step, window)
         elif plan.order is not None:
-            longest_first(plan.key_lens[0], plan.order)
+            balanced_order(plan.key_lens[0], plan.split.first_round, plan.order)
         return plan
 
     def _split_shape(self, size: int, width: int) -> SplitShape | None:

@@ -94,8 +94,13 @@ class SplitShape:
 
     @property
     def crowded(self) -> bool:
-        """Whether programs wait for a multiprocessor: then long requests had better start first."""
+        """Whether multiprocessors get more than one program: then it matters which requests share one."""
         return self.batch * self.num_kv_heads * self.splits > self.num_sms
+
+    @property
+    def first_round(self) -> int:
+        """Requests whose programs are dealt out before a multiprocessor gets a second one."""
+        return self.num_sms // (self.num_kv_heads * self.splits)
 
     @property
     def partial_rows(self) -> int:
@@ -132,7 +137,7 @@ class SplitKeys:
         rows: int32 [B], which of its rows.
         seq_lens: int32 [B], keys of each request.
         page_size: slots of a page.
-        order: int32 [B], the request that each program in turn takes (`longest_first`); None as they come. Changes no result.
+        order: int32 [B], the request that each program in turn takes (`balanced_order`); None as they come. Changes no result.
     """
 
     pages: torch.Tensor
@@ -142,15 +147,15 @@ class SplitKeys:
     order: torch.Tensor | None = None
 
 
-def longest_first(lens: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the order of falling length, equal ones as they come: lens int32 [B] -> int32 [B].
+def balanced_order(lens: torch.Tensor, first_round: int, out: torch.Tensor) -> None:
+    """Write the order in which requests share out the device evenly: lens int32 [B] -> int32 [B].
 
-    The device hands out programs in turn, so the long ones, begun last, would run alone in the end.
-    Source: Graham 1969, longest processing time first.
+    Programs are dealt to multiprocessors in turn, round after round, then to whichever has room. The longest `first_round` requests come
+    first, rising, then all others, falling: a long one shares with a short one or with none, and the shortest are left to fill gaps.
     """
     block = triton.next_power_of_2(len(lens))
     assert block <= MAX_ORDERED, f"at most {MAX_ORDERED} requests are ordered, not {len(lens)}"
-    _order_kernel[(1,)](lens, out, len(lens), BLOCK=block, num_warps=max(min(block * block // 1024, 8), 1))
+    _order_kernel[(1,)](lens, out, len(lens), min(first_round, len(lens)), BLOCK=block, num_warps=max(min(block * block // 1024, 8), 1))
 
 
 def split_attention(
@@ -211,14 +216,16 @@ def split_attention(
     return out
 
 
-@triton.jit
-def _order_kernel(lens_ptr, order_ptr, count, BLOCK: tl.constexpr):
-    """One program: the place of each request is how many come before it."""
+@triton.jit(do_not_specialize=["count", "first_round"], do_not_specialize_on_alignment=["lens_ptr"])
+def _order_kernel(lens_ptr, order_ptr, count, first_round, BLOCK: tl.constexpr):
+    """One program: the rank of each request is how many are longer, or as long and before it."""
     i = tl.arange(0, BLOCK)
     mine = tl.load(lens_ptr + i, mask=i < count, other=-1)[:, None]
     theirs = tl.load(lens_ptr + i, mask=i < count, other=-1)[None, :]
     before = (theirs > mine) | ((theirs == mine) & (i[None, :] < i[:, None]))
-    tl.store(order_ptr + tl.sum(before.to(tl.int32), 1), i, mask=i < count)
+    rank = tl.sum(before.to(tl.int32), 1)
+    place = tl.where(rank < first_round, first_round - 1 - rank, rank)
+    tl.store(order_ptr + place, i, mask=i < count)
 
 
 @triton.jit

@@ -50,12 +50,21 @@ def commit() -> str:
 
 
 def command() -> str:
-    """The command line of the running script, as a reader would type it: without the folder that it wrote to."""
-    script, arguments = Path(sys.argv[0]), sys.argv[1:]
-    if "--out" in arguments:
-        at = arguments.index("--out")
-        del arguments[at : at + 2]
-    return " ".join(["python", "-m", f"benchmark.{script.stem}", *arguments])
+    """The command line of the running script, as a reader would type it."""
+    return portable(" ".join(["python", "-m", f"benchmark.{Path(sys.argv[0]).stem}", *sys.argv[1:]]))
+
+
+def portable(words: str) -> str:
+    """A command or flags without this machine's folders.
+
+    Where results were written goes; a path in the checkout counts from its root; of another absolute path its last part stays.
+    """
+    kept = re.sub(r"(^|\s)--out[ =]\S+", "", words)
+    return re.sub(r"(?<![^\s=,])/[^\s,]+", lambda path: _portable_path(Path(path[0])), kept)
+
+
+def _portable_path(path: Path) -> str:
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def _output(*words: str) -> str:

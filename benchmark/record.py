@@ -39,18 +39,26 @@ class Record:
     def add(self, figures: Mapping[str, Any]) -> None:
         """Keep one row and write the file."""
         row: Row = {**figures, "commit": machine.commit(), "command": machine.command(), "at": _now()}
-        same = [i for i, old in enumerate(self.rows) if all(old.get(key) == row.get(key) for key in self._keys)]
-        if same:
-            self.rows[same[0]] = row
-        else:
-            self.rows.append(row)
-        self._write()
+        put(self.rows, row, self._keys)
+        write(self.data, self.file)
 
-    def _write(self) -> None:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, self.file)
+
+def put(rows: list[Row], row: Row, keys: Sequence[str]) -> None:
+    """Add a row, or let it take the place of the one with the same values under `keys`; its commands lose this machine's folders."""
+    commands = {name: machine.portable(row[name]) for name in ("command", "server_flags") if name in row}
+    same = [i for i, old in enumerate(rows) if all(old.get(key) == row.get(key) for key in keys)]
+    if same:
+        rows[same[0]] = row | commands
+    else:
+        rows.append(row | commands)
+
+
+def write(data: Mapping[str, Any], file: Path) -> None:
+    """Write a result file, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, file)
 
 
 def _now() -> str:

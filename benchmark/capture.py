@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmark import plots
+from benchmark import picture, plots
 from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record
 from benchmark.server import Server
-from benchmark.serving_matrix import setups
+from benchmark.serving_matrix import model_name, setups
 from benchmark.sweep import arguments, names, served_model
 
 NAME = "capture"
@@ -43,17 +43,25 @@ def render(result: Result) -> str:
 
 
 def plot(result: Result, file: Path) -> None:
-    """Seconds by phase, and memory reserved and used by runner."""
-    seconds = {f"{row['mode']} {row['backend']}": dict(row["startup_seconds"] or {}) for row in result["rows"]}
-    memory = {
-        f"{row['mode']} {graph['runner']}": {"reserved": graph["reserved_mib"], "used": graph["used_mib"]}
-        for row in result["rows"]
-        for graph in row["graphs"] or []
-    }
-    plots.draw(
-        file,
-        [lambda axes: plots.bars(axes, seconds, "Start-up", "seconds"), lambda axes: plots.bars(axes, memory, "Graph runners", "MiB")],
-    )
+    """Seconds of start-up by phase; seconds and MiB of each graph runner."""
+    rows = result["rows"]
+    start = {f"{row['mode']}, {row['backend']}": _phases(row) for row in rows}
+    runners = {f"{row['mode']}, {row['backend']}: {graph['runner']}": graph for row in rows for graph in row["graphs"] or []}
+    seconds = {name: {"seconds": graph["seconds"]} for name, graph in runners.items()}
+    memory = {name: {"reserved": graph["reserved_mib"], "used": graph["used_mib"]} for name, graph in runners.items()}
+    panels = [
+        plots.stacks(start, "From start to ready", "seconds"),
+        plots.bars(seconds, "Capture of each graph runner", "seconds"),
+        plots.bars(memory, "Memory of each graph runner", "MiB"),
+    ]
+    models = ", ".join(dict.fromkeys(model_name(row) for row in rows))
+    picture.draw(result, file, f"Start-up: {models}", panels)
+
+
+def _phases(row: dict[str, Any]) -> dict[str, float]:
+    """What the server says of its start, and the rest: processes, imports, sockets."""
+    known = {phase.replace("_", " "): seconds for phase, seconds in (row["startup_seconds"] or {}).items()}
+    return known | {"processes, imports": max(row["ready_seconds"] - sum(known.values()), 0.0)}
 
 
 def main() -> None:

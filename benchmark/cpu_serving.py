@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark import plots
+from benchmark import picture, plots
 from benchmark.agreement import Agreement, compare, greedy_answers
 from benchmark.machine import ROOT
 from benchmark.markdown import Result, percent, pick, provenance, table
@@ -73,11 +73,11 @@ def render(result: Result) -> str:
 
 def plot(result: Result, file: Path) -> None:
     """Tokens a second, one group a batch size."""
-    groups: dict[str, dict[str, float]] = {}
+    groups: dict[str, dict[str, float | None]] = {}
     for row in result["rows"]:
         kind = "float32" if row["quantization"] == "none" else row["quantization"]
-        groups.setdefault(f"batch {row['batch']}", {})[f"{row['system']} {kind}"] = row["tokens_per_second"] or 0.0
-    plots.draw(file, [lambda axes: plots.bars(axes, groups, "SmolLM2-135M on a CPU", "decode tokens/s")])
+        groups.setdefault(str(row["batch"]), {})[f"{row['system']}, {kind}"] = row["tokens_per_second"]
+    picture.draw(result, file, "Decoding with SmolLM2-135M", [plots.bars(groups, "", "decode tokens/s", kind="batch size")])
 
 
 def measure(record: Record, flags: Sequence[str], tokens: int, prompts: int, threads: int) -> None:

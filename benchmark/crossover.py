@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from benchmark import plots
+from benchmark import picture, plots
 from benchmark.markdown import Result, cell, pick, provenance, table
 from benchmark.record import Record
 from benchmark.shapes import Model
@@ -76,24 +76,16 @@ def render(result: Result) -> str:
 
 
 def plot(result: Result, file: Path) -> None:
-    """The ratios over concurrency; the crossovers are where the lines fall through 1."""
-    rows = result["rows"]
-    series = {
-        f"{row['model']} {row['speculation']}, {row['text']}": ratios(
-            [r for r in rows if r["model"] == row["model"]], row["speculation"], row["text"]
-        )
-        for row in rows
-        if row["speculation"] != OFF
-    }
-
-    def panel(axes: Any) -> None:
-        plots.lines(axes, series, "Speculation on / off", "concurrency", "throughput ratio")
-        axes.axhline(1.0, color="black", linewidth=0.8)
-        for points in series.values():
-            if (at := crossing(points)) is not None:
-                axes.axvline(at, color="grey", linestyle=":", linewidth=0.8)
-
-    plots.draw(file, [panel])
+    """The ratios over concurrency; a star where a line falls through 1, and there speculation stops paying."""
+    rows, series = result["rows"], {}
+    for name, speculation, text in dict.fromkeys((row["model"], row["speculation"], row["text"]) for row in rows):
+        if speculation != OFF:
+            length = "real acceptance" if speculation == "real" else f"accept length {speculation}"
+            series[f"{name}, {length}, {text} text"] = ratios([row for row in rows if row["model"] == name], speculation, text)
+    marks = {name: crossing(points) for name, points in series.items()}
+    panel = plots.lines(series, "", "concurrency", "output tokens/s with speculation / without", 1.0, marks)
+    models = ", ".join(dict.fromkeys(row["model"] for row in rows))
+    picture.draw(result, file, f"Where speculation stops paying: {models}", [panel])
 
 
 def main() -> None:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark import plots
+from benchmark import picture, plots
 from benchmark.machine import slug
-from benchmark.markdown import Result, change, percent, pick, provenance, table
+from benchmark.markdown import Result, cell, change, percent, pick, provenance, table
 from benchmark.record import Record
 from benchmark.server import apart
 from benchmark.shapes import READ_BYTES_PER_SECOND, Model
@@ -90,23 +90,41 @@ def _part(rows: list[dict[str, Any]]) -> str:
     return table(header, lines)
 
 
-def gains(result: Result) -> dict[str, list[tuple[float, float]]]:
-    """By model, backend and overlap: (concurrency, gain of throughput in per cent)."""
-    series: dict[str, list[tuple[float, float]]] = {}
-    for on in result["rows"]:
+def pairs(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, dict[str, Any], dict[str, Any]]]]:
+    """By model, backend and overlap: (concurrency, the row without the graph, the row with it), where both were measured."""
+    found: dict[str, list[tuple[int, dict[str, Any], dict[str, Any]]]] = {}
+    for on in sorted(
+        rows, key=lambda row: (row["model"], row.get("loop", ""), row["backend"], row["overlap"] == "off", row["concurrency"])
+    ):
         same = {key: on.get(key) for key in ("model", "backend", "overlap", "loop", "concurrency")}
-        off = pick(result["rows"], graph="off", **same)
+        off = pick(rows, graph="off", **same)
         if on["graph"] == "on" and off is not None:
-            label = _series(on).replace(", ", " ", 1)
-            gain = (on["output_throughput"] / off["output_throughput"] - 1) * 100
-            series.setdefault(label, []).append((on["concurrency"], gain))
-    return series
+            found.setdefault(_series(on), []).append((on["concurrency"], off, on))
+    return found
 
 
 def plot(result: Result, file: Path) -> None:
-    """The gain at each concurrency, in one plot."""
-    title = "Throughput gained by the draft-extend graph"
-    plots.draw(file, [lambda axes: plots.lines(axes, gains(result), title, "concurrency", "per cent")])
+    """Off against on at each concurrency: throughput, with its change and that of the time per token; a panel a series."""
+    panels = [_panel(key, found) for key, found in pairs(result["rows"]).items()]
+    models = ", ".join(dict.fromkeys(row["model"] for row in result["rows"]))
+    picture.draw(result, file, f"Draft-extend graph off and on: {models}", panels, columns=2)
+
+
+def _panel(key: str, found: Sequence[tuple[int, dict[str, Any], dict[str, Any]]]) -> plots.Panel:
+    rows = {(str(concurrency), f"graph {row['graph']}"): row for concurrency, off, on in found for row in (off, on)}
+    lengths: dict[str, dict[str, float | None]] = {}
+    for (concurrency, name), row in rows.items():
+        lengths.setdefault(concurrency, {})[name] = row["output_throughput"]
+
+    def text(concurrency: str, name: str) -> str:
+        row, off = rows[concurrency, name], rows[concurrency, "graph off"]
+        gain = change(row["output_throughput"], off["output_throughput"])
+        return cell(row["output_throughput"]) + (
+            "" if row is off else f" ({gain}; TPOT {change(row['mean_tpot_ms'], off['mean_tpot_ms'])})"
+        )
+
+    unit = "output tokens/s (its change; change of TPOT)"
+    return plots.bars(lengths, key, unit, kind="concurrency", text=text, room=0.75)
 
 
 def in_process(

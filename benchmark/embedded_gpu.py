@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark import plots
+from benchmark import picture, plots
 from benchmark.machine import ROOT
 from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record, Row
@@ -60,8 +60,8 @@ def render(result: Result) -> str:
 
 def plot(result: Result, file: Path) -> None:
     """Tokens a second."""
-    groups = {f"{row['system']} {row['dtype']}": {"tokens/s": row["tokens_per_second"]} for row in result["rows"]}
-    plots.draw(file, [lambda axes: plots.bars(axes, groups, "SmolLM2-135M at batch 1", "decode tokens/s")])
+    groups = {f"{row['system']}, {row['dtype']}": {"tokens/s": row["tokens_per_second"]} for row in result["rows"]}
+    picture.draw(result, file, "Decoding with SmolLM2-135M at batch 1", [plots.bars(groups, "", "decode tokens/s")])
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmark import plots
+from benchmark import picture, plots
 from benchmark.crossover import crossing
 from benchmark.markdown import Result, cell, pick, provenance, table
 from benchmark.record import Record
@@ -143,20 +143,14 @@ def render(result: Result) -> str:
 
 
 def plot(result: Result, file: Path) -> None:
-    """The ratios over requests together; the crossovers are where the lines fall through 1."""
+    """The ratios over requests together; a star where a line falls through 1."""
     series = {}
     for kind, rows in kinds(result["rows"]).items():
         for shape in dict.fromkeys(row["speculation"] for row in rows if row["speculation"] != OFF):
             series[f"{kind}, {shape}"] = ratios(rows, shape)
-
-    def panel(axes: Any) -> None:
-        plots.lines(axes, series, "Embedded model: drafts on / off", "requests together", "ratio of tokens a second")
-        axes.axhline(1.0, color="black", linewidth=0.8)
-        for points in series.values():
-            if (at := crossing(points)) is not None:
-                axes.axvline(at, color="grey", linestyle=":", linewidth=0.8)
-
-    plots.draw(file, [panel])
+    marks = {name: crossing(points) for name, points in series.items()}
+    panel = plots.lines(series, "", "requests together", "tokens/s with drafts / without", 1.0, marks)
+    picture.draw(result, file, "Where drafting stops paying: SmolLM2-135M with its own draft (steps/topk/draft tokens)", [panel])
 
 
 def main() -> None:

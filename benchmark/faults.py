@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from benchmark import plots
+from benchmark import picture, plots
 from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record
 from benchmark.server import Server
@@ -236,9 +236,16 @@ def render(result: Result) -> str:
 
 
 def plot(result: Result, file: Path) -> None:
-    """Measured against allowed, as shares of the bound."""
-    shares = {str(i + 1): {"share of the bound": row["value"] / row["bound"]} for i, row in enumerate(result["rows"])}
-    plots.draw(file, [lambda axes: plots.bars(axes, shares, "Faults, in the order of the table", "measured / allowed")])
+    """Measured as shares of what is allowed."""
+    rows = {row["what"]: row for row in result["rows"]}
+    shares = {what: {"share": row["value"] / row["bound"]} for what, row in rows.items()}
+
+    def text(what: str, _: str) -> str:
+        row = rows[what]
+        return f"{row['value']:.2f} of {row['bound']:.4g} {row['unit']}"
+
+    panel = plots.bars(shares, "", "measured / allowed", bound=1.0, text=text, room=0.25)
+    picture.draw(result, file, "Faults: SmolLM2-135M", [panel])
 
 
 def measure(record: Record, flags: Sequence[str], crowd: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark import plots
+from benchmark import picture, plots
 from benchmark.embedded_speculation import OFF, chat_prompts, speculation
 from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record
@@ -60,8 +60,19 @@ def render(result: Result) -> str:
 
 def plot(result: Result, file: Path) -> None:
     """Accept length by shape, and how many answers differ."""
-    groups = {row["shape"]: {"accept length": row["accept_length"], "differing answers": len(row["differences"])} for row in result["rows"]}
-    plots.draw(file, [lambda axes: plots.bars(axes, groups, "Greedy answers with drafts, float32", "tokens a window; answers")])
+    rows = result["rows"]
+    lengths = {row["shape"]: {"accept length": row["accept_length"]} for row in rows}
+    differ = {row["shape"]: {"answers that differ": len(row["differences"])} for row in rows}
+
+    def text(shape: str, _: str) -> str:
+        row = next(row for row in rows if row["shape"] == shape)
+        return f"{len(row['differences'])} of {row['prompts']}"
+
+    panels = [
+        plots.bars(lengths, "Accept length, by steps/topk/draft tokens", "tokens a window"),
+        plots.bars(differ, "Answers that differ, by steps/topk/draft tokens", "answers", text=text),
+    ]
+    picture.draw(result, file, "Greedy answers with drafts beside those without: SmolLM2-135M, float32", panels)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmark import plots
+from benchmark import picture, plots
 from benchmark.machine import ROOT
 from benchmark.markdown import Result, percent, provenance, table
 from benchmark.record import Record, Row
@@ -126,9 +126,18 @@ def render(result: Result) -> str:
 
 
 def plot(result: Result, file: Path) -> None:
-    """What is left of the GPU in each case."""
-    groups = {row["case"]: {"unused": row["unused"] * 100} for row in result["rows"] if "unused" in row}
-    plots.draw(file, [lambda axes: plots.bars(axes, groups, "Unused memory when full", "per cent of the GPU")])
+    """What is left of the GPU in each case; what each graph runner said and took."""
+    rows = [row for row in result["rows"] if "unused" in row]
+    left = {row["case"]: {"unused": row["unused"] * 100} for row in rows}
+    memory = {
+        f"{row['case']}: {g['runner']}": {"reserved": g["reserved_mib"], "used": g["used_mib"]} for row in rows for g in row["graphs"]
+    }
+    most = MOST_UNUSED * 100
+    panels = [
+        plots.bars(left, f"Unused memory when full; at most {most:g} % is allowed", "per cent of the device", bound=most),
+        plots.bars(memory, "Graph runners", "MiB"),
+    ]
+    picture.draw(result, file, "Memory at its limits", panels)
 
 
 def run(case: Case, served: Model) -> Row:

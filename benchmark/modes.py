@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark import plots
+from benchmark import picture, plots
 from benchmark.machine import slug
 from benchmark.markdown import Result, change, percent, pick, provenance, table
 from benchmark.record import Record, Row
@@ -123,18 +123,20 @@ def render(result: Result) -> str:
 
 
 def plot(result: Result, file: Path) -> None:
-    """Step time by way to run, a panel for each mode."""
+    """Step time by way to run, a panel for each model and mode."""
+    rows = result["rows"]
 
-    def panel(axes: Any, mode: str) -> None:
-        groups: dict[str, dict[str, float]] = {}
-        for row in result["rows"]:
-            if row["mode"] == mode:
+    def panel(model: str, mode: str) -> plots.Panel:
+        groups: dict[str, dict[str, float | None]] = {}
+        for row in rows:
+            if (row["model"], row["mode"]) == (model, mode):
                 label = f"graphs {row['graphs']}, overlap {row['overlap']}"
                 groups.setdefault(f"{row['backend']}, batch {row['batch']}", {})[label] = row["step_ms"]
-        plots.bars(axes, groups, f"One step, {mode}", "ms")
+        return plots.bars(groups, f"{model}, {mode}", "ms a step")
 
-    modes = list(dict.fromkeys(row["mode"] for row in result["rows"]))
-    plots.draw(file, [lambda axes, mode=mode: panel(axes, mode) for mode in modes])
+    panels = [panel(*key) for key in dict.fromkeys((row["model"], row["mode"]) for row in rows)]
+    models = ", ".join(dict.fromkeys(row["model"] for row in rows))
+    picture.draw(result, file, f"One steady decode step: {models}", panels, columns=2)
 
 
 def main() -> None:

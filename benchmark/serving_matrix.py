@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmark import plots
+from benchmark import picture, plots
 from benchmark.machine import slug
 from benchmark.markdown import Result, percent, provenance, table
 from benchmark.record import Record
@@ -84,18 +84,25 @@ def _against(rows: list[dict[str, Any]], rivals: list[dict[str, Any]], mode: str
     return None if ours is None or peer is None else f"{ours / peer['output_throughput']:.3f}x"
 
 
+def model_name(row: dict[str, Any]) -> str:
+    """What a server was given as its model: the folder's name."""
+    words = row.get("server_flags", "").split()
+    return Path(words[words.index("--model-path") + 1]).name if "--model-path" in words else "embedded model"
+
+
 def plot(result: Result, file: Path) -> None:
-    """Throughput over concurrency, one panel a mode."""
+    """Throughput by concurrency and system, one panel a mode."""
+    known = [row | {"system": "Talon"} for row in result["rows"]] + peers(result)["rows"]
 
-    def panel(axes: Any, mode: str) -> None:
-        series: dict[str, list[tuple[float, float]]] = {}
-        ours = [row | {"system": "Talon"} for row in result["rows"] if row["mode"] == mode]
-        for row in ours + [row for row in peers(result)["rows"] if row["mode"] == mode]:
-            series.setdefault(f"{row['system']} {row['backend']}", []).append((row["concurrency"], row["output_throughput"]))
-        plots.lines(axes, series, TITLES[mode], "concurrency", "output tokens/s")
+    def panel(mode: str) -> plots.Panel:
+        groups: dict[str, dict[str, float | None]] = {}
+        for row in sorted((row for row in known if row["mode"] == mode), key=lambda row: row["concurrency"]):
+            groups.setdefault(str(row["concurrency"]), {})[f"{row['system']}, {row['backend']}"] = row["output_throughput"]
+        return plots.bars(groups, TITLES[mode], "output tokens/s", kind="concurrency")
 
-    modes = [mode for mode in TITLES if any(row["mode"] == mode for row in result["rows"])]
-    plots.draw(file, [lambda axes, mode=mode: panel(axes, mode) for mode in modes])
+    panels = [panel(mode) for mode in TITLES if any(row["mode"] == mode for row in result["rows"])]
+    models = ", ".join(dict.fromkeys(model_name(row) for row in result["rows"]))
+    picture.draw(result, file, f"Serving {models}", panels, columns=2)
 
 
 def main() -> None:

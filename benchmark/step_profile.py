@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmark import plots
+from benchmark import picture, plots
 from benchmark.markdown import Result, cell, percent, pick, provenance, table
 from benchmark.record import Record
 from benchmark.server import apart
@@ -138,14 +138,29 @@ def _draft_host(row: dict[str, Any], eager: dict[str, Any] | None) -> str:
 
 
 def plot(result: Result, file: Path) -> None:
-    """Host time and GPU time by phase."""
+    """For each model an iteration's phases on the host and on the GPU, then what it takes without a profiler."""
+    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
+    panels = [panel for name in models for panel in _panels(name, [row for row in result["rows"] if row["model"] == name])]
+    picture.draw(result, file, f"One EAGLE iteration: {', '.join(models)}", panels)
 
-    def groups(unit: str) -> dict[str, dict[str, float]]:
-        label = "{model} {backend}, overlap {overlap}, c={concurrency}: {graphs}"
-        return {label.format(**row): row[unit] for row in result["rows"]}
 
-    panels = [("host_us", "Host time"), ("gpu_us", "GPU time")]
-    plots.draw(file, [lambda axes, u=unit, t=title: plots.bars(axes, groups(u), f"{t} of one iteration", "µs") for unit, title in panels])
+def _panels(model: str, rows: Sequence[dict[str, Any]]) -> list[plots.Panel]:
+    named = {f"{row['backend']}, overlap {row['overlap']}, c={row['concurrency']}: {TITLES[row['graphs']]}": row for row in rows}
+
+    def phases(unit: str) -> dict[str, dict[str, float]]:
+        order = (*PHASES, "other")
+        return {name: {p.replace("_", "-"): row[unit][p] for p in order if row[unit].get(p)} for name, row in named.items()}
+
+    alone = {
+        name: {"whole iteration": row["step_us"], "draft phases, host": row["draft_host_us"]}
+        for name, row in named.items()
+        if "step_us" in row
+    }
+    return [
+        plots.stacks(phases("host_us"), f"{model}, host: phases, under the profiler", "µs an iteration"),
+        plots.stacks(phases("gpu_us"), f"{model}, GPU: phases, sums of kernels that may overlap", "µs an iteration"),
+        plots.bars(alone, f"{model}, without a profiler", "µs an iteration"),
+    ]
 
 
 def main() -> None:

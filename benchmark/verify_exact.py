@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmark import plots
+from benchmark import picture, plots
 from benchmark.markdown import Result, pick, provenance, table
 from benchmark.record import Record
 from benchmark.shapes import Model
@@ -72,12 +72,19 @@ def _positions(shares: list[float] | None) -> str | None:
 
 
 def plot(result: Result, file: Path) -> None:
-    """Acceptance by position, one bar a rule."""
-    groups: dict[str, dict[str, float]] = {}
-    for row in result["rows"]:
-        for i, share in enumerate(row["per_position_acceptance"] or []):
-            groups.setdefault(f"{row['model']} position {i}", {})[RULES[row["rule"]]] = share
-    plots.draw(file, [lambda axes: plots.bars(axes, groups, "Drafts accepted at temperature 1", "share of verifications")])
+    """Acceptance of all drafts and by position, one bar a rule, a panel for each model."""
+
+    def panel(name: str) -> plots.Panel:
+        groups: dict[str, dict[str, float | None]] = {}
+        for row in result["rows"]:
+            if row["model"] == name:
+                positions = {f"draft {i + 1}": share for i, share in enumerate(row["per_position_acceptance"] or [])}
+                for group, share in ({"all drafts": acceptance_rate(row)} | positions).items():
+                    groups.setdefault(group, {})[RULES[row["rule"]]] = share
+        return plots.bars(groups, name, "share accepted")
+
+    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
+    picture.draw(result, file, f"Drafts accepted at temperature 1: {', '.join(models)}", [panel(name) for name in models])
 
 
 def main() -> None:

@@ -42,9 +42,11 @@ def slug(machine: Machine) -> str:
 
 def commit() -> str:
     """What TALON_COMMIT says, where files travel without their history; else the checkout's commit, marked when files differ from it."""
-    found = os.environ.get("TALON_COMMIT") or _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD").strip()
-    if not found or "TALON_COMMIT" in os.environ:
-        return found or "unknown"
+    if named := os.environ.get("TALON_COMMIT"):
+        return named
+    found = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD").strip()
+    if not found:
+        return "unknown"
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", "python").strip()
     return f"{found}-dirty" if changed else found
 

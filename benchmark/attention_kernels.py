@@ -23,18 +23,16 @@ import torch
 from benchmark.kernels import BF16, LAYERS, ROOF, D, G, H, decode_batch, microseconds
 from runtime.layers.attention import flash_attention
 from runtime.layers.attention.base import AttentionShape
-from runtime.layers.attention.split_decode import SplitConfig, SplitKeys, SplitShape, SplitWorkspace, balanced_order, split_attention
+from runtime.layers.attention.split_decode import SplitConfig, SplitKeys, SplitShape, SplitWorkspace, deal, split_attention
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 CUTS = {
     "64x4": SplitConfig(64, 4, 4, 2),
-    "64x4 1/SM": SplitConfig(64, 4, 4, 1),
     "64x4 4/SM": SplitConfig(64, 4, 4, 4),
-    "64x3": SplitConfig(64, 4, 3, 2),
-    "64x3 4/SM": SplitConfig(64, 4, 3, 4),
-    "32x6": SplitConfig(32, 4, 6, 2),
-    "128x2": SplitConfig(128, 4, 2, 2),
-    "64x3 8 warps": SplitConfig(64, 8, 3, 2),
+    "64x3 3/SM": SplitConfig(64, 4, 3, 3),
+    "128x3": SplitConfig(128, 4, 3, 2),
+    "128x3 1/SM": SplitConfig(128, 4, 3, 1),
+    "128x3 8 warps": SplitConfig(128, 8, 3, 2),
 }
 """Keys of a tile x stages, warps if not 4, programs for each multiprocessor if not 2, tiles taken alone if not 256 keys."""
 TOLERANCE = 2e-2
@@ -74,7 +72,9 @@ def compile_kind(kind: tuple[int, int, int, SplitConfig]) -> None:
     pages = torch.zeros((1, width // page + 1), dtype=torch.int32, device=device)
     lens = torch.full((batch,), width, dtype=torch.int32, device=device)
     q = torch.zeros((batch * width, H, D), dtype=BF16, device=device)
-    keys = SplitKeys(pages, torch.zeros_like(lens), lens, page, torch.zeros_like(lens) if shape.crowded else None)
+    keys = SplitKeys(pages, torch.zeros_like(lens), lens, page, shape.empty_deal(device))
+    if keys.deal is not None:
+        deal(lens, shape, keys.deal)
     split_attention(q, cache, cache, keys, shape, SplitWorkspace([shape], device), 1.0, pdl=True)
     torch.cuda.synchronize()
 
@@ -139,9 +139,9 @@ def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
     def split(config: SplitConfig) -> Callable[[], list[torch.Tensor]]:
         cut = split_shape(size, width, config)
         workspace = SplitWorkspace([cut], q.device)
-        order = torch.empty_like(lens)
-        balanced_order(lens, cut.first_round, order)
-        where = SplitKeys(table.pages, rows, lens, page, order if cut.crowded else None)
+        where = SplitKeys(table.pages, rows, lens, page, cut.empty_deal(q.device))
+        if where.deal is not None:
+            deal(lens, cut, where.deal)
         return lambda: [split_attention(q, k, v, where, cut, workspace, D**-0.5, pdl=True) for k, v in zip(pool.k, pool.v, strict=True)]
 
     return {"FA3": fa3} | {name: split(config) for name, config in CUTS.items()}
@@ -203,7 +203,7 @@ def main() -> None:
         keys = Keys(max(map(slots, cases)))
         print("µs a layer: " + ", ".join(CUTS), flush=True)
         rows = [measure(keys, case) for case in cases]
-    for cut in ("64x4", "64x3"):
+    for cut in ("64x4", "64x4 4/SM"):
         print_choice(rows, cut)
     print(f"compiled in {compiled:.0f} s, all in {time.monotonic() - started:.0f} s")
     facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "args": {**vars(args), "out": args.out.name}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from runtime.layers.attention.split_decode import (
     SplitKeys,
     SplitShape,
     SplitWorkspace,
-    balanced_order,
+    deal,
     default_config,
     split_attention,
     takes,
@@ -60,7 +60,10 @@ def make_case(lens: list[int], width: int, page_size: int, heads: tuple[int, int
             cache[pages[b + 1, positions // page_size].long(), positions % page_size] = float("nan")
     shape = SplitShape(B, width, H, G, D, sms, SMALL)
     ints = {"dtype": torch.int32, "device": DEVICE}
-    keys = SplitKeys(pages.to(DEVICE), torch.arange(1, B + 1, **ints), torch.tensor(lens, **ints), page_size)
+    hands = shape.empty_deal(DEVICE)
+    keys = SplitKeys(pages.to(DEVICE), torch.arange(1, B + 1, **ints), torch.tensor(lens, **ints), page_size, hands)
+    if hands is not None:
+        deal(keys.seq_lens, shape, hands)
     q = torch.randn((B * width, H, D)).to(DEVICE, DTYPE)
     return Case(shape, keys, q, k.to(DEVICE, DTYPE), v.to(DEVICE, DTYPE), SplitWorkspace([shape], DEVICE))
 
@@ -144,22 +147,59 @@ def test_a_request_is_blind_to_its_neighbours() -> None:
     assert torch.equal(case.run()[2:4], alone[2:4]), "request 1 is the same bit for bit"
 
 
-@pytest.mark.parametrize(("count", "first_round"), [(1, 16), (2, 1), (5, 5), (33, 16), (64, 16), (7, 0)])
-def test_the_longest_come_first_rising_and_the_others_after_them_falling(count: int, first_round: int) -> None:
-    lens = torch.randint(1, 9, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int32)
-    order = torch.full((count,), -1, dtype=torch.int32, device=DEVICE)
-    balanced_order(lens.to(DEVICE), first_round, order)
-    falling = sorted(range(count), key=lambda b: -int(lens[b]))
-    assert order.tolist() == falling[:first_round][::-1] + falling[first_round:]
+LENGTHS = {
+    "alike": [200] * 6,
+    "one long": [16, 900, 20, 1, 33, 5],
+    "rising": [10, 60, 110, 160, 210, 260],
+    "short": [1, 1, 2, 16, 17, 1],
+}
 
 
-@pytest.mark.parametrize("sms", [1, 40], ids=["alone", "merged"])
-def test_the_order_of_requests_changes_no_bit(sms: int) -> None:
-    case = make_case([40, 333, 7, 130], 2, 16, sms=sms)
-    plain, order = case.run(), torch.empty(4, dtype=torch.int32, device=DEVICE)
-    balanced_order(case.keys.seq_lens, 2, order)
-    case.keys = replace(case.keys, order=order)
-    assert torch.equal(case.run(), plain)
+@pytest.mark.parametrize("lens", LENGTHS.values(), ids=LENGTHS.keys())
+@pytest.mark.parametrize("sms", [1, 24], ids=["one share", "two shares"])
+def test_a_deal_gives_out_every_share_once_and_none_is_much_longer_than_the_mean(lens: list[int], sms: int) -> None:
+    shape = SplitShape(len(lens), 1, 4, 2, 64, sms, SMALL)
+    hands = shape.empty_deal(DEVICE)
+    assert shape.dealt
+    assert hands is not None
+    hands.items.fill_(77)
+    deal(torch.tensor(lens, dtype=torch.int32, device=DEVICE), shape, hands)
+    items, places = hands.items.tolist(), hands.places.tolist()
+    tiles, shares = [-(-n // SMALL.tile) for n in lens], [place >> 20 for place in places]
+    given = [item for item in items if item >= 0]
+    assert sorted(given) == sorted(b + (s << 10) + (n << 20) for b, n in enumerate(shares) for s in range(n))
+    assert items == given + [-1] * (shape.programs - len(given)), "those without work come last"
+    for b, place in enumerate(places):
+        first = place & ((1 << 20) - 1)
+        assert items[first : first + shares[b]] == [b + (s << 10) + (shares[b] << 20) for s in range(shares[b])]
+    long = [-(-tiles[item & 1023] // shares[item & 1023]) for item in given]
+    assert long == sorted(long, reverse=True), "long shares begin first"
+    assert max(long) <= -(-sum(tiles) * (4 * shape.splits + 1) // (4 * shape.splits**2 * len(lens))), "none is much longer than the mean"
+    if len(set(lens)) == 1:
+        assert shares == [shape.splits] * len(lens)
+
+
+@pytest.mark.parametrize("lens", [[w + 4 for w in lens] for lens in LENGTHS.values()], ids=LENGTHS.keys())
+@pytest.mark.parametrize(("sms", "width", "window"), [(1, 1, -1), (24, 4, -1), (1, 3, 20)])
+def test_dealt_passes_follow_the_definition(lens: list[int], sms: int, width: int, window: int) -> None:
+    case = make_case(lens, width, 16, sms=sms)
+    assert case.shape.dealt
+    assert_close(case.run(window=window), definition(case, True, window)[0])
+
+
+def test_a_deal_of_earlier_lengths_serves_the_passes_after_it() -> None:
+    case = make_case([17, 300, 64, 5], 1, 16, sms=1)
+    assert case.keys.deal is not None
+    deal(torch.tensor([9, 20, 64, 400], dtype=torch.int32, device=DEVICE), case.shape, case.keys.deal)
+    assert_close(case.run(), definition(case, True, -1)[0])
+
+
+def test_most_requests_that_are_dealt_all_differ_in_length() -> None:
+    shape = SplitShape(128, 1, 4, 2, 64, 24, SMALL)
+    hands, lens = shape.empty_deal(DEVICE), torch.arange(1, 8 * 129, 8, dtype=torch.int32, device=DEVICE)
+    assert hands is not None
+    deal(lens, shape, hands)
+    assert sorted({item & 1023 for item in hands.items.tolist() if item >= 0}) == list(range(128))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8, 64])
@@ -168,7 +208,7 @@ def test_workspace_made_for_several_passes_has_room_for_each(batch: int) -> None
     workspace = SplitWorkspace(shapes, torch.device("cpu"))
     for shape in shapes:
         assert shape.splits * shape.rows <= max(shape.config.max_partial_rows, shape.rows)
-        assert shape.splits == 1 or workspace.top.numel() >= batch * 8 * shape.splits * shape.rows
+        assert workspace.top.numel() >= shape.programs * 8 * shape.rows
         assert workspace.out.numel() == workspace.top.numel() * 128
 
 

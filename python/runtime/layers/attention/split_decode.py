@@ -20,7 +20,7 @@ MAX_WIDTH = 8
 MAX_ROWS = 64
 """Queries times query heads of a KV head."""
 MAX_SPLITS = 32
-MAX_ORDERED = 128
+MAX_DEALT = 128
 """Requests that one program compares with each other."""
 PREFETCH_TILES = 2
 """Tiles that each program asks into L2 while the kernel before still runs."""
@@ -51,15 +51,30 @@ class SplitConfig:
 def default_config(head_dim: int, batch: int) -> SplitConfig:
     """The cut for a head dimension and a number of requests, the fastest of several on an H200.
 
-    A tile of keys and values is 32 KiB at most, so two programs share the memory of a multiprocessor; few requests have less to merge
-    with one.
+    A tile of 64 keys and values is 32 KiB at most, so two programs share the memory of a multiprocessor. Few requests have less to merge
+    with one, whose tiles may be twice as long.
     """
-    return SplitConfig(tile=64 if head_dim <= 128 else 32, num_warps=4, stages=4, programs_per_sm=1 if batch <= 4 else 2)
+    wide = 2 if batch <= 4 else 1
+    tile = (64 if head_dim <= 128 else 32) * wide
+    return SplitConfig(tile=tile, num_warps=4, stages=5 - wide, programs_per_sm=3 - wide, alone=4 // wide)
 
 
 def takes(width: int, num_q_heads: int, num_kv_heads: int) -> bool:
     """Whether the kernel takes passes of `width` queries a request."""
     return 0 < width <= MAX_WIDTH and width * (num_q_heads // num_kv_heads) <= MAX_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Which program takes what, by the lengths of a pass.
+
+    Attributes:
+        items: int32 [programs]: request + share * 2**10 + shares * 2**20, the longest shares first; -1 for nothing.
+        places: int32 [B]: index of a request's first item + shares * 2**20.
+    """
+
+    items: torch.Tensor
+    places: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +108,26 @@ class SplitShape:
         return max(min(wanted, MAX_SPLITS, self.config.max_partial_rows // self.rows), 1)
 
     @property
-    def crowded(self) -> bool:
-        """Whether multiprocessors get more than one program: then it matters which requests share one."""
-        return self.batch * self.num_kv_heads * self.splits > self.num_sms
+    def dealt(self) -> bool:
+        """Whether requests get programs by their length (`deal`): where few programs a request leave a long one behind the others."""
+        return self.splits <= 2
 
     @property
-    def first_round(self) -> int:
-        """Requests whose programs are dealt out before a multiprocessor gets a second one."""
-        return self.num_sms // (self.num_kv_heads * self.splits)
+    def programs(self) -> int:
+        """Programs of each KV head, those without work included."""
+        return self.batch * (self.splits + self.dealt)
 
     @property
     def partial_rows(self) -> int:
         """Rows of partial results of a pass; none where one program takes all keys."""
-        return self.batch * self.num_kv_heads * self.splits * self.rows if self.splits > 1 else 0
+        return self.programs * self.num_kv_heads * self.rows if self.splits > 1 or self.dealt else 0
+
+    def empty_deal(self, device: torch.device) -> Deal | None:
+        """What `deal` writes to; None where every request gets `splits` programs."""
+        if not self.dealt:
+            return None
+        ints = torch.zeros(self.programs + self.batch, dtype=torch.int32, device=device)
+        return Deal(ints[: self.programs], ints[self.programs :])
 
 
 class SplitWorkspace:
@@ -137,25 +159,28 @@ class SplitKeys:
         rows: int32 [B], which of its rows.
         seq_lens: int32 [B], keys of each request.
         page_size: slots of a page.
-        order: int32 [B], the request that each program in turn takes (`balanced_order`); None as they come. Changes no result.
+        deal: which program takes what, for shapes that are `dealt`.
     """
 
     pages: torch.Tensor
     rows: torch.Tensor
     seq_lens: torch.Tensor
     page_size: int
-    order: torch.Tensor | None = None
+    deal: Deal | None = None
 
 
-def balanced_order(lens: torch.Tensor, first_round: int, out: torch.Tensor) -> None:
-    """Write the order in which requests share out the device evenly: lens int32 [B] -> int32 [B].
+def deal(lens: torch.Tensor, shape: SplitShape, out: Deal) -> None:
+    """Cut requests of lens int32 [B] into shares that are at most a little longer than the mean request's. On the device, once a pass.
 
-    Programs are dealt to multiprocessors in turn, round after round, then to whichever has room. The longest `first_round` requests come
-    first, rising, then all others, falling: a long one shares with a short one or with none, and the shortest are left to fill gaps.
+    With `s` splits a share has at most (1 + 1 / 4s) / s of the mean length, so that alike requests get `s` shares each; all together get
+    less than (s + 1) B, whatever the lengths. Long shares begin first (Graham 1969, longest processing time first).
     """
-    block = triton.next_power_of_2(len(lens))
-    assert block <= MAX_ORDERED, f"at most {MAX_ORDERED} requests are ordered, not {len(lens)}"
-    _order_kernel[(1,)](lens, out, len(lens), min(first_round, len(lens)), BLOCK=block, num_warps=max(min(block * block // 1024, 8), 1))
+    assert shape.batch <= MAX_DEALT, f"at most {MAX_DEALT} requests are dealt out, not {shape.batch}"
+    block, most = triton.next_power_of_2(shape.batch), triton.next_power_of_2(shape.programs)
+    _deal_kernel[(1,)](
+        lens, out.items, out.places, shape.batch, shape.programs, shape.splits,
+        TILE=shape.config.tile, MOST=MAX_SPLITS, BLOCK=block, PROGRAMS=most, num_warps=max(min(block * block // 1024, 8), 1),
+    )  # fmt: skip
 
 
 def split_attention(
@@ -172,7 +197,7 @@ def split_attention(
     lse: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Attend. A request's result depends on its own data and on `shape` only, bit for bit.
+    """Attend. A request's result depends on its own data and on `shape` only, bit for bit; where the shape is dealt, on the deal too.
 
     Args:
         q: [B * W, H, D] contiguous, W queries a request, bfloat16 or float16.
@@ -195,37 +220,51 @@ def split_attention(
     assert shape.partial_rows <= workspace.top.numel(), "the workspace was made for smaller passes"
     assert q.is_contiguous(), "queries of a split pass are contiguous"
     assert causal or window < 0, "a window belongs to a causal pass"
+    assert (keys.deal is not None) == shape.dealt, "a shape that is dealt comes with a deal, another without"
     out, splits, rows, group = torch.empty_like(q), shape.splits, shape.rows, H // G
     launch = {"launch_pdl": True} if pdl else {}
+    items, places = (keys.deal.items, keys.deal.places) if keys.deal is not None else (None, None)
     shared = {
         "WIDTH": shape.width, "GROUP": group, "NUM_KV": G, "D": D, "TILE": config.tile, "ALONE": config.alone, "ROWS": rows,
-        "WINDOW": window >= 0, "LSE": lse is not None, "PDL": pdl,
+        "WINDOW": window >= 0, "LSE": lse is not None, "PDL": pdl, "DEALT": shape.dealt,
     }  # fmt: skip
-    _split_kernel[(G, splits, shape.batch)](
-        q, k_cache, v_cache, keys.pages, keys.rows, keys.seq_lens, keys.order, out, lse, workspace.out, workspace.top, workspace.total,
+    grid = (G, 1, shape.programs) if shape.dealt else (G, splits, shape.batch)
+    _split_kernel[grid](
+        q, k_cache, v_cache, keys.pages, keys.rows, keys.seq_lens, items, out, lse, workspace.out, workspace.top, workspace.total,
         scale / LN_2, splits, window, keys.pages.stride(0), **shared,
-        BLOCK_M=max(rows, 16), PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES, ORDERED=keys.order is not None,
+        BLOCK_M=max(rows, 16), PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES,
         num_warps=config.num_warps, num_stages=config.stages, **launch,
     )  # fmt: skip
-    if splits > 1:
-        padded = triton.next_power_of_2(splits)
-        _merge_kernel[(G, shape.width * group, shape.batch)](
-            keys.seq_lens, out, lse, workspace.out, workspace.top, workspace.total, splits, window, **shared,
-            SPLITS=padded, num_warps=min(max(padded * D // 1024, 1), 8), **launch,  # 32 values a thread
+    if shape.partial_rows:
+        padded = MAX_SPLITS if shape.dealt else triton.next_power_of_2(splits)
+        each = shape.width * group if shape.dealt else 1  # most requests of a deal have nothing to merge: few programs find out sooner
+        _merge_kernel[(G, shape.width * group // each, shape.batch)](
+            keys.seq_lens, places, out, lse, workspace.out, workspace.top, workspace.total, splits, window, **shared,
+            EACH=each, SPLITS=padded, num_warps=min(max(padded * D // 1024, 1), 8), **launch,  # 32 values a thread
         )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["count", "first_round"], do_not_specialize_on_alignment=["lens_ptr"])
-def _order_kernel(lens_ptr, order_ptr, count, first_round, BLOCK: tl.constexpr):
-    """One program: the rank of each request is how many are longer, or as long and before it."""
+@triton.jit(do_not_specialize=["count", "programs", "splits"], do_not_specialize_on_alignment=["lens_ptr", "items_ptr", "places_ptr"])
+def _deal_kernel(
+    lens_ptr, items_ptr, places_ptr, count, programs, splits,
+    TILE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """One program: shares of each request, and where its items begin among those of all, the longest shares first."""
     i = tl.arange(0, BLOCK)
-    mine = tl.load(lens_ptr + i, mask=i < count, other=-1)[:, None]
-    theirs = tl.load(lens_ptr + i, mask=i < count, other=-1)[None, :]
-    before = (theirs > mine) | ((theirs == mine) & (i[None, :] < i[:, None]))
-    rank = tl.sum(before.to(tl.int32), 1)
-    place = tl.where(rank < first_round, first_round - 1 - rank, rank)
-    tl.store(order_ptr + place, i, mask=i < count)
+    inside = i < count
+    tiles = tl.where(inside, tl.cdiv(tl.load(lens_ptr + i, mask=inside, other=0), TILE), 0)
+    cap = tl.maximum(tl.cdiv(tl.sum(tiles, 0) * (4 * splits + 1), 4 * splits * splits * count), 1)
+    shares = tl.where(inside, tl.minimum(tl.maximum(tl.cdiv(tiles, cap), 1), MOST), 0)
+    # by falling length of a share, then by number: one key that all can be compared by
+    key = tl.cdiv(tiles, tl.maximum(shares, 1)) * BLOCK + (BLOCK - 1 - i)
+    before = key[None, :] > key[:, None]
+    first = tl.sum(tl.where(before, shares[None, :] + tl.zeros_like(before).to(tl.int32), 0), 1)
+    tl.store(places_ptr + i, first + (shares << 20), mask=inside)
+    for share in range(0, tl.max(shares, 0)):
+        tl.store(items_ptr + first + share, i + (share << 10) + (shares << 20), mask=inside & (share < shares))
+    item = tl.arange(0, PROGRAMS)
+    tl.store(items_ptr + item, -1, mask=(item >= tl.sum(shares, 0)) & (item < programs))
 
 
 @triton.jit
@@ -266,14 +305,14 @@ def _prefetch(rows_ptr, D: tl.constexpr):
 @triton.jit(
     do_not_specialize=["splits", "window", "pages_stride"],
     # a draft's passes have their lengths anywhere
-    do_not_specialize_on_alignment=["pages_ptr", "rows_ptr", "lens_ptr", "order_ptr", "lse_ptr"],
+    do_not_specialize_on_alignment=["pages_ptr", "rows_ptr", "lens_ptr", "items_ptr", "lse_ptr"],
 )
 def _split_kernel(
-    q_ptr, k_ptr, v_ptr, pages_ptr, rows_ptr, lens_ptr, order_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr,
+    q_ptr, k_ptr, v_ptr, pages_ptr, rows_ptr, lens_ptr, items_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr,
     scale, splits, window, pages_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr,
-    ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, PREFETCH: tl.constexpr, ORDERED: tl.constexpr,
+    ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr, DEALT: tl.constexpr,
+    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One program: all queries of one request against one KV head's share of the keys; one that takes all of them writes the result."""
     g = tl.program_id(0)
@@ -281,9 +320,14 @@ def _split_kernel(
     b = tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
-    if ORDERED:
-        b = tl.load(order_ptr + b)
-    # Lengths, order and tables are read before the wait, when any number of kernels ahead may still run that started early themselves. But
+    item = b * splits + split
+    if DEALT:
+        item = b
+        mine = tl.load(items_ptr + item)
+        b = tl.maximum(mine, 0) & 1023
+        split = (mine >> 10) & 1023  # without work: beyond all shares
+        splits = tl.maximum(mine, 1 << 20) >> 20
+    # Lengths, deal and tables are read before the wait, when any number of kernels ahead may still run that started early themselves. But
     # these are younger than the last one that did not, the embedding of the pass or the head of its graph, and that began when all work
     # before it had ended: so had plan and page table, which are written outside of passes. Keys may be missing, but a prefetch is a hint.
     length = tl.load(lens_ptr + b)
@@ -339,24 +383,29 @@ def _split_kernel(
             if LSE:
                 tl.store(lse_ptr + head, top + tl.log2(total), mask=m_in)
         else:
-            row = ((b * NUM_KV + g) * splits + split) * ROWS + m
+            row = (item * NUM_KV + g) * ROWS + m
             tl.store(part_ptr + row[:, None] * D + d[None, :], acc, mask=(m < ROWS)[:, None])
             tl.store(top_ptr + row, top, mask=m < ROWS)
             tl.store(total_ptr + row, total, mask=m < ROWS)
 
 
-@triton.jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=["lens_ptr", "lse_ptr"])
+@triton.jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=["lens_ptr", "places_ptr", "lse_ptr"])
 def _merge_kernel(
-    lens_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr, splits, window,
+    lens_ptr, places_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr, splits, window,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr,
-    ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr, DEALT: tl.constexpr,
+    EACH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program: the shares of one query and head of one request, in an order that depends on the number of splits only."""
+    """One program: the shares of some queries and heads of one request, in an order that depends on the number of splits only."""
     g = tl.program_id(0)
-    m = tl.program_id(1)
     b = tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
+    first = b * splits
+    if DEALT:
+        place = tl.load(places_ptr + b)
+        first = place & ((1 << 20) - 1)
+        splits = place >> 20
     _, _, _, used = _cut(tl.load(lens_ptr + b), splits, window, WIDTH, TILE, ALONE, WINDOW)
     # Also where nothing is left to do: this kernel must not end before the one ahead, for whose end the next waits through this one.
     if PDL:
@@ -365,17 +414,18 @@ def _merge_kernel(
         d = tl.arange(0, D)
         split = tl.arange(0, SPLITS)
         inside = split < used
-        row = ((b * NUM_KV + g) * splits + split) * ROWS + m
-        # Read once, so past L1.
-        part = tl.load(part_ptr + row[:, None] * D + d[None, :], mask=inside[:, None], other=0.0, cache_modifier=".cg")
-        top = tl.load(top_ptr + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        total = tl.load(total_ptr + row, mask=inside, other=0.0, cache_modifier=".cg")
-        highest = tl.max(top, 0)
-        safe = tl.where(highest == float("-inf"), 0.0, highest)
-        weight = tl.exp2(top - safe)
-        whole = tl.sum(total * weight, 0)
-        out = tl.sum(part * weight[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
-        head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
-        tl.store(out_ptr + head * D + d, out.to(out_ptr.dtype.element_ty))
-        if LSE:
-            tl.store(lse_ptr + head, safe + tl.log2(whole))
+        for m in range(tl.program_id(1) * EACH, tl.program_id(1) * EACH + EACH):
+            row = ((first + split) * NUM_KV + g) * ROWS + m
+            # Read once, so past L1.
+            part = tl.load(part_ptr + row[:, None] * D + d[None, :], mask=inside[:, None], other=0.0, cache_modifier=".cg")
+            top = tl.load(top_ptr + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
+            total = tl.load(total_ptr + row, mask=inside, other=0.0, cache_modifier=".cg")
+            highest = tl.max(top, 0)
+            safe = tl.where(highest == float("-inf"), 0.0, highest)
+            weight = tl.exp2(top - safe)
+            whole = tl.sum(total * weight, 0)
+            out = tl.sum(part * weight[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
+            head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
+            tl.store(out_ptr + head * D + d, out.to(out_ptr.dtype.element_ty))
+            if LSE:
+                tl.store(lse_ptr + head, safe + tl.log2(whole))

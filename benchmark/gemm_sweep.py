@@ -55,6 +55,7 @@ CUTS = (
     (128, 64, 8, (4, 6)),
     (128, 128, 4, (3, 4)),
     (128, 128, 8, (3, 4)),
+    (256, 64, 8, (3, 4)),
 )
 """Weight rows, columns, warps, stages."""
 
@@ -73,9 +74,9 @@ class Shape:
 SHAPES = (
     Shape("qkv", "linear", QKV, HIDDEN, (16, 32, 64)),
     Shape("o", "linear_add", HIDDEN, HIDDEN, (16, 32)),
-    Shape("gate-up", "gate_up", 2 * MIDDLE, HIDDEN, (32, 64, 128)),
+    Shape("gate-up", "gate_up", 2 * MIDDLE, HIDDEN, (32, 64, 128, 256)),
     Shape("down", "linear_add", HIDDEN, MIDDLE, (16, 32)),
-    Shape("head", "logits", VOCAB, HIDDEN, (32, 64, 128)),
+    Shape("head", "logits", VOCAB, HIDDEN, (32, 64, 128, 256)),
 )
 
 

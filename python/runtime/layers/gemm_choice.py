@@ -41,21 +41,22 @@ def candidate_configs(op: GemmOp, rows: int) -> tuple[GemmConfig, ...]:
     few, some = rows <= 8, rows <= 16
     if rows > 64:
         if op in ("gate_up", "logits"):
-            return GemmConfig(128, 64, 8, 4, swap=True, prefetch=0), GemmConfig(64, 64, 4, 5, swap=True, prefetch=0)
+            return GemmConfig(256, 64, 8, 4, swap=True, prefetch=0), GemmConfig(128, 64, 8, 4, swap=True, prefetch=0)
         return GemmConfig(32, 128, 4, 4, prefetch=0), GemmConfig(64, 64, 4, 6, swap=True, prefetch=0)
     if rows > 32 and op in ("linear", "linear_add"):  # deeper tiles would not fit beside 64 rows of input
         return GemmConfig(64, 128, 4, 6, swap=True, prefetch=0), GemmConfig(32, 256, 4, 4, swap=True, prefetch=512)
+    shallow = (GemmConfig(128, 64, 8, 4, swap=True, prefetch=0),) if rows > 32 else ()
     if op == "gate_up":
         wide = GemmConfig(128, 128, 4, 4, swap=True, prefetch=0)
         if few:
             return GemmConfig(64, 256, 4, 3, prefetch=0), GemmConfig(64, 256, 4, 3, tma=True, late=True, prefetch=0)
         half = GemmConfig(64, 128, 4, 4, swap=True, prefetch=0)
-        return (half, wide) if some else (wide, half)
+        return (half, wide) if some else (wide, half, *shallow)
     if op == "logits":
         if few:
             return GemmConfig(32, 128, 2, 6, prefetch=0), GemmConfig(64, 256, 4, 4, swap=True, tma=True, prefetch=0)
         half, wide = GemmConfig(64, 128, 4, 5, swap=True, prefetch=0), GemmConfig(128, 128, 4, 4, swap=True, prefetch=0)
-        return (half, wide) if some else (wide, half)
+        return (half, wide) if some else (wide, half, *shallow)
     if op == "linear":
         if few:
             return GemmConfig(16, 256, 2, 6, swap=True, prefetch=512), GemmConfig(16, 256, 2, 4, swap=True, prefetch=0)

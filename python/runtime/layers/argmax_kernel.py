@@ -9,10 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
+from runtime.layers.largest import LEAST_KEY, NO_COLUMN, first_of_largest
 from runtime.layers.small_gemm import start_early
 
 FEW_ROWS = 8
 """Up to this many rows, short chunks are needed to occupy the machine."""
+ENTRIES_A_WARP = 256
+"""Chunks of a row that each warp goes through, in up to `MOST_WARPS`."""
+MOST_WARPS = 8
 
 
 def argmax_rows(logits: torch.Tensor, out: torch.Tensor, pdl: bool) -> torch.Tensor:
@@ -29,45 +33,46 @@ def argmax_rows(logits: torch.Tensor, out: torch.Tensor, pdl: bool) -> torch.Ten
     chunks = triton.cdiv(V, chunk)
     partial = torch.empty((2, N, chunks), dtype=torch.int32, device=logits.device)
     launch = {"launch_pdl": True} if pdl else {}
-    _chunk_kernel[(chunks, N)](logits, partial[0], partial[1], V, logits.stride(0), CHUNK=chunk, PDL=pdl, num_warps=chunk // 512, **launch)
+    _chunk_kernel[(chunks, N)](logits, partial, V, logits.stride(0), CHUNK=chunk, PDL=pdl, num_warps=chunk // 512, **launch)
+    return argmax_chunks(partial, out, pdl)
+
+
+def argmax_chunks(partial: torch.Tensor, out: torch.Tensor, pdl: bool) -> torch.Tensor:
+    """Argmax of rows whose chunks have been reduced, into int64 [N].
+
+    Args:
+        partial: int32 [2, N, chunks] contiguous: the key of each chunk's largest entry and its first column, by `first_of_largest`.
+        pdl: as in `small_gemm`.
+    """
+    _, N, chunks = partial.shape
     block = triton.next_power_of_2(chunks)
-    _row_kernel[(N,)](partial[0], partial[1], out, chunks, BLOCK=block, PDL=pdl, num_warps=1, **launch)
+    warps = min(max(block // ENTRIES_A_WARP, 1), MOST_WARPS)
+    _row_kernel[(N,)](partial, out, chunks, BLOCK=block, PDL=pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {}))
     return out
 
 
 @triton.jit
-def _first_of_largest(key, column):
-    """The largest of int32 keys, and the least column that holds it."""
-    largest = tl.max(key, 0)
-    return largest, tl.min(tl.where(key == largest, column, 0x7FFFFFFF), 0)
-
-
-@triton.jit
-def _chunk_kernel(logits_ptr, key_ptr, column_ptr, V, stride, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _chunk_kernel(logits_ptr, partial_ptr, V, stride, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """One program: one chunk of one row."""
     start_early(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1)
-    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    column = chunk * CHUNK + tl.arange(0, CHUNK)[None, :]
     x = tl.load(logits_ptr + row.to(tl.int64) * stride + column, mask=column < V, other=float("-inf"))
-    # Integers in the order of the floats, with both zeros alike and every NaN above infinity.
-    bits = x.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    key = tl.where(x == 0.0, 0, key)
-    key = tl.where(x != x, 0x7FFFFFFF, key)
-    largest, first = _first_of_largest(tl.where(column < V, key, -0x7FFFFFFF - 1), column)
-    at = row * tl.num_programs(0) + chunk
-    tl.store(key_ptr + at, largest)
-    tl.store(column_ptr + at, first)
+    key, first = first_of_largest(x, column)
+    at = partial_ptr + row * tl.num_programs(0) + chunk + tl.arange(0, 1)
+    tl.store(at, key)
+    tl.store(at + tl.num_programs(1) * tl.num_programs(0), first)
 
 
 @triton.jit
-def _row_kernel(key_ptr, column_ptr, out_ptr, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _row_kernel(partial_ptr, out_ptr, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program: one row."""
     start_early(PDL)
     row = tl.program_id(0)
     chunk = tl.arange(0, BLOCK)
     inside = chunk < chunks
-    key = tl.load(key_ptr + row * chunks + chunk, mask=inside, other=-0x7FFFFFFF - 1)
-    column = tl.load(column_ptr + row * chunks + chunk, mask=inside, other=0x7FFFFFFF)
-    _, first = _first_of_largest(key, column)
+    at = partial_ptr + row * chunks + chunk
+    key = tl.load(at, mask=inside, other=LEAST_KEY)
+    column = tl.load(at + tl.num_programs(0) * chunks, mask=inside, other=NO_COLUMN)
+    first = tl.min(tl.where(key == tl.max(key, 0), column, NO_COLUMN), 0)
     tl.store(out_ptr + row, first.to(tl.int64))

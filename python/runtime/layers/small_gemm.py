@@ -13,6 +13,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from runtime.layers.largest import first_of_largest
+
 MAX_ROWS = 128
 """Above this, arithmetic and not weights sets the time: cuBLAS."""
 CHUNK = tl.constexpr(512)
@@ -76,7 +78,48 @@ def small_gemm(
 
     Each row of `out` depends on its own row of x only, summed in an order that N, K and `config` fix.
     """
-    (M, K), N = x.shape, out.shape[1]
+    _run(x, weight, out, None, config, bias, silu, add, pdl, launch)
+    return out
+
+
+def small_gemm_largest(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    config: GemmConfig,
+    *,
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """The largest of `x @ weight.T + bias` in each row and each tile of columns, for `argmax_chunks`; arguments as in `small_gemm`.
+
+    Args:
+        out: float32 [M, N], written where given: the same numbers as `small_gemm` writes.
+
+    Returns:
+        int32 [2, M, tiles]: the key of each tile's largest entry and its first column, by `first_of_largest`.
+    """
+    assert out is None or out.dtype is torch.float32, "the largest entries are those of float32"
+    tiles = triton.cdiv(weight.shape[0], config.block_n)
+    largest = torch.empty((2, x.shape[0], tiles), dtype=torch.int32, device=x.device)
+    _run(x, weight, out, largest, config, bias, False, False, pdl, True)
+    return largest
+
+
+def _run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor | None,
+    largest: torch.Tensor | None,
+    config: GemmConfig,
+    bias: torch.Tensor | None,
+    silu: bool,
+    add: bool,
+    pdl: bool,
+    launch: bool,
+) -> None:
+    """Cut and launch, or compile; what is written is what is given of `out` and `largest`."""
+    (M, K), N = x.shape, weight.shape[0] // 2 if silu else weight.shape[0]
     assert M <= MAX_ROWS and K % 16 == 0, f"small_gemm takes up to {MAX_ROWS} rows of a multiple of 16 columns, not {M} x {K}"  # noqa: PT018
     block_n = config.block_n
     outputs = block_n // 2 if silu else block_n
@@ -85,11 +128,12 @@ def small_gemm(
         tiles = TensorDescriptor(weight, [2, N, K], [N * K, K, 1], [2, outputs, config.block_k])
     elif config.tma:
         tiles = TensorDescriptor(weight, [N, K], [K, 1], [block_n, config.block_k])
-    args = (x, tiles, weight, out, bias, M, N, K, config.prefetch, int(config.late))
+    args = (x, tiles, weight, out, largest, bias, M, N, K, config.prefetch, int(config.late))
     options = dict(
         BLOCK_M=padded_rows(M, config.swap), BLOCK_N=block_n, BLOCK_K=config.block_k, EVEN_N=N % outputs == 0,
-        EVEN_K=K % config.block_k == 0, BIAS=bias is not None, SILU=silu, ADD=add, PDL=pdl, SWAP=config.swap, TMA=config.tma,
-        num_warps=config.num_warps, num_stages=config.stages, **({"launch_pdl": True} if pdl else {}),
+        EVEN_K=K % config.block_k == 0, BIAS=bias is not None, SILU=silu, ADD=add, LARGEST=largest is not None, STORE=out is not None,
+        PDL=pdl, SWAP=config.swap, TMA=config.tma, num_warps=config.num_warps, num_stages=config.stages,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     grid = (triton.cdiv(N, outputs),)
     if launch:
@@ -98,7 +142,6 @@ def small_gemm(
         _small_gemm_kernel.warmup(  # pyright: ignore[reportFunctionMemberAccess]
             *args, grid=grid, **options
         )
-    return out
 
 
 @triton.jit
@@ -126,9 +169,10 @@ def prefetch_rows(rows_ptr, K, columns):
 
 @triton.jit(do_not_specialize=["M", "prefetch", "late"])
 def _small_gemm_kernel(
-    x_ptr, tiles, w_ptr, out_ptr, bias_ptr, M, N, K, prefetch, late,
+    x_ptr, tiles, w_ptr, out_ptr, largest_ptr, bias_ptr, M, N, K, prefetch, late,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, LARGEST: tl.constexpr, STORE: tl.constexpr,
+    PDL: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One program: all rows of x against `BLOCK_N` weight rows (with SILU, gate rows and the up rows that belong to them in turn)."""
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
@@ -179,8 +223,16 @@ def _small_gemm_kernel(
             gate, up = tl.split(acc.reshape(BLOCK_M, OUTPUTS, 2))
         acc = gate / (1.0 + tl.exp(-gate)) * up
     column = first + tl.arange(0, OUTPUTS)
-    out_at = out_ptr + m[:, None] * N + column[None, :]
-    out_mask = m_in[:, None] if EVEN_N else m_in[:, None] & (column < N)[None, :]
-    if ADD:
-        acc += tl.load(out_at, mask=out_mask, other=0.0).to(tl.float32)
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+    if LARGEST:
+        if not EVEN_N:  # in place: what is past the last column is not stored
+            acc = tl.where((column < N)[None, :], acc, float("-inf"))
+        key, at = first_of_largest(acc, column[None, :])
+        largest_at = largest_ptr + m * tl.num_programs(0) + tl.program_id(0)
+        tl.store(largest_at, key, mask=m_in)
+        tl.store(largest_at + M * tl.num_programs(0), at, mask=m_in)
+    if STORE:
+        out_at = out_ptr + m[:, None] * N + column[None, :]
+        out_mask = m_in[:, None] if EVEN_N else m_in[:, None] & (column < N)[None, :]
+        if ADD:
+            acc += tl.load(out_at, mask=out_mask, other=0.0).to(tl.float32)
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)

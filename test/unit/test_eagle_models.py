@@ -254,6 +254,7 @@ def test_heads_compute_their_definition(tmp_path: Path, raw: dict[str, Any], ext
             torch.testing.assert_close(head.logits(out[row]), slow.logits(expected), rtol=1e-4, atol=1e-4)
     assert head.logits(own[0]).shape == (1, head.vocab_size)
     assert head.logits(own[0]).dtype == torch.float32
+    assert torch.equal(head.greedy(torch.cat(own)), head.logits(torch.cat(own)).argmax(-1))
 
 
 @pytest.mark.parametrize(("raw", "extra"), variants())

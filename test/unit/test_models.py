@@ -175,6 +175,17 @@ def test_logits_match_transformers(checkpoint: Checkpoint, pieces: str, page_siz
     assert torch.equal(logits.argmax(-1), checkpoint.logits.argmax(-1))
 
 
+def test_the_greedy_pass_stores_the_tokens_and_logits_that_it_is_given_room_for(checkpoint: Checkpoint) -> None:
+    model, hidden = loaded(checkpoint.folder), torch.randn(5, checkpoint.reference.config.hidden_size)
+    tokens, scores = torch.empty(5, dtype=torch.int64), torch.empty(5, model.config.vocab_size)
+    with torch.inference_mode():
+        want = model.logits(hidden)
+        assert model.greedy(hidden, tokens, scores) is tokens
+        assert torch.equal(model.greedy(hidden), tokens)
+    assert torch.equal(scores, want)
+    assert torch.equal(tokens, want.argmax(-1))
+
+
 def test_greedy_tokens_match_generate(checkpoint: Checkpoint) -> None:
     runner, prompt = Runner(loaded(checkpoint.folder), 16), checkpoint.ids[:11]
     seen = torch.ones(1, 11, dtype=torch.int64)  # else a 0 in the prompt is taken for padding

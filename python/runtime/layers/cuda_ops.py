@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,12 +15,13 @@ from sgl_kernel import silu_and_mul
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
+from runtime.layers.argmax_kernel import argmax_chunks, argmax_rows
 from runtime.layers.gemm_choice import Choice, GemmOp, Key, candidate_configs, default_choice, describe, fastest, rotation, row_class
 from runtime.layers.linear import Linear
 from runtime.layers.ops import HeadLayout, RMSNorm, Rope
 from runtime.layers.rms_norm import rms_norm_rows
 from runtime.layers.rope_cache import rope_into_cache
-from runtime.layers.small_gemm import MAX_ROWS, small_gemm
+from runtime.layers.small_gemm import MAX_ROWS, small_gemm, small_gemm_largest
 
 log = logging.getLogger(__name__)
 PROBE_TOLERANCE = 1e-2
@@ -101,15 +102,21 @@ class CudaOps:
 
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
         """`head(x)` in float32, [N, vocab], written to `out` where given; summed and kept in float32 throughout."""
-        if out is None:
-            out = torch.empty((x.shape[0], head.out_features), dtype=torch.float32, device=x.device)
         return self._logits(x, head, out, self._choice("logits", head, x.shape[0]))
+
+    def greedy(self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
+        """The argmax of each row of `logits(x, head)`, bit for bit: int64 [N], written to `tokens` where given, as `logits` is.
+
+        Where Triton computes the product, each program reduces its own tile; where cuBLAS does, without `logits` they are scratch.
+        """
+        return self._greedy(x, head, tokens, logits, self._choice("logits", head, x.shape[0]))
 
     def prepare(self, layers: Sequence[Block], head: Linear, rows: Iterable[int], timed: bool = False) -> dict[str, str]:
         """Compile the kernels of a model's products at the row classes of `rows`, side by side; weights may be dummies.
 
         Call before any graph is captured. With `timed`, also time Triton against cuBLAS on the model's own weights and keep the fastest;
-        otherwise `default_choice` decides.
+        otherwise `default_choice` decides. The head is timed with the argmax of its logits, which every decode step takes, and the choice
+        is for logits alone too.
 
         Returns:
             A line for each product, for the log and the server's info.
@@ -131,9 +138,10 @@ class CudaOps:
         ]
         _compile(run for _, runs in trials for run in runs.values())
         log.info("compiled the matrix products of up to %d rows in %.1f s", MAX_ROWS, time.perf_counter() - start)
+        report = {str(product): self._keep_fastest(product, runs) if timed else describe(next(iter(runs))) for product, runs in trials}
+        _compile(self._other_heads(head, classes))
         if not timed:
-            return {str(product): describe(next(iter(runs))) for product, runs in trials}
-        report = {str(product): self._keep_fastest(product, runs) for product, runs in trials}
+            return report
         torch.cuda.empty_cache()
         for name, line in report.items():
             log.info("%s: %s", name, line)
@@ -152,6 +160,7 @@ class CudaOps:
         h = torch.randn((rows, norm.weight.shape[0]), device=linear.weight.device)
         x = torch.randn((rows, linear.in_features), device=linear.weight.device).to(linear.weight.dtype)
         scores = torch.empty((rows, linear.out_features if op == "logits" else 1), device=h.device)
+        tokens = torch.empty(rows, dtype=torch.int64, device=h.device)
 
         def run(choice: Choice) -> Callable[[int], object]:
             def one(call: int) -> object:
@@ -161,7 +170,7 @@ class CudaOps:
                 if op == "gate_up":
                     return self._gate_up(self.norm(h, norm, x.dtype), layer, choice)
                 if op == "logits":
-                    return self._logits(x, layer, scores, choice)
+                    return self._greedy(x, layer, tokens, scores, choice)
                 return self._linear_add(x, layer, h, choice)
 
             return one
@@ -197,7 +206,26 @@ class CudaOps:
         torch.ops.aten.addmm.dtype_out(h, x, linear.weight.t(), torch.float32, out=h)
         return h if linear.bias is None else h.add_(linear.bias)
 
-    def _logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor, choice: Choice) -> torch.Tensor:
+    def _other_heads(self, head: Linear, classes: Sequence[int]) -> Iterator[Callable[[int], object]]:
+        """Runs of the head's other uses, by the choices made: logits without the argmax, and the argmax without logits."""
+        for rows in classes:
+            x = torch.zeros((rows, head.in_features), dtype=head.weight.dtype, device=head.weight.device)
+            yield lambda _, x=x: self.logits(x, head)
+            yield lambda _, x=x: self.greedy(x, head)
+
+    def _greedy(
+        self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None, logits: torch.Tensor | None, choice: Choice
+    ) -> torch.Tensor:
+        if tokens is None:
+            tokens = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
+        if choice is None or (logits is not None and not logits.is_contiguous()):
+            return argmax_rows(self._logits(x, head, logits, choice), tokens, self.pdl)
+        largest = small_gemm_largest(x.contiguous(), head.weight, choice, out=logits, bias=head.bias, pdl=self.pdl)
+        return argmax_chunks(largest, tokens, self.pdl)
+
+    def _logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None, choice: Choice) -> torch.Tensor:
+        if out is None:
+            out = torch.empty((x.shape[0], head.out_features), dtype=torch.float32, device=x.device)
         if choice is not None and out.is_contiguous():
             return small_gemm(x.contiguous(), head.weight, out, choice, bias=head.bias, pdl=self.pdl)
         if not self._float_products or type(head) is not Linear:

@@ -88,3 +88,10 @@ class BlockOps(Protocol):
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
         """`head(x)` in float32, [N, vocab], written to `out` where given."""
         ...
+
+    def greedy(self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
+        """The argmax of each row of `logits(x, head)`, of equal entries the first: int64 [N], written to `tokens` where given.
+
+        `logits` float32 [N, vocab] is written where given; where not, they may never be stored.
+        """
+        ...

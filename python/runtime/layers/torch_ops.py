@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from runtime.layers.argmax import argmax
 from runtime.layers.linear import Linear
 from runtime.layers.ops import HeadLayout, RMSNorm, Rope
 
@@ -60,6 +61,10 @@ class TorchOps:
         """`head(x)` in float32, [N, vocab], written to `out` where given."""
         scores = head(x).float()
         return scores if out is None else out.copy_(scores)
+
+    def greedy(self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
+        """The argmax of each row of `logits(x, head)`, int64 [N]; both written where given."""
+        return argmax(self.logits(x, head, logits), tokens)
 
 
 def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:

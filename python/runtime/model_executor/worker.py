@@ -7,7 +7,6 @@ import torch
 
 from runtime.batch import BatchResult, ForwardMode, Pending, ScheduleBatch, StepStats, WorkerLimits
 from runtime.forward_batch import ForwardBatch
-from runtime.layers.argmax import argmax
 from runtime.layers.sampler import sample, top_logprobs
 from runtime.model_executor.device_queue import DeviceQueue, Finish
 from runtime.model_executor.graph_runner import GraphRunner, Outputs, RunnerSpec
@@ -109,8 +108,7 @@ def decode_forward(target: Target):
 
     def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
         hidden, _ = model.forward(batch)
-        logits = model.logits(hidden, out=outputs["logits"])
-        argmax(logits, out=outputs["tokens"])
+        model.greedy(hidden, outputs["tokens"], outputs["logits"])
 
     return forward
 

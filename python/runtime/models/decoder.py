@@ -35,7 +35,7 @@ class DecoderLayer:
 class DecoderModel:
     """Weights and forward pass of one model. Owner of its weights; the KV pool and the backend are bound once, after the memory plan.
 
-    `forward` and `logits` may be captured and never read from the device. Run them under `torch.inference_mode()`.
+    `forward`, `logits` and `greedy` may be captured and never read from the device. Run them under `torch.inference_mode()`.
 
     Attributes:
         config: the architecture.
@@ -125,6 +125,10 @@ class DecoderModel:
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the next token: hidden [N, hidden] after the final norm -> float32 [N, vocab], written to `out` where given."""
         return self.ops.logits(hidden, self.lm_head, out)
+
+    def greedy(self, hidden: torch.Tensor, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
+        """The likeliest next token, int64 [N]: the argmax of `logits(hidden)`; both written where given."""
+        return self.ops.greedy(hidden, self.lm_head, tokens, logits)
 
     def _norm(self, name: str, width: int) -> RMSNorm:
         return RMSNorm(self._weights.tensor(name, (width,)), self.config.rms_eps)

@@ -75,12 +75,16 @@ class DraftModel(Protocol):
         `hidden_states` has `input_width` columns when it comes from the target, `hidden_width` when it is the head's own; any float dtype.
 
         Returns:
-            [T, hidden_width] in `hidden_dtype`, for `logits` and for the next step. Not in the storage of `hidden_states`.
+            [T, hidden_width] in `hidden_dtype`, for `logits`, `greedy` and the next step. Not in the storage of `hidden_states`.
         """
         ...
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the token after next: [N, hidden_width] -> float32 [N, Vd], written to `out` where given."""
+        ...
+
+    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The draft id of the likeliest token after next, int64 [N]: the argmax of `logits(hidden)`, of equal entries the first."""
         ...
 
     def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,10 @@ class LlamaForCausalLMEagle:
         """Scores of the token after next: [N, hidden] -> float32 [N, Vd], written to `out` where given."""
         return self._body.ops.logits(hidden.to(self.hidden_dtype), self.lm_head, out)
 
+    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The draft id of the likeliest token, int64 [N]: the argmax of `logits(hidden)`."""
+        return self._body.ops.greedy(hidden.to(self.hidden_dtype), self.lm_head)
+
     def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
         """The target's ids of draft ids, int64 of any shape."""
         return ids if self.to_target is None else self.to_target[ids]

@@ -136,8 +136,14 @@ class LlamaForCausalLMEagle3:
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the token after next: [N, hidden] before the norm -> float32 [N, Vd], written to `out` where given."""
-        ops = self._body.ops
-        return ops.logits(ops.norm(hidden.float(), self._norm, self._body.dtype), self.lm_head, out)
+        return self._body.ops.logits(self._normed(hidden), self.lm_head, out)
+
+    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The draft id of the likeliest token, int64 [N]: the argmax of `logits(hidden)`."""
+        return self._body.ops.greedy(self._normed(hidden), self.lm_head)
+
+    def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._body.ops.norm(hidden.float(), self._norm, self._body.dtype)
 
     def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
         """The target's ids of draft ids, int64 of any shape."""

@@ -42,6 +42,10 @@ class StandaloneDraft:
         """Scores of the next token: [N, hidden] -> float32 [N, V], written to `out` where given."""
         return self._model.logits(hidden, out)
 
+    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The likeliest next token, int64 [N]: the argmax of `logits(hidden)`."""
+        return self._model.greedy(hidden)
+
     def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
         """The same ids: there is one vocabulary."""
         return ids

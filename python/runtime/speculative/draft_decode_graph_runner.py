@@ -85,7 +85,7 @@ class _Passes:
             hidden = self._forward(batch, step, token[:, None], hidden)
             at = step + known + 1  # the window position of this pass's guess
             positions = kv_lens.to(torch.int64) + at if sampled else None
-            ids, probs = guess(self.draft.logits(hidden), self.rows.tables, index, positions)
+            ids, probs = guess(self.draft, hidden, self.rows.tables, index, positions)
             token = self.draft.map_to_target(ids)
             tokens[:, at].copy_(token)
             if probs is not None:

@@ -43,12 +43,12 @@ class DraftRows:
 
 
 def guess(
-    logits: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, positions: torch.Tensor | None
+    draft: DraftModel, hidden: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, positions: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A chain's next draft. Inside the graph.
 
     Args:
-        logits: float32 [B, Vd].
+        hidden: [B, hidden], the draft's own.
         rows: int64 [B].
         positions: int64 [B], where the guess will stand: draw it from the draft's distribution at each request's temperature, by a random
             number keyed by its place; greedy requests take the likeliest all the same. None: all take the likeliest.
@@ -56,14 +56,14 @@ def guess(
     Returns:
         int64 [B] ids of the draft's vocabulary, and float32 [B, Vd] what they were drawn from, if they were.
     """
-    best = argmax(logits)
     if positions is None:
-        return best, None
+        return draft.greedy(hidden), None
+    logits = draft.logits(hidden)
     temperature = tables.floats[rows, TEMPERATURE]
     greedy = temperature == 0.0
     probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
     drawn = draw(probs, uniforms(tables.seeds[rows], positions, Stream.DRAFT))
-    return torch.where(greedy, best, drawn), probs
+    return torch.where(greedy, argmax(logits), drawn), probs
 
 
 def first_guesses(
@@ -75,13 +75,12 @@ def first_guesses(
     positions: torch.Tensor | None,
 ) -> None:
     """Store the guesses that draft-extend ends with. hidden [B, hidden], rows int64 [B], positions as for `guess`. Inside the graph."""
-    logits = draft.logits(hidden)
     if state.topk == 1:
-        ids, probs = guess(logits, tables, rows, positions)
+        ids, probs = guess(draft, hidden, tables, rows, positions)
         ids = ids[:, None]
         if probs is not None:
             state.probs[rows] = probs
     else:
-        ids, scores = top_log_probs(logits, state.topk)
+        ids, scores = top_log_probs(draft.logits(hidden), state.topk)
         state.scores[rows] = scores
     state.tokens[rows] = draft.map_to_target(ids)

@@ -14,7 +14,6 @@ import torch
 
 from runtime.batch import BatchResult, ForwardMode, ScheduleBatch, StepStats
 from runtime.forward_batch import ForwardBatch
-from runtime.layers.argmax import argmax
 from runtime.layers.sampler import SamplingNeeds, Stream, adjust, draw, target_probs, top_logprobs, uniforms
 from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
@@ -69,8 +68,7 @@ def verify_forward(target: Target, aux_layers: tuple[int, ...]) -> Forward:
 
     def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
         hidden, aux = model.forward(batch, aux_layers)
-        logits = model.logits(hidden, out=outputs["logits"])
-        argmax(logits, out=outputs["tokens"])
+        model.greedy(hidden, outputs["tokens"], outputs["logits"])
         if outputs["features"].shape[1]:
             outputs["features"].copy_(hidden if aux is None else aux)
 

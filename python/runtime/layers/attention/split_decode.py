@@ -20,6 +20,8 @@ MAX_WIDTH = 8
 MAX_ROWS = 64
 """Queries times query heads of a KV head."""
 MAX_SPLITS = 32
+DEALT_SHARES = 4
+"""Shares that are merged at once where requests are dealt; few have more."""
 MAX_DEALT = 128
 """Requests that one program compares with each other."""
 PREFETCH_TILES = 2
@@ -51,10 +53,10 @@ class SplitConfig:
 def default_config(head_dim: int, batch: int) -> SplitConfig:
     """The cut for a head dimension and a number of requests, the fastest of several on an H200.
 
-    A tile of 64 keys and values is 32 KiB at most, so two programs share the memory of a multiprocessor. Few requests have less to merge
-    with one, whose tiles may be twice as long.
+    A tile of 64 keys and values is 32 KiB at most, so two programs share the memory of a multiprocessor. One program with tiles twice as
+    long leaves less to merge, where it finds work enough.
     """
-    wide = 2 if batch <= 4 else 1
+    wide = 2 if batch <= 4 or 8 < batch <= 16 else 1
     tile = (64 if head_dim <= 128 else 32) * wide
     return SplitConfig(tile=tile, num_warps=4, stages=5 - wide, programs_per_sm=3 - wide, alone=4 // wide)
 
@@ -236,11 +238,12 @@ def split_attention(
         num_warps=config.num_warps, num_stages=config.stages, **launch,
     )  # fmt: skip
     if shape.partial_rows:
-        padded = MAX_SPLITS if shape.dealt else triton.next_power_of_2(splits)
-        each = shape.width * group if shape.dealt else 1  # most requests of a deal have nothing to merge: few programs find out sooner
-        _merge_kernel[(G, shape.width * group // each, shape.batch)](
+        # Few shares of all rows together, or many of one row: most requests of a deal have none to merge, and few programs find out sooner.
+        each = min(rows, 16) if shape.dealt else 1
+        at_once = DEALT_SHARES if shape.dealt else triton.next_power_of_2(splits)
+        _merge_kernel[(G, triton.cdiv(shape.width * group, each), shape.batch)](
             keys.seq_lens, places, out, lse, workspace.out, workspace.top, workspace.total, splits, window, **shared,
-            EACH=each, SPLITS=padded, num_warps=min(max(padded * D // 1024, 1), 8), **launch,  # 32 values a thread
+            EACH=each, SPLITS=at_once, num_warps=min(max(at_once * each * D // 1024, 1), 8), **launch,  # 32 values a thread
         )  # fmt: skip
     return out
 
@@ -412,20 +415,27 @@ def _merge_kernel(
         gdc_wait()
     if used > 1:
         d = tl.arange(0, D)
-        split = tl.arange(0, SPLITS)
-        inside = split < used
-        for m in range(tl.program_id(1) * EACH, tl.program_id(1) * EACH + EACH):
-            row = ((first + split) * NUM_KV + g) * ROWS + m
+        m = tl.program_id(1) * EACH + tl.arange(0, EACH)
+        highest = tl.full((EACH,), float("-inf"), dtype=tl.float32)
+        whole = tl.zeros((EACH,), dtype=tl.float32)
+        out = tl.zeros((EACH, D), dtype=tl.float32)
+        for start in range(0, used, SPLITS):
+            split = start + tl.arange(0, SPLITS)
+            inside = (split < used)[:, None] & (m < ROWS)[None, :]
+            row = ((first + split) * NUM_KV + g)[:, None] * ROWS + m[None, :]
             # Read once, so past L1.
-            part = tl.load(part_ptr + row[:, None] * D + d[None, :], mask=inside[:, None], other=0.0, cache_modifier=".cg")
+            part = tl.load(part_ptr + row[:, :, None] * D + d[None, None, :], mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
             top = tl.load(top_ptr + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
             total = tl.load(total_ptr + row, mask=inside, other=0.0, cache_modifier=".cg")
-            highest = tl.max(top, 0)
-            safe = tl.where(highest == float("-inf"), 0.0, highest)
-            weight = tl.exp2(top - safe)
-            whole = tl.sum(total * weight, 0)
-            out = tl.sum(part * weight[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
-            head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
-            tl.store(out_ptr + head * D + d, out.to(out_ptr.dtype.element_ty))
-            if LSE:
-                tl.store(lse_ptr + head, safe + tl.log2(whole))
+            higher = tl.maximum(highest, tl.max(top, 0))
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            weight, shrink = tl.exp2(top - safe[None, :]), tl.exp2(highest - safe)
+            whole = whole * shrink + tl.sum(total * weight, 0)
+            out = out * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
+            highest = higher
+        out /= tl.where(whole == 0.0, 1.0, whole)[:, None]
+        head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
+        m_in = m < WIDTH * GROUP
+        tl.store(out_ptr + head[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=m_in[:, None])
+        if LSE:
+            tl.store(lse_ptr + head, highest + tl.log2(whole), mask=m_in)

@@ -23,16 +23,17 @@ import torch
 from benchmark.kernels import BF16, LAYERS, ROOF, D, G, H, decode_batch, microseconds
 from runtime.layers.attention import flash_attention
 from runtime.layers.attention.base import AttentionShape
-from runtime.layers.attention.split_decode import SplitConfig, SplitKeys, SplitShape, SplitWorkspace, deal, split_attention
+from runtime.layers.attention.deal import deal
+from runtime.layers.attention.split_decode import SplitConfig, SplitKeys, SplitShape, SplitWorkspace, split_attention
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 CUTS = {
     "64x4": SplitConfig(64, 4, 4, 2),
-    "64x4 4/SM": SplitConfig(64, 4, 4, 4),
     "64x3 3/SM": SplitConfig(64, 4, 3, 3),
-    "128x3": SplitConfig(128, 4, 3, 2),
-    "128x3 1/SM": SplitConfig(128, 4, 3, 1),
-    "128x3 8 warps": SplitConfig(128, 8, 3, 2),
+    "128x3 1/SM": SplitConfig(128, 4, 3, 1, alone=2),
+    "64x4 dealt": SplitConfig(64, 4, 4, 2, dealt=True),
+    "64x3 3/SM dealt": SplitConfig(64, 4, 3, 3, dealt=True),
+    "128x3 1/SM dealt": SplitConfig(128, 4, 3, 1, dealt=True),
 }
 """Keys of a tile x stages, warps if not 4, programs for each multiprocessor if not 2, tiles taken alone if not 256 keys."""
 TOLERANCE = 2e-2
@@ -74,7 +75,7 @@ def compile_kind(kind: tuple[int, int, int, SplitConfig]) -> None:
     q = torch.zeros((batch * width, H, D), dtype=BF16, device=device)
     keys = SplitKeys(pages, torch.zeros_like(lens), lens, page, shape.empty_deal(device))
     if keys.deal is not None:
-        deal(lens, shape, keys.deal)
+        deal(lens, shape.splits, config.tile, keys.deal)
     split_attention(q, cache, cache, keys, shape, SplitWorkspace([shape], device), 1.0, pdl=True)
     torch.cuda.synchronize()
 
@@ -83,7 +84,7 @@ def compile_all(cases: list[Case], workers: int) -> None:
     kinds = {}
     for (page, width, batch, _, _), config in itertools.product(cases, CUTS.values()):
         padded = 1 << (split_shape(batch, width, config).splits - 1).bit_length()
-        kinds[page, width, padded, config.tile, config.num_warps, config.stages, config.alone] = (page, width, batch, config)
+        kinds[page, width, padded, config.tile, config.num_warps, config.stages, config.alone, config.dealt] = (page, width, batch, config)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_kind, kinds.values(), chunksize=4))
     print(f"{len(kinds)} kernels compiled", flush=True)
@@ -141,7 +142,7 @@ def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
         workspace = SplitWorkspace([cut], q.device)
         where = SplitKeys(table.pages, rows, lens, page, cut.empty_deal(q.device))
         if where.deal is not None:
-            deal(lens, cut, where.deal)
+            deal(lens, cut.splits, config.tile, where.deal)
         return lambda: [split_attention(q, k, v, where, cut, workspace, D**-0.5, pdl=True) for k, v in zip(pool.k, pool.v, strict=True)]
 
     return {"FA3": fa3} | {name: split(config) for name, config in CUTS.items()}
@@ -203,7 +204,7 @@ def main() -> None:
         keys = Keys(max(map(slots, cases)))
         print("µs a layer: " + ", ".join(CUTS), flush=True)
         rows = [measure(keys, case) for case in cases]
-    for cut in ("64x4", "64x4 4/SM"):
+    for cut in ("64x4", "64x4 dealt"):
         print_choice(rows, cut)
     print(f"compiled in {compiled:.0f} s, all in {time.monotonic() - started:.0f} s")
     facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "args": {**vars(args), "out": args.out.name}}

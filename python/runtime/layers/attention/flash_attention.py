@@ -10,13 +10,12 @@ from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadat
 from runtime.errors import ConfigError
 from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionCaps, AttentionShape
+from runtime.layers.attention.deal import Deal, deal
 from runtime.layers.attention.split_decode import (
     MAX_WIDTH,
-    Deal,
     SplitKeys,
     SplitShape,
     SplitWorkspace,
-    deal,
     default_config,
     split_attention,
     takes,
@@ -156,7 +155,7 @@ class FlashAttention:
                 for window in self._windows:
                     self._schedule(plan, step, window)
         elif plan.deal is not None:
-            deal(plan.key_lens[0], plan.split, plan.deal)
+            deal(plan.key_lens[0], plan.split.splits, plan.split.config.tile, plan.deal)
         return plan
 
     def _split_shape(self, size: int, width: int) -> SplitShape | None:

@@ -15,15 +15,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from runtime.layers.attention.deal import MAX_SHARES, Deal
+
 MAX_WIDTH = 8
 """Queries of a request."""
 MAX_ROWS = 64
 """Queries times query heads of a KV head."""
-MAX_SPLITS = 32
-DEALT_SHARES = 4
-"""Shares that are merged at once where requests are dealt; few have more."""
-MAX_DEALT = 128
-"""Requests that one program compares with each other."""
+MAX_SPLITS = MAX_SHARES
+MERGED_AT_ONCE = 2
+"""Shares that the last of a dealt request's programs merges together."""
 PREFETCH_TILES = 2
 """Tiles that each program asks into L2 while the kernel before still runs."""
 LN_2 = 0.6931471805599453
@@ -40,6 +40,7 @@ class SplitConfig:
         programs_per_sm: programs that the split aims at for each multiprocessor.
         max_partial_rows: splits times rows that a request and KV head may have to merge; wide passes get fewer splits.
         alone: tiles up to which one program takes all of them, and nothing is merged.
+        dealt: whether programs go from share to share of a `Deal`, made of the lengths of the pass, and not each request has its own.
     """
 
     tile: int
@@ -48,35 +49,27 @@ class SplitConfig:
     programs_per_sm: int
     max_partial_rows: int = 512
     alone: int = 4
+    dealt: bool = False
 
 
 def default_config(head_dim: int, batch: int) -> SplitConfig:
     """The cut for a head dimension and a number of requests, the fastest of several on an H200.
 
-    A tile of 64 keys and values is 32 KiB at most, so two programs share the memory of a multiprocessor. One program with tiles twice as
-    long leaves less to merge, where it finds work enough.
+    A tile of 64 keys and values is 32 KiB at most, so two or three programs share the memory of a multiprocessor; few requests have less to
+    merge with one, whose tiles may be twice as long. With many requests a program takes whole ones, and the longest of them would
+    keep all others waiting if they were not dealt.
     """
-    wide = 2 if batch <= 4 or 8 < batch <= 16 else 1
-    tile = (64 if head_dim <= 128 else 32) * wide
-    return SplitConfig(tile=tile, num_warps=4, stages=5 - wide, programs_per_sm=3 - wide, alone=4 // wide)
+    tile = 64 if head_dim <= 128 else 32
+    if batch <= 4:
+        return SplitConfig(2 * tile, num_warps=4, stages=3, programs_per_sm=1, alone=2)
+    if 8 < batch <= 16:
+        return SplitConfig(tile, num_warps=4, stages=3, programs_per_sm=3)
+    return SplitConfig(tile, num_warps=4, stages=4, programs_per_sm=2, dealt=batch > 16)
 
 
 def takes(width: int, num_q_heads: int, num_kv_heads: int) -> bool:
     """Whether the kernel takes passes of `width` queries a request."""
     return 0 < width <= MAX_WIDTH and width * (num_q_heads // num_kv_heads) <= MAX_ROWS
-
-
-@dataclass(frozen=True, slots=True)
-class Deal:
-    """Which program takes what, by the lengths of a pass.
-
-    Attributes:
-        items: int32 [programs]: request + share * 2**10 + shares * 2**20, the longest shares first; -1 for nothing.
-        places: int32 [B]: index of a request's first item + shares * 2**20.
-    """
-
-    items: torch.Tensor
-    places: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,26 +103,19 @@ class SplitShape:
         return max(min(wanted, MAX_SPLITS, self.config.max_partial_rows // self.rows), 1)
 
     @property
-    def dealt(self) -> bool:
-        """Whether requests get programs by their length (`deal`): where few programs a request leave a long one behind the others."""
-        return self.splits <= 2
-
-    @property
     def programs(self) -> int:
-        """Programs of each KV head, those without work included."""
-        return self.batch * (self.splits + self.dealt)
+        """Programs of each KV head where requests are dealt: what the device holds at once."""
+        return max(self.config.programs_per_sm * self.num_sms // self.num_kv_heads, 1)
 
     @property
     def partial_rows(self) -> int:
         """Rows of partial results of a pass; none where one program takes all keys."""
-        return self.programs * self.num_kv_heads * self.rows if self.splits > 1 or self.dealt else 0
+        shares = self.splits + 1 if self.config.dealt else self.splits
+        return self.batch * self.num_kv_heads * shares * self.rows if shares > 1 else 0
 
     def empty_deal(self, device: torch.device) -> Deal | None:
-        """What `deal` writes to; None where every request gets `splits` programs."""
-        if not self.dealt:
-            return None
-        ints = torch.zeros(self.programs + self.batch, dtype=torch.int32, device=device)
-        return Deal(ints[: self.programs], ints[self.programs :])
+        """What `deal` is to write to; None where every request gets `splits` programs."""
+        return Deal.empty(self.batch, self.num_kv_heads, self.splits, device) if self.config.dealt else None
 
 
 class SplitWorkspace:
@@ -161,7 +147,7 @@ class SplitKeys:
         rows: int32 [B], which of its rows.
         seq_lens: int32 [B], keys of each request.
         page_size: slots of a page.
-        deal: which program takes what, for shapes that are `dealt`.
+        deal: who takes what, where the cut is dealt.
     """
 
     pages: torch.Tensor
@@ -169,20 +155,6 @@ class SplitKeys:
     seq_lens: torch.Tensor
     page_size: int
     deal: Deal | None = None
-
-
-def deal(lens: torch.Tensor, shape: SplitShape, out: Deal) -> None:
-    """Cut requests of lens int32 [B] into shares that are at most a little longer than the mean request's. On the device, once a pass.
-
-    With `s` splits a share has at most (1 + 1 / 4s) / s of the mean length, so that alike requests get `s` shares each; all together get
-    less than (s + 1) B, whatever the lengths. Long shares begin first (Graham 1969, longest processing time first).
-    """
-    assert shape.batch <= MAX_DEALT, f"at most {MAX_DEALT} requests are dealt out, not {shape.batch}"
-    block, most = triton.next_power_of_2(shape.batch), triton.next_power_of_2(shape.programs)
-    _deal_kernel[(1,)](
-        lens, out.items, out.places, shape.batch, shape.programs, shape.splits,
-        TILE=shape.config.tile, MOST=MAX_SPLITS, BLOCK=block, PROGRAMS=most, num_warps=max(min(block * block // 1024, 8), 1),
-    )  # fmt: skip
 
 
 def split_attention(
@@ -199,7 +171,7 @@ def split_attention(
     lse: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Attend. A request's result depends on its own data and on `shape` only, bit for bit; where the shape is dealt, on the deal too.
+    """Attend. A request's result depends on its own data and on `shape` only, bit for bit; where the cut is dealt, on the deal too.
 
     Args:
         q: [B * W, H, D] contiguous, W queries a request, bfloat16 or float16.
@@ -222,52 +194,27 @@ def split_attention(
     assert shape.partial_rows <= workspace.top.numel(), "the workspace was made for smaller passes"
     assert q.is_contiguous(), "queries of a split pass are contiguous"
     assert causal or window < 0, "a window belongs to a causal pass"
-    assert (keys.deal is not None) == shape.dealt, "a shape that is dealt comes with a deal, another without"
+    assert (keys.deal is not None) == config.dealt, "a cut that is dealt comes with a deal, another without"
     out, splits, rows, group = torch.empty_like(q), shape.splits, shape.rows, H // G
     launch = {"launch_pdl": True} if pdl else {}
-    items, places = (keys.deal.items, keys.deal.places) if keys.deal is not None else (None, None)
+    items, arrived, room = (keys.deal.items, keys.deal.arrived, len(keys.deal.items)) if keys.deal is not None else (None, None, 0)
     shared = {
         "WIDTH": shape.width, "GROUP": group, "NUM_KV": G, "D": D, "TILE": config.tile, "ALONE": config.alone, "ROWS": rows,
-        "WINDOW": window >= 0, "LSE": lse is not None, "PDL": pdl, "DEALT": shape.dealt,
+        "WINDOW": window >= 0, "LSE": lse is not None, "PDL": pdl,
     }  # fmt: skip
-    grid = (G, 1, shape.programs) if shape.dealt else (G, splits, shape.batch)
-    _split_kernel[grid](
-        q, k_cache, v_cache, keys.pages, keys.rows, keys.seq_lens, items, out, lse, workspace.out, workspace.top, workspace.total,
-        scale / LN_2, splits, window, keys.pages.stride(0), **shared,
-        BLOCK_M=max(rows, 16), PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES,
+    _split_kernel[(G, shape.programs, 1) if config.dealt else (G, splits, shape.batch)](
+        q, k_cache, v_cache, keys.pages, keys.rows, keys.seq_lens, items, arrived, out, lse, workspace.out, workspace.top, workspace.total,
+        scale / LN_2, splits, window, keys.pages.stride(0), room, **shared,
+        BLOCK_M=max(rows, 16), PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES, DEALT=config.dealt, AT_ONCE=MERGED_AT_ONCE,
         num_warps=config.num_warps, num_stages=config.stages, **launch,
     )  # fmt: skip
-    if shape.partial_rows:
-        # Few shares of all rows together, or many of one row: most requests of a deal have none to merge, and few programs find out sooner.
-        each = min(rows, 16) if shape.dealt else 1
-        at_once = DEALT_SHARES if shape.dealt else triton.next_power_of_2(splits)
-        _merge_kernel[(G, triton.cdiv(shape.width * group, each), shape.batch)](
-            keys.seq_lens, places, out, lse, workspace.out, workspace.top, workspace.total, splits, window, **shared,
-            EACH=each, SPLITS=at_once, num_warps=min(max(at_once * each * D // 1024, 1), 8), **launch,  # 32 values a thread
+    if splits > 1 and not config.dealt:
+        padded = triton.next_power_of_2(splits)
+        _merge_kernel[(G, shape.width * group, shape.batch)](
+            keys.seq_lens, out, lse, workspace.out, workspace.top, workspace.total, splits, window, **shared,
+            SPLITS=padded, num_warps=min(max(padded * D // 1024, 1), 8), **launch,  # 32 values a thread
         )  # fmt: skip
     return out
-
-
-@triton.jit(do_not_specialize=["count", "programs", "splits"], do_not_specialize_on_alignment=["lens_ptr", "items_ptr", "places_ptr"])
-def _deal_kernel(
-    lens_ptr, items_ptr, places_ptr, count, programs, splits,
-    TILE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """One program: shares of each request, and where its items begin among those of all, the longest shares first."""
-    i = tl.arange(0, BLOCK)
-    inside = i < count
-    tiles = tl.where(inside, tl.cdiv(tl.load(lens_ptr + i, mask=inside, other=0), TILE), 0)
-    cap = tl.maximum(tl.cdiv(tl.sum(tiles, 0) * (4 * splits + 1), 4 * splits * splits * count), 1)
-    shares = tl.where(inside, tl.minimum(tl.maximum(tl.cdiv(tiles, cap), 1), MOST), 0)
-    # by falling length of a share, then by number: one key that all can be compared by
-    key = tl.cdiv(tiles, tl.maximum(shares, 1)) * BLOCK + (BLOCK - 1 - i)
-    before = key[None, :] > key[:, None]
-    first = tl.sum(tl.where(before, shares[None, :] + tl.zeros_like(before).to(tl.int32), 0), 1)
-    tl.store(places_ptr + i, first + (shares << 20), mask=inside)
-    for share in range(0, tl.max(shares, 0)):
-        tl.store(items_ptr + first + share, i + (share << 10) + (shares << 20), mask=inside & (share < shares))
-    item = tl.arange(0, PROGRAMS)
-    tl.store(items_ptr + item, -1, mask=(item >= tl.sum(shares, 0)) & (item < programs))
 
 
 @triton.jit
@@ -305,137 +252,199 @@ def _prefetch(rows_ptr, D: tl.constexpr):
     )
 
 
+@triton.jit
+def _prefetch_share(
+    k_ptr, v_ptr, pages_ptr, g, length, first, last,
+    NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """Ask the first tiles of a share into L2."""
+    for tile in range(first, tl.minimum(first + PREFETCH, last)):
+        kv_row = (_slots(pages_ptr, tile, length, TILE, PAGE) * NUM_KV + g) * D
+        _prefetch(k_ptr + kv_row, D)
+        _prefetch(v_ptr + kv_row, D)
+
+
+@triton.jit
+def _attend(
+    q_ptr, k_ptr, v_ptr, pages_ptr, b, g, length, first, last, scale, window,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """All queries of request `b` against tiles `first` to `last` of head `g`: sums of values, largest scores, sums of weights."""
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D)
+    head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
+    q = tl.load(q_ptr + head[:, None] * D + d[None, :], mask=(m < WIDTH * GROUP)[:, None], other=0.0)
+    position = length - WIDTH + m // GROUP
+    top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+    slots = _slots(pages_ptr, first, length, TILE, PAGE)
+    for tile in range(first, last):
+        n = tile * TILE + tl.arange(0, TILE)
+        n_in = n < length
+        kv_at = (slots * NUM_KV + g)[:, None] * D + d[None, :]
+        slots = _slots(pages_ptr, tile + 1, length, TILE, PAGE)  # a step ahead, so that no copy waits for a page number
+        k = tl.load(k_ptr + kv_at, mask=n_in[:, None], other=0.0)
+        v = tl.load(v_ptr + kv_at, mask=n_in[:, None], other=0.0)
+        visible = n_in[None, :]
+        if CAUSAL:
+            visible = n[None, :] <= tl.minimum(position, length - 1)[:, None]
+        if WINDOW:
+            visible = visible & (n[None, :] >= (position - window)[:, None])
+        scores = tl.where(visible, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see no key of this program
+        weights = tl.exp2(scores - safe[:, None])
+        shrink = tl.exp2(top - safe)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+        top = higher
+    return acc, top, total
+
+
+@triton.jit
+def _finish(
+    out_ptr, lse_ptr, b, g, acc, top, total,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, LSE: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Write the result of a request and head whose keys have all been seen."""
+    m = tl.arange(0, BLOCK_M)
+    m_in = m < WIDTH * GROUP
+    head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out_ptr + head[:, None] * D + tl.arange(0, D)[None, :], out.to(out_ptr.dtype.element_ty), mask=m_in[:, None])
+    if LSE:
+        tl.store(lse_ptr + head, top + tl.log2(total), mask=m_in)
+
+
+@triton.jit
+def _gather(
+    part_ptr, top_ptr, total_ptr, first, used, g,
+    NUM_KV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The `used` shares from item `first` on as one, in their order."""
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D)
+    highest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    whole = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    out = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+    for start in range(0, used, AT_ONCE):
+        share = start + tl.arange(0, AT_ONCE)
+        inside = (share < used)[:, None] & (m < ROWS)[None, :]
+        row = ((first + share) * NUM_KV + g)[:, None] * ROWS + m[None, :]
+        # Written by other multiprocessors, so past L1.
+        part = tl.load(part_ptr + row[:, :, None] * D + d[None, None, :], mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
+        top = tl.load(top_ptr + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(total_ptr + row, mask=inside, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(highest, tl.max(top, 0))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        weight, shrink = tl.exp2(top - safe[None, :]), tl.exp2(highest - safe)
+        whole = whole * shrink + tl.sum(total * weight, 0)
+        out = out * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
+        highest = higher
+    return out, highest, whole
+
+
 @triton.jit(
-    do_not_specialize=["splits", "window", "pages_stride"],
+    do_not_specialize=["splits", "window", "pages_stride", "room"],
     # a draft's passes have their lengths anywhere
-    do_not_specialize_on_alignment=["pages_ptr", "rows_ptr", "lens_ptr", "items_ptr", "lse_ptr"],
+    do_not_specialize_on_alignment=["pages_ptr", "rows_ptr", "lens_ptr", "items_ptr", "arrived_ptr", "lse_ptr"],
 )
 def _split_kernel(
-    q_ptr, k_ptr, v_ptr, pages_ptr, rows_ptr, lens_ptr, items_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr,
-    scale, splits, window, pages_stride,
+    q_ptr, k_ptr, v_ptr, pages_ptr, rows_ptr, lens_ptr, items_ptr, arrived_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr,
+    scale, splits, window, pages_stride, room,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr,
-    ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr, DEALT: tl.constexpr,
-    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, PREFETCH: tl.constexpr,
+    ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, PREFETCH: tl.constexpr, DEALT: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program: all queries of one request against one KV head's share of the keys; one that takes all of them writes the result."""
+    """One program: all queries of one request against one KV head's share of the keys; one that takes all of them writes the result.
+
+    Dealt, a program goes from share to share, up the items and down the next ones, and the last to finish of a request merges its shares.
+    """
     g = tl.program_id(0)
-    split = tl.program_id(1)
-    b = tl.program_id(2)
+    turns = 1
+    if DEALT:
+        turns = tl.cdiv(room, tl.num_programs(1))
     if PDL:
         gdc_launch_dependents()
-    item = b * splits + split
-    if DEALT:
-        item = b
-        mine = tl.load(items_ptr + item)
-        b = tl.maximum(mine, 0) & 1023
-        split = (mine >> 10) & 1023  # without work: beyond all shares
-        splits = tl.maximum(mine, 1 << 20) >> 20
     # Lengths, deal and tables are read before the wait, when any number of kernels ahead may still run that started early themselves. But
     # these are younger than the last one that did not, the embedding of the pass or the head of its graph, and that began when all work
     # before it had ended: so had plan and page table, which are written outside of passes. Keys may be missing, but a prefetch is a hint.
-    length = tl.load(lens_ptr + b)
-    pages_ptr += tl.load(rows_ptr + b).to(tl.int64) * pages_stride
-    low, end, each, used = _cut(length, splits, window, WIDTH, TILE, ALONE, WINDOW)
-    first = low + split * each
-    last = tl.minimum(first + each, end)
-    d = tl.arange(0, D)
-    slots = _slots(pages_ptr, first, length, TILE, PAGE)
-    if PDL:
+    for turn in range(0, turns):
+        split, b = tl.program_id(1), tl.program_id(2)
+        item = b * splits + split
+        pieces = splits
+        if DEALT:
+            item = turn * tl.num_programs(1) + (tl.program_id(1) if turn % 2 == 0 else tl.num_programs(1) - 1 - tl.program_id(1))
+            mine = tl.load(items_ptr + item, mask=item < room, other=-1)
+            b = tl.maximum(mine, 0) & 1023
+            split = (mine >> 10) & 1023  # without work: beyond all shares
+            pieces = tl.maximum(mine, 1 << 20) >> 20
+        length = tl.load(lens_ptr + b)
+        pages = pages_ptr + tl.load(rows_ptr + b).to(tl.int64) * pages_stride
+        low, end, each, used = _cut(length, pieces, window, WIDTH, TILE, ALONE, WINDOW)
+        first = low + split * each
+        last = tl.minimum(first + each, end)
+        if PDL:  # noqa: SIM102 - the outer condition is known when compiling, the inner is not
+            if turn == 0:
+                if split < used:
+                    _prefetch_share(k_ptr, v_ptr, pages, g, length, first, last, NUM_KV, D, TILE, PAGE, PREFETCH)
+                gdc_wait()
         if split < used:
-            _prefetch(k_ptr + (slots * NUM_KV + g) * D, D)
-            _prefetch(v_ptr + (slots * NUM_KV + g) * D, D)
-            for tile in range(first + 1, tl.minimum(first + PREFETCH, last)):
-                kv_row = (_slots(pages_ptr, tile, length, TILE, PAGE) * NUM_KV + g) * D
-                _prefetch(k_ptr + kv_row, D)
-                _prefetch(v_ptr + kv_row, D)
-        gdc_wait()
-
-    if split < used:
-        m = tl.arange(0, BLOCK_M)
-        m_in = m < WIDTH * GROUP
-        head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
-        q = tl.load(q_ptr + head[:, None] * D + d[None, :], mask=m_in[:, None], other=0.0)
-        position = length - WIDTH + m // GROUP
-        top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
-        for tile in range(first, last):
-            n = tile * TILE + tl.arange(0, TILE)
-            n_in = n < length
-            kv_at = (slots * NUM_KV + g)[:, None] * D + d[None, :]
-            slots = _slots(pages_ptr, tile + 1, length, TILE, PAGE)  # a step ahead, so that no copy waits for a page number
-            k = tl.load(k_ptr + kv_at, mask=n_in[:, None], other=0.0)
-            v = tl.load(v_ptr + kv_at, mask=n_in[:, None], other=0.0)
-            visible = n_in[None, :]
-            if CAUSAL:
-                visible = n[None, :] <= tl.minimum(position, length - 1)[:, None]
-            if WINDOW:
-                visible = visible & (n[None, :] >= (position - window)[:, None])
-            scores = tl.where(visible, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
-            safe = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see no key of this program
-            weights = tl.exp2(scores - safe[:, None])
-            shrink = tl.exp2(top - safe)
-            total = total * shrink + tl.sum(weights, 1)
-            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
-            top = higher
-
-        if used == 1:
-            out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-            tl.store(out_ptr + head[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=m_in[:, None])
-            if LSE:
-                tl.store(lse_ptr + head, top + tl.log2(total), mask=m_in)
-        else:
-            row = (item * NUM_KV + g) * ROWS + m
-            tl.store(part_ptr + row[:, None] * D + d[None, :], acc, mask=(m < ROWS)[:, None])
-            tl.store(top_ptr + row, top, mask=m < ROWS)
-            tl.store(total_ptr + row, total, mask=m < ROWS)
+            acc, top, total = _attend(
+                q_ptr, k_ptr, v_ptr, pages, b, g, length, first, last, scale, window,
+                WIDTH, GROUP, NUM_KV, D, TILE, WINDOW, BLOCK_M, PAGE, CAUSAL,
+            )  # fmt: skip
+            if used == 1:
+                _finish(out_ptr, lse_ptr, b, g, acc, top, total, WIDTH, GROUP, NUM_KV, D, LSE, BLOCK_M)
+            else:
+                m = tl.arange(0, BLOCK_M)
+                row = (item * NUM_KV + g) * ROWS + m
+                tl.store(part_ptr + row[:, None] * D + tl.arange(0, D)[None, :], acc, mask=(m < ROWS)[:, None])
+                tl.store(top_ptr + row, top, mask=m < ROWS)
+                tl.store(total_ptr + row, total, mask=m < ROWS)
+                if DEALT:
+                    tl.debug_barrier()  # all of this program has stored before one thread says so
+                    if tl.atomic_add(arrived_ptr + b * NUM_KV + g, 1, sem="acq_rel") == used - 1:
+                        tl.store(arrived_ptr + b * NUM_KV + g, 0)
+                        acc, top, total = _gather(
+                            part_ptr, top_ptr, total_ptr, item - split, used, g, NUM_KV, D, ROWS, BLOCK_M, AT_ONCE
+                        )  # fmt: skip
+                        _finish(out_ptr, lse_ptr, b, g, acc, top, total, WIDTH, GROUP, NUM_KV, D, LSE, BLOCK_M)
 
 
-@triton.jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=["lens_ptr", "places_ptr", "lse_ptr"])
+@triton.jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=["lens_ptr", "lse_ptr"])
 def _merge_kernel(
-    lens_ptr, places_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr, splits, window,
+    lens_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr, splits, window,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr,
-    ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr, DEALT: tl.constexpr,
-    EACH: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program: the shares of some queries and heads of one request, in an order that depends on the number of splits only."""
+    """One program: the shares of one query and head of one request, in an order that depends on the number of splits only."""
     g = tl.program_id(0)
+    m = tl.program_id(1)
     b = tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
-    first = b * splits
-    if DEALT:
-        place = tl.load(places_ptr + b)
-        first = place & ((1 << 20) - 1)
-        splits = place >> 20
     _, _, _, used = _cut(tl.load(lens_ptr + b), splits, window, WIDTH, TILE, ALONE, WINDOW)
     # Also where nothing is left to do: this kernel must not end before the one ahead, for whose end the next waits through this one.
     if PDL:
         gdc_wait()
     if used > 1:
         d = tl.arange(0, D)
-        m = tl.program_id(1) * EACH + tl.arange(0, EACH)
-        highest = tl.full((EACH,), float("-inf"), dtype=tl.float32)
-        whole = tl.zeros((EACH,), dtype=tl.float32)
-        out = tl.zeros((EACH, D), dtype=tl.float32)
-        for start in range(0, used, SPLITS):
-            split = start + tl.arange(0, SPLITS)
-            inside = (split < used)[:, None] & (m < ROWS)[None, :]
-            row = ((first + split) * NUM_KV + g)[:, None] * ROWS + m[None, :]
-            # Read once, so past L1.
-            part = tl.load(part_ptr + row[:, :, None] * D + d[None, None, :], mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
-            top = tl.load(top_ptr + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
-            total = tl.load(total_ptr + row, mask=inside, other=0.0, cache_modifier=".cg")
-            higher = tl.maximum(highest, tl.max(top, 0))
-            safe = tl.where(higher == float("-inf"), 0.0, higher)
-            weight, shrink = tl.exp2(top - safe[None, :]), tl.exp2(highest - safe)
-            whole = whole * shrink + tl.sum(total * weight, 0)
-            out = out * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
-            highest = higher
-        out /= tl.where(whole == 0.0, 1.0, whole)[:, None]
+        split = tl.arange(0, SPLITS)
+        inside = split < used
+        row = ((b * splits + split) * NUM_KV + g) * ROWS + m
+        # Read once, so past L1.
+        part = tl.load(part_ptr + row[:, None] * D + d[None, :], mask=inside[:, None], other=0.0, cache_modifier=".cg")
+        top = tl.load(top_ptr + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(total_ptr + row, mask=inside, other=0.0, cache_modifier=".cg")
+        highest = tl.max(top, 0)
+        safe = tl.where(highest == float("-inf"), 0.0, highest)
+        weight = tl.exp2(top - safe)
+        whole = tl.sum(total * weight, 0)
+        out = tl.sum(part * weight[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
         head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
-        m_in = m < WIDTH * GROUP
-        tl.store(out_ptr + head[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=m_in[:, None])
+        tl.store(out_ptr + head * D + d, out.to(out_ptr.dtype.element_ty))
         if LSE:
-            tl.store(lse_ptr + head, highest + tl.log2(whole), mask=m_in)
+            tl.store(lse_ptr + head, safe + tl.log2(whole))

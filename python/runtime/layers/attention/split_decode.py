@@ -62,9 +62,9 @@ def default_config(head_dim: int, batch: int) -> SplitConfig:
     tile = 64 if head_dim <= 128 else 32
     if batch <= 4:
         return SplitConfig(2 * tile, num_warps=4, stages=3, programs_per_sm=1, alone=2)
-    if 8 < batch <= 16:
-        return SplitConfig(tile, num_warps=4, stages=3, programs_per_sm=3)
-    return SplitConfig(tile, num_warps=4, stages=4, programs_per_sm=2, dealt=batch > 16)
+    if batch <= 8:
+        return SplitConfig(tile, num_warps=4, stages=4, programs_per_sm=2)
+    return SplitConfig(tile, num_warps=4, stages=3, programs_per_sm=3, dealt=batch > 16)
 
 
 def takes(width: int, num_q_heads: int, num_kv_heads: int) -> bool:

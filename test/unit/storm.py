@@ -48,11 +48,11 @@ class Poison:
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
-        self.marked: list[int] = []
+        self.marked = torch.zeros(len(pools(worker)[0].k[0]), dtype=torch.bool)  # by page
 
     def __call__(self, driver: Driver) -> None:
         # on the thread that plays the device, hence after whatever was submitted before
-        free, live = driver.free_pages[-24:] + driver.free_pages[:24], set(driver.kv)
+        free, live = list(driver.free_pages), set(driver.kv)
         self.worker._queue.run(lambda: self._between_steps(free, live))
 
     @torch.inference_mode()
@@ -74,13 +74,13 @@ class Poison:
         self._check_free_pages(free)
 
     def _check_free_pages(self, free: list[int]) -> None:
-        still = torch.tensor(sorted(set(self.marked) & set(free)), dtype=torch.int64)
-        now = torch.tensor(free, dtype=torch.int64)
+        free_now = torch.zeros_like(self.marked)
+        free_now[torch.tensor(free, dtype=torch.int64)] = True
         for pool in pools(self.worker):
             for tensor in (*pool.k, *pool.v):
-                assert bool((tensor[still] == SENTINEL).all()), "a step wrote to a page that nobody holds"
-                tensor[now] = SENTINEL
-        self.marked = free
+                assert bool((tensor[free_now & self.marked] == SENTINEL).all()), "a step wrote to a page that nobody holds"
+                tensor[free_now & ~self.marked] = SENTINEL
+        self.marked = free_now
 
 
 @dataclass

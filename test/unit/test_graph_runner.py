@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -30,13 +31,17 @@ SPEC = RunnerSpec(
 
 
 class Recorder:
-    """An attention backend that notes what it was planned for."""
+    """An attention backend that notes what it was planned for, and whether garbage was collected then."""
 
     def __init__(self) -> None:
         self.plans: list[tuple[int, int, list[int]]] = []
+        self.bounds: list[list[int]] = []
+        self.collecting: list[bool] = []
 
     def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
         self.plans.append((batch.batch_size, num_steps, batch.seq_lens.tolist()))
+        self.bounds.append(batch.seq_len_bounds.tolist())
+        self.collecting.append(gc.isenabled())
 
 
 def probe(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
@@ -111,6 +116,27 @@ def test_every_run_is_planned_once_by_the_same_call(table: PageTable, use: Any) 
     lens = [4 + WIDTH, 8 + WIDTH, 20 + WIDTH] + ([WIDTH] if use != "plain" else [])
     assert backend.plans == [(len(lens), SPEC.num_steps, lens)]
     assert replayed == (use == "graphs")
+
+
+def test_capture_plans_rows_as_long_as_the_width_the_largest_size_first() -> None:
+    inputs, backend = InputBuffers(LARGEST, WIDTH, CPU), Recorder()
+    runner = GraphRunner(SPEC, probe, inputs, [backend], "eager", [2, 8, 4])  # type: ignore[list-item]
+    for size in (2, 8, 4):
+        runner.batch(size).seq_len_bounds[:] = 1 << 20  # what the last step left
+    inputs.poison()
+    capture_all([runner])
+    sizes = [size for size in (8, 4, 2) for _ in SPEC.variants]
+    assert backend.plans == [(size, SPEC.num_steps, [WIDTH] * size) for size in sizes]
+    assert backend.bounds == [[WIDTH] * size for size in sizes]
+
+
+def test_no_garbage_is_collected_while_graphs_are_captured() -> None:
+    backend = Recorder()
+    runner = GraphRunner(SPEC, probe, InputBuffers(LARGEST, WIDTH, CPU), [backend], "eager", [2, 4])  # type: ignore[list-item]
+    assert gc.isenabled()
+    capture_all([runner])
+    assert backend.collecting == [False] * 4
+    assert gc.isenabled()
 
 
 def test_sizes_are_rounded_up_to_a_captured_one() -> None:

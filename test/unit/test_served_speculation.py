@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from runtime.managers.io_struct import AbortReq, GenerateReq, TokensOutBatch
 from runtime.managers.scheduler import Scheduler
 from runtime.sampling_params import SamplingParams
+from unit.driver import Driver
 from unit.predicting import VOCAB, plain, speculating
+from unit.storm import pools
 from unit.tiny import tiny_runtime
 
 EOS = (1,)
@@ -29,8 +33,14 @@ def prompts() -> list[list[int]]:
     return [p[: CONTEXT - 4] for p in found]
 
 
-def serve(worker: Any, asks: list[GenerateReq], aborted: dict[int, str], **settings: Any) -> tuple[dict[str, list[int]], Scheduler]:
-    """Run `asks`; `aborted[step]` names a request that is aborted before that turn of the loop."""
+def serve(
+    worker: Any,
+    asks: list[GenerateReq],
+    aborted: dict[int, str],
+    check: Callable[[Scheduler], None] = lambda scheduler: None,
+    **settings: Any,
+) -> tuple[dict[str, list[int]], Scheduler]:
+    """Run `asks`; `aborted[step]` names a request that is aborted before that turn of the loop, `check` is called after every turn."""
     inbox: list[Any] = list(asks)
     texts: dict[str, list[int]] = {a.rid: [] for a in asks}
 
@@ -45,6 +55,7 @@ def serve(worker: Any, asks: list[GenerateReq], aborted: dict[int, str], **setti
             inbox.append(AbortReq(rid=aborted[turn]))
         scheduler.step()
         scheduler.ledger.check()
+        check(scheduler)
         if scheduler.idle and not inbox:
             return texts, scheduler
     raise AssertionError("the scheduler does not come to rest")
@@ -88,3 +99,35 @@ def test_text_is_the_plain_workers_when_kv_is_short_and_prefixes_are_shared(
     assert scheduler.state.cached_tokens_total > 0
     assert scheduler.state.graph_steps > 0
     assert scheduler.state.spec.verify_steps > 0
+
+
+@pytest.mark.parametrize(("algorithm", "spec", "page"), [(*worker, page) for worker, page in zip(WORKERS[:4], (1, 16, 16, 1), strict=True)])
+def test_kv_of_both_models_is_that_of_a_prefill_behind_prefixes_aborts_and_retractions(
+    tmp_path: Path, algorithm: str, spec: dict[str, Any], page: int
+) -> None:
+    tight = {"context_length": CONTEXT, "max_running_requests": 8, "page_size": page, "max_total_tokens": 320}
+    worker = speculating(tmp_path, algorithm, "eager", [2, 4, 8], runtime=tight, **spec)
+    twin = Driver(fresh := speculating(tmp_path, algorithm, runtime={"page_size": page}, **spec))
+    behind_prefixes: set[str] = set()
+
+    def check(scheduler: Scheduler) -> None:
+        for req in scheduler.running[-2:]:
+            assert req.holding is not None
+            if req.kv_len == 0:
+                continue
+            known, pages = req.ids[: req.kv_len + 1].tolist(), torch.from_numpy(req.holding.pages.astype(np.int64))
+            twin.prefill({1: known}, chunk=req.kv_len)
+            its_pages = torch.tensor(twin.pages[1])
+            twin.release(1)
+            for mine, theirs in zip(pools(worker), pools(fresh), strict=True):
+                for a, b in zip((*mine.k, *mine.v), (*theirs.k, *theirs.v), strict=True):
+                    a, b = (pool[held].flatten(0, 1)[: req.kv_len] for pool, held in ((a, pages), (b, its_pages)))
+                    torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+            if req.cached_tokens:
+                behind_prefixes.add(req.rid)
+
+    aborted = {9: "3", 14: "8", 15: "9"}
+    asks = asked(GREEDY, prompts())
+    _, scheduler = serve(worker, asks, aborted, check, page_size=page, overlap=False, schedule_conservativeness=0.05)
+    assert len(behind_prefixes) > 3
+    assert scheduler.state.num_retracted_requests_total > 0

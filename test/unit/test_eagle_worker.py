@@ -194,6 +194,63 @@ def test_the_check_of_draft_kv_notices_a_wrong_token_at_a_chunk_boundary(tmp_pat
         check_draft_from_scratch(tmp_path, worker, driver, "EAGLE", CHAIN, 1)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "spec", "sampling"),
+    [
+        ("EAGLE", CHAIN, GREEDY),
+        ("EAGLE", CHAIN, SamplingParams(temperature=0.9)),
+        ("EAGLE", {"num_steps": 1}, SamplingParams(temperature=0.9)),
+        ("EAGLE", TREE, GREEDY),
+        ("EAGLE3", {"head": {"draft_vocab_size": 40}}, SamplingParams(temperature=0.9)),
+        ("EAGLE3", {**TREE, "head": {"draft_vocab_size": 40}}, GREEDY),
+    ],
+)
+def test_the_draft_goes_on_from_what_a_prefill_of_the_whole_text_leaves(
+    tmp_path: Path, algorithm: str, spec: dict[str, Any], sampling: SamplingParams
+) -> None:
+    """Its hidden state and first guesses depend on the text and the seed, and not on the windows in which the text was accepted."""
+    worker, fresh = (speculating(tmp_path, algorithm, **spec) for _ in range(2))
+    driver = Driver(worker)
+    driver.prefill(PROMPTS, sampling=sampling)
+    for _ in range(5):
+        driver.decode(list(PROMPTS))
+        for row in PROMPTS:
+            left: list[tuple[torch.Tensor, ...]] = []
+            twin = Driver(fresh, before=lambda row=row, left=left: left.append(first_state(fresh, row)))
+            twin.prefill({row: PROMPTS[row] + driver.out[row]}, chunk=driver.kv[row], sampling=sampling)
+            tokens, *numbers = first_state(worker, row)
+            assert torch.equal(tokens, left[1][0])
+            for mine, its in zip(numbers, left[1][1:], strict=True):
+                torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
+
+
+def first_state(worker: Any, row: int) -> tuple[torch.Tensor, ...]:
+    state = worker._draft.rows
+    return tuple(t[row].clone() for t in (state.tokens, state.hidden, state.scores, state.probs))
+
+
+@pytest.mark.parametrize("spec", [CHAIN, TREE])
+def test_the_drafts_head_reads_no_more_rows_than_it_guesses_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any]
+) -> None:
+    worker = speculating(tmp_path, **spec)
+    head, rows = worker._draft.model.logits, list[int]()
+    monkeypatch.setattr(worker._draft.model, "logits", lambda hidden: rows.append(len(hidden)) or head(hidden))
+    driver = Driver(worker)
+    driver.prefill(PROMPTS, chunk=5)
+    assert set(rows) == {4, 3, 2, 1}, "the last row of each chunk"
+    rows.clear()
+    driver.decode([1, 2, 3])
+    topk = spec.get("topk", 1)
+    assert rows == [3 * topk, 3 * topk, 3], "K - 1 passes of the draft, and the last accepted row of each window"
+
+
+@pytest.mark.parametrize(("algorithm", "overlap"), [("EAGLE", True), ("EAGLE3", True), ("STANDALONE", True), ("NGRAM", False)])
+def test_a_step_may_be_submitted_before_the_last_is_read_unless_drafts_are_looked_up(tmp_path: Path, algorithm: str, overlap: bool) -> None:
+    assert speculating(tmp_path, algorithm).limits.overlap == overlap
+    assert not speculating(tmp_path, algorithm, runtime={"overlap": False}).limits.overlap
+
+
 # ---- sampling parameters
 
 FIELDS: dict[str, SamplingParams] = {

@@ -223,6 +223,21 @@ def test_3_a_write_to_a_page_that_nobody_holds_is_noticed(tmp_path: Path) -> Non
         poison(driver)
 
 
+@pytest.mark.parametrize(
+    "spec", [{"num_steps": 5}, {"num_steps": 5, "topk": 4, "num_draft_tokens": 8}, {"algorithm": "STANDALONE"}, {"algorithm": "NGRAM"}]
+)
+def test_3_a_step_writes_no_further_than_the_limits_say(tmp_path: Path, spec: dict[str, Any]) -> None:
+    """Beyond a row's pages the table still names those of the row's last owner."""
+    worker = graphs(tmp_path, **spec)
+    driver, poison = Driver(worker), Poison(worker)
+    driver.prefill({1: list(range(60))})
+    driver.release(1)
+    driver.prefill({1: PROMPTS[1]}, room=worker.limits.tokens_per_step)
+    poison(driver)
+    driver.decode([1])
+    poison(driver)
+
+
 # ---- 4. the row width is part of a graph's key
 
 

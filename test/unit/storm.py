@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,7 +86,11 @@ class Poison:
 
 @dataclass
 class Storm:
-    """Runs `turns` turns over a worker; two workers given one seed live the same life if they compute the same."""
+    """Runs `turns` turns over a worker; two workers given one seed live the same life if they compute the same.
+
+    Attributes:
+        reached: how often each kind of event came about.
+    """
 
     worker: Any
     seed: int
@@ -94,6 +99,7 @@ class Storm:
     most: int = 36
     trace: list[tuple[list[int], list[int]]] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
+    reached: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -104,6 +110,7 @@ class Storm:
         self.sampling: dict[int, SamplingParams] = {}
         self.waiting: list[tuple[list[int], int, SamplingParams, list[int]]] = []
         self.count = 0
+        self.sizes: list[int] = []
 
     @property
     def accept_lens(self) -> list[int]:
@@ -112,17 +119,19 @@ class Storm:
 
     def run(self, turns: int) -> Storm:
         for _ in range(turns):
-            self._admit()
-            self._step()
+            self.sizes = self.sizes or self.rng.permutation(BATCHES).tolist()
+            size = self.sizes.pop()
+            self._admit(size)
+            self._step(size)
             self._end_some()
         return self
 
     # ---- what happens
 
-    def _admit(self) -> None:
+    def _admit(self, least: int) -> None:
         free = [r for r in range(1, self.driver.limits.max_running_requests + 1) if r not in self.driver.kv]
         self.rng.shuffle(free)
-        wanted = int(self.rng.integers(0, 12)) if self.driver.kv else 20
+        wanted = max(int(self.rng.integers(0, 12)), least - len(self.driver.kv))
         chosen = free[: max(0, min(wanted, self.most - len(self.driver.kv)))]
         prompts: dict[int, list[int]] = {}
         resumed: dict[int, int] = {}
@@ -140,6 +149,11 @@ class Storm:
             self.limit[row] = int(self.rng.integers(4, 30))
         if chosen:
             chunk = int(self.rng.choice([3, 7, 16, 1 << 30]))
+            self.reached += {
+                "resumed": len(resumed),
+                "prefix hit": len(shared),
+                "chunk tail": sum(len(p) > chunk for p in prompts.values()),
+            }
             self.driver.prefill(prompts, chunk, {r: self.sampling[r] for r in chosen}, resumed=resumed, shared=shared)
 
     def _next_sampling(self) -> SamplingParams:
@@ -166,14 +180,15 @@ class Storm:
         """Pages that were shared never return to the free ones."""
         self.driver.held[row] = []
 
-    def _step(self) -> None:
-        sizes = [n for n in BATCHES if n <= len(self.driver.kv)]
-        rows = self.rng.permutation(sorted(self.driver.kv))[: int(self.rng.choice(sizes))].tolist()
+    def _step(self, size: int) -> None:
+        rows = self.rng.permutation(sorted(self.driver.kv))[:size].tolist()
+        self.reached[f"batch of {len(rows)}"] += 1
         slack = int(self.rng.integers(0, self.driver.limits.max_accept_len + 1))
         pending = self.driver.launch(rows, slack)
         if self.driver.limits.overlap and self.rng.random() < 0.3:
             # one request is aborted with the step in flight, and its row goes to another one
             gone = rows[0]
+            self.reached["aborted in flight"] += 1
             self.driver.release(gone)
             prompt = self.rng.integers(0, 97, 6).tolist()
             after = self.driver.launch(rows[1:], self.driver.limits.max_accept_len) if len(rows) > 1 else None
@@ -194,20 +209,32 @@ class Storm:
     def _end_some(self) -> None:
         for row in sorted(self.driver.kv):
             out, finished = self.driver.out[row], len(self.driver.out[row]) >= self.limit[row]
-            if not finished and self.rng.random() > 0.02:
+            if not finished and self.rng.random() > 0.06:
                 continue
+            self.reached["finished" if finished else "retracted"] += 1
             prompt = self.driver.prompts[row][: self.prompt_lens[row]]
             if not finished:  # retracted: back later with what it has
                 self.waiting.append((prompt + out, len(prompt), self.sampling[row], list(out)))
-            slots = torch.from_numpy(self.driver.slots(row, self.driver.kv[row]))
-            kv = [t.flatten(0, 1)[slots].clone() for pool in pools(self.worker) for t in (*pool.k, *pool.v)]
-            self.ends.append(End(prompt, list(out), kv))
+            self.ends.append(End(prompt, list(out), self._kv(row)))
             self.driver.release(row)
+
+    def _kv(self, row: int) -> list[torch.Tensor]:
+        slots = torch.from_numpy(self.driver.slots(row, self.driver.kv[row]))
+        return [t.flatten(0, 1)[slots].clone() for pool in pools(self.worker) for t in (*pool.k, *pool.v)]
+
+    def living(self) -> list[torch.Tensor]:
+        """KV of every request that is alive, and what its row goes on from."""
+        rows, draft = self.worker._target.rows, getattr(self.worker, "_draft", None)
+        kept = [rows.kv_lens, rows.last_tokens]
+        if draft is not None and draft.model.lookahead:
+            kept += [draft.rows.hidden, draft.rows.tokens, *([draft.rows.scores] if draft.shape.topk > 1 else [])]
+        return [t for row in sorted(self.driver.kv) for t in (*self._kv(row), *(k[row] for k in kept))]
 
 
 def same_life(a: Storm, b: Storm) -> None:
-    """Assert that two storms went alike: tokens, accept lengths and KV, bit for bit."""
+    """Assert that two storms went alike: tokens, accept lengths, KV and what the living go on from, bit for bit."""
     assert a.trace == b.trace
     assert [(e.prompt, e.out) for e in a.ends] == [(e.prompt, e.out) for e in b.ends]
     for x, y in zip(a.ends, b.ends, strict=True):
         assert all(torch.equal(s, t) for s, t in zip(x.kv, y.kv, strict=True)), "KV differs"
+    assert all(torch.equal(s, t) for s, t in zip(a.living(), b.living(), strict=True)), "a living request goes on from something else"

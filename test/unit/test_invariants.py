@@ -15,13 +15,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.layers.attention.torch_native import TorchNativeAttention
+from runtime.layers.linear import Linear
 from runtime.model_executor import build as executor_build
 from runtime.model_executor.graph_runner import GraphRunner
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.staging import HostCopy
 from runtime.speculative.parity import eagerly
 from unit.driver import Driver
-from unit.predicting import VOCAB, speculating
+from unit.predicting import VOCAB, exact_product, speculating
 from unit.storm import SIZES, Poison, Storm, pools, runners, same_life
 from unit.tiny import tiny_runtime
 
@@ -39,8 +40,9 @@ def storm(worker: Any, turns: int = 5) -> Storm:
 
 
 @pytest.fixture
-def reference(tmp_path: Path) -> Callable[..., Storm]:
-    """The same life without padding or replay."""
+def reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Storm]:
+    """The same life without padding or replay, to the bit."""
+    monkeypatch.setattr(Linear, "__call__", exact_product)
 
     def run(**spec: Any) -> Storm:
         return Storm(speculating(tmp_path, **spec), 3, poison=False).run(5)

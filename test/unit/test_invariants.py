@@ -334,6 +334,20 @@ def test_6_eager_fallback_and_replay_fill_the_same_metadata(tmp_path: Path, refe
                 same_life(expected, storm(worker))
 
 
+@pytest.mark.parametrize("off", [None, "draft_decode_graph", "draft_extend_graph"])
+@pytest.mark.parametrize("spec", [{}, TREE])
+def test_6_batches_and_runners_without_a_graph_live_the_same_life(
+    tmp_path: Path, reference: Any, spec: dict[str, Any], off: str | None
+) -> None:
+    """Batches of 1 to 8 are replayed, 9 to 33 run eagerly between them."""
+    spec = spec if off is None else {**spec, off: False}
+    worker = speculating(tmp_path, replay="eager", sizes=[1, 2, 4, 8], **spec)
+    same_life(reference(**spec), storm(worker))
+    runs = {name: runner.runs() for name, runner in runners(worker).items()}
+    assert all(r["eager"] for r in runs.values()), "no batch was too large"
+    assert [name for name, r in runs.items() if not r["replayed"]] == ([] if off is None else [off.removesuffix("_graph")])
+
+
 # ---- 7. one accept vector, decided once
 
 

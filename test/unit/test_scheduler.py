@@ -546,6 +546,18 @@ def test_what_a_request_wrote_before_its_failure_is_not_kept_either() -> None:
     assert house.scheduler.ledger.cache.total_pages == 20  # the prompt, which was published when it was sound
 
 
+def test_an_abort_keeps_no_kv_of_a_step_that_nobody_read() -> None:
+    """It may still fail."""
+    house = House(limits_of(), chunked_prefill_size=8)
+    house.ask("a", list(range(20)), max_new_tokens=5)
+    house.scheduler.step()
+    house.scheduler.step()  # the first chunk is read, the second in flight
+    house.inbox.append(AbortReq(rid="a"))
+    house.worker.fail_wait = lambda batch: (_ for _ in ()).throw(Injected())
+    house.settle()
+    assert house.scheduler.ledger.cache.total_pages == 8
+
+
 @pytest.mark.parametrize("where", ["fail_submit", "fail_wait"])
 def test_three_failures_within_a_minute_end_the_process_after_everyone_was_told(where: str) -> None:
     house = House(limits_of())

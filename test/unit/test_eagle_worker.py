@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.batch import ForwardMode, ScheduleBatch
 from runtime.layers.linear import Linear
+from runtime.layers.sampler import Stream, draw, uniforms
 from runtime.model_executor.build import build_worker
+from runtime.model_executor.graph_runner import Outputs
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.build import build_speculative_worker
+from runtime.speculative.draft_tree import top_log_probs
 from unit.driver import GREEDY, Driver
 from unit.predicting import VOCAB, exact_product, model_config, plain, speculating
 from unit.storm import BATCHES, SIZES, Poison, Storm, pools, same_life
@@ -224,6 +230,96 @@ def test_the_draft_goes_on_from_what_a_prefill_of_the_whole_text_leaves(
 def first_state(worker: Any, row: int) -> tuple[torch.Tensor, ...]:
     state = worker._draft.rows
     return tuple(t[row].clone() for t in (state.tokens, state.hidden, state.scores, state.probs))
+
+
+# ---- the draft's own passes
+
+SEVERAL: dict[str, Any] = {"num_steps": 5}
+BUSHY = {"num_steps": 4, "topk": 3, "num_draft_tokens": 9}
+WARM = SamplingParams(temperature=0.9)
+
+
+def drafted(worker: Any, warm: Collection[int] = ()) -> tuple[dict[int, tuple[int, tuple[torch.Tensor, ...]]], Outputs]:
+    """One iteration after a few, rows `warm` sampled: KV length and `first_state` of each row before it, the drafts made."""
+    driver = Driver(worker)
+    driver.prefill(PROMPTS, sampling={row: WARM if row in warm else GREEDY for row in PROMPTS})
+    for _ in range(3):
+        driver.decode(list(PROMPTS))
+    before = {row: (driver.kv[row], first_state(worker, row)) for row in PROMPTS}
+    driver.decode(list(PROMPTS))
+    return before, {name: t[: len(PROMPTS)].clone() for name, t in worker._draft.decode._buffers.items()}
+
+
+def branch_logits(worker: Any, row: int, kv_len: int, hidden: torch.Tensor, inputs: list[int]) -> torch.Tensor:
+    """What the draft says [Vd] after `inputs`, run one at a time from `kv_len` on as a prompt is, beside no other branch."""
+    draft, state = worker._draft, hidden[None]
+    for i, token in enumerate(inputs):
+        at, one, none = (np.array([n], dtype=np.int32) for n in (kv_len + i, 1, -1))
+        ids, which = np.array([token], dtype=np.int32), torch.tensor([row])
+        step = ScheduleBatch(
+            0, ForwardMode.EXTEND, which.numpy(), at, none, prefix_lens=at, extend_lens=one, token_ids=ids, next_tokens=none
+        )
+        batch = replace(worker._target._ragged(step, which)[0], hidden_states=state)
+        draft.runner.backend.plan(batch)
+        state = draft.model.forward(batch)
+    return draft.model.logits(state)[0]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "spec"),
+    [("EAGLE", CHAIN), ("EAGLE", SEVERAL), ("EAGLE3", {**SEVERAL, "head": {"draft_vocab_size": 40}}), ("STANDALONE", CHAIN)],
+)
+@pytest.mark.parametrize("warm", [(), (1, 3), tuple(PROMPTS)])
+@torch.inference_mode()
+def test_each_draft_of_a_chain_is_what_the_draft_says_after_those_before_it(
+    tmp_path: Path, algorithm: str, spec: dict[str, Any], warm: tuple[int, ...]
+) -> None:
+    worker = speculating(tmp_path, algorithm, **spec)
+    before, made = drafted(worker, warm)
+    model, known = worker._draft.model, worker._draft.model.lookahead
+    for i, (row, (kv_len, (_, hidden, _, _))) in enumerate(before.items()):
+        window = made["tokens"][i].tolist()
+        for at in range(1 + known, len(window)):
+            logits = branch_logits(worker, row, kv_len, hidden, window[known:at])
+            chosen = logits.argmax()
+            if row in warm:
+                probs = torch.softmax(logits / WARM.temperature, -1)
+                torch.testing.assert_close(made["probs"][i, at - 1], probs, rtol=1e-3, atol=1e-5)
+                place = torch.tensor([kv_len + at])
+                chosen = draw(probs[None], uniforms(worker._target.rows.tables.seeds[row : row + 1], place, Stream.DRAFT))[0]
+            assert window[at] == int(model.map_to_target(chosen))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "spec"), [("EAGLE", TREE), ("EAGLE", BUSHY), ("EAGLE3", {**BUSHY, "head": {"draft_vocab_size": 40}})]
+)
+@torch.inference_mode()
+def test_a_tree_is_that_of_its_branches_drafted_one_by_one(tmp_path: Path, algorithm: str, spec: dict[str, Any]) -> None:
+    worker = speculating(tmp_path, algorithm, **spec)
+    before, made = drafted(worker)
+    model, topk = worker._draft.model, spec["topk"]
+    for i, (row, (kv_len, (tokens, hidden, scores, _))) in enumerate(before.items()):
+        beam = [([token], score) for token, score in zip(tokens.tolist(), scores.tolist(), strict=True)]
+        known = list(beam)
+        for _ in range(spec.get("num_steps", 3) - 1):
+            level = []
+            for path, score in beam:
+                ids, more = top_log_probs(branch_logits(worker, row, kv_len, hidden, path)[None], topk)
+                children = zip(model.map_to_target(ids)[0].tolist(), more[0].tolist(), strict=True)
+                level += [([*path, token], score + further) for token, further in children]
+            beam = sorted(level, key=lambda node: -node[1])[:topk]
+            known += level
+        best = sorted(known, key=lambda node: -node[1])[: spec["num_draft_tokens"] - 1]
+        paths: list[list[int]] = [[]]
+        for token, parent in zip(made["tokens"][i, 1:].tolist(), made["parents"][i, 1:].tolist(), strict=True):
+            paths.append([*paths[parent], token])
+        assert sorted(paths[1:]) == sorted(path for path, _ in best)
+
+
+@pytest.mark.parametrize(("algorithm", "steps", "decodes"), [("EAGLE", 1, False), ("EAGLE", 2, True), ("STANDALONE", 1, True)])
+def test_draft_decode_exists_where_the_draft_has_passes_of_its_own(tmp_path: Path, algorithm: str, steps: int, decodes: bool) -> None:
+    names = [runner.spec.name for runner in speculating(tmp_path, algorithm, num_steps=steps).runners]
+    assert names == [*(["draft decode"] if decodes else []), "verify", "draft extend"]
 
 
 @pytest.mark.parametrize("spec", [CHAIN, TREE])

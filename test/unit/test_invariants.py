@@ -348,6 +348,20 @@ def test_6_batches_and_runners_without_a_graph_live_the_same_life(
     assert [name for name, r in runs.items() if not r["replayed"]] == ([] if off is None else [off.removesuffix("_graph")])
 
 
+def test_6_no_plan_is_told_of_fewer_keys_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, widths = TorchNativeAttention.plan, set[int]()
+
+    def checked(self: Any, batch: Any, num_steps: int = 1) -> None:
+        widths.add(batch.tokens_per_req)
+        assert bool((torch.from_numpy(batch.seq_len_bounds) >= batch.seq_lens).all())
+        plan(self, batch, num_steps)
+
+    monkeypatch.setattr(TorchNativeAttention, "plan", checked)
+    for spec in ({}, TREE):
+        storm(graphs(tmp_path, **spec))
+    assert widths == {0, 1, 4, 3, 7}, "prompts, and the passes of a chain and a tree"
+
+
 # ---- 7. one accept vector, decided once
 
 

@@ -279,7 +279,7 @@ def test_each_draft_of_a_chain_is_what_the_draft_says_after_those_before_it(
     model, known = worker._draft.model, worker._draft.model.lookahead
     for i, (row, (kv_len, (_, hidden, _, _))) in enumerate(before.items()):
         window = made["tokens"][i].tolist()
-        for at in range(1 + known, len(window)):
+        for at in range(1, len(window)):
             logits = branch_logits(worker, row, kv_len, hidden, window[known:at])
             chosen = logits.argmax()
             if row in warm:
@@ -298,11 +298,11 @@ def test_a_tree_is_that_of_its_branches_drafted_one_by_one(tmp_path: Path, algor
     worker = speculating(tmp_path, algorithm, **spec)
     before, made = drafted(worker)
     model, topk = worker._draft.model, spec["topk"]
-    for i, (row, (kv_len, (tokens, hidden, scores, _))) in enumerate(before.items()):
-        beam = [([token], score) for token, score in zip(tokens.tolist(), scores.tolist(), strict=True)]
-        known = list(beam)
-        for _ in range(spec.get("num_steps", 3) - 1):
-            level = []
+    for i, (row, (kv_len, (_, hidden, _, _))) in enumerate(before.items()):
+        beam: list[tuple[list[int], float]] = [([], 0.0)]
+        known: list[tuple[list[int], float]] = []
+        for _ in range(spec.get("num_steps", 3)):
+            level: list[tuple[list[int], float]] = []
             for path, score in beam:
                 ids, more = top_log_probs(branch_logits(worker, row, kv_len, hidden, path)[None], topk)
                 children = zip(model.map_to_target(ids)[0].tolist(), more[0].tolist(), strict=True)

@@ -369,6 +369,7 @@ SAMPLED: dict[str, SamplingParams] = {
 }  # fmt: skip
 WORKERS: dict[str, tuple[str, dict[str, Any]]] = {
     "chain": ("EAGLE", CHAIN),
+    "one draft": ("EAGLE", {"num_steps": 1}),
     "tree": ("EAGLE", TREE),
     "eagle3": ("EAGLE3", {"head": {"draft_vocab_size": 40}}),
     "standalone": ("STANDALONE", CHAIN),

@@ -239,6 +239,11 @@ def test_uniform_numbers_are_uniform_and_below_one() -> None:
     assert stats.chisquare(np.histogram(u, bins=256, range=(0, 1))[0]).pvalue > 1e-4
 
 
+def test_the_largest_uniform_number_is_the_float_before_one() -> None:
+    """This seed draws it at this position: a hash that ends in 24 ones."""
+    assert uniforms(torch.tensor(0), torch.tensor(39827229), Stream.TARGET).item() == 1.0 - 2.0**-24
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [

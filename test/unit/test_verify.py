@@ -176,6 +176,15 @@ def test_an_empty_residual_falls_back_to_the_target() -> None:
     assert out[0, 0].item() in (1, 2)
 
 
+def test_a_draft_that_the_draft_cannot_say_has_no_probability_of_its_own() -> None:
+    to_target, to_draft = torch.tensor([4, 1]), torch.tensor([-1, 1, -1, -1, 0])
+    p = torch.full((1, 2, 5), 0.2)
+    q = DraftProbs(torch.tensor([[[1.0, 0.0]]]), to_target, to_draft)
+    lens, tokens = verify_chain_sampled(torch.tensor([[0, 3]]), p, torch.tensor([[0.99]]), torch.tensor([0.5]), q)
+    assert lens.tolist() == [2], "min(1, p / 0)"
+    assert tokens[0, 0] == 3
+
+
 def test_poisoned_padding_rows_are_inert() -> None:
     g = generator(5)
     p, draft = random_probs(g, 6, 3, 8), torch.randint(0, 8, (6, 3), generator=g)

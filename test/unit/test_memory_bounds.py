@@ -16,6 +16,7 @@ from runtime.sampling_params import SamplingParams
 from runtime.speculative import verifier
 from unit.driver import GREEDY, Driver
 from unit.predicting import VOCAB, plain, speculating
+from unit.storm import pools
 from unit.tiny import tiny_runtime
 
 MIXED = {
@@ -91,6 +92,16 @@ def test_a_rehearsal_of_sampling_and_of_the_largest_prompt_step_leaves_the_rows_
         rehearse_sampling(target, torch.zeros((8, VOCAB)))
     target.reset()
     assert all(torch.equal(a, b) for a, b in zip(before, (target.rows.kv_lens, target.rows.tables.output_counts), strict=True))
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])
+def test_a_slot_costs_what_target_and_draft_keep_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
+    from runtime.model_executor import build
+
+    divide, costs = build.divide_memory, list[int]()
+    monkeypatch.setattr(build, "divide_memory", lambda *args: costs.append(args[3]) or divide(*args))
+    worker = speculating(tmp_path, algorithm)
+    assert costs == [sum(t[0, 0].nbytes for pool in pools(worker) for t in (*pool.k, *pool.v))]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])

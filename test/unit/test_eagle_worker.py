@@ -246,8 +246,12 @@ def drafted(worker: Any, warm: Collection[int] = ()) -> tuple[dict[int, tuple[in
     for _ in range(3):
         driver.decode(list(PROMPTS))
     before = {row: (driver.kv[row], first_state(worker, row)) for row in PROMPTS}
+    made: Outputs = {}
+    judge = worker.verifier.judge
+    worker.verifier.judge = lambda turn, drafts: made.update({name: t.clone() for name, t in drafts.items()}) or judge(turn, drafts)
     driver.decode(list(PROMPTS))
-    return before, {name: t[: len(PROMPTS)].clone() for name, t in worker._draft.decode._buffers.items()}
+    worker.verifier.judge = judge
+    return before, made
 
 
 def branch_logits(worker: Any, row: int, kv_len: int, hidden: torch.Tensor, inputs: list[int]) -> torch.Tensor:
@@ -267,7 +271,13 @@ def branch_logits(worker: Any, row: int, kv_len: int, hidden: torch.Tensor, inpu
 
 @pytest.mark.parametrize(
     ("algorithm", "spec"),
-    [("EAGLE", CHAIN), ("EAGLE", SEVERAL), ("EAGLE3", {**SEVERAL, "head": {"draft_vocab_size": 40}}), ("STANDALONE", CHAIN)],
+    [
+        ("EAGLE", CHAIN),
+        ("EAGLE", {"num_steps": 1}),
+        ("EAGLE", SEVERAL),
+        ("EAGLE3", {**SEVERAL, "head": {"draft_vocab_size": 40}}),
+        ("STANDALONE", CHAIN),
+    ],
 )
 @pytest.mark.parametrize("warm", [(), (1, 3), tuple(PROMPTS)])
 @torch.inference_mode()
@@ -291,7 +301,13 @@ def test_each_draft_of_a_chain_is_what_the_draft_says_after_those_before_it(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "spec"), [("EAGLE", TREE), ("EAGLE", BUSHY), ("EAGLE3", {**BUSHY, "head": {"draft_vocab_size": 40}})]
+    ("algorithm", "spec"),
+    [
+        ("EAGLE", TREE),
+        ("EAGLE", {"num_steps": 1, "topk": 3, "num_draft_tokens": 4}),
+        ("EAGLE", BUSHY),
+        ("EAGLE3", {**BUSHY, "head": {"draft_vocab_size": 40}}),
+    ],
 )
 @torch.inference_mode()
 def test_a_tree_is_that_of_its_branches_drafted_one_by_one(tmp_path: Path, algorithm: str, spec: dict[str, Any]) -> None:
@@ -314,6 +330,28 @@ def test_a_tree_is_that_of_its_branches_drafted_one_by_one(tmp_path: Path, algor
         for token, parent in zip(made["tokens"][i, 1:].tolist(), made["parents"][i, 1:].tolist(), strict=True):
             paths.append([*paths[parent], token])
         assert sorted(paths[1:]) == sorted(path for path, _ in best)
+
+
+def test_the_branches_of_a_pass_have_a_slot_each_and_one_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = speculating(tmp_path, **BUSHY)
+    driver, rows, topk = Driver(worker), [3, 1, 5], BUSHY["topk"]
+    driver.prefill(PROMPTS)
+    forward, passes = worker._draft.model.forward, list[tuple[torch.Tensor, torch.Tensor]]()
+
+    def watched(batch: Any) -> torch.Tensor:
+        passes.append((batch.positions.view(3, -1).clone(), batch.out_cache_loc.view(3, -1).clone()))
+        return forward(batch)
+
+    monkeypatch.setattr(worker._draft.model, "forward", watched)
+    for _ in range(3):
+        kv_lens = [driver.kv[row] for row in rows]
+        passes.clear()
+        driver.decode(rows)
+        for step, (positions, slots) in enumerate(passes[:-1]):
+            assert positions.tolist() == [[n + step] * topk for n in kv_lens]
+            first = [n + step * topk for n in kv_lens]
+            assert slots.tolist() == [driver.slots(row, n + topk)[n:].tolist() for row, n in zip(rows, first, strict=True)]
+        assert len(passes) == BUSHY["num_steps"], "the last is draft-extend"
 
 
 @pytest.mark.parametrize(("algorithm", "steps", "decodes"), [("EAGLE", 1, False), ("EAGLE", 2, True), ("STANDALONE", 1, True)])

@@ -20,6 +20,7 @@ from runtime.model_executor.graph_runner import Outputs
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.build import build_speculative_worker
 from runtime.speculative.draft_tree import top_log_probs
+from runtime.speculative.ngram import NgramHistory, propose_batch
 from unit.driver import GREEDY, Driver
 from unit.predicting import VOCAB, exact_product, model_config, plain, speculating
 from unit.storm import BATCHES, SIZES, Poison, Storm, pools, same_life
@@ -131,6 +132,27 @@ def test_prompt_lookup_drafts_for_each_request_its_own_continuation(tmp_path: Pa
     assert accepted / steps == pytest.approx(np.mean(alone), rel=0.15)
 
 
+def test_drafts_are_looked_up_in_all_the_text_of_a_rows_owner_and_no_other(tmp_path: Path) -> None:
+    worker = speculating(tmp_path, "NGRAM")
+    driver, made = Driver(worker), list[torch.Tensor]()
+    judge = worker.verifier.judge
+    worker.verifier.judge = lambda turn, drafts: made.append(drafts["tokens"][:, 1:]) or judge(turn, drafts)
+    driver.prefill(ECHO, room=160)
+    for turn in range(30):
+        if turn == 25:
+            driver.release(1)
+            # it says 7 8, which only its last owner's text goes on from
+            driver.prefill({1: [50, 7]}, sampling=SamplingParams(temperature=0.0, logit_bias={8: 100.0}))
+        expected = np.zeros((3, 3), dtype=np.int32)
+        for i, row in enumerate(ECHO):
+            history = NgramHistory()
+            history.extend(np.array(driver.prompts[row] + driver.out[row], dtype=np.int32))
+            expected[i] = propose_batch([history], 3)[0]
+        driver.decode(list(ECHO))
+        assert made[-1].tolist() == expected.tolist()
+    assert driver.mean_accept_len() > 1.2
+
+
 # ---- the draft's KV
 
 
@@ -236,6 +258,7 @@ def first_state(worker: Any, row: int) -> tuple[torch.Tensor, ...]:
 
 SEVERAL: dict[str, Any] = {"num_steps": 5}
 BUSHY = {"num_steps": 4, "topk": 3, "num_draft_tokens": 9}
+REDUCED: dict[str, Any] = {"head": {"draft_vocab_size": 40}}
 WARM = SamplingParams(temperature=0.9)
 
 
@@ -275,7 +298,7 @@ def branch_logits(worker: Any, row: int, kv_len: int, hidden: torch.Tensor, inpu
         ("EAGLE", CHAIN),
         ("EAGLE", {"num_steps": 1}),
         ("EAGLE", SEVERAL),
-        ("EAGLE3", {**SEVERAL, "head": {"draft_vocab_size": 40}}),
+        ("EAGLE3", {**SEVERAL, **REDUCED}),
         ("STANDALONE", CHAIN),
     ],
 )
@@ -306,7 +329,7 @@ def test_each_draft_of_a_chain_is_what_the_draft_says_after_those_before_it(
         ("EAGLE", TREE),
         ("EAGLE", {"num_steps": 1, "topk": 3, "num_draft_tokens": 4}),
         ("EAGLE", BUSHY),
-        ("EAGLE3", {**BUSHY, "head": {"draft_vocab_size": 40}}),
+        ("EAGLE3", {**BUSHY, **REDUCED}),
     ],
 )
 @torch.inference_mode()

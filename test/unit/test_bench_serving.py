@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
@@ -275,6 +276,14 @@ def test_arrivals_are_a_poisson_process_of_the_asked_rate() -> None:
     assert statistics.mean(gaps) == pytest.approx(0.02, rel=0.05)
     assert statistics.stdev(gaps) == pytest.approx(0.02, rel=0.1), "an exponential's deviation is its mean"
     assert arrivals(3, float("inf"), seed=3) == [0.0, 0.0, 0.0]
+
+
+def test_one_seed_is_one_load_in_sglangs_client_too() -> None:
+    gaps = np.random.RandomState(7)  # SGLang seeds numpy's own generator and draws before each sleep
+    expected = [0.0]
+    for _ in range(5):
+        expected.append(expected[-1] + gaps.exponential(1.0 / 2.0))
+    assert arrivals(6, 2.0, seed=7) == pytest.approx(expected)
 
 
 def test_records_come_back_in_the_order_of_the_requests_and_the_gate_holds() -> None:

@@ -207,10 +207,10 @@ async def send(client: HttpClient, backend: Backend, request: BenchRequest, opti
     record = RequestRecord(prompt_len=request.prompt_len)
     answer = Answer(backend, record)
     body = orjson.dumps(payload(backend, request, options))
-    record.start = client.clock()
+    record.start = client.clock()  # before connecting, as SGLang's client: a user waits for that too
     try:
         on_event = answer.event if options.stream else None
-        status, rest, record.start = await client.exchange("POST", backend.path, body, on_event)
+        status, rest = await client.exchange("POST", backend.path, body, on_event)
         if status != 200:
             record.error = f"HTTP {status}: {rest.decode('utf-8', 'replace')[:500]}"
         elif not options.stream:

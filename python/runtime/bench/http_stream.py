@@ -54,11 +54,10 @@ class _Exchange(asyncio.Protocol):
     With `on_event`, the lines of a 200 answer go there as they come and `body` stays empty.
     """
 
-    def __init__(self, request: bytes, on_event: OnEvent | None, clock: Clock, sent_at: list[float]) -> None:
+    def __init__(self, request: bytes, on_event: OnEvent | None, clock: Clock) -> None:
         self._request = request
         self._on_event = on_event
         self._clock = clock
-        self._sent_at = sent_at
         self._buffer = bytearray()
         self._line = bytearray()
         self._body = bytearray()
@@ -71,7 +70,6 @@ class _Exchange(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)
-        self._sent_at.append(self._clock())
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
@@ -173,7 +171,7 @@ class HttpClient:
 
     async def exchange(
         self, method: str, path: str, body: bytes = b"", on_event: OnEvent | None = None, timeout: float = 21600.0
-    ) -> tuple[int, bytes, float]:
+    ) -> tuple[int, bytes]:
         """Send one request and read its answer.
 
         Args:
@@ -184,23 +182,21 @@ class HttpClient:
             timeout: seconds for the whole exchange.
 
         Returns:
-            Status, body (empty when events were delivered), and the time of sending.
+            Status and body, which is empty when events were delivered.
 
         Raises:
             HttpFailure: no connection, time-out, or an answer cut short.
         """
-        sent_at: list[float] = []
         try:
-            status, answer = await asyncio.wait_for(self._exchange(self._render(method, path, body), on_event, sent_at), timeout)
+            return await asyncio.wait_for(self._exchange(self._render(method, path, body), on_event), timeout)
         except (OSError, asyncio.TimeoutError) as error:
             why = str(error) or f"no answer within {timeout:.0f} s"
             raise HttpFailure(f"{self.endpoint.host}:{self.endpoint.port}: {why}") from error
-        return status, answer, sent_at[0]
 
     async def json(self, method: str, path: str, payload: Any = None, timeout: float = 60.0) -> Any:
         """Exchange JSON; raises HttpFailure for any status but 2xx. An answer that is not JSON comes back as text."""
         body = b"" if payload is None else json.dumps(payload).encode()
-        status, answer, _ = await self.exchange(method, path, body, timeout=timeout)
+        status, answer = await self.exchange(method, path, body, timeout=timeout)
         text = answer.decode("utf-8", "replace")
         if not 200 <= status < 300:
             raise HttpFailure(f"{method} {path} answered {status}: {text[:500]}", status)
@@ -209,9 +205,9 @@ class HttpClient:
         except ValueError:
             return text
 
-    async def _exchange(self, request: bytes, on_event: OnEvent | None, sent_at: list[float]) -> tuple[int, bytes]:
+    async def _exchange(self, request: bytes, on_event: OnEvent | None) -> tuple[int, bytes]:
         _, protocol = await asyncio.get_running_loop().create_connection(
-            lambda: _Exchange(request, on_event, self.clock, sent_at), self.endpoint.host, self.endpoint.port, ssl=self._ssl
+            lambda: _Exchange(request, on_event, self.clock), self.endpoint.host, self.endpoint.port, ssl=self._ssl
         )
         try:
             return await protocol.done

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from runtime.bench.records import BenchRequest, RequestRecord
 
@@ -23,15 +24,14 @@ class Load:
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Seconds after the start at which each request arrives; the gaps are exponential with mean 1 / `rate`."""
+    """Seconds after the start at which each request arrives; the gaps are exponential with mean 1 / `rate`.
+
+    They are the draws that SGLang's client makes with the same seed for a dataset of texts, so that one seed is one load in both.
+    """
     if rate == float("inf"):
         return [0.0] * count
-    rng = random.Random(seed)
-    times, now = [], 0.0
-    for _ in range(count):
-        times.append(now)
-        now += rng.expovariate(rate)
-    return times
+    gaps = np.random.RandomState(seed).exponential(1.0 / rate, size=count)
+    return [0.0, *np.cumsum(gaps[:-1]).tolist()]
 
 
 async def run_load(

@@ -34,9 +34,9 @@ class RequestRecord:
     """What happened to one request; times are seconds of the client's clock.
 
     Attributes:
-        start: when it was sent.
-        latency: from sending until its last token arrived.
-        ttft: from sending until its first token arrived.
+        start: when it was asked, before its connection was made.
+        latency: from asking until its last token arrived.
+        ttft: from asking until its first token arrived.
         itl: seconds between tokens; a chunk of n tokens counts as n equal gaps.
         prompt_len: as the server counted it, else as the client did.
         verify_steps: verification passes of speculation, where the server says.

@@ -29,6 +29,7 @@ SCRIPTS = (
     "verify_exact",
     "cpu_serving",
     "faults",
+    "client_agreement",
     "modes",
     "embedded_gpu",
     "embedded_speculation",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -139,3 +140,13 @@ def mock_server(script: Script) -> Iterator[int]:
         loop.call_soon_threadsafe(server.close)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(timeout=5)
+
+
+async def _serve(ttft: float, gap: float) -> None:
+    server = await asyncio.start_server(MockServer(Script(ttft, gap)).handle, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":  # python mock_server.py TTFT GAP: serves in a process of its own and prints the port
+    asyncio.run(_serve(float(sys.argv[1]), float(sys.argv[2])))

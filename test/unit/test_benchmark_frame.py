@@ -13,7 +13,18 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark import crossover, draft_extend_graph, machine, report, serving_matrix, shapes, step_profile, trace, verify_exact
+from benchmark import (
+    client_agreement,
+    crossover,
+    draft_extend_graph,
+    machine,
+    report,
+    serving_matrix,
+    shapes,
+    step_profile,
+    trace,
+    verify_exact,
+)
 from benchmark.markdown import cell, change, percent, table
 from benchmark.record import Record
 from benchmark.sweep import random_ids, roof_share
@@ -168,6 +179,29 @@ def test_the_profile_table_shows_the_host_time_that_graphs_save() -> None:
     text = step_profile.render(result([eager, both]))
     assert "| host: both draft phases (µs) | 100.0 | 25.00 (-75 %) |" in text
     assert "| GPU idle | 25.0 % | 25.0 % |" in text
+
+
+def test_clients_are_compared_by_the_medians_of_their_runs_and_take_turns_at_going_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = {"ours": iter([100.0, 110.0, 500.0, 103.0, 99.0, 103.0]), "theirs": iter([100.0, 90.0, 100.0])}
+    order: list[str] = []
+
+    def run(self: client_agreement.Client, flags: list[str], requests: int) -> dict[str, float]:
+        order.append(self.name)
+        return dict.fromkeys(client_agreement.FIGURES, next(took[self.name]))
+
+    monkeypatch.setattr(client_agreement.Client, "run", run)
+    ours, theirs = (client_agreement.Client(name, (), {}) for name in ("ours", "theirs"))
+    found = client_agreement.compare(ours, theirs, [], 1, 3)
+    assert order == ["ours", "ours", "theirs", "ours", "theirs", "ours", "theirs", "ours", "ours"]
+    # ours: 100, 103, 99; again: 110, 500, 103; theirs: 100, 90, 100
+    assert set(found["difference"].values()) == {0.0}
+    assert list(found["repeat"].values()) == pytest.approx([(100 / 110 - 1) * 100] * len(client_agreement.FIGURES))
+    row = {"server": "s", "backend": "b", "load": "l", "client": "SGLang 1", **found}
+    text = client_agreement.render(result([row]))
+    assert "against the client of SGLang 1" in text
+    assert "| s; b, l | -9.09 |" in text
+    alone = client_agreement.render(result([row | {"client": None, "difference": None}]))
+    assert "against the client" not in alone
 
 
 def test_the_acceptance_rate_is_of_drafts_not_of_the_bonus_token() -> None:

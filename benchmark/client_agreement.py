@@ -1,0 +1,269 @@
+"""Whether `bench_serving` measures what SGLang's own client measures on the same server, and what it measured itself a moment ago."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmark import plots
+from benchmark.machine import ROOT
+from benchmark.markdown import Result, provenance, table
+from benchmark.record import Record
+from benchmark.server import Server, environment
+from benchmark.shapes import tiny_model
+from benchmark.sweep import arguments, names
+from runtime.bench.datasets import embedded_prompts
+
+NAME = "client_agreement"
+KEYS = ("server", "backend", "load")
+BACKENDS = ("sglang", "sglang-oai")
+MOCKS = {"mock": (0.2, 0.02), "fast-mock": (0.02, 0.005)}
+"""Seconds until the first token, and between tokens."""
+FIGURES = {
+    "request_throughput": "requests/s",
+    "output_throughput": "tokens/s",
+    **{f"{kind}_{name}_ms": f"{kind} {short}" for name, short in
+       (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "ITL"), ("e2e_latency", "E2E")) for kind in ("mean", "median")},
+}  # fmt: skip
+_SEED = 42
+_LOG_TAIL = 3000
+
+Figures = dict[str, Any]
+
+
+class ClientFailed(Exception):
+    """A client did not run, or not every request of it succeeded; holds the end of what it printed."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """A program with SGLang's flags: how it starts, and where Python finds it."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: dict[str, str]
+
+    def run(self, flags: Sequence[str], requests: int) -> Figures:
+        """Its JSON line; raises ClientFailed."""
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out.jsonl"
+            command = [*self.command, *flags, "--num-prompts", str(requests), "--disable-tqdm", "--output-file", str(out)]
+            done = subprocess.run(command, env=self.environment, cwd=folder, capture_output=True, text=True, check=False)
+            if done.returncode != 0 or not out.is_file():
+                raise ClientFailed(f"{' '.join(command)}:\n{done.stdout[-_LOG_TAIL:]}{done.stderr[-_LOG_TAIL:]}")
+            figures = json.loads(out.read_text(encoding="utf-8"))
+        if figures["completed"] != requests:
+            raise ClientFailed(f"{' '.join(command)}: {figures['completed']} of {requests} requests succeeded")
+        return figures
+
+
+@dataclass(frozen=True)
+class Load:
+    """One load, by the flags that both clients take."""
+
+    name: str
+    requests: int
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server to measure: what the rows call it, and what both clients are told."""
+
+    name: str
+    flags: tuple[str, ...]
+    loads: tuple[Load, ...]
+    backends: tuple[str, ...]
+
+
+def loads(requests: int, tokens: int, concurrency: int, rate: float) -> tuple[Load, ...]:
+    """A closed and an open loop of the same requests."""
+    length = ("--sharegpt-output-len", str(tokens))
+    return (
+        Load(f"{concurrency} at a time", requests, (*length, "--max-concurrency", str(concurrency))),
+        Load(f"{rate:g} a second", requests, (*length, "--request-rate", str(rate))),
+    )
+
+
+def our_client() -> Client:
+    """`runtime.bench_serving` of this checkout."""
+    return Client("bench_serving", (sys.executable, "-m", "runtime.bench_serving"), environment())
+
+
+def sglang_client(folder: Path, python: str) -> Client:
+    """SGLang's client.
+
+    Args:
+        folder: holds the package `sglang`, as an unpacked wheel or a source tree's `python` does.
+        python: an interpreter that has what the client imports.
+
+    Raises:
+        ClientFailed: it cannot be imported; says what is missing.
+    """
+    settings = os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    program = "import sglang, sglang.benchmark.serving; print(sglang.__version__)"
+    try:
+        done = subprocess.run([python, "-c", program], env=settings, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ClientFailed(f"--sglang-python {python}: {error}") from error
+    if done.returncode != 0:
+        raise ClientFailed(f"SGLang's client in {folder} does not start with {python}:\n{done.stderr[-_LOG_TAIL:]}")
+    return Client(f"SGLang {done.stdout.split()[-1]}", (python, "-m", "sglang.benchmark.serving"), settings)
+
+
+def compare(ours: Client, theirs: Client | None, flags: Sequence[str], requests: int, rounds: int) -> Figures:
+    """Run ours, theirs and ours again in turn, `rounds` times.
+
+    Each round starts with another one, so that a machine that slows down slows all alike. Returns every run's figures and the
+    differences of the medians in per cent.
+    """
+    clients = [("ours", ours), ("again", ours), *([("theirs", theirs)] if theirs else [])]
+    runs: dict[str, list[Figures]] = {name: [] for name, _ in clients}
+    for number in range(rounds):
+        turn = number % len(clients)
+        for name, client in clients[turn:] + clients[:turn]:
+            figures = client.run(flags, requests)
+            runs[name].append({figure: figures[figure] for figure in FIGURES})
+    medians = {name: {figure: median([run[figure] for run in each]) for figure in FIGURES} for name, each in runs.items()}
+    return {
+        "difference": differences(medians["ours"], medians["theirs"]) if theirs else None,
+        "repeat": differences(medians["ours"], medians["again"]),
+        "medians": medians,
+        "runs": runs,
+    }
+
+
+def median(values: Sequence[float | None]) -> float | None:
+    """Of what was measured; None where a run had no such figure."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if len(known) == len(values) else None
+
+
+def differences(ours: Figures, other: Figures) -> dict[str, float | None]:
+    """By figure, how far ours is above the other, in per cent."""
+    return {name: (ours[name] / other[name] - 1) * 100 if ours[name] and other[name] else None for name in FIGURES}
+
+
+def write_prompts(file: Path) -> None:
+    """The held-out chat prompts in ShareGPT's form, which both clients read and shuffle alike."""
+    turns = [[{"value": line["prompt"]}, {"value": "An answer that is not used."}] for line in embedded_prompts()]
+    file.write_text(json.dumps([{"conversations": conversation} for conversation in turns]), encoding="utf-8")
+
+
+@contextmanager
+def mock(ttft: float, gap: float) -> Iterator[int]:
+    """The tests' server with known timings in a process of its own; yields its port."""
+    command = [sys.executable, str(ROOT / "test" / "mock_server.py"), str(ttft), str(gap)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.terminate()
+
+
+def measure(record: Record, target: Target, clients: tuple[Client, Client | None], prompts: Path, rounds: int) -> None:
+    """Every backend and load of one target."""
+    ours, theirs = clients
+    common = (*target.flags, "--dataset-name", "sharegpt", "--dataset-path", str(prompts), "--seed", str(_SEED))
+    for backend in target.backends:
+        for load in target.loads:
+            figures = compare(ours, theirs, (*common, "--backend", backend, *load.flags), load.requests, rounds)
+            labels = {"server": target.name, "backend": backend, "load": load.name, "requests": load.requests, "rounds": rounds}
+            record.add(labels | {"client": theirs.name if theirs else None, **figures})
+            print(f"  {target.name}, {backend}, {load.name}: {_worst(figures['difference'])}, {_worst(figures['repeat'])}", flush=True)
+
+
+def render(result: Result) -> str:
+    """Per cent by figure: against SGLang's client where it was there, and against ourselves."""
+    parts = []
+    if compared := [row for row in result["rows"] if row["client"]]:
+        clients = ", ".join(dict.fromkeys(row["client"] for row in compared))
+        parts += [f"`bench_serving` against the client of {clients}:", "", _table(compared, "difference"), ""]
+    return "\n".join([*parts, "`bench_serving` against itself:", "", _table(result["rows"], "repeat"), "", provenance(result)])
+
+
+def _table(rows: Sequence[dict[str, Any]], kind: str) -> str:
+    lines = [
+        [f"{row['server']}; {row['backend']}, {row['load']}", *(_signed(row[kind][name]) for name in FIGURES), _worst(row[kind])]
+        for row in rows
+    ]
+    return table(["medians, %", *FIGURES.values(), "farthest"], lines)
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.2f}"
+
+
+def _worst(values: dict[str, float | None] | None) -> str:
+    """The difference that is farthest from none."""
+    return _signed(max((value for value in (values or {}).values() if value is not None), key=abs, default=None))
+
+
+def plot(result: Result, file: Path) -> None:
+    """The farthest figure of every row."""
+    groups: dict[str, dict[str, float]] = {}
+    for number, row in enumerate(result["rows"]):
+        for kind, label in (("difference", "against SGLang's client"), ("repeat", "against itself")):
+            values = [abs(value) for value in (row[kind] or {}).values() if value is not None]
+            if values:
+                groups.setdefault(str(number + 1), {})[label] = max(values)
+    plots.draw(file, [lambda axes: plots.bars(axes, groups, "Two clients, in the order of the table", "farthest figure, %")])
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = arguments(__doc__)
+    parser.add_argument("--sglang-client", type=Path, help="folder that holds the package sglang: an unpacked wheel will do")
+    parser.add_argument("--sglang-python", default=sys.executable, help="interpreter that has what SGLang's client imports")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each client, of which medians are compared")
+    parser.add_argument("--backends", type=names, default=list(BACKENDS))
+    parser.add_argument("--servers", type=names, default=["model", *MOCKS], help=f"some of model, {', '.join(MOCKS)}, comma separated")
+    args = parser.parse_args()
+    if unknown := set(args.servers) - {"model", *MOCKS}:
+        parser.error(f"--servers {','.join(sorted(unknown))}: there are model, {', '.join(MOCKS)}")
+    if args.sglang_client is None and not args.quick:
+        parser.error("--sglang-client FOLDER is needed; only --quick may compare bench_serving with itself alone")
+    return args
+
+
+def main() -> None:
+    """Measure, keep, plot."""
+    args = parse()
+    record = Record(NAME, KEYS, args.out, args.quick)
+    theirs = sglang_client(args.sglang_client.resolve(), args.sglang_python) if args.sglang_client else None
+    clients, rounds = (our_client(), theirs), 1 if args.quick else args.rounds
+    backends = tuple(args.backends[:1] if args.quick else args.backends)
+    flags = tiny_model().target_flags if args.quick else ("--device", "cpu", "--cpu-threads", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        prompts = Path(folder) / "prompts.json"
+        write_prompts(prompts)
+        with Server(flags) as server:
+            vocabulary = ("--tokenizer", str(server.get("/model_info")["tokenizer_path"]))
+            if "model" in args.servers:
+                load = loads(4, 8, 2, 8.0) if args.quick else loads(10, 32, 2, 0.6)
+                told = ("--base-url", f"http://127.0.0.1:{server.port}", "--flush-cache", *vocabulary)
+                name = "tiny model" if args.quick else "embedded model, its own draft"
+                measure(record, Target(name, told, load, backends), clients, prompts, rounds)
+        for ttft, gap in (MOCKS[name] for name in MOCKS if name in args.servers):
+            with mock(ttft, gap) as port:
+                load = loads(4, 8, 2, 8.0) if args.quick else loads(24, 32, 4, 6.0)
+                told = ("--base-url", f"http://127.0.0.1:{port}", *vocabulary)
+                name = f"mock, TTFT {ttft * 1000:g} ms, {gap * 1000:g} ms a token"
+                measure(record, Target(name, told, load, backends), clients, prompts, rounds)
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -10,25 +11,30 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmark import plots
 from benchmark.machine import ROOT
 from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record
 from benchmark.server import Server, environment
-from benchmark.shapes import tiny_model
+from benchmark.shapes import tiny_model, write_tiny
 from benchmark.sweep import arguments, names
 from runtime.bench.datasets import embedded_prompts
 
 NAME = "client_agreement"
 KEYS = ("server", "backend", "load")
 BACKENDS = ("sglang", "sglang-oai")
+SERVERS = ("timed", "mock", "fast-mock", "model")
 MOCKS = {"mock": (0.2, 0.02), "fast-mock": (0.02, 0.005)}
 """Seconds until the first token, and between tokens."""
+STEP = 0.1
+"""Seconds of a step of the timed worker."""
 FIGURES = {
     "request_throughput": "requests/s",
     "output_throughput": "tokens/s",
@@ -36,6 +42,7 @@ FIGURES = {
        (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "ITL"), ("e2e_latency", "E2E")) for kind in ("mean", "median")},
 }  # fmt: skip
 _SEED = 42
+_WORDS = 1024  # ids of the timed worker
 _LOG_TAIL = 3000
 
 Figures = dict[str, Any]
@@ -78,12 +85,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Target:
-    """A server to measure: what the rows call it, and what both clients are told."""
+    """A running server: what the rows call it, what both clients are told, and what it is asked."""
 
     name: str
     flags: tuple[str, ...]
     loads: tuple[Load, ...]
-    backends: tuple[str, ...]
 
 
 def loads(requests: int, tokens: int, concurrency: int, rate: float) -> tuple[Load, ...]:
@@ -154,30 +160,80 @@ def differences(ours: Figures, other: Figures) -> dict[str, float | None]:
     return {name: (ours[name] / other[name] - 1) * 100 if ours[name] and other[name] else None for name in FIGURES}
 
 
-def write_prompts(file: Path) -> None:
-    """The held-out chat prompts in ShareGPT's form, which both clients read and shuffle alike."""
+def shared_prompts() -> str:
+    """The held-out chat prompts as a ShareGPT file, which both clients read and shuffle alike."""
     turns = [[{"value": line["prompt"]}, {"value": "An answer that is not used."}] for line in embedded_prompts()]
-    file.write_text(json.dumps([{"conversations": conversation} for conversation in turns]), encoding="utf-8")
+    return json.dumps([{"conversations": conversation} for conversation in turns])
+
+
+def write_words(folder: Path) -> None:
+    """Write a tokenizer whose every id is a word.
+
+    A token whose text waits for the next one, as half a character does, is counted by `bench_serving` when it comes and by SGLang's client
+    when its text comes.
+    """
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(_WORDS)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}), encoding="utf-8")
 
 
 @contextmanager
-def mock(ttft: float, gap: float) -> Iterator[int]:
-    """The tests' server with known timings in a process of its own; yields its port."""
+def mock(name: str, quick: bool) -> Iterator[Target]:
+    """The tests' server with known timings, in a process of its own."""
+    ttft, gap = MOCKS[name]
     command = [sys.executable, str(ROOT / "test" / "mock_server.py"), str(ttft), str(gap)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with tempfile.TemporaryDirectory() as folder, subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        write_words(Path(folder))
         assert process.stdout is not None
         try:
-            yield int(process.stdout.readline())
+            load = loads(4, 8, 2, 8.0) if quick else loads(24, 32, 4, 6.0)
+            title = f"mock, TTFT {ttft * 1000:g} ms, {gap * 1000:g} ms a token"
+            yield Target(title, ("--base-url", f"http://127.0.0.1:{int(process.stdout.readline())}", "--tokenizer", folder), load)
         finally:
             process.terminate()
 
 
-def measure(record: Record, target: Target, clients: tuple[Client, Client | None], prompts: Path, rounds: int) -> None:
-    """Every backend and load of one target."""
+@contextmanager
+def timed(quick: bool) -> Iterator[Target]:
+    """Talon's own processes around the tests' worker, whose steps take a known time: what it measures is not the processor's load."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = json.loads((write_tiny(Path(folder))[0] / "config.json").read_text(encoding="utf-8"))
+        (Path(folder) / "config.json").write_text(json.dumps(config | {"vocab_size": _WORDS}), encoding="utf-8")
+        write_words(Path(folder))
+        flags = ("--model-path", folder, "--load-format", "dummy", "--device", "cpu")
+        with Server(flags, program=(str(ROOT / "test" / "process" / "fake.py"), "serve", str(STEP))) as server:
+            yield _served(f"Talon, steps of {STEP * 1000:g} ms", server, loads(4, 4, 2, 4.0) if quick else loads(8, 16, 2, 0.8))
+
+
+@contextmanager
+def model(quick: bool) -> Iterator[Target]:
+    """The embedded model on one thread, so that a core is left for the client; a tiny one for a quick run."""
+    with Server(tiny_model().target_flags if quick else ("--device", "cpu", "--cpu-threads", "1")) as server:
+        name = "tiny model" if quick else "embedded model, its own draft"
+        yield _served(name, server, loads(4, 8, 2, 8.0) if quick else loads(10, 32, 2, 0.6))
+
+
+def _served(name: str, server: Server, load: tuple[Load, ...]) -> Target:
+    tokenizer = str(server.get("/model_info")["tokenizer_path"])
+    return Target(name, ("--base-url", f"http://127.0.0.1:{server.port}", "--flush-cache", "--tokenizer", tokenizer), load)
+
+
+def start(name: str, quick: bool) -> AbstractContextManager[Target]:
+    """The server of this name, one of SERVERS."""
+    if name in MOCKS:
+        return mock(name, quick)
+    return {"timed": timed, "model": model}[name](quick)
+
+
+def measure(record: Record, target: Target, backends: Sequence[str], clients: tuple[Client, Client | None], rounds: int) -> None:
+    """Every backend and load of one server."""
     ours, theirs = clients
-    common = (*target.flags, "--dataset-name", "sharegpt", "--dataset-path", str(prompts), "--seed", str(_SEED))
-    for backend in target.backends:
-        for load in target.loads:
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as prompts:
+        prompts.write(shared_prompts())
+        prompts.flush()
+        common = (*target.flags, "--dataset-name", "sharegpt", "--dataset-path", prompts.name, "--seed", str(_SEED))
+        for backend, load in itertools.product(backends, target.loads):
             figures = compare(ours, theirs, (*common, "--backend", backend, *load.flags), load.requests, rounds)
             labels = {"server": target.name, "backend": backend, "load": load.name, "requests": load.requests, "rounds": rounds}
             record.add(labels | {"client": theirs.name if theirs else None, **figures})
@@ -228,10 +284,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sglang-python", default=sys.executable, help="interpreter that has what SGLang's client imports")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each client, of which medians are compared")
     parser.add_argument("--backends", type=names, default=list(BACKENDS))
-    parser.add_argument("--servers", type=names, default=["model", *MOCKS], help=f"some of model, {', '.join(MOCKS)}, comma separated")
+    parser.add_argument("--servers", type=names, default=list(SERVERS), help=f"some of {','.join(SERVERS)}")
     args = parser.parse_args()
-    if unknown := set(args.servers) - {"model", *MOCKS}:
-        parser.error(f"--servers {','.join(sorted(unknown))}: there are model, {', '.join(MOCKS)}")
+    if unknown := set(args.servers) - set(SERVERS):
+        parser.error(f"--servers {','.join(sorted(unknown))}: there are {', '.join(SERVERS)}")
     if args.sglang_client is None and not args.quick:
         parser.error("--sglang-client FOLDER is needed; only --quick may compare bench_serving with itself alone")
     return args
@@ -243,24 +299,9 @@ def main() -> None:
     record = Record(NAME, KEYS, args.out, args.quick)
     theirs = sglang_client(args.sglang_client.resolve(), args.sglang_python) if args.sglang_client else None
     clients, rounds = (our_client(), theirs), 1 if args.quick else args.rounds
-    backends = tuple(args.backends[:1] if args.quick else args.backends)
-    flags = tiny_model().target_flags if args.quick else ("--device", "cpu", "--cpu-threads", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        prompts = Path(folder) / "prompts.json"
-        write_prompts(prompts)
-        with Server(flags) as server:
-            vocabulary = ("--tokenizer", str(server.get("/model_info")["tokenizer_path"]))
-            if "model" in args.servers:
-                load = loads(4, 8, 2, 8.0) if args.quick else loads(10, 32, 2, 0.6)
-                told = ("--base-url", f"http://127.0.0.1:{server.port}", "--flush-cache", *vocabulary)
-                name = "tiny model" if args.quick else "embedded model, its own draft"
-                measure(record, Target(name, told, load, backends), clients, prompts, rounds)
-        for ttft, gap in (MOCKS[name] for name in MOCKS if name in args.servers):
-            with mock(ttft, gap) as port:
-                load = loads(4, 8, 2, 8.0) if args.quick else loads(24, 32, 4, 6.0)
-                told = ("--base-url", f"http://127.0.0.1:{port}", *vocabulary)
-                name = f"mock, TTFT {ttft * 1000:g} ms, {gap * 1000:g} ms a token"
-                measure(record, Target(name, told, load, backends), clients, prompts, rounds)
+    for name in args.servers:
+        with start(name, args.quick) as target:
+            measure(record, target, args.backends[:1] if args.quick else args.backends, clients, rounds)
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
 

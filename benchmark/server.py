@@ -27,21 +27,22 @@ class ServerFailed(Exception):
 
 
 def environment() -> dict[str, str]:
-    """The environment of child processes: the package of this checkout is found first."""
-    paths = [str(ROOT / "python"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    """The environment of child processes: the package of this checkout is found first; the tests' servers are found too."""
+    paths = [str(ROOT / "python"), str(ROOT), str(ROOT / "test"), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 class Server:
-    """`python -m runtime.launch_server FLAGS` on a free port, for the length of a `with` block.
+    """`python -m runtime.launch_server FLAGS`, or another `program`, on a free port, for the length of a `with` block.
 
     Attributes:
         port: where it listens.
         ready_seconds: from starting the process until `/ready` answered 200.
     """
 
-    def __init__(self, flags: Sequence[str], timeout: float = 300.0) -> None:
+    def __init__(self, flags: Sequence[str], timeout: float = 300.0, program: Sequence[str] = ("-m", "runtime.launch_server")) -> None:
         self.flags = list(flags)
+        self._program = list(program)
         self.port = _free_port()
         self.ready_seconds = 0.0
         self._timeout = timeout
@@ -49,7 +50,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
-        command = [sys.executable, "-m", "runtime.launch_server", "--port", str(self.port), *self.flags]
+        command = [sys.executable, *self._program, "--port", str(self.port), *self.flags]
         print("+", " ".join(command[1:]), flush=True)
         started = time.perf_counter()
         self._process = subprocess.Popen(

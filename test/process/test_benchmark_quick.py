@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("step_profile", ["--graphs", "both"], 1),
         ("cpu_serving", ["--prompts", "2"], 4),
         ("faults", [], 5),
-        ("client_agreement", ["--servers", "model,mock"], 4),
+        ("client_agreement", ["--servers", "timed,mock"], 4),
         ("modes", ["--modes", "plain"], 6),
         ("embedded_gpu", [], 1),
         ("embedded_speculation", [], 4),

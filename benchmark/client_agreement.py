@@ -201,9 +201,9 @@ def timed(quick: bool) -> Iterator[Target]:
         config = json.loads((write_tiny(Path(folder))[0] / "config.json").read_text(encoding="utf-8"))
         (Path(folder) / "config.json").write_text(json.dumps(config | {"vocab_size": _WORDS}), encoding="utf-8")
         write_words(Path(folder))
-        flags = ("--model-path", folder, "--load-format", "dummy", "--device", "cpu")
+        flags = ("--model-path", folder, "--load-format", "dummy", "--device", "cpu", "--disable-overlap-schedule")
         with Server(flags, program=(str(ROOT / "test" / "process" / "fake.py"), "serve", str(STEP))) as server:
-            yield _served(f"Talon, steps of {STEP * 1000:g} ms", server, loads(4, 4, 2, 4.0) if quick else loads(8, 16, 2, 0.8))
+            yield _served(f"Talon, steps of {STEP * 1000:g} ms", server, loads(4, 4, 1, 2.0) if quick else loads(6, 12, 1, 0.5))
 
 
 @contextmanager

@@ -116,6 +116,7 @@ def sglang_client(folder: Path, python: str) -> Client:
     Raises:
         ClientFailed: it cannot be imported; says what is missing.
     """
+    python = os.path.abspath(python) if os.sep in python else python  # clients run in a folder of their own
     settings = os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     program = "import sglang, sglang.benchmark.serving; print(sglang.__version__)"
     try:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
 
 from runtime.bench import metrics, summary
-from runtime.bench.backends import BACKENDS, Answer, GenerationOptions, payload
+from runtime.bench.backends import BACKENDS, Answer, GenerationOptions, payload, send
 from runtime.bench.chat_template import chat_template
 from runtime.bench.datasets import DatasetOptions, embedded_prompts, load, random_lens
 from runtime.bench.load import Load, arrivals, run_load
@@ -196,6 +196,23 @@ def test_native_text_may_be_cumulative_or_not() -> None:
 )
 def test_an_answer_that_went_wrong_is_an_error(events: list[tuple[float, Any]], why: str) -> None:
     assert why in read("sglang-oai", events).error
+
+
+def test_the_time_to_connect_is_part_of_the_first_tokens_time() -> None:
+    class Client:
+        now = 5.0
+
+        def clock(self) -> float:
+            return self.now
+
+        async def exchange(self, method: str, path: str, body: bytes, on_event: Callable[[bytes, float], None]) -> tuple[int, bytes]:
+            self.now += 1.0
+            on_event(json.dumps(choice("a", "length")).encode(), self.now)
+            return 200, b""
+
+    client: Any = Client()
+    record = asyncio.run(send(client, BACKENDS["sglang-oai"], REQUEST, GenerationOptions(model="m")))
+    assert (record.start, record.ttft, record.error) == (5.0, 1.0, "")
 
 
 # ---- prompts

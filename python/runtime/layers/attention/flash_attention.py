@@ -24,8 +24,8 @@ from runtime.layers.attention.tree_tail import TailKeys, merge_tree_tail
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 SPLIT_BATCHES = (range(1, 17), range(25, 33))
-"""Requests with which passes run by `split_attention`: on an H200 up to 1.5 times as fast as FA3 with one, a tenth to a quarter faster up to
-16; at 32 an eighth faster where lengths are alike, a tenth slower where they differ seven times. With others FA3 is as fast."""
+"""Requests with which passes run by `split_attention`. On an H200: up to 1.5 times as fast as FA3 with one, a tenth to a quarter faster
+up to 16; at 32 an eighth faster where lengths are alike, a tenth slower where they differ seven times. With others FA3 is as fast."""
 
 
 def split_wins(batch: int) -> bool:

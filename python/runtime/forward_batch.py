@@ -15,13 +15,13 @@ from runtime.batch import ForwardMode
 class ForwardBatch:
     """B requests, T tokens. Made by a worker for one pass; a captured graph holds one whose tensors are persistent buffers.
 
-    One convention everywhere: `seq_lens` is the KV length after this pass has written. In DECODE, TARGET_VERIFY and DRAFT_EXTEND query
-    `i` of `q = tokens_per_req` sees `seq_len - q + i + 1` keys; in EXTEND the same holds with each request's own query count.
+    One convention everywhere: `seq_lens` is the KV length after this pass has written. Query `i` of `q = tokens_per_req` sees
+    `seq_len - q + i + 1` keys; in a ragged pass the same holds with each request's own query count.
 
     Attributes:
         mode: what the pass does.
         batch_size: B, padding included.
-        tokens_per_req: queries of every request; 0 in EXTEND, where they differ.
+        tokens_per_req: queries of every request; 0 in a ragged EXTEND, where they differ.
         input_ids: int64 [T].
         positions: int64 [T].
         out_cache_loc: int64 [T]. The KV slot that each token writes; slot = page * page_size + position % page_size; padding: 0.
@@ -29,7 +29,7 @@ class ForwardBatch:
         seq_lens: int32 [B], on the device.
         qo_indptr: int32 [B + 1], on the device: where each request's queries begin.
         seq_len_bounds: int32 [B], on the host: at least `seq_lens`; exact on EXTEND and wherever nothing is in flight.
-        extend_lens: int32 [B], on the host, EXTEND only: the queries of each request.
+        extend_lens: int32 [B], on the host, ragged EXTEND only: the queries of each request.
         step: which pass of a multi-pass plan this is (draft decode: 0..K-2).
         tree_mask: int64 [T], or None for a causal pass. Bit t of a query's mask: it sees the t-th of the last `tree_tail` keys of its
             request; all earlier keys are seen by all.

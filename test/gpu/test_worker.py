@@ -86,6 +86,37 @@ def test_replay_of_speculation_equals_eager_bit_for_bit(
     assert all(torch.equal(a[1:], b[1:]) for a, b in zip(*pools, strict=True))
 
 
+@pytest.mark.parametrize("algorithm", [None, "EAGLE3"])
+def test_short_prompts_through_graphs_equal_the_same_pass_run_eagerly(tmp_path: Path, algorithm: str | None) -> None:
+    outs, pools = [], []
+    for replay in ("cuda", "eager"):
+        worker = build("fa3", replay, speculation(tmp_path, algorithm, "fa3", 1) if algorithm else None)
+        driver = Driver(worker)
+        for row, prompt in PROMPTS.items():  # one by one, in chunks behind each other: a graph takes one request
+            driver.prefill({row: prompt}, chunk=33)
+        for _ in range(12):
+            driver.decode(list(PROMPTS))
+        outs.append(driver.out)
+        pools.append([k.clone() for k in worker._target.runner.kv_pool.k])
+        runs = {run["runner"]: run["replayed"] for run in worker.info()["graph_runs"]}
+        assert runs["short prompts"] == sum(-(-len(prompt) // 33) for prompt in PROMPTS.values())
+    assert outs[0] == outs[1]
+    assert all(torch.equal(a[1:], b[1:]) for a, b in zip(*pools, strict=True))
+
+
+def test_short_prompts_through_graphs_say_what_ragged_passes_say() -> None:
+    worker = build("fa3", "cuda")
+    target, driver = worker._target, Driver(worker)
+    driver.prefill({1: PROMPTS[7]})
+    short = [cache.flatten(0, 1)[driver.slots(1, len(PROMPTS[7]))].clone() for cache in target.runner.kv_pool.k]
+    target.short_prompts = None
+    driver.prefill({2: PROMPTS[7]})
+    ragged = [cache.flatten(0, 1)[driver.slots(2, len(PROMPTS[7]))] for cache in target.runner.kv_pool.k]
+    assert driver.out[1] == driver.out[2]
+    for a, b in zip(short, ragged, strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_perfect_draft_is_accepted_whole_under_graphs(tmp_path: Path, backend: str) -> None:
     spec = speculation(tmp_path, "STANDALONE", backend, 1)

@@ -22,6 +22,7 @@ from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.memory_plan import MIB, Budget, MemoryPlan, plan_memory
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.request_rows import GREEDY, RequestRows
+from runtime.model_executor.short_prompts import PROMPT_SIZES, ShortPrompts, prompt_forward, prompt_spec
 from runtime.model_executor.staging import HostCopy, StagingRing
 from runtime.model_executor.target import ExtendPass, Target
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
@@ -233,6 +234,22 @@ def target_launches(config: ModelConfig) -> int:
     return 9 * config.num_layers + 10
 
 
+def add_short_prompts(parts: Parts, target: Target, aux_layers: tuple[int, ...] = ()) -> list[GraphRunner]:
+    """Let short prompts of the target run through graphs: on a GPU, where attention needs no lengths on the host.
+
+    Returns:
+        Their runner, for `fit_memory`, or nothing.
+    """
+    runner, sizes = target.runner, [size for size in PROMPT_SIZES if size <= parts.extend_tokens]
+    if not sizes or parts.device.type != "cuda" or parts.replay == "none" or runner.backend.caps.needs_len_bounds:
+        return []
+    spec = prompt_spec(runner.config.hidden_size, len(aux_layers) * runner.config.hidden_size, parts.dtype, target_launches(runner.config))
+    inputs = InputBuffers(sizes[-1], 1, parts.device, one_request=True)
+    graphs = GraphRunner(spec, prompt_forward(runner.model, aux_layers), inputs, [runner.backend], parts.replay, sizes)
+    target.short_prompts = ShortPrompts(graphs, target.page_table)
+    return [graphs]
+
+
 def fit_memory(
     parts: Parts,
     owners: dict[ModelRunner, list[GraphRunner]],
@@ -307,6 +324,7 @@ def build_worker(
     inputs = InputBuffers(parts.requests, 1, parts.device)
     decode = GraphRunner(spec, decode_forward(target), inputs, [runner.backend], parts.replay, parts.sizes, config.cuda_graph_padding)
     activations = measure_activations(parts, target, lambda: rehearse_sampling(target, decode.outputs(parts.running)["logits"]))
-    plan = fit_memory(parts, {runner: [decode]}, page_table, {runner: (1, 1)}, activations, 1)
+    graphs = [*add_short_prompts(parts, target), decode]
+    plan = fit_memory(parts, {runner: graphs}, page_table, {runner: (1, 1)}, activations, 1)
     parts.facts["startup_seconds"] = parts.phases
     return TpWorker(target, decode, inputs, make_limits(parts, plan, model_config.vocab_size), parts.facts)

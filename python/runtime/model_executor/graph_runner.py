@@ -171,13 +171,14 @@ class GraphRunner:
         return self._inputs.view(self.spec.mode, size, self.spec.width, self.spec.tree_tail)
 
     def run(self, batch: ForwardBatch, variant: str = "", oracle: bool = False) -> tuple[Outputs, bool]:
-        """Plan and run over filled inputs. Returns the outputs (first `batch_size` requests) and whether a graph was replayed.
+        """Plan and run over filled inputs. Returns the outputs (of the batch's size) and whether a graph was replayed.
 
         `oracle` makes this call an eager one on the same inputs. Outputs stay valid until this runner's next run.
         """
         self._plan(batch)
-        outputs = self.outputs(batch.batch_size)
-        replay = None if oracle or self.use != "graphs" else self._replays.get((batch.batch_size, variant))
+        size = batch.num_tokens // self.spec.width
+        outputs = self.outputs(size)
+        replay = None if oracle or self.use != "graphs" else self._replays.get((size, variant))
         if replay is None:
             self.run_eagerly += 1
             self._forward(batch, outputs, variant)
@@ -262,8 +263,8 @@ class GraphRunner:
         """A planned batch of padding rows only."""
         batch = self.batch(size)
         self._inputs.reset()
-        self._inputs.tensors["seq_lens"].fill_(self.spec.width)
-        batch.seq_len_bounds[:] = self.spec.width
+        self._inputs.tensors["seq_lens"].fill_(batch.tokens_per_req)
+        batch.seq_len_bounds[:] = batch.tokens_per_req
         self._plan(batch)
         return batch
 

@@ -55,10 +55,14 @@ INPUTS = (
 
 
 class InputBuffers:
-    """Owner of the inputs; hands out `ForwardBatch`es that are views of them, the same object for the same shape."""
+    """Owner of the inputs; hands out `ForwardBatch`es that are views of them, the same object for the same shape.
 
-    def __init__(self, max_requests: int, max_width: int, device: torch.device) -> None:
+    With `one_request`, a size counts the tokens of a single request, of which `max_requests` are the most.
+    """
+
+    def __init__(self, max_requests: int, max_width: int, device: torch.device, one_request: bool = False) -> None:
         self.max_requests, self.max_width, self.device = max_requests, max_width, device
+        self._one_request = one_request
         self.tensors = {spec.name: spec.allocate(max_requests, max_width, device) for spec in INPUTS}
         self._indptr = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
         self._batches: dict[tuple[ForwardMode, int, int, int], ForwardBatch] = {}
@@ -72,7 +76,8 @@ class InputBuffers:
         """The batch of `size` requests of `width` tokens; `tree_tail` > 0 gives it the tree mask."""
         key = (mode, size, width, tree_tail)
         if key not in self._batches:
-            self._batches[key] = self._make(mode, size, width, tree_tail)
+            shape = (1, size * width) if self._one_request else (size, width)
+            self._batches[key] = self._make(mode, *shape, tree_tail)
         return self._batches[key]
 
     def rows(self, size: int) -> torch.Tensor:

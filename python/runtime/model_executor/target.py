@@ -16,6 +16,7 @@ from runtime.layers.sampler import SamplingNeeds, sample, top_logprobs
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.request_rows import RequestRows
+from runtime.model_executor.short_prompts import ShortPrompts
 from runtime.model_executor.staging import HostCopy, StagingRing
 
 LOGPROB_CHUNK = 256
@@ -45,10 +46,15 @@ class ExtendPass:
 
 
 class Target:
-    """Owner of the target's runner, the rows, the page table and the staging ring."""
+    """Owner of the target's runner, the rows, the page table and the staging ring.
+
+    Attributes:
+        short_prompts: graphs that short prompts run through, set once, when there is memory to plan; None where all run eagerly.
+    """
 
     def __init__(self, runner: ModelRunner, rows: RequestRows, page_table: PageTable, staging: StagingRing) -> None:
         self.runner, self.rows, self.page_table, self.staging = runner, rows, page_table, staging
+        self.short_prompts: ShortPrompts | None = None
         self.device = runner.device
 
     # ---- outside any graph
@@ -58,6 +64,10 @@ class Target:
         self.rows.kv_lens.zero_()
         self.rows.last_tokens.zero_()
         self.page_table.pages.zero_()
+
+    def runs(self) -> list[dict[str, object]]:
+        """How often short prompts ran through graphs, for `/get_server_info`."""
+        return [] if self.short_prompts is None else [self.short_prompts.runner.runs()]
 
     def stage_rows(self, batch: ScheduleBatch, size: int) -> torch.Tensor:
         """Write pages and new rows; return the batch's rows, int64 [size], padded with row 0."""
@@ -73,7 +83,7 @@ class Target:
         """Run a chunk of prompts, sample where a prompt ends, and set the rows' lengths and last tokens."""
         rows = self.stage_rows(batch, batch.size)
         forward, last, given = self._ragged(batch, rows)
-        hidden, aux = self.runner.extend(forward, aux_layers)
+        hidden, aux = (self.short_prompts and self.short_prompts.run(forward)) or self.runner.extend(forward, aux_layers)
         needs = self.rows.needs(batch.rows)
         logits = self.runner.model.logits(hidden[last])
         positions = forward.seq_lens.to(torch.int64)

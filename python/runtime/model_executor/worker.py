@@ -56,7 +56,7 @@ class TpWorker:
 
     def info(self) -> dict[str, object]:
         """What was chosen and measured at start, and how steps ran since."""
-        return {**self._facts, "graph_runs": [self._decode.runs()]}
+        return {**self._facts, "graph_runs": [self._decode.runs(), *self._target.runs()]}
 
     def start_profile(self, folder: str) -> None:
         """Begin a torch trace."""

@@ -13,6 +13,7 @@ from runtime.layers.linear import Linear
 from runtime.model_executor.build import (
     Parts,
     ReplayKind,
+    add_short_prompts,
     fit_memory,
     load_model,
     make_limits,
@@ -119,7 +120,10 @@ def _build_eagle(
         parts, target, lambda: verifier.rehearse(drafted), head.aux_layers, lambda done: draft_prompt(draft, target.rows.tables, done)
     )
     rows.reset()
-    owners = {runner: [verify], draft_runner: [extend] if decode is None else [extend, decode]}
+    owners = {
+        runner: [*add_short_prompts(parts, target, head.aux_layers), verify],
+        draft_runner: [extend] if decode is None else [extend, decode],
+    }
     backends = {runner: (widths[0], 1), draft_runner: (widths[1], max(passes, 1))}
     plan = fit_memory(parts, owners, page_table, backends, activations, ahead)
     parts.facts["startup_seconds"] = parts.phases
@@ -180,7 +184,7 @@ def _build_ngram(
     verifier = Verifier(target, verify, inputs, _rules(speculative, shape, parts.device))
     drafted = {"tokens": torch.zeros((parts.running, D), dtype=torch.int64, device=parts.device)}
     activations = measure_activations(parts, target, lambda: verifier.rehearse(drafted))
-    plan = fit_memory(parts, {runner: [verify]}, page_table, {runner: (D, 1)}, activations, D)
+    plan = fit_memory(parts, {runner: [*add_short_prompts(parts, target), verify]}, page_table, {runner: (D, 1)}, activations, D)
     parts.facts["startup_seconds"] = parts.phases
     limits = make_limits(parts, plan, model_config.vocab_size, overlap=False, tokens_per_step=D, max_accept_len=D, needs_history=True)
     return NgramWorker(target, verifier, shape.num_steps, limits, parts.facts)

@@ -111,7 +111,7 @@ class EagleWorker:
     def info(self) -> dict[str, object]:
         """What was chosen and measured at start, and acceptance since."""
         runs = [runner.runs() for runner in self.runners]
-        return {**self._facts, "acceptance": self.verifier.info(), "graph_runs": runs}
+        return {**self._facts, "acceptance": self.verifier.info(), "graph_runs": [*runs, *self._target.runs()]}
 
     def reset(self) -> None:
         """Forget every request and all that was counted, between steps. For checks before serving."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from runtime.batch import ForwardMode
 from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionCaps, AttentionShape
 from runtime.mem_cache.kv_pool import KVPool, PageTable
@@ -52,7 +51,7 @@ class TorchNativeAttention:
 
     def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
         """Find the pages of `num_steps` passes. Masks follow in the first layer that asks: a draft's tree is known only by then."""
-        if batch.mode == ForwardMode.EXTEND:
+        if not batch.tokens_per_req:
             self._steps = [self._extend_segments(batch)]
             return
         width, everything = batch.tokens_per_req, slice(0, batch.num_tokens)

@@ -104,7 +104,8 @@ class Model:
 
     def eagle_flags(self, accept_length: str | None, steps: int = 3) -> tuple[str, ...]:
         """A chain of `steps` drafts; `accept_length` is synthetic, None lets the weights decide."""
-        flags = ("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", self.head)
+        architecture = json.loads((Path(self.head) / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+        flags = ("--speculative-algorithm", "EAGLE3" if "Eagle3" in architecture else "EAGLE", "--speculative-draft-model-path", self.head)
         flags += ("--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1))
         if not any(Path(self.head).glob("*.safetensors")):
             flags += ("--speculative-draft-load-format", "dummy")

@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from benchmark import plots
+from benchmark import picture, plots
 from benchmark.machine import ROOT
 from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record
@@ -272,13 +272,14 @@ def _worst(values: dict[str, float | None] | None) -> str:
 
 def plot(result: Result, file: Path) -> None:
     """The farthest figure of every row."""
-    groups: dict[str, dict[str, float]] = {}
+    groups: dict[str, dict[str, float | None]] = {}
     for number, row in enumerate(result["rows"]):
         for kind, label in (("difference", "against SGLang's client"), ("repeat", "against itself")):
             values = [abs(value) for value in (row[kind] or {}).values() if value is not None]
             if values:
                 groups.setdefault(str(number + 1), {})[label] = max(values)
-    plots.draw(file, [lambda axes: plots.bars(axes, groups, "Two clients, in the order of the table", "farthest figure, %")])
+    panel = plots.bars(groups, "", "farthest figure, %", kind="row of the table", bound=3.0)
+    picture.draw(result, file, "bench_serving against SGLang's client, and against itself", [panel])
 
 
 def parse() -> argparse.Namespace:

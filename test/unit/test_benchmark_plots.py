@@ -153,6 +153,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"system": "Talon", "quantization": "none", "batch": 8, "tokens_per_second": None},
     ],
     "faults": [{"what": "queue full", "value": 1.0, "bound": 20.0, "unit": "ms"}],
+    "client_agreement": [
+        {"server": "mock", "backend": "vllm", "load": "4 at a time", "difference": {"mean_ttft_ms": -0.4}, "repeat": {"mean_itl_ms": None}},
+        {"server": "mock", "backend": "vllm", "load": "6 a second", "difference": None, "repeat": {"mean_ttft_ms": 1.5}},
+    ],
     "modes": [served(mode="plain", graphs="on", batch=1, step_ms=4.0)],
     "embedded_gpu": [{"system": "transformers", "dtype": "bfloat16", "tokens_per_second": 30.0}],
     "embedded_speculation": [

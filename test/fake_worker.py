@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -92,14 +93,14 @@ class FakeWorker:
         self.batches.append(batch)
         self.most_unread = max(self.most_unread, self.unread)
         self.unread += 1
-        for init in batch.new_rows:
-            self.inits[init.row] = init
-        assert all(1 <= p <= self._limits.max_total_tokens // self._limits.page_size for p in batch.page_ids)
-        assert set(batch.page_rows.tolist()) <= set(batch.rows.tolist())
-        self.table[batch.page_rows, batch.page_cols] = batch.page_ids
-        assert len(set(batch.rows.tolist())) == batch.size > 0
-        assert all(1 <= r <= self._limits.max_running_requests for r in batch.rows)
-        result = self._extend(batch) if batch.mode is ForwardMode.EXTEND else self._decode(batch)
+        self._stage(batch)
+        if batch.mode is ForwardMode.DECODE:
+            assert batch.decode is None
+            result = self._decode(batch)
+        elif batch.decode is None:
+            result = self._extend(batch)
+        else:
+            result = self._mixed(batch, batch.decode)
 
         def read() -> BatchResult:
             self.unread -= 1
@@ -108,7 +109,26 @@ class FakeWorker:
 
         return FakePending(read)
 
+    def _stage(self, batch: ScheduleBatch) -> None:
+        for init in batch.new_rows:
+            self.inits[init.row] = init
+        assert all(1 <= p <= self._limits.max_total_tokens // self._limits.page_size for p in batch.page_ids)
+        assert set(batch.page_rows.tolist()) <= set(batch.rows.tolist())
+        self.table[batch.page_rows, batch.page_cols] = batch.page_ids
+        assert len(set(batch.rows.tolist())) == batch.size > 0
+        assert all(1 <= r <= self._limits.max_running_requests for r in batch.rows)
+
     # ---- steps
+
+    def _mixed(self, batch: ScheduleBatch, decode: ScheduleBatch) -> BatchResult:
+        limits = self._limits
+        assert limits.mixed
+        assert (decode.mode, decode.step, decode.decode) == (ForwardMode.DECODE, batch.step, None)
+        assert not set(batch.rows.tolist()) & set(decode.rows.tolist())
+        assert len(batch.token_ids) + decode.size * limits.tokens_per_step <= limits.max_extend_tokens
+        self._stage(decode)
+        decoded = self._decode(decode)
+        return replace(self._extend(batch), decode=decoded)
 
     def _extend(self, batch: ScheduleBatch) -> BatchResult:
         assert batch.extend_lens.sum() == len(batch.token_ids) <= self._limits.max_extend_tokens

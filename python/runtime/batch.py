@@ -46,7 +46,7 @@ class WorkerLimits:
         max_total_tokens: KV slots that requests may use, a multiple of `page_size`; pages are numbered 1..max_total_tokens/page_size.
         max_running_requests: rows that requests may use, numbered 1..max_running_requests.
         max_context_len: prompt and output tokens of one request.
-        max_extend_tokens: tokens of one EXTEND batch, all requests together.
+        max_extend_tokens: tokens of one EXTEND batch, all requests together, `tokens_per_step` for each that decodes along included.
         page_size: slots allocated together.
         vocab_size: token ids are 0..vocab_size - 1.
         tokens_per_step: positions past the KV length that a decode step may write: 1, or max(K * topk, D).
@@ -55,6 +55,7 @@ class WorkerLimits:
             of n tokens may be reused only by a prompt that agrees on n + 1; else 0.
         overlap: whether step n + 1 may be submitted before step n's result is read.
         needs_history: whether every `RowInit` must carry its history.
+        mixed: whether an EXTEND batch may carry a DECODE batch that runs in the same pass.
     """
 
     max_total_tokens: int
@@ -68,6 +69,7 @@ class WorkerLimits:
     prefix_lookahead: int = 0
     overlap: bool = True
     needs_history: bool = False
+    mixed: bool = False
 
     @property
     def max_request_len(self) -> int:
@@ -122,6 +124,7 @@ class ScheduleBatch:
         next_tokens: int32 [B], EXTEND: the prompt token after this chunk; -1 where the chunk ends the prompt and a token is sampled.
         top_logprobs: int32 [B]. -1: no log-probabilities; k >= 0: the chosen token's and the k most likely.
         prompt_logprobs: bool [B], EXTEND: whether log-probabilities of this chunk's prompt tokens are wanted too.
+        decode: EXTEND, where `WorkerLimits.mixed`: a DECODE batch of other rows that runs in the same pass of the target, or None.
     """
 
     step: int
@@ -138,6 +141,7 @@ class ScheduleBatch:
     token_ids: Int32 = field(default_factory=no_ints)
     next_tokens: Int32 = field(default_factory=no_ints)
     prompt_logprobs: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
+    decode: ScheduleBatch | None = None
 
     @property
     def size(self) -> int:
@@ -188,6 +192,7 @@ class BatchResult:
         prompt_logprobs: by index in the batch: for each prompt token of the chunk the log-probability of the token after it
             (the last one's entry is the next prompt token's, or of no meaning when a token was sampled there).
         stats: how the step ran.
+        decode: what the batch's `decode` emitted; None where it had none.
     """
 
     token_ids: Int32
@@ -195,6 +200,7 @@ class BatchResult:
     logprobs: Logprobs | None = None
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     stats: StepStats = StepStats()
+    decode: BatchResult | None = None
 
 
 class Pending(Protocol):

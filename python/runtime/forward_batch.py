@@ -28,7 +28,7 @@ class ForwardBatch:
         req_pool_indices: int64 [B]. Row of the page table; padding: 0.
         seq_lens: int32 [B], on the device.
         qo_indptr: int32 [B + 1], on the device: where each request's queries begin.
-        seq_len_bounds: int32 [B], on the host: at least `seq_lens`; exact on EXTEND and wherever nothing is in flight.
+        seq_len_bounds: int32 [B], on the host: at least `seq_lens`; exact for prompts and wherever nothing is in flight.
         extend_lens: int32 [B], on the host, ragged EXTEND only: the queries of each request.
         step: which pass of a multi-pass plan this is (draft decode: 0..K-2).
         tree_mask: int64 [T], or None for a causal pass. Bit t of a query's mask: it sees the t-th of the last `tree_tail` keys of its

@@ -85,6 +85,7 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
         schedule_conservativeness=args.schedule_conservativeness,
         radix_cache=not args.disable_radix_cache,
         overlap=not args.disable_overlap_schedule,
+        mixed_chunk=_mixed_chunk(args, backend, speculative),
         stream_interval=args.stream_interval,
         random_seed=_seed(args),
         watchdog_timeout=args.watchdog_timeout,
@@ -334,6 +335,35 @@ def _chunk(args: ServerArgs, device: DeviceKind, context: int) -> int:
 def _prefill_tokens(args: ServerArgs, device: DeviceKind, chunk: int) -> int:
     """Enough for several chunks on a GPU, where a decode step is far shorter than a prompt; on a CPU decoding would stand for seconds."""
     return max(chunk, args.max_prefill_tokens or (0 if device == "cpu" else 8192))
+
+
+def _mixed_chunk(args: ServerArgs, backend: AttentionName, speculative: SpeculativeConfig | None) -> bool:
+    """Whether running requests decode in the pass of a prompt chunk."""
+    why_not = _unmixed_because(args, backend, speculative)
+    if args.enable_mixed_chunk is not None:
+        if args.enable_mixed_chunk and why_not:
+            raise ConfigError(f"--enable-mixed-chunk: {why_not}; leave it out")
+        return args.enable_mixed_chunk
+    if backend != "fa3":
+        return False
+    if why_not:
+        log.info("no mixed chunks: %s", why_not)
+    else:
+        log.info("mixed chunks: running requests decode in the passes of prompts; --enable-mixed-chunk=false turns it off")
+    return not why_not
+
+
+def _unmixed_because(args: ServerArgs, backend: AttentionName, speculative: SpeculativeConfig | None) -> str:
+    """Why decoding cannot share a pass with prompts, or an empty text."""
+    if args.chunked_prefill_size == -1:
+        return "with --chunked-prefill-size -1 a prompt is never cut to make room"
+    if backend == "flashinfer":
+        return "flashinfer plans a prompt pass from exact lengths, which the host does not know of those who decode"
+    if speculative is not None and speculative.algorithm == "NGRAM":
+        return "NGRAM looks its drafts up between two steps"
+    if speculative is not None and speculative.topk > 1:
+        return "a draft tree has a mask, and a prompt pass is causal"
+    return ""
 
 
 def _running_requests(args: ServerArgs, device: DeviceKind) -> int | None:

@@ -70,6 +70,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     schedule_conservativeness: float
     radix_cache: bool
     overlap: bool
+    mixed_chunk: bool
     stream_interval: int
     random_seed: int
     watchdog_timeout: float
@@ -218,6 +219,11 @@ class ServerArgs:
         "scheduling",
         "Prompt tokens, over all requests, that run before those who decode get a step; default: the chunk on a CPU, 8192 on CUDA.",
         metavar="TOKENS",
+    )
+    enable_mixed_chunk: bool | None = _flag(
+        None,
+        "scheduling",
+        "Let running requests decode in the pass of a prompt chunk; default: on with fa3 and no draft tree; false turns it off.",
     )
     schedule_policy: str = _flag("fcfs", "scheduling", "Who runs next: first come, or longest cached prefix.", choices=("fcfs", "lpm"))
     schedule_conservativeness: float = _flag(1.0, "scheduling", "Higher admits later and retracts less.", metavar="FACTOR")

@@ -44,10 +44,14 @@ class Driver:
         shared: Mapping[int, tuple[int, int]] | None = None,
         resumed: Mapping[int, int] | None = None,
         prompt_logprobs: bool = False,
+        along: Callable[[], Sequence[int]] = lambda: (),
+        slack: int = 0,
     ) -> list[BatchResult]:
         """Take rows for prompts {row: ids} and run them, at most `chunk` tokens of each at a time, all rows side by side.
 
         Args:
+            along: asked before each piece who decodes in its pass: other rows. A worker that does not mix takes them in a step before it.
+            slack: as for `launch`, of those.
             shared: {row: (other row, n)}: the KV of the first n positions, whole pages, is the other row's.
             resumed: {row: prompt length} of requests that lost their row and come back with prompt and output so far.
         """
@@ -78,9 +82,17 @@ class Driver:
             if pages:
                 batch.page_rows, batch.page_cols, batch.page_ids = (np.array(c, dtype=np.int32) for c in zip(*pages, strict=True))
             new_rows, pages = [], []
+            riders = list(along())
+            if riders and self.limits.mixed:
+                batch.decode = self._decode_batch(batch.step, riders, slack, logprobs)
+            elif riders:
+                self.decode(riders, slack, logprobs)
             self.before()
             result = self.worker.submit(batch).wait()
             results.append(result)
+            if batch.decode is not None:
+                assert result.decode is not None
+                self._take(riders, result.decode)
             at = 0
             for r, n, accepted in zip(rows, lens, result.accept_lens.tolist(), strict=True):
                 done[r] += n
@@ -91,21 +103,29 @@ class Driver:
 
     def launch(self, rows: Sequence[int], slack: int = 0, logprobs: int = -1) -> Pending:
         """Submit one step for `rows`; `slack` is added to the host's length bounds, as when a step is in flight."""
+        batch = self._decode_batch(self._tick(), rows, slack, logprobs)
+        self.before()
+        return self.worker.submit(batch)
+
+    def _decode_batch(self, step: int, rows: Sequence[int], slack: int, logprobs: int) -> ScheduleBatch:
         page, reach = self.limits.page_size, self.limits.tokens_per_step + slack
         assert all(self.kv[r] + reach <= len(self.pages[r]) * page for r in rows), "the test gave too little room"
-        batch = ScheduleBatch(
-            step=self._tick(),
+        return ScheduleBatch(
+            step=step,
             mode=ForwardMode.DECODE,
             rows=np.array(rows, dtype=np.int32),
             len_bounds=np.array([self.kv[r] + slack for r in rows], dtype=np.int32),
             top_logprobs=np.full(len(rows), logprobs, dtype=np.int32),
         )
-        self.before()
-        return self.worker.submit(batch)
 
     def collect(self, pending: Pending, rows: Sequence[int]) -> BatchResult:
         """Read a step of `rows`; those that were released meanwhile get nothing."""
         result = pending.wait()
+        self._take(rows, result)
+        return result
+
+    def _take(self, rows: Sequence[int], result: BatchResult) -> None:
+        """Keep what a decode step of `rows` emitted."""
         self.accepts.append(result.accept_lens)
         self.results.append(result)
         at = 0
@@ -114,7 +134,6 @@ class Driver:
                 self.kv[r] += n
                 self.out[r].extend(result.token_ids[at : at + n].tolist())
             at += n
-        return result
 
     def decode(self, rows: Sequence[int], slack: int = 0, logprobs: int = -1) -> BatchResult:
         """One step for `rows`, submitted and read."""

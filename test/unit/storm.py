@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +90,7 @@ class Storm:
     """Runs `turns` turns over a worker; two workers given one seed live the same life if they compute the same.
 
     Attributes:
+        riding: whether requests decode beside the prompts of others: in their pass, where the worker mixes.
         reached: how often each kind of event came about.
     """
 
@@ -97,6 +99,7 @@ class Storm:
     samplings: tuple[SamplingParams, ...] = (GREEDY,)
     poison: bool = True
     most: int = 36
+    riding: bool = False
     trace: list[tuple[list[int], list[int]]] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
     reached: Counter[str] = field(default_factory=Counter)
@@ -154,7 +157,26 @@ class Storm:
                 "prefix hit": len(shared),
                 "chunk tail": sum(len(p) > chunk for p in prompts.values()),
             }
-            self.driver.prefill(prompts, chunk, {r: self.sampling[r] for r in chosen}, resumed=resumed, shared=shared)
+            along = self._riders(sorted(self.driver.kv))
+            seen, slack = len(self.driver.results), self.driver.limits.max_accept_len
+            self.driver.prefill(
+                prompts, chunk, {r: self.sampling[r] for r in chosen}, resumed=resumed, shared=shared, along=along, slack=slack
+            )
+            for result in self.driver.results[seen:]:
+                self._note([], result)
+
+    def _riders(self, living: list[int]) -> Callable[[], list[int]]:
+        """Who decodes beside each piece of the prompts to come: some of those who live and are not done, often all, often nobody."""
+
+        def choose() -> list[int]:
+            if not self.riding:
+                return []
+            rows = [row for row in living if len(self.driver.out[row]) < self.limit[row]]
+            rows = self.rng.permutation(rows).tolist()[: int(self.rng.choice([0, 1, 3, len(rows)]))]
+            self.reached["decoded beside prompts"] += bool(rows)
+            return rows
+
+        return choose
 
     def _next_sampling(self) -> SamplingParams:
         """The next of `samplings`, with a seed of its own."""
@@ -231,10 +253,10 @@ class Storm:
         return [t for row in sorted(self.driver.kv) for t in (*self._kv(row), *(k[row] for k in kept))]
 
 
-def same_life(a: Storm, b: Storm) -> None:
-    """Assert that two storms went alike: tokens, accept lengths, KV and what the living go on from, bit for bit."""
+def same_life(a: Storm, b: Storm, equal: Callable[[torch.Tensor, torch.Tensor], bool] = torch.equal) -> None:
+    """Assert that two storms went alike: tokens, accept lengths, KV and what the living go on from, bit for bit, or as `equal` says."""
     assert a.trace == b.trace
     assert [(e.prompt, e.out) for e in a.ends] == [(e.prompt, e.out) for e in b.ends]
     for x, y in zip(a.ends, b.ends, strict=True):
-        assert all(torch.equal(s, t) for s, t in zip(x.kv, y.kv, strict=True)), "KV differs"
-    assert all(torch.equal(s, t) for s, t in zip(a.living(), b.living(), strict=True)), "a living request goes on from something else"
+        assert all(equal(s, t) for s, t in zip(x.kv, y.kv, strict=True)), "KV differs"
+    assert all(equal(s, t) for s, t in zip(a.living(), b.living(), strict=True)), "a living request goes on from something else"

@@ -37,15 +37,25 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Linear, "__call__", exact_product)
 
 
-def life(tmp_path: Path, algorithm: str | None, replay: str | None, seed: int, turns: int, page: int = 1, **spec: Any) -> Storm:
+def life(
+    tmp_path: Path,
+    algorithm: str | None,
+    replay: str | None,
+    seed: int,
+    turns: int,
+    page: int = 1,
+    mixed: bool = False,
+    riding: bool = False,
+    **spec: Any,
+) -> Storm:
     sizes = SIZES if replay else None
     samplings = spec.pop("samplings", (GREEDY,))
     if algorithm is None:
-        worker = plain(replay, sizes, page_size=page)
+        worker = plain(replay, sizes, page_size=page, mixed_chunk=mixed)
     else:
-        worker = speculating(tmp_path, algorithm, replay, sizes, runtime={"page_size": page}, **spec)
+        worker = speculating(tmp_path, algorithm, replay, sizes, runtime={"page_size": page, "mixed_chunk": mixed}, **spec)
     # the reference is left alone; what runs on padded buffers is poisoned
-    return Storm(worker, seed, samplings, poison=replay is not None).run(turns)
+    return Storm(worker, seed, samplings, poison=replay is not None, riding=riding).run(turns)
 
 
 MIXED = (
@@ -85,6 +95,37 @@ def test_padded_and_poisoned_buffers_change_nothing(
     if algorithm in ("EAGLE", "EAGLE3", "STANDALONE"):
         decoded = [n for rows, lens in padded.trace if rows for n in lens]
         assert np.mean(decoded) > 1.3, "drafts that are never right would hide what is wrong with them"
+
+
+def near(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a.double(), b.double(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "page", "spec"),
+    [
+        (None, 1, {}),
+        (None, 16, {"samplings": MIXED}),
+        ("EAGLE", 1, {"num_steps": 5}),
+        ("EAGLE", 16, {"samplings": MIXED}),
+        ("EAGLE", 1, {"num_steps": 1, "samplings": MIXED}),
+        ("EAGLE3", 16, {"samplings": MIXED}),
+        ("STANDALONE", 1, {"samplings": MIXED}),
+    ],
+)
+def test_decoding_in_the_pass_of_a_prompt_is_decoding_in_a_pass_of_its_own(
+    tmp_path: Path, exact_products: None, algorithm: str | None, page: int, spec: dict[str, Any]
+) -> None:
+    """The same storm by a worker that mixes, over padded and poisoned buffers and without, and by one that does not."""
+
+    def storm(mixed: bool, replay: str | None) -> Storm:
+        return life(tmp_path, algorithm, replay, 7, 8, page, mixed=mixed, riding=True, **spec)
+
+    together, padded, apart = storm(True, None), storm(True, "eager"), storm(False, None)
+    same_life(together, padded)
+    same_life(together, apart, near)
+    assert padded.reached["decoded beside prompts"] > 8
+    assert {"finished", "retracted", "resumed", "prefix hit", "chunk tail", "aborted in flight"} <= set(padded.reached)
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
@@ -189,16 +230,21 @@ def check_draft_from_scratch(tmp_path: Path, worker: Any, driver: Driver, algori
     ],
 )
 @pytest.mark.parametrize("page", [1, 16])
-def test_draft_kv_is_what_a_prefill_of_the_whole_text_would_be(tmp_path: Path, algorithm: str, spec: dict[str, Any], page: int) -> None:
+@pytest.mark.parametrize("mixed", [False, True])
+def test_draft_kv_is_what_a_prefill_of_the_whole_text_would_be(
+    tmp_path: Path, algorithm: str, spec: dict[str, Any], page: int, mixed: bool
+) -> None:
     """Chunk ends inside the prompt, a shared prefix, windows accepted in part: draft KV reaches as far as the target's."""
-    worker = speculating(tmp_path, algorithm, runtime={"page_size": page}, **spec)
+    if mixed and spec.get("topk", 1) > 1:
+        pytest.skip("draft trees do not mix")
+    worker = speculating(tmp_path, algorithm, runtime={"page_size": page, "mixed_chunk": mixed}, **spec)
     driver = Driver(worker)
     driver.prefill({1: PROMPTS[5], 2: PROMPTS[2]}, chunk=5)
     for _ in range(6):
         driver.decode([2, 1])
     known = (PROMPTS[5] + driver.out[1])[: driver.kv[1]]
     whole = (len(known) - 1) // page * page
-    driver.prefill({3: [*known[: whole + 1], 11, 12, 13]}, shared={3: (1, whole)}, chunk=2)
+    driver.prefill({3: [*known[: whole + 1], 11, 12, 13]}, shared={3: (1, whole)}, chunk=2, along=lambda: [2, 1])
     for rows in ([3], [1, 3], [2, 3, 1]):
         driver.decode(rows)
     check_draft_from_scratch(tmp_path, worker, driver, algorithm, spec, page)
@@ -488,13 +534,31 @@ def test_hardly_any_temperature_is_greedy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", WORKERS)
 def test_logprobs_are_the_same_with_speculation(tmp_path: Path, name: str) -> None:
     algorithm, spec = WORKERS[name]
+    check_logprobs(speculating(tmp_path, algorithm, **spec))
 
-    def run(worker: Any) -> dict[int, list[tuple[float, list[int], list[float]]]]:
+
+@pytest.mark.parametrize("name", [None, "chain", "one draft", "eagle3", "standalone"])
+def test_logprobs_are_the_same_beside_prompts(tmp_path: Path, name: str | None) -> None:
+    mixed = {"mixed_chunk": True}
+    check_logprobs(plain(**mixed) if name is None else speculating(tmp_path, WORKERS[name][0], runtime=mixed, **WORKERS[name][1]), True)
+
+
+def check_logprobs(worker: Any, beside_prompts: bool = False) -> None:
+    """Against the worker without speculation."""
+
+    def run(worker: Any, beside_prompts: bool) -> dict[int, list[tuple[float, list[int], list[float]]]]:
         driver = Driver(worker)
         driver.prefill(prompts_for(3))
         found: dict[int, list[tuple[float, list[int], list[float]]]] = {1: [], 2: [], 3: []}
         while any(len(f) < 14 for f in found.values()):
-            result = driver.decode([1, 2, 3], logprobs=3)
+            if beside_prompts:
+                (prompt,) = driver.prefill({9: [5, 6, 7, 8]}, logprobs=2, along=lambda: [1, 2, 3], prompt_logprobs=True)
+                driver.release(9)
+                assert len(prompt.prompt_logprobs[0].chosen) == 4
+                result = prompt.decode
+                assert result is not None
+            else:
+                result = driver.decode([1, 2, 3], logprobs=2)
             assert result.logprobs is not None
             rows = np.repeat([1, 2, 3], result.accept_lens)
             entries = zip(result.logprobs.chosen, result.logprobs.top_ids, result.logprobs.top, strict=True)
@@ -502,8 +566,9 @@ def test_logprobs_are_the_same_with_speculation(tmp_path: Path, name: str) -> No
                 found[row].append((float(chosen), ids.tolist(), top.tolist()))
         return {row: f[:14] for row, f in found.items()}
 
-    expected, got = run(plain()), run(speculating(tmp_path, algorithm, **spec))
+    expected, got = run(plain(), False), run(worker, beside_prompts)
     for row, entries in expected.items():
+        assert len(got[row]) == 14
         for (chosen, ids, top), (chosen2, ids2, top2) in zip(entries, got[row], strict=True):
             assert ids == ids2
             assert chosen2 == pytest.approx(chosen, abs=1e-4)

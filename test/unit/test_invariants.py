@@ -20,6 +20,7 @@ from runtime.model_executor import build as executor_build
 from runtime.model_executor.graph_runner import GraphRunner
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.staging import HostCopy
+from runtime.sampling_params import SamplingParams
 from runtime.speculative.parity import eagerly
 from unit.driver import Driver
 from unit.predicting import VOCAB, exact_product, speculating
@@ -359,6 +360,7 @@ def test_6_no_plan_is_told_of_fewer_keys_than_there_are(tmp_path: Path, monkeypa
     monkeypatch.setattr(TorchNativeAttention, "plan", checked)
     for spec in ({}, TREE):
         storm(graphs(tmp_path, **spec))
+    Storm(graphs(tmp_path, runtime={"mixed_chunk": True}), 3, riding=True).run(3)
     assert widths == {0, 1, 4, 3, 7}, "prompts, and the passes of a chain and a tree"
 
 
@@ -448,13 +450,14 @@ def unwatched_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def iterate_watched(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     unwatched_plan(monkeypatch)
-    iterate = worker._iterate
+    for name in ("_iterate", "_mix"):
+        step = getattr(worker, name)
 
-    def watched(batch: Any) -> Any:
-        with NoHostReads(), NoHostCalls():
-            return iterate(batch)
+        def watched(*batches: Any, step: Any = step) -> Any:
+            with NoHostReads(), NoHostCalls():
+                return step(*batches)
 
-    monkeypatch.setattr(worker, "_iterate", watched)
+        monkeypatch.setattr(worker, name, watched)
 
 
 @pytest.mark.parametrize("spec", [{}, TREE, {"num_steps": 1}, {"algorithm": "EAGLE3"}, {"algorithm": "STANDALONE"}])
@@ -462,15 +465,17 @@ def iterate_watched(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_8_an_iteration_reads_nothing_from_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any], sampled: bool
 ) -> None:
-    from runtime.sampling_params import SamplingParams
-
-    worker = graphs(tmp_path, **spec)
+    mixed = spec.get("topk", 1) == 1
+    worker = graphs(tmp_path, runtime={"mixed_chunk": mixed}, **spec)
     driver = Driver(worker)
     chosen = SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1, logit_bias={3: 1.0}, min_new_tokens=4)
-    driver.prefill(PROMPTS, sampling=chosen if sampled else SamplingParams(temperature=0.0))
+    sampling = chosen if sampled else SamplingParams(temperature=0.0)
+    driver.prefill(PROMPTS, sampling=sampling)
     iterate_watched(worker, monkeypatch)
     for rows in ([1, 2, 5], [5, 1], [2]):
         driver.decode(rows)
+    if mixed:
+        driver.prefill({3: PROMPTS[5]}, chunk=5, sampling=sampling, along=lambda: [5, 1])
 
 
 @pytest.mark.parametrize(

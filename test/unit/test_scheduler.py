@@ -156,6 +156,7 @@ def storm_limits(rng: random.Random) -> WorkerLimits:
         tokens_per_step=1 if accept == 1 else accept + rng.choice([0, 2]),
         prefix_lookahead=int(accept > 1 and rng.random() < 0.8),
         overlap=rng.random() < 0.7,
+        mixed=rng.random() < 0.6,
     )
 
 
@@ -206,9 +207,11 @@ def test_a_storm_gives_everyone_the_answer_it_gets_alone_and_leaks_nothing(seed:
     assert house.worker.most_unread <= (1 if house.limits.overlap and house.scheduler._overlap else 0)
 
 
-def test_storms_reach_what_they_are_meant_to_reach() -> None:
-    """Retraction, prefix hits, chunks and a step in flight while memory runs out all happen with these settings."""
-    house = House(limits_of(max_total_tokens=96, max_accept_len=3, tokens_per_step=4, prefix_lookahead=1), schedule_conservativeness=0.0)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_storms_reach_what_they_are_meant_to_reach(mixed: bool) -> None:
+    """Retraction, prefix hits, chunks and a step in flight while memory runs out all happen with these settings; mixed steps too."""
+    limits = limits_of(max_total_tokens=96, max_accept_len=3, tokens_per_step=4, prefix_lookahead=1, mixed=mixed)
+    house = House(limits, schedule_conservativeness=0.0)
     stem = list(range(10, 30))
     asked = [house.ask(f"r{i}", [*stem, i], max_new_tokens=40, ignore_eos=True) for i in range(6)]
     house.settle()
@@ -217,7 +220,137 @@ def test_storms_reach_what_they_are_meant_to_reach() -> None:
     state = house.scheduler.state
     assert state.num_retracted_requests_total > 0
     assert state.cached_tokens_total > 0
+    assert (state.mixed_steps > 0) == mixed
     house.check_empty()
+
+
+# ---- prompts and decoding in one step
+
+
+def steps_of(house: House) -> list[tuple[int, int]]:
+    """(prompt tokens, requests that decode) of every step so far."""
+    batches = house.worker.batches
+    return [
+        (0, b.size) if b.mode is ForwardMode.DECODE else (len(b.token_ids), b.decode.size if b.decode is not None else 0) for b in batches
+    ]
+
+
+def test_running_requests_decode_beside_every_chunk_of_a_long_prompt() -> None:
+    house = House(limits_of(mixed=True), chunked_prefill_size=9)
+    short = house.ask("short", [1, 2], max_new_tokens=60, ignore_eos=True)
+    house.step(3)
+    long = house.ask("long", list(range(30)) * 2, max_new_tokens=20, ignore_eos=True)
+    house.settle()
+    steps = steps_of(house)
+    first = steps.index((8, 1))
+    assert steps[:first] == [(2, 0), *[(0, 1)] * (first - 1)]
+    assert steps[first : first + 8] == [*[(8, 1)] * 7, (4, 1)], "one token of the chunk is the other's"
+    assert steps[first + 8] == (0, 2), "who has just read its prompt decodes from the next step on"
+    for req in (short, long):
+        house.check_answer(req)
+    state = house.scheduler.state
+    assert (state.extend_steps, state.mixed_steps, state.extend_steps + state.decode_steps) == (9, 8, len(steps))
+    house.check_empty()
+
+
+def test_what_decodes_along_is_off_the_chunk_and_leaves_prompts_at_least_half_of_it() -> None:
+    """Windows of 4 tokens and chunks of 32: four requests may come along, five decode between two prompt steps as without mixing."""
+    for running in range(1, 7):
+        house = House(limits_of(mixed=True, max_accept_len=3, tokens_per_step=4, max_total_tokens=2048), chunked_prefill_size=32)
+        asked = [house.ask(f"r{i}", [i], max_new_tokens=100, ignore_eos=True) for i in range(running)]
+        house.step(3)
+        asked.append(house.ask("long", [39, *range(20)] * 5, max_new_tokens=2, ignore_eos=True))
+        house.settle()
+        prompts = [step for step in steps_of(house)[1:] if step[0]]
+        if running <= 4:
+            assert prompts[0] == (32 - 4 * running, running)
+            assert all(tokens + 4 * riders <= 32 and riders for tokens, riders in prompts)
+        else:
+            assert prompts == [(32, 0), (32, 0), (32, 0), (9, 0)]
+        for req in asked:
+            house.check_answer(req)
+
+
+def test_prompts_that_must_not_be_cut_go_alone() -> None:
+    house = House(limits_of(mixed=True, max_extend_tokens=40), chunked_prefill_size=-1)
+    for i in range(4):
+        house.ask(f"r{i}", [i] * 40, max_new_tokens=9, ignore_eos=True)
+        house.step(2)
+    house.settle()
+    assert house.scheduler.state.mixed_steps == 0
+    assert [tokens for tokens, _ in steps_of(house) if tokens] == [40] * 4
+
+
+def test_a_worker_that_does_not_mix_is_given_no_mixed_step() -> None:
+    house = House(limits_of(), chunked_prefill_size=8)
+    for i in range(6):
+        house.ask(f"r{i}", [i] * 20, max_new_tokens=9, ignore_eos=True)
+        house.step(2)
+    house.settle()
+    assert all(batch.decode is None for batch in house.worker.batches)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nobody_is_retracted_to_decode_beside_a_prompt(overlap: bool) -> None:
+    """Two requests fill KV but for what the prompt of the second takes: it goes alone, and the first decodes where there is room again."""
+    house = House(limits_of(mixed=True, max_total_tokens=32, overlap=overlap), schedule_conservativeness=0.0, chunked_prefill_size=16)
+    first = house.ask("first", [1, 2], max_new_tokens=20, ignore_eos=True)
+    house.step(8)
+    held = house.scheduler.ledger.used
+    second = house.ask("second", [7] * (32 - held - 2), max_new_tokens=2, ignore_eos=True)
+    taken: list[tuple[tuple[int, int], int]] = []
+    while len(house.sent) == 0 or not any(out.finish for out in house.outs("second")):
+        house.step()
+        taken.append((steps_of(house)[-1], house.scheduler.state.num_retracted_requests_total))
+    alone = [step for step, _ in taken if step[0] and not step[1]]
+    assert alone, "there was room for everyone"
+    assert all(not retracted for step, retracted in taken if step[0])
+    house.settle()
+    for req in (first, second):
+        house.check_answer(req)
+    house.check_empty()
+
+
+@pytest.mark.parametrize("where", ["fail_submit", "fail_wait"])
+def test_a_failed_mixed_step_answers_its_prompts_and_those_who_decode(where: str) -> None:
+    house = House(limits_of(mixed=True), chunked_prefill_size=16, max_prefill_tokens=16)
+
+    def fail(batch: ScheduleBatch) -> None:
+        if batch.decode is not None and batch.decode.size == 2:
+            raise Injected
+
+    setattr(house.worker, where, fail)
+    decoding = [house.ask(f"d{i}", [i] * 3, max_new_tokens=50, ignore_eos=True) for i in range(2)]
+    house.step(4)
+    house.ask("prompt", [9] * 40, max_new_tokens=3, ignore_eos=True)
+    house.settle()
+    assert [house.finish(rid).status for rid in ("d0", "d1", "prompt")] == [500] * 3
+    assert house.scheduler.state.num_failed_steps_total >= 1
+    house.check_empty()
+    setattr(house.worker, where, lambda batch: None)
+    again = house.ask("again", decoding[0].input_ids, max_new_tokens=5, ignore_eos=True)
+    house.settle()
+    house.check_answer(again)
+
+
+def test_logprobs_of_both_parts_of_a_mixed_step_follow_their_tokens() -> None:
+    house = House(limits_of(mixed=True, max_accept_len=3, tokens_per_step=3), chunked_prefill_size=12)
+    asked = []
+    for i in range(4):
+        prompt = [i + t for t in range(3 + 9 * i)]
+        asked.append(house.ask(f"r{i}", prompt, i, max_new_tokens=25, ignore_eos=True, top_logprobs=i - 1, prompt_logprobs=i > 0))
+        house.step(3)
+    house.settle()
+    assert house.scheduler.state.mixed_steps > 4
+    for i, ask in enumerate(asked):
+        house.check_answer(ask)
+        ids, n = ask.input_ids + house.tokens(ask.rid), len(ask.input_ids)
+        got = [out.logprobs for out in house.outs(ask.rid)]
+        chosen = [c for part in got if part for c in part.chosen]
+        assert chosen == ([logprob(ids[:at], 0) for at in range(n, len(ids))] if i else [])
+        if i:
+            (prompts,) = [out.prompt_logprobs for out in house.outs(ask.rid) if out.prompt_logprobs]
+            assert prompts.chosen == [None] + [logprob(ids[:at], 0) for at in range(1, n)]
 
 
 # ---- overlap

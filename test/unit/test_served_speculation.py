@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from runtime.managers.io_struct import AbortReq, GenerateReq, TokensOutBatch
 from runtime.managers.scheduler import Scheduler
@@ -48,7 +49,7 @@ def serve(
         for out in message.outs if isinstance(message, TokensOutBatch) else []:
             texts[out.rid] += out.token_ids
 
-    config = tiny_runtime(context_length=CONTEXT, chunked_prefill_size=24, **settings)
+    config = tiny_runtime(**{"context_length": CONTEXT, "chunked_prefill_size": 24, **settings})
     scheduler = Scheduler(config, worker, EOS, lambda wait: inbox.pop(0) if inbox else None, take)
     for turn in range(5000):
         if turn in aborted:
@@ -67,6 +68,7 @@ def asked(sampling: SamplingParams, ids: list[list[int]]) -> list[GenerateReq]:
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=70)
 PENALISED = SamplingParams(temperature=0.0, max_new_tokens=40, repetition_penalty=1.2, frequency_penalty=0.3, min_new_tokens=20)
+BIASED = SamplingParams(temperature=0.0, max_new_tokens=30, logit_bias={5: 3.0}, presence_penalty=0.4)
 WORKERS: list[tuple[str, dict[str, Any]]] = [
     ("EAGLE", {}),
     ("EAGLE", {"topk": 3, "num_draft_tokens": 7}),
@@ -99,6 +101,32 @@ def test_text_is_the_plain_workers_when_kv_is_short_and_prefixes_are_shared(
     assert scheduler.state.cached_tokens_total > 0
     assert scheduler.state.graph_steps > 0
     assert scheduler.state.spec.verify_steps > 0
+    assert scheduler.state.mixed_steps == 0
+
+
+@pytest.mark.parametrize(("algorithm", "spec"), [(None, {}), WORKERS[0], ("EAGLE3", {"num_steps": 2}), WORKERS[3]])
+@pytest.mark.parametrize(("page", "overlap"), [(1, True), (16, False), (16, True)])
+def test_text_is_the_plain_workers_when_prompts_and_decoding_share_a_pass(
+    tmp_path: Path, algorithm: str | None, spec: dict[str, Any], page: int, overlap: bool
+) -> None:
+    ids = prompts()
+    samplings = [GREEDY, PENALISED, GREEDY, BIASED]
+    asks = [structs.replace(a, sampling=samplings[i % 4]) for i, a in enumerate(asked(GREEDY, ids))]
+    roomy = {"context_length": CONTEXT, "max_running_requests": 8}
+    expected, _ = serve(plain(**roomy), asks, {}, radix_cache=False)
+    tight = {**roomy, "page_size": page, "max_total_tokens": 320, "mixed_chunk": True}
+    if algorithm is None:
+        worker = plain("eager", [2, 4, 8], **tight)
+    else:
+        worker = speculating(tmp_path, algorithm, "eager", [2, 4, 8], runtime=tight, **spec)
+    aborted = {9: "3", 14: "8", 15: "9"}
+    got, scheduler = serve(worker, asks, aborted, page_size=page, overlap=overlap, schedule_conservativeness=0.05, chunked_prefill_size=48)
+    for rid, text in got.items():
+        assert text == (expected[rid][: len(text)] if rid in aborted.values() else expected[rid]), f"request {rid}"
+    state = scheduler.state
+    assert state.num_failed_steps_total == 0
+    assert min(state.num_retracted_requests_total, state.cached_tokens_total, state.graph_steps, state.mixed_steps) > 0
+    assert (state.spec.verify_steps > 0) == (algorithm is not None)
 
 
 @pytest.mark.parametrize(("algorithm", "spec", "page"), [(*worker, page) for worker, page in zip(WORKERS[:4], (1, 16, 16, 1), strict=True)])

@@ -23,10 +23,11 @@ SGLANG_FLAGS = re.findall(
     model-path tokenizer-path served-model-name host port api-key admin-api-key dtype kv-cache-dtype quantization context-length
     trust-remote-code load-format revision device tp-size dp-size ep-size mem-fraction-static max-running-requests max-queued-requests
     max-total-tokens chunked-prefill-size max-prefill-tokens schedule-policy schedule-conservativeness page-size disable-radix-cache
-    disable-overlap-schedule attention-backend sampling-backend grammar-backend speculative-algorithm speculative-draft-model-path
-    speculative-num-steps speculative-eagle-topk speculative-num-draft-tokens speculative-token-map speculative-accept-threshold-single
-    speculative-accept-threshold-acc disable-cuda-graph disable-cuda-graph-padding cuda-graph-max-bs cuda-graph-bs watchdog-timeout
-    stream-interval skip-server-warmup chat-template tool-call-parser reasoning-parser random-seed log-level log-requests enable-metrics
+    disable-overlap-schedule enable-mixed-chunk attention-backend sampling-backend grammar-backend speculative-algorithm
+    speculative-draft-model-path speculative-num-steps speculative-eagle-topk speculative-num-draft-tokens speculative-token-map
+    speculative-accept-threshold-single speculative-accept-threshold-acc disable-cuda-graph disable-cuda-graph-padding cuda-graph-max-bs
+    cuda-graph-bs watchdog-timeout stream-interval skip-server-warmup chat-template tool-call-parser reasoning-parser random-seed log-level
+    log-requests enable-metrics
     """,
 )
 OUR_FLAGS = re.findall(
@@ -253,6 +254,10 @@ def test_each_choice_is_logged_with_a_reason(caplog: pytest.LogCaptureFixture) -
         ({**EAGLE, "speculative_synthetic_accept_length": "5"}, HOPPER, ["from 1 to 4"]),
         ({**EAGLE, "speculative_synthetic_accept_length": "0.5,0.5"}, HOPPER, ["3 probabilities"]),
         ({**EAGLE, "speculative_synthetic_accept_length": "2", "speculative_eagle_topk": 2}, HOPPER, ["--speculative-eagle-topk 1"]),
+        ({"enable_mixed_chunk": True}, AMPERE, ["--enable-mixed-chunk", "flashinfer"]),
+        ({"enable_mixed_chunk": True, "chunked_prefill_size": -1}, CPU, ["--enable-mixed-chunk", "--chunked-prefill-size"]),
+        ({"enable_mixed_chunk": True, "speculative_algorithm": "NGRAM"}, HOPPER, ["--enable-mixed-chunk", "NGRAM"]),
+        ({**EAGLE, "enable_mixed_chunk": True, "speculative_eagle_topk": 2}, HOPPER, ["--enable-mixed-chunk", "tree"]),
         ({**EAGLE, "speculative_draft_attention_backend": "fa3"}, AMPERE, ["--speculative-draft-attention-backend", "8.0"]),
     ],
 )
@@ -283,6 +288,29 @@ def test_a_chain_verifies_one_token_more_than_it_drafts(caplog: pytest.LogCaptur
     assert config is not None
     assert config.num_draft_tokens == 6
     assert any("6" in line and "4" in line for line in caplog.messages)
+
+
+def test_prompts_and_decoding_share_a_pass_on_fa3_where_they_can_and_elsewhere_where_asked(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert resolve(args(), HOPPER, LLAMA).mixed_chunk
+        assert "--enable-mixed-chunk=false" in caplog.text
+        for algorithm in ("EAGLE", "EAGLE3", "STANDALONE"):
+            assert resolve(args(**{**EAGLE, "speculative_algorithm": algorithm}), HOPPER, LLAMA, DRAFT).mixed_chunk
+        assert not resolve(args(enable_mixed_chunk=False), HOPPER, LLAMA).mixed_chunk
+        assert "no mixed chunks" not in caplog.text
+        for cannot, why in (
+            ({**EAGLE, "speculative_eagle_topk": 2}, "tree"),
+            ({"speculative_algorithm": "NGRAM"}, "NGRAM"),
+            ({"chunked_prefill_size": -1}, "never cut"),
+        ):
+            caplog.clear()
+            assert not resolve(args(**cannot), HOPPER, LLAMA, DRAFT).mixed_chunk
+            assert any("no mixed chunks" in line and why in line for line in caplog.messages)
+    for machine, given in ((CPU, {}), (AMPERE, {}), (HOPPER, {"attention_backend": "torch_native"})):
+        assert not resolve(args(**given), machine, LLAMA).mixed_chunk
+    assert resolve(args(enable_mixed_chunk=True), CPU, LLAMA).mixed_chunk
+    assert resolve(args(enable_mixed_chunk=True, attention_backend="torch_native"), HOPPER, LLAMA).mixed_chunk
+    assert parse(["--enable-mixed-chunk=false"]).args.enable_mixed_chunk is False
 
 
 def test_draft_graphs_follow_their_flags() -> None:

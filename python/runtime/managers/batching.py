@@ -55,8 +55,10 @@ class PageWrites:
         return as_int32(np.repeat(self.rows, sizes)), as_int32(np.repeat(self.cols, sizes) + within), ids
 
 
-def extend_batch(step: int, chunks: Sequence[Chunk], new_rows: list[RowInit], writes: PageWrites) -> ScheduleBatch:
-    """One EXTEND step over `chunks`."""
+def extend_batch(
+    step: int, chunks: Sequence[Chunk], new_rows: list[RowInit], writes: PageWrites, decode: ScheduleBatch | None
+) -> ScheduleBatch:
+    """One EXTEND step over `chunks`, with `decode` in the same pass."""
     reqs = [chunk.req for chunk in chunks]
     starts = as_int32([chunk.start for chunk in chunks])
     page_rows, page_cols, page_ids = writes.arrays()
@@ -75,6 +77,7 @@ def extend_batch(step: int, chunks: Sequence[Chunk], new_rows: list[RowInit], wr
         token_ids=np.concatenate([chunk.req.ids[chunk.start : chunk.end] for chunk in chunks]),
         next_tokens=as_int32([-1 if chunk.is_last else int(chunk.req.ids[chunk.end]) for chunk in chunks]),
         prompt_logprobs=np.array([req.wants_prompt_logprobs for req in reqs], dtype=np.bool_),
+        decode=decode,
     )
 
 

@@ -34,6 +34,7 @@ COUNTERS = {
     "sglang:num_retracted_requests": ("num_retracted_requests_total", "Requests that gave their memory back and resumed later."),
     "talon:failed_steps": ("num_failed_steps_total", "Steps that raised; their requests failed, the server went on."),
     "talon:extend_steps": ("extend_steps", "Steps over prompts."),
+    "talon:mixed_steps": ("mixed_steps", "Steps over prompts in which running requests decoded along."),
     "talon:graph_steps": ("graph_steps_total", "Decode steps that replayed a graph."),
     "talon:eager_steps": ("eager_steps_total", "Decode steps that ran eagerly."),
     "talon:live_rows": ("live_rows_total", "Requests in decode steps, summed over steps."),

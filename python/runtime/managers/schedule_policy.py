@@ -160,6 +160,10 @@ class PrefillBudget:
         caps = [n for n in (chunked_prefill_size, max_prefill_tokens, limits.max_extend_tokens) if n > 0]
         return cls(min(caps), chunked_prefill_size > 0, limits.max_extend_tokens)
 
+    def seats(self, tokens_per_step: int) -> int:
+        """How many requests may decode along: half of the batch at least is the prompts'; 0 where prompts are not cut to make room."""
+        return self.left // 2 // tokens_per_step if self.chunked else 0
+
     def offer(self, wanted: int, first: bool) -> int:
         """How many of the `wanted` tokens of the next prompt fit, 0 if it has to wait; `first` if the batch is still empty."""
         if self.chunked or wanted <= self.left:

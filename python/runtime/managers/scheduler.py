@@ -6,11 +6,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from runtime.batch import BatchResult, ForwardMode, Pending, RowInit, ScheduleBatch, Worker
+from runtime.batch import BatchResult, Pending, RowInit, ScheduleBatch, Worker
 from runtime.errors import QueueFull, ServerDraining, ServingError, StepFailed
 from runtime.managers import schedule_policy as policy
 from runtime.managers.batching import Chunk, PageWrites, decode_batch, extend_batch
@@ -47,22 +47,32 @@ FAILURE_WINDOW = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was submitted and not read yet. `chunks` is empty for a DECODE step."""
+    """A step that was submitted and not read yet."""
 
     batch: ScheduleBatch
     pending: Pending
-    reqs: list[Req]
-    chunks: list[Chunk]
+    plan: Plan
 
 
 @dataclass(slots=True)
 class Plan:
-    """A step about to be submitted."""
+    """A step about to be submitted: prompts, those who decode, or both in one pass.
 
-    reqs: list[Req]
-    chunks: list[Chunk]
-    new_rows: list[RowInit]
-    writes: PageWrites
+    Attributes:
+        chunks, new_rows, writes: of the prompts.
+        decoding, decode_writes: of the others.
+    """
+
+    chunks: list[Chunk] = field(default_factory=list)
+    new_rows: list[RowInit] = field(default_factory=list)
+    writes: PageWrites = field(default_factory=PageWrites)
+    decoding: list[Req] = field(default_factory=list)
+    decode_writes: PageWrites = field(default_factory=PageWrites)
+
+    @property
+    def reqs(self) -> list[Req]:
+        """Everyone in it."""
+        return [*(chunk.req for chunk in self.chunks), *self.decoding]
 
 
 class Scheduler:
@@ -229,19 +239,33 @@ class Scheduler:
     # ---- choosing a step
 
     def _plan(self) -> Plan | None:
-        """What to run next: prompts first, but no more than `max_prefill_tokens` of them while someone could decode."""
+        """What to run next: prompts first, but no more than `max_prefill_tokens` of them while someone could decode and does not."""
         starving = self._prompt_tokens >= self._config.max_prefill_tokens and any(req.needs_decode for req in self.running)
         plan = None if starving else self._plan_extend()
         return plan or self._plan_decode()
 
     def _plan_extend(self) -> Plan | None:
+        filling = [req for req in self.running if req.phase is Phase.PREFILLING]
+        if not filling and not self.queue:
+            return None
         budget = policy.PrefillBudget.start(self._config.chunked_prefill_size, self._config.max_prefill_tokens, self.limits)
-        plan = Plan([], [], [], PageWrites())
-        for req in self.running:
-            if req.phase is Phase.PREFILLING:
-                self._add_chunk(plan, budget, req)
+        plan, riders = Plan(), self._riders(budget)
+        for req in filling:
+            self._add_chunk(plan, budget, req)
         self._admit(plan, budget)
-        return plan if plan.chunks else None
+        if not plan.chunks:
+            return None
+        if self._missing_pages(riders) <= self.ledger.available:  # else the prompts go alone: nobody is retracted for this
+            plan.decoding, plan.decode_writes = riders, self._grow(riders)
+        return plan
+
+    def _riders(self, budget: policy.PrefillBudget) -> list[Req]:
+        """Those who may decode in the pass of a prompt batch, all or nobody; what they take of it is off the budget."""
+        reqs = [req for req in self.running if req.needs_decode] if self.limits.mixed else []
+        if len(reqs) > budget.seats(self.limits.tokens_per_step):
+            return []
+        budget.take(len(reqs) * self.limits.tokens_per_step)
+        return reqs
 
     def _admit(self, plan: Plan, budget: policy.PrefillBudget) -> None:
         """Let waiting requests in, in order, while rows, memory and the budget last; nobody overtakes one that waits for memory."""
@@ -292,34 +316,36 @@ class Scheduler:
     def _add_chunk(self, plan: Plan, budget: policy.PrefillBudget, req: Req) -> None:
         count = budget.offer(req.fill_len - req.submitted, first=not plan.chunks)
         if count:
-            plan.reqs.append(req)
             plan.chunks.append(Chunk(req, req.submitted, count))
             budget.take(count)
 
     def _plan_decode(self) -> Plan | None:
         while True:
             reqs = [req for req in self.running if req.needs_decode]
-            missing = sum(self._missing_pages(req) for req in reqs)
-            if missing <= self.ledger.available:
+            if self._missing_pages(reqs) <= self.ledger.available:
                 break
             if self._flights:
                 self._collect()  # may end requests, and then nobody has to go
             else:
                 self._retract(policy.youngest(self.running))
-        if not reqs:
-            return None
-        plan = Plan(reqs, [], [], PageWrites())
+        return Plan(decoding=reqs, decode_writes=self._grow(reqs)) if reqs else None
+
+    def _grow(self, reqs: list[Req]) -> PageWrites:
+        """Give each the pages that one more decode step needs."""
+        writes = PageWrites()
         for req in reqs:
             holding = req.holding
             assert holding is not None
             col = holding.count
-            new_pages = self.ledger.grow(holding, self.ledger.pages_for(policy.decode_slots(req, self.limits)))
-            plan.writes.add(req.row, col, new_pages)
-        return plan
+            writes.add(req.row, col, self.ledger.grow(holding, self._decode_pages(req)))
+        return writes
 
-    def _missing_pages(self, req: Req) -> int:
-        assert req.holding is not None
-        return max(0, self.ledger.pages_for(policy.decode_slots(req, self.limits)) - req.holding.count)
+    def _missing_pages(self, reqs: list[Req]) -> int:
+        """Pages to be found before they decode once more."""
+        return sum(max(0, self._decode_pages(req) - req.holding.count) for req in reqs if req.holding is not None)
+
+    def _decode_pages(self, req: Req) -> int:
+        return self.ledger.pages_for(policy.decode_slots(req, self.limits))
 
     def _retract(self, req: Req) -> None:
         """Take a request's row and pages; it goes to the front of the queue and later on from where it was."""
@@ -336,11 +362,8 @@ class Scheduler:
     def _submit(self, plan: Plan) -> bool:
         """Hand the step to the worker; False if that failed, and its requests with it."""
         self._steps += 1
-        if plan.chunks:
-            batch = extend_batch(self._steps, plan.chunks, plan.new_rows, plan.writes)
-        else:
-            batch = decode_batch(self._steps, plan.reqs, self.limits, plan.writes)
-        self._prompt_tokens = self._prompt_tokens + len(batch.token_ids) if batch.mode is ForwardMode.EXTEND else 0
+        batch = self._batch(plan)
+        self._prompt_tokens = 0 if plan.decoding else self._prompt_tokens + len(batch.token_ids)
         try:
             pending = self._worker.submit(batch)
         except Exception as error:  # the step's requests are answered; `_step_failed` raises it again when it keeps happening
@@ -351,12 +374,18 @@ class Scheduler:
             if chunk.is_last:
                 chunk.req.phase = Phase.DECODING
                 chunk.req.emits_in_flight += 1
-        if not plan.chunks:
-            for req in plan.reqs:
-                req.decodes_in_flight += 1
-                req.emits_in_flight += 1
-        self._flights.append(Flight(batch, pending, plan.reqs, plan.chunks))
+        for req in plan.decoding:
+            req.decodes_in_flight += 1
+            req.emits_in_flight += 1
+        self._flights.append(Flight(batch, pending, plan))
         return True
+
+    def _batch(self, plan: Plan) -> ScheduleBatch:
+        decode = decode_batch(self._steps, plan.decoding, self.limits, plan.decode_writes) if plan.decoding else None
+        if plan.chunks:
+            return extend_batch(self._steps, plan.chunks, plan.new_rows, plan.writes, decode)
+        assert decode is not None, "an empty plan"
+        return decode
 
     # ---- collecting
 
@@ -366,17 +395,22 @@ class Scheduler:
         try:
             result = flight.pending.wait()
         except Exception as error:  # as in `_submit`
-            self._step_failed(flight.reqs, error)
+            self._step_failed(flight.plan.reqs, error)
             return
         self.state.step_done(flight.batch, result.stats)
-        outs = self._apply_extend(flight, result) if flight.chunks else self._apply_decode(flight, result)
+        plan, outs = flight.plan, list[TokensOut]()
+        if plan.chunks:
+            self._apply_extend(plan.chunks, result, outs)
+        if plan.decoding:
+            decoded = result.decode if plan.chunks else result
+            assert decoded is not None, "a mixed step without the result of those who decode"
+            self._apply_decode(plan.decoding, decoded, outs)
         if outs:
             self._send(TokensOutBatch(outs=outs))
 
-    def _apply_extend(self, flight: Flight, result: BatchResult) -> list[TokensOut]:
-        outs: list[TokensOut] = []
+    def _apply_extend(self, chunks: list[Chunk], result: BatchResult, outs: list[TokensOut]) -> None:
         tokens, at = result.token_ids.tolist(), 0
-        for index, (chunk, count) in enumerate(zip(flight.chunks, result.accept_lens.tolist(), strict=True)):
+        for index, (chunk, count) in enumerate(zip(chunks, result.accept_lens.tolist(), strict=True)):
             start, at = at, at + count
             req = chunk.req
             if not req.alive:
@@ -389,12 +423,10 @@ class Scheduler:
             self._emit(req, tokens[start:at], start, result, outs)
             if req.holding is not None:
                 self.ledger.publish(req.holding, req.ids, req.kv_len)
-        return outs
 
-    def _apply_decode(self, flight: Flight, result: BatchResult) -> list[TokensOut]:
-        outs: list[TokensOut] = []
+    def _apply_decode(self, reqs: list[Req], result: BatchResult, outs: list[TokensOut]) -> None:
         tokens, at = result.token_ids.tolist(), 0
-        for req, count in zip(flight.reqs, result.accept_lens.tolist(), strict=True):
+        for req, count in zip(reqs, result.accept_lens.tolist(), strict=True):
             start, at = at, at + count
             if not req.alive:
                 continue
@@ -405,7 +437,6 @@ class Scheduler:
                 self._count_drafts(req, count, result.stats.draft_tokens)
             self._emit(req, tokens[start:at], start, result, outs)
         self._outlook = self._outlook.after_decode()
-        return outs
 
     def _count_drafts(self, req: Req, accept_len: int, draft_tokens: int) -> None:
         req.spec = req.spec or SpecTally()

@@ -46,6 +46,8 @@ class SchedulerState:
     """Counts since start. Times are seconds of the scheduler's clock.
 
     Attributes:
+        extend_steps, mixed_steps: steps over prompts, and those of them in which others decoded along.
+        decode_steps: steps without prompts.
         graph_steps: decode steps that replayed a captured graph.
         live_rows, padded_rows: requests in decode steps, and rows that only filled up a captured graph.
     """
@@ -61,6 +63,7 @@ class SchedulerState:
     queue_time_sum: float = 0.0
     queue_time_count: int = 0
     extend_steps: int = 0
+    mixed_steps: int = 0
     decode_steps: int = 0
     graph_steps: int = 0
     live_rows: int = 0
@@ -85,6 +88,7 @@ class SchedulerState:
         """A step's result was read."""
         if batch.mode is ForwardMode.EXTEND:
             self.extend_steps += 1
+            self.mixed_steps += batch.decode is not None
             return
         self.decode_steps += 1
         self.graph_steps += stats.graph
@@ -115,6 +119,7 @@ class SchedulerState:
             "queue_time_sum": self.queue_time_sum,
             "queue_time_count": self.queue_time_count,
             "extend_steps": self.extend_steps,
+            "mixed_steps": self.mixed_steps,
             "decode_steps": self.decode_steps,
             "graph_steps_total": self.graph_steps,
             "eager_steps_total": self.decode_steps - self.graph_steps,

@@ -159,7 +159,8 @@ def measure_activations(
         done, result = target.extend(padding_prompt(parts), aux_layers)
         follow(done)
         result.collect()
-        del done, result
+        if not parts.config.mixed_chunk:  # else those who ride along choose their tokens beside what the prompts left
+            del done, result
         rehearse()
         target.rows.admit([RowInit(PAD_ROW, 0, GREEDY, 0, no_ints())])
     torch.cuda.synchronize()
@@ -296,6 +297,7 @@ def make_limits(parts: Parts, plan: MemoryPlan, vocab_size: int, overlap: bool |
         page_size=config.page_size,
         vocab_size=vocab_size,
         overlap=config.overlap if overlap is None else overlap,
+        mixed=config.mixed_chunk,
         **more,
     )
     log.info("admission: at most %d requests at once, %d tokens of KV, %d tokens a prompt step", limits.max_running_requests,

@@ -6,8 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-DEPTH = 4
-"""Uploads in flight at most. A slot is reused only after the copy out of it has run; with one step queued ahead it always has."""
+DEPTH = 6
+"""Uploads in flight at most. A slot is reused only after the copy out of it has run; with one step queued ahead it always has: a step
+uploads three times at most."""
 
 
 class StagingRing:

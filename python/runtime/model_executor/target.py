@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,10 +15,12 @@ from runtime.batch import PAD_ROW, BatchResult, ForwardMode, Logprobs, ScheduleB
 from runtime.forward_batch import ForwardBatch
 from runtime.layers.sampler import SamplingNeeds, sample, top_logprobs
 from runtime.mem_cache.kv_pool import PageTable
+from runtime.model_executor.device_queue import Finish
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.short_prompts import ShortPrompts
 from runtime.model_executor.staging import HostCopy, StagingRing
+from runtime.model_executor.window import prompts_and_windows
 
 LOGPROB_CHUNK = 256
 """Prompt positions whose logits are held at once, where prompt log-probabilities are wanted."""
@@ -43,6 +46,21 @@ class ExtendPass:
     hidden: torch.Tensor
     aux: torch.Tensor | None
     needs: SamplingNeeds
+
+
+@dataclass(frozen=True, slots=True)
+class Riders:
+    """Requests that decode in the pass of a prompt batch: their windows follow the prompts' tokens.
+
+    Attributes:
+        windows: the filled inputs of a fixed-width pass; what pads them stays out.
+        count: requests that live, the first ones.
+        keep: called with their share of the pass: hidden [count * width, hidden], and aux where asked.
+    """
+
+    windows: ForwardBatch
+    count: int
+    keep: Callable[[torch.Tensor, torch.Tensor | None], object]
 
 
 class Target:
@@ -79,11 +97,16 @@ class Target:
             self.page_table.write(page_rows.to(torch.int64), page_cols.to(torch.int64), page_ids)
         return on_device.to(torch.int64)
 
-    def extend(self, batch: ScheduleBatch, aux_layers: tuple[int, ...] = ()) -> tuple[ExtendPass, ExtendResult]:
-        """Run a chunk of prompts, sample where a prompt ends, and set the rows' lengths and last tokens."""
+    def extend(
+        self, batch: ScheduleBatch, aux_layers: tuple[int, ...] = (), riders: Riders | None = None
+    ) -> tuple[ExtendPass, ExtendResult]:
+        """Run a chunk of prompts, sample where a prompt ends, and set the rows' lengths and last tokens.
+
+        `riders` come along in the pass; what their windows mean is their owner's business.
+        """
         rows = self.stage_rows(batch, batch.size)
         forward, last, given = self._ragged(batch, rows)
-        hidden, aux = (self.short_prompts and self.short_prompts.run(forward)) or self.runner.extend(forward, aux_layers)
+        hidden, aux = self._pass(forward, aux_layers, riders)
         needs = self.rows.needs(batch.rows)
         logits = self.runner.model.logits(hidden[last])
         positions = forward.seq_lens.to(torch.int64)
@@ -98,6 +121,15 @@ class Target:
         prompt = self._prompt_logprobs(batch, forward, hidden, next_tokens)
         result = ExtendResult(batch, HostCopy(next_tokens), copies, prompt)
         return ExtendPass(forward, rows, last, next_tokens, hidden, aux, needs), result
+
+    def _pass(self, prompts: ForwardBatch, aux_layers: tuple[int, ...], riders: Riders | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden and auxiliary states of the prompts."""
+        if riders is None:
+            return (self.short_prompts and self.short_prompts.run(prompts)) or self.runner.extend(prompts, aux_layers)
+        hidden, aux = self.runner.extend(prompts_and_windows(prompts, riders.windows, riders.count), aux_layers)
+        T = prompts.num_tokens
+        riders.keep(hidden[T:], None if aux is None else aux[T:])
+        return hidden[:T], None if aux is None else aux[:T]
 
     def _ragged(self, batch: ScheduleBatch, rows: torch.Tensor) -> tuple[ForwardBatch, torch.Tensor, torch.Tensor]:
         lens = batch.extend_lens
@@ -164,6 +196,11 @@ class ExtendResult:
             prompt_logprobs={i: to_logprobs(copy, None) for i, copy in self.prompt_logprobs.items()},
             stats=StepStats(padded_size=self.batch.size),
         )
+
+
+def mixed(prompts: Finish, decode: Finish) -> Finish:
+    """One result of a step's prompts and of those who decoded along."""
+    return lambda: replace(prompts(), decode=decode())
 
 
 def _logprob_copy(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> HostCopy | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from runtime.batch import ForwardMode
 from runtime.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
 
@@ -32,3 +34,26 @@ def fill_window(
     batch.positions.copy_((slots_at if depths is None else kv_lens[:, None] + depths).flatten())
     batch.out_cache_loc.copy_(page_table.slots(batch.req_pool_indices[:, None], slots_at).flatten())
     torch.add(kv_lens, width, out=batch.seq_lens)
+
+
+def prompts_and_windows(prompts: ForwardBatch, windows: ForwardBatch, count: int) -> ForwardBatch:
+    """One EXTEND batch: the tokens of `prompts`, then the windows of the first `count` requests of `windows`. Outside any graph.
+
+    Source: Agrawal et al. 2024, arXiv:2403.02310: decoding is bound by reading weights that the prompts' pass reads anyway.
+    """
+    assert prompts.extend_lens is not None
+    width, T = windows.tokens_per_req, prompts.num_tokens
+    tokens = count * width
+    return ForwardBatch(
+        mode=ForwardMode.EXTEND,
+        batch_size=prompts.batch_size + count,
+        tokens_per_req=0,
+        input_ids=torch.cat([prompts.input_ids, windows.input_ids[:tokens]]),
+        positions=torch.cat([prompts.positions, windows.positions[:tokens]]),
+        out_cache_loc=torch.cat([prompts.out_cache_loc, windows.out_cache_loc[:tokens]]),
+        req_pool_indices=torch.cat([prompts.req_pool_indices, windows.req_pool_indices[:count]]),
+        seq_lens=torch.cat([prompts.seq_lens, windows.seq_lens[:count]]),
+        qo_indptr=torch.cat([prompts.qo_indptr, windows.qo_indptr[1 : count + 1] + T]),
+        seq_len_bounds=np.concatenate([prompts.seq_len_bounds, windows.seq_len_bounds[:count]]),
+        extend_lens=np.concatenate([prompts.extend_lens, np.full(count, width, dtype=np.int32)]),
+    )

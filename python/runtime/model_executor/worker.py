@@ -13,7 +13,7 @@ from runtime.model_executor.graph_runner import GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.profiler import Profiler
 from runtime.model_executor.staging import HostCopy
-from runtime.model_executor.target import Target, to_logprobs
+from runtime.model_executor.target import Riders, Target, mixed, to_logprobs
 from runtime.model_executor.window import fill_window
 
 
@@ -71,22 +71,41 @@ class TpWorker:
         self._queue.close()
 
     def _step(self, batch: ScheduleBatch) -> Finish:
-        if batch.mode is ForwardMode.EXTEND:
+        if batch.mode is ForwardMode.DECODE:
+            return self._decode_step(batch)
+        if batch.decode is None:
             return self._target.extend(batch)[1].collect
-        return self._decode_step(batch)
+        return self._mixed_step(batch, batch.decode)
 
     def _decode_step(self, batch: ScheduleBatch) -> Finish:
+        size = self._decode.size_for(batch.size)
+        forward = self._inputs_of(batch, size)
+        outputs, replayed = self._decode.run(forward)
+        return self._choose(batch, forward, outputs, StepStats(graph=replayed, padded_size=size))
+
+    def _mixed_step(self, batch: ScheduleBatch, decode: ScheduleBatch) -> Finish:
+        forward, outputs = self._inputs_of(decode, decode.size), self._decode.outputs(decode.size)
+        model = self._target.runner.model
+        riders = Riders(forward, decode.size, lambda hidden, _: model.greedy(hidden, outputs["tokens"], outputs["logits"]))
+        _, prompts = self._target.extend(batch, riders=riders)
+        return mixed(prompts.collect, self._choose(decode, forward, outputs, StepStats(padded_size=decode.size)))
+
+    def _inputs_of(self, batch: ScheduleBatch, size: int) -> ForwardBatch:
+        """The persistent inputs for a step of `batch`, filled and padded to `size`."""
         target, state, live = self._target, self._target.rows, batch.size
-        size = self._decode.size_for(live)
         forward = self._decode.batch(size)
         rows = target.stage_rows(batch, size)
         forward.req_pool_indices.copy_(rows)
         forward.seq_len_bounds[:] = 1
         forward.seq_len_bounds[:live] = batch.len_bounds + 1
         fill_window(forward, target.page_table, state.kv_lens[rows], state.last_tokens[rows][:, None])
-        outputs, replayed = self._decode.run(forward)
+        return forward
+
+    def _choose(self, batch: ScheduleBatch, forward: ForwardBatch, outputs: Outputs, stats: StepStats) -> Finish:
+        """Choose each request's token after its pass, set the rows, and send the tokens to the host."""
+        state, live = self._target.rows, batch.size
         needs = state.needs(batch.rows)
-        rows, after = rows[:live], forward.seq_lens[:live]
+        rows, after = forward.req_pool_indices[:live], forward.seq_lens[:live]
         if needs.all_greedy and not needs.adjusts:
             tokens = outputs["tokens"][:live].clone()
         else:
@@ -98,7 +117,6 @@ class TpWorker:
         k = int(batch.top_logprobs.max(initial=-1))
         logprobs = HostCopy(*top_logprobs(outputs["logits"][:live], tokens, k)) if k >= 0 else None
         copied = HostCopy(tokens)
-        stats = StepStats(graph=replayed, padded_size=size)
         return lambda: _collect(copied, logprobs, stats)
 
 

@@ -29,7 +29,7 @@ from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.profiler import Profiler, span
 from runtime.model_executor.request_rows import RequestRows
-from runtime.model_executor.target import ExtendPass, Target
+from runtime.model_executor.target import ExtendPass, Target, mixed
 from runtime.model_executor.window import fill_window
 from runtime.models.draft_head import DraftModel
 from runtime.speculative.draft_decode_graph_runner import GREEDY, SAMPLED
@@ -137,18 +137,20 @@ class EagleWorker:
     # ---- steps; all of it outside graphs but for the runners' functions
 
     def _step(self, batch: ScheduleBatch) -> Finish:
-        if batch.mode is ForwardMode.EXTEND:
-            done, result = self._target.extend(batch, self._draft.model.aux_layers)
-            self._draft_prompt(done)
-            return result.collect
-        return self._iterate(batch)
+        if batch.mode is ForwardMode.DECODE:
+            return self._iterate(batch)
+        if batch.decode is not None:
+            return self._mix(batch, batch.decode)
+        done, result = self._target.extend(batch, self._draft.model.aux_layers)
+        self._draft_prompt(done)
+        return result.collect
 
     def _draft_prompt(self, done: ExtendPass) -> None:
         draft_prompt(self._draft, self._target.rows.tables, done)
 
     def _iterate(self, batch: ScheduleBatch) -> Finish:
         turn = self.verifier.begin(batch)
-        variant = GREEDY if turn.needs.all_greedy or self._draft.shape.topk > 1 else SAMPLED
+        variant = self._variant(turn)
         with span("draft_decode"):
             drafted = self._run_decode(turn, variant)
         with span("verify"):
@@ -156,6 +158,25 @@ class EagleWorker:
         with span("draft_extend"):
             self._run_extend(turn, accepted, variant)
         return lambda: self.verifier.collect(flight)
+
+    def _mix(self, batch: ScheduleBatch, decode: ScheduleBatch) -> Finish:
+        """Prompts, and an iteration of those who decode: their windows are verified in the prompts' pass."""
+        turn = self.verifier.begin(decode)
+        variant = self._variant(turn)
+        with span("draft_decode"):
+            drafted = self._run_decode(turn, variant)
+        riders = self.verifier.ride(turn, drafted)
+        with span("extend_and_verify"):
+            done, result = self._target.extend(batch, self._draft.model.aux_layers, riders)
+            accepted, flight = self.verifier.settle(turn, drafted, riders)
+        with span("draft_prompt"):
+            self._draft_prompt(done)
+        with span("draft_extend"):
+            self._run_extend(turn, accepted, variant)
+        return mixed(result.collect, lambda: self.verifier.collect(flight))
+
+    def _variant(self, turn: Iteration) -> str:
+        return GREEDY if turn.needs.all_greedy or self._draft.shape.topk > 1 else SAMPLED
 
     def _run_decode(self, turn: Iteration, variant: str) -> Outputs:
         draft, rows = self._draft, turn.rows

@@ -18,8 +18,9 @@ from runtime.layers.sampler import SamplingNeeds, Stream, adjust, draw, target_p
 from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.staging import HostCopy
-from runtime.model_executor.target import Target, to_logprobs
+from runtime.model_executor.target import Riders, Target, to_logprobs
 from runtime.model_executor.window import fill_window
+from runtime.models.decoder import DecoderModel
 from runtime.sampling_params import MAX_TOP_LOGPROBS
 from runtime.speculative.acceptance import AcceptanceCounters, DriftAlarm
 from runtime.speculative.draft_tree import TreeShape
@@ -67,12 +68,16 @@ def verify_forward(target: Target, aux_layers: tuple[int, ...]) -> Forward:
     model = target.runner.model
 
     def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
-        hidden, aux = model.forward(batch, aux_layers)
-        model.greedy(hidden, outputs["tokens"], outputs["logits"])
-        if outputs["features"].shape[1]:
-            outputs["features"].copy_(hidden if aux is None else aux)
+        keep_window(model, *model.forward(batch, aux_layers), outputs)
 
     return forward
+
+
+def keep_window(model: DecoderModel, hidden: torch.Tensor, aux: torch.Tensor | None, outputs: Outputs) -> None:
+    """What a pass over windows comes to: its logits, the likeliest token of each and the draft's features, in `outputs`."""
+    model.greedy(hidden, outputs["tokens"], outputs["logits"])
+    if outputs["features"].shape[1]:
+        outputs["features"].copy_(hidden if aux is None else aux)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +198,30 @@ class Verifier:
         Args:
             drafted: `tokens` int64 [size, D]; trees also `parents`, `depths`, `mask`; sampled chains also `probs` float32 [size, K, Vd].
         """
-        window, verified, graph = self._verify(turn, drafted)
+        window = self._window(turn, drafted)
+        _, graph = self.runner.run(window, oracle=turn.oracle)
+        return self._settle(turn, drafted, window, graph)
+
+    def ride(self, turn: Iteration, drafted: Outputs) -> Riders:
+        """The window, to be verified in the pass of a prompt batch; `settle` follows. A chain's."""
+        assert self._rules.shape.topk == 1, "a prompt pass is causal"
+        live, outputs = turn.batch.size * self._rules.shape.num_draft_tokens, self.runner.outputs(turn.size)
+        model = self._target.runner.model
+
+        def keep(hidden: torch.Tensor, aux: torch.Tensor | None) -> None:
+            keep_window(model, hidden, aux, {name: tensor[:live] for name, tensor in outputs.items()})
+            for tensor in outputs.values():
+                tensor[live:].zero_()  # padding did not ride; what is judged there only has to be valid
+
+        return Riders(self._window(turn, drafted), turn.batch.size, keep)
+
+    def settle(self, turn: Iteration, drafted: Outputs, riders: Riders) -> tuple[Accepted, Flight]:
+        """As `judge`, after the pass that the window rode in."""
+        return self._settle(turn, drafted, riders.windows, graph=False)
+
+    def _settle(self, turn: Iteration, drafted: Outputs, window: ForwardBatch, graph: bool) -> tuple[Accepted, Flight]:
+        """Decide over a window that was verified, commit what stands, and send it to the host."""
+        verified = self.runner.outputs(turn.size)
         fused = self._fusable(turn)
         lens, tokens, path = self._decide_fused(turn, drafted, verified) if fused else self._decide(turn, drafted, verified)
         accepted = Accepted(lens, tokens, path, drafted["tokens"], verified["features"], graph)
@@ -244,14 +272,14 @@ class Verifier:
 
     # ---- one iteration, step by step
 
-    def _verify(self, turn: Iteration, drafted: Outputs) -> tuple[ForwardBatch, Outputs, bool]:
+    def _window(self, turn: Iteration, drafted: Outputs) -> ForwardBatch:
+        """The inputs of the verify pass, filled."""
         batch = self.runner.batch(turn.size)
         batch.seq_len_bounds[:] = turn.bounds + self._rules.shape.num_draft_tokens
         fill_window(batch, self._target.page_table, self._inputs.kv_lens(turn.size), drafted["tokens"], drafted.get("depths"))
         if batch.tree_mask is not None:
             batch.tree_mask.copy_(drafted["mask"].flatten())
-        outputs, replayed = self.runner.run(batch, oracle=turn.oracle)
-        return batch, outputs, replayed
+        return batch
 
     def _decide(self, turn: Iteration, drafted: Outputs, verified: Outputs) -> Verdict:
         """Which drafts stand. Padding rows come out as valid as any. Distributions are made for so many requests at a time."""

@@ -158,7 +158,7 @@ class Storm:
                 "chunk tail": sum(len(p) > chunk for p in prompts.values()),
             }
             along = self._riders(sorted(self.driver.kv))
-            seen, slack = len(self.driver.results), self.driver.limits.max_accept_len
+            seen, slack = len(self.driver.results), int(self.rng.integers(0, self.driver.limits.max_accept_len + 1)) if self.riding else 0
             self.driver.prefill(
                 prompts, chunk, {r: self.sampling[r] for r in chosen}, resumed=resumed, shared=shared, along=along, slack=slack
             )

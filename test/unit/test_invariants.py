@@ -360,7 +360,9 @@ def test_6_no_plan_is_told_of_fewer_keys_than_there_are(tmp_path: Path, monkeypa
     monkeypatch.setattr(TorchNativeAttention, "plan", checked)
     for spec in ({}, TREE):
         storm(graphs(tmp_path, **spec))
-    Storm(graphs(tmp_path, runtime={"mixed_chunk": True}), 3, riding=True).run(3)
+    driver = Driver(graphs(tmp_path, runtime={"mixed_chunk": True}))
+    driver.prefill(PROMPTS)
+    driver.prefill({3: PROMPTS[5]}, chunk=5, along=lambda: [1, 2, 5])
     assert widths == {0, 1, 4, 3, 7}, "prompts, and the passes of a chain and a tree"
 
 

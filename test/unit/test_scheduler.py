@@ -272,12 +272,12 @@ def test_what_decodes_along_is_off_the_chunk_and_leaves_prompts_at_least_half_of
 
 
 def test_prompts_that_must_not_be_cut_go_alone() -> None:
-    house = House(limits_of(mixed=True, max_extend_tokens=40), chunked_prefill_size=-1)
+    house = House(limits_of(mixed=True, max_extend_tokens=40), chunked_prefill_size=-1, max_prefill_tokens=100)
     for i in range(4):
         house.ask(f"r{i}", [i] * 40, max_new_tokens=9, ignore_eos=True)
         house.step(2)
     house.settle()
-    assert house.scheduler.state.mixed_steps == 0
+    assert house.scheduler.state.mixed_steps == house.scheduler.state.num_failed_steps_total == 0
     assert [tokens for tokens, _ in steps_of(house) if tokens] == [40] * 4
 
 
@@ -292,19 +292,18 @@ def test_a_worker_that_does_not_mix_is_given_no_mixed_step() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_nobody_is_retracted_to_decode_beside_a_prompt(overlap: bool) -> None:
-    """Two requests fill KV but for what the prompt of the second takes: it goes alone, and the first decodes where there is room again."""
-    house = House(limits_of(mixed=True, max_total_tokens=32, overlap=overlap), schedule_conservativeness=0.0, chunked_prefill_size=16)
-    first = house.ask("first", [1, 2], max_new_tokens=20, ignore_eos=True)
+    """A prompt takes nearly all pages when it is admitted. Who decodes beside its chunks soon has none left, and lets the rest go alone."""
+    limits = limits_of(mixed=True, max_total_tokens=32, overlap=overlap)
+    house = House(limits, schedule_conservativeness=0.0, chunked_prefill_size=4, max_prefill_tokens=64)
+    first = house.ask("first", [1, 2], max_new_tokens=24, ignore_eos=True)
     house.step(8)
-    held = house.scheduler.ledger.used
-    second = house.ask("second", [7] * (32 - held - 2), max_new_tokens=2, ignore_eos=True)
-    taken: list[tuple[tuple[int, int], int]] = []
-    while len(house.sent) == 0 or not any(out.finish for out in house.outs("second")):
+    second = house.ask("second", [7] * (32 - house.scheduler.ledger.used - 4), max_new_tokens=2, ignore_eos=True)
+    while sum(tokens for tokens, _ in steps_of(house)[1:]) < len(second.input_ids):
         house.step()
-        taken.append((steps_of(house)[-1], house.scheduler.state.num_retracted_requests_total))
-    alone = [step for step, _ in taken if step[0] and not step[1]]
-    assert alone, "there was room for everyone"
-    assert all(not retracted for step, retracted in taken if step[0])
+        assert house.scheduler.state.num_retracted_requests_total == 0
+    riding = [riders for tokens, riders in steps_of(house)[1:] if tokens]
+    assert 0 < sum(riding) < len(riding), "some chunks with the other request, then some without"
+    assert riding == sorted(riding, reverse=True)
     house.settle()
     for req in (first, second):
         house.check_answer(req)

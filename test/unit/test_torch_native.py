@@ -12,6 +12,7 @@ from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionShape
 from runtime.layers.attention.torch_native import TorchNativeAttention
 from runtime.mem_cache.kv_pool import KVPool, PageTable
+from runtime.model_executor.window import prompts_and_windows
 
 CPU = torch.device("cpu")
 H, G, HEAD = 6, 2, 8
@@ -103,6 +104,22 @@ def test_extend_with_prefixes_follows_the_definition(page_size: int, seed: int) 
     widths = rng.integers(1, 9, size=4).tolist()
     seq_lens = [w + int(p) for w, p in zip(widths, [0, *rng.integers(0, 20, size=3)], strict=True)]
     check(world, make_batch(ForwardMode.EXTEND, [2, 5, 1, 3], seq_lens, widths, world.table), rng, layers=2)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("slack", [0, 7])
+def test_prompts_and_windows_in_one_pass_follow_the_definition(width: int, page_size: int, slack: int) -> None:
+    """The windows' lengths are bounds on the host, and what pads them stays out."""
+    rng = np.random.default_rng(width + slack)
+    world = World.make(rng, page_size, windows=(-1, 5))
+    prompts = make_batch(ForwardMode.EXTEND, [2, 5], [6, 20], [6, 3], world.table)
+    windows = make_batch(ForwardMode.TARGET_VERIFY, [1, 3, 4, 0], [width, 33, 12, width], [width] * 4, world.table, slack)
+    both = prompts_and_windows(prompts, windows, 3)
+    assert (both.batch_size, both.num_tokens) == (5, 9 + 3 * width)
+    assert both.positions.tolist() == prompts.positions.tolist() + windows.positions[: 3 * width].tolist()
+    assert both.out_cache_loc.tolist() == prompts.out_cache_loc.tolist() + windows.out_cache_loc[: 3 * width].tolist()
+    check(world, both, rng, layers=2)
 
 
 @pytest.mark.parametrize("width", [1, 4])

@@ -57,6 +57,19 @@ def test_no_request_changes_anothers_output_and_full_memory_changes_none(model: 
     assert state["token_usage"] == 0
 
 
+def test_decoding_in_the_passes_of_prompts_changes_no_output(model: str) -> None:
+    prompts, sampling = work(2, 15)
+    with Engine(**options(model)) as engine:
+        apart = engine.generate(input_ids=prompts, sampling_params=sampling)
+        assert engine.get_server_info()["internal_states"][0]["mixed_steps"] == 0
+    more = {"enable_mixed_chunk": True, "chunked_prefill_size": 32, "page_size": 1, "max_total_tokens": 330, "context_length": 256}
+    with Engine(**options(model, schedule_conservativeness=0.1, **more)) as engine:
+        together = engine.generate(input_ids=prompts, sampling_params=sampling)
+        state = engine.get_server_info()["internal_states"][0]
+    assert [output["output_ids"] for output in together] == [output["output_ids"] for output in apart]
+    assert min(state["mixed_steps"], state["num_retracted_requests_total"]) > 0
+
+
 def test_the_package_of_a_wheel_serves_without_its_checkout(model: str, tmp_path: Path) -> None:
     from setuptools import find_packages  # what the build uses
 

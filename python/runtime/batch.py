@@ -56,6 +56,7 @@ class WorkerLimits:
         overlap: whether step n + 1 may be submitted before step n's result is read.
         needs_history: whether every `RowInit` must carry its history.
         mixed: whether an EXTEND batch may carry a DECODE batch that runs in the same pass.
+        mixed_from: prompt tokens from which on that is worth it; fewer have a graph of their own, which takes nobody along.
     """
 
     max_total_tokens: int
@@ -70,6 +71,7 @@ class WorkerLimits:
     overlap: bool = True
     needs_history: bool = False
     mixed: bool = False
+    mixed_from: int = 1
 
     @property
     def max_request_len(self) -> int:

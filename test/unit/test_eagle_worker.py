@@ -435,8 +435,10 @@ def test_the_drafts_head_reads_no_more_rows_than_it_guesses_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any]
 ) -> None:
     worker = speculating(tmp_path, **spec)
-    head, rows = worker._draft.model.logits, list[int]()
-    monkeypatch.setattr(worker._draft.model, "logits", lambda hidden: rows.append(len(hidden)) or head(hidden))
+    rows = list[int]()
+    for name in ("logits", "greedy"):  # a chain's greedy guesses need no logits
+        head = getattr(worker._draft.model, name)
+        monkeypatch.setattr(worker._draft.model, name, lambda hidden, head=head: rows.append(len(hidden)) or head(hidden))
     driver = Driver(worker)
     driver.prefill(PROMPTS, chunk=5)
     assert set(rows) == {4, 3, 2, 1}, "the last row of each chunk"

@@ -253,6 +253,21 @@ def test_running_requests_decode_beside_every_chunk_of_a_long_prompt() -> None:
     house.check_empty()
 
 
+def test_nobody_rides_in_a_prompt_that_is_too_short_to_be_worth_it() -> None:
+    house = House(limits_of(mixed=True, mixed_from=8), chunked_prefill_size=9)
+    house.ask("runs", [1, 2], max_new_tokens=60, ignore_eos=True)
+    house.step(3)
+    house.ask("short", list(range(7)), max_new_tokens=4, ignore_eos=True)
+    house.settle()
+    assert (7, 0) in steps_of(house)
+    house.ask("runs too", [1, 2], max_new_tokens=60, ignore_eos=True)
+    house.step(3)
+    house.ask("long", list(range(20, 28)), max_new_tokens=4, ignore_eos=True)
+    house.settle()
+    assert (8, 1) in steps_of(house)
+    house.check_empty()
+
+
 def test_what_decodes_along_is_off_the_chunk_and_leaves_prompts_at_least_half_of_it() -> None:
     """Windows of 4 tokens and chunks of 32: four requests may come along, five decode between two prompt steps as without mixing."""
     for running in range(1, 7):

@@ -255,7 +255,8 @@ class Scheduler:
         self._admit(plan, budget)
         if not plan.chunks:
             return None
-        if self._missing_pages(riders) <= self.ledger.available:  # else the prompts go alone: nobody is retracted for this
+        worth_it = sum(chunk.count for chunk in plan.chunks) >= self.limits.mixed_from
+        if worth_it and self._missing_pages(riders) <= self.ledger.available:  # else the prompts go alone: nobody is retracted for this
             plan.decoding, plan.decode_writes = riders, self._grow(riders)
         return plan
 

@@ -298,6 +298,7 @@ def make_limits(parts: Parts, plan: MemoryPlan, vocab_size: int, overlap: bool |
         vocab_size=vocab_size,
         overlap=config.overlap if overlap is None else overlap,
         mixed=config.mixed_chunk,
+        mixed_from=PROMPT_SIZES[-1] + 1 if parts.device.type == "cuda" else 1,
         **more,
     )
     log.info("admission: at most %d requests at once, %d tokens of KV, %d tokens a prompt step", limits.max_running_requests,

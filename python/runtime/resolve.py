@@ -340,17 +340,9 @@ def _prefill_tokens(args: ServerArgs, device: DeviceKind, chunk: int) -> int:
 def _mixed_chunk(args: ServerArgs, backend: AttentionName, speculative: SpeculativeConfig | None) -> bool:
     """Whether running requests decode in the pass of a prompt chunk."""
     why_not = _unmixed_because(args, backend, speculative)
-    if args.enable_mixed_chunk is not None:
-        if args.enable_mixed_chunk and why_not:
-            raise ConfigError(f"--enable-mixed-chunk: {why_not}; leave it out")
-        return args.enable_mixed_chunk
-    if backend != "fa3":
-        return False
-    if why_not:
-        log.info("no mixed chunks: %s", why_not)
-    else:
-        log.info("mixed chunks: running requests decode in the passes of prompts; --enable-mixed-chunk=false turns it off")
-    return not why_not
+    if args.enable_mixed_chunk and why_not:
+        raise ConfigError(f"--enable-mixed-chunk: {why_not}; leave it out")
+    return args.enable_mixed_chunk
 
 
 def _unmixed_because(args: ServerArgs, backend: AttentionName, speculative: SpeculativeConfig | None) -> str:

@@ -220,10 +220,10 @@ class ServerArgs:
         "Prompt tokens, over all requests, that run before those who decode get a step; default: the chunk on a CPU, 8192 on CUDA.",
         metavar="TOKENS",
     )
-    enable_mixed_chunk: bool | None = _flag(
-        None,
+    enable_mixed_chunk: bool = _flag(
+        False,
         "scheduling",
-        "Let running requests decode in the pass of a prompt chunk; default: on with fa3 and no draft tree; false turns it off.",
+        "Let running requests decode in the passes of prompts: their tokens go on, and first tokens come a little later.",
     )
     schedule_policy: str = _flag("fcfs", "scheduling", "Who runs next: first come, or longest cached prefix.", choices=("fcfs", "lpm"))
     schedule_conservativeness: float = _flag(1.0, "scheduling", "Higher admits later and retracts less.", metavar="FACTOR")

@@ -290,27 +290,13 @@ def test_a_chain_verifies_one_token_more_than_it_drafts(caplog: pytest.LogCaptur
     assert any("6" in line and "4" in line for line in caplog.messages)
 
 
-def test_prompts_and_decoding_share_a_pass_on_fa3_where_they_can_and_elsewhere_where_asked(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        assert resolve(args(), HOPPER, LLAMA).mixed_chunk
-        assert "--enable-mixed-chunk=false" in caplog.text
-        for algorithm in ("EAGLE", "EAGLE3", "STANDALONE"):
-            assert resolve(args(**{**EAGLE, "speculative_algorithm": algorithm}), HOPPER, LLAMA, DRAFT).mixed_chunk
-        assert not resolve(args(enable_mixed_chunk=False), HOPPER, LLAMA).mixed_chunk
-        assert "no mixed chunks" not in caplog.text
-        for cannot, why in (
-            ({**EAGLE, "speculative_eagle_topk": 2}, "tree"),
-            ({"speculative_algorithm": "NGRAM"}, "NGRAM"),
-            ({"chunked_prefill_size": -1}, "never cut"),
-        ):
-            caplog.clear()
-            assert not resolve(args(**cannot), HOPPER, LLAMA, DRAFT).mixed_chunk
-            assert any("no mixed chunks" in line and why in line for line in caplog.messages)
-    for machine, given in ((CPU, {}), (AMPERE, {}), (HOPPER, {"attention_backend": "torch_native"})):
+def test_prompts_and_decoding_share_a_pass_where_asked() -> None:
+    for machine, given in ((CPU, {}), (HOPPER, {}), (HOPPER, {"attention_backend": "torch_native"})):
         assert not resolve(args(**given), machine, LLAMA).mixed_chunk
-    assert resolve(args(enable_mixed_chunk=True), CPU, LLAMA).mixed_chunk
-    assert resolve(args(enable_mixed_chunk=True, attention_backend="torch_native"), HOPPER, LLAMA).mixed_chunk
-    assert parse(["--enable-mixed-chunk=false"]).args.enable_mixed_chunk is False
+        assert resolve(args(**given, enable_mixed_chunk=True), machine, LLAMA).mixed_chunk
+    for algorithm in ("EAGLE", "EAGLE3", "STANDALONE"):
+        asked = {**EAGLE, "speculative_algorithm": algorithm, "enable_mixed_chunk": True}
+        assert resolve(args(**asked), HOPPER, LLAMA, DRAFT).mixed_chunk
 
 
 def test_draft_graphs_follow_their_flags() -> None:

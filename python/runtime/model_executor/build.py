@@ -262,17 +262,21 @@ def fit_memory(
     """Ask every graph runner what capturing will take, give KV the rest, and capture.
 
     Args:
-        owners: the graph runners of each model, in the order of capture; every model has a KV pool of one page so far.
+        owners: the graph runners of each model; every model has a KV pool of one page so far.
         widths: tokens per request and passes that each model's backend must prepare for.
         ahead: positions that a step may write past the committed length.
     """
     reservations: dict[str, int] = {}
     with torch.inference_mode():
         for graphs in owners.values():
-            # What one model's graphs leave free in the pool is cut in its own sizes, and another's logits do not fit into it.
-            pooled = 0
             for runner in graphs:
                 activations = max(activations, runner.eager_peak())
+                runner.find_peak()
+            # What one model's graphs leave free in the pool is cut in its own sizes, and another's logits do not fit into it; nor do large
+            # tensors fit where small ones were, so that who needs most comes first.
+            graphs.sort(key=lambda runner: -runner.pool_peak)
+            pooled = 0
+            for runner in graphs:
                 reservations[runner.spec.name] = runner.reserve(pooled)
                 pooled = max(pooled, runner.pool_peak)
     if parts.device.type == "cuda":

@@ -124,7 +124,7 @@ class GraphRunner:
 
     Attributes:
         use: "graphs"; or, as a reference, "padded": eagerly over the inputs that a graph would read, or "plain": eagerly without padding.
-        pool_peak: bytes of the graph pool that the largest size needs, found by `reserve`.
+        pool_peak: bytes of the graph pool that the largest size needs, found by `find_peak`.
         report: what capture cost.
         replayed, run_eagerly: runs so far, by kind.
     """
@@ -196,14 +196,15 @@ class GraphRunner:
         assert not self._replays, "graphs hold the addresses of the old pool"
         self._backends = backends
 
-    def reserve(self, pool_bytes: int) -> int:
-        """State what capturing will take, in bytes, with `pool_bytes` in the pool already; outputs are allocated and not in it.
+    def find_peak(self) -> None:
+        """Find `pool_peak` by an eager run of the largest size: a graph's allocations are an eager run's."""
+        if self._kind == "cuda" and self._sizes:
+            self.pool_peak = self._peak(self._sizes[-1])
 
-        The share of the pool is the peak of an eager run of the largest size: a graph's allocations are an eager run's.
-        """
+    def reserve(self, pool_bytes: int) -> int:
+        """State what capturing will take, in bytes, with `pool_bytes` in the pool already; outputs are allocated and not in it."""
         if self._kind != "cuda" or not self._sizes:
             return 0
-        self.pool_peak = self._peak(self._sizes[-1])
         needed = max(self.pool_peak - pool_bytes, 0) + self.spec.graph_bytes(len(self._sizes) * len(self.spec.variants))
         self.report.reserved_mib = (needed + self.spec.output_bytes(self._inputs.max_requests)) / MIB
         return needed
@@ -213,18 +214,15 @@ class GraphRunner:
         return self._peak(self._inputs.max_requests) if self._inputs.device.type == "cuda" else 0
 
     def _peak(self, size: int) -> int:
-        """Bytes that an eager run of `size` requests takes from the device in a pool of its own: with what cutting blocks wastes."""
+        """Bytes that an eager run of `size` requests allocates at its peak."""
         peak = 0
         for variant in self.spec.variants:
             batch, outputs = self._padding_batch(size), self.outputs(size)
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            before, pool = torch.cuda.memory_reserved(), torch.cuda.MemPool()
-            with torch.cuda.use_mem_pool(pool):
-                self._forward(batch, outputs, variant)
-            peak = max(peak, torch.cuda.memory_reserved() - before)
-            torch.cuda.synchronize()
-            del pool
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            self._forward(batch, outputs, variant)
+            peak = max(peak, torch.cuda.max_memory_allocated() - before)
         return peak
 
     def capture(self, pool: GraphPool | None, progress: tqdm | None = None) -> CaptureReport:

@@ -15,6 +15,8 @@ from runtime.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_IDS, TOP_K_ALL, Sam
 
 MAX_EOS = MAX_STOP_IDS + 16
 GREEDY = SamplingParams(temperature=0.0)
+MOST_COUNTED = 32767
+"""Times that one token is counted: the largest int16."""
 LEAST_TEMPERATURE = 1e-6
 """A smaller one means the same, and would make logits infinite and their softmax NaN."""
 
@@ -85,9 +87,14 @@ class RequestRows:
         )
 
     def count(self, rows: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor) -> None:
-        """Add committed output tokens to the counts. rows int64 [N], tokens int64 [N, W], valid bool [N, W]."""
-        amounts = valid.to(torch.int16).flatten()
-        self.tables.output_counts.index_put_((rows.repeat_interleave(tokens.shape[1]), tokens.flatten()), amounts, accumulate=True)
+        """Add committed output tokens to the counts. rows int64 [N], tokens int64 [N, W], valid bool [N, W].
+
+        A count ends at `MOST_COUNTED`: one more would wrap, and make a penalty a reward.
+        """
+        counts, at = self.tables.output_counts, (rows.repeat_interleave(tokens.shape[1]), tokens.flatten())
+        counts.index_put_(at, valid.to(torch.int16).flatten(), accumulate=True)
+        held = counts[at]
+        counts[at] = torch.where(held < 0, MOST_COUNTED, held)
 
     def _admit_rare(self, init: RowInit) -> None:
         t, p, row = self.tables, init.sampling, init.row
@@ -102,7 +109,7 @@ class RequestRows:
             t.bias_ids[row], t.bias_values[row] = self._upload(ids), self._upload(values)
         if p.penalised and init.history is not None:
             vocab = t.output_counts.shape[1]
-            output = np.bincount(init.history[init.prompt_len :], minlength=vocab).astype(np.int16)
+            output = np.minimum(np.bincount(init.history[init.prompt_len :], minlength=vocab), MOST_COUNTED).astype(np.int16)
             prompt = np.zeros(vocab, dtype=np.bool_)
             prompt[init.history[: init.prompt_len]] = True
             t.output_counts[row], t.in_prompt[row] = self._upload(output), self._upload(prompt)

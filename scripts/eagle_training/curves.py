@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from benchmark.plots import draw
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,26 +13,26 @@ if TYPE_CHECKING:
 
 def draw_curves(file: Path, history: Sequence[Mapping[str, Any]], checks: Sequence[Mapping[str, Any]]) -> None:
     """Write the PNG; without matplotlib there is none, and it is said."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"no {file.name}: matplotlib is not installed")
+        return
+    from matplotlib.figure import Figure
 
-    def loss(axes: Axes) -> None:
-        axes.plot([row["tokens"] for row in history], [row["loss"] for row in history], linewidth=1)
-        axes.set(title="Training loss", xlabel="tokens of text", ylabel="cross-entropy")
+    figure = Figure(figsize=(15, 4), dpi=100, layout="constrained")
+    loss, agreement, held_out = figure.subplots(1, 3)
+    tokens = [row["tokens"] for row in history]
+    loss.plot(tokens, [row["loss"] for row in history], linewidth=1)
+    _frame(loss, "Training loss", "cross-entropy")
+    for i in range(len(history[0]["agreement"]) if history else 0):
+        agreement.plot(tokens, [row["agreement"][i] for row in history], linewidth=1, label=f"pass {i + 1}")
+    _frame(agreement, "Guesses that are the target's, training text", "share")
+    if history:
+        agreement.legend(fontsize=8)
+    held_out.plot([row["tokens"] for row in checks], [row["accept_length"] for row in checks], marker="o")
+    _frame(held_out, "Held-out greedy accept length", "tokens a window")
+    figure.savefig(file)
 
-    def agreement(axes: Axes) -> None:
-        for i in range(len(history[0]["agreement"]) if history else 0):
-            axes.plot([row["tokens"] for row in history], [row["agreement"][i] for row in history], linewidth=1, label=f"pass {i + 1}")
-        axes.set(title="Guesses that are the target's, training text", xlabel="tokens of text", ylabel="share")
-        axes.legend(fontsize=8)
 
-    def held_out(axes: Axes) -> None:
-        axes.plot([row["tokens"] for row in checks], [row["accept_length"] for row in checks], marker="o")
-        axes.set(title="Held-out greedy accept length", xlabel="tokens of text", ylabel="tokens a window")
-
-    def with_grid(panel: Any) -> Any:
-        def drawn(axes: Axes) -> None:
-            panel(axes)
-            axes.grid(alpha=0.3)
-
-        return drawn
-
-    draw(file, [with_grid(panel) for panel in (loss, agreement, held_out)])
+def _frame(axes: Axes, title: str, unit: str) -> None:
+    axes.set(title=title, xlabel="tokens of text", ylabel=unit)
+    axes.grid(alpha=0.3)

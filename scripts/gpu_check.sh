@@ -6,16 +6,17 @@
 #
 # The environment must hold the package's cuda extra (pip install -e ".[cuda,test]"). Exits 1 if anything failed, after running everything.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ $# -ge 1 ] || { sed -n '2,7p' "$0"; exit 2; }
-out=$1; shift
-mkdir -p "$out"
+case ${1:-} in "" | -*) sed -n '2,7p' "${BASH_SOURCE[0]}"; exit 2 ;; esac
+mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
+shift
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 failed=0
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/python:$PWD:${PYTHONPATH:-}"
 
 python3 - <<'PY' || failed=1
-import importlib.metadata as metadata, sys, tomllib, torch
-wanted = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cuda"]
+import importlib.metadata as metadata, re, sys, torch
+extra = re.search(r"^cuda = \[(.*?)\]", open("pyproject.toml").read(), re.M | re.S)  # Python 3.10 has no tomllib
+wanted = re.findall(r'"([^"]+)"', extra[1])
 bad = 0
 for pin in wanted:
     name, _, version = pin.partition("==")
@@ -29,7 +30,7 @@ PY
 if [ "${1:-}" = "--no-tests" ]; then
   shift
 else
-  python3 -m pytest test/gpu -q -x --maxfail=20 -p no:cacheprovider >"$out/pytest.log" 2>&1 || failed=1
+  python3 -m pytest test/gpu -q --maxfail=20 -p no:cacheprovider >"$out/pytest.log" 2>&1 || failed=1
   tail -n 25 "$out/pytest.log"
 fi
 for benchmark in "$@"; do

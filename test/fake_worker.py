@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from runtime.batch import BatchResult, ForwardMode, Int32, Logprobs, RowInit, ScheduleBatch, StepStats, WorkerLimits
+from runtime.errors import RequestError
 from runtime.sampling_params import SamplingParams
 
 NOTHING = -7
@@ -81,6 +82,8 @@ class FakeWorker:
     def start_profile(self, folder: str) -> None:
         if not folder:
             raise ValueError("no folder")
+        if folder == "/running":
+            raise RequestError("a profile is already running")
 
     def stop_profile(self) -> str:
         return "trace.json"

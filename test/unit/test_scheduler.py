@@ -823,7 +823,9 @@ def test_profiling_is_passed_to_the_worker_and_its_error_to_the_caller() -> None
     assert control(house, "start_profile", "/tmp/x").ok
     assert json.loads(control(house, "stop_profile").body) == {"file": "trace.json"}
     failed = control(house, "start_profile")
-    assert (failed.ok, failed.error) == (False, "no folder")
+    assert (failed.ok, failed.error, failed.refused) == (False, "no folder", False)
+    refused = control(house, "start_profile", "/running")
+    assert (refused.ok, refused.error, refused.refused) == (False, "a profile is already running", True)
 
 
 # ---- run()

@@ -433,8 +433,16 @@ def test_control_calls_get_their_own_answers() -> None:
         desk.manager.handle(ControlReply(call_id=ids["flush_cache"], ok=False, error="requests are running"))
         desk.manager.handle(ControlReply(call_id=ids["state"], ok=True, body=b'{"a":1}'))
         assert await calls[0] == {"a": 1}
-        with pytest.raises(ServingError, match="running"):
+        with pytest.raises(ServingError, match="running") as failed:
             await calls[1]
+        assert failed.value.status == 500
+        again = asyncio.create_task(desk.manager.control("stop_profile"))
+        await asyncio.sleep(0)
+        call = next(m for m in reversed(desk.sent) if isinstance(m, ControlReq))
+        desk.manager.handle(ControlReply(call_id=call.call_id, ok=False, error="no profile is running", refused=True))
+        with pytest.raises(ServingError, match="no profile") as refused:
+            await again
+        assert refused.value.status == 400
 
     run(body)
 

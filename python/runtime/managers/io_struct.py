@@ -131,12 +131,13 @@ class RequestInfo(Message, frozen=True, kw_only=True):
 
 
 class ControlReply(Message, frozen=True, kw_only=True):
-    """The answer to a `ControlReq`: JSON in `body`, or an error message."""
+    """The answer to a `ControlReq`: JSON in `body`, or an error message; `refused` says that the call was at fault, not the server."""
 
     call_id: str
     ok: bool
     body: bytes = b"{}"
     error: str = ""
+    refused: bool = False
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

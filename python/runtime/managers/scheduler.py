@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from runtime.batch import BatchResult, Pending, RowInit, ScheduleBatch, Worker
-from runtime.errors import QueueFull, ServerDraining, ServingError, StepFailed
+from runtime.errors import QueueFull, RequestError, ServerDraining, ServingError, StepFailed
 from runtime.managers import schedule_policy as policy
 from runtime.managers.batching import Chunk, PageWrites, decode_batch, extend_batch
 from runtime.managers.io_struct import (
@@ -210,6 +210,8 @@ class Scheduler:
     def _control(self, message: ControlReq) -> ControlReply:
         try:
             body = self._perform(message)
+        except RequestError as error:
+            return ControlReply(call_id=message.call_id, ok=False, error=str(error), refused=True)
         except Exception as error:  # whatever an administrative call meets is its caller's answer, not this process's end
             log.exception("%s failed", message.what)
             return ControlReply(call_id=message.call_id, ok=False, error=str(error))

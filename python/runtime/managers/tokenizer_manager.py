@@ -314,7 +314,11 @@ class TokenizerManager:
     # ---- administration
 
     async def control(self, what: Literal["flush_cache", "state", "start_profile", "stop_profile"], folder: str = "") -> dict[str, object]:
-        """One administrative call; returns the scheduler's answer. Raises `ServingError` with its message."""
+        """One administrative call; returns the scheduler's answer.
+
+        Raises:
+            RequestError: the call was at fault, a `ServingError`: the server; with the scheduler's message.
+        """
         if not self.health.alive():
             raise WorkerDied(self.health.dead or "scheduler")
         call_id = f"call-{next(self._serial)}"
@@ -396,7 +400,7 @@ class TokenizerManager:
         if message.ok:
             reply.set_result(msgspec.json.decode(message.body, type=dict[str, object]))
         else:
-            reply.set_exception(ServingError(message.error))
+            reply.set_exception((RequestError if message.refused else ServingError)(message.error))
 
     # ---- bookkeeping
 

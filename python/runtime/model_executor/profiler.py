@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from runtime.errors import RequestError
+from runtime.errors import RequestError, ServingError
 
 
 class Profiler:
@@ -22,10 +22,13 @@ class Profiler:
         self._folder = ""
 
     def start(self, folder: str) -> None:
-        """Begin. Raises `RequestError` when a trace is running."""
+        """Begin. Raises `RequestError` when a trace is running, `ServingError` when the folder cannot be made."""
         if self._running is not None:
             raise RequestError("a profile is already running; stop it first")
-        os.makedirs(folder, exist_ok=True)
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise ServingError(f"--profile {folder} cannot be made: {error.strerror}; start the server with one that can") from error
         self._folder = folder
         self._running = profile(activities=self._activities)
         self._running.start()
@@ -36,10 +39,10 @@ class Profiler:
             raise RequestError("no profile is running")
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._running.stop()
+        done, self._running = self._running, None  # over, whether or not it can be written
+        done.stop()
         path = os.path.join(self._folder, f"{self._name}-{int(time.time())}.trace.json.gz")
-        self._running.export_chrome_trace(path)
-        self._running = None
+        done.export_chrome_trace(path)
         return path
 
 

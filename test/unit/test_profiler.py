@@ -1,0 +1,46 @@
+"""The owner of the trace: one at a time, written where asked, and never stuck."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.errors import RequestError, ServingError
+from runtime.model_executor.profiler import Profiler, span
+
+
+def test_a_trace_holds_the_phases_between_start_and_stop(tmp_path: Path) -> None:
+    profiler = Profiler("scheduler", torch.device("cpu"))
+    profiler.start(str(tmp_path / "new"))
+    with pytest.raises(RequestError, match="already running"):
+        profiler.start(str(tmp_path))
+    with span("phase"):
+        torch.ones(3).sum()
+    file = Path(profiler.stop())
+    assert file.parent == tmp_path / "new"
+    assert "talon::phase" in {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+    with pytest.raises(RequestError, match="no profile"):
+        profiler.stop()
+
+
+def test_a_folder_that_cannot_be_made_is_named_and_leaves_nothing_running(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    profiler = Profiler("scheduler", torch.device("cpu"))
+    with pytest.raises(ServingError, match=r"--profile .*file/traces cannot be made: Not a directory"):
+        profiler.start(str(tmp_path / "file" / "traces"))
+    profiler.start(str(tmp_path))
+    profiler.stop()
+
+
+def test_a_trace_that_cannot_be_written_is_over_all_the_same(tmp_path: Path) -> None:
+    profiler = Profiler("scheduler", torch.device("cpu"))
+    profiler.start(str(tmp_path / "gone"))
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(OSError, match="gone"):
+        profiler.stop()
+    profiler.start(str(tmp_path))
+    assert Path(profiler.stop()).is_file()

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 TURN_SECONDS = 0.5
 SILENT_TURNS = 16
 """Turns of the watch without a child's heartbeat after which it counts as hung: 8 s."""
+TRACE_TURNS = 1200
+"""Turns for which the scheduler may be silent while it writes a profile's trace, through which torch holds the interpreter: 10 minutes."""
 EXIT_SECONDS = 3.0
 """How long a child may take to exit when asked."""
 DUMP_SECONDS = 1.0
@@ -277,11 +279,14 @@ class Runtime:
         Time is counted in turns of this loop, not read from a clock: a machine that was suspended lost no beat.
         """
         silent, heard = dict.fromkeys(self._children, 0), dict.fromkeys(self._children, -1)
+        traced = 0
         while True:
             await asyncio.sleep(TURN_SECONDS)
+            traced = traced + 1 if self.manager.writes_trace else 0
             for child in reversed(self._children):  # the detokenizer first: the scheduler's beats come by way of it
                 beats = self.manager.beats[child.role]
-                silent[child] = silent[child] + 1 if beats == heard[child] else 0
+                excused = child.role == "scheduler" and 0 < traced <= TRACE_TURNS
+                silent[child] = silent[child] + 1 if beats == heard[child] and not excused else 0
                 heard[child] = beats
                 if silent[child] >= SILENT_TURNS:
                     await self._give_up(child)

@@ -210,6 +210,7 @@ class TokenizerManager:
         self._open: dict[str, _Choice] = {}
         self._named: dict[str, Generation] = {}
         self._calls: dict[str, asyncio.Future[dict[str, object]]] = {}
+        self._trace_calls = 0
         self._serial = itertools.count(1)
         self._seeds = random.Random(config.random_seed)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
@@ -322,6 +323,7 @@ class TokenizerManager:
         if not self.health.alive():
             raise WorkerDied(self.health.dead or "scheduler")
         call_id = f"call-{next(self._serial)}"
+        self._trace_calls += what == "stop_profile"
         reply: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = reply
         try:
@@ -329,6 +331,12 @@ class TokenizerManager:
             return await reply
         finally:
             self._calls.pop(call_id, None)
+            self._trace_calls -= what == "stop_profile"
+
+    @property
+    def writes_trace(self) -> bool:
+        """Whether the scheduler was told to end a profile and has not answered: it may be silent meanwhile."""
+        return self._trace_calls > 0
 
     async def drain(self, timeout: float) -> bool:
         """Take no new work and wait for what is open, at most `timeout` seconds; whether all of it ended."""

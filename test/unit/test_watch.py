@@ -1,0 +1,60 @@
+"""The watch over child processes: who is silent counts as hung, but for a scheduler that writes a trace."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+
+from runtime.entrypoints import processes
+from runtime.entrypoints.processes import Runtime
+
+Role = Literal["scheduler", "detokenizer"]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A child of which the watch asks only the role."""
+
+    role: Role
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, silent: Role, trace_turns: int) -> tuple[list[str], int]:
+    """Watch two children of which one is silent while a trace is written for `trace_turns` turns: who counts as hung, after how many."""
+    runtime: Any = Runtime.__new__(Runtime)
+    beats = {"scheduler": 0, "detokenizer": 0}
+    runtime.manager = SimpleNamespace(beats=beats, writes_trace=True)
+    runtime._children = [Named("detokenizer"), Named("scheduler")]
+    hung, turns = [], 0
+
+    async def turn(_seconds: float) -> None:
+        nonlocal turns
+        turns += 1
+        runtime.manager.writes_trace = turns <= trace_turns
+        for role in beats:
+            beats[role] += role != silent
+
+    async def give_up(child: Any) -> None:
+        hung.append(child.role)
+
+    monkeypatch.setattr(processes.asyncio, "sleep", turn)
+    runtime._give_up = give_up
+    asyncio.run(runtime._watch())
+    return hung, turns
+
+
+@pytest.mark.parametrize("trace_turns", [0, 100])
+def test_a_silent_scheduler_is_given_up_but_not_while_it_writes_a_trace(monkeypatch: pytest.MonkeyPatch, trace_turns: int) -> None:
+    hung, turns = watched(monkeypatch, "scheduler", trace_turns)
+    assert hung == ["scheduler"]
+    assert turns == max(trace_turns, 1) + processes.SILENT_TURNS, "the first turn hears of everybody"
+
+
+def test_a_trace_excuses_no_other_process_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    hung, turns = watched(monkeypatch, "detokenizer", 100)
+    assert (hung, turns) == (["detokenizer"], processes.SILENT_TURNS + 1)
+    hung, turns = watched(monkeypatch, "scheduler", 1 << 30)
+    assert (hung, turns) == (["scheduler"], processes.TRACE_TURNS + processes.SILENT_TURNS)

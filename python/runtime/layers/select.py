@@ -42,6 +42,8 @@ def select_ops(device: torch.device, dtype: torch.dtype) -> tuple[BlockOps, str]
         return TorchOps(), "torch: the device is a CPU"
     if dtype is torch.float32:
         return TorchOps(), "torch: fused kernels are for 16-bit weights"
-    from runtime.layers.cuda_ops import CudaOps
-
+    try:
+        from runtime.layers.cuda_ops import CudaOps
+    except ImportError as error:
+        return TorchOps(), f"torch, which is slower: fused kernels cannot be loaded ({error}); install the 'cuda' extra"
     return CudaOps(), "fused Triton and sgl_kernel operations: the device is a CUDA GPU"

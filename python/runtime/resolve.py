@@ -27,6 +27,8 @@ Measured for one request: on a CPU in int8 against depths 1, 2 and 5, on an H200
 EMBEDDED_DRAFT = Path(__file__).parent / "assets" / "smollm2-eagle3"
 """The embedded model's EAGLE-3 head."""
 CPU_RUNNING_REQUESTS = 16
+LEAST_CAPABILITY = (8, 0)
+"""Of a GPU: older ones have no bfloat16, and neither FA3 nor FlashInfer's kernels."""
 MAX_VERIFY_WIDTH = 64
 """Most nodes of one draft tree: a row of the tree mask is one 64-bit word."""
 MAX_THREADS = 1024
@@ -224,10 +226,18 @@ def _flag_of(name: str) -> str:
 def _device(args: ServerArgs, machine: MachineFacts) -> DeviceKind:
     if args.device == "cuda" and not machine.gpus:
         raise ConfigError("--device cuda: the driver shows no GPU here; use --device cpu, or check CUDA_VISIBLE_DEVICES and the driver")
+    gpu = machine.gpus[0] if machine.gpus else None
+    too_old = ""
+    if gpu is not None and gpu.capability < LEAST_CAPABILITY:
+        too_old = "{} has compute capability {}.{}, and {}.{} is the least".format(gpu.name, *gpu.capability, *LEAST_CAPABILITY)
+    if args.device == "cuda" and too_old:
+        raise ConfigError(f"--device cuda: {too_old}; use --device cpu")
     if args.device is not None:
         return cast(DeviceKind, args.device)
-    if machine.gpus:
-        gpu = machine.gpus[0]
+    if too_old:
+        log.warning("device cpu: %s", too_old)
+        return "cpu"
+    if gpu is not None:
         log.info("device cuda: %s, compute capability %d.%d, %.0f GiB", gpu.name, *gpu.capability, gpu.memory / 2**30)
         return "cuda"
     log.info("device cpu: no GPU here; %d cores, %.0f GiB", machine.cores, machine.memory / 2**30)

@@ -42,6 +42,7 @@ OUR_FLAGS = re.findall(
 CPU = MachineFacts(cores=2, memory=16 << 30, gpus=())
 HOPPER = MachineFacts(cores=16, memory=128 << 30, gpus=(Gpu("H200", (9, 0), 140 << 30),))
 AMPERE = MachineFacts(cores=16, memory=128 << 30, gpus=(Gpu("A100", (8, 0), 80 << 30),))
+TURING = MachineFacts(cores=16, memory=128 << 30, gpus=(Gpu("T4", (7, 5), 16 << 30),))
 LLAMA = ModelFacts(
     path="/models/llama",
     load_format="safetensors",
@@ -182,6 +183,8 @@ def test_defaults_on_hopper_and_on_other_gpus() -> None:
     assert hopper.cuda_graph_bs[-1] == 256
     ampere = resolve(args(), AMPERE, LLAMA)
     assert (ampere.attention_backend, ampere.page_size) == ("flashinfer", 16)
+    turing = resolve(args(), TURING, LLAMA)
+    assert (turing.device, turing.attention_backend) == ("cpu", "torch_native"), "a GPU that no kernel takes is left alone"
 
 
 def test_a_head_dimension_without_kernels_falls_back_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
@@ -215,6 +218,7 @@ def test_each_choice_is_logged_with_a_reason(caplog: pytest.LogCaptureFixture) -
         ({"attention_backend": "fa3", "dtype": "float32"}, HOPPER, ["fa3", "float32", "torch_native"]),
         ({"quantization": "int8"}, HOPPER, ["int8", "cpu"]),
         ({"device": "cuda"}, CPU, ["cuda", "cpu"]),
+        ({"device": "cuda"}, TURING, ["--device cuda", "7.5", "8.0", "--device cpu"]),
         ({"dtype": "float16"}, CPU, ["float16", "bfloat16"]),
         ({"cuda_graph_bs": (1, 2)}, CPU, ["--cuda-graph-bs"]),
         ({"cuda_graph_max_bs": 8}, CPU, ["--cuda-graph-max-bs"]),

@@ -72,6 +72,16 @@ def test_too_little_is_an_error_that_names_flag_and_amount(fraction: float | Non
     assert re.search(r"[\d,]+ MiB short of the 1024 tokens", str(caught.value))
 
 
-def test_the_table_is_in_mib() -> None:
-    plan = plan_memory(Budget(8 * GIB, 6 * GIB, GIB, {"verify": 100 * MIB}, 1 << 14), 16, 1024, None, 64)
-    assert any(line.startswith("verify") and line.endswith("100 MiB") for line in plan.lines())
+def test_the_table_shows_in_mib_what_was_reserved_used_and_left_unused() -> None:
+    plan = plan_memory(Budget(8 * GIB, 6 * GIB, GIB, {"verify": 100 * MIB, "draft": 7 * MIB}, 1 << 14), 16, 1024, None, 64)
+    kv = plan.table["KV cache"] // MIB
+    rows = [re.split(r"  +", line) for line in plan.lines({"verify": 90 * MIB}, 1500 * MIB)]
+    assert rows == [
+        ["MiB", "reserved", "used", "unused"],
+        ["weights and context", "2,048", "2,048", "0"],
+        ["activations", "1,024", "1,024", "0"],
+        ["verify", "100", "90", "10"],
+        ["draft", "7", "7", "0"],
+        ["KV cache", str(kv), str(kv), "0"],
+        ["all", f"{2048 + 1024 + 107 + kv:,}", f"{8192 - 476:,}", "476", "5.81% of the device"],
+    ]

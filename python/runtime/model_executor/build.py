@@ -194,7 +194,7 @@ def rehearse_sampling(target: Target, logits: torch.Tensor) -> None:
 
 
 def divide_memory(parts: Parts, activations: int, reservations: dict[str, int], bytes_per_slot: int, tokens_per_step: int) -> MemoryPlan:
-    """Give KV what is left and log who got what."""
+    """Give KV what is left."""
     config = parts.config
     wanted = config.max_total_tokens
     if parts.device.type == "cuda":
@@ -207,8 +207,6 @@ def divide_memory(parts: Parts, activations: int, reservations: dict[str, int], 
     plan = plan_memory(
         Budget(total, free, activations, reservations, bytes_per_slot), config.page_size, wanted, config.mem_fraction_static, least
     )
-    for line in plan.lines() if parts.device.type == "cuda" else []:
-        log.info("memory: %s", line)
     log.info("KV cache: %d tokens in pages of %d", plan.num_pages * config.page_size, config.page_size)
     parts.facts["memory_mib"] = {name: round(size / MIB, 1) for name, size in plan.table.items()}
     return plan
@@ -259,7 +257,7 @@ def fit_memory(
     activations: int,
     ahead: int,
 ) -> MemoryPlan:
-    """Ask every graph runner what capturing will take, give KV the rest, and capture.
+    """Ask every graph runner what capturing will take, give KV the rest, capture, and log who was promised what and took it.
 
     Args:
         owners: the graph runners of each model; every model has a KV pool of one page so far.
@@ -286,7 +284,12 @@ def fit_memory(
         model.allocate(plan.num_pages, page_table, parts.requests, *widths[model])
         for runner in graphs:
             runner.rebind([model.backend])
-    capture_graphs(parts, [g for graphs in owners.values() for g in graphs])
+    reports = capture_graphs(parts, [g for graphs in owners.values() for g in graphs])
+    if parts.device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        for line in plan.lines({r.name: r.captured for r in reports}, free):
+            log.info("memory: %s", line)
     return plan
 
 

@@ -90,6 +90,7 @@ class CaptureReport:
         seconds: for all of them.
         reserved_mib: what the runner had stated.
         used_mib: device memory that its outputs and graphs took.
+        captured: of that the graphs, in bytes.
     """
 
     name: str
@@ -97,6 +98,7 @@ class CaptureReport:
     seconds: float = 0.0
     reserved_mib: float = 0.0
     used_mib: float = 0.0
+    captured: int = 0
 
 
 class GraphPool:
@@ -249,7 +251,8 @@ class GraphRunner:
         if self._kind == "cuda":
             torch.cuda.empty_cache()  # what warming up took is used by nobody after it
         outputs = sum(b.numel() * b.element_size() for b in self._buffers.values())
-        self.report.used_mib = (_device_bytes() - before + outputs) / MIB
+        self.report.captured = _device_bytes() - before
+        self.report.used_mib = (self.report.captured + outputs) / MIB
         return self.report
 
     def _capture_size(self, size: int, pool: GraphPool | None) -> None:

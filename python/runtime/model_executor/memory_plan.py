@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runtime.errors import ConfigError
@@ -37,9 +38,25 @@ class MemoryPlan:
     num_pages: int
     table: dict[str, int]
 
-    def lines(self) -> list[str]:
-        """The plan as a table for the log."""
-        return [f"{name:<28}{size / MIB:>12,.0f} MiB" for name, size in self.table.items()]
+    def lines(self, captured: Mapping[str, int], free: int) -> list[str]:
+        """Plan against use as a table for the log, in MiB.
+
+        Args:
+            captured: bytes that each graph runner took, by name.
+            free: bytes of the device after capture; the activations will come out of them, as a run measured.
+        """
+        total, unused = sum(self.table.values()), free - self.table["activations"]
+        lines = [f"{'MiB':<24}{'reserved':>12}{'used':>12}{'unused':>12}"]
+        for name, reserved in self.table.items():
+            if name != "left free":
+                lines.append(_line(name, reserved, captured.get(name, reserved)))
+        share = f"  {unused / total:.2%} of the device"
+        return [*lines, _line("all", total - self.table["left free"], total - unused, unused) + share]
+
+
+def _line(name: str, reserved: int, used: int, unused: int | None = None) -> str:
+    left = reserved - used if unused is None else unused
+    return f"{name:<24}" + "".join(f"{size / MIB:>12,.0f}" for size in (reserved, used, left))
 
 
 def plan_memory(

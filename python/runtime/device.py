@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,10 @@ class Gpu:
     memory: int
 
 
+KERNEL_PACKAGES = ("sgl_kernel", "flashinfer")
+"""Where attention kernels come from, besides torch."""
+
+
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
     """What `resolve` may build on.
@@ -30,16 +35,19 @@ class MachineFacts:
         cores: CPU cores that this process may use, at least 1.
         memory: bytes of main memory that this process may use.
         gpus: CUDA devices in the driver's order, after CUDA_VISIBLE_DEVICES.
+        packages: of `KERNEL_PACKAGES` those that are installed.
     """
 
     cores: int
     memory: int
     gpus: tuple[Gpu, ...]
+    packages: frozenset[str]
 
 
 def probe() -> MachineFacts:
     """Ask the machine. Never fails: what cannot be asked counts as absent."""
-    return MachineFacts(cores=_cores(), memory=_memory(), gpus=_gpus())
+    packages = frozenset(name for name in KERNEL_PACKAGES if importlib.util.find_spec(name) is not None)
+    return MachineFacts(cores=_cores(), memory=_memory(), gpus=_gpus(), packages=packages)
 
 
 def _cores() -> int:

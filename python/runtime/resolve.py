@@ -286,7 +286,7 @@ def _attention(asked: str | None, flag: str, device: DeviceKind, dtype: DType, m
     if asked == "fa3" and not hopper:
         major, minor = machine.gpus[0].capability
         raise ConfigError(f"{flag} fa3: needs a Hopper GPU (9.0), this one is {major}.{minor}; use flashinfer or torch_native")
-    why_not = _kernel_gap(asked, dtype, model)
+    why_not = _package_gap(asked, machine) or _kernel_gap(asked, dtype, model)
     if why_not:
         raise ConfigError(f"{flag} {asked}: {why_not}; use torch_native")
     return cast(AttentionName, asked)
@@ -296,12 +296,21 @@ def _auto_attention(device: DeviceKind, dtype: DType, machine: MachineFacts, mod
     if device == "cpu":
         return "torch_native"
     name: AttentionName = "fa3" if machine.gpus[0].capability[0] == 9 else "flashinfer"
+    if missing := _package_gap(name, machine):
+        log.warning("attention backend torch_native, which is much slower: %s", missing)
+        return "torch_native"
     why_not = _kernel_gap(name, dtype, model)
     if why_not:
         log.info("attention backend torch_native: with %s, %s", name, why_not)
         return "torch_native"
     log.info("attention backend %s: compute capability %d.%d", name, *machine.gpus[0].capability)
     return name
+
+
+def _package_gap(name: str, machine: MachineFacts) -> str:
+    """What is not installed of what backend `name` needs, or an empty text."""
+    package = {"fa3": "sgl_kernel", "flashinfer": "flashinfer"}[name]
+    return "" if package in machine.packages else f"{name} needs the package {package}; pip install -e '.[cuda]' brings it"
 
 
 def _kernel_gap(name: str, dtype: DType, model: ModelFacts) -> str:

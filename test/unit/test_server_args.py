@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.device import Gpu, MachineFacts, probe
+from runtime.device import KERNEL_PACKAGES, Gpu, MachineFacts, probe
 from runtime.errors import ConfigError
 from runtime.flag_parser import build_parser, dump, flags, from_fields, parse
 from runtime.resolve import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS, check, default_graph_sizes, resolve, synthetic_acceptance, with_own_draft
@@ -39,10 +39,11 @@ OUR_FLAGS = re.findall(
     """,
 )
 
-CPU = MachineFacts(cores=2, memory=16 << 30, gpus=())
-HOPPER = MachineFacts(cores=16, memory=128 << 30, gpus=(Gpu("H200", (9, 0), 140 << 30),))
-AMPERE = MachineFacts(cores=16, memory=128 << 30, gpus=(Gpu("A100", (8, 0), 80 << 30),))
-TURING = MachineFacts(cores=16, memory=128 << 30, gpus=(Gpu("T4", (7, 5), 16 << 30),))
+KERNELS = frozenset(KERNEL_PACKAGES)
+CPU = MachineFacts(cores=2, memory=16 << 30, gpus=(), packages=frozenset())
+HOPPER = MachineFacts(cores=16, memory=128 << 30, gpus=(Gpu("H200", (9, 0), 140 << 30),), packages=KERNELS)
+AMPERE = MachineFacts(cores=16, memory=128 << 30, gpus=(Gpu("A100", (8, 0), 80 << 30),), packages=KERNELS)
+TURING = MachineFacts(cores=16, memory=128 << 30, gpus=(Gpu("T4", (7, 5), 16 << 30),), packages=KERNELS)
 LLAMA = ModelFacts(
     path="/models/llama",
     load_format="safetensors",
@@ -301,6 +302,18 @@ def test_prompts_and_decoding_share_a_pass_where_asked() -> None:
     for algorithm in ("EAGLE", "EAGLE3", "STANDALONE"):
         asked = {**EAGLE, "speculative_algorithm": algorithm, "enable_mixed_chunk": True}
         assert resolve(args(**asked), HOPPER, LLAMA, DRAFT).mixed_chunk
+
+
+@pytest.mark.parametrize("machine", [HOPPER, AMPERE])
+def test_a_gpu_without_the_kernels_serves_with_torch_and_says_how_to_get_them(
+    machine: MachineFacts, caplog: pytest.LogCaptureFixture
+) -> None:
+    bare = replace(machine, packages=frozenset())
+    assert resolve(args(), bare, LLAMA).attention_backend == "torch_native"
+    assert "'.[cuda]'" in caplog.text
+    asked = "fa3" if machine is HOPPER else "flashinfer"
+    with pytest.raises(ConfigError, match=f"--attention-backend {asked}.*cuda"):
+        resolve(args(attention_backend=asked), bare, LLAMA)
 
 
 def test_draft_graphs_follow_their_flags() -> None:

@@ -44,7 +44,7 @@ def config(**asked: Any) -> RuntimeConfig:
         vocab_size=VOCAB,
         head_dim=16,
     )
-    return resolve(ServerArgs(device="cpu", **asked), MachineFacts(cores=1, memory=1 << 30, gpus=()), facts)
+    return resolve(ServerArgs(device="cpu", **asked), MachineFacts(cores=1, memory=1 << 30, gpus=(), packages=frozenset()), facts)
 
 
 def model_config() -> ModelConfig:

@@ -1,0 +1,119 @@
+"""Check a GPU machine, without a network: versions, test/gpu, and the benchmarks named. Results and logs go to a folder.
+
+bash scripts/gpu_check.sh FOLDER [--no-tests] ["BENCHMARK ARGUMENTS" ...]
+bash scripts/gpu_check.sh /tmp/out "engine_steps --load-format dummy --model-path benchmark/configs/llama-3-8b" "modes --quick"
+
+The environment must hold the package's cuda extra (pip install -e ".[cuda,test]"). Writes FOLDER/gpu_check.json; exits 1 if anything
+failed, after running everything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+TAIL = 25
+"""Lines of each log that are shown."""
+
+
+def main(argv: list[str]) -> int:
+    """0 where all is as wanted, 1 where something failed, 2 for bad use."""
+    if not argv or argv[0].startswith("-"):
+        print(__doc__)
+        return 2
+    folder, rest = Path(argv[0]).resolve(), argv[1:]
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(ROOT)
+    tests = rest[:1] != ["--no-tests"]
+    found: dict[str, Any] = {"device": device(), "versions": versions(), "tests": None, "benchmarks": []}
+    for name, version in found["versions"].items():
+        print(f"{name:20} {version['found'] or 'missing':16} wanted {version['wanted']}")
+    print(f"device {found['device']}")
+    if tests:
+        found["tests"] = run_tests(folder)
+    for number, line in enumerate(rest if tests else rest[1:], 1):
+        found["benchmarks"].append(run_benchmark(line, number, folder))
+    found["failed"] = failures(found)
+    (folder / "gpu_check.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print("failed: " + "; ".join(found["failed"]) if found["failed"] else "all is well")
+    return 1 if found["failed"] else 0
+
+
+def device() -> str | None:
+    """The GPU's name, or None."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+
+
+def versions() -> dict[str, dict[str, str | None]]:
+    """Of each package that the cuda extra pins, the version found and the one wanted."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extra = re.search(r"^cuda = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)  # Python 3.10 has no tomllib
+    assert extra is not None, "pyproject.toml has a cuda extra"
+    pins = dict(pin.split("==") for pin in re.findall(r'"([^"]+==[^"]+)"', extra[1]))
+    return {name: {"found": _installed(name), "wanted": wanted} for name, wanted in pins.items()}
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name).partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def run_tests(folder: Path) -> dict[str, Any]:
+    """test/gpu; how many passed, failed and were skipped."""
+    report = folder / "pytest.xml"
+    command = ["-m", "pytest", "test/gpu", "-q", "--maxfail=20", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    code, seconds = _run(command, folder / "pytest.log")
+    counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
+    if report.is_file():
+        for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+            for name in counts:
+                counts[name] += int(suite.get(name, "0"))
+    return {"exit": code, "seconds": seconds, **counts}
+
+
+def run_benchmark(line: str, number: int, folder: Path) -> dict[str, Any]:
+    """One benchmark with its arguments; its results and its log go to `folder`."""
+    print(f"== benchmark.{line}")
+    name, *arguments = shlex.split(line)
+    code, seconds = _run(["-m", f"benchmark.{name}", *arguments, "--out", str(folder)], folder / f"{number}-{name}.log")
+    return {"benchmark": line, "exit": code, "seconds": seconds}
+
+
+def _run(command: list[str], log: Path) -> tuple[int, float]:
+    """Run Python with this checkout's packages; returns the exit status and seconds."""
+    paths = [str(ROOT / "python"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    started = time.monotonic()
+    with log.open("w", encoding="utf-8") as file:
+        done = subprocess.run([sys.executable, *command], stdout=file, stderr=subprocess.STDOUT, env=environment, check=False)
+    print("\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]))
+    return done.returncode, round(time.monotonic() - started, 1)
+
+
+def failures(found: dict[str, Any]) -> list[str]:
+    """A line for each thing that is not as wanted."""
+    lines = [] if found["device"] else ["there is no CUDA device"]
+    lines += [
+        f"{name} is {v['found'] or 'missing'}, not {v['wanted']}" for name, v in found["versions"].items() if v["found"] != v["wanted"]
+    ]
+    if found["tests"] and found["tests"]["exit"]:
+        lines.append("test/gpu")
+    return lines + [f"benchmark.{run['benchmark']}" for run in found["benchmarks"] if run["exit"]]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,6 @@ follow each other within seconds, so that what differs is the graph.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from benchmark import picture, plots
 from benchmark.machine import slug
 from benchmark.markdown import Result, cell, change, percent, pick, provenance, table
 from benchmark.record import Record
-from benchmark.server import apart
+from benchmark.server import answer, apart
 from benchmark.shapes import READ_BYTES_PER_SECOND, Model
 from benchmark.sweep import Setup, add_model, arguments, names, numbers, random_ids, roof_share, served_model, sweep
 
@@ -153,8 +152,7 @@ def main() -> None:
     add_model(parser)
     args = parser.parse_args()
     if args.child:
-        order = json.loads(args.child)
-        Path(order.pop("out")).write_text(json.dumps(measure(**order)), encoding="utf-8")
+        answer(args.child, measure)
         return
     record = Record(NAME, KEYS, args.out, args.quick)
     served = served_model(args)

@@ -13,12 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmark.engine_loop import build
 from benchmark.record import Record
-from runtime import log as logging_setup
 from runtime.batch import ForwardMode, RowInit, ScheduleBatch, Worker
-from runtime.entrypoints.child import build_worker
-from runtime.entrypoints.processes import prepare
-from runtime.flag_parser import parse
 from runtime.sampling_params import SamplingParams
 
 
@@ -93,11 +90,8 @@ def main() -> None:
     parser.add_argument("--case", default="", help="a name for this setting in the result file")
     parser.add_argument("--out", type=Path, help="folder of the results; default: the project's own")
     own, flags = parser.parse_known_args()
-    command = parse(flags)
-    logging_setup.setup(command.args.log_level, "talon::bench")
     started = time.perf_counter()
-    config, model_config = prepare(command.args)
-    worker = build_worker(config, model_config)
+    _, worker = build(flags)
     ready = time.perf_counter() - started
     sizes = [int(s) for s in own.batch_sizes.split(",")]
     rows = Rows(

@@ -8,11 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime import log as logging_setup
+from benchmark.engine_loop import build
 from runtime.batch import ForwardMode, RowInit, ScheduleBatch, no_ints
-from runtime.entrypoints.child import build_worker
-from runtime.entrypoints.processes import prepare
-from runtime.flag_parser import parse
 from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from runtime.speculative.verifier import ORACLE_EVERY
 
@@ -27,10 +24,7 @@ class FullWorker:
     """Owner of a worker built from the server's flags; every row gets the same share of the pages."""
 
     def __init__(self, flags: Sequence[str]) -> None:
-        args = parse([*flags]).args
-        logging_setup.setup(args.log_level, "talon::bench")
-        config, model_config = prepare(args)
-        self.worker: Any = build_worker(config, model_config)
+        self.worker: Any = build(flags)[1]
         self.limits = limits = self.worker.limits
         self.rows = np.arange(1, limits.max_running_requests + 1, dtype=np.int32)
         columns = -(-(limits.max_context_len + 2 * limits.tokens_per_step) // limits.page_size)

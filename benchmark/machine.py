@@ -29,7 +29,7 @@ def describe() -> Machine:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(int(memory_kib) / 2**20, 1) if memory_kib else None,
         "python": platform.python_version(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "packages": {name: found for name in _PACKAGES if (found := version(name))},
     }
 
 
@@ -82,7 +82,8 @@ def _first(pattern: str, file: Path) -> str | None:
     return match.group(1).strip() if match else None
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """The version that is installed, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmark import picture, plots
-from benchmark.machine import ROOT
 from benchmark.markdown import Result, percent, provenance, table
 from benchmark.record import Record, Row
-from benchmark.server import environment
+from benchmark.server import ServerFailed, answer, apart
 from benchmark.shapes import TARGET, Model, big_model, named_model, tiny_model
 from benchmark.sweep import arguments, names
 
@@ -78,20 +76,18 @@ def flags(case: Case, served: Model, folder: Path) -> list[str]:
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         target[target.index("--model-path") + 1] = str(folder)
     if case.spec:
-        steps, topk, drafts = map(str, case.spec)
-        target += ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", served.head, "--speculative-num-steps", steps]
-        target += ["--speculative-draft-load-format", "dummy", "--speculative-eagle-topk", topk, "--speculative-num-draft-tokens", drafts]
+        target += served.eagle_flags(None, *case.spec)
     if served.name == "tiny":
         return [*target, "--chunked-prefill-size", str(case.chunk)]
     limits = ["--cuda-graph-max-bs", str(case.batch), "--max-running-requests", str(case.batch)]
     return [*target, "--attention-backend", case.backend, *limits, "--chunked-prefill-size", str(case.chunk)]
 
 
-def fill(server_flags: Sequence[str]) -> Row:
+def fill(flags: Sequence[str]) -> Row:
     """In this process: build the worker, fill it, and say what became of the memory."""
     from benchmark.full_worker import FullWorker
 
-    return FullWorker(server_flags).row(STEPS, PENALISED)
+    return FullWorker(flags).row(STEPS, PENALISED)
 
 
 def judged(row: Row) -> list[str]:
@@ -142,18 +138,13 @@ def plot(result: Result, file: Path) -> None:
 
 def run(case: Case, served: Model) -> Row:
     """`fill` in a process of its own; a row with `error` where it failed."""
+    print("+", case.name, flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "row.json"
-        order = json.dumps({"flags": flags(case, served, Path(folder)), "out": str(out)})
-        print("+", case.name, flush=True)
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmark.memory_limits", "--child", order], env=environment(), cwd=ROOT, capture_output=True,
-            text=True, check=False,
-        )  # fmt: skip
-        if done.returncode == 0:
-            return json.loads(out.read_text(encoding="utf-8"))
-    print(done.stdout[-1500:], done.stderr[-3000:], sep="\n")
-    return {"error": (done.stderr.strip().splitlines() or ["?"])[-1][:300]}
+        try:
+            return apart(NAME, {"flags": flags(case, served, Path(folder))})
+        except ServerFailed as error:
+            print(error)
+            return {"error": str(error).splitlines()[-1][:300]}
 
 
 def main() -> int:
@@ -164,8 +155,7 @@ def main() -> int:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        order = json.loads(args.child)
-        Path(order["out"]).write_text(json.dumps(fill(order["flags"])), encoding="utf-8")
+        answer(args.child, fill)
         return 0
     record = Record(NAME, KEYS, args.out, args.quick)
     models = {"8b": big_model()} | ({"embedded": named_model(args.model, None)} if args.model else {})

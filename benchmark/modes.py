@@ -6,7 +6,6 @@ kept, says how long the GPU was busy in one. Idle is what is left: the profiler 
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from benchmark import picture, plots
 from benchmark.machine import slug
 from benchmark.markdown import Result, change, percent, pick, provenance, table
 from benchmark.record import Record, Row
-from benchmark.server import apart
+from benchmark.server import answer, apart
 from benchmark.shapes import READ_BYTES_PER_SECOND, Model, eagle_roof_ms, plain_roof_ms
 from benchmark.sweep import add_model, arguments, names, numbers, served_model
 from benchmark.trace import GPU_EVENTS, covered, load
@@ -151,8 +150,7 @@ def main() -> None:
     add_model(parser)
     args = parser.parse_args()
     if args.child:
-        order = json.loads(args.child)
-        Path(order.pop("out")).write_text(json.dumps(measure(**order)), encoding="utf-8")
+        answer(args.child, measure)
         return
     record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)
     speed = READ_BYTES_PER_SECOND.get(slug(record.data["machine"]))

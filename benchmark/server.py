@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -150,7 +150,7 @@ def bench(server: Server, flags: Sequence[str]) -> dict[str, Any]:
 def apart(script: str, order: dict[str, Any]) -> Any:
     """Run `python -m benchmark.SCRIPT --child ORDER` in a process of its own, so that it finds an empty device; returns what it answers.
 
-    The child writes its answer as JSON to the file that `order["out"]` names.
+    The child calls `answer`.
 
     Raises:
         ServerFailed: with the end of what it printed.
@@ -163,6 +163,13 @@ def apart(script: str, order: dict[str, Any]) -> Any:
         if done.returncode != 0:
             raise ServerFailed(f"{script} failed:\n{done.stdout[-_LOG_TAIL:]}{done.stderr[-_LOG_TAIL:]}")
         return json.loads(out.read_text(encoding="utf-8"))
+
+
+def answer(order: str, measure: Callable[..., Any]) -> None:
+    """The child's side of `apart`: `measure` with the order's entries, its result as JSON in the file that the order names."""
+    entries = json.loads(order)
+    out = Path(entries.pop("out"))
+    out.write_text(json.dumps(measure(**entries)), encoding="utf-8")
 
 
 def _free_port() -> int:

@@ -102,11 +102,12 @@ class Model:
     head: str
     shape: Shape | None
 
-    def eagle_flags(self, accept_length: str | None, steps: int = 3) -> tuple[str, ...]:
-        """A chain of `steps` drafts; `accept_length` is synthetic, None lets the weights decide."""
+    def eagle_flags(self, accept_length: str | None, steps: int = 3, topk: int = 1, draft_tokens: int | None = None) -> tuple[str, ...]:
+        """A chain of `steps` drafts, or a tree of `topk` and `draft_tokens`; `accept_length` is synthetic, None lets the weights decide."""
         architecture = json.loads((Path(self.head) / "config.json").read_text(encoding="utf-8"))["architectures"][0]
         flags = ("--speculative-algorithm", "EAGLE3" if "Eagle3" in architecture else "EAGLE", "--speculative-draft-model-path", self.head)
-        flags += ("--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1))
+        flags += ("--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(topk))
+        flags += ("--speculative-num-draft-tokens", str(draft_tokens or steps + 1))
         if not any(Path(self.head).glob("*.safetensors")):
             flags += ("--speculative-draft-load-format", "dummy")
         return flags if accept_length is None else (*flags, "--speculative-synthetic-accept-length", accept_length)

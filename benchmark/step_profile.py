@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import tempfile
 import time
@@ -15,7 +14,7 @@ from typing import Any
 from benchmark import picture, plots
 from benchmark.markdown import Result, cell, percent, pick, provenance, table
 from benchmark.record import Record
-from benchmark.server import apart
+from benchmark.server import answer, apart
 from benchmark.shapes import Model
 from benchmark.sweep import add_model, arguments, names, served_model
 from benchmark.trace import analyse, load
@@ -176,8 +175,7 @@ def main() -> None:
     add_model(parser)
     args = parser.parse_args()
     if args.child:
-        order = json.loads(args.child)
-        Path(order.pop("out")).write_text(json.dumps(measure(**order)), encoding="utf-8")
+        answer(args.child, measure)
         return
     record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)
     record.file.parent.mkdir(parents=True, exist_ok=True)

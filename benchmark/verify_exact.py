@@ -27,9 +27,8 @@ RULES = {
 def setups(served: Model) -> list[Setup]:
     """Three servers. The strict rule is that of trees: here the two likeliest first guesses, as many nodes as the chain verifies."""
     chain = served.eagle_flags(None, STEPS)
-    tree = [*chain]
-    tree[tree.index("--speculative-eagle-topk") + 1] = "2"
-    flags = {"strict": tree, "eager": [*chain, "--disable-cuda-graph"], "graphs": [*chain]}
+    tree = served.eagle_flags(None, STEPS, topk=2)
+    flags = {"strict": [*tree], "eager": [*chain, "--disable-cuda-graph"], "graphs": [*chain]}
     return [Setup({"model": served.name, "rule": rule, "steps": STEPS}, (*served.target_flags, *flags[rule])) for rule in RULES]
 
 

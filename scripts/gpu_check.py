@@ -16,12 +16,16 @@ import shlex
 import subprocess
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "python"), str(ROOT)]
+
+from benchmark.machine import version  # noqa: E402 - found only now
+from benchmark.server import environment  # noqa: E402
+
 TAIL = 25
 """Lines of each log that are shown."""
 
@@ -36,8 +40,8 @@ def main(argv: list[str]) -> int:
     os.chdir(ROOT)
     tests = rest[:1] != ["--no-tests"]
     found: dict[str, Any] = {"device": device(), "versions": versions(), "tests": None, "benchmarks": []}
-    for name, version in found["versions"].items():
-        print(f"{name:20} {version['found'] or 'missing':16} wanted {version['wanted']}")
+    for name, one in found["versions"].items():
+        print(f"{name:20} {one['found'] or 'missing':16} wanted {one['wanted']}")
     print(f"device {found['device']}")
     if tests:
         found["tests"] = run_tests(folder)
@@ -62,14 +66,7 @@ def versions() -> dict[str, dict[str, str | None]]:
     extra = re.search(r"^cuda = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)  # Python 3.10 has no tomllib
     assert extra is not None, "pyproject.toml has a cuda extra"
     pins = dict(pin.split("==") for pin in re.findall(r'"([^"]+==[^"]+)"', extra[1]))
-    return {name: {"found": _installed(name), "wanted": wanted} for name, wanted in pins.items()}
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name).partition("+")[0]
-    except metadata.PackageNotFoundError:
-        return None
+    return {name: {"found": (version(name) or "").partition("+")[0] or None, "wanted": wanted} for name, wanted in pins.items()}
 
 
 def run_tests(folder: Path) -> dict[str, Any]:
@@ -95,11 +92,10 @@ def run_benchmark(line: str, number: int, folder: Path) -> dict[str, Any]:
 
 def _run(command: list[str], log: Path) -> tuple[int, float]:
     """Run Python with this checkout's packages; returns the exit status and seconds."""
-    paths = [str(ROOT / "python"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    settings = environment() | {"PYTHONUNBUFFERED": "1"}
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
-        done = subprocess.run([sys.executable, *command], stdout=file, stderr=subprocess.STDOUT, env=environment, check=False)
+        done = subprocess.run([sys.executable, *command], stdout=file, stderr=subprocess.STDOUT, env=settings, check=False)
     print("\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]))
     return done.returncode, round(time.monotonic() - started, 1)
 

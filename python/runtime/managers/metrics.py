@@ -224,10 +224,8 @@ class _StateCollector:
             yield family
         acceptance = worker.get("acceptance")
         if acceptance is not None:
-            drift, help_text = (
-                acceptance["drift"],
-                "Draft positions whose acceptance through graphs is not that of the eager sample; 0 is well.",
-            )
+            drift = acceptance["drift"]
+            help_text = "Draft positions whose acceptance through graphs is not that of the eager sample; 0 is well."
             yield self._gauge("talon:spec_drifted_positions", help_text, [((), float(len(drift)))])
             gaps = [((str(d["position"]),), d["graph"] - d["eager"]) for d in drift]
             yield self._gauge("talon:spec_drift", "Acceptance through graphs less that of the eager sample.", gaps, "position")

@@ -22,7 +22,7 @@ class Deal:
     """Who takes what. A request's shares stand next to each other.
 
     Attributes:
-        items: int32 [(splits + 1) * B]: request + share * 2**10 + shares * 2**20, the longest shares first; -1 where there is none.
+        items: int32 [(splits + 1) * B], see `pack`: the longest shares first; -1 where there is none.
         arrived: int32 [B, G], zero between passes: the shares of a request and KV head that are done.
     """
 
@@ -52,6 +52,18 @@ def deal(lens: torch.Tensor, splits: int, tile: int, out: Deal) -> None:
     )  # fmt: skip
 
 
+@triton.jit
+def pack(request, share, shares):
+    """An item: the request, which of its shares, and how many it has, ten bits each."""
+    return request + (share << 10) + (shares << 20)
+
+
+@triton.jit
+def unpack(item):
+    """Request, share and shares of an item; of -1 a share beyond all, so that nothing is left to do."""
+    return tl.maximum(item, 0) & 1023, (item >> 10) & 1023, tl.maximum(item, 1 << 20) >> 20
+
+
 @triton.jit(do_not_specialize=["count", "room", "splits"], do_not_specialize_on_alignment=["lens_ptr", "items_ptr"])
 def _deal_kernel(
     lens_ptr, items_ptr, count, room, splits, TILE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr,
@@ -67,6 +79,6 @@ def _deal_kernel(
     before = key[None, :] > key[:, None]
     first = tl.sum(tl.where(before, shares[None, :] + tl.zeros_like(before).to(tl.int32), 0), 1)
     for share in range(0, tl.max(shares, 0)):
-        tl.store(items_ptr + first + share, i + (share << 10) + (shares << 20), mask=inside & (share < shares))
+        tl.store(items_ptr + first + share, pack(i, share, shares), mask=inside & (share < shares))
     item = tl.arange(0, ROOM)
     tl.store(items_ptr + item, -1, mask=(item >= tl.sum(shares, 0)) & (item < room))

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from runtime.layers.attention.deal import MAX_SHARES, Deal
+from runtime.layers.attention.deal import MAX_SHARES, Deal, unpack
 
 MAX_WIDTH = 8
 """Queries of a request."""
@@ -378,9 +378,7 @@ def _split_kernel(
         if DEALT:
             item = turn * tl.num_programs(1) + (tl.program_id(1) if turn % 2 == 0 else tl.num_programs(1) - 1 - tl.program_id(1))
             mine = tl.load(items_ptr + item, mask=item < room, other=-1)
-            b = tl.maximum(mine, 0) & 1023
-            split = (mine >> 10) & 1023  # without work: beyond all shares
-            pieces = tl.maximum(mine, 1 << 20) >> 20
+            b, split, pieces = unpack(mine)
         length = tl.load(lens_ptr + b)
         pages = pages_ptr + tl.load(rows_ptr + b).to(tl.int64) * pages_stride
         low, end, each, used = _cut(length, pieces, window, WIDTH, TILE, ALONE, WINDOW)

@@ -16,12 +16,24 @@ from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
 from runtime.layers.argmax_kernel import argmax_chunks, argmax_rows
-from runtime.layers.gemm_choice import Choice, GemmOp, Key, candidate_configs, default_choice, describe, fastest, rotation, row_class
+from runtime.layers.gemm_choice import (
+    Choice,
+    GemmOp,
+    Key,
+    candidate_configs,
+    default_choice,
+    describe,
+    fastest,
+    rotation,
+    row_class,
+    streamed_configs,
+)
 from runtime.layers.linear import Linear
 from runtime.layers.ops import HeadLayout, RMSNorm, Rope
 from runtime.layers.rms_norm import rms_norm_rows
 from runtime.layers.rope_cache import rope_into_cache
-from runtime.layers.small_gemm import MAX_ROWS, small_gemm, small_gemm_largest
+from runtime.layers.small_gemm import MAX_ROWS, GemmConfig, small_gemm, small_gemm_largest
+from runtime.layers.streamed_gemm import StreamedConfig, streamed_gemm, streamed_gemm_largest, takes
 
 log = logging.getLogger(__name__)
 PROBE_TOLERANCE = 1e-2
@@ -63,6 +75,7 @@ class CudaOps:
     def __init__(self, pdl: bool | None = None) -> None:
         self.pdl = torch.cuda.get_device_capability()[0] >= 9 if pdl is None else pdl
         self.choices: dict[Key, Choice] = {}
+        self._num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         self._float_products = _products_in_float32()
 
     def norm(self, h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype) -> torch.Tensor:
@@ -178,7 +191,11 @@ class CudaOps:
         if not timed:
             choice = self._choice(op, linear, rows)
             return {choice: run(choice)}
-        return {choice: run(choice) for choice in (None, *candidate_configs(op, rows))}
+        others = candidate_configs(op, rows)
+        if takes(linear.weight, silu=op == "gate_up"):
+            streamed = streamed_configs(op, rows, linear.out_features, self._num_sms)
+            others = (*others, *streamed) if rows <= 64 else streamed  # Triton's are slower for more, on an H200
+        return {choice: run(choice) for choice in (None, *others)}
 
     def _choice(self, op: GemmOp, linear: Linear, rows: int) -> Choice:
         if rows > MAX_ROWS or linear.in_features % 16 or type(linear) is not Linear:
@@ -190,17 +207,17 @@ class CudaOps:
         if choice is None:
             return linear(x)
         out = torch.empty((x.shape[0], linear.out_features), dtype=x.dtype, device=x.device)
-        return small_gemm(x.contiguous(), linear.weight, out, choice, bias=linear.bias, pdl=self.pdl)
+        return self._few_rows(x, linear, out, choice)
 
     def _gate_up(self, x: torch.Tensor, gate_up: Linear, choice: Choice) -> torch.Tensor:
         if choice is None:
             return silu_and_mul(gate_up(x))
         out = torch.empty((x.shape[0], gate_up.out_features // 2), dtype=x.dtype, device=x.device)
-        return small_gemm(x.contiguous(), gate_up.weight, out, choice, bias=gate_up.bias, silu=True, pdl=self.pdl)
+        return self._few_rows(x, gate_up, out, choice, silu=True)
 
     def _linear_add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor, choice: Choice) -> torch.Tensor:
         if choice is not None:
-            return small_gemm(x.contiguous(), linear.weight, h, choice, bias=linear.bias, add=True, pdl=self.pdl)
+            return self._few_rows(x, linear, h, choice, add=True)
         if not self._float_products or type(linear) is not Linear:
             return h.add_(linear(x))
         torch.ops.aten.addmm.dtype_out(h, x, linear.weight.t(), torch.float32, out=h)
@@ -220,14 +237,31 @@ class CudaOps:
             tokens = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
         if choice is None or (logits is not None and not logits.is_contiguous()):
             return argmax_rows(self._logits(x, head, logits, choice), tokens, self.pdl)
-        largest = small_gemm_largest(x.contiguous(), head.weight, choice, out=logits, bias=head.bias, pdl=self.pdl)
+        if isinstance(choice, GemmConfig):
+            largest = small_gemm_largest(x.contiguous(), head.weight, choice, out=logits, bias=head.bias, pdl=self.pdl)
+        else:
+            largest = streamed_gemm_largest(x.contiguous(), head.weight, choice, out=logits, bias=head.bias, pdl=self.pdl)
         return argmax_chunks(largest, tokens, self.pdl)
+
+    def _few_rows(
+        self,
+        x: torch.Tensor,
+        linear: Linear,
+        out: torch.Tensor,
+        choice: GemmConfig | StreamedConfig,
+        *,
+        silu: bool = False,
+        add: bool = False,
+    ) -> torch.Tensor:
+        if isinstance(choice, GemmConfig):
+            return small_gemm(x.contiguous(), linear.weight, out, choice, bias=linear.bias, silu=silu, add=add, pdl=self.pdl)
+        return streamed_gemm(x.contiguous(), linear.weight, out, choice, bias=linear.bias, silu=silu, add=add, pdl=self.pdl)
 
     def _logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None, choice: Choice) -> torch.Tensor:
         if out is None:
             out = torch.empty((x.shape[0], head.out_features), dtype=torch.float32, device=x.device)
         if choice is not None and out.is_contiguous():
-            return small_gemm(x.contiguous(), head.weight, out, choice, bias=head.bias, pdl=self.pdl)
+            return self._few_rows(x, head, out, choice)
         if not self._float_products or type(head) is not Linear:
             return out.copy_(head(x))
         torch.ops.aten.mm.dtype_out(x, head.weight.t(), torch.float32, out=out)

@@ -1,0 +1,166 @@
+"""CUDA C++ kernels with no compiler on the machine: NVRTC makes them, the driver launches them, by bindings that come with torch."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import torch
+
+driver: Any = None
+nvrtc: Any = None
+with suppress(ImportError):  # torch for CPUs comes without them
+    from cuda.bindings import driver, nvrtc  # pyright: ignore[reportMissingImports]
+
+log = logging.getLogger(__name__)
+ELEMENT_BYTES = 2
+
+
+@cache
+def available() -> bool:
+    """Whether the bindings and the compiler's library are there."""
+    if nvrtc is None:
+        return False
+    try:
+        _call(nvrtc.nvrtcVersion())
+    except RuntimeError as error:  # as the bindings say that the library is not there
+        log.warning("NVRTC is not there (%s): kernels in CUDA C++ are left out", error)
+        return False
+    return True
+
+
+class Kernel:
+    """A compiled kernel, ready to be launched on torch's current stream.
+
+    Attributes:
+        clusters_at_once: clusters that the device holds together.
+    """
+
+    def __init__(self, function: Any, threads: int, cluster: int, shared_bytes: int) -> None:
+        self._function = function
+        self._threads = threads
+        self._cluster = cluster
+        self._shared_bytes = shared_bytes
+        self._configs: dict[tuple[int, int, bool], Any] = {}
+        most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _call(driver.cuFuncSetAttribute(function, most, shared_bytes))
+        self.clusters_at_once: int = _call(driver.cuOccupancyMaxActiveClusters(function, self._config(cluster, 0, False)))
+
+    def __call__(self, blocks: int, args: tuple[Any, ...], pdl: bool) -> None:
+        """Launch `blocks` blocks, whole clusters of them.
+
+        Args:
+            args: the kernel's parameters, made by `tensor_map`, `pointer` and `int32`.
+            pdl: start before the kernel ahead has ended (programmatic dependent launch).
+        """
+        stream = torch.cuda.current_stream().cuda_stream
+        key = (blocks, stream, pdl)
+        config = self._configs.get(key)
+        if config is None:
+            config = self._configs[key] = self._config(*key)
+        addresses = [arg.getPtr() if hasattr(arg, "getPtr") else ctypes.addressof(arg) for arg in args]
+        parameters = (ctypes.c_void_p * len(addresses))(*addresses)  # named, so that it outlives the call
+        _call(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0))
+
+    def _config(self, blocks: int, stream: int, pdl: bool) -> Any:
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
+        config.sharedMemBytes = self._shared_bytes
+        config.hStream = stream
+        cluster = driver.CUlaunchAttribute()
+        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = self._cluster, 1, 1
+        early = driver.CUlaunchAttribute()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [cluster, early] if pdl else [cluster]
+        config.numAttrs = len(config.attrs)
+        return config
+
+
+def compile_kernel(source: str, name: str, *, threads: int, cluster: int, shared_bytes: int) -> Kernel:
+    """Compile a program for the current device and take one kernel out of it. The thread has torch's context.
+
+    Args:
+        source: CUDA C++; the kernel is `extern "C"`.
+        threads: of a block.
+        cluster: blocks of a cluster.
+        shared_bytes: dynamic shared memory of a block.
+
+    Raises:
+        RuntimeError: the program does not compile, or the driver refuses it; with the compiler's log.
+    """
+    module = _call(driver.cuModuleLoadData(compile_program(source)))
+    return Kernel(_call(driver.cuModuleGetFunction(module, name.encode())), threads, cluster, shared_bytes)
+
+
+def compile_program(source: str, architecture: str = "sm_90a") -> bytes:
+    """The machine code of a CUDA C++ program; needs no GPU."""
+    program = _call(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        text = b" " * _call(nvrtc.nvrtcGetProgramLogSize(program))
+        _call(nvrtc.nvrtcGetProgramLog(program, text))
+        raise RuntimeError(f"a CUDA kernel does not compile:\n{text.decode(errors='replace')}")
+    code = b" " * _call(nvrtc.nvrtcGetCUBINSize(program))
+    _call(nvrtc.nvrtcGetCUBIN(program, code))
+    return code
+
+
+def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]) -> Any:
+    """How the copy engine finds boxes of a contiguous 16-bit tensor: what lies outside reads as zero, rows of a box are swizzled.
+
+    Args:
+        address: of its first element.
+        sizes: from the innermost dimension.
+        dtype: bfloat16 or float16.
+        box: sizes of a box, likewise; the first is 64, so that a row is 128 bytes.
+    """
+    strides, bytes_ = [], ELEMENT_BYTES
+    for size in sizes[:-1]:
+        bytes_ *= size
+        strides.append(driver.cuuint64_t(bytes_))
+    kind = driver.CUtensorMapDataType
+    return _call(
+        driver.cuTensorMapEncodeTiled(
+            kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype is torch.bfloat16 else kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            len(sizes),
+            address,
+            [driver.cuuint64_t(size) for size in sizes],
+            strides,
+            [driver.cuuint32_t(size) for size in box],
+            [driver.cuuint32_t(1) for _ in sizes],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+
+
+def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    """A kernel's parameter: where the tensor is, or nowhere."""
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+@cache
+def int32(value: int) -> ctypes.c_int:
+    """A kernel's parameter."""
+    return ctypes.c_int(value)
+
+
+def _call(result: tuple[Any, ...]) -> Any:
+    """What a call of the bindings returned, without its status.
+
+    Raises:
+        RuntimeError: the status is not success.
+    """
+    status, *values = result
+    if status.value != 0:
+        raise RuntimeError(f"a CUDA call failed: {status!r}")
+    return values[0] if values else None

@@ -1,0 +1,213 @@
+"""Matrix products of up to 128 rows on Hopper: weights stream through shared memory once, by the copy engine, under the tensor cores.
+
+`streamed_gemm.cu` says how. It is compiled when the server starts, for the tiles that are asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from runtime.layers import cuda_driver
+
+MAX_ROWS = 128
+COLUMNS = 64
+"""Columns of x and of the weight in a box: rows of 128 bytes."""
+MAX_TILE = 256
+"""The widest right operand of wgmma."""
+SHARED_BYTES = 225 << 10
+"""What a block asks for its rings, of the 227 KiB that Hopper gives it in all."""
+MOST_STAGES = 12
+"""Weights further ahead than this delay the first rows of x, which come after them."""
+ROW_BYTES = 2 * COLUMNS
+ALIGNMENT = 1024
+"""Of the rings: eight swizzled rows."""
+Epilogue = Literal["NARROW", "SILU", "ADD", "FLOAT"]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedConfig:
+    """How the product is cut.
+
+    Attributes:
+        tile: weight rows of a block, at most 256; a multiple of 8 * split, of 16 where half of it are gates and half ups.
+        split: blocks that take parts of the columns.
+    """
+
+    tile: int
+    split: int = 1
+
+    def __str__(self) -> str:
+        return f"streamed {self.tile}{f' split {self.split}' if self.split > 1 else ''}"
+
+
+def takes(weight: torch.Tensor, silu: bool = False) -> bool:
+    """Whether products with this weight can be computed on its device."""
+    columns = weight.shape[0] // 2 if silu else weight.shape[0]
+    return (
+        weight.is_cuda
+        and weight.dtype in (torch.bfloat16, torch.float16)
+        and weight.is_contiguous()
+        and columns % 8 == 0
+        and weight.shape[1] % 8 == 0
+        and torch.cuda.get_device_capability(weight.device)[0] == 9
+        and cuda_driver.available()
+    )
+
+
+def streamed_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    config: StreamedConfig,
+    *,
+    bias: torch.Tensor | None = None,
+    silu: bool = False,
+    add: bool = False,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """`out = epilogue(x @ weight.T + bias)`.
+
+    Args:
+        x: [M, K] contiguous, M <= 128, the weight's dtype.
+        weight: [N, K], one that the kernel `takes`.
+        out: written: [M, N] float32 or the weight's dtype; [M, N / 2] in the weight's dtype with `silu`.
+        config: how to cut it.
+        bias: [N].
+        silu: weight holds gate rows, then up rows; out is silu(gate) * up.
+        add: add the product to what `out`, float32, holds.
+        pdl: start before the kernel ahead has ended, ask for weights and wait (programmatic dependent launch).
+
+    Each row of `out` depends on its own row of x only, summed in an order that K and `config` fix.
+    """
+    epilogue: Epilogue = "SILU" if silu else "ADD" if add else "FLOAT" if out.dtype is torch.float32 else "NARROW"
+    _run(x, weight, out, None, config, epilogue, bias, pdl)
+    return out
+
+
+def streamed_gemm_largest(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    config: StreamedConfig,
+    *,
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """The largest of `x @ weight.T + bias` in each row and each tile of columns, for `argmax_chunks`; arguments as in `streamed_gemm`.
+
+    Args:
+        out: float32 [M, N], written where given: the same numbers as `streamed_gemm` writes.
+
+    Returns:
+        int32 [2, M, tiles]: the key of each tile's largest entry and its first column, by `first_of_largest`.
+    """
+    assert out is None or out.dtype is torch.float32, "the largest entries are those of float32"
+    largest = torch.empty((2, x.shape[0], -(-weight.shape[0] // config.tile)), dtype=torch.int32, device=x.device)
+    _run(x, weight, out, largest, config, "FLOAT", bias, pdl)
+    return largest
+
+
+def _run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor | None,
+    largest: torch.Tensor | None,
+    config: StreamedConfig,
+    epilogue: Epilogue,
+    bias: torch.Tensor | None,
+    pdl: bool,
+) -> None:
+    """Launch; what is written is what is given of `out` and `largest`."""
+    (M, K), N = x.shape, weight.shape[0]
+    assert 0 < M <= MAX_ROWS, f"streamed_gemm takes up to {MAX_ROWS} rows, not {M}"
+    columns, outputs = (N // 2, config.tile // 2) if epilogue == "SILU" else (N, config.tile)
+    kernel = _kernel(config, _computed_rows(M), epilogue, weight.dtype, bias is not None, largest is not None, out is not None, pdl)
+    rows, x_rows = _computed_rows(M), max(8, 1 << (M - 1).bit_length())
+    # Rows that are computed and not brought lie past the last stage's.
+    stages = (SHARED_BYTES - ALIGNMENT - (rows - x_rows) * ROW_BYTES) // ((x_rows + config.tile) * ROW_BYTES)
+    tiles = -(-columns // outputs)
+    kernel(
+        tiles * config.split if config.split > 1 else min(tiles, kernel.clusters_at_once),
+        (
+            _map(x.data_ptr(), M, K, x.dtype, x_rows),
+            _weight_map(weight.data_ptr(), N, K, weight.dtype, outputs),
+            cuda_driver.pointer(out),
+            cuda_driver.pointer(largest),
+            cuda_driver.pointer(bias),
+            cuda_driver.int32(M),
+            cuda_driver.int32(columns),
+            cuda_driver.int32(-(-K // COLUMNS)),
+            cuda_driver.int32(x_rows),
+            cuda_driver.int32(min(stages, MOST_STAGES)),
+        ),
+        pdl,
+    )
+
+
+def _computed_rows(rows: int) -> int:
+    """What the tensor cores go through: one warpgroup's rows, or two's."""
+    return 64 if rows <= 64 else 128
+
+
+@lru_cache(maxsize=4096)
+def _map(address: int, rows: int, columns: int, dtype: torch.dtype, box_rows: int) -> Any:
+    return cuda_driver.tensor_map(address, (columns, rows), dtype, (COLUMNS, box_rows))
+
+
+_weight_map = lru_cache(maxsize=None)(_map.__wrapped__)
+
+
+@cache
+def _kernel(
+    config: StreamedConfig, rows: int, epilogue: Epilogue, dtype: torch.dtype, bias: bool, largest: bool, store: bool, pdl: bool
+) -> cuda_driver.Kernel:
+    return cuda_driver.compile_kernel(
+        source(config, rows, epilogue, dtype, bias, largest, store, pdl),
+        "streamed_gemm",
+        threads=2 * rows + 32,
+        cluster=config.split,
+        shared_bytes=SHARED_BYTES,
+    )
+
+
+def source(
+    config: StreamedConfig, rows: int, epilogue: Epilogue, dtype: torch.dtype, bias: bool, largest: bool, store: bool, pdl: bool
+) -> str:
+    """The CUDA program of one cut and epilogue; `rows` is 64 or 128."""
+    assert 0 < config.tile <= MAX_TILE and config.tile % (16 if epilogue == "SILU" else 8 * config.split) == 0, f"no such cut: {config}"  # noqa: PT018
+    assert config.split == 1 or (epilogue in ("NARROW", "ADD") and not largest), "parts of columns are added for these only"
+    constants = dict(
+        ROWS=rows, TILE=config.tile, SPLIT=config.split, BFLOAT16=int(dtype is torch.bfloat16), BIAS=int(bias), EARLY=int(pdl),
+        EPILOGUE=epilogue, LARGEST=int(largest), STORE=int(store), MOST_STAGES=MOST_STAGES,
+    )  # fmt: skip
+    return "\n".join(
+        [
+            "typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;",
+            *(f"#define {name} {value}" for name, value in constants.items()),
+            _multiply(config.tile, "bf16" if dtype is torch.bfloat16 else "f16"),
+            (Path(__file__).parent / "streamed_gemm.cu").read_text(encoding="utf-8"),
+        ]
+    )
+
+
+def _multiply(tile: int, dtype: str) -> str:
+    """The wgmma instruction for a tile: its sums are as many operands as half the tile has rows."""
+    count = tile // 2
+    sums = ", ".join(f"%{i}" for i in range(count))
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{tile}k16.f32.{dtype}.{dtype}"
+    operands = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
+    return "\n".join(
+        [
+            f"__device__ __forceinline__ void multiply(float (&sums)[{count}], u64 x, u64 w) {{",
+            '    asm volatile("{\\n.reg .pred add;\\nsetp.eq.u32 add, 0, 0;\\n"',
+            f'        "{instruction} {{{sums}}}, %{count}, %{count + 1}, add, 1, 1, 0, 0;\\n}}"',
+            f"        : {operands}",
+            '        : "l"(x), "l"(w));',
+            "}",
+        ]
+    )

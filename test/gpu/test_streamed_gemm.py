@@ -1,0 +1,147 @@
+"""The streamed product at cuts of every kind: what it computes, and that it touches nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from runtime.layers.argmax_kernel import argmax_chunks
+from runtime.layers.gemm_choice import GemmOp, streamed_configs
+from runtime.layers.streamed_gemm import StreamedConfig, streamed_gemm, streamed_gemm_largest, takes
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+ROWS = (1, 3, 8, 33, 64, 65, 128)
+N, K = 1072, 2088  # neither is a multiple of a tile, of a box or of parts of it
+WHOLE = [StreamedConfig(tile) for tile in (16, 48, 224, 256)]
+IN_PARTS = [StreamedConfig(*cut) for cut in ((16, 2), (64, 2), (96, 3), (256, 8))]
+BF16 = torch.bfloat16
+
+
+def matrices(rows: int, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor]:
+    x, weight = (torch.randn((n, K), device="cuda").mul_(K**-0.25).to(dtype) for n in (rows, N))
+    return x, weight
+
+
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
+def test_every_cut_gives_the_same_product(rows: int, pdl: bool) -> None:
+    x, weight = matrices(rows)
+    assert takes(weight, silu=True)
+    bias = torch.randn(N, device="cuda").to(BF16)
+    want = x.double() @ weight.double().T
+    for config in [*WHOLE, *IN_PARTS]:
+        h = torch.full((rows + 1, N), 3.0, device="cuda")
+        streamed_gemm(x, weight, h[:rows], config, add=True, bias=bias, pdl=pdl)
+        assert off(h[:rows], want + bias.double() + 3.0) < 1e-5, config
+        assert (h[rows] == 3.0).all(), f"{config} writes past its rows"
+        narrow = torch.full((rows + 1, N), float("nan"), device="cuda", dtype=BF16)
+        streamed_gemm(x, weight, narrow[:rows], config, bias=bias, pdl=pdl)
+        assert off(narrow[:rows], want + bias.double()) < 5e-3, config
+        assert narrow[rows].isnan().all(), f"{config} writes past its rows"
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_gates_and_ups_meet(rows: int) -> None:
+    x, weight = matrices(rows)
+    bias = torch.randn(N, device="cuda").to(BF16)
+    gate, up = (x.double() @ weight.double().T + bias.double()).chunk(2, dim=1)
+    want = torch.nn.functional.silu(gate) * up
+    for config in WHOLE:
+        out = torch.full((rows + 1, N // 2), float("nan"), device="cuda", dtype=BF16)
+        streamed_gemm(x, weight, out[:rows], config, silu=True, bias=bias, pdl=True)
+        assert off(out[:rows], want) < 5e-3, config
+        assert out[rows].isnan().all(), f"{config} writes past its rows"
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_largest_of_each_row_is_that_of_the_stored_logits(rows: int) -> None:
+    x, weight = matrices(rows)
+    weight[700] = weight[500]  # equal entries, in different tiles: the first wins
+    weight[500:].mul_(4)
+    for config in WHOLE:
+        logits = torch.full((rows + 1, N), float("nan"), device="cuda")
+        stored = streamed_gemm_largest(x, weight, config, out=logits[:rows], pdl=True)
+        alone = streamed_gemm_largest(x, weight, config, pdl=True)
+        assert torch.equal(stored, alone), config
+        assert torch.equal(logits[:rows], streamed_gemm(x, weight, torch.empty_like(logits[:rows]), config)), config
+        assert logits[rows].isnan().all(), f"{config} writes past its rows"
+        got = argmax_chunks(stored, torch.empty(rows, dtype=torch.int64, device="cuda"), True)
+        assert torch.equal(got, logits[:rows].argmax(dim=1)), config
+
+
+def test_the_largest_orders_infinities_zeros_and_nan_as_torch_does() -> None:
+    weight = torch.eye(64, device="cuda", dtype=BF16)
+    special = [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1.0, -1.0]
+    x = torch.full((len(special), 64), -2.0, device="cuda", dtype=BF16)
+    for row, value in enumerate(special):  # a row of the identity's product is the row itself where no other entry is infinite or NaN
+        x[row, 40] = value
+    logits = torch.empty((len(special), 64), device="cuda")
+    largest = streamed_gemm_largest(x, weight, StreamedConfig(16), out=logits)
+    got = argmax_chunks(largest, torch.empty(len(special), dtype=torch.int64, device="cuda"), False)
+    assert torch.equal(got, logits.argmax(dim=1))
+
+
+@pytest.mark.parametrize("config", [*WHOLE, *IN_PARTS], ids=str)
+def test_a_row_depends_on_no_other(config: StreamedConfig) -> None:
+    x, weight = matrices(64)
+    alone = streamed_gemm(x[7:8], weight, torch.empty((1, N), device="cuda", dtype=BF16), config)
+    x[:7], x[8:] = float("nan"), float("inf")
+    among = streamed_gemm(x, weight, torch.empty((64, N), device="cuda", dtype=BF16), config)
+    assert torch.equal(among[7:8], alone)
+
+
+def test_half_precision_and_long_weights_that_every_multiprocessor_goes_through_twice() -> None:
+    x = torch.randn((40, 192), device="cuda", dtype=torch.float16)
+    weight = torch.randn((16 * 700, 192), device="cuda", dtype=torch.float16)
+    out = streamed_gemm(x, weight, torch.empty((40, 16 * 700), device="cuda"), StreamedConfig(16), pdl=True)
+    assert off(out, x.double() @ weight.double().T) < 1e-5
+
+
+def test_replays_of_a_captured_chain_follow_their_inputs() -> None:
+    x, weight = matrices(5)
+    square = torch.randn((K, N), device="cuda").mul_(N**-0.5).to(BF16)
+    static, middle, out = torch.empty_like(x), torch.empty((5, N), device="cuda", dtype=BF16), torch.empty((5, K), device="cuda")
+
+    def chain() -> None:
+        streamed_gemm(static, weight, middle, StreamedConfig(64, 2), pdl=True)
+        streamed_gemm(middle, square, out, StreamedConfig(48), pdl=True)
+
+    static.copy_(x)
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            chain()
+    for _ in range(3):
+        static.copy_(torch.randn_like(x))
+        graph.replay()
+        want = (static.double() @ weight.double().T).to(BF16).double() @ square.double().T
+        assert off(out, want) < 5e-3
+
+
+@pytest.mark.parametrize("op", ["linear", "linear_add", "gate_up", "logits"])
+@pytest.mark.parametrize("weight_rows", [576, 960, 3072, 4096, 6144, 28672, 49152, 128256, 151936])
+@pytest.mark.parametrize("num_sms", [78, 114, 132])
+def test_the_cuts_offered_can_be_made(op: GemmOp, weight_rows: int, num_sms: int) -> None:
+    for config in streamed_configs(op, 128, weight_rows, num_sms):
+        assert 0 < config.tile <= 256
+        assert config.tile % (16 if op == "gate_up" else 8 * config.split) == 0
+        programs = -(-weight_rows // config.tile) * config.split
+        assert op in ("gate_up", "logits") or programs <= num_sms, "a program more than there are multiprocessors waits for a whole one"
+
+
+def test_what_cannot_be_streamed_is_not_taken() -> None:
+    good = torch.zeros((64, 64), device="cuda", dtype=BF16)
+    assert takes(good)
+    for weight in (good.float(), good[:60], good[:, :60].contiguous(), good[:, :32], good.cpu()):
+        assert not takes(weight)
+    assert not takes(good[:40], silu=True)
+    with pytest.raises(AssertionError, match="up to 128 rows"):
+        streamed_gemm(good.repeat(3, 1), good, torch.empty((192, 64), device="cuda"), StreamedConfig(16))

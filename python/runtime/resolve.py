@@ -11,7 +11,16 @@ from typing import Literal, cast
 
 from runtime.device import MachineFacts
 from runtime.errors import ConfigError
-from runtime.server_args import AttentionName, DeviceKind, ModelFacts, RuntimeConfig, ServerArgs, SpecAlgorithm, SpeculativeConfig
+from runtime.server_args import (
+    AttentionName,
+    DeviceKind,
+    ModelFacts,
+    RuntimeConfig,
+    SamplingName,
+    ServerArgs,
+    SpecAlgorithm,
+    SpeculativeConfig,
+)
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +82,7 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
         chat_template=args.chat_template,
         device=device,
         attention_backend=backend,
+        sampling_backend=_sampling(args, device),
         page_size=_page_size(args, backend, context),
         mem_fraction_static=args.mem_fraction_static,
         max_total_tokens=args.max_total_tokens,
@@ -185,8 +195,8 @@ def _refuse_unsupported(args: ServerArgs) -> None:
         raise ConfigError(f"--tool-call-parser {args.tool_call_parser}: tool calls are not supported yet; leave it out")
     if args.reasoning_parser is not None:
         raise ConfigError(f"--reasoning-parser {args.reasoning_parser}: reasoning is not parsed yet; leave it out")
-    if args.sampling_backend not in (None, "pytorch"):
-        raise ConfigError(f"--sampling-backend {args.sampling_backend}: there is one sampler, pytorch; leave it out")
+    if args.sampling_backend == "flashinfer":
+        raise ConfigError("--sampling-backend flashinfer: there are triton and pytorch; leave it out")
 
 
 def _check_ranges(args: ServerArgs) -> None:
@@ -320,6 +330,12 @@ def _kernel_gap(name: str, dtype: DType, model: ModelFacts) -> str:
     if model.head_dim not in _HEAD_DIMS[name]:
         return f"its kernels take head dimensions {_HEAD_DIMS[name]}, not {model.head_dim}"
     return ""
+
+
+def _sampling(args: ServerArgs, device: DeviceKind) -> SamplingName:
+    if args.sampling_backend == "triton" and device == "cpu":
+        raise ConfigError("--sampling-backend triton: needs CUDA; on a CPU use pytorch or leave it out")
+    return cast(SamplingName, args.sampling_backend or ("triton" if device == "cuda" else "pytorch"))
 
 
 def _page_size(args: ServerArgs, backend: AttentionName, context: int) -> int:

@@ -9,6 +9,7 @@ import msgspec
 
 DeviceKind = Literal["cpu", "cuda"]
 AttentionName = Literal["torch_native", "fa3", "flashinfer"]
+SamplingName = Literal["triton", "pytorch"]
 SpecAlgorithm = Literal["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"]
 
 
@@ -54,6 +55,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     # device and memory
     device: DeviceKind
     attention_backend: AttentionName
+    sampling_backend: SamplingName
     page_size: int
     mem_fraction_static: float | None
     max_total_tokens: int | None
@@ -185,7 +187,10 @@ class ServerArgs:
         choices=("torch_native", "fa3", "flashinfer"),
     )
     sampling_backend: str | None = _flag(
-        None, "device and memory", "Sampling kernels; there is one sampler, pytorch.", choices=("pytorch", "flashinfer")
+        None,
+        "device and memory",
+        "Sampling kernels; default: triton on a GPU, pytorch on a CPU. flashinfer is refused.",
+        choices=("triton", "pytorch", "flashinfer"),
     )
     grammar_backend: str | None = _flag(None, "device and memory", "Refused: grammars are not supported yet.", metavar="NAME")
     mem_fraction_static: float | None = _flag(

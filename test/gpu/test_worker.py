@@ -18,11 +18,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SIZES = [1, 2, 4, 8]
 SHAPE = dict(hidden_size=256, intermediate_size=512, head_dim=64, vocab_size=1000, dtype="bfloat16")
 BACKENDS = ["fa3", "flashinfer"]
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, max_new_tokens=1 << 20)
 PROMPTS = {r: np.random.default_rng(r).integers(2, 1000, 5 + 7 * r).tolist() for r in (1, 2, 3, 5, 7)}
 
 
 def build(backend: str, replay: str, spec: object = None, page: int = 16):
-    config = tiny_runtime(spec, device="cuda", dtype="bfloat16", attention_backend=backend, page_size=page, max_total_tokens=8192)
+    config = tiny_runtime(
+        spec, device="cuda", dtype="bfloat16", attention_backend=backend, sampling_backend="triton", page_size=page, max_total_tokens=8192
+    )
     model = tiny_model(**SHAPE)
     if spec is None:
         from runtime.model_executor.build import build_worker
@@ -128,10 +131,13 @@ def test_a_perfect_draft_is_accepted_whole_under_graphs(tmp_path: Path, backend:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("algorithm", "topk"), [(None, 1), ("EAGLE", 1), ("EAGLE3", 4)])
-def test_a_steady_iteration_never_waits_for_the_device(tmp_path: Path, backend: str, algorithm: str | None, topk: int) -> None:
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_steady_iteration_never_waits_for_the_device(
+    tmp_path: Path, backend: str, algorithm: str | None, topk: int, sampling: SamplingParams
+) -> None:
     spec = speculation(tmp_path, algorithm, backend, topk) if algorithm else None
     driver = Driver(build(backend, "cuda", spec))
-    driver.prefill(PROMPTS, sampling=GREEDY)
+    driver.prefill(PROMPTS, sampling=sampling)
     for _ in range(3):
         driver.decode(list(PROMPTS))
     rows = np.array(list(PROMPTS), dtype=np.int32)

@@ -65,7 +65,7 @@ def in_graphs(worker: Any) -> dict[str, torch.Tensor]:
     """Everything that a captured graph may read or write; while the caller holds it, nothing new can lie at an old address."""
     rows, draft, inputs = worker._target.rows, worker._draft.rows, worker._inputs
     named = {f"input {n}": t for n, t in inputs.tensors.items()}
-    named |= {f"table {f.name}": getattr(rows.tables, f.name) for f in dataclasses.fields(rows.tables)}
+    named |= {f"table {f.name}": getattr(rows.tables, f.name) for f in dataclasses.fields(rows.tables) if f.name != "ops"}
     named |= {"kv_lens": rows.kv_lens, "last_tokens": rows.last_tokens, "pages": worker._target.page_table.pages}
     named |= {f"draft {n}": getattr(draft, n) for n in ("hidden", "tokens", "scores", "probs")}
     for runner in worker.runners:

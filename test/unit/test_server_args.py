@@ -175,6 +175,7 @@ def test_defaults_on_a_cpu() -> None:
     assert (config.page_size, config.chunked_prefill_size, config.max_running_requests) == (16, 512, 16)
     assert (config.cuda_graph_bs, config.cpu_threads, config.quantization) == ((), 2, None)
     assert (config.context_length, config.speculative, config.served_model_name) == (8192, None, "llama")
+    assert config.sampling_backend == "pytorch"
 
 
 def test_defaults_on_hopper_and_on_other_gpus() -> None:
@@ -182,6 +183,8 @@ def test_defaults_on_hopper_and_on_other_gpus() -> None:
     assert (hopper.device, hopper.dtype, hopper.attention_backend, hopper.page_size) == ("cuda", "bfloat16", "fa3", 64)
     assert (hopper.chunked_prefill_size, hopper.max_running_requests, hopper.mem_fraction_static) == (2048, None, None)
     assert hopper.cuda_graph_bs[-1] == 256
+    assert hopper.sampling_backend == "triton"
+    assert resolve(args(sampling_backend="pytorch"), HOPPER, LLAMA).sampling_backend == "pytorch"
     ampere = resolve(args(), AMPERE, LLAMA)
     assert (ampere.attention_backend, ampere.page_size) == ("flashinfer", 16)
     turing = resolve(args(), TURING, LLAMA)
@@ -230,6 +233,7 @@ def test_each_choice_is_logged_with_a_reason(caplog: pytest.LogCaptureFixture) -
         ({"tool_call_parser": "llama3"}, CPU, ["--tool-call-parser"]),
         ({"reasoning_parser": "qwen3"}, CPU, ["--reasoning-parser"]),
         ({"sampling_backend": "flashinfer"}, HOPPER, ["--sampling-backend", "pytorch"]),
+        ({"sampling_backend": "triton"}, CPU, ["--sampling-backend", "pytorch", "CUDA"]),
         ({"trust_remote_code": True}, CPU, ["--trust-remote-code"]),
         ({"kv_cache_dtype": "fp8_e5m2"}, HOPPER, ["--kv-cache-dtype", "auto"]),
         ({"context_length": 9000}, CPU, ["--context-length", "8192"]),

@@ -24,9 +24,10 @@ def tiny_runtime(speculative: SpeculativeConfig | None = None, **changes: object
     """A configuration of dummy weights on the CPU."""
     values: dict[str, object] = dict(
         model_path="", load_format="dummy", tokenizer_path="", served_model_name="tiny", revision=None, dtype="float32", quantization=None,
-        context_length=256, chat_template=None, device="cpu", attention_backend="torch_native", page_size=1, mem_fraction_static=None,
-        max_total_tokens=4096, max_running_requests=8, cpu_threads=1, cuda_graph_bs=(), cuda_graph_padding=True, chunked_prefill_size=64,
-        max_prefill_tokens=256, max_queued_requests=1024, schedule_policy="fcfs", schedule_conservativeness=1.0, radix_cache=True,
+        context_length=256, chat_template=None, device="cpu", attention_backend="torch_native", sampling_backend="pytorch",
+        page_size=1, mem_fraction_static=None, max_total_tokens=4096, max_running_requests=8, cpu_threads=1, cuda_graph_bs=(),
+        cuda_graph_padding=True, chunked_prefill_size=64, max_prefill_tokens=256, max_queued_requests=1024,
+        schedule_policy="fcfs", schedule_conservativeness=1.0, radix_cache=True,
         overlap=True, mixed_chunk=False, stream_interval=1, random_seed=0, watchdog_timeout=300.0, speculative=speculative,
         host="127.0.0.1", port=0, api_key=None, admin_api_key=None, trust_request_chat_template=False, enable_metrics=True,
         log_level="info", log_requests=False, shutdown_timeout=30.0, skip_server_warmup=True, profile_folder=None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -23,11 +24,28 @@ class Stream(enum.IntEnum):
     SYNTHETIC = 4
 
 
+class SamplingOps(Protocol):
+    """The operations of sampling that take long over a large vocabulary or many launches. A row's result depends on that row alone."""
+
+    def filter(self, probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+        """As `filter_probs`; rows without a filter keep their bits. May reuse the storage of `probs`."""
+        ...
+
+    def draw(self, probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        """As `draw`."""
+        ...
+
+    def uniforms(self, seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
+        """As `uniforms`, bit for bit."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingTables:
     """What the sampler reads by request row; R rows, V vocabulary.
 
     Attributes:
+        ops: how it computes.
         floats: float32 [R, 6]: temperature (0: greedy), top_p, min_p, presence, frequency, repetition penalty.
         top_k: int32 [R].
         seeds: int64 [R].
@@ -38,6 +56,7 @@ class SamplingTables:
         in_prompt: bool [R, V].
     """
 
+    ops: SamplingOps
     floats: torch.Tensor
     top_k: torch.Tensor
     seeds: torch.Tensor
@@ -54,6 +73,7 @@ class SamplingNeeds:
     """Which steps a batch needs; indices are into the batch."""
 
     all_greedy: bool
+    any_greedy: bool
     filtered: bool
     penalised: list[int]
     biased: list[int]
@@ -67,7 +87,7 @@ class SamplingNeeds:
     def part(self, start: int, stop: int) -> SamplingNeeds:
         """The needs of requests `start` to `stop` alone."""
         lists = ([i - start for i in which if start <= i < stop] for which in (self.penalised, self.biased, self.at_least))
-        return SamplingNeeds(self.all_greedy, self.filtered, *lists)
+        return SamplingNeeds(self.all_greedy, self.any_greedy, self.filtered, *lists)
 
 
 STREAM_STEP = 0x9E3779B97F4A7C15
@@ -160,34 +180,34 @@ All that takes several numbers for each token of the vocabulary keeps to it, so 
 """
 
 
-def target_probs(logits: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, filtered: bool) -> torch.Tensor:
+def target_probs(logits: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, filtered: bool, greedy: bool = True) -> torch.Tensor:
     """The distribution that each request samples from: after temperature, top-k, top-p and min-p.
 
     Args:
         logits: float32 [N, V], adjusted.
         rows: int64 [N].
         filtered: whether any request has top_k, top_p or min_p.
+        greedy: whether any request is greedy.
 
     Returns:
-        float32 [N, V]. Greedy rows are one-hot at their argmax.
+        float32 [N, V]. Greedy rows are one-hot at their argmax; if none was said to be there, they are as of temperature 1.
     """
     if len(rows) > PROBS_CHUNK:
         parts = zip(logits.split(PROBS_CHUNK), rows.split(PROBS_CHUNK), strict=True)
         out = torch.empty_like(logits)
         for target, (part, index) in zip(out.split(PROBS_CHUNK), parts, strict=True):
-            target.copy_(target_probs(part, tables, index, filtered))
+            target.copy_(target_probs(part, tables, index, filtered, greedy))
         return out
     floats = tables.floats[rows]
     temperature = floats[:, TEMPERATURE : TEMPERATURE + 1]
-    greedy = temperature == 0.0
-    probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature), dim=-1)
+    cold = temperature == 0.0
+    probs = torch.softmax(logits / torch.where(cold, 1.0, temperature), dim=-1)
     if filtered:
-        top_k, top_p, min_p = tables.top_k[rows], floats[:, TOP_P], floats[:, MIN_P]
-        # Rows without a filter keep their bits: what a request draws may not depend on its neighbours' filters.
-        plain = (top_k >= probs.shape[1]) & (top_p >= 1.0) & (min_p <= 0.0)
-        probs = torch.where(plain[:, None], probs, filter_probs(probs, top_k, top_p, min_p))
+        probs = tables.ops.filter(probs, tables.top_k[rows], floats[:, TOP_P], floats[:, MIN_P])
+    if not greedy:
+        return probs
     one_hot = torch.zeros_like(probs).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
-    return torch.where(greedy, one_hot, probs)
+    return torch.where(cold, one_hot, probs)
 
 
 def filter_probs(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
@@ -224,6 +244,24 @@ def draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.minimum(index, last)
 
 
+class TorchSampling:
+    """`SamplingOps` by the definitions, on any device."""
+
+    def filter(self, probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+        """See `filter_probs`."""
+        # Rows without a filter keep their bits: what a request draws may not depend on its neighbours' filters.
+        plain = (top_k >= probs.shape[1]) & (top_p >= 1.0) & (min_p <= 0.0)
+        return torch.where(plain[:, None], probs, filter_probs(probs, top_k, top_p, min_p))
+
+    def draw(self, probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        """See `draw`."""
+        return draw(probs, uniform)
+
+    def uniforms(self, seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
+        """See `uniforms`."""
+        return uniforms(seeds, positions, stream)
+
+
 def sample(logits: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, positions: torch.Tensor, needs: SamplingNeeds) -> torch.Tensor:
     """Choose one token per request. logits float32 [B, V] unadjusted, rows and positions int64 [B] -> int64 [B]."""
     if needs.all_greedy and not needs.adjusts:
@@ -234,8 +272,8 @@ def sample(logits: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, pos
     logits = adjust(logits[:, None], tables, rows, positions[:, None], needs)[:, 0]
     if needs.all_greedy:
         return logits.argmax(-1)
-    probs = target_probs(logits, tables, rows, needs.filtered)
-    return draw(probs, uniforms(tables.seeds[rows], positions, Stream.TARGET))
+    probs = target_probs(logits, tables, rows, needs.filtered, needs.any_greedy)
+    return tables.ops.draw(probs, tables.ops.uniforms(tables.seeds[rows], positions, Stream.TARGET))
 
 
 def top_logprobs(

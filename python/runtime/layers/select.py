@@ -1,14 +1,15 @@
-"""Which form of the block operations this machine runs, chosen once at start."""
+"""Which form of the block operations and of sampling this machine runs, chosen once at start."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from runtime.layers.linear import Linear
 from runtime.layers.ops import BlockOps
+from runtime.layers.sampler import SamplingOps, TorchSampling
 from runtime.layers.torch_ops import TorchOps
 
 
@@ -47,3 +48,16 @@ def select_ops(device: torch.device, dtype: torch.dtype) -> tuple[BlockOps, str]
     except ImportError as error:
         return TorchOps(), f"torch, which is slower: fused kernels cannot be loaded ({error}); install the 'cuda' extra"
     return CudaOps(), "fused Triton and sgl_kernel operations: the device is a CUDA GPU"
+
+
+def select_sampling(device: torch.device, backend: Literal["triton", "pytorch"]) -> tuple[SamplingOps, str]:
+    """The operations of sampling for a device, and why they were chosen, for the log. `backend`: what was asked for."""
+    if device.type != "cuda":
+        return TorchSampling(), "torch: the device is a CPU"
+    if backend == "pytorch":
+        return TorchSampling(), "torch: --sampling-backend pytorch"
+    try:
+        from runtime.layers.sampling_kernels import TritonSampling
+    except ImportError as error:
+        return TorchSampling(), f"torch, which is slower: Triton cannot be loaded ({error}); install the 'cuda' extra"
+    return TritonSampling(), "Triton kernels: the device is a CUDA GPU"

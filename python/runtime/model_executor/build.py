@@ -15,7 +15,7 @@ import torch
 from runtime.batch import PAD_ROW, ForwardMode, RowInit, ScheduleBatch, WorkerLimits, no_ints
 from runtime.errors import ConfigError
 from runtime.layers.sampler import SamplingNeeds, sample, top_logprobs
-from runtime.layers.select import select_ops, tune_ops
+from runtime.layers.select import select_ops, select_sampling, tune_ops
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.graph_runner import CaptureReport, GraphRunner, capture_all
 from runtime.model_executor.input_buffers import InputBuffers
@@ -127,7 +127,9 @@ def make_page_table(parts: Parts, tokens_per_step: int) -> PageTable:
 
 def make_target(parts: Parts, runner: ModelRunner, page_table: PageTable, tokens_per_step: int) -> Target:
     """The target side, with its rows and staging."""
-    rows = RequestRows(parts.running + 1, runner.config.vocab_size, parts.device)
+    ops, why = select_sampling(parts.device, parts.config.sampling_backend)
+    log.info("sampling: %s", why)
+    rows = RequestRows(parts.running + 1, runner.config.vocab_size, parts.device, ops)
     # an EXTEND batch uploads three arrays a token and five a request; a page is three numbers: one page a token, or a decode step's reach
     pages = 2 * tokens_per_step // page_table.page_size + 2
     capacity = 6 * parts.extend_tokens + (64 + 3 * pages + tokens_per_step) * parts.requests + 3 * page_table.max_pages
@@ -188,7 +190,7 @@ def padding_prompt(parts: Parts) -> ScheduleBatch:
 def rehearse_sampling(target: Target, logits: torch.Tensor) -> None:
     """Choose a token for each row of float32 [B, V] logits with all that requests may ask for, so that the memory it takes is seen."""
     rows = torch.full((len(logits),), PAD_ROW, dtype=torch.int64, device=logits.device)
-    needs = SamplingNeeds(all_greedy=False, filtered=True, penalised=[0], biased=[0], at_least=[0])
+    needs = SamplingNeeds(all_greedy=False, any_greedy=True, filtered=True, penalised=[0], biased=[0], at_least=[0])
     tokens = sample(logits, target.rows.tables, rows, rows, needs)
     HostCopy(*top_logprobs(logits, tokens, MAX_TOP_LOGPROBS)).wait()
 

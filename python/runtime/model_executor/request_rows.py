@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from runtime.batch import RowInit
-from runtime.layers.sampler import SamplingNeeds, SamplingTables
+from runtime.layers.sampler import SamplingNeeds, SamplingOps, SamplingTables, TorchSampling
 from runtime.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_IDS, TOP_K_ALL, SamplingParams
 
 MAX_EOS = MAX_STOP_IDS + 16
@@ -30,11 +30,13 @@ class RequestRows:
         tables: what the sampler reads by row.
     """
 
-    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, rows: int, vocab_size: int, device: torch.device, ops: SamplingOps | None = None) -> None:
+        """`ops`: how tokens are sampled; torch's operations where not given."""
         self.device = device
         self.kv_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.tables = SamplingTables(
+            ops=ops or TorchSampling(),
             floats=torch.zeros((rows, 6), dtype=torch.float32, device=device),
             top_k=torch.full((rows,), TOP_K_ALL, dtype=torch.int32, device=device),
             seeds=torch.zeros(rows, dtype=torch.int64, device=device),
@@ -80,6 +82,7 @@ class RequestRows:
         index = lambda wanted: [i for i, p in enumerate(chosen) if wanted(p)]  # noqa: E731
         return SamplingNeeds(
             all_greedy=all(p.greedy for p in chosen),
+            any_greedy=any(p.greedy for p in chosen),
             filtered=any(not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) for p in chosen),
             penalised=index(lambda p: p.penalised),
             biased=index(lambda p: bool(p.logit_bias)),

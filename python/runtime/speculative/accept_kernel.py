@@ -14,18 +14,7 @@ import triton
 import triton.language as tl
 
 from runtime.layers.sampler import POSITION_STEP, STREAM_STEP, Stream, signed
-
-
-@triton.jit
-def _logical_shift(x, BITS: tl.constexpr):
-    return (x >> BITS) & ((1 << (64 - BITS)) - 1)
-
-
-@triton.jit
-def _mix(x):
-    x = (x ^ _logical_shift(x, 30)) * -4658895280553007687
-    x = (x ^ _logical_shift(x, 27)) * -7723592293110705685
-    return x ^ _logical_shift(x, 31)
+from runtime.layers.sampling_kernels import hashed_uniform
 
 
 @triton.jit
@@ -40,9 +29,8 @@ def _accept(
     drafted = tl.load(draft + request * draft_stride + 1 + j, mask=j < K, other=-1)
     chosen = tl.load(target + request * (K + 1) + j, mask=j <= K, other=0)
     if SYNTHETIC:
-        # `sampler.uniforms` of each draft's own position
-        x = _mix(_mix(tl.load(seeds + row) + stream_key) + (length.to(tl.int64) + 1 + j) * position_step)
-        uniform = ((x >> 40) & 0xFFFFFF).to(tl.float32) * (1.0 / 16777216.0)
+        # of each draft's own position
+        uniform = hashed_uniform(tl.load(seeds + row), length.to(tl.int64) + 1 + j, stream_key, position_step)
         hit = (uniform < tl.load(probabilities + j, mask=j < K, other=0.0)) & (j < K)
     else:
         hit = (drafted == chosen) & (j < K)

@@ -14,7 +14,7 @@ import torch
 
 from runtime.batch import BatchResult, ForwardMode, ScheduleBatch, StepStats
 from runtime.forward_batch import ForwardBatch
-from runtime.layers.sampler import SamplingNeeds, Stream, adjust, draw, target_probs, top_logprobs, uniforms
+from runtime.layers.sampler import SamplingNeeds, Stream, adjust, target_probs, top_logprobs
 from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.staging import HostCopy
@@ -237,7 +237,7 @@ class Verifier:
         size, device = len(drafted["tokens"]), drafted["tokens"].device
         none = np.zeros(size, dtype=np.int32)
         batch = ScheduleBatch(0, ForwardMode.DECODE, rows=none, len_bounds=none, top_logprobs=none + MAX_TOP_LOGPROBS)
-        needs = SamplingNeeds(all_greedy=False, filtered=True, penalised=[0], biased=[0], at_least=[0])
+        needs = SamplingNeeds(all_greedy=False, any_greedy=True, filtered=True, penalised=[0], biased=[0], at_least=[0])
         turn = Iteration(batch, size, torch.zeros(size, dtype=torch.int64, device=device), none, needs, False)
         verified = self.runner.outputs(size)
         lens, tokens, path = self._decide(turn, drafted, verified)
@@ -301,14 +301,16 @@ class Verifier:
     def _decide_part(self, turn: Iteration, drafted: Outputs, verified: Outputs, kv_lens: torch.Tensor) -> Verdict:
         """`_decide` for requests that are together few enough. kv_lens int32 [size], before the iteration."""
         rules, needs, D = self._rules, turn.needs, self._rules.shape.num_draft_tokens
-        target, probs = verified["tokens"].view(-1, D), None
+        target, probs, ops = verified["tokens"].view(-1, D), None, self._target.rows.tables.ops
         positions = self._positions(drafted, kv_lens)
         if needs.adjusts or not needs.all_greedy:
             logits = self._adjusted(turn, drafted, verified["logits"], positions)
-            target = logits.argmax(-1)
+            if needs.adjusts:
+                target = logits.argmax(-1)
             if not needs.all_greedy:
                 rows = turn.rows.repeat_interleave(D)
-                probs = target_probs(logits.flatten(0, 1), self._target.rows.tables, rows, needs.filtered).view_as(logits)
+                tables = self._target.rows.tables
+                probs = target_probs(logits.flatten(0, 1), tables, rows, needs.filtered, needs.any_greedy).view_as(logits)
         if rules.shape.topk > 1:
             return self._decide_tree(turn, drafted, target, probs, positions, kv_lens)
         tokens = drafted["tokens"]
@@ -320,11 +322,11 @@ class Verifier:
         final = self._uniforms(turn, positions, Stream.TARGET)
         if "probs" not in drafted and rules.thresholds.lossless:
             # Drafts that were looked up, not drawn: choose as plain decoding would and see whether the draft is it. A seed keeps its text.
-            chosen = draw(probs.flatten(0, 1), final.flatten()).view_as(target)
+            chosen = ops.draw(probs.flatten(0, 1), final.flatten()).view_as(target)
             return *verify_chain_greedy(tokens, chosen), None
         q = DraftProbs(drafted["probs"], rules.to_target, rules.to_draft) if "probs" in drafted else None
         accept = self._uniforms(turn, positions[:, :-1], Stream.ACCEPT)
-        return *verify_chain_sampled(tokens, probs, accept, final, q, rules.thresholds), None
+        return *verify_chain_sampled(tokens, probs, accept, final, q, rules.thresholds, ops.draw), None
 
     def _decide_tree(
         self,
@@ -340,7 +342,7 @@ class Verifier:
         if probs is not None:
             accept = self._uniforms(turn, positions, Stream.ACCEPT)
             final = self._uniforms(turn, positions, Stream.TARGET)
-            target = tree_targets_sampled(tokens, parents, probs, final, accept, rules.thresholds)
+            target = tree_targets_sampled(tokens, parents, probs, final, accept, rules.thresholds, self._target.rows.tables.ops.draw)
         if rules.synthetic is not None:
             first = kv_lens.to(torch.int64)[:, None] + 1
             forced = self._uniforms(turn, first + torch.arange(K, device=first.device), Stream.SYNTHETIC)
@@ -414,7 +416,8 @@ class Verifier:
         return kv_lens.to(torch.int64)[:, None] + depths + 1
 
     def _uniforms(self, turn: Iteration, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
-        return uniforms(self._target.rows.tables.seeds[turn.rows][:, None], positions, stream)
+        tables = self._target.rows.tables
+        return tables.ops.uniforms(tables.seeds[turn.rows][:, None], positions, stream)
 
     def _adjusted(self, turn: Iteration, drafted: Outputs, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """float32 [size, D, V]: logits after penalties that count the drafts before each position as if they stood."""

@@ -7,12 +7,15 @@ anything, NaN and -1 included: what comes out for them is meaningless, but every
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from runtime.layers.sampler import draw
 
+Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""As `sampler.draw`."""
 BELOW_ONE = 1.0 - 2.0**-24
 """The largest float32 below 1: where uniform random numbers are clamped, so that an inverse CDF never runs off its end."""
 
@@ -85,6 +88,7 @@ def verify_chain_sampled(
     final_uniforms: torch.Tensor,
     draft: DraftProbs | None = None,
     thresholds: AcceptThresholds = LOSSLESS,
+    draw: Draw = draw,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept drafts with min(1, p/q); at the first rejection draw from (p - q)+, and after none from p.
 
@@ -95,6 +99,7 @@ def verify_chain_sampled(
         final_uniforms: float [B] for the last token, or [B, D] with one for each position that it may stand at.
         draft: what the drafts were drawn from; None when they were chosen without chance, so that q is one-hot.
         thresholds: see `AcceptThresholds`.
+        draw: how the last token is drawn.
 
     Returns:
         accept lengths int32 [B] in 1..D, and the committed tokens int64 [B, D]; columns past the accept length are padding.
@@ -114,7 +119,7 @@ def verify_chain_sampled(
     weights = _residual(target_probs, tokens_BK, last_B, draft)
     if final_uniforms.dim() == 2:
         final_uniforms = final_uniforms.gather(1, last_B[:, None]).squeeze(1)
-    return accept_lens, _drafts_then(tokens_BK, last_B, _draw(weights, final_uniforms))
+    return accept_lens, _drafts_then(tokens_BK, last_B, draw(weights, final_uniforms.clamp(0.0, BELOW_ONE)))
 
 
 def tree_targets_sampled(
@@ -124,6 +129,7 @@ def tree_targets_sampled(
     uniforms_BD: torch.Tensor,
     accept_uniforms_BD: torch.Tensor | None = None,
     thresholds: AcceptThresholds = LOSSLESS,
+    draw: Draw = draw,
 ) -> torch.Tensor:
     """Draw the target's token after every node of a tree: int64 [B, D], for `verify_tree`.
 
@@ -135,10 +141,12 @@ def tree_targets_sampled(
         target_probs: float [B, D, V], p after each node.
         uniforms_BD: float [B, D], in [0, 1). Nodes of one depth may share theirs: only one of them is on the path.
         accept_uniforms_BD: float [B, D], the coins; needed below the lossless thresholds only.
+        draw: how tokens are drawn.
     """
+    uniforms_BD = uniforms_BD.clamp(0.0, BELOW_ONE)
     if thresholds.lossless:
         # Node by node: the running sums of a whole window would be D times as large.
-        return torch.stack([_draw(target_probs[:, n], uniforms_BD[:, n]) for n in range(tokens_BD.shape[1])], 1)
+        return torch.stack([draw(target_probs[:, n], uniforms_BD[:, n]) for n in range(tokens_BD.shape[1])], 1)
     assert accept_uniforms_BD is not None, "thresholds below 1 need coins"
     safe_BD = tokens_BD.clamp(0, target_probs.shape[2] - 1)
     rows = torch.arange(len(tokens_BD), device=tokens_BD.device)[:, None]
@@ -152,7 +160,7 @@ def tree_targets_sampled(
         first = accepted.to(torch.uint8).argmax(1, keepdim=True)
         p = target_probs[:, node]
         kept = torch.ones_like(p).scatter_reduce(1, safe_BD, (~mine).to(p.dtype), "amin") * p
-        other = _draw(_or_else(kept, p), uniforms_BD[:, node])
+        other = draw(_or_else(kept, p), uniforms_BD[:, node])
         drawn.append(torch.where(accepted.any(1), safe_BD.gather(1, first).squeeze(1), other))
     return torch.stack(drawn, 1)
 
@@ -286,11 +294,6 @@ def _residual(target_probs: torch.Tensor, tokens_BK: torch.Tensor, last_B: torch
 def _or_else(weights: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
     """`weights` by row, or `fallback` where a row has none left: p and q agree to the last bit, so p itself is right."""
     return torch.where((weights > 0).any(1, keepdim=True), weights, fallback)
-
-
-def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """One index per row of [B, V], never of weight 0; uniform numbers of 1 are taken as just below."""
-    return draw(weights, uniforms.clamp(0.0, BELOW_ONE))
 
 
 def _row(probs: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,9 @@ def build(flags: Sequence[str]) -> tuple[RuntimeConfig, Any]:
     return config, build_worker(config, model_config)
 
 
+GREEDY = SamplingParams(temperature=0.0)
+
+
 @dataclass(slots=True)
 class _Times:
     asked: float
@@ -52,10 +55,10 @@ class EngineLoop:
         self._times: dict[str, _Times] = {}
         self.tokens = 0
 
-    def start(self, requests: int, prompt_len: int, room: int) -> None:
+    def start(self, requests: int, prompt_len: int, room: int, sampling: SamplingParams = GREEDY) -> None:
         """Let `requests` in and run until each has a few tokens; they end after `room` tokens."""
         for i in range(requests):
-            self._ask(i, prompt_len, room)
+            self._ask(i, prompt_len, room, sampling)
         while min(times.tokens for times in self._times.values()) < 8:
             self._scheduler.step()
 
@@ -67,7 +70,7 @@ class EngineLoop:
         while True:
             alive = sum(times.tokens < output_len for times in self._times.values())
             while asked < requests and alive < concurrency:
-                self._ask(asked, prompt_len, output_len)
+                self._ask(asked, prompt_len, output_len, GREEDY)
                 asked, alive = asked + 1, alive + 1
             if not alive:
                 break
@@ -82,9 +85,9 @@ class EngineLoop:
             "mean_tpot_ms": float(np.mean([(t.last - t.first) / (t.tokens - 1) for t in all_times])) * 1e3,
         }
 
-    def _ask(self, number: int, prompt_len: int, output_len: int) -> None:
+    def _ask(self, number: int, prompt_len: int, output_len: int, sampling: SamplingParams) -> None:
         ids = np.random.default_rng(number).integers(10, self._scheduler.limits.vocab_size - 10, prompt_len).tolist()
-        sampling = SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=True)
+        sampling = structs.replace(sampling, max_new_tokens=output_len, ignore_eos=True)
         self._times[str(number)] = _Times(time.perf_counter())
         self._inbox.append(GenerateReq(rid=str(number), input_ids=ids, sampling=sampling, seed=number, stream=True))
 

@@ -31,6 +31,7 @@ SCRIPTS = (
     "faults",
     "client_agreement",
     "modes",
+    "sampling",
     "embedded_gpu",
     "embedded_speculation",
     "lossless",

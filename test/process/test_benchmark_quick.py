@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("faults", [], 5),
         ("client_agreement", ["--servers", "timed,mock"], 4),
         ("modes", ["--modes", "plain"], 6),
+        ("sampling", [], 16),
         ("embedded_gpu", [], 1),
         ("embedded_speculation", [], 4),
         ("lossless", [], 2),

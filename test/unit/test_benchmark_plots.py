@@ -158,6 +158,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"server": "mock", "backend": "vllm", "load": "6 a second", "difference": None, "repeat": {"mean_ttft_ms": 1.5}},
     ],
     "modes": [served(mode="plain", graphs="on", batch=1, step_ms=4.0)],
+    "sampling": [
+        served(mode="eagle", choice="greedy", sampler=None, batch=1, step_ms=5.0),
+        served(mode="eagle", choice="temperature 0.8", sampler="triton", batch=1, step_ms=5.5),
+    ],
     "embedded_gpu": [{"system": "transformers", "dtype": "bfloat16", "tokens_per_second": 30.0}],
     "embedded_speculation": [
         {"device": "cpu", "dtype": "float32", "quantization": "int8", "speculation": s, "batch": b, "tokens_per_second": 1.0}

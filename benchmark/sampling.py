@@ -1,0 +1,122 @@
+"""What sampling costs: one steady decode step by the way tokens are chosen, with the sampling kernels and with their torch twin.
+
+Scheduler and worker run in one process, with graphs and overlap. Acceptance is never forced: forced drafts are not judged by their
+probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmark import picture, plots
+from benchmark.markdown import Result, change, pick, provenance, table
+from benchmark.record import Record, Row
+from benchmark.server import answer, apart
+from benchmark.shapes import Model
+from benchmark.sweep import add_model, arguments, names, numbers, served_model
+
+NAME = "sampling"
+KEYS = ("model", "mode", "choice", "sampler", "batch")
+STEPS = 3
+GREEDY = "greedy"
+CHOICES: dict[str, dict[str, float]] = {
+    GREEDY: {"temperature": 0.0},
+    "temperature 0.8": {"temperature": 0.8},
+    "temperature 0.8, top_p 0.9, top_k 50": {"temperature": 0.8, "top_p": 0.9, "top_k": 50},
+    "temperature 0.8, top_p 0.9": {"temperature": 0.8, "top_p": 0.9},
+}
+"""Sampling parameters by what the rows call them. Greedy steps do not sample: they are timed once, with the first sampler."""
+
+
+def server_flags(served: Model, mode: str, sampler: str, batches: Sequence[int], on_cpu: bool) -> list[str]:
+    """The flags of one process."""
+    eagle = served.eagle_flags(None, STEPS) if mode == "eagle" else ()
+    flags = [*served.target_flags, *eagle, "--sampling-backend", sampler, "--disable-radix-cache", "--log-level", "warning"]
+    return flags if on_cpu else [*flags, "--cuda-graph-bs", *(str(batch) for batch in batches)]
+
+
+def measure(flags: Sequence[str], choices: Sequence[str], batches: Sequence[int], context: int, steps: int) -> list[Row]:
+    """In this process: a row for each choice and batch size."""
+    from benchmark.engine_loop import EngineLoop, build
+    from runtime.sampling_params import SamplingParams
+
+    config, worker = build(flags)
+    rows = []
+    for choice in choices:
+        for batch in batches:
+            loop = EngineLoop(config, worker, overlap=True)
+            loop.start(batch, context, (STEPS + 1) * (2 * steps + 40), SamplingParams(**CHOICES[choice]))  # type: ignore[arg-type]
+            loop.run(8)
+            before = loop.tokens
+            seconds = min(loop.run(steps), loop.run(steps))
+            each = (loop.tokens - before) / (2 * steps * batch)
+            loop.stop()
+            labels = {"choice": choice, "batch": batch, "context": context}
+            rows.append({**labels, "step_ms": seconds * 1e3, "tokens_per_request_and_step": each})
+    worker.close()
+    return rows
+
+
+def render(result: Result) -> str:
+    """One table: a line for each way to choose, a column for each batch size, against greedy steps."""
+    rows = result["rows"]
+    batches = sorted({row["batch"] for row in rows})
+    lines = []
+    for model, mode, choice, sampler in dict.fromkeys(tuple(row[name] for name in KEYS[:-1]) for row in rows):
+        cells = []
+        for batch in batches:
+            row = pick(rows, model=model, mode=mode, choice=choice, sampler=sampler, batch=batch)
+            greedy = pick(rows, model=model, mode=mode, choice=GREEDY, batch=batch)
+            against = f" ({change(row['step_ms'], greedy['step_ms'])})" if row and greedy and row is not greedy else ""
+            cells.append(f"{row['step_ms']:.3f}{against}" if row else None)
+        lines.append([f"{model}, {mode}, {choice}", sampler, *cells])
+    header = ["step (ms)", "sampling", *(f"batch {batch}" for batch in batches)]
+    return "\n".join([table(header, lines), "", provenance(result)])
+
+
+def plot(result: Result, file: Path) -> None:
+    """Step time by the way tokens are chosen, a panel for each model, mode and batch size."""
+    rows = result["rows"]
+
+    def panel(model: str, mode: str, batch: int) -> plots.Panel:
+        groups: dict[str, dict[str, float | None]] = {}
+        for row in rows:
+            if (row["model"], row["mode"], row["batch"]) == (model, mode, batch):
+                groups.setdefault(row["choice"], {})[row["sampler"] or GREEDY] = row["step_ms"]
+        return plots.bars(groups, f"{model}, {mode}, batch {batch}", "ms a step")
+
+    panels = [panel(*key) for key in dict.fromkeys((row["model"], row["mode"], row["batch"]) for row in rows)]
+    picture.draw(result, file, "One steady decode step by the way tokens are chosen", panels, columns=2)
+
+
+def main() -> None:
+    """Measure, keep, plot."""
+    parser = arguments(__doc__)
+    parser.add_argument("--modes", type=names, default=["plain", "eagle"])
+    parser.add_argument("--samplers", type=names, default=["triton", "pytorch"])
+    parser.add_argument("--batch-sizes", type=numbers, default=[1, 32])
+    parser.add_argument("--context", type=int, default=250, help="prompt tokens of each request")
+    parser.add_argument("--steps", type=int, default=25, help="timed steps, twice; the faster run counts")
+    parser.add_argument("--child", help="one process's orders, as JSON")
+    add_model(parser)
+    args = parser.parse_args()
+    if args.child:
+        answer(args.child, measure)
+        return
+    record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)
+    batches, context, steps = ([1, 2], 16, 4) if args.quick else (args.batch_sizes, args.context, args.steps)
+    samplers = ["pytorch"] if args.quick else args.samplers
+    for mode in args.modes:
+        for sampler in samplers:
+            choices = [choice for choice in CHOICES if choice != GREEDY or sampler == samplers[0]]
+            order: dict[str, Any] = {"flags": server_flags(served, mode, sampler, batches, args.quick), "choices": choices}
+            for row in apart(NAME, order | {"batches": batches, "context": context, "steps": steps}):
+                record.add({"model": served.name, "mode": mode, "sampler": None if row["choice"] == GREEDY else sampler, **row})
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+
+
+if __name__ == "__main__":
+    main()

@@ -8,15 +8,16 @@ from typing import Protocol
 import torch
 
 from runtime.forward_batch import ForwardBatch
+from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCaps:
-    """What a backend can do; flags that need more are refused at start.
+    """What a backend can do; a model or a flag that needs more is refused at start.
 
     Attributes:
         needs_len_bounds: `plan` reads `seq_len_bounds`, so they should be near the truth.
-        tree_mask: whether passes with `tree_mask` work.
+        tree_mask: whether passes with `tree_mask` work where all layers see everything; `plan` may refuse them beside a window.
         page_sizes: page sizes it takes; None for any.
         head_dims: head dimensions it takes; None for any.
         cuda_graph: whether `forward` may be captured.
@@ -59,12 +60,16 @@ class AttentionShape:
 class AttentionBackend(Protocol):
     """Attention over the paged KV pool. KV of the pass is already in the pool when `forward` is called.
 
-    Built from (`AttentionShape`, `KVPool`, `PageTable`, dtype, device). `plan` runs outside any graph: before each eager pass, before a
-    capture and before every replay, always the same call, and writes in place into buffers that the backend owns. `forward` may be
-    captured: no host reads, no allocation that depends on values.
+    Its type is the pool's. `plan` runs outside any graph: before each eager pass, before a capture and before every replay, always the same
+    call, and writes in place into buffers that the backend owns. `forward` may be captured: no host reads, no allocation that depends on
+    values.
     """
 
     caps: AttentionCaps
+
+    def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> None:
+        """Prepare for passes up to `shape`. Raises `ConfigError` for a type that the backend does not take."""
+        ...
 
     def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
         """Prepare `num_steps` passes over `batch`; pass `i` runs with `seq_lens + i * tokens_per_req` and `batch.step == i`.

@@ -1,7 +1,8 @@
-"""FA3 and FlashInfer against torch attention in float32, eager and captured, over random page tables."""
+"""FA3, split attention and FlashInfer against torch attention in float32, eager and captured, over random page tables."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -9,96 +10,126 @@ import numpy as np
 import pytest
 import torch
 
+from gpu.attention_kinds import BF16, CAUSAL_KINDS, FP16, MAX_LEN, TREE_KINDS, Kind
 from runtime.batch import ForwardMode
+from runtime.errors import ConfigError
 from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionBackend, AttentionShape
-from runtime.layers.attention.registry import build_backend
+from runtime.layers.attention.registry import backend_class, build_backend
 from runtime.mem_cache.kv_pool import KVPool, PageTable
+from runtime.resolve import resolve
+from unit.test_server_args import HOPPER, LLAMA, args
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-H, G, B = 8, 2, 7
-MAX_LEN = 2304
-TOLERANCE = 1e-2
-"""Relative error of bfloat16 operands."""
+B = 7
+TOLERANCE = {BF16: 1e-2, FP16: 2e-3}
+"""Relative error of operands of 16 bits."""
 
 
 @dataclass
 class World:
     """A pool of random keys and values over two layers, and its float32 twin under torch attention."""
 
+    kind: Kind
     fast: AttentionBackend
     slow: AttentionBackend
     pages: PageTable
-    head_dim: int
     rng: np.random.Generator
 
 
 @pytest.fixture(autouse=True)
-def who_runs_fixed_passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the name "fa3 split" split attention runs all fixed-width passes that it takes, under "fa3" none."""
-    name = request.node.callspec.params["name"]
+def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Under the name "fa3 split" split attention runs all fixed-width passes that it takes, under "fa3" none. Lists those that it ran."""
+    name, ran = request.node.callspec.params["name"], list[object]()
     if name.startswith("fa3"):
-        monkeypatch.setattr("runtime.layers.attention.flash_attention.split_wins", lambda _batch: name != "fa3")
+        from runtime.layers.attention import flash_attention
+
+        split_attention = flash_attention.split_attention
+
+        def listed(*given: object, **more: object) -> torch.Tensor:
+            ran.append(given[4])
+            return split_attention(*given, **more)
+
+        monkeypatch.setattr(flash_attention, "split_wins", lambda _batch: name != "fa3")
+        monkeypatch.setattr(flash_attention, "split_attention", listed)
+    return ran
 
 
-def make_world(name: str, head_dim: int, page_size: int, width: int, window: int = -1, steps: int = 1, seed: int = 0) -> World:
+def plain(head_dim: int, page_size: int, width: int, window: int = -1, steps: int = 1, tail: int = 0) -> Kind:
+    """A kind of the ordinary model: bfloat16, 8 heads over 2, and a window, if any, in one of two layers."""
+    return Kind((BF16, head_dim, "full" if window < 0 else "mixed"), window, 4, 2, page_size, width, B, steps, tail)
+
+
+def make_world(name: str, kind: Kind, seed: int = 0) -> World:
     torch.manual_seed(seed)
-    rng, device = np.random.default_rng(seed), torch.device("cuda")
-    cols = -(-MAX_LEN // page_size)
-    table = PageTable(B + 1, MAX_LEN, page_size, device)
-    table.pages[1:] = (torch.randperm(B * cols, device=device) + 1).view(B, cols).int()
-    pool = KVPool(2, B * cols, page_size, G, head_dim, torch.bfloat16, device)
-    twin = KVPool(2, B * cols, page_size, G, head_dim, torch.float32, device)
+    device = torch.device("cuda")
+    table = PageTable(kind.batch + 1, MAX_LEN, kind.page_size, device)
+    num_pages = kind.batch * table.max_pages
+    pool = KVPool(2, num_pages, kind.page_size, kind.kv_heads, kind.head_dim, kind.dtype, device)
+    twin = KVPool(2, num_pages, kind.page_size, kind.kv_heads, kind.head_dim, torch.float32, device)
     for cache, copy in zip((*pool.k, *pool.v), (*twin.k, *twin.v), strict=True):
         cache.normal_()
         copy.copy_(cache)
     shape = AttentionShape(
-        num_q_heads=H,
-        num_kv_heads=G,
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        window=(-1, window),
-        max_batch_size=B,
-        max_tokens_per_req=width,
-        max_steps=steps,
+        num_q_heads=kind.num_q_heads,
+        num_kv_heads=kind.kv_heads,
+        head_dim=kind.head_dim,
+        scale=kind.head_dim**-0.5,
+        window=kind.windows,
+        max_batch_size=kind.batch,
+        max_tokens_per_req=kind.width,
+        max_steps=kind.steps,
         max_context_len=MAX_LEN,
     )
-    return World(
-        build_backend(name.split()[0], shape, pool, table), build_backend("torch_native", shape, twin, table), table, head_dim, rng
-    )
+    fast, slow = build_backend(name.split()[0], shape, pool, table), build_backend("torch_native", shape, twin, table)
+    world = World(kind, fast, slow, table, np.random.default_rng(seed))
+    shuffle(world)
+    return world
 
 
-def fixed_batch(width: int, tail: int = 0) -> ForwardBatch:
-    """Persistent buffers of a pass of B requests, all padding."""
-    ints = {"dtype": torch.int64, "device": "cuda"}
+def shuffle(world: World) -> None:
+    """Give all pages away anew, in place."""
+    pages = world.pages.pages[1:]
+    pages.copy_((torch.randperm(pages.numel(), device=pages.device) + 1).view(pages.shape))
+
+
+def queries(kind: Kind, tokens: int) -> torch.Tensor:
+    return torch.randn((tokens, kind.num_q_heads, kind.head_dim), device="cuda").to(kind.dtype)
+
+
+def fixed_batch(kind: Kind) -> ForwardBatch:
+    """Persistent buffers of passes of one size, all padding."""
+    ints, size, width = {"dtype": torch.int64, "device": "cuda"}, kind.batch, kind.width
+    least = max(width, kind.tail)
     return ForwardBatch(
         mode=ForwardMode.DECODE if width == 1 else ForwardMode.TARGET_VERIFY,
-        batch_size=B,
+        batch_size=size,
         tokens_per_req=width,
-        input_ids=torch.zeros(B * width, **ints),
-        positions=torch.zeros(B * width, **ints),
-        out_cache_loc=torch.zeros(B * width, **ints),
-        req_pool_indices=torch.zeros(B, **ints),
-        seq_lens=torch.full((B,), width, dtype=torch.int32, device="cuda"),
-        qo_indptr=torch.arange(B + 1, dtype=torch.int32, device="cuda") * width,
-        seq_len_bounds=np.full(B, width, dtype=np.int32),
-        tree_mask=torch.ones(B * width, **ints) if tail else None,
-        tree_tail=tail,
+        input_ids=torch.zeros(size * width, **ints),
+        positions=torch.zeros(size * width, **ints),
+        out_cache_loc=torch.zeros(size * width, **ints),
+        req_pool_indices=torch.zeros(size, **ints),
+        seq_lens=torch.full((size,), least, dtype=torch.int32, device="cuda"),
+        qo_indptr=torch.arange(size + 1, dtype=torch.int32, device="cuda") * width,
+        seq_len_bounds=np.full(size, least, dtype=np.int32),
+        tree_mask=torch.ones(size * width, **ints) if kind.tail else None,
+        tree_tail=kind.tail,
     )
 
 
 def load(world: World, batch: ForwardBatch, lens: list[int]) -> None:
-    """Put requests of these lengths, at most B, into the batch in place; the rest is padding. Bounds are up to 8 above the truth.
+    """Put requests of these lengths into the batch in place; the rest is padding. Bounds are up to 8 above the truth.
 
-    Each has at least the keys of its own queries.
+    Each has at least the keys of its own queries and of its tree tail.
     """
-    width, count = batch.tokens_per_req, len(lens)
-    full = np.array([max(length, width) for length in lens] + [width] * (B - count), dtype=np.int32)
-    rows = np.zeros(B, dtype=np.int64)
-    rows[:count] = world.rng.permutation(B)[:count] + 1
+    size, width, count = batch.batch_size, batch.tokens_per_req, len(lens)
+    least = max(width, batch.tree_tail)
+    full = np.array([max(length, least) for length in lens] + [least] * (size - count), dtype=np.int32)
+    rows = np.zeros(size, dtype=np.int64)
+    rows[:count] = world.rng.permutation(size)[:count] + 1
     batch.req_pool_indices.copy_(torch.from_numpy(rows))
     batch.seq_lens.copy_(torch.from_numpy(full))
-    slack = world.rng.integers(0, 9, B).astype(np.int32)
+    slack = world.rng.integers(0, 9, size).astype(np.int32)
     slack[0] = 8
     batch.seq_len_bounds = np.where(rows > 0, full + slack, full).astype(np.int32)
     ends = torch.from_numpy(full).cuda().long()
@@ -114,13 +145,25 @@ def random_mask(batch: ForwardBatch) -> torch.Tensor:
     return torch.randint(0, 2**62, (batch.batch_size * width,), device="cuda") | (torch.ones_like(own) << own)
 
 
+def at_step(batch: ForwardBatch, step: int, masks: list[torch.Tensor]) -> ForwardBatch:
+    """A later pass of the same plan; of a tree with its own one of `masks`."""
+    ahead = step * batch.tokens_per_req
+    one = replace(batch, step=step, seq_lens=batch.seq_lens + ahead, positions=batch.positions + ahead)
+    return one if batch.tree_mask is None else replace(one, tree_tail=batch.tree_tail + ahead, tree_mask=masks[step])
+
+
 def check(world: World, batch: ForwardBatch, q: torch.Tensor, got: list[torch.Tensor]) -> None:
     world.slow.plan(batch)
     for layer, out in enumerate(got):
-        want = world.slow.forward(q.float(), layer, batch).double()
-        assert torch.isfinite(out).all(), f"layer {layer}: not finite"
-        per_token = (out.double() - want).norm(dim=1) / want.norm(dim=1)
-        assert per_token.max() < TOLERANCE, f"layer {layer}: relative error {per_token.max():.1e} at token {per_token.argmax()}"
+        compare(world, batch, q, layer, out)
+
+
+def compare(world: World, batch: ForwardBatch, q: torch.Tensor, layer: int, out: torch.Tensor) -> None:
+    where, want = f"layer {layer}, pass {batch.step}", world.slow.forward(q.float(), layer, batch).double()
+    assert torch.isfinite(out).all(), f"{where}: not finite"
+    per_token = (out.double() - want).norm(dim=1) / want.norm(dim=1)
+    worst = per_token.max()
+    assert worst < TOLERANCE[world.kind.dtype], f"{where}: relative error {worst:.1e} at token {per_token.argmax()}"
 
 
 def captured(run: Callable[[], list[torch.Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
@@ -160,9 +203,9 @@ LENGTHS = ([1020, 129, 2040, 700, 5, 257], [2288, 2290, 2279, 2272, 2291, 2288, 
     ],
 )
 def test_a_captured_pass_follows_lengths_and_tables_that_change(name: str, head_dim: int, page_size: int, width: int, window: int) -> None:
-    world = make_world(name, head_dim, page_size, width, window)
-    batch = fixed_batch(width)
-    q = torch.randn((B * width, H, head_dim), device="cuda").bfloat16()
+    world = make_world(name, plain(head_dim, page_size, width, window))
+    batch = fixed_batch(world.kind)
+    q = queries(world.kind, B * width)
 
     def run() -> list[torch.Tensor]:
         return [world.fast.forward(q, layer, batch) for layer in (0, 1)]
@@ -206,18 +249,108 @@ def prompts(rows: list[int], prefixes: list[int], queries: list[int]) -> Forward
 
 @pytest.mark.parametrize(("name", "page_size"), [("fa3", 1), ("fa3", 64), ("flashinfer", 16)])
 def test_a_ragged_extend_sees_its_prefix(name: str, page_size: int) -> None:
-    world = make_world(name, 128, page_size, 1)
+    world = make_world(name, plain(128, page_size, 1))
     batch = prompts([3, 1, 7, 2, 5], [0, 5, 700, 0, 63], [1, 300, 17, 64, 129])
-    q = torch.randn((batch.num_tokens, H, 128), device="cuda").bfloat16()
+    q = queries(world.kind, batch.num_tokens)
     world.fast.plan(batch)
     check(world, batch, q, [world.fast.forward(q, layer, batch) for layer in (0, 1)])
 
 
+def random_lengths(rng: np.random.Generator, low: int, high: int, count: int) -> list[int]:
+    """As many short ones as long ones: each doubling of the length beyond `low` is as likely."""
+    return [low - 1 + math.floor((high - low + 1) ** u) for u in rng.random(count)]
+
+
+@pytest.mark.parametrize("kind", CAUSAL_KINDS + TREE_KINDS, ids=str)
+@pytest.mark.parametrize("name", ["fa3", "fa3 split", "flashinfer"])
+def test_passes_of_every_kind_are_torchs_eager_and_captured(name: str, kind: Kind, splits: list[object]) -> None:
+    world = make_world(name, kind, seed=len(str(kind)))
+    batch, low = fixed_batch(kind), max(kind.width, kind.tail)
+    masks = [] if batch.tree_mask is None else [batch.tree_mask, *(torch.ones_like(batch.tree_mask) for _ in range(1, kind.steps))]
+    qs = [queries(kind, kind.batch * kind.width) for _ in range(kind.steps)]
+
+    def run() -> list[torch.Tensor]:
+        steps = [at_step(batch, step, masks) for step in range(kind.steps)]
+        return [world.fast.forward(q, layer, one) for one, q in zip(steps, qs, strict=True) for layer in (0, 1)]
+
+    world.fast.plan(batch, kind.steps)
+    graph, out = captured(run)
+    for turn in range(4):
+        count = int(world.rng.integers(1, kind.batch + 1)) if turn else kind.batch
+        shuffle(world)
+        load(world, batch, random_lengths(world.rng, low, kind.longest, count) if turn else [kind.longest] * count)
+        for q in qs:
+            q.normal_()
+        for step, mask in enumerate(masks[1:], 1):
+            mask.copy_(random_mask(at_step(batch, step, masks)))
+        world.fast.plan(batch, kind.steps)
+        torch.cuda.synchronize()  # as in a model, where other kernels lie between a plan and its first use
+        eager = run()
+        for layer in out:
+            layer.fill_(float("nan"))
+        world.fast.plan(batch, kind.steps)
+        graph.replay()
+        world.slow.plan(batch, kind.steps)
+        for at, (one, again) in enumerate(zip(out, eager, strict=True)):
+            compare(world, at_step(batch, at // 2, masks), qs[at // 2], at % 2, one)
+            assert torch.equal(one, again), "replay differs from the same pass run eagerly"
+    assert bool(splits) == (name == "fa3 split" and kind.width <= 8 and kind.width * kind.group <= 64), "split attention ran what it takes"
+
+
+@pytest.mark.parametrize("kind", CAUSAL_KINDS, ids=str)
+@pytest.mark.parametrize("name", ["fa3", "flashinfer"])
+def test_prompts_of_every_kind_are_torchs(name: str, kind: Kind) -> None:
+    world = make_world(name, kind, seed=len(str(kind)))
+    for _ in range(3):
+        count = int(world.rng.integers(1, min(kind.batch, 6) + 1))
+        new = random_lengths(world.rng, 1, 700, count)
+        prefixes = [0 if world.rng.random() < 0.3 else random_lengths(world.rng, 1, MAX_LEN - n, 1)[0] for n in new]
+        shuffle(world)
+        batch = prompts((world.rng.permutation(kind.batch)[:count] + 1).tolist(), prefixes, new)
+        q = queries(kind, batch.num_tokens)
+        world.fast.plan(batch)
+        check(world, batch, q, [world.fast.forward(q, layer, batch) for layer in (0, 1)])
+
+
+@pytest.mark.parametrize("name", ["fa3", "flashinfer"])
+def test_what_a_backend_takes_is_what_resolve_lets_through(name: str) -> None:
+    taken = backend_class(name).caps.head_dims
+    assert taken is not None
+    for head_dim in range(16, 576, 16):
+        asked = replace(LLAMA, head_dim=head_dim)
+        if head_dim in taken:
+            assert resolve(args(attention_backend=name), HOPPER, asked).attention_backend == name
+        else:
+            with pytest.raises(ConfigError, match=f"--attention-backend {name}: .*not {head_dim}; use torch_native"):
+                resolve(args(attention_backend=name), HOPPER, asked)
+
+
+@pytest.mark.parametrize("name", ["fa3", "flashinfer"])
+@pytest.mark.parametrize("head_dim", [32, 80, 96, 192, 512])
+def test_a_head_dimension_without_kernels_is_refused_when_built(name: str, head_dim: int) -> None:
+    with pytest.raises(ConfigError, match=f"attention backend {name} takes head dimensions 64, 128, 256, not {head_dim}; use torch_native"):
+        make_world(name, plain(head_dim, 16, 1))
+
+
+@pytest.mark.parametrize("name", ["fa3", "flashinfer"])
+def test_float32_is_refused_when_built(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} works in bfloat16 or float16, not torch.float32; use --attention-backend torch_native"):
+        make_world(name, replace(plain(128, 16, 1), kernel=(torch.float32, 128, "full")))
+
+
+@pytest.mark.parametrize("name", ["fa3", "fa3 split", "flashinfer"])
+@pytest.mark.parametrize("masked", ["mixed", "window"])
+def test_a_tree_beside_a_window_is_refused_when_planned(name: str, masked: str) -> None:
+    world = make_world(name, replace(plain(128, 16, 4, tail=4), kernel=(BF16, 128, masked), window=100))
+    with pytest.raises(ConfigError, match=f"full attention in every layer with {name.split()[0]}; use --speculative-eagle-topk 1"):
+        world.fast.plan(fixed_batch(world.kind))
+
+
 @pytest.mark.parametrize("name", ["fa3", "flashinfer"])
 def test_prompts_planned_ahead_of_a_busy_device_keep_their_own_plans(name: str) -> None:
-    world = make_world(name, 128, 16, 1)
+    world = make_world(name, plain(128, 16, 1))
     batches = [prompts([3, 1], [0, 5], [700, 300]), prompts([7], [700], [17]), prompts([2, 5, 4], [0, 63, 1000], [64, 129, 900])]
-    qs = [torch.randn((batch.num_tokens, H, 128), device="cuda").bfloat16() for batch in batches]
+    qs = [queries(world.kind, batch.num_tokens) for batch in batches]
     torch.cuda._sleep(200_000_000)  # about a tenth of a second, in which the host plans all three
     outs = []
     for batch, q in zip(batches, qs, strict=True):
@@ -232,10 +365,10 @@ def test_prompts_planned_ahead_of_a_busy_device_keep_their_own_plans(name: str) 
 )
 def test_a_tree_mask_hides_branches_in_a_captured_pass(name: str, page_size: int, tail: int) -> None:
     width = 4
-    world = make_world(name, 128, page_size, width)
-    batch = fixed_batch(width, tail)
+    world = make_world(name, plain(128, page_size, width, tail=tail))
+    batch = fixed_batch(world.kind)
     load(world, batch, [tail] * B)
-    q = torch.randn((B * width, H, 128), device="cuda").bfloat16()
+    q = queries(world.kind, B * width)
     world.fast.plan(batch)
     graph, out = captured(lambda: [world.fast.forward(q, 0, batch)])
     for lens in ([1020, 129, 2040, tail, 66, tail + 1], [2288] * B):
@@ -251,8 +384,8 @@ def test_a_tree_mask_hides_branches_in_a_captured_pass(name: str, page_size: int
 @pytest.mark.parametrize("tree", [False, True])
 def test_one_plan_serves_every_pass_of_a_draft(name: str, tree: bool) -> None:
     width, steps = 2, 3
-    world = make_world(name, 128, 16, width, steps=steps)
-    batch = fixed_batch(width, width if tree else 0)
+    world = make_world(name, plain(128, 16, width, steps=steps, tail=width if tree else 0))
+    batch = fixed_batch(world.kind)
     load(world, batch, [1020, 129, 700, width, 257])
     world.fast.plan(batch, steps)
     world.slow.plan(batch, steps)
@@ -261,15 +394,14 @@ def test_one_plan_serves_every_pass_of_a_draft(name: str, tree: bool) -> None:
         if tree:
             one = replace(one, tree_tail=width * (step + 1))
             one = replace(one, tree_mask=random_mask(one))
-        q = torch.randn((B * width, H, 128), device="cuda").bfloat16()
-        got, want = world.fast.forward(q, 0, one).double(), world.slow.forward(q.float(), 0, one).double()
-        assert ((got - want).norm(dim=1) / want.norm(dim=1)).max() < TOLERANCE, f"step {step}"
+        q = queries(world.kind, B * width)
+        compare(world, one, q, 0, world.fast.forward(q, 0, one))
 
 
 @pytest.mark.parametrize("name", ["fa3", "fa3 split", "flashinfer"])
 def test_planning_a_known_size_never_waits_for_the_device(name: str) -> None:
-    world = make_world(name, 128, 16, 1)
-    batch = fixed_batch(1)
+    world = make_world(name, plain(128, 16, 1))
+    batch = fixed_batch(world.kind)
     load(world, batch, [700, 30])
     world.fast.plan(batch)
     torch.cuda.synchronize()
@@ -279,5 +411,5 @@ def test_planning_a_known_size_never_waits_for_the_device(name: str) -> None:
             world.fast.plan(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    q = torch.randn((B, H, 128), device="cuda").bfloat16()
+    q = queries(world.kind, B)
     check(world, batch, q, [world.fast.forward(q, 0, batch)])

@@ -109,10 +109,26 @@ def test_every_length_from_the_shortest_to_many_tiles_a_split(page_size: int, wi
     assert_close(case.run(window=window), definition(case, True, window)[0])
 
 
-@pytest.mark.parametrize(("heads", "width"), [((8, 1, 128), 8), ((6, 2, 64), 2), ((2, 2, 256), 1), ((12, 2, 64), 5)])
+@pytest.mark.parametrize(
+    ("heads", "width"),
+    [
+        ((8, 1, 128), 8), ((6, 2, 64), 2), ((2, 2, 256), 1), ((12, 2, 64), 5), ((3, 3, 64), 8), ((4, 2, 128), 3), ((3, 1, 256), 7),
+        ((8, 2, 256), 4), ((10, 2, 128), 4), ((5, 1, 256), 8), ((14, 2, 64), 1), ((7, 1, 128), 8), ((16, 2, 64), 1),
+    ],
+)  # fmt: skip
 def test_groups_of_any_size_and_every_head_dimension(heads: tuple[int, int, int], width: int) -> None:
     case = make_case([width, 70, 201], width, 16, heads)
     assert_close(case.run(), definition(case, True, -1)[0])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("batch", "window"), [(1, -1), (4, 0), (8, -1), (16, 130), (26, -1)])
+def test_every_default_cut_holds_at_its_widest(head_dim: int, batch: int, window: int) -> None:
+    """Most rows a program may have, so the most shared memory, at the last batch of each cut."""
+    lens = np.random.default_rng(batch * head_dim).integers(8, 400 if batch < 16 else 200, batch).tolist()
+    case = make_case(lens, 8, 16, (8, 1, head_dim), sms=132, config=default_config(head_dim, batch))
+    assert case.shape.rows == 64
+    assert_close(case.run(window=window), definition(case, True, window)[0])
 
 
 def test_one_program_a_head_when_the_batch_fills_the_device() -> None:

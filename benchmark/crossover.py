@@ -1,13 +1,19 @@
-"""Where speculation stops paying: with and without it over concurrency, at several accept lengths and on real text."""
+"""Where speculation stops paying: with and without it over concurrency, at synthetic accept lengths on random text and at the real one.
+
+The real one is that of the weights: `--model` and its trained `--head` answer the shipped chat prompts, greedily and to the end that the
+model sets, so that with and without drafts the same texts are written. Every prompt is asked equally often at every concurrency.
+"""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
+from benchmark.chat_text import PROMPTS, chat_text
 from benchmark.markdown import Result, cell, pick, provenance, table
 from benchmark.record import Record
 from benchmark.shapes import Model
@@ -16,7 +22,9 @@ from benchmark.sweep import Burst, Setup, add_model, arguments, names, numbers, 
 NAME = "crossover"
 KEYS = ("model", "speculation", "text", "concurrency")
 STEPS = 3
-OFF = "off"
+OFF, REAL = "off", "real"
+A_SLOT = 4
+"""Prompts of real text for each request under way, at least: answers differ in length, and of few the last run alone."""
 
 
 def setups(served: Model, accept_lengths: list[str], backend: str | None) -> list[Setup]:
@@ -24,17 +32,27 @@ def setups(served: Model, accept_lengths: list[str], backend: str | None) -> lis
     common = (*served.target_flags, "--disable-radix-cache", *(("--attention-backend", backend) if backend else ()))
     found = [Setup({"model": served.name, "speculation": OFF, "steps": 0}, common)]
     for length in accept_lengths:
-        eagle = served.eagle_flags(None if length == "real" else length, STEPS)
+        eagle = served.eagle_flags(None if length == REAL else length, STEPS)
         found.append(Setup({"model": served.name, "speculation": length, "steps": STEPS}, (*common, *eagle)))
     return found
 
 
-def real_text(concurrency: int, output_len: int) -> Burst:
-    """The held-out chat prompts, by the model's own chat template."""
-    prompts = min(max(2 * concurrency, 4), 80)
-    flags = ["--backend", "sglang-oai-chat", "--dataset-name", "embedded", "--sharegpt-output-len", str(output_len)]
-    flags += ["--num-prompts", str(prompts), "--max-concurrency", str(concurrency), "--flush-cache"]
-    return Burst({"concurrency": concurrency, "text": "real", "input_len": 0, "output_len": output_len, "num_prompts": prompts}, flags)
+def real_text(concurrency: int, output_len: int, prompts: int = PROMPTS) -> Burst:
+    """Chat prompts, enough of them to keep so many requests under way."""
+    burst = chat_text(concurrency, A_SLOT * concurrency, output_len, prompts)
+    return Burst({**burst.labels, "text": REAL}, burst.flags)
+
+
+def random_text(concurrency: int, input_len: int, output_len: int) -> Burst:
+    """Random token ids with exact lengths."""
+    burst = random_ids(concurrency, input_len, output_len)
+    return Burst({**burst.labels, "text": "random"}, burst.flags)
+
+
+def measure(record: Record, served: Setup, random: list[Burst], real: list[Burst]) -> None:
+    """Random text where acceptance is synthetic, real text where it is real, both without drafts."""
+    loads = {OFF: [*random, *real], REAL: real}
+    sweep(record, [served], loads.get(served.labels["speculation"], random))
 
 
 def ratios(rows: list[dict[str, Any]], speculation: str, text: str) -> list[tuple[int, float]]:
@@ -62,56 +80,106 @@ def render(result: Result) -> str:
         rows = [row for row in result["rows"] if row["model"] == name]
         columns = sorted({row["concurrency"] for row in rows})
         lines: list[list[Any]] = []
-        for speculation, text in dict.fromkeys((row["speculation"], row["text"]) for row in rows):
-            if speculation == OFF:
-                continue
+        for speculation, text in _series(rows):
             points = ratios(rows, speculation, text)
             by = dict(points)
-            crossed = crossing(points)
-            where = "stays above 1" if crossed is None and points and points[-1][1] >= 1 else cell(crossed)
-            lines.append([f"{speculation}, {text} text", *(by.get(column) for column in columns), where])
+            lines.append([_title(speculation, text), measured(rows, speculation, text), *(by.get(c) for c in columns), _where(points)])
         parts += [f"**{name}**: throughput with speculation / without", ""]
-        parts += [table(["accept length", *(f"c={column}" for column in columns), "crossover"], lines), ""]
+        parts += [table(["acceptance", "accept length", *(f"c={column}" for column in columns), "crossover"], lines), ""]
+        parts += [line for line in [same_texts(rows)] if line]
     return "\n".join([*parts, provenance(result)])
+
+
+def _series(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """(speculation, text) of the rows with drafts, the real ones first."""
+    found = dict.fromkeys((row["speculation"], row["text"]) for row in rows if row["speculation"] != OFF)
+    return sorted(found, key=lambda pair: pair[0] != REAL)
+
+
+def _title(speculation: str, text: str) -> str:
+    return f"{speculation if speculation == REAL else f'synthetic {speculation}'}, {text} text"
+
+
+def _where(points: list[tuple[int, float]]) -> str:
+    """Where the ratio falls through 1, in words where it does not."""
+    if not points:
+        return "-"
+    crossed = crossing(points)
+    if crossed is not None:
+        return cell(crossed)
+    return f"above 1 up to {points[-1][0]}" if points[-1][1] >= 1 else f"below 1 from {points[0][0]} on"
+
+
+def measured(rows: list[dict[str, Any]], speculation: str, text: str) -> float | None:
+    """The accept length of all tokens of a series: the mean over its runs, each weighed by its tokens a window."""
+    known = [row for row in rows if (row["speculation"], row["text"]) == (speculation, text) and row.get("accept_length")]
+    tokens = sum(row["total_output_tokens"] for row in known)
+    return tokens / sum(row["total_output_tokens"] / row["accept_length"] for row in known) if tokens else None
+
+
+def same_texts(rows: list[dict[str, Any]]) -> str | None:
+    """Whether answers to real text are as long with drafts as without: greedy, they are the same texts but for rounding."""
+    pairs = []
+    for on in rows:
+        off = pick(rows, speculation=OFF, text=REAL, concurrency=on["concurrency"])
+        if (on["speculation"], on["text"]) == (REAL, REAL) and off is not None:
+            pairs.append((on["concurrency"], off["total_output_tokens"], on["total_output_tokens"]))
+    if not pairs:
+        return None
+    differ = [f"{off} and {on} at c={concurrency}" for concurrency, off, on in sorted(pairs) if off != on]
+    if not differ:
+        return "Real text: as many tokens without drafts as with them at every concurrency.\n"
+    return f"Real text, tokens without drafts and with them: {'; '.join(differ)}; equal elsewhere.\n"
 
 
 def plot(result: Result, file: Path) -> None:
     """The ratios over concurrency; a star where a line falls through 1, and there speculation stops paying."""
-    rows, series = result["rows"], {}
-    for name, speculation, text in dict.fromkeys((row["model"], row["speculation"], row["text"]) for row in rows):
-        if speculation != OFF:
-            length = "real acceptance" if speculation == "real" else f"accept length {speculation}"
-            series[f"{name}, {length}, {text} text"] = ratios([row for row in rows if row["model"] == name], speculation, text)
+    series = {}
+    for name in dict.fromkeys(row["model"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["model"] == name]
+        for speculation, text in _series(rows):
+            length = cell(measured(rows, speculation, text))
+            label = f"real acceptance ({length})" if speculation == REAL else f"synthetic {speculation}"
+            series[f"{name}, {label}, {text} text"] = ratios(rows, speculation, text)
     marks = {name: crossing(points) for name, points in series.items()}
     panel = plots.lines(series, "", "concurrency", "output tokens/s with speculation / without", 1.0, marks)
-    models = ", ".join(dict.fromkeys(row["model"] for row in rows))
+    models = ", ".join(dict.fromkeys(row["model"] for row in result["rows"]))
     picture.draw(result, file, f"Where speculation stops paying: {models}", [panel])
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = arguments(__doc__)
+    parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16, 64, 128, 256])
+    parser.add_argument("--accept-lengths", type=names, help="synthetic ones, and real; default: 1.5,2.5,3.5, with --head real too")
+    parser.add_argument("--backend", default="fa3")
+    parser.add_argument("--output-len", type=int, default=256, help="tokens of an answer to random text, most of one to a chat prompt")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="different chat prompts of real text (default %(default)s)")
+    add_model(parser)
+    args = parser.parse_args()
+    args.accept_lengths = args.accept_lengths or [*([REAL] if args.head else []), "1.5", "2.5", "3.5"]
+    if not 1 <= args.prompts <= PROMPTS:
+        parser.error(f"--prompts {args.prompts}: there are 1 to {PROMPTS}")
+    if REAL in args.accept_lengths and not (args.model and args.head and any(Path(args.head).glob("*.safetensors"))):
+        parser.error("--accept-lengths real needs --model and --head FOLDER, an EAGLE head trained for it")
+    return args
 
 
 def main() -> None:
     """Measure, keep, plot."""
-    parser = arguments(__doc__)
-    parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16, 64, 128, 256])
-    parser.add_argument("--accept-lengths", type=names, default=["1.5", "2.5", "3.5"], help="synthetic ones, or real")
-    parser.add_argument("--backend", default="fa3")
-    parser.add_argument("--output-len", type=int, default=256)
-    add_model(parser)
-    args = parser.parse_args()
+    args = parse()
     record = Record(NAME, KEYS, args.out, args.quick)
     served = served_model(args)
-    if args.quick:
-        found, bursts = setups(served, ["2.5"], None), [_synthetic(c, 16, 8) for c in (1, 2)] + [real_text(2, 4)]
+    if args.quick:  # a head without weights: its acceptance is real too, and almost none
+        found, random, real = setups(served, [REAL, "2.5"], None), [random_text(c, 16, 8) for c in (1, 2)], [real_text(2, 4, 4)]
     else:
         found = setups(served, args.accept_lengths, args.backend)
-        bursts = [(real_text(c, args.output_len) if args.model else _synthetic(c, 256, args.output_len)) for c in args.concurrency]
-    sweep(record, found, bursts, None)
+        random = [random_text(c, 256, args.output_len) for c in args.concurrency] if set(args.accept_lengths) - {REAL} else []
+        real = [real_text(c, args.output_len, args.prompts) for c in args.concurrency] if REAL in args.accept_lengths else []
+    for setup in found:
+        measure(record, setup, random, real)
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
-
-
-def _synthetic(concurrency: int, input_len: int, output_len: int) -> Burst:
-    burst = random_ids(concurrency, input_len, output_len)
-    return Burst({**burst.labels, "text": "random"}, burst.flags)
 
 
 if __name__ == "__main__":

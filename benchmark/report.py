@@ -30,6 +30,7 @@ SCRIPTS = (
     "cpu_serving",
     "faults",
     "client_agreement",
+    "repeat",
     "modes",
     "sampling",
     "embedded_gpu",

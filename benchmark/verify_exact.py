@@ -1,15 +1,19 @@
 """Rejection sampling at temperature 1: acceptance of the strict rule, and of the probabilistic one run eagerly and through graphs.
 
-Through graphs the draft's probabilities are outputs of captured passes. Where those are stale, acceptance falls while the output stays
-right, so the last two columns must agree.
+The strict rule accepts a draft that is the target's own draw: with probability p(draft), and the drafts are the likeliest ones. The
+probabilistic one draws drafts from q and accepts sum(min(p, q)) of them. Through graphs the draft's probabilities are outputs of captured
+passes. Where those are stale, acceptance falls while the output stays right, so the last two columns must agree.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, pick, provenance, table
+from benchmark.chat_text import PROMPTS, chat_text
+from benchmark.markdown import Result, percent, pick, provenance, table
 from benchmark.record import Record
 from benchmark.shapes import Model
 from benchmark.sweep import Burst, Setup, add_model, arguments, served_model, sweep
@@ -29,15 +33,13 @@ def setups(served: Model) -> list[Setup]:
     chain = served.eagle_flags(None, STEPS)
     tree = served.eagle_flags(None, STEPS, topk=2)
     flags = {"strict": [*tree], "eager": [*chain, "--disable-cuda-graph"], "graphs": [*chain]}
-    return [Setup({"model": served.name, "rule": rule, "steps": STEPS}, (*served.target_flags, *flags[rule])) for rule in RULES]
+    common = (*served.target_flags, "--disable-radix-cache")
+    return [Setup({"model": served.name, "rule": rule, "steps": STEPS}, (*common, *flags[rule])) for rule in RULES]
 
 
-def burst(concurrency: int, num_prompts: int, output_len: int) -> Burst:
-    """The held-out chat prompts at temperature 1, answers ending where the model ends them."""
-    flags = ["--backend", "sglang-oai-chat", "--dataset-name", "embedded", "--sharegpt-output-len", str(output_len), "--temperature", "1"]
-    flags += ["--num-prompts", str(num_prompts), "--max-concurrency", str(concurrency), "--disable-ignore-eos", "--flush-cache"]
-    flags += ["--warmup-requests", "0"]
-    return Burst({"concurrency": concurrency, "num_prompts": num_prompts, "input_len": 0, "output_len": output_len}, flags)
+def burst(concurrency: int, num_prompts: int, output_len: int, prompts: int = PROMPTS) -> Burst:
+    """The held-out chat prompts at temperature 1, each answer by a seed of its own."""
+    return chat_text(concurrency, num_prompts, output_len, prompts, "--temperature", "1", "--warmup-requests", "0")
 
 
 def acceptance_rate(row: dict[str, object]) -> float | None:
@@ -46,14 +48,24 @@ def acceptance_rate(row: dict[str, object]) -> float | None:
     return (length - 1) / STEPS if isinstance(length, int | float) else None
 
 
+def standard_error(row: dict[str, Any]) -> float | None:
+    """Of the acceptance rate, windows taken as independent. Share i of `per_position_acceptance` is that of windows with i + 1 accepted."""
+    shares, length = row["per_position_acceptance"], row["accept_length"]
+    if not shares or not length:
+        return None
+    windows = (row["total_output_tokens"] - row["completed"]) / length  # an answer's first token comes of its prompt
+    variance = sum((2 * i + 1) * share for i, share in enumerate(shares)) - sum(shares) ** 2
+    return math.sqrt(max(variance, 0.0) / windows) / STEPS if windows > 0 else None
+
+
 def render(result: Result) -> str:
-    """The three columns: acceptance rate, accept length, throughput, acceptance by position."""
+    """The three columns: acceptance rate and its standard error, accept length, throughput, acceptance by position."""
     parts = []
     for name in dict.fromkeys(row["model"] for row in result["rows"]):
         rows = {rule: pick(result["rows"], model=name, rule=rule) for rule in RULES}
         found = {rule: row for rule, row in rows.items() if row is not None}
         lines = [
-            ["acceptance rate", *(_percent(acceptance_rate(row)) for row in found.values())],
+            ["acceptance rate, ± standard error", *(_rate(row) for row in found.values())],
             ["accept length", *(row["accept_length"] for row in found.values())],
             ["output tok/s", *(row["output_throughput"] for row in found.values())],
             ["acceptance by position", *(_positions(row["per_position_acceptance"]) for row in found.values())],
@@ -62,8 +74,9 @@ def render(result: Result) -> str:
     return "\n".join([*parts, provenance(result)])
 
 
-def _percent(share: float | None) -> str | None:
-    return None if share is None else f"{share * 100:.1f} %"
+def _rate(row: dict[str, Any]) -> str | None:
+    share, error = acceptance_rate(row), standard_error(row)
+    return None if share is None else percent(share, 1) + ("" if error is None else f" ± {error * 100:.1f}")
 
 
 def _positions(shares: list[float] | None) -> str | None:
@@ -91,12 +104,14 @@ def main() -> None:
     parser = arguments(__doc__)
     add_model(parser)
     parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--num-prompts", type=int, default=80)
+    parser.add_argument("--num-prompts", type=int, default=5 * PROMPTS, help="at least, in whole rounds (default %(default)s)")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="different chat prompts, a round (default %(default)s)")
+    parser.add_argument("--output-len", type=int, default=256, help="most tokens of an answer (default %(default)s)")
     args = parser.parse_args()
     if not args.quick and not (args.model and args.head):
         parser.error("--model embedded --head FOLDER: this needs a target with weights and an EAGLE head trained for it")
     record = Record(NAME, KEYS, args.out, args.quick)
-    load = burst(2, 4, 8) if args.quick else burst(args.concurrency, args.num_prompts, 256)
+    load = burst(2, 4, 8, 4) if args.quick else burst(args.concurrency, args.num_prompts, args.output_len, args.prompts)
     sweep(record, setups(served_model(args)), [load])
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))

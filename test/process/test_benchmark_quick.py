@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("cpu_serving", ["--prompts", "2"], 4),
         ("faults", [], 5),
         ("client_agreement", ["--servers", "timed,mock"], 4),
+        ("repeat", ["--modes", "eagle", "--rounds", "2"], 2),
         ("modes", ["--modes", "plain"], 6),
         ("sampling", [], 16),
         ("embedded_gpu", [], 1),

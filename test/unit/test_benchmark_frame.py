@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from benchmark import (
     crossover,
     draft_extend_graph,
     machine,
+    repeat,
     report,
     serving_matrix,
     shapes,
@@ -25,9 +27,12 @@ from benchmark import (
     trace,
     verify_exact,
 )
+from benchmark.chat_text import chat_text
 from benchmark.markdown import cell, change, percent, table
 from benchmark.record import Record
 from benchmark.sweep import random_ids, roof_share
+
+from runtime.bench.datasets import embedded_prompts
 
 MACHINE = {"device": "NVIDIA H200", "gpus": ["NVIDIA H200"], "cpu": "x", "cores": 16, "python": "3.12", "packages": {"torch": "2.11.0"}}
 MADE = {"commit": "abc", "command": "python -m benchmark.x"}
@@ -169,6 +174,57 @@ def test_the_crossover_is_where_the_ratio_falls_through_one() -> None:
     rows = [served(speculation=s, text="random", concurrency=c, output_throughput=t) for s, c, t in
             (("off", 1, 100.0), ("off", 4, 400.0), ("2.5", 1, 150.0), ("2.5", 4, 360.0))]  # fmt: skip
     assert crossover.ratios(rows, "2.5", "random") == [(1, 1.5), (4, 0.9)]
+
+
+def test_real_and_synthetic_acceptance_stand_side_by_side_with_the_length_that_was_measured() -> None:
+    rows = [
+        served(speculation=s, text=x, concurrency=c, output_throughput=t, accept_length=a, total_output_tokens=n)
+        for s, x, c, t, a, n in (
+            ("off", "random", 1, 100.0, None, 64), ("off", "random", 4, 100.0, None, 64),
+            ("off", "real", 1, 50.0, None, 300), ("off", "real", 4, 50.0, None, 300),
+            ("2.5", "random", 1, 150.0, 2.5, 64), ("2.5", "random", 4, 120.0, 2.5, 64),
+            ("real", "real", 1, 60.0, 2.0, 300), ("real", "real", 4, 30.0, 4.0, 300),
+        )
+    ]  # fmt: skip
+    text = crossover.render(result(rows))
+    assert "| real, real text | 2.67 | 1.20 | 0.60 | 1.59 |" in text, "300 tokens of 2.0 and 300 of 4.0 in 225 windows; 2^(2/3)"
+    assert "| synthetic 2.5, random text | 2.50 | 1.50 | 1.20 | above 1 up to 4 |" in text
+    assert "as many tokens without drafts as with them at every concurrency" in text
+    assert "300 and 299 at c=4; equal elsewhere" in crossover.render(result([*rows[:-1], rows[-1] | {"total_output_tokens": 299}]))
+
+
+@pytest.mark.parametrize("asked", [5, 6, 13])
+def test_chat_text_asks_every_prompt_equally_often(asked: int) -> None:
+    burst = chat_text(2, asked, 16, 6)
+    lines = Path(burst.flags[burst.flags.index("--dataset-path") + 1]).read_text().splitlines()
+    times = {line: lines.count(line) for line in lines}
+    assert (len(times), set(times.values())) == (6, {-(-asked // 6)})
+    assert burst.labels["num_prompts"] == len(lines) == int(burst.flags[burst.flags.index("--num-prompts") + 1])
+    kinds = {line["prompt"]: line["kind"] for line in embedded_prompts()}
+    assert len({kinds[json.loads(line)["prompt"]] for line in times}) == 6
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_error_of_an_acceptance_rate_follows_the_definition(seed: int) -> None:
+    draw = random.Random(seed)
+    accepted = [draw.randrange(verify_exact.STEPS + 1) for _ in range(500)]
+    length = 1 + sum(accepted) / 500
+    shares = [sum(n > i for n in accepted) / 500 for i in range(verify_exact.STEPS)]
+    row = {"accept_length": length, "per_position_acceptance": shares, "completed": 7, "total_output_tokens": 7 + 500 * length}
+    expected = statistics.pstdev(n / verify_exact.STEPS for n in accepted) / 500**0.5
+    assert verify_exact.standard_error(row) == pytest.approx(expected)
+    assert verify_exact.standard_error(row | {"per_position_acceptance": None}) is None
+
+
+def test_a_burst_is_compared_with_the_median_of_its_repeats() -> None:
+    runs = [dict.fromkeys(client_agreement.FIGURES, value) | {"accept_length": 2.5} for value in (100.0, 96.0, 102.0)]
+    runs[0]["median_itl_ms"] = None
+    found = repeat.spread(runs)
+    assert found["mean_ttft_ms"] == pytest.approx(-4.0)
+    assert found["median_itl_ms"] is None
+    assert repeat.farthest(found) == pytest.approx(-4.0)
+    text = repeat.render(result([served(mode="eagle", runs=[*runs, runs[0] | {"accept_length": 2.6}], spread=found)]))
+    assert "| **-4.00** | 4 | 2.500, 2.600 |" in text, "runs that accept differently are not comparable: the table says so"
 
 
 def test_the_profile_table_shows_the_host_time_that_graphs_save() -> None:

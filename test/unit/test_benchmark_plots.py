@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from benchmark import crossover, draft_extend_graph, picture, plots, report, step_profile
+from benchmark.client_agreement import FIGURES
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -80,7 +81,7 @@ def test_a_panel_without_rows_is_empty(panel: plots.Panel, tmp_path: Path) -> No
 
 
 def served(**row: Any) -> dict[str, Any]:
-    figures = {"output_throughput": 400.0, "mean_ttft_ms": 20.0, "mean_tpot_ms": 2.5, "accept_length": 2.5}
+    figures = {"output_throughput": 400.0, "mean_ttft_ms": 20.0, "mean_tpot_ms": 2.5, "accept_length": 2.5, "total_output_tokens": 1000}
     return {"model": "m", "backend": "fa3", "overlap": "on", "concurrency": 1, **figures, **row}
 
 
@@ -157,6 +158,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"server": "mock", "backend": "vllm", "load": "4 at a time", "difference": {"mean_ttft_ms": -0.4}, "repeat": {"mean_itl_ms": None}},
         {"server": "mock", "backend": "vllm", "load": "6 a second", "difference": None, "repeat": {"mean_ttft_ms": 1.5}},
     ],
+    "repeat": [served(mode="eagle", concurrency=1, spread=dict.fromkeys(FIGURES, -1.5) | {"median_itl_ms": None})],
     "modes": [served(mode="plain", graphs="on", batch=1, step_ms=4.0)],
     "sampling": [
         served(mode="eagle", choice="greedy", sampler=None, batch=1, step_ms=5.0),

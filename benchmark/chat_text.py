@@ -1,0 +1,37 @@
+"""Real text as a load: the shipped chat prompts, every one asked equally often, answered to the end that the model sets."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from pathlib import Path
+
+from benchmark.sweep import Burst
+from runtime.bench.datasets import embedded_prompts
+
+PROMPTS = 80
+_A_KIND = 10
+
+
+def chat_text(concurrency: int, requests: int, output_len: int, prompts: int = PROMPTS, *more: str) -> Burst:
+    """A closed loop of the first `prompts` chat prompts by the model's own chat template, in rounds until there are at least `requests`.
+
+    Prompts come again: a server's prefix cache should be off.
+    """
+    rounds = max(math.ceil(requests / prompts), 1)
+    flags = ["--backend", "sglang-oai-chat", "--dataset-name", "custom", "--dataset-path", str(_asked(prompts, rounds))]
+    flags += ["--sharegpt-output-len", str(output_len), "--disable-ignore-eos", "--flush-cache"]
+    flags += ["--num-prompts", str(rounds * prompts), "--max-concurrency", str(concurrency), *more]
+    return Burst({"concurrency": concurrency, "input_len": 0, "output_len": output_len, "num_prompts": rounds * prompts}, flags)
+
+
+def _asked(prompts: int, rounds: int) -> Path:
+    """A file of the first `prompts` chat prompts, neighbours of different kinds, `rounds` times over."""
+    known = embedded_prompts()  # by kind
+    chosen = sorted(range(len(known)), key=lambda number: number % _A_KIND)[:prompts]
+    lines = [json.dumps({"prompt": known[number]["prompt"]}) for number in chosen]
+    file = Path(tempfile.gettempdir()) / "talon-benchmark" / f"chat_prompts_{prompts}x{rounds}.jsonl"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("\n".join(lines * rounds) + "\n", encoding="utf-8")
+    return file

@@ -1,0 +1,112 @@
+"""Whether `bench_serving` finds its own figures again: the same burst several times in a row on one server with real model compute.
+
+Every request names the same seed. Drafts are then accepted by the token's place alone, so that runs take the same steps; requests without a
+seed would draw theirs from the server's, and each run would accept differently.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmark import picture, plots
+from benchmark.client_agreement import FIGURES, median
+from benchmark.markdown import Result, provenance, table
+from benchmark.record import Record
+from benchmark.server import Server, bench
+from benchmark.serving_matrix import TITLES, setups
+from benchmark.sweep import arguments, names, numbers, random_ids, served_model
+
+NAME = "repeat"
+KEYS = ("mode", "backend", "concurrency", "input_len", "output_len")
+SEED = {"seed": 1}
+BOUND = 3.0
+
+Run = dict[str, Any]
+
+
+def burst(server: Server, concurrency: int, lens: tuple[int, int], requests: int) -> Run:
+    """One run, warmed up by itself: the figures that are compared, and the accept length, which has to be the same in all."""
+    warm = ("--warmup-requests", str(concurrency), "--extra-request-body", json.dumps(SEED))
+    flags = random_ids(concurrency, *lens, requests, *warm).flags
+    figures = bench(server, flags)
+    return {name: figures[name] for name in (*FIGURES, "completed", "failed", "total_output_tokens", "accept_length")}
+
+
+def spread(runs: Sequence[Run]) -> dict[str, float | None]:
+    """By figure, how far the run that is farthest from the runs' median is from it, in per cent with its sign."""
+    found: dict[str, float | None] = {}
+    for name in FIGURES:
+        values = [run[name] for run in runs]
+        middle = median(values)
+        found[name] = max(((value / middle - 1) * 100 for value in values), key=abs) if middle else None
+    return found
+
+
+def farthest(values: dict[str, float | None]) -> float | None:
+    """The difference that is farthest from none."""
+    return max((value for value in values.values() if value is not None), key=abs, default=None)
+
+
+def render(result: Result) -> str:
+    """A row for each server and concurrency: per cent by figure, and what was accepted in each run."""
+    lines = []
+    for row in result["rows"]:
+        title = f"{row['mode']}, {row['backend']}, {row['concurrency']} at a time"
+        cells = [_signed(row["spread"][name]) for name in FIGURES]
+        lines.append([title, *cells, f"**{_signed(farthest(row['spread']))}**", len(row["runs"]), _accepted(row["runs"])])
+    header = ["farthest run from the median, %", *FIGURES.values(), "farthest", "runs", "accept length"]
+    return "\n".join([table(header, lines), "", provenance(result)])
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.2f}"
+
+
+def _accepted(runs: Sequence[Run]) -> str | None:
+    """One accept length where all runs have it, else each run's."""
+    lengths = dict.fromkeys(f"{run['accept_length']:.3f}" for run in runs if run["accept_length"] is not None)
+    return ", ".join(lengths) or None
+
+
+def plot(result: Result, file: Path) -> None:
+    """The farthest run of every figure, with the bound that runs should keep within."""
+    groups: dict[str, dict[str, float | None]] = {}
+    for row in result["rows"]:
+        bar = f"{row['mode']}, {row['concurrency']} at a time"
+        for name, title in FIGURES.items():
+            value = row["spread"][name]
+            groups.setdefault(title, {})[bar] = None if value is None else abs(value)
+    panel = plots.bars(groups, "", "farthest run from the median, %", bound=BOUND)
+    picture.draw(result, file, "bench_serving, the same burst again on the same server", [panel])
+
+
+def main() -> None:
+    """Measure, keep, plot."""
+    parser = arguments(__doc__)
+    parser.add_argument("--concurrency", type=numbers, default=[1, 16])
+    parser.add_argument("--modes", type=names, default=list(TITLES))
+    parser.add_argument("--backend", default="fa3")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each burst (default %(default)s)")
+    parser.add_argument("--output-len", type=int, default=256)
+    args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error(f"--rounds {args.rounds}: one run has nothing to be compared with")
+    record = Record(NAME, KEYS, args.out, args.quick)
+    backend, lens = ("torch_native", (16, 8)) if args.quick else (args.backend, (1000, args.output_len))
+    for setup in setups(served_model(args), args.modes, [backend]):
+        with Server([*setup.flags]) as server:
+            for concurrency in [1, 2] if args.quick else args.concurrency:
+                requests = max(2 * concurrency, 3)
+                runs = [burst(server, concurrency, lens, requests) for _ in range(args.rounds)]
+                labels = {**setup.labels, "concurrency": concurrency, "input_len": lens[0], "output_len": lens[1], "num_prompts": requests}
+                record.add(labels | {"runs": runs, "spread": spread(runs), "server_flags": " ".join(setup.flags)})
+                print(f"  {setup.labels['mode']}, {concurrency} at a time: {_signed(farthest(record.rows[-1]['spread']))} %", flush=True)
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+
+
+if __name__ == "__main__":
+    main()

@@ -21,6 +21,7 @@ import setproctitle
 import uvloop
 
 from runtime import log as logging_setup
+from runtime.entrypoints.collector import spare_start
 from runtime.entrypoints.processes import Runtime, prepare
 from runtime.errors import ConfigError, ServingError
 from runtime.flag_parser import dump, parse
@@ -155,6 +156,7 @@ class _Server:
         http = asyncio.create_task(serve(runtime.manager, self._listener, runtime.stopping))
         try:
             if await self._unless_stopped(runtime.warm_up(), http):
+                spare_start()
                 self._say_ready()
                 await _first(self._asked_to_stop.wait(), runtime.died.wait(), http)
             if runtime.died.is_set():

@@ -17,6 +17,7 @@ import setproctitle
 
 from runtime import log as logging_setup
 from runtime.batch import Worker, WorkerLimits
+from runtime.entrypoints.collector import spare_start
 from runtime.errors import ConfigError
 from runtime.managers.detokenizer_manager import DetokenizerManager
 from runtime.managers.io_struct import DrainReq, Heartbeat, ToDetokenizer, ToScheduler
@@ -101,6 +102,7 @@ def serve_scheduler(orders: Orders, reporter: Reporter, build: BuildWorker) -> N
     model_config = load_hf_config(orders.config.model_path)
     worker = build(orders.config, model_config)
     scheduler = Scheduler(orders.config, worker, model_config.eos_ids, inbox.receive, outbox.send)
+    spare_start()
     reporter.send(Ready(worker.limits))
     scheduler.run()
     worker.close()
@@ -112,6 +114,7 @@ def serve_detokenizer(orders: Orders, reporter: Reporter) -> None:
     inbox: Inbox[ToDetokenizer] = Inbox(orders.folder, "detokenizer", ToDetokenizer)
     to_tokenizer, to_scheduler = Outbox(orders.folder, "tokenizer"), Outbox(orders.folder, "scheduler")
     manager = DetokenizerManager(Tokenizer.load(orders.config.tokenizer_path), to_tokenizer.send, to_scheduler.send)
+    spare_start()
     reporter.send(Ready())
     beats, beaten_at = 0, 0.0
     while not isinstance(message := inbox.receive(timeout=BEAT_SECONDS), DrainReq):

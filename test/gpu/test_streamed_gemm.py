@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -9,7 +12,7 @@ pytest.importorskip("triton")
 
 from runtime.layers.argmax_kernel import argmax_chunks
 from runtime.layers.gemm_choice import GemmOp, streamed_configs
-from runtime.layers.streamed_gemm import StreamedConfig, streamed_gemm, streamed_gemm_largest, takes
+from runtime.layers.streamed_gemm import StreamedConfig, _kernel, streamed_gemm, streamed_gemm_largest, takes
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -18,6 +21,22 @@ N, K = 1072, 2088  # neither is a multiple of a tile, of a box or of parts of it
 WHOLE = [StreamedConfig(tile) for tile in (16, 48, 224, 256)]
 IN_PARTS = [StreamedConfig(*cut) for cut in ((16, 2), (64, 2), (96, 3), (256, 8))]
 BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Most of the kernels that the tests need, side by side."""
+    sums = itertools.product([*WHOLE, *IN_PARTS], (64, 128), ("ADD", "NARROW"), [BF16], [True], [False], [True], (False, True))
+    gated = itertools.product(WHOLE, (64, 128), ["SILU"], [BF16], [True], [False], [True], [True])
+    largest = itertools.product(WHOLE, (64, 128), ["FLOAT"], [BF16], [False], [True], (False, True), [True])
+    floats = itertools.product(WHOLE, (64, 128), ["FLOAT"], [BF16], [False], [False], [True], [False])
+
+    def one(key: tuple) -> None:  # type: ignore[type-arg]
+        torch.cuda.synchronize()  # gives the thread torch's context
+        _kernel(*key)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(one, itertools.chain(sums, gated, largest, floats)))
 
 
 def matrices(rows: int, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor]:

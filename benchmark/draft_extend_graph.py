@@ -24,6 +24,9 @@ KEYS = ("model", "backend", "overlap", "loop", "graph", "concurrency")
 STEPS = 2
 """Steps 2, topk 1, draft tokens 3: the settings of the table that this one answers."""
 
+LEAST = 16
+"""Requests of a run in process, but for one at a time: the mean TTFT of a few is noise."""
+
 
 def setups(served: Model, backends: list[str], overlaps: list[str]) -> list[Setup]:
     """For each backend and overlap two servers: the graph off, then on."""
@@ -46,7 +49,7 @@ def measure(flags: Sequence[str], concurrencies: Sequence[int], lens: tuple[int,
     config, worker = build(flags)
     extend, rows = worker.runners[-1], []
     for concurrency in concurrencies:
-        requests = max(2 * concurrency, 4)
+        requests = max(2 * concurrency, min(8 * concurrency, LEAST))
         for overlap in overlaps:
             for graph in ("off", "on"):
                 extend.use = "graphs" if graph == "on" else "plain"

@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,8 +40,16 @@ class Server:
         ready_seconds: from starting the process until `/ready` answered 200.
     """
 
-    def __init__(self, flags: Sequence[str], timeout: float = 300.0, program: Sequence[str] = ("-m", "runtime.launch_server")) -> None:
+    def __init__(
+        self,
+        flags: Sequence[str],
+        timeout: float = 300.0,
+        program: Sequence[str] = ("-m", "runtime.launch_server"),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """`variables`: set in its environment."""
         self.flags = list(flags)
+        self._variables = dict(variables or {})
         self._program = list(program)
         self.port = _free_port()
         self.ready_seconds = 0.0
@@ -54,7 +62,7 @@ class Server:
         print("+", " ".join(command[1:]), flush=True)
         started = time.perf_counter()
         self._process = subprocess.Popen(
-            command, stdout=self._log, stderr=subprocess.STDOUT, env=environment(), cwd=ROOT, start_new_session=True
+            command, stdout=self._log, stderr=subprocess.STDOUT, env=environment() | self._variables, cwd=ROOT, start_new_session=True
         )
         try:
             self._wait_ready(started)

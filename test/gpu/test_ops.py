@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 from runtime.layers.linear import Linear
 from runtime.layers.ops import BlockOps, HeadLayout, RMSNorm, Rope
 from runtime.layers.torch_ops import TorchOps
+from runtime.model_executor.staging import StagingRing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16 = torch.bfloat16
@@ -150,3 +152,12 @@ def test_early_launches_change_no_bit_of_a_long_chain(rows: int) -> None:
         out.fill_(float("nan"))
         graph.replay()
         assert torch.equal(out, want)
+
+
+def test_every_uploaded_array_is_aligned_whatever_came_before_it() -> None:
+    ring = StagingRing(64, torch.device("cuda"))
+    for _ in range(10):
+        arrays = [np.arange(n, dtype=np.int32) + n for n in (5, 1, 3, 0, 8, 2)]
+        uploaded = ring.upload(*arrays)
+        assert [t.tolist() for t in uploaded] == [a.tolist() for a in arrays]
+        assert all(t.data_ptr() % 16 == 0 for t in uploaded), "Triton compiles a kernel for each alignment"

@@ -78,6 +78,9 @@ def test_preparing_with_timing_keeps_a_choice_for_every_product_that_then_comput
     report = ops.prepare(blocks, head, rows=(1, 5), timed=True)
     assert {key[3] for key in ops.choices} == {1, 8}
     assert len(ops.choices) == len(report) == 10
+    again = CudaOps()
+    assert again.prepare(blocks, head, rows=(1, 5), timed=True) == report, "another model in this process computes equal products alike"
+    assert again.choices == ops.choices
     want = untouched.double() + (x := torch.randn((5, 1024), device="cuda").to(BF16)).double() @ blocks[0].down_proj.weight.double().T
     got = ops.linear_add(x, blocks[0].down_proj, untouched.clone())
     assert ((got.double() - want).norm() / want.norm()) < 1e-5

@@ -131,6 +131,30 @@ def test_a_perfect_draft_is_accepted_whole_under_graphs(tmp_path: Path, backend:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("algorithm", "topk"), [(None, 1), ("EAGLE", 1), ("EAGLE3", 4)])
+def test_nothing_is_compiled_once_a_first_request_was_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, algorithm: str | None, topk: int
+) -> None:
+    import triton
+
+    from runtime.layers import cuda_driver
+
+    worker = build(backend, "cuda", speculation(tmp_path, algorithm, backend, topk) if algorithm else None)
+    Driver(worker).generate({1: PROMPTS[1]}, 6)  # as the server does before it says that it is ready
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **said: compiled.append(said["repr"]))
+    monkeypatch.setattr(cuda_driver, "compile_kernel", lambda *_, **__: pytest.fail("a CUDA kernel is compiled"))
+    for sampling in (GREEDY, SAMPLED):
+        for rows in ((7,), (2, 3), (1, 2, 3, 5, 7)):
+            driver = Driver(worker)
+            driver.prefill({row: PROMPTS[row] for row in rows}, chunk=9, sampling=sampling)
+            for _ in range(4):
+                driver.decode(list(rows))
+            driver.decode(rows[:1])
+    assert not compiled, "a kernel of another batch size or alignment: the server stands still while it is compiled"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("algorithm", "topk"), [(None, 1), ("EAGLE", 1), ("EAGLE3", 4)])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_steady_iteration_never_waits_for_the_device(
     tmp_path: Path, backend: str, algorithm: str | None, topk: int, sampling: SamplingParams

@@ -63,7 +63,7 @@ class TritonSampling:
             return tokens
         chunks = triton.cdiv(V, CHUNK)
         sums = torch.empty((N, chunks), dtype=torch.float64, device=probs.device)
-        _chunk_sum_kernel[(chunks, N)](probs, probs.stride(0), V, sums, CHUNK=CHUNK, num_warps=4)
+        _chunk_sum_kernel[(N, chunks)](probs, probs.stride(0), V, sums, CHUNK=CHUNK, num_warps=4)
         block = triton.next_power_of_2(chunks)
         _draw_kernel[(N,)](probs, probs.stride(0), V, sums, chunks, uniform.contiguous(), tokens, BLOCK=block, CHUNK=CHUNK, num_warps=4)
         return tokens
@@ -296,10 +296,10 @@ def _filter_kernel(
 @triton.jit
 def _chunk_sum_kernel(probs_ptr, stride, V, sums_ptr, CHUNK: tl.constexpr):
     """One program: one chunk of one row."""
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(probs_ptr + row * stride + column, mask=column < V, other=0.0)
-    tl.store(sums_ptr + row * tl.num_programs(0) + chunk, tl.sum(x.to(tl.float64), 0))
+    tl.store(sums_ptr + row * tl.num_programs(1) + chunk, tl.sum(x.to(tl.float64), 0))
 
 
 @triton.jit

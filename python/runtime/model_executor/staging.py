@@ -9,6 +9,11 @@ import torch
 DEPTH = 6
 """Uploads in flight at most. A slot is reused only after the copy out of it has run; with one step queued ahead it always has: a step
 uploads three times at most."""
+ALIGNMENT = 4
+"""Arrays start at multiples of so many values, 16 bytes: Triton compiles a kernel anew for pointers of another alignment, in the middle of
+serving."""
+MOST_ARRAYS = 32
+"""Of one upload."""
 
 
 class StagingRing:
@@ -23,6 +28,7 @@ class StagingRing:
         self.device = device
         self._turn = 0
         if device.type == "cuda":
+            capacity += MOST_ARRAYS * (ALIGNMENT - 1)
             self._pinned = [torch.empty(capacity, dtype=torch.int32, pin_memory=True) for _ in range(DEPTH)]
             self._host = [p.numpy() for p in self._pinned]
             self._on_device = [torch.empty(capacity, dtype=torch.int32, device=device) for _ in range(DEPTH)]
@@ -37,16 +43,17 @@ class StagingRing:
         done = self._copied[turn]
         if done is not None:
             done.synchronize()
-        total = 0
+        total, starts = 0, []
         for a in arrays:
             self._host[turn][total : total + len(a)] = a
-            total += len(a)
+            starts.append(total)
+            total += -(-len(a) // ALIGNMENT) * ALIGNMENT
         target = self._on_device[turn][:total]
         target.copy_(self._pinned[turn][:total], non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._copied[turn] = event
-        return list(target.split([len(a) for a in arrays]))
+        return [target[start : start + len(a)] for start, a in zip(starts, arrays, strict=True)]
 
 
 class HostCopy:

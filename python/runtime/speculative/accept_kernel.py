@@ -17,7 +17,7 @@ from runtime.layers.sampler import POSITION_STEP, STREAM_STEP, Stream, signed
 from runtime.layers.sampling_kernels import hashed_uniform
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["live"])
 def _accept(
     draft, draft_stride, target, kv_lens, rows, accept_lens, tokens, row_lens, row_tokens, live, vocab_size, K,
     probabilities, seeds, stream_key, position_step, SYNTHETIC: tl.constexpr, BLOCK: tl.constexpr,

@@ -302,7 +302,7 @@ def _chunk_sum_kernel(probs_ptr, stride, V, sums_ptr, CHUNK: tl.constexpr):
     tl.store(sums_ptr + row * tl.num_programs(1) + chunk, tl.sum(x.to(tl.float64), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["uniform_ptr"])
 def _draw_kernel(
     probs_ptr, stride, V, sums_ptr, chunks, uniform_ptr, tokens_ptr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip

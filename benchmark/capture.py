@@ -1,6 +1,6 @@
 """What starting costs: seconds of each phase, seconds and MiB of each graph runner, reserved against used memory.
 
-Each server is started twice: with an empty cache of kernels, which the first start on a machine has to compile, and with what that one left.
+Each server is started twice: with an empty cache of kernels, which the first start on a machine compiles, and with what that one left.
 """
 
 from __future__ import annotations

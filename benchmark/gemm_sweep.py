@@ -166,14 +166,14 @@ class Bench:
     def _one(self, h: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, linear: Linear, choice: Choice) -> torch.Tensor:
         ops, op = self.ops, self.shape.op
         if op == "linear":
-            return ops._linear(ops.norm(h, self.norm, BF16), linear, choice)
+            return ops._linear(ops.norm(h, self.norm, BF16), None, linear, choice)
         if op == "gate_up":
-            return ops._gate_up(ops.norm(h, self.norm, BF16), linear, choice)
-        return ops._logits(x, linear, scores, choice) if op == "logits" else ops._linear_add(x, linear, h, choice)
+            return ops._gate_up(ops.norm(h, self.norm, BF16), None, linear, choice)
+        return ops._logits(x, linear, scores, choice) if op == "logits" else ops._linear_add(x, linear, h, None, choice).h
 
 
 def best(times: dict[Choice, float], count: int) -> list[GemmConfig]:
-    return sorted((c for c in times if c is not None), key=lambda c: times[c])[:count]
+    return sorted((c for c in times if isinstance(c, GemmConfig)), key=lambda c: times[c])[:count]
 
 
 def sweep_one(bench: Bench, rows: int, start: float) -> tuple[dict[Choice, float], GemmConfig]:
@@ -186,7 +186,7 @@ def sweep_one(bench: Bench, rows: int, start: float) -> tuple[dict[Choice, float
             times[variant] = bench.time(rows, variant) or float("inf")
     size = bench.shape.out * bench.shape.width * 2
     kinds = {f"{'swap ' if s else ''}{'tma' if t else ''}".strip() or "plain": (s, t) for s in (False, True) for t in (False, True)}
-    plain = {c: t for c, t in times.items() if c is not None and c.prefetch == 1024 and not c.late}
+    plain = {c: t for c, t in times.items() if isinstance(c, GemmConfig) and c.prefetch == 1024 and not c.late}
     lines = [f"cuBLAS {times[None]:.1f}"]
     for name, kind in kinds.items():
         own = [(t, c) for c, t in plain.items() if (c.swap, c.tma) == kind]
@@ -208,10 +208,10 @@ def chain(benches: dict[str, Bench], rows: int, winners: dict[str, GemmConfig]) 
     def layers(choices: dict[str, Choice]) -> None:
         for i in range(CHAIN_LAYERS):
             w = {name: bench.linears[i % len(bench.linears)] for name, bench in benches.items()}
-            ops._linear(ops.norm(h, norm, BF16), w["qkv"], choices["qkv"])
-            ops._linear_add(mixed, w["o"], h, choices["o"])
-            middle = ops._gate_up(ops.norm(h, norm, BF16), w["gate-up"], choices["gate-up"])
-            ops._linear_add(middle, w["down"], h, choices["down"])
+            ops._linear(ops.norm(h, norm, BF16), None, w["qkv"], choices["qkv"])
+            ops._linear_add(mixed, w["o"], h, None, choices["o"])
+            middle = ops._gate_up(ops.norm(h, norm, BF16), None, w["gate-up"], choices["gate-up"])
+            ops._linear_add(middle, w["down"], h, None, choices["down"])
 
     cases: dict[str, dict[str, Choice]] = {"cuBLAS": dict.fromkeys(winners), "winners": dict(winners)}
     for prefetch, late in itertools.product((0, 1024, 4096), (False, True)):

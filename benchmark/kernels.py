@@ -26,7 +26,7 @@ from runtime.layers.attention.registry import build_backend
 from runtime.layers.cuda_ops import CudaOps
 from runtime.layers.gemm_choice import describe
 from runtime.layers.linear import Linear
-from runtime.layers.ops import HeadLayout, RMSNorm, Rope
+from runtime.layers.ops import HeadLayout, RMSNorm, Rope, Stream
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 LAYERS, HIDDEN, MIDDLE, VOCAB, H, G, D = 32, 4096, 14336, 128256, 32, 8, 128
@@ -123,17 +123,18 @@ def step(ops: CudaOps, layers: list[Layer], head: Linear, size: int, width: int,
     attention.plan(batch)
 
     def run(with_rope: bool, with_attention: bool, with_head: bool) -> None:
-        h = start.clone()
+        stream = Stream(start.clone())
         for i, layer in enumerate(layers):
             q = q_only
-            qkv = ops.norm_linear(h, layer.attn_norm, layer.qkv_proj)
+            qkv = ops.norm_linear(stream, layer.attn_norm, layer.qkv_proj)
             if with_rope:
                 q = ops.rope_and_cache(qkv, layout, rope, None, None, batch.positions, batch.out_cache_loc, *pool.flat(i))
             mixed = attention.forward(q, i, batch) if with_attention else q.flatten(1)
-            h = ops.linear_add(mixed, layer.o_proj, h)
-            h = ops.linear_add(ops.norm_gate_up(h, layer.mlp_norm, layer.gate_up_proj), layer.down_proj, h)
+            stream = ops.linear_add(mixed, layer.o_proj, stream, layer.mlp_norm)
+            following = layers[i + 1].attn_norm if i + 1 < len(layers) else None
+            stream = ops.linear_add(ops.norm_gate_up(stream, layer.mlp_norm, layer.gate_up_proj), layer.down_proj, stream, following)
         if with_head:
-            ops.logits(ops.norm(h, layers[0].attn_norm, BF16), head, scores)
+            ops.logits(ops.norm(stream.h, layers[0].attn_norm, BF16), head, scores)
 
     times = {
         "all": microseconds(lambda: run(True, True, True)),

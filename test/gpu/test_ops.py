@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from runtime.layers.linear import Linear
-from runtime.layers.ops import BlockOps, HeadLayout, RMSNorm, Rope
+from runtime.layers.ops import BlockOps, HeadLayout, RMSNorm, Rope, Stream
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.staging import StagingRing
 
@@ -60,9 +60,9 @@ def test_products_follow_the_definition(ops: BlockOps, rows: int) -> None:
         h, x, norm = rand(rows, hidden, dtype=torch.float32, scale=50), rand(rows, 1536), gain(hidden)
         qkv, gate_up, down, head = layer(960, hidden, bias), layer(3072, hidden, bias), layer(hidden, 1536, bias), layer(4999, hidden)
         assert error(ops.norm(h, norm, BF16), normed(h, norm)) < TOLERANCE
-        assert error(ops.norm_linear(h, norm, qkv), product(normed(h, norm), qkv)) < TOLERANCE
+        assert error(ops.norm_linear(Stream(h), norm, qkv), product(normed(h, norm), qkv)) < TOLERANCE
         gate, up = product(normed(h, norm), gate_up).chunk(2, dim=1)
-        assert error(ops.norm_gate_up(h, norm, gate_up), F.silu(gate) * up) < TOLERANCE
+        assert error(ops.norm_gate_up(Stream(h), norm, gate_up), F.silu(gate) * up) < TOLERANCE
         y = rand(rows, hidden)
         scores = torch.full((rows, 4999), float("nan"), device="cuda")
         assert ops.logits(y, head, scores) is scores
@@ -71,13 +71,13 @@ def test_products_follow_the_definition(ops: BlockOps, rows: int) -> None:
         # A stream of 2e4 steps by 128 in bfloat16: the update must be added in float32.
         stream = h * 400
         before = stream.double()
-        assert error(ops.linear_add(x, down, stream).double() - before, product(x, down)) < TOLERANCE
+        assert error(ops.linear_add(x, down, Stream(stream)).h.double() - before, product(x, down)) < TOLERANCE
 
 
 def test_float16_products_do_not_overflow_in_a_large_stream(ops: BlockOps) -> None:
     h, norm, linear = rand(4, 1024, dtype=torch.float32, scale=2e4), gain(1024, torch.float16), layer(512, 1024, dtype=torch.float16)
     norm.weight.mul_(20)
-    assert error(ops.norm_linear(h, norm, linear), product(normed(h, norm), linear)) < 2e-3
+    assert error(ops.norm_linear(Stream(h), norm, linear), product(normed(h, norm), linear)) < 2e-3
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,38 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(ops: BlockOps, rows: int) -
     other = rand(rows, 1024, dtype=torch.float32, scale=1e3)
     other[1] = h[1]
     for op, linear in ((ops.norm_linear, qkv), (ops.norm_gate_up, gate_up)):
-        assert torch.equal(op(h, norm, linear)[1], op(other, norm, linear)[1])
+        assert torch.equal(op(Stream(h), norm, linear)[1], op(Stream(other), norm, linear)[1])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 40, 128])
+def test_a_norm_left_ahead_is_the_norm(rows: int) -> None:
+    from runtime.layers.cuda_ops import CudaOps
+    from runtime.layers.gemm_choice import candidate_configs, row_class, streamed_configs
+
+    hidden, kinds = 1024, {"linear_add": (1024, 1536), "linear": (960, 1024), "gate_up": (3072, 1024)}
+    down, qkv, gate_up, norm = layer(1024, 1536), layer(960, 1024), layer(3072, 1024), gain(hidden)
+    h, x = rand(rows, hidden, dtype=torch.float32, scale=50), rand(rows, 1536)
+    ways = [{op: candidate_configs(op, rows)[0] for op in kinds}]  # type: ignore[arg-type]
+    if torch.cuda.get_device_capability()[0] == 9:
+        ways += [{op: streamed_configs(op, 128, size[0], 132)[i] for op, size in kinds.items()} for i in (0, 1)]  # type: ignore[arg-type]
+        ways += [ways[0] | {"linear_add": ways[1]["linear_add"]}, ways[1] | {"linear_add": ways[0]["linear_add"]}]
+    for way in ways:
+        ops = CudaOps()
+        ops.choices = {(op, *kinds[op], row_class(rows)): choice for op, choice in way.items()}  # type: ignore[dict-item]
+        stream = ops.linear_add(x, down, Stream(h.clone()), norm)
+        assert stream.ahead is not None
+        assert torch.equal(stream.h, ops.linear_add(x, down, Stream(h.clone())).h), "the stream itself is the same"
+        assert error(ops.norm_linear(stream, norm, qkv), product(normed(stream.h, norm), qkv)) < TOLERANCE, way
+        gate, up = product(normed(stream.h, norm), gate_up).chunk(2, dim=1)
+        assert error(ops.norm_gate_up(stream, norm, gate_up), F.silu(gate) * up) < TOLERANCE, way
+        ops.choices[("linear", *kinds["linear"], row_class(rows))] = None  # cuBLAS, which scales no rows
+        assert error(ops.norm_linear(stream, norm, qkv), product(normed(stream.h, norm), qkv)) < TOLERANCE, way
+
+
+def test_a_float16_stream_is_never_stored_before_it_is_normed(ops: BlockOps) -> None:
+    x, down = rand(4, 512, dtype=torch.float16), layer(1024, 512, dtype=torch.float16)
+    stream = ops.linear_add(x, down, Stream(rand(4, 1024, dtype=torch.float32, scale=2e4)), gain(1024, torch.float16))
+    assert stream.ahead is None
 
 
 @pytest.mark.parametrize("rows", [1, 16, 40])
@@ -130,12 +161,12 @@ def test_early_launches_change_no_bit_of_a_long_chain(rows: int) -> None:
     caches = [torch.zeros((slots, 4, 128), dtype=BF16, device="cuda") for _ in range(2)]
 
     def chain(ops: BlockOps) -> torch.Tensor:
-        h = start.clone()
+        stream = Stream(start.clone())
         for attn_norm, qkv, o, mlp_norm, gate_up, down in blocks:
-            q = ops.rope_and_cache(ops.norm_linear(h, attn_norm, qkv), layout, rope, None, None, positions, where, *caches)
-            h = ops.linear_add(q.flatten(1), o, h)
-            h = ops.linear_add(ops.norm_gate_up(h, mlp_norm, gate_up), down, h)
-        return h
+            q = ops.rope_and_cache(ops.norm_linear(stream, attn_norm, qkv), layout, rope, None, None, positions, where, *caches)
+            stream = ops.linear_add(q.flatten(1), o, stream, mlp_norm)
+            stream = ops.linear_add(ops.norm_gate_up(stream, mlp_norm, gate_up), down, stream, None if down is blocks[-1][5] else attn_norm)
+        return stream.h
 
     plain, early = CudaOps(pdl=False), CudaOps(pdl=True)
     want = chain(plain)

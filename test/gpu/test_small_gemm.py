@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from runtime.layers.linear import Linear
-from runtime.layers.ops import RMSNorm
+from runtime.layers.ops import RMSNorm, Stream
 
 if TYPE_CHECKING:
     from runtime.layers.small_gemm import GemmConfig
@@ -82,5 +82,5 @@ def test_preparing_with_timing_keeps_a_choice_for_every_product_that_then_comput
     assert again.prepare(blocks, head, rows=(1, 5), timed=True) == report, "another model in this process computes equal products alike"
     assert again.choices == ops.choices
     want = untouched.double() + (x := torch.randn((5, 1024), device="cuda").to(BF16)).double() @ blocks[0].down_proj.weight.double().T
-    got = ops.linear_add(x, blocks[0].down_proj, untouched.clone())
+    got = ops.linear_add(x, blocks[0].down_proj, Stream(untouched.clone())).h
     assert ((got.double() - want).norm() / want.norm()) < 1e-5

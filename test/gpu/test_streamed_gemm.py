@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 from runtime.layers.argmax_kernel import argmax_chunks
 from runtime.layers.gemm_choice import GemmOp, streamed_configs
-from runtime.layers.streamed_gemm import StreamedConfig, _kernel, streamed_gemm, streamed_gemm_largest, takes
+from runtime.layers.norm_ahead import NormAhead, RowScale
+from runtime.layers.streamed_gemm import StreamedConfig, _kernel, _Variant, parts, streamed_gemm, streamed_gemm_largest, takes
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -26,17 +27,25 @@ BF16 = torch.bfloat16
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """Most of the kernels that the tests need, side by side."""
-    sums = itertools.product([*WHOLE, *IN_PARTS], (64, 128), ("ADD", "NARROW"), [BF16], [True], [False], [True], (False, True))
-    gated = itertools.product(WHOLE, (64, 128), ["SILU"], [BF16], [True], [False], [True], [True])
-    largest = itertools.product(WHOLE, (64, 128), ["FLOAT"], [BF16], [False], [True], (False, True), [True])
-    floats = itertools.product(WHOLE, (64, 128), ["FLOAT"], [BF16], [False], [False], [True], [False])
+    keys = []
+    for rows, config in itertools.product((64, 128), [*WHOLE, *IN_PARTS]):
+        for pdl in (False, True):
+            keys += [(config, _Variant(rows, "ADD", BF16, True, pdl)), (config, _Variant(rows, "NARROW", BF16, True, pdl))]
+        keys += [
+            (config, _Variant(rows, "ADD", BF16, False, True, ahead=True)),
+            (config, _Variant(rows, "NARROW", BF16, True, True, scale=True)),
+        ]
+        if config in WHOLE:
+            keys += [(config, _Variant(rows, "SILU", BF16, True, True, scale=scale)) for scale in (False, True)]
+            keys += [(config, _Variant(rows, "FLOAT", BF16, False, True, largest=True, store=store)) for store in (False, True)]
+            keys += [(config, _Variant(rows, "FLOAT", BF16, False, False))]
 
-    def one(key: tuple) -> None:  # type: ignore[type-arg]
+    def one(key: tuple[StreamedConfig, _Variant]) -> None:
         torch.cuda.synchronize()  # gives the thread torch's context
         _kernel(*key)
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(one, itertools.chain(sums, gated, largest, floats)))
+        list(pool.map(one, keys))
 
 
 def matrices(rows: int, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,6 +86,41 @@ def test_gates_and_ups_meet(rows: int) -> None:
         streamed_gemm(x, weight, out[:rows], config, silu=True, bias=bias, pdl=True)
         assert off(out[:rows], want) < 5e-3, config
         assert out[rows].isnan().all(), f"{config} writes past its rows"
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_sum_leaves_what_the_norm_after_it_needs(rows: int) -> None:
+    x, weight = matrices(rows)
+    gain = torch.randn(N, device="cuda").to(BF16)
+    for config in [*WHOLE, *IN_PARTS]:
+        h = torch.full((rows, N), 3.0, device="cuda")
+        plain = streamed_gemm(x, weight, h.clone(), config, add=True)
+        scaled = torch.full((rows + 1, N), float("nan"), device="cuda", dtype=BF16)
+        squares = torch.full((rows + 1, parts(N, config)), float("nan"), device="cuda")
+        streamed_gemm(x, weight, h, config, add=True, ahead=NormAhead(gain, scaled[:rows], squares[:rows]), pdl=True)
+        assert torch.equal(h, plain), config
+        assert torch.equal(scaled[:rows], (h * gain).to(BF16)), config
+        assert off(squares[:rows].double().sum(1), (h.double() ** 2).sum(1)) < 1e-6, config
+        assert scaled[rows].isnan().all(), f"{config} writes past its rows"
+        assert squares[rows].isnan().all(), f"{config} writes past its rows"
+
+
+@pytest.mark.parametrize("count", [1, 6, 64, 200])
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_are_divided_by_their_root_mean_square(rows: int, count: int) -> None:
+    x, weight = matrices(rows)
+    bias, squares = torch.randn(N, device="cuda").to(BF16), torch.rand((rows, count), device="cuda") * 50
+    scale = (squares.double().sum(1, keepdim=True) / K + 1e-5).rsqrt()
+    want = x.double() @ weight.double().T * scale + bias.double()
+    for config in [*WHOLE, *IN_PARTS]:
+        out = torch.full((rows, N), float("nan"), device="cuda", dtype=BF16)
+        streamed_gemm(x, weight, out, config, bias=bias, scale=RowScale(squares, 1e-5), pdl=True)
+        assert off(out, want) < 5e-3, config
+    gate, up = want.chunk(2, dim=1)
+    for config in WHOLE:
+        half = torch.full((rows, N // 2), float("nan"), device="cuda", dtype=BF16)
+        streamed_gemm(x, weight, half, config, silu=True, bias=bias, scale=RowScale(squares, 1e-5), pdl=True)
+        assert off(half, torch.nn.functional.silu(gate) * up) < 5e-3, config
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from runtime.layers.linear import Linear
-from runtime.layers.ops import HeadLayout, RMSNorm, Rope
+from runtime.layers.ops import HeadLayout, RMSNorm, Rope, Stream
 from runtime.layers.torch_ops import TorchOps, rotate
 from runtime.models.config import RopeScaling
 from runtime.models.rotary import inverse_frequencies
@@ -74,6 +74,6 @@ def test_rope_and_cache_writes_only_its_slots(normed: bool) -> None:
 def test_the_residual_stream_stays_float32_beside_narrow_layers() -> None:
     h = torch.full((2, 8), 20000.0)
     linear = Linear(torch.eye(8, dtype=torch.bfloat16))
-    out = TorchOps().linear_add(torch.ones(2, 8, dtype=torch.bfloat16), linear, h)
+    out = TorchOps().linear_add(torch.ones(2, 8, dtype=torch.bfloat16), linear, Stream(h)).h
     assert out.dtype == torch.float32
     assert torch.all(out == 20001.0)

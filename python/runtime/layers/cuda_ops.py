@@ -29,11 +29,14 @@ from runtime.layers.gemm_choice import (
     streamed_configs,
 )
 from runtime.layers.linear import Linear
-from runtime.layers.ops import HeadLayout, RMSNorm, Rope
+from runtime.layers.norm_ahead import NormAhead, RowScale
+from runtime.layers.ops import HeadLayout, RMSNorm, Rope, Stream
 from runtime.layers.rms_norm import rms_norm_rows
 from runtime.layers.rope_cache import rope_into_cache
 from runtime.layers.small_gemm import MAX_ROWS, GemmConfig, small_gemm, small_gemm_largest
+from runtime.layers.small_gemm import parts as small_parts
 from runtime.layers.streamed_gemm import StreamedConfig, streamed_gemm, streamed_gemm_largest, takes
+from runtime.layers.streamed_gemm import parts as streamed_parts
 
 log = logging.getLogger(__name__)
 PROBE_TOLERANCE = 1e-2
@@ -86,24 +89,26 @@ class CudaOps:
         self._float_products = _products_in_float32()
 
     def norm(self, h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype) -> torch.Tensor:
-        """RMS norm of the residual stream, [T, hidden] in `dtype`."""
+        """RMS norm of float32 `h` [T, hidden], in `dtype`."""
         return rms_norm_rows(h, norm.weight, norm.eps, dtype, self.pdl)
 
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         """`linear(x)`, [T, out]."""
-        return self._linear(x, linear, self._choice("linear", linear, x.shape[0]))
+        return self._linear(x, None, linear, self._choice("linear", linear, x.shape[0]))
 
-    def norm_linear(self, h: torch.Tensor, norm: RMSNorm, linear: Linear) -> torch.Tensor:
+    def norm_linear(self, stream: Stream, norm: RMSNorm, linear: Linear) -> torch.Tensor:
         """`linear(norm(h))`, [T, out] in the model's dtype."""
-        return self.linear(self.norm(h, norm, norm.weight.dtype), linear)
+        choice = self._choice("linear", linear, stream.h.shape[0])
+        return self._linear(*self._normed(stream, norm, choice), linear, choice)
 
-    def linear_add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor) -> torch.Tensor:
+    def linear_add(self, x: torch.Tensor, linear: Linear, stream: Stream, following: RMSNorm | None = None) -> Stream:
         """`h + linear(x)` in float32, in the storage of `h`."""
-        return self._linear_add(x, linear, h, self._choice("linear_add", linear, x.shape[0]))
+        return self._linear_add(x, linear, stream.h, following, self._choice("linear_add", linear, x.shape[0]))
 
-    def norm_gate_up(self, h: torch.Tensor, norm: RMSNorm, gate_up: Linear) -> torch.Tensor:
+    def norm_gate_up(self, stream: Stream, norm: RMSNorm, gate_up: Linear) -> torch.Tensor:
         """`silu(gate) * up` of the normed stream, [T, intermediate]."""
-        return self._gate_up(self.norm(h, norm, norm.weight.dtype), gate_up, self._choice("gate_up", gate_up, h.shape[0]))
+        choice = self._choice("gate_up", gate_up, stream.h.shape[0])
+        return self._gate_up(*self._normed(stream, norm, choice), gate_up, choice)
 
     def rope_and_cache(
         self,
@@ -135,8 +140,8 @@ class CudaOps:
         """Compile the kernels of a model's products at the row classes of `rows`, side by side; weights may be dummies.
 
         Call before any graph is captured. With `timed`, also time Triton against cuBLAS on the model's own weights and keep the fastest;
-        otherwise `default_choice` decides. The head is timed with the argmax of its logits, which every decode step takes, and the choice
-        is for logits alone too.
+        otherwise `default_choice` decides. A norm beside a product is timed with it where it takes a kernel; the head is timed with the
+        argmax of its logits, which every decode step takes, and the choice is for logits alone too.
 
         Returns:
             A line for each product, for the log and the server's info.
@@ -159,7 +164,7 @@ class CudaOps:
         _compile(run for _, runs in trials for run in runs.values())
         log.info("compiled the matrix products of up to %d rows in %.1f s", MAX_ROWS, time.perf_counter() - start)
         report = {str(product): self._keep_fastest(product, runs) if timed else describe(next(iter(runs))) for product, runs in trials}
-        _compile(self._other_heads(head, classes))
+        _compile(self._blocks(layers[0], head, classes))
         if not timed:
             return report
         torch.cuda.empty_cache()
@@ -183,6 +188,8 @@ class CudaOps:
         linear = linears[0]
         h = torch.randn((rows, norm.weight.shape[0]), device=linear.weight.device)
         x = torch.randn((rows, linear.in_features), device=linear.weight.device).to(linear.weight.dtype)
+        ahead = NormAhead(norm.weight, h.to(norm.weight.dtype), torch.full((rows, 128), h.shape[1] / 128, device=h.device))
+        stream = Stream(h, norm, ahead if norm.weight.dtype is torch.bfloat16 else None)
         scores = torch.empty((rows, linear.out_features if op == "logits" else 1), device=h.device)
         tokens = torch.empty(rows, dtype=torch.int64, device=h.device)
 
@@ -190,12 +197,13 @@ class CudaOps:
             def one(call: int) -> object:
                 layer = linears[call % len(linears)]
                 if op == "linear":
-                    return self._linear(self.norm(h, norm, x.dtype), layer, choice)
+                    return self._linear(*self._normed(stream, norm, choice), layer, choice)
                 if op == "gate_up":
-                    return self._gate_up(self.norm(h, norm, x.dtype), layer, choice)
+                    return self._gate_up(*self._normed(stream, norm, choice), layer, choice)
                 if op == "logits":
                     return self._greedy(x, layer, tokens, scores, choice)
-                return self._linear_add(x, layer, h, choice)
+                added = self._linear_add(x, layer, h, norm, choice)
+                return added if added.ahead is not None else self.norm(h, norm, norm.weight.dtype)
 
             return one
 
@@ -214,32 +222,63 @@ class CudaOps:
         key = (op, linear.out_features, linear.in_features, row_class(rows))
         return self.choices[key] if key in self.choices else default_choice(op, rows)
 
-    def _linear(self, x: torch.Tensor, linear: Linear, choice: Choice) -> torch.Tensor:
+    def _normed(self, stream: Stream, norm: RMSNorm, choice: Choice) -> tuple[torch.Tensor, RowScale | None]:
+        """What the product so computed reads of the normed stream: it, or its rows before their scale, and the scale."""
+        if choice is None or stream.ahead is None:
+            return self.norm(stream.h, norm, norm.weight.dtype), None
+        assert stream.norm is norm, "what was left ahead is for another norm"
+        return stream.ahead.scaled, RowScale(stream.ahead.squares, norm.eps)
+
+    def _linear(self, x: torch.Tensor, scale: RowScale | None, linear: Linear, choice: Choice) -> torch.Tensor:
         if choice is None:
             return linear(x)
         out = torch.empty((x.shape[0], linear.out_features), dtype=x.dtype, device=x.device)
-        return self._few_rows(x, linear, out, choice)
+        return self._few_rows(x, linear, out, choice, scale=scale)
 
-    def _gate_up(self, x: torch.Tensor, gate_up: Linear, choice: Choice) -> torch.Tensor:
+    def _gate_up(self, x: torch.Tensor, scale: RowScale | None, gate_up: Linear, choice: Choice) -> torch.Tensor:
         if choice is None:
             return silu_and_mul(gate_up(x))
         out = torch.empty((x.shape[0], gate_up.out_features // 2), dtype=x.dtype, device=x.device)
-        return self._few_rows(x, gate_up, out, choice, silu=True)
+        return self._few_rows(x, gate_up, out, choice, silu=True, scale=scale)
 
-    def _linear_add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor, choice: Choice) -> torch.Tensor:
+    def _linear_add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor, following: RMSNorm | None, choice: Choice) -> Stream:
         if choice is not None:
-            return self._few_rows(x, linear, h, choice, add=True)
+            ahead = self._ahead(h, following, linear, choice)
+            self._few_rows(x, linear, h, choice, add=True, ahead=ahead)
+            return Stream(h, following, ahead)
         if not self._float_products or type(linear) is not Linear:
-            return h.add_(linear(x))
+            return Stream(h.add_(linear(x)))
         torch.ops.aten.addmm.dtype_out(h, x, linear.weight.t(), torch.float32, out=h)
-        return h if linear.bias is None else h.add_(linear.bias)
+        return Stream(h if linear.bias is None else h.add_(linear.bias))
 
-    def _other_heads(self, head: Linear, classes: Sequence[int]) -> Iterator[Callable[[int], object]]:
-        """Runs of the head's other uses, by the choices made: logits without the argmax, and the argmax without logits."""
+    def _ahead(self, h: torch.Tensor, norm: RMSNorm | None, linear: Linear, choice: GemmConfig | StreamedConfig) -> NormAhead | None:
+        """Room for what the norm needs. Float16 does not hold the stream of every model before it is normed."""
+        if norm is None or norm.weight.dtype is not torch.bfloat16:
+            return None
+        count = small_parts if isinstance(choice, GemmConfig) else streamed_parts
+        squares = torch.empty((h.shape[0], count(linear.out_features, choice)), device=h.device)  # type: ignore[arg-type]
+        return NormAhead(norm.weight, torch.empty(h.shape, dtype=norm.weight.dtype, device=h.device), squares)
+
+    def _blocks(self, block: Block, head: Linear, classes: Sequence[int]) -> Iterator[Callable[[int], object]]:
+        """What a model runs, by the choices made: blocks behind each other and alone, the head with logits and without."""
+        norm, qkv, o, gate_up, down = block.mlp_norm, block.qkv_proj, block.o_proj, block.gate_up_proj, block.down_proj
+
+        def one(rows: int, following: RMSNorm | None) -> object:
+            weight = qkv.weight
+            stream = Stream(torch.zeros((rows, norm.weight.shape[0]), device=weight.device))
+            mixed = torch.zeros((rows, o.in_features), dtype=weight.dtype, device=weight.device)
+            for _ in range(2):
+                self.norm_linear(stream, norm, qkv)
+                stream = self.linear_add(mixed, o, stream, following)
+                stream = self.linear_add(self.norm_gate_up(stream, norm, gate_up), down, stream, following)
+            return stream
+
         for rows in classes:
             x = torch.zeros((rows, head.in_features), dtype=head.weight.dtype, device=head.weight.device)
             yield lambda _, x=x: self.logits(x, head)
             yield lambda _, x=x: self.greedy(x, head)
+            for following in (norm, None):
+                yield lambda _, rows=rows, following=following: one(rows, following)
 
     def _greedy(
         self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None, logits: torch.Tensor | None, choice: Choice
@@ -263,10 +302,13 @@ class CudaOps:
         *,
         silu: bool = False,
         add: bool = False,
+        scale: RowScale | None = None,
+        ahead: NormAhead | None = None,
     ) -> torch.Tensor:
+        x, weight, bias = x.contiguous(), linear.weight, linear.bias
         if isinstance(choice, GemmConfig):
-            return small_gemm(x.contiguous(), linear.weight, out, choice, bias=linear.bias, silu=silu, add=add, pdl=self.pdl)
-        return streamed_gemm(x.contiguous(), linear.weight, out, choice, bias=linear.bias, silu=silu, add=add, pdl=self.pdl)
+            return small_gemm(x, weight, out, choice, bias=bias, silu=silu, add=add, pdl=self.pdl, scale=scale, ahead=ahead)
+        return streamed_gemm(x, weight, out, choice, bias=bias, silu=silu, add=add, pdl=self.pdl, scale=scale, ahead=ahead)
 
     def _logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None, choice: Choice) -> torch.Tensor:
         if out is None:

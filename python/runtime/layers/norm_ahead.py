@@ -1,6 +1,6 @@
 """RMS norm without a kernel of its own: the product before it leaves what it needs, the product after it applies it.
 
-A row of the stream h is normed as `h * gain / rms(h)`. The first factor needs one column at a time, so that the product that adds to h stores
+A row of the stream h is normed as `h * gain / rms(h)`. The first factor needs one column at a time, so the product that adds to h stores
 `h * gain`, rounded, beside h, and the sums of squares of the columns it has. The second is one number a row, and a product is linear: the
 next one multiplies its own sums by it.
 """

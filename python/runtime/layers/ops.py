@@ -2,14 +2,14 @@
 
 A transformer block is six operations, so that a device may fuse what it can:
 
-    qkv = norm_linear(h, attn_norm, qkv_proj)
+    qkv = norm_linear(s, attn_norm, qkv_proj)
     q   = rope_and_cache(qkv, ...)              # writes K and V into the pool
     a   = attention(q)
-    h   = linear_add(a, o_proj, h)
-    m   = norm_gate_up(h, mlp_norm, gate_up_proj)
-    h   = linear_add(m, down_proj, h)
+    s   = linear_add(a, o_proj, s, mlp_norm)    # the norm that reads s next
+    m   = norm_gate_up(s, mlp_norm, gate_up_proj)
+    s   = linear_add(m, down_proj, s, next_norm)
 
-The residual stream `h` is float32 in every dtype: hidden states of real models reach 2e4, where bfloat16 steps by 128.
+The residual stream is float32 in every dtype: hidden states of real models reach 2e4, where bfloat16 steps by 128.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 from runtime.layers.linear import Linear
+from runtime.layers.norm_ahead import NormAhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,20 @@ class RMSNorm:
 
     weight: torch.Tensor
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The residual stream.
+
+    Attributes:
+        h: float32 [T, hidden].
+        ahead: what the operation that wrote `h` left for `norm`, which reads it next; only the operations look at it.
+    """
+
+    h: torch.Tensor
+    norm: RMSNorm | None = None
+    ahead: NormAhead | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +62,25 @@ class Rope:
 
 
 class BlockOps(Protocol):
-    """What a model calls. T tokens; `h` float32 [T, hidden]; activations in the model's dtype."""
+    """What a model calls. T tokens; activations in the model's dtype."""
 
     def norm(self, h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype) -> torch.Tensor:
-        """RMS norm of the residual stream, [T, hidden] in `dtype`."""
+        """RMS norm of float32 `h` [T, hidden], in `dtype`."""
         ...
 
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         """`linear(x)`, [T, out]; `x` in the model's dtype."""
         ...
 
-    def norm_linear(self, h: torch.Tensor, norm: RMSNorm, linear: Linear) -> torch.Tensor:
+    def norm_linear(self, stream: Stream, norm: RMSNorm, linear: Linear) -> torch.Tensor:
         """`linear(norm(h))`, [T, out] in the model's dtype."""
         ...
 
-    def linear_add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor) -> torch.Tensor:
-        """`h + linear(x)` in float32; may reuse the storage of `h`."""
+    def linear_add(self, x: torch.Tensor, linear: Linear, stream: Stream, following: RMSNorm | None = None) -> Stream:
+        """`h + linear(x)` in float32; may reuse the storage of `h`. `following`: the norm that reads it next, where there is one."""
         ...
 
-    def norm_gate_up(self, h: torch.Tensor, norm: RMSNorm, gate_up: Linear) -> torch.Tensor:
+    def norm_gate_up(self, stream: Stream, norm: RMSNorm, gate_up: Linear) -> torch.Tensor:
         """`silu(gate) * up` of the normed stream; `gate_up` holds the gate's rows, then the up's. [T, intermediate]."""
         ...
 

@@ -8,8 +8,11 @@
 //
 // Sources: PTX ISA, "wgmma", "cp.async.bulk.tensor", "mbarrier", "griddepcontrol", "barrier.cluster".
 //
+// A norm around the product takes no kernel (layers/norm_ahead.py): with SCALE rows of the product are divided by their root mean square, and
+// with AHEAD what is added up is also stored times the gain of the norm that follows, with the sums of its squares.
+//
 // Defined before this text: ROWS (64 or 128, rows that are computed), TILE (rows of w), SPLIT, MOST_STAGES, BFLOAT16, BIAS, EARLY, EPILOGUE,
-// LARGEST, STORE; and multiply(), the one instruction whose operands depend on TILE.
+// LARGEST, STORE, SCALE, AHEAD; and multiply(), the one instruction whose operands depend on TILE.
 
 constexpr int NARROW = 0, SILU = 1, ADD = 2, FLOAT = 3;  // EPILOGUE: store in 16 bits; silu(gate) * up; add to float32; store float32
 constexpr int COLUMNS = 64;                              // of a box: rows of 128 bytes, as the swizzle wants them
@@ -124,11 +127,61 @@ struct Largest {
     }
 };
 
+// layers/norm_ahead.py: what is read of the norm before, and written for the one after.
+struct Norms {
+    const float* squares;
+    int parts;
+    float eps;
+    const u16* gain;
+    u16* scaled;
+    float* next_squares;
+};
+
 // Where a thread's results go: `row` and the row 8 below, two columns from `column` on of each group of 8.
 struct Output {
     void* out;
     const u16* bias;
+    Norms norms;
     int rows, columns, row, column;
+    float scale[2] = {1.0f, 1.0f}, squares[2] = {0.0f, 0.0f};
+
+    // `scale` of the two rows; four lanes share a row.
+    __device__ __forceinline__ void find_scale(int width) {
+        const int lane = threadIdx.x % 4;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float sum = 0.0f;
+            if (row + half * 8 < rows) {
+                const float* at = norms.squares + (long)(row + half * 8) * norms.parts;
+                if (norms.parts % 4 == 0) {
+#pragma unroll 8
+                    for (int i = lane * 4; i < norms.parts; i += 16) {
+                        const float4 four = *(const float4*)(at + i);
+                        sum += (four.x + four.y) + (four.z + four.w);
+                    }
+                } else {
+                    for (int i = lane; i < norms.parts; i += 4) sum += at[i];
+                }
+            }
+            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
+            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+            scale[half] = rsqrtf(sum / width + norms.eps);
+        }
+    }
+    __device__ __forceinline__ void apply_scale(float* v) const {
+        if constexpr (SCALE) v[0] *= scale[0], v[1] *= scale[0], v[2] *= scale[1], v[3] *= scale[1];
+    }
+    // What this thread's rows sum to over its columns, in the column of `squares` that `part` of `parts` has.
+    __device__ __forceinline__ void store_squares(int part, int parts) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float sum = squares[half];
+            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
+            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+            if (threadIdx.x % 4 == 0 && row + half * 8 < rows) norms.next_squares[(long)(row + half * 8) * parts + part] = sum;
+            squares[half] = 0.0f;
+        }
+    }
 
     // The sums of one group: two columns of the row, the same of the row below.
     __device__ __forceinline__ void add_bias(float* v, int group, int offset) const {
@@ -137,9 +190,11 @@ struct Output {
         const float a = widen(bias[offset + at]), b = widen(bias[offset + at + 1]);
         v[0] += a, v[1] += b, v[2] += a, v[3] += b;
     }
-    __device__ __forceinline__ void store_floats(const float* v, int group) const {
+    __device__ __forceinline__ void store_floats(const float* v, int group) {
         const int at = column + group * 8;
         if (at >= columns) return;
+        float gain[2];
+        if constexpr (AHEAD) gain[0] = widen(norms.gain[at]), gain[1] = widen(norms.gain[at + 1]);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             if (row + half * 8 >= rows) continue;
@@ -150,6 +205,10 @@ struct Output {
                 sum.x += old.x, sum.y += old.y;
             }
             *to = sum;
+            if constexpr (AHEAD) {
+                *(u32*)(norms.scaled + (long)(row + half * 8) * columns + at) = narrow(sum.x * gain[0], sum.y * gain[1]);
+                squares[half] += sum.x * sum.x + sum.y * sum.y;
+            }
         }
     }
     __device__ __forceinline__ void store_narrow(const float* v, int group) const {
@@ -162,8 +221,8 @@ struct Output {
 };
 
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 1)
-streamed_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, void* out, int* largest, const u16* bias, int rows,
-              int columns, int k_boxes, int x_rows, int stages) {
+streamed_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, void* out, int* largest, const u16* bias, Norms norms,
+              int rows, int columns, int width, int x_rows, int stages) {
     extern __shared__ char unaligned[];
     __shared__ u64 barriers[2 * MOST_STAGES];
     const u32 data = (shared_address(unaligned) + 1023) & ~1023u;
@@ -175,6 +234,7 @@ streamed_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
     const int part = blockIdx.x % SPLIT;
     const int tiles = (columns + OUTPUTS - 1) / OUTPUTS;
     const int first_tile = blockIdx.x / SPLIT, tile_step = gridDim.x / SPLIT;
+    const int k_boxes = (width + COLUMNS - 1) / COLUMNS;
     const int k_each = (k_boxes + SPLIT - 1) / SPLIT, k_first = part * k_each;
     const int steps = max(min(k_each, k_boxes - k_first), 0);
     if constexpr (EARLY) launch_next();
@@ -214,8 +274,9 @@ streamed_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
     }
 
     const int group = warp / 4;
-    Output output = {out, bias, rows, columns, group * 64 + warp % 4 * 16 + lane / 4, 0};
+    Output output = {out, bias, norms, rows, columns, group * 64 + warp % 4 * 16 + lane / 4, 0};
     wait_for_previous();
+    if constexpr (SCALE) output.find_scale(width);
     for (int tile = first_tile; tile < tiles; tile += tile_step) {
         float sums[TILE / 2];
 #pragma unroll
@@ -265,17 +326,21 @@ streamed_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
                     v[0] += a, v[1] += b, v[2] += c, v[3] += d;
                 }
                 const int at = part * OWN_GROUPS + i;
+                output.apply_scale(v);
                 output.add_bias(v, at, 0);
                 if constexpr (EPILOGUE == NARROW) output.store_narrow(v, at);
                 else output.store_floats(v, at);
             }
+            if constexpr (AHEAD) output.store_squares(tile * SPLIT + part, tiles * SPLIT);
         } else if constexpr (EPILOGUE == NARROW || EPILOGUE == SILU) {
 #pragma unroll
             for (int i = 0; i < GROUPS; i++) {
                 float* v = sums + i * 4;
+                output.apply_scale(v);
                 output.add_bias(v, i, 0);
                 if constexpr (EPILOGUE == SILU) {
                     float* up = sums + (GROUPS + i) * 4;
+                    output.apply_scale(up);
                     output.add_bias(up, i, columns);
 #pragma unroll
                     for (int j = 0; j < 4; j++) v[j] = silu(v[j]) * up[j];
@@ -287,6 +352,7 @@ streamed_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
 #pragma unroll
             for (int i = 0; i < GROUPS; i++) {
                 float* v = sums + i * 4;
+                output.apply_scale(v);
                 output.add_bias(v, i, 0);
                 if constexpr (STORE) output.store_floats(v, i);
                 const int at = output.column + i * 8;
@@ -295,6 +361,7 @@ streamed_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
                     top[1].see(v[2], at), top[1].see(v[3], at + 1);
                 }
             }
+            if constexpr (AHEAD) output.store_squares(tile, tiles);
             if constexpr (LARGEST) {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {

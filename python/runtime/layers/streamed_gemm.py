@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from runtime.layers import cuda_driver
+from runtime.layers.norm_ahead import NormAhead, RowScale
 
 MAX_ROWS = 128
 COLUMNS = 64
@@ -45,6 +47,26 @@ class StreamedConfig:
         return f"streamed {self.tile}{f' split {self.split}' if self.split > 1 else ''}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """What a program is compiled for, beside the cut: `rows` that are computed, and what happens to the sums."""
+
+    rows: int
+    epilogue: Epilogue
+    dtype: torch.dtype
+    bias: bool
+    pdl: bool
+    scale: bool = False
+    ahead: bool = False
+    largest: bool = False
+    store: bool = True
+
+
+def parts(weight_rows: int, config: StreamedConfig) -> int:
+    """The columns of `NormAhead.squares` that a product with `weight_rows` columns writes."""
+    return -(-weight_rows // config.tile) * config.split
+
+
 def takes(weight: torch.Tensor, silu: bool = False) -> bool:
     """Whether products with this weight can be computed on its device."""
     columns = weight.shape[0] // 2 if silu else weight.shape[0]
@@ -69,6 +91,8 @@ def streamed_gemm(
     silu: bool = False,
     add: bool = False,
     pdl: bool = False,
+    scale: RowScale | None = None,
+    ahead: NormAhead | None = None,
 ) -> torch.Tensor:
     """`out = epilogue(x @ weight.T + bias)`.
 
@@ -81,11 +105,13 @@ def streamed_gemm(
         silu: weight holds gate rows, then up rows; out is silu(gate) * up.
         add: add the product to what `out`, float32, holds.
         pdl: start before the kernel ahead has ended, ask for weights and wait (programmatic dependent launch).
+        scale: what rows of the product are multiplied by, before the bias.
+        ahead: written, with `add`: what the norm of the sum needs.
 
     Each row of `out` depends on its own row of x only, summed in an order that K and `config` fix.
     """
     epilogue: Epilogue = "SILU" if silu else "ADD" if add else "FLOAT" if out.dtype is torch.float32 else "NARROW"
-    _run(x, weight, out, None, config, epilogue, bias, pdl)
+    _run(x, weight, out, None, config, epilogue, bias, pdl, scale, ahead)
     return out
 
 
@@ -108,7 +134,7 @@ def streamed_gemm_largest(
     """
     assert out is None or out.dtype is torch.float32, "the largest entries are those of float32"
     largest = torch.empty((2, x.shape[0], -(-weight.shape[0] // config.tile)), dtype=torch.int32, device=x.device)
-    _run(x, weight, out, largest, config, "FLOAT", bias, pdl)
+    _run(x, weight, out, largest, config, "FLOAT", bias, pdl, None, None)
     return largest
 
 
@@ -121,12 +147,19 @@ def _run(
     epilogue: Epilogue,
     bias: torch.Tensor | None,
     pdl: bool,
+    scale: RowScale | None,
+    ahead: NormAhead | None,
 ) -> None:
     """Launch; what is written is what is given of `out` and `largest`."""
     (M, K), N = x.shape, weight.shape[0]
     assert 0 < M <= MAX_ROWS, f"streamed_gemm takes up to {MAX_ROWS} rows, not {M}"
     columns, outputs = (N // 2, config.tile // 2) if epilogue == "SILU" else (N, config.tile)
-    kernel = _kernel(config, _computed_rows(M), epilogue, weight.dtype, bias is not None, largest is not None, out is not None, pdl)
+    variant = _Variant(
+        _computed_rows(M), epilogue, weight.dtype, bias is not None, pdl, scale is not None, ahead is not None, largest is not None,
+        out is not None,
+    )  # fmt: skip
+    assert ahead is None or ahead.squares.shape == (M, parts(N, config)), "squares of another product"
+    kernel = _kernel(config, variant)
     rows, x_rows = _computed_rows(M), max(8, 1 << (M - 1).bit_length())
     # Rows that are computed and not brought lie past the last stage's.
     stages = (SHARED_BYTES - ALIGNMENT - (rows - x_rows) * ROW_BYTES) // ((x_rows + config.tile) * ROW_BYTES)
@@ -139,9 +172,10 @@ def _run(
             cuda_driver.pointer(out),
             cuda_driver.pointer(largest),
             cuda_driver.pointer(bias),
+            _norms(scale, ahead),
             cuda_driver.int32(M),
             cuda_driver.int32(columns),
-            cuda_driver.int32(-(-K // COLUMNS)),
+            cuda_driver.int32(K),
             cuda_driver.int32(x_rows),
             cuda_driver.int32(min(stages, MOST_STAGES)),
         ),
@@ -162,34 +196,48 @@ def _map(address: int, rows: int, columns: int, dtype: torch.dtype, box_rows: in
 _weight_map = lru_cache(maxsize=None)(_map.__wrapped__)
 
 
-@cache
-def _kernel(
-    config: StreamedConfig, rows: int, epilogue: Epilogue, dtype: torch.dtype, bias: bool, largest: bool, store: bool, pdl: bool
-) -> cuda_driver.Kernel:
-    return cuda_driver.compile_kernel(
-        source(config, rows, epilogue, dtype, bias, largest, store, pdl),
-        "streamed_gemm",
-        threads=2 * rows + 32,
-        cluster=config.split,
-        shared_bytes=SHARED_BYTES,
+class _Norms(ctypes.Structure):
+    """`Norms` of the program."""
+
+    _fields_ = (
+        ("squares", ctypes.c_void_p),
+        ("parts", ctypes.c_int),
+        ("eps", ctypes.c_float),
+        ("gain", ctypes.c_void_p),
+        ("scaled", ctypes.c_void_p),
+        ("next_squares", ctypes.c_void_p),
     )
 
 
-def source(
-    config: StreamedConfig, rows: int, epilogue: Epilogue, dtype: torch.dtype, bias: bool, largest: bool, store: bool, pdl: bool
-) -> str:
-    """The CUDA program of one cut and epilogue; `rows` is 64 or 128."""
-    assert 0 < config.tile <= MAX_TILE and config.tile % (16 if epilogue == "SILU" else 8 * config.split) == 0, f"no such cut: {config}"  # noqa: PT018
-    assert config.split == 1 or (epilogue in ("NARROW", "ADD") and not largest), "parts of columns are added for these only"
+def _norms(scale: RowScale | None, ahead: NormAhead | None) -> _Norms:
+    read = (scale.squares.data_ptr(), scale.squares.shape[1], scale.eps) if scale is not None else (None, 0, 0.0)
+    written = (ahead.gain.data_ptr(), ahead.scaled.data_ptr(), ahead.squares.data_ptr()) if ahead is not None else (None, None, None)
+    return _Norms(*read, *written)
+
+
+@cache
+def _kernel(config: StreamedConfig, variant: _Variant) -> cuda_driver.Kernel:
+    return cuda_driver.compile_kernel(
+        source(config, variant), "streamed_gemm", threads=2 * variant.rows + 32, cluster=config.split, shared_bytes=SHARED_BYTES
+    )
+
+
+def source(config: StreamedConfig, variant: _Variant) -> str:
+    """The CUDA program of one cut and variant."""
+    v = variant
+    assert 0 < config.tile <= MAX_TILE and config.tile % (16 if v.epilogue == "SILU" else 8 * config.split) == 0, f"no such cut: {config}"  # noqa: PT018
+    assert config.split == 1 or (v.epilogue in ("NARROW", "ADD") and not v.largest), "parts of columns are added for these only"
+    assert v.epilogue == "ADD" or not v.ahead, "a norm ahead is that of a sum"
     constants = dict(
-        ROWS=rows, TILE=config.tile, SPLIT=config.split, BFLOAT16=int(dtype is torch.bfloat16), BIAS=int(bias), EARLY=int(pdl),
-        EPILOGUE=epilogue, LARGEST=int(largest), STORE=int(store), MOST_STAGES=MOST_STAGES,
+        ROWS=v.rows, TILE=config.tile, SPLIT=config.split, MOST_STAGES=MOST_STAGES, BFLOAT16=int(v.dtype is torch.bfloat16),
+        EPILOGUE=v.epilogue, BIAS=int(v.bias), EARLY=int(v.pdl), SCALE=int(v.scale), AHEAD=int(v.ahead), LARGEST=int(v.largest),
+        STORE=int(v.store),
     )  # fmt: skip
     return "\n".join(
         [
             "typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;",
             *(f"#define {name} {value}" for name, value in constants.items()),
-            _multiply(config.tile, "bf16" if dtype is torch.bfloat16 else "f16"),
+            _multiply(config.tile, "bf16" if v.dtype is torch.bfloat16 else "f16"),
             (Path(__file__).parent / "streamed_gemm.cu").read_text(encoding="utf-8"),
         ]
     )

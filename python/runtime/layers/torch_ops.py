@@ -7,31 +7,31 @@ from torch.nn import functional as F
 
 from runtime.layers.argmax import argmax
 from runtime.layers.linear import Linear
-from runtime.layers.ops import HeadLayout, RMSNorm, Rope
+from runtime.layers.ops import HeadLayout, RMSNorm, Rope, Stream
 
 
 class TorchOps:
     """`BlockOps` without fusion. Stateless; in float32 arithmetic wherever the model's dtype is narrower."""
 
     def norm(self, h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype) -> torch.Tensor:
-        """RMS norm of the residual stream, [T, hidden] in `dtype`."""
+        """RMS norm of float32 `h` [T, hidden], in `dtype`."""
         return rms_norm(h, norm).to(dtype)
 
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         """`linear(x)`, [T, out]."""
         return linear(x)
 
-    def norm_linear(self, h: torch.Tensor, norm: RMSNorm, linear: Linear) -> torch.Tensor:
+    def norm_linear(self, stream: Stream, norm: RMSNorm, linear: Linear) -> torch.Tensor:
         """`linear(norm(h))`, [T, out] in the model's dtype."""
-        return linear(rms_norm(h, norm).to(norm.weight.dtype))
+        return linear(rms_norm(stream.h, norm).to(norm.weight.dtype))
 
-    def linear_add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor) -> torch.Tensor:
+    def linear_add(self, x: torch.Tensor, linear: Linear, stream: Stream, following: RMSNorm | None = None) -> Stream:
         """`h + linear(x)` in float32, in the storage of `h`."""
-        return h.add_(linear(x))
+        return Stream(stream.h.add_(linear(x)))
 
-    def norm_gate_up(self, h: torch.Tensor, norm: RMSNorm, gate_up: Linear) -> torch.Tensor:
+    def norm_gate_up(self, stream: Stream, norm: RMSNorm, gate_up: Linear) -> torch.Tensor:
         """`silu(gate) * up` of the normed stream, [T, intermediate]."""
-        gate, up = self.norm_linear(h, norm, gate_up).chunk(2, dim=1)
+        gate, up = self.norm_linear(stream, norm, gate_up).chunk(2, dim=1)
         return F.silu(gate).mul_(up)
 
     def rope_and_cache(

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.linear import Linear
-from runtime.layers.ops import BlockOps, HeadLayout, RMSNorm
+from runtime.layers.ops import BlockOps, HeadLayout, RMSNorm, Stream
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.config import ModelConfig
 from runtime.models.rotary import build_rope
@@ -98,29 +98,30 @@ class DecoderModel:
         Returns:
             Hidden states after the final norm [T, hidden], and the streams [T, len(aux_layers) * hidden] side by side, both in `dtype`.
         """
-        h = F.embedding(batch.input_ids, self.embed).float()
+        stream = Stream(F.embedding(batch.input_ids, self.embed).float())
         aux = []
         for i, layer in enumerate(self.layers):
             if i in aux_layers:
-                aux.append(h.to(self.dtype, copy=True))
-            h = self.block(layer, i, h, batch)
+                aux.append(stream.h.to(self.dtype, copy=True))
+            following = self.layers[i + 1].attn_norm if i + 1 < len(self.layers) else None
+            stream = self.block(layer, i, stream, batch, following)
         if len(self.layers) in aux_layers:
-            aux.append(h.to(self.dtype, copy=True))
-        hidden = self.ops.norm(h, self.final_norm, self.dtype)
+            aux.append(stream.h.to(self.dtype, copy=True))
+        hidden = self.ops.norm(stream.h, self.final_norm, self.dtype)
         return hidden, torch.cat(aux, dim=1) if aux else None
 
-    def block(self, layer: DecoderLayer, layer_id: int, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """One transformer block: float32 stream [T, hidden] in and out, perhaps in the same storage."""
+    def block(self, layer: DecoderLayer, layer_id: int, stream: Stream, batch: ForwardBatch, following: RMSNorm | None) -> Stream:
+        """One transformer block: the stream in and out, perhaps in the same storage. `following`: the norm of the block after it."""
         assert self._pool is not None, "bind comes before forward"
         assert self._attention is not None, "bind comes before forward"
         ops = self.ops
         k_cache, v_cache = self._pool.flat(layer_id)
-        qkv = ops.norm_linear(h, layer.attn_norm, layer.qkv_proj)
+        qkv = ops.norm_linear(stream, layer.attn_norm, layer.qkv_proj)
         q = ops.rope_and_cache(
             qkv, self.layout, self.rope, layer.q_norm, layer.k_norm, batch.positions, batch.out_cache_loc, k_cache, v_cache
         )
-        h = ops.linear_add(self._attention.forward(q, layer_id, batch), layer.o_proj, h)
-        return ops.linear_add(ops.norm_gate_up(h, layer.mlp_norm, layer.gate_up_proj), layer.down_proj, h)
+        stream = ops.linear_add(self._attention.forward(q, layer_id, batch), layer.o_proj, stream, layer.mlp_norm)
+        return ops.linear_add(ops.norm_gate_up(stream, layer.mlp_norm, layer.gate_up_proj), layer.down_proj, stream, following)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the next token: hidden [N, hidden] after the final norm -> float32 [N, vocab], written to `out` where given."""

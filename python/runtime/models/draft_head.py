@@ -14,7 +14,7 @@ from runtime.errors import ConfigError
 from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.linear import Int8Linear, Linear
-from runtime.layers.ops import BlockOps, HeadLayout, RMSNorm
+from runtime.layers.ops import BlockOps, HeadLayout, RMSNorm, Stream
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.config import ModelConfig
 from runtime.models.hf_config import FAMILIES, Family, parse_hf_config, read_hf_config
@@ -213,8 +213,8 @@ class DraftBody:
             down_proj=weights.linear({mlp + "down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias),
         )
 
-    def run(self, layer: DraftLayer, layer_id: int, qkv: torch.Tensor, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """The rest of a block, from its qkv rows on: float32 stream [T, hidden] in and out, perhaps in the same storage."""
+    def run(self, layer: DraftLayer, layer_id: int, qkv: torch.Tensor, stream: Stream, batch: ForwardBatch) -> Stream:
+        """The rest of a block, from its qkv rows on: the stream in and out, perhaps in the same storage."""
         assert self._pool is not None, "bind comes before forward"
         assert self._attention is not None, "bind comes before forward"
         ops = self.ops
@@ -222,8 +222,8 @@ class DraftBody:
         q = ops.rope_and_cache(
             qkv, self._layout, self.rope, layer.q_norm, layer.k_norm, batch.positions, batch.out_cache_loc, k_cache, v_cache
         )
-        h = ops.linear_add(self._attention.forward(q, layer_id, batch), layer.o_proj, h)
-        return ops.linear_add(ops.norm_gate_up(h, layer.mlp_norm, layer.gate_up_proj), layer.down_proj, h)
+        stream = ops.linear_add(self._attention.forward(q, layer_id, batch), layer.o_proj, stream, layer.mlp_norm)
+        return ops.linear_add(ops.norm_gate_up(stream, layer.mlp_norm, layer.gate_up_proj), layer.down_proj, stream)
 
 
 class Extras:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.linear import Linear
+from runtime.layers.ops import Stream
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_head import DraftBody, DraftConfig, Extras, invert, own_or_shared, take_rows
@@ -93,11 +94,11 @@ class LlamaForCausalLMEagle:
         dtype = self.hidden_dtype
         ops, first = self._body.ops, self._layers[0]
         x = ops.linear(torch.cat([F.embedding(batch.input_ids, self.embed), batch.hidden_states.to(dtype)], dim=1), self._fc)
-        h = self._body.run(first, 0, ops.linear(x, first.qkv_proj), x.to(torch.float32, copy=True), batch)
+        stream = self._body.run(first, 0, ops.linear(x, first.qkv_proj), Stream(x.to(torch.float32, copy=True)), batch)
         for i, norm in enumerate(self._attn_norms, start=1):
             layer = self._layers[i]
-            h = self._body.run(layer, i, ops.norm_linear(h, norm, layer.qkv_proj), h, batch)
-        return h.to(dtype)
+            stream = self._body.run(layer, i, ops.norm_linear(stream, norm, layer.qkv_proj), stream, batch)
+        return stream.h.to(dtype)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the token after next: [N, hidden] -> float32 [N, Vd], written to `out` where given."""

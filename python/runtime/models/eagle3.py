@@ -14,6 +14,7 @@ from runtime.errors import ConfigError
 from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.linear import Linear
+from runtime.layers.ops import Stream
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_head import DraftBody, DraftConfig, Extras, invert, own_or_shared
@@ -132,7 +133,7 @@ class LlamaForCausalLMEagle3:
         body = self._body
         embeds = body.ops.norm(F.embedding(batch.input_ids, self.embed).float(), self._embed_norm, body.dtype)
         x = torch.cat([embeds, body.ops.norm(h, self._hidden_norm, body.dtype)], dim=1)
-        return body.run(self._layer, 0, body.ops.linear(x, self._layer.qkv_proj), h, batch)
+        return body.run(self._layer, 0, body.ops.linear(x, self._layer.qkv_proj), Stream(h), batch).h
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the token after next: [N, hidden] before the norm -> float32 [N, Vd], written to `out` where given."""

@@ -14,11 +14,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from runtime.layers.largest import first_of_largest
+from runtime.layers.norm_ahead import NormAhead, RowScale
 
 MAX_ROWS = 128
 """Above this, arithmetic and not weights sets the time: cuBLAS."""
 CHUNK = tl.constexpr(512)
 """Columns of a weight row that one instruction asks into L2."""
+SQUARES = tl.constexpr(16)
+"""Partial sums that a row's sums of squares are added to and that are kept during the product: fixed, so that the order is."""
+SQUARES_IN_FLIGHT = 64
+"""Sums of squares that a thread loads before it waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,11 @@ def padded_rows(rows: int, swap: bool = False) -> int:
     return max(triton.next_power_of_2(rows), 8 if swap else 16)
 
 
+def parts(weight_rows: int, config: GemmConfig) -> int:
+    """The columns of `NormAhead.squares` that a product with `weight_rows` rows of weight, so cut, writes."""
+    return triton.cdiv(weight_rows, config.block_n)
+
+
 def small_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -60,10 +70,12 @@ def small_gemm(
     bias: torch.Tensor | None = None,
     silu: bool = False,
     add: bool = False,
+    scale: RowScale | None = None,
+    ahead: NormAhead | None = None,
     pdl: bool = False,
     launch: bool = True,
 ) -> torch.Tensor:
-    """`out = epilogue(x @ weight.T + bias)`.
+    """`out = epilogue(scale * (x @ weight.T) + bias)`.
 
     Args:
         x: [M, K] contiguous, M <= 128, K a multiple of 16, the weight's dtype.
@@ -73,12 +85,14 @@ def small_gemm(
         bias: [N].
         silu: weight holds gate rows, then up rows; out is silu(gate) * up.
         add: add the product to what `out` holds.
+        scale: multiply each row of the product by this, in float32.
+        ahead: with `add` and a float32 `out`: what to write of the new `out`; its `squares` have `parts(N, config)` columns.
         pdl: start before the kernel ahead has ended, prefetch weights and wait (programmatic dependent launch, Hopper).
         launch: compile only, if not; tensors may be mock ones.
 
     Each row of `out` depends on its own row of x only, summed in an order that N, K and `config` fix.
     """
-    _run(x, weight, out, None, config, bias, silu, add, pdl, launch)
+    _run(x, weight, out, None, config, bias, silu, add, scale, ahead, pdl, launch)
     return out
 
 
@@ -102,7 +116,7 @@ def small_gemm_largest(
     assert out is None or out.dtype is torch.float32, "the largest entries are those of float32"
     tiles = triton.cdiv(weight.shape[0], config.block_n)
     largest = torch.empty((2, x.shape[0], tiles), dtype=torch.int32, device=x.device)
-    _run(x, weight, out, largest, config, bias, False, False, pdl, True)
+    _run(x, weight, out, largest, config, bias, False, False, None, None, pdl, True)
     return largest
 
 
@@ -115,6 +129,8 @@ def _run(
     bias: torch.Tensor | None,
     silu: bool,
     add: bool,
+    scale: RowScale | None,
+    ahead: NormAhead | None,
     pdl: bool,
     launch: bool,
 ) -> None:
@@ -128,11 +144,26 @@ def _run(
         tiles = TensorDescriptor(weight, [2, N, K], [N * K, K, 1], [2, outputs, config.block_k])
     elif config.tma:
         tiles = TensorDescriptor(weight, [N, K], [K, 1], [block_n, config.block_k])
-    args = (x, tiles, weight, out, largest, bias, M, N, K, config.prefetch, int(config.late))
+    gain = scaled = squares = row_squares = None
+    if ahead is not None:
+        assert add and out is not None and out.dtype is torch.float32, "what is ahead is made of float32 rows that were added to"  # noqa: PT018
+        _check_shapes(ahead, M, N, parts(N, config))
+        gain, scaled, squares = ahead.gain, ahead.scaled, ahead.squares
+    count, eps, BLOCK_M = 1, 0.0, padded_rows(M, config.swap)
+    if scale is not None:
+        row_squares, count, eps = scale.squares, scale.squares.shape[1], float(scale.eps)
+        assert row_squares.shape[0] == M, f"squares of {row_squares.shape[0]} rows to scale {M}"
+        assert row_squares.dtype is torch.float32, f"squares are float32, not {row_squares.dtype}"
+    PARTS = triton.next_power_of_2(count)
+    fit = max(SQUARES_IN_FLIGHT * 32 * config.num_warps // BLOCK_M, SQUARES.value)
+    args = (
+        x, tiles, weight, out, largest, bias, row_squares, gain, scaled, squares, M, N, K, count, eps, config.prefetch, int(config.late),
+    )  # fmt: skip
     options = dict(
-        BLOCK_M=padded_rows(M, config.swap), BLOCK_N=block_n, BLOCK_K=config.block_k, EVEN_N=N % outputs == 0,
+        BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=config.block_k, EVEN_N=N % outputs == 0,
         EVEN_K=K % config.block_k == 0, BIAS=bias is not None, SILU=silu, ADD=add, LARGEST=largest is not None, STORE=out is not None,
-        PDL=pdl, SWAP=config.swap, TMA=config.tma, num_warps=config.num_warps, num_stages=config.stages,
+        SCALE=scale is not None, PARTS=PARTS, PARTS_A_TURN=min(PARTS, fit), AHEAD=ahead is not None, PDL=pdl,
+        SWAP=config.swap, TMA=config.tma, num_warps=config.num_warps, num_stages=config.stages,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     grid = (triton.cdiv(N, outputs),)
@@ -142,6 +173,13 @@ def _run(
         _small_gemm_kernel.warmup(  # pyright: ignore[reportFunctionMemberAccess]
             *args, grid=grid, **options
         )
+
+
+def _check_shapes(ahead: NormAhead, M: int, N: int, count: int) -> None:
+    gain, scaled, squares = (tuple(tensor.shape) for tensor in (ahead.gain, ahead.scaled, ahead.squares))
+    assert (gain, scaled) == ((N,), (M, N)), f"for {M} x {N} sums: gain of {gain}, scaled of {scaled}"
+    assert squares == (M, count), f"squares are {M} x {count}, not of {squares}"
+    assert ahead.squares.dtype is torch.float32, f"squares are float32, not {ahead.squares.dtype}"
 
 
 @triton.jit
@@ -167,11 +205,39 @@ def prefetch_rows(rows_ptr, K, columns):
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "prefetch", "late"])
+@triton.jit
+def load_squares(squares_ptr, m, M, parts, PARTS: tl.constexpr, PARTS_A_TURN: tl.constexpr):
+    """Sums of squares [M, parts], each row's added to `SQUARES` numbers, or to as few as there are, whose sum is still to be taken.
+
+    The order depends on `parts` alone: `PARTS` is the power of two from it on, `PARTS_A_TURN` a power of two.
+    """
+    BLOCK: tl.constexpr = min(PARTS, SQUARES)
+    part = tl.arange(0, BLOCK)
+    at = squares_ptr + m[:, None] * parts + part[None, :]
+    sums = tl.zeros((m.shape[0], BLOCK), dtype=tl.float32)
+    for turn in range(0, PARTS, PARTS_A_TURN):
+        for block in tl.static_range(0, PARTS_A_TURN, BLOCK):
+            start = turn + block
+            sums += tl.load(at + start, mask=(m < M)[:, None] & (part < parts - start)[None, :], other=0.0)
+    return sums
+
+
+@triton.jit
+def sum_rows(x):
+    """The sum of each row of x [rows, a power of two up to 256], by halves: in an order that no division among threads changes."""
+    for _ in tl.static_range(8):
+        if x.shape[1] > 1:
+            x = tl.sum(x.reshape(x.shape[0], 2, x.shape[1] // 2), 1)
+    return x.reshape(x.shape[0])
+
+
+@triton.jit(do_not_specialize=["M", "parts", "prefetch", "late"])
 def _small_gemm_kernel(
-    x_ptr, tiles, w_ptr, out_ptr, largest_ptr, bias_ptr, M, N, K, prefetch, late,
+    x_ptr, tiles, w_ptr, out_ptr, largest_ptr, bias_ptr, row_squares_ptr, gain_ptr, scaled_ptr, squares_ptr,
+    M, N, K, parts, eps, prefetch, late,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, LARGEST: tl.constexpr, STORE: tl.constexpr,
+    SCALE: tl.constexpr, PARTS: tl.constexpr, PARTS_A_TURN: tl.constexpr, AHEAD: tl.constexpr,
     PDL: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One program: all rows of x against `BLOCK_N` weight rows (with SILU, gate rows and the up rows that belong to them in turn)."""
@@ -193,6 +259,8 @@ def _small_gemm_kernel(
 
     m = tl.arange(0, BLOCK_M)
     m_in = m < M
+    # Asked for here and needed after the loop, these come while the product goes on.
+    sums = load_squares(row_squares_ptr, m, M, parts, PARTS, PARTS_A_TURN) if SCALE else None
     x_rows = x_ptr + m * K
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -214,6 +282,8 @@ def _small_gemm_kernel(
 
     if SWAP:
         acc = tl.trans(acc)
+    if SCALE:
+        acc *= (1.0 / tl.sqrt(sum_rows(sums) / K + eps))[:, None]
     if BIAS:
         acc += tl.load(bias_ptr + row).to(tl.float32)[None, :]
     if SILU:
@@ -236,3 +306,8 @@ def _small_gemm_kernel(
         if ADD:
             acc += tl.load(out_at, mask=out_mask, other=0.0).to(tl.float32)
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+        if AHEAD:
+            gain = tl.load(gain_ptr + column, mask=column < N, other=0.0).to(tl.float32)
+            tl.store(scaled_ptr + m[:, None] * N + column[None, :], (acc * gain[None, :]).to(scaled_ptr.dtype.element_ty), mask=out_mask)
+            inside = acc if EVEN_N else tl.where((column < N)[None, :], acc, 0.0)
+            tl.store(squares_ptr + m * tl.num_programs(0) + tl.program_id(0), sum_rows(inside * inside), mask=m_in)

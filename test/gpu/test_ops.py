@@ -162,10 +162,11 @@ def test_early_launches_change_no_bit_of_a_long_chain(rows: int) -> None:
 
     def chain(ops: BlockOps) -> torch.Tensor:
         stream = Stream(start.clone())
-        for attn_norm, qkv, o, mlp_norm, gate_up, down in blocks:
+        followers = [*(block[0] for block in blocks[1:]), None]
+        for (attn_norm, qkv, o, mlp_norm, gate_up, down), following in zip(blocks, followers, strict=True):
             q = ops.rope_and_cache(ops.norm_linear(stream, attn_norm, qkv), layout, rope, None, None, positions, where, *caches)
             stream = ops.linear_add(q.flatten(1), o, stream, mlp_norm)
-            stream = ops.linear_add(ops.norm_gate_up(stream, mlp_norm, gate_up), down, stream, None if down is blocks[-1][5] else attn_norm)
+            stream = ops.linear_add(ops.norm_gate_up(stream, mlp_norm, gate_up), down, stream, following)
         return stream.h
 
     plain, early = CudaOps(pdl=False), CudaOps(pdl=True)

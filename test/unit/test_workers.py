@@ -128,6 +128,17 @@ def test_runs_are_counted_by_kind() -> None:
     assert worker.info()["graph_runs"] == [{"runner": "target decode", "replayed": 2, "eager": 1}]
 
 
+def test_a_reset_worker_has_nobody_left_and_answers_as_at_first() -> None:
+    worker: Any = plain()
+    first = Driver(worker).generate(PROMPTS, 5)
+    assert worker._target.rows.kv_lens.any()
+    assert worker._target.page_table.pages.any()
+    worker.reset()
+    assert not worker._target.rows.kv_lens.any()
+    assert not worker._target.page_table.pages.any()
+    assert Driver(worker, seed=1).generate(PROMPTS, 5) == first
+
+
 def test_limits_are_what_was_asked_and_lengths_what_they_allow() -> None:
     worker = build_worker(tiny_runtime(max_running_requests=3, max_total_tokens=1000, page_size=16), model_config())
     assert (worker.limits.max_running_requests, worker.limits.max_total_tokens, worker.limits.page_size) == (3, 992, 16)

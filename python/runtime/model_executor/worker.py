@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from runtime.batch import BatchResult, ForwardMode, Pending, ScheduleBatch, StepStats, WorkerLimits
+from runtime.batch import BatchResult, ForwardMode, ScheduleBatch, StepStats, WorkerLimits
 from runtime.forward_batch import ForwardBatch
 from runtime.layers.sampler import sample, top_logprobs
-from runtime.model_executor.device_queue import DeviceQueue, Finish
+from runtime.model_executor.device_queue import Finish
+from runtime.model_executor.device_worker import DeviceWorker
 from runtime.model_executor.graph_runner import GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
-from runtime.model_executor.profiler import Profiler
 from runtime.model_executor.staging import HostCopy
 from runtime.model_executor.target import Riders, Target, mixed, to_logprobs
 from runtime.model_executor.window import fill_window
@@ -31,44 +31,15 @@ def decode_spec(vocab_size: int, launches: int) -> RunnerSpec:
     )
 
 
-class TpWorker:
-    """A `Worker` that decodes one token per request and step.
-
-    Attributes:
-        runners: all that may replay graphs.
-    """
+class TpWorker(DeviceWorker):
+    """A `Worker` that decodes one token per request and step."""
 
     def __init__(self, target: Target, decode: GraphRunner, inputs: InputBuffers, limits: WorkerLimits, facts: dict[str, object]) -> None:
-        self._target, self._decode, self._inputs = target, decode, inputs
-        self.runners = (decode,)
-        self._limits, self._facts = limits, facts
-        self._queue = DeviceQueue(self._step, target.device)
-        self._profiler = Profiler("scheduler", target.device)
+        super().__init__(target, (decode,), limits, facts)
+        self._decode, self._inputs = decode, inputs
 
-    @property
-    def limits(self) -> WorkerLimits:
-        """What the device side can hold."""
-        return self._limits
-
-    def submit(self, batch: ScheduleBatch) -> Pending:
-        """Queue one step and return at once."""
-        return self._queue.submit(batch)
-
-    def info(self) -> dict[str, object]:
-        """What was chosen and measured at start, and how steps ran since."""
-        return {**self._facts, "graph_runs": [self._decode.runs(), *self._target.runs()]}
-
-    def start_profile(self, folder: str) -> None:
-        """Begin a torch trace."""
-        self._queue.run(lambda: self._profiler.start(folder))
-
-    def stop_profile(self) -> str:
-        """End the trace; returns its file."""
-        return str(self._queue.run(self._profiler.stop))
-
-    def close(self) -> None:
-        """Finish what is under way."""
-        self._queue.close()
+    def _forget(self) -> None:
+        self._target.reset()
 
     def _step(self, batch: ScheduleBatch) -> Finish:
         if batch.mode is ForwardMode.DECODE:

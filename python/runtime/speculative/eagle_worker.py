@@ -21,13 +21,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from runtime.batch import ForwardMode, Pending, ScheduleBatch, WorkerLimits
+from runtime.batch import ForwardMode, ScheduleBatch, WorkerLimits
 from runtime.layers.sampler import SamplingTables
-from runtime.model_executor.device_queue import DeviceQueue, Finish
+from runtime.model_executor.device_queue import Finish
+from runtime.model_executor.device_worker import DeviceWorker
 from runtime.model_executor.graph_runner import GraphRunner, Outputs
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.model_runner import ModelRunner
-from runtime.model_executor.profiler import Profiler, span
+from runtime.model_executor.profiler import span
 from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.target import ExtendPass, Target, mixed
 from runtime.model_executor.window import fill_window
@@ -79,57 +80,25 @@ def first_window(draft: Draft, target: RequestRows, rows: torch.Tensor) -> Outpu
     return {"tokens": tree.tokens, "parents": tree.parents, "depths": tree.depths, "mask": tree.mask}
 
 
-class EagleWorker:
+class EagleWorker(DeviceWorker):
     """A `Worker` that commits 1 to K + 1 tokens per request and step.
 
     Attributes:
         verifier: decides what stands, and counts it.
-        runners: all that may replay graphs, in the order of an iteration.
     """
 
     def __init__(
         self, target: Target, draft: Draft, verifier: Verifier, inputs: InputBuffers, limits: WorkerLimits, facts: dict[str, object]
     ) -> None:
-        self._target, self._draft, self._inputs = target, draft, inputs
-        self.verifier = verifier
-        self.runners = tuple(r for r in (draft.decode, verifier.runner, draft.extend) if r is not None)
-        self._limits, self._facts = limits, facts
-        self._queue = DeviceQueue(self._step, target.device)
-        self._profiler = Profiler("scheduler", target.device)
-
-    # ---- Worker
-
-    @property
-    def limits(self) -> WorkerLimits:
-        """What the device side can hold."""
-        return self._limits
-
-    def submit(self, batch: ScheduleBatch) -> Pending:
-        """Queue one step and return at once."""
-        return self._queue.submit(batch)
+        runners = tuple(r for r in (draft.decode, verifier.runner, draft.extend) if r is not None)
+        super().__init__(target, runners, limits, facts)
+        self._draft, self.verifier, self._inputs = draft, verifier, inputs
 
     def info(self) -> dict[str, object]:
         """What was chosen and measured at start, and acceptance since."""
-        runs = [runner.runs() for runner in self.runners]
-        return {**self._facts, "acceptance": self.verifier.info(), "graph_runs": [*runs, *self._target.runs()]}
+        return {**super().info(), "acceptance": self.verifier.info()}
 
-    def reset(self) -> None:
-        """Forget every request and all that was counted, between steps. For checks before serving."""
-        self._queue.run(self._reset)
-
-    def start_profile(self, folder: str) -> None:
-        """Begin a torch trace."""
-        self._queue.run(lambda: self._profiler.start(folder))
-
-    def stop_profile(self) -> str:
-        """End the trace; returns its file."""
-        return str(self._queue.run(self._profiler.stop))
-
-    def close(self) -> None:
-        """Finish what is under way."""
-        self._queue.close()
-
-    def _reset(self) -> None:
+    def _forget(self) -> None:
         self._target.reset()
         self._draft.rows.reset()
         self.verifier.forget()

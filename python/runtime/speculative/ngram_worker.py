@@ -7,65 +7,35 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from runtime.batch import BatchResult, ForwardMode, Pending, ScheduleBatch, WorkerLimits
-from runtime.model_executor.device_queue import DeviceQueue, Finish
+from runtime.batch import BatchResult, ForwardMode, ScheduleBatch, WorkerLimits
+from runtime.model_executor.device_queue import Finish
+from runtime.model_executor.device_worker import DeviceWorker
 from runtime.model_executor.graph_runner import Outputs
-from runtime.model_executor.profiler import Profiler, span
+from runtime.model_executor.profiler import span
 from runtime.model_executor.target import Target
 from runtime.speculative.ngram import NgramHistory, propose_batch
 from runtime.speculative.verifier import Iteration, Verifier
 
 
-class NgramWorker:
+class NgramWorker(DeviceWorker):
     """A `Worker` whose drafts are the continuation of the latest earlier occurrence of the text's last words.
 
     The lookup reads tokens on the host, so a step cannot be submitted before the one before it is read: `limits.overlap` is False.
 
     Attributes:
         verifier: decides what stands, and counts it.
-        runners: all that may replay graphs.
     """
 
     def __init__(self, target: Target, verifier: Verifier, num_steps: int, limits: WorkerLimits, facts: dict[str, object]) -> None:
-        self._target, self._num_steps = target, num_steps
-        self.verifier = verifier
-        self.runners = (verifier.runner,)
-        self._limits, self._facts = limits, facts
+        super().__init__(target, (verifier.runner,), limits, facts)
+        self.verifier, self._num_steps = verifier, num_steps
         self._histories: dict[int, NgramHistory] = {}
-        self._queue = DeviceQueue(self._step, target.device)
-        self._profiler = Profiler("scheduler", target.device)
-
-    @property
-    def limits(self) -> WorkerLimits:
-        """What the device side can hold."""
-        return self._limits
-
-    def submit(self, batch: ScheduleBatch) -> Pending:
-        """Queue one step and return at once."""
-        return self._queue.submit(batch)
 
     def info(self) -> dict[str, object]:
         """What was chosen and measured at start, and acceptance since."""
-        runs = [runner.runs() for runner in self.runners]
-        return {**self._facts, "acceptance": self.verifier.info(), "graph_runs": [*runs, *self._target.runs()]}
+        return {**super().info(), "acceptance": self.verifier.info()}
 
-    def reset(self) -> None:
-        """Forget every request and all that was counted, between steps. For checks before serving."""
-        self._queue.run(self._reset)
-
-    def start_profile(self, folder: str) -> None:
-        """Begin a torch trace."""
-        self._queue.run(lambda: self._profiler.start(folder))
-
-    def stop_profile(self) -> str:
-        """End the trace; returns its file."""
-        return str(self._queue.run(self._profiler.stop))
-
-    def close(self) -> None:
-        """Finish what is under way."""
-        self._queue.close()
-
-    def _reset(self) -> None:
+    def _forget(self) -> None:
         self._target.reset()
         self._histories.clear()
         self.verifier.forget()

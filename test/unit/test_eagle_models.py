@@ -168,7 +168,7 @@ class Rig:
     def __init__(self, head: DraftModel, page_size: int, dtype: torch.dtype = torch.float32) -> None:
         c = head.config
         pages = 2 * CONTEXT // page_size
-        pool = KVPool(c.num_layers, pages, page_size, c.num_kv_heads, c.head_dim, dtype, CPU)
+        self.pool = pool = KVPool(c.num_layers, pages, page_size, c.num_kv_heads, c.head_dim, dtype, CPU)
         self.table = PageTable(3, CONTEXT, page_size, CPU)
         self.table.pages[1:] = (torch.randperm(pages, generator=torch.Generator().manual_seed(1)) + 1).view(2, -1).to(torch.int32)
         shape = AttentionShape(c.num_q_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, (-1,) * c.num_layers, 2, 4, 1, CONTEXT)
@@ -203,7 +203,25 @@ class Rig:
         assert torch.equal(batch.hidden_states, given), "the caller's hidden states were overwritten"
         assert out.shape == (sum(lens), self.head.hidden_width)
         assert out.dtype == self.head.hidden_dtype
+        self._check_wanted(batch, out)
         return list(out.split(lens))
+
+    def _check_wanted(self, batch: ForwardBatch, out: torch.Tensor) -> None:
+        """The last token's state alone is the same, and KV is written for every token."""
+        wanted = batch.qo_indptr[1:].to(torch.int64) - 1
+        caches = [*self.pool.k, *self.pool.v]
+        written = [cache.clone() for cache in caches]
+        for cache in caches:
+            cache.view(-1, *cache.shape[2:])[batch.out_cache_loc] = float("nan")
+        near = (
+            {"rtol": 1e-5, "atol": 1e-5}
+            if out.dtype == torch.float32 and caches[0].dtype == torch.float32
+            else {"rtol": 0.05, "atol": 0.05}
+        )
+        torch.testing.assert_close(self.head.forward(batch, wanted), out[wanted], **near)
+        for cache, before in zip(caches, written, strict=True):
+            torch.testing.assert_close(cache, before, **near)
+            cache.copy_(before)
 
 
 def variants() -> list[Any]:

@@ -408,9 +408,9 @@ def test_the_branches_of_a_pass_have_a_slot_each_and_one_position(tmp_path: Path
     driver.prefill(PROMPTS)
     forward, passes = worker._draft.model.forward, list[tuple[torch.Tensor, torch.Tensor]]()
 
-    def watched(batch: Any) -> torch.Tensor:
+    def watched(batch: Any, wanted: torch.Tensor | None = None) -> torch.Tensor:
         passes.append((batch.positions.view(3, -1).clone(), batch.out_cache_loc.view(3, -1).clone()))
-        return forward(batch)
+        return forward(batch, wanted)
 
     monkeypatch.setattr(worker._draft.model, "forward", watched)
     for _ in range(3):

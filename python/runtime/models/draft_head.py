@@ -69,13 +69,18 @@ class DraftModel(Protocol):
     to_target: torch.Tensor | None
     to_draft: torch.Tensor | None
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Run the head. `batch.input_ids[t]` is the token after the one that `batch.hidden_states[t]` belongs to.
 
         `hidden_states` has `input_width` columns when it comes from the target, `hidden_width` when it is the head's own; any float dtype.
 
+        Args:
+            wanted: int64 [N], tokens whose states alone are returned; KV is written for all of them, and what lies behind the last
+                attention is left out for the others.
+
         Returns:
-            [T, hidden_width] in `hidden_dtype`, for `logits`, `greedy` and the next step. Not in the storage of `hidden_states`.
+            [T, hidden_width], or [N, hidden_width], in `hidden_dtype`, for `logits`, `greedy` and the next step. Not in the storage of
+            `hidden_states`.
         """
         ...
 
@@ -213,8 +218,10 @@ class DraftBody:
             down_proj=weights.linear({mlp + "down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias),
         )
 
-    def run(self, layer: DraftLayer, layer_id: int, qkv: torch.Tensor, stream: Stream, batch: ForwardBatch) -> Stream:
-        """The rest of a block, from its qkv rows on: the stream in and out, perhaps in the same storage."""
+    def run(
+        self, layer: DraftLayer, layer_id: int, qkv: torch.Tensor, stream: Stream, batch: ForwardBatch, wanted: torch.Tensor | None = None
+    ) -> Stream:
+        """The rest of a block, from its qkv rows on: the stream in and out, perhaps in the same storage; out for rows `wanted` alone."""
         assert self._pool is not None, "bind comes before forward"
         assert self._attention is not None, "bind comes before forward"
         ops = self.ops
@@ -222,7 +229,10 @@ class DraftBody:
         q = ops.rope_and_cache(
             qkv, self._layout, self.rope, layer.q_norm, layer.k_norm, batch.positions, batch.out_cache_loc, k_cache, v_cache
         )
-        stream = ops.linear_add(self._attention.forward(q, layer_id, batch), layer.o_proj, stream, layer.mlp_norm)
+        mixed = self._attention.forward(q, layer_id, batch)
+        if wanted is not None:
+            mixed, stream = mixed[wanted], Stream(stream.h[wanted])
+        stream = ops.linear_add(mixed, layer.o_proj, stream, layer.mlp_norm)
         return ops.linear_add(ops.norm_gate_up(stream, layer.mlp_norm, layer.gate_up_proj), layer.down_proj, stream)
 
 

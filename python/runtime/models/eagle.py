@@ -88,16 +88,17 @@ class LlamaForCausalLMEagle:
         """Bytes of the head's own weights and tables; what it shares with the target is not counted."""
         return own_bytes(self._body, self.embed, self.lm_head, self._target)
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """[T, hidden] in the model's dtype, as `DraftModel.forward` says."""
+    def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, hidden] or [N, hidden] in the model's dtype, as `DraftModel.forward` says."""
         assert batch.hidden_states is not None, "a draft head needs hidden states"
         dtype = self.hidden_dtype
         ops, first = self._body.ops, self._layers[0]
         x = ops.linear(torch.cat([F.embedding(batch.input_ids, self.embed), batch.hidden_states.to(dtype)], dim=1), self._fc)
-        stream = self._body.run(first, 0, ops.linear(x, first.qkv_proj), Stream(x.to(torch.float32, copy=True)), batch)
+        of = [*(None for _ in self._attn_norms), wanted]  # attention of a later layer reads every token
+        stream = self._body.run(first, 0, ops.linear(x, first.qkv_proj), Stream(x.to(torch.float32, copy=True)), batch, of[0])
         for i, norm in enumerate(self._attn_norms, start=1):
             layer = self._layers[i]
-            stream = self._body.run(layer, i, ops.norm_linear(stream, norm, layer.qkv_proj), stream, batch)
+            stream = self._body.run(layer, i, ops.norm_linear(stream, norm, layer.qkv_proj), stream, batch, of[i])
         return stream.h.to(dtype)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

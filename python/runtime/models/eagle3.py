@@ -124,8 +124,8 @@ class LlamaForCausalLMEagle3:
         """The target's three states side by side [T, input_width] -> the head's [T, hidden] float32."""
         return self._body.ops.linear(aux_hidden.to(self._body.dtype), self._fc).float()
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """The residual stream float32 [T, hidden], as `DraftModel.forward` says; states of `input_width` are projected first."""
+    def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """The residual stream float32 [T, hidden] or [N, hidden], as `DraftModel.forward` says. States of `input_width` are projected."""
         hidden = batch.hidden_states
         assert hidden is not None, "a draft head needs hidden states"
         # A copy: the operations write the stream in place, and the caller's rows are another owner's.
@@ -133,7 +133,7 @@ class LlamaForCausalLMEagle3:
         body = self._body
         embeds = body.ops.norm(F.embedding(batch.input_ids, self.embed).float(), self._embed_norm, body.dtype)
         x = torch.cat([embeds, body.ops.norm(h, self._hidden_norm, body.dtype)], dim=1)
-        return body.run(self._layer, 0, body.ops.linear(x, self._layer.qkv_proj), Stream(h), batch).h
+        return body.run(self._layer, 0, body.ops.linear(x, self._layer.qkv_proj), Stream(h), batch, wanted).h
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the token after next: [N, hidden] before the norm -> float32 [N, Vd], written to `out` where given."""

@@ -34,9 +34,10 @@ class StandaloneDraft:
         self.to_target: torch.Tensor | None = None
         self.to_draft: torch.Tensor | None = None
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """[T, hidden], for `logits`."""
-        return self._model.forward(batch)[0]
+    def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, hidden] or [N, hidden], for `logits`."""
+        hidden = self._model.forward(batch)[0]
+        return hidden if wanted is None else hidden[wanted]
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the next token: [N, hidden] -> float32 [N, V], written to `out` where given."""

@@ -45,10 +45,9 @@ def draft_extend_forward(draft: DraftModel, rows: RequestRows, state: DraftRows,
     def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
         index, D = batch.req_pool_indices, batch.tokens_per_req
         accepted = outputs["accept_lens"].to(torch.int64)
-        hidden = draft.forward(replace(batch, hidden_states=outputs["features"]))
         last = torch.arange(batch.batch_size, device=accepted.device) * D + accepted - 1
+        hidden = draft.forward(replace(batch, hidden_states=outputs["features"]), last)
         if draft.lookahead:
-            hidden = hidden[last]
             positions = inputs.kv_lens(batch.batch_size).to(torch.int64) + accepted + 1 if variant == SAMPLED else None
             state.hidden[index] = hidden
             first_guesses(state, draft, hidden, rows.tables, index, positions)

@@ -62,7 +62,7 @@ def draft_prompt(draft: Draft, tables: SamplingTables, done: ExtendPass) -> None
         tokens[done.last] = done.next_tokens
         batch = replace(batch, input_ids=tokens, hidden_states=done.hidden if done.aux is None else done.aux)
     draft.runner.backend.plan(batch)
-    hidden = draft.model.forward(batch)[done.last]
+    hidden = draft.model.forward(batch, done.last)
     if draft.model.lookahead:
         draft.rows.hidden[done.rows] = hidden
         # A greedy request may meet sampled ones later and be verified with them: not with what the row's last owner left.

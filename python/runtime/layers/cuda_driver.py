@@ -101,15 +101,19 @@ def compile_kernel(source: str, name: str, *, threads: int, cluster: int, shared
 def compile_program(source: str, architecture: str = "sm_90a") -> bytes:
     """The machine code of a CUDA C++ program; needs no GPU."""
     program = _call(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
-    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
-    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        text = b" " * _call(nvrtc.nvrtcGetProgramLogSize(program))
-        _call(nvrtc.nvrtcGetProgramLog(program, text))
-        raise RuntimeError(f"a CUDA kernel does not compile:\n{text.decode(errors='replace')}")
-    code = b" " * _call(nvrtc.nvrtcGetCUBINSize(program))
-    _call(nvrtc.nvrtcGetCUBIN(program, code))
-    return code
+    try:
+        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        # NVRTC writes in place, so each is a `bytes` of its own: `b" " * 1` would be the interpreter's one space.
+        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            text = bytes(_call(nvrtc.nvrtcGetProgramLogSize(program)))
+            _call(nvrtc.nvrtcGetProgramLog(program, text))
+            raise RuntimeError(f"a CUDA kernel does not compile ({result!r}):\n{text.rstrip(bytes(1)).decode(errors='replace')}")
+        code = bytes(_call(nvrtc.nvrtcGetCUBINSize(program)))
+        _call(nvrtc.nvrtcGetCUBIN(program, code))
+        return code
+    finally:
+        _call(nvrtc.nvrtcDestroyProgram(program))
 
 
 def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]) -> Any:

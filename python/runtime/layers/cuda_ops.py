@@ -1,4 +1,4 @@
-"""The block operations on a CUDA GPU: Triton for few tokens, cuBLAS and fused kernels for many."""
+"""The block operations on a CUDA GPU: Triton or streamed products for few tokens, cuBLAS and fused kernels for many."""
 
 from __future__ import annotations
 
@@ -132,16 +132,16 @@ class CudaOps:
     def greedy(self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
         """The argmax of each row of `logits(x, head)`, bit for bit: int64 [N], written to `tokens` where given, as `logits` is.
 
-        Where Triton computes the product, each program reduces its own tile; where cuBLAS does, without `logits` they are scratch.
+        Where a kernel of ours computes the product, each tile is reduced with it; where cuBLAS does, without `logits` they are scratch.
         """
         return self._greedy(x, head, tokens, logits, self._choice("logits", head, x.shape[0]))
 
     def prepare(self, layers: Sequence[Block], head: Linear, rows: Iterable[int], timed: bool = False) -> dict[str, str]:
         """Compile the kernels of a model's products at the row classes of `rows`, side by side; weights may be dummies.
 
-        Call before any graph is captured. With `timed`, also time Triton against cuBLAS on the model's own weights and keep the fastest;
-        otherwise `default_choice` decides. A norm beside a product is timed with it where it takes a kernel; the head is timed with the
-        argmax of its logits, which every decode step takes, and the choice is for logits alone too.
+        Call before any graph is captured. With `timed`, also time Triton's cuts, streamed ones and cuBLAS on the model's own weights and
+        keep the fastest; otherwise `default_choice` decides. A norm beside a product is timed with it where it takes a kernel; the head is
+        timed with the argmax of its logits, which every decode step takes, and the choice is for logits alone too.
 
         Returns:
             A line for each product, for the log and the server's info.

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from runtime.batch import RowInit, no_ints
-from runtime.layers.sampler import Stream, TorchSampling, draw, filter_probs, sample, target_probs, uniforms
+from runtime.layers.sampler import RandomStream, TorchSampling, draw, filter_probs, sample, target_probs, uniforms
 from runtime.layers.sampling_kernels import MOST_LIKELY, PICKED, TritonSampling
 from runtime.layers.select import select_sampling
 from runtime.model_executor.request_rows import RequestRows
@@ -166,7 +166,7 @@ def test_drawn_tokens_follow_the_twins_distribution(filters: tuple[int, float, f
     count, vocab = (400, 60) if INTERPRETED else (200_000, 60)
     probs = distributions(1, vocab)
     cut = KERNELS.filter(probs.clone(), *columns([filters]))
-    numbers = KERNELS.uniforms(torch.arange(count, device=DEVICE), torch.full((count,), 12, device=DEVICE), Stream.TARGET)
+    numbers = KERNELS.uniforms(torch.arange(count, device=DEVICE), torch.full((count,), 12, device=DEVICE), RandomStream.TARGET)
     drawn = np.bincount(KERNELS.draw(cut.expand(count, -1), numbers).cpu().numpy(), minlength=vocab)
     expected = TWIN.filter(probs, *columns([filters]))[0].double().cpu().numpy()
     assert drawn[expected == 0].sum() == 0
@@ -181,7 +181,7 @@ def test_random_numbers_are_those_of_the_twin_bit_for_bit() -> None:
     g = torch.Generator().manual_seed(0)
     seeds = torch.randint(-(1 << 62), 1 << 62, (33,), generator=g).to(DEVICE)
     positions = torch.randint(0, 1 << 40, (33, 5), generator=g).to(DEVICE)
-    for stream in Stream:
+    for stream in RandomStream:
         assert torch.equal(KERNELS.uniforms(seeds[:, None], positions, stream), uniforms(seeds[:, None], positions, stream))
         assert torch.equal(KERNELS.uniforms(seeds, positions[:, 1], stream), uniforms(seeds, positions[:, 1], stream))
     assert KERNELS.uniforms(seeds[:0], positions[:0, 0], 1).shape == (0,)

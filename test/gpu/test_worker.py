@@ -182,7 +182,7 @@ def test_a_steady_iteration_never_waits_for_the_device(
 
 @pytest.mark.parametrize("synthetic", [False, True])
 def test_the_fused_acceptance_is_the_plain_one(synthetic: bool) -> None:
-    from runtime.layers.sampler import Stream, uniforms
+    from runtime.layers.sampler import RandomStream, uniforms
     from runtime.speculative.accept_kernel import accept_chain
     from runtime.speculative.verify import verify_chain_greedy, verify_chain_synthetic
 
@@ -200,7 +200,7 @@ def test_the_fused_acceptance_is_the_plain_one(synthetic: bool) -> None:
         want_lens, want = verify_chain_greedy(draft, target)
     else:
         positions = kv_lens.long()[:, None] + torch.arange(1, D, device="cuda")
-        u = uniforms(seeds[rows][:, None], positions, Stream.SYNTHETIC)
+        u = uniforms(seeds[rows][:, None], positions, RandomStream.SYNTHETIC)
         want_lens, want = verify_chain_synthetic(draft, target, p, u, V)
     assert torch.equal(lens, want_lens)
     keep = torch.arange(D, device="cuda")[None] < lens[:, None]

@@ -14,7 +14,7 @@ import torch
 
 from runtime.batch import ForwardMode, ScheduleBatch
 from runtime.layers.linear import Linear
-from runtime.layers.sampler import Stream, draw, uniforms
+from runtime.layers.sampler import RandomStream, draw, uniforms
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.graph_runner import Outputs
 from runtime.sampling_params import SamplingParams
@@ -366,7 +366,7 @@ def test_each_draft_of_a_chain_is_what_the_draft_says_after_those_before_it(
                 probs = torch.softmax(logits / WARM.temperature, -1)
                 torch.testing.assert_close(made["probs"][i, at - 1], probs, rtol=1e-3, atol=1e-5)
                 place = torch.tensor([kv_len + at])
-                chosen = draw(probs[None], uniforms(worker._target.rows.tables.seeds[row : row + 1], place, Stream.DRAFT))[0]
+                chosen = draw(probs[None], uniforms(worker._target.rows.tables.seeds[row : row + 1], place, RandomStream.DRAFT))[0]
             assert window[at] == int(model.map_to_target(chosen))
 
 

@@ -15,7 +15,7 @@ from scipy import stats
 from runtime.batch import RowInit
 from runtime.layers.sampler import (
     PROBS_CHUNK,
-    Stream,
+    RandomStream,
     adjust,
     draw,
     filter_probs,
@@ -204,7 +204,7 @@ def test_drafts_count_as_output_at_the_positions_after_them() -> None:
 def test_draws_follow_the_distribution() -> None:
     count = 20_000
     probs = torch.tensor([0.5, 0.0, 0.2, 0.05, 0.25, 0.0])
-    u = uniforms(torch.arange(count), torch.full((count,), 12), Stream.TARGET)
+    u = uniforms(torch.arange(count), torch.full((count,), 12), RandomStream.TARGET)
     drawn = np.bincount(draw(probs.expand(count, -1), u).numpy(), minlength=6)
     assert drawn[[1, 5]].tolist() == [0, 0]
     live = [0, 2, 3, 4]
@@ -232,7 +232,7 @@ def test_a_seed_draws_the_same_whatever_else_is_in_the_batch() -> None:
 
 
 def test_uniform_numbers_are_uniform_and_below_one() -> None:
-    u = uniforms(torch.arange(-2000, 2000)[:, None], torch.arange(50), Stream.ACCEPT).flatten().numpy()
+    u = uniforms(torch.arange(-2000, 2000)[:, None], torch.arange(50), RandomStream.ACCEPT).flatten().numpy()
     assert u.min() >= 0
     assert u.max() < 1
     assert stats.kstest(u, "uniform").pvalue > 1e-4
@@ -241,17 +241,17 @@ def test_uniform_numbers_are_uniform_and_below_one() -> None:
 
 def test_the_largest_uniform_number_is_the_float_before_one() -> None:
     """This seed draws it at this position: a hash that ends in 24 ones."""
-    assert uniforms(torch.tensor(0), torch.tensor(39827229), Stream.TARGET).item() == 1.0 - 2.0**-24
+    assert uniforms(torch.tensor(0), torch.tensor(39827229), RandomStream.TARGET).item() == 1.0 - 2.0**-24
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (lambda s, p: uniforms(s, p, Stream.TARGET), lambda s, p: uniforms(s + 1, p, Stream.TARGET)),
-        (lambda s, p: uniforms(s, p, Stream.TARGET), lambda s, p: uniforms(s, p + 1, Stream.TARGET)),
-        (lambda s, p: uniforms(s, p, Stream.DRAFT), lambda s, p: uniforms(s, p, Stream.ACCEPT)),
-        (lambda s, p: uniforms(s, p, Stream.TARGET), lambda s, p: uniforms(s, p, Stream.DRAFT)),
-        (lambda s, p: uniforms(s, p, Stream.ACCEPT), lambda s, p: uniforms(s, p, Stream.SYNTHETIC)),
+        (lambda s, p: uniforms(s, p, RandomStream.TARGET), lambda s, p: uniforms(s + 1, p, RandomStream.TARGET)),
+        (lambda s, p: uniforms(s, p, RandomStream.TARGET), lambda s, p: uniforms(s, p + 1, RandomStream.TARGET)),
+        (lambda s, p: uniforms(s, p, RandomStream.DRAFT), lambda s, p: uniforms(s, p, RandomStream.ACCEPT)),
+        (lambda s, p: uniforms(s, p, RandomStream.TARGET), lambda s, p: uniforms(s, p, RandomStream.DRAFT)),
+        (lambda s, p: uniforms(s, p, RandomStream.ACCEPT), lambda s, p: uniforms(s, p, RandomStream.SYNTHETIC)),
     ],
     ids=["next seed", "next position", "draft and accept", "target and draft", "accept and synthetic"],
 )
@@ -266,7 +266,7 @@ def test_neighbouring_streams_have_nothing_to_do_with_each_other(one: Any, other
 
 def test_the_largest_seeds_and_positions_are_numbers_like_any_other() -> None:
     seeds = torch.tensor([-(1 << 63), (1 << 63) - 1, 0, -1])
-    u = uniforms(seeds, torch.full((4,), 1 << 40), Stream.TARGET)
+    u = uniforms(seeds, torch.full((4,), 1 << 40), RandomStream.TARGET)
     assert len(set(u.tolist())) == 4
 
 

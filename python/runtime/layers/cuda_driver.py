@@ -21,13 +21,13 @@ ELEMENT_BYTES = 2
 
 @cache
 def available() -> bool:
-    """Whether the bindings and the compiler's library are there."""
+    """Whether a kernel can be compiled here and the driver takes it. The thread has torch's context."""
     if nvrtc is None:
         return False
     try:
-        _call(nvrtc.nvrtcVersion())
-    except RuntimeError as error:  # as the bindings say that the library is not there
-        log.warning("NVRTC is not there (%s): kernels in CUDA C++ are left out", error)
+        compile_kernel('extern "C" __global__ void nothing() {}', "nothing", threads=32, cluster=1, shared_bytes=0)
+    except RuntimeError as error:  # the bindings' own error for a library that is not there is one
+        log.warning("NVRTC does not work here (%s): kernels in CUDA C++ are left out", error)
         return False
     return True
 

@@ -213,7 +213,7 @@ class CudaOps:
         others = candidate_configs(op, rows)
         if takes(linear.weight, silu=op == "gate_up"):
             streamed = streamed_configs(op, rows, linear.out_features, self._num_sms)
-            others = (*others, *streamed) if rows <= 64 else streamed  # Triton's are slower for more, on an H200
+            others = streamed if streamed and rows > 64 else (*others, *streamed)  # Triton's are slower for more, on an H200
         return {choice: run(choice) for choice in (None, *others)}
 
     def _choice(self, op: GemmOp, linear: Linear, rows: int) -> Choice:

@@ -37,7 +37,8 @@ class Stream:
 
     Attributes:
         h: float32 [T, hidden].
-        ahead: what the operation that wrote `h` left for `norm`, which reads it next; only the operations look at it.
+        norm: the norm that reads `h` next, where something was left for it.
+        ahead: what the operation that wrote `h` left for `norm`; only the operations look at either.
     """
 
     h: torch.Tensor

@@ -15,7 +15,7 @@ import torch
 TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(6)
 
 
-class Stream(enum.IntEnum):
+class RandomStream(enum.IntEnum):
     """Independent random streams of one request; one position may draw from each."""
 
     TARGET = 1
@@ -70,7 +70,13 @@ class SamplingTables:
 
 @dataclass(frozen=True, slots=True)
 class SamplingNeeds:
-    """Which steps a batch needs; indices are into the batch."""
+    """Which steps a batch needs; indices are into the batch.
+
+    Attributes:
+        all_greedy, any_greedy: whether all requests have temperature 0, and whether any may have.
+        filtered: whether any has top_k, top_p or min_p.
+        penalised, biased, at_least: who has penalties, a logit bias, a minimum length.
+    """
 
     all_greedy: bool
     any_greedy: bool
@@ -273,7 +279,7 @@ def sample(logits: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, pos
     if needs.all_greedy:
         return logits.argmax(-1)
     probs = target_probs(logits, tables, rows, needs.filtered, needs.any_greedy)
-    return tables.ops.draw(probs, tables.ops.uniforms(tables.seeds[rows], positions, Stream.TARGET))
+    return tables.ops.draw(probs, tables.ops.uniforms(tables.seeds[rows], positions, RandomStream.TARGET))
 
 
 def top_logprobs(

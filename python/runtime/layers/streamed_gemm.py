@@ -153,6 +153,9 @@ def _run(
     """Launch; what is written is what is given of `out` and `largest`."""
     (M, K), N = x.shape, weight.shape[0]
     assert 0 < M <= MAX_ROWS, f"streamed_gemm takes up to {MAX_ROWS} rows, not {M}"
+    assert weight.shape[1] == K, f"x has {K} columns, the weight {weight.shape[1]}"
+    assert x.is_contiguous(), "rows of x lie behind each other"
+    assert scale is None or len(scale.squares) == M, f"squares of {len(scale.squares)} rows to scale {M}"
     columns, outputs = (N // 2, config.tile // 2) if epilogue == "SILU" else (N, config.tile)
     variant = _Variant(
         _computed_rows(M), epilogue, weight.dtype, bias is not None, pdl, scale is not None, ahead is not None, largest is not None,

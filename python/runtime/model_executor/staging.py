@@ -43,6 +43,7 @@ class StagingRing:
         done = self._copied[turn]
         if done is not None:
             done.synchronize()
+        assert len(arrays) <= MOST_ARRAYS, f"{len(arrays)} arrays in one upload"
         total, starts = 0, []
         for a in arrays:
             self._host[turn][total : total + len(a)] = a

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.layers.sampler import POSITION_STEP, STREAM_STEP, Stream, signed
+from runtime.layers.sampler import POSITION_STEP, STREAM_STEP, RandomStream, signed
 from runtime.layers.sampling_kernels import hashed_uniform
 
 
@@ -76,7 +76,8 @@ def accept_chain(
     tokens = torch.empty((B, D), dtype=torch.int64, device=draft.device)
     _accept[(B,)](
         draft, draft.stride(0), target, kv_lens, rows, accept_lens, tokens, row_lens, row_tokens, live, vocab_size, D - 1,
-        target if probabilities is None else probabilities, seeds, signed(STREAM_STEP * (Stream.SYNTHETIC + 1)), signed(POSITION_STEP),
+        target if probabilities is None else probabilities, seeds,
+        signed(STREAM_STEP * (RandomStream.SYNTHETIC + 1)), signed(POSITION_STEP),
         SYNTHETIC=probabilities is not None, BLOCK=triton.next_power_of_2(D), num_warps=1,
     )  # fmt: skip
     return accept_lens, tokens

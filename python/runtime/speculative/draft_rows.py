@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from runtime.layers.argmax import argmax
-from runtime.layers.sampler import TEMPERATURE, SamplingTables, Stream
+from runtime.layers.sampler import TEMPERATURE, RandomStream, SamplingTables
 from runtime.models.draft_head import DraftModel
 from runtime.speculative.draft_tree import top_log_probs
 
@@ -62,7 +62,7 @@ def guess(
     temperature = tables.floats[rows, TEMPERATURE]
     greedy = temperature == 0.0
     probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
-    drawn = tables.ops.draw(probs, tables.ops.uniforms(tables.seeds[rows], positions, Stream.DRAFT))
+    drawn = tables.ops.draw(probs, tables.ops.uniforms(tables.seeds[rows], positions, RandomStream.DRAFT))
     return torch.where(greedy, argmax(logits), drawn), probs
 
 

@@ -14,7 +14,7 @@ import torch
 
 from runtime.batch import BatchResult, ForwardMode, ScheduleBatch, StepStats
 from runtime.forward_batch import ForwardBatch
-from runtime.layers.sampler import SamplingNeeds, Stream, adjust, target_probs, top_logprobs
+from runtime.layers.sampler import RandomStream, SamplingNeeds, adjust, target_probs, top_logprobs
 from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.staging import HostCopy
@@ -315,17 +315,17 @@ class Verifier:
             return self._decide_tree(turn, drafted, target, probs, positions, kv_lens)
         tokens = drafted["tokens"]
         if rules.synthetic is not None:
-            forced = self._uniforms(turn, positions[:, :-1], Stream.SYNTHETIC)
+            forced = self._uniforms(turn, positions[:, :-1], RandomStream.SYNTHETIC)
             return *verify_chain_synthetic(tokens, target, rules.synthetic, forced, self._vocab), None
         if probs is None:
             return *verify_chain_greedy(tokens, target), None
-        final = self._uniforms(turn, positions, Stream.TARGET)
+        final = self._uniforms(turn, positions, RandomStream.TARGET)
         if "probs" not in drafted and rules.thresholds.lossless:
             # Drafts that were looked up, not drawn: choose as plain decoding would and see whether the draft is it. A seed keeps its text.
             chosen = ops.draw(probs.flatten(0, 1), final.flatten()).view_as(target)
             return *verify_chain_greedy(tokens, chosen), None
         q = DraftProbs(drafted["probs"], rules.to_target, rules.to_draft) if "probs" in drafted else None
-        accept = self._uniforms(turn, positions[:, :-1], Stream.ACCEPT)
+        accept = self._uniforms(turn, positions[:, :-1], RandomStream.ACCEPT)
         return *verify_chain_sampled(tokens, probs, accept, final, q, rules.thresholds, ops.draw), None
 
     def _decide_tree(
@@ -340,12 +340,12 @@ class Verifier:
         rules, K, D = self._rules, self._rules.shape.num_steps, self._rules.shape.num_draft_tokens
         tokens, parents = drafted["tokens"], drafted["parents"]
         if probs is not None:
-            accept = self._uniforms(turn, positions, Stream.ACCEPT)
-            final = self._uniforms(turn, positions, Stream.TARGET)
+            accept = self._uniforms(turn, positions, RandomStream.ACCEPT)
+            final = self._uniforms(turn, positions, RandomStream.TARGET)
             target = tree_targets_sampled(tokens, parents, probs, final, accept, rules.thresholds, self._target.rows.tables.ops.draw)
         if rules.synthetic is not None:
             first = kv_lens.to(torch.int64)[:, None] + 1
-            forced = self._uniforms(turn, first + torch.arange(K, device=first.device), Stream.SYNTHETIC)
+            forced = self._uniforms(turn, first + torch.arange(K, device=first.device), RandomStream.SYNTHETIC)
             path, lens, out = verify_tree_synthetic(tokens, parents, target, rules.synthetic, forced, self._vocab)
         else:
             path, lens, out = verify_tree(tokens, parents, target, K + 1)
@@ -415,7 +415,7 @@ class Verifier:
             depths = torch.arange(tokens.shape[1], device=tokens.device)
         return kv_lens.to(torch.int64)[:, None] + depths + 1
 
-    def _uniforms(self, turn: Iteration, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
+    def _uniforms(self, turn: Iteration, positions: torch.Tensor, stream: RandomStream) -> torch.Tensor:
         tables = self._target.rows.tables
         return tables.ops.uniforms(tables.seeds[turn.rows][:, None], positions, stream)
 

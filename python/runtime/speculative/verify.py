@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.layers.sampler import draw
+from runtime.layers.sampler import draw as torch_draw
 
 Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """As `sampler.draw`."""
@@ -88,7 +88,7 @@ def verify_chain_sampled(
     final_uniforms: torch.Tensor,
     draft: DraftProbs | None = None,
     thresholds: AcceptThresholds = LOSSLESS,
-    draw: Draw = draw,
+    draw: Draw = torch_draw,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept drafts with min(1, p/q); at the first rejection draw from (p - q)+, and after none from p.
 
@@ -129,7 +129,7 @@ def tree_targets_sampled(
     uniforms_BD: torch.Tensor,
     accept_uniforms_BD: torch.Tensor | None = None,
     thresholds: AcceptThresholds = LOSSLESS,
-    draw: Draw = draw,
+    draw: Draw = torch_draw,
 ) -> torch.Tensor:
     """Draw the target's token after every node of a tree: int64 [B, D], for `verify_tree`.
 

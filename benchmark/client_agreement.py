@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmark import picture, plots
 from benchmark.machine import ROOT
-from benchmark.markdown import Result, provenance, table
+from benchmark.markdown import Result, provenance, signed, table
 from benchmark.record import Record
 from benchmark.server import Server, environment
 from benchmark.shapes import tiny_model, write_tiny
@@ -241,7 +241,8 @@ def measure(record: Record, target: Target, backends: Sequence[str], clients: tu
             figures = compare(ours, theirs, (*common, "--backend", backend, *load.flags), load.requests, rounds)
             labels = {"server": target.name, "backend": backend, "load": load.name, "requests": load.requests, "rounds": rounds}
             record.add(labels | {"client": theirs.name if theirs else None, **figures})
-            print(f"  {target.name}, {backend}, {load.name}: {_worst(figures['difference'])}, {_worst(figures['repeat'])}", flush=True)
+            worst = [signed(farthest(figures[kind])) for kind in ("difference", "repeat")]
+            print(f"  {target.name}, {backend}, {load.name}: {', '.join(worst)}", flush=True)
 
 
 def render(result: Result) -> str:
@@ -255,19 +256,15 @@ def render(result: Result) -> str:
 
 def _table(rows: Sequence[dict[str, Any]], kind: str) -> str:
     lines = [
-        [f"{row['server']}; {row['backend']}, {row['load']}", *(_signed(row[kind][name]) for name in FIGURES), _worst(row[kind])]
+        [f"{row['server']}; {row['backend']}, {row['load']}", *(signed(row[kind][name]) for name in FIGURES), signed(farthest(row[kind]))]
         for row in rows
     ]
     return table(["medians, %", *FIGURES.values(), "farthest"], lines)
 
 
-def _signed(value: float | None) -> str:
-    return "-" if value is None else f"{value:+.2f}"
-
-
-def _worst(values: dict[str, float | None] | None) -> str:
+def farthest(values: dict[str, float | None] | None) -> float | None:
     """The difference that is farthest from none."""
-    return _signed(max((value for value in (values or {}).values() if value is not None), key=abs, default=None))
+    return max((value for value in (values or {}).values() if value is not None), key=abs, default=None)
 
 
 def plot(result: Result, file: Path) -> None:

@@ -6,7 +6,6 @@ follow each other within seconds, so that what differs is the graph.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from benchmark import picture, plots
 from benchmark.machine import slug
 from benchmark.markdown import Result, cell, change, percent, pick, provenance, table
 from benchmark.record import Record
-from benchmark.server import answer, apart
+from benchmark.server import apart, parse_or_answer
 from benchmark.shapes import READ_BYTES_PER_SECOND, Model
 from benchmark.sweep import Setup, add_model, arguments, names, numbers, random_ids, roof_share, served_model, sweep
 
@@ -151,12 +150,8 @@ def main() -> None:
     parser.add_argument("--overlap", type=names, default=["on", "off"])
     parser.add_argument("--output-len", type=int, default=1000)
     parser.add_argument("--in-process", action="store_true", help="without servers: one worker for each backend")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     add_model(parser)
-    args = parser.parse_args()
-    if args.child:
-        answer(args.child, measure)
-        return
+    args = parse_or_answer(parser, measure)
     record = Record(NAME, KEYS, args.out, args.quick)
     served = served_model(args)
     backends = ["torch_native"] if args.quick else args.backends

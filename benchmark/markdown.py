@@ -34,6 +34,11 @@ def change(new: float | None, old: float | None) -> str:
     return "-" if not new or not old else f"{(new / old - 1) * 100:+.1f} %"
 
 
+def signed(value: float | None) -> str:
+    """A difference with its sign; a dash for none."""
+    return "-" if value is None else f"{value:+.2f}"
+
+
 def provenance(result: Result, rows: Sequence[dict[str, Any]] | None = None) -> str:
     """One line: machine, versions, commits and commands of the rows shown."""
     shown = result["rows"] if rows is None else rows

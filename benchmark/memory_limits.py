@@ -6,7 +6,6 @@ with every filter, penalties and 20 log-probabilities for all.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 from benchmark import picture, plots
 from benchmark.markdown import Result, percent, provenance, table
 from benchmark.record import Record, Row
-from benchmark.server import ServerFailed, answer, apart
+from benchmark.server import ServerFailed, apart, parse_or_answer
 from benchmark.shapes import TARGET, Model, big_model, named_model, tiny_model
 from benchmark.sweep import arguments, names
 
@@ -152,11 +151,7 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--cases", type=names, help=f"some of {', '.join(case.name for case in CASES)}")
     parser.add_argument("--model", help="the embedded model's file; without it its cases are left out")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child:
-        answer(args.child, fill)
-        return 0
+    args = parse_or_answer(parser, fill)
     record = Record(NAME, KEYS, args.out, args.quick)
     models = {"8b": big_model()} | ({"embedded": named_model(args.model, None)} if args.model else {})
     cases: Sequence[Case] = [case for case in CASES if case.model in models and (not args.cases or case.name in args.cases)]

@@ -15,7 +15,7 @@ from benchmark import picture, plots
 from benchmark.machine import slug
 from benchmark.markdown import Result, change, percent, pick, provenance, table
 from benchmark.record import Record, Row
-from benchmark.server import answer, apart
+from benchmark.server import apart, parse_or_answer
 from benchmark.shapes import READ_BYTES_PER_SECOND, Model, eagle_roof_ms, plain_roof_ms
 from benchmark.sweep import add_model, arguments, names, numbers, served_model
 from benchmark.trace import GPU_EVENTS, covered, load
@@ -146,12 +146,8 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=numbers, default=[1, 32])
     parser.add_argument("--context", type=int, default=1000, help="prompt tokens of each request")
     parser.add_argument("--steps", type=int, default=60, help="timed steps, twice; the faster run counts")
-    parser.add_argument("--child", help="one process's orders, as JSON")
     add_model(parser)
-    args = parser.parse_args()
-    if args.child:
-        answer(args.child, measure)
-        return
+    args = parse_or_answer(parser, measure)
     record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)
     speed = READ_BYTES_PER_SECOND.get(slug(record.data["machine"]))
     batches, context, steps = ([1, 2], 16, 4) if args.quick else (args.batch_sizes, args.context, args.steps)

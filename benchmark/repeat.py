@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.client_agreement import FIGURES, median
-from benchmark.markdown import Result, provenance, table
+from benchmark.client_agreement import FIGURES, farthest, median
+from benchmark.markdown import Result, provenance, signed, table
 from benchmark.record import Record
 from benchmark.server import Server, bench
 from benchmark.serving_matrix import TITLES, setups
@@ -45,24 +45,15 @@ def spread(runs: Sequence[Run]) -> dict[str, float | None]:
     return found
 
 
-def farthest(values: dict[str, float | None]) -> float | None:
-    """The difference that is farthest from none."""
-    return max((value for value in values.values() if value is not None), key=abs, default=None)
-
-
 def render(result: Result) -> str:
     """A row for each server and concurrency: per cent by figure, and what was accepted in each run."""
     lines = []
     for row in result["rows"]:
         title = f"{row['mode']}, {row['backend']}, {row['concurrency']} at a time"
-        cells = [_signed(row["spread"][name]) for name in FIGURES]
-        lines.append([title, *cells, f"**{_signed(farthest(row['spread']))}**", len(row["runs"]), _accepted(row["runs"])])
+        cells = [signed(row["spread"][name]) for name in FIGURES]
+        lines.append([title, *cells, f"**{signed(farthest(row['spread']))}**", len(row["runs"]), _accepted(row["runs"])])
     header = ["farthest run from the median, %", *FIGURES.values(), "farthest", "runs", "accept length"]
     return "\n".join([table(header, lines), "", provenance(result)])
-
-
-def _signed(value: float | None) -> str:
-    return "-" if value is None else f"{value:+.2f}"
 
 
 def _accepted(runs: Sequence[Run]) -> str | None:
@@ -103,7 +94,7 @@ def main() -> None:
                 runs = [burst(server, concurrency, lens, requests) for _ in range(args.rounds)]
                 labels = {**setup.labels, "concurrency": concurrency, "input_len": lens[0], "output_len": lens[1], "num_prompts": requests}
                 record.add(labels | {"runs": runs, "spread": spread(runs), "server_flags": " ".join(setup.flags)})
-                print(f"  {setup.labels['mode']}, {concurrency} at a time: {_signed(farthest(record.rows[-1]['spread']))} %", flush=True)
+                print(f"  {setup.labels['mode']}, {concurrency} at a time: {signed(farthest(record.rows[-1]['spread']))} %", flush=True)
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
 

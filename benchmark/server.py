@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -158,7 +159,7 @@ def bench(server: Server, flags: Sequence[str]) -> dict[str, Any]:
 def apart(script: str, order: dict[str, Any]) -> Any:
     """Run `python -m benchmark.SCRIPT --child ORDER` in a process of its own, so that it finds an empty device; returns what it answers.
 
-    The child calls `answer`.
+    The child's command line is read by `parse_or_answer`.
 
     Raises:
         ServerFailed: with the end of what it printed.
@@ -173,11 +174,19 @@ def apart(script: str, order: dict[str, Any]) -> Any:
         return json.loads(out.read_text(encoding="utf-8"))
 
 
-def answer(order: str, measure: Callable[..., Any]) -> None:
-    """The child's side of `apart`: `measure` with the order's entries, its result as JSON in the file that the order names."""
-    entries = json.loads(order)
+def parse_or_answer(parser: argparse.ArgumentParser, measure: Callable[..., Any]) -> argparse.Namespace:
+    """The command line of a script that runs parts of itself by `apart`.
+
+    As a child it answers its order and exits: `measure` with the order's entries, its result as JSON in the file that the order names.
+    """
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child is None:
+        return args
+    entries = json.loads(args.child)
     out = Path(entries.pop("out"))
     out.write_text(json.dumps(measure(**entries)), encoding="utf-8")
+    raise SystemExit(0)
 
 
 def _free_port() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 import time
@@ -14,7 +13,7 @@ from typing import Any
 from benchmark import picture, plots
 from benchmark.markdown import Result, cell, percent, pick, provenance, table
 from benchmark.record import Record
-from benchmark.server import answer, apart
+from benchmark.server import apart, parse_or_answer
 from benchmark.shapes import Model
 from benchmark.sweep import add_model, arguments, names, served_model
 from benchmark.trace import analyse, load
@@ -170,13 +169,9 @@ def main() -> None:
     parser.add_argument("--graphs", type=names, default=[*GRAPHS])
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--steps", type=int, default=40, help="iterations of each trace")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--keep-traces", action="store_true", help="keep the traces beside the results (megabytes)")
     add_model(parser)
-    args = parser.parse_args()
-    if args.child:
-        answer(args.child, measure)
-        return
+    args = parse_or_answer(parser, measure)
     record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)
     record.file.parent.mkdir(parents=True, exist_ok=True)
     for backend in ["torch_native"] if args.quick else args.backends:

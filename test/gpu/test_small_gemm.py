@@ -21,21 +21,26 @@ BF16 = torch.bfloat16
 ROWS = (3, 16, 64, 128)
 
 
-def cuts(rows: int) -> list[GemmConfig]:
+def chosen_cuts(rows: int) -> list[GemmConfig]:
     from runtime.layers.gemm_choice import candidate_configs
+
+    return [*{c for op in ("linear", "linear_add", "gate_up", "logits") for c in candidate_configs(op, rows)}]
+
+
+def odd_cuts() -> list[GemmConfig]:
     from runtime.layers.small_gemm import GemmConfig
 
-    kinds = ("linear", "linear_add", "gate_up", "logits")
     ways = itertools.product(((32, 128, 4, 3), (64, 64, 4, 4)), (False, True), (False, True), (0, 4096), (False, True))
-    odd = [GemmConfig(*cut, swap, tma, prefetch, late) for cut, swap, tma, prefetch, late in ways]
-    return [*{c for op in kinds for c in candidate_configs(op, rows)}, *odd]
+    return [GemmConfig(*cut, swap, tma, prefetch, late) for cut, swap, tma, prefetch, late in ways]
+
+
+def cuts(rows: int) -> list[GemmConfig]:
+    return [*chosen_cuts(rows), *odd_cuts()]
 
 
 def few_cuts(rows: int) -> list[GemmConfig]:
     """Those that may be chosen, and one of each odd kind."""
-    known = cuts(rows)
-    odd = {(c.swap, c.tma): c for c in known[-32:]}
-    return [*known[:-32], *odd.values()]
+    return [*chosen_cuts(rows), *{(c.swap, c.tma): c for c in odd_cuts()}.values()]
 
 
 @pytest.mark.parametrize("pdl", [False, True])
@@ -65,14 +70,14 @@ def test_every_cut_gives_the_same_product(rows: int, pdl: bool) -> None:
 
 @pytest.mark.parametrize(("rows", "N"), zip(ROWS, (1000, 1024, 1024, 1000), strict=True))
 def test_every_cut_leaves_what_the_next_norm_needs_beside_the_same_sums(rows: int, N: int) -> None:
-    from runtime.layers.small_gemm import parts, small_gemm
+    from runtime.layers.small_gemm import small_gemm
 
     K = 528  # no multiple of a tile; nor is the smaller N
     x, weight, gain = (torch.randn(shape, device="cuda").to(BF16) for shape in ((rows, K), (N, K), (N,)))
     before = torch.randn((rows, N), device="cuda") * 30
     for config in few_cuts(rows):
         want = small_gemm(x, weight, before.clone(), config, add=True)
-        count = parts(N, config)
+        count = config.parts(N)
         h, squares = (torch.full((rows + 1, n), float("nan"), device="cuda") for n in (N, count))
         scaled = torch.full((rows + 1, N), float("nan"), device="cuda", dtype=BF16)
         h[:rows] = before
@@ -148,7 +153,7 @@ def test_rows_are_scaled_alike_in_any_company(count: int) -> None:
 
 @pytest.mark.parametrize("rows", [3, 64])
 def test_a_chain_that_starts_early_waits_for_what_is_left_ahead(rows: int) -> None:
-    from runtime.layers.small_gemm import GemmConfig, parts, small_gemm
+    from runtime.layers.small_gemm import GemmConfig, small_gemm
 
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("programmatic dependent launch needs compute capability 9")
@@ -160,7 +165,7 @@ def test_a_chain_that_starts_early_waits_for_what_is_left_ahead(rows: int) -> No
         def chain(pdl: bool, config: GemmConfig = config) -> torch.Tensor:
             stream, act = h.float(), x
             for _ in range(10):
-                ahead = NormAhead(gain, torch.empty_like(x), torch.empty((rows, parts(K, config)), device="cuda"))
+                ahead = NormAhead(gain, torch.empty_like(x), torch.empty((rows, config.parts(K)), device="cuda"))
                 small_gemm(act, down, stream, config, add=True, ahead=ahead, pdl=pdl)
                 scale = RowScale(ahead.squares, 1e-5)
                 act = small_gemm(ahead.scaled, up, torch.empty_like(x), config, silu=True, scale=scale, pdl=pdl)

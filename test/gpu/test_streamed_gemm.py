@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from runtime.layers.argmax_kernel import argmax_chunks
 from runtime.layers.gemm_choice import GemmOp, streamed_configs
 from runtime.layers.norm_ahead import NormAhead, RowScale
-from runtime.layers.streamed_gemm import StreamedConfig, _kernel, _Variant, parts, streamed_gemm, streamed_gemm_largest, takes
+from runtime.layers.streamed_gemm import StreamedConfig, _kernel, _Variant, streamed_gemm, streamed_gemm_largest, takes
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -97,7 +97,7 @@ def test_a_sum_leaves_what_the_norm_after_it_needs(rows: int) -> None:
         h = torch.full((rows, N), 3.0, device="cuda")
         plain = streamed_gemm(x, weight, h.clone(), config, add=True)
         scaled = torch.full((rows + 1, N), float("nan"), device="cuda", dtype=BF16)
-        squares = torch.full((rows + 1, parts(N, config)), float("nan"), device="cuda")
+        squares = torch.full((rows + 1, config.parts(N)), float("nan"), device="cuda")
         streamed_gemm(x, weight, h, config, add=True, ahead=NormAhead(gain, scaled[:rows], squares[:rows]), pdl=True)
         assert torch.equal(h, plain), config
         assert torch.equal(scaled[:rows], (h * gain).to(BF16)), config

@@ -34,9 +34,7 @@ from runtime.layers.ops import HeadLayout, RMSNorm, Rope, Stream
 from runtime.layers.rms_norm import rms_norm_rows
 from runtime.layers.rope_cache import rope_into_cache
 from runtime.layers.small_gemm import MAX_ROWS, GemmConfig, small_gemm, small_gemm_largest
-from runtime.layers.small_gemm import parts as small_parts
 from runtime.layers.streamed_gemm import StreamedConfig, streamed_gemm, streamed_gemm_largest, takes
-from runtime.layers.streamed_gemm import parts as streamed_parts
 
 log = logging.getLogger(__name__)
 PROBE_TOLERANCE = 1e-2
@@ -255,8 +253,7 @@ class CudaOps:
         """Room for what the norm needs. Float16 does not hold the stream of every model before it is normed."""
         if norm is None or norm.weight.dtype is not torch.bfloat16:
             return None
-        count = small_parts if isinstance(choice, GemmConfig) else streamed_parts
-        squares = torch.empty((h.shape[0], count(linear.out_features, choice)), device=h.device)  # type: ignore[arg-type]
+        squares = torch.empty((h.shape[0], choice.parts(linear.out_features)), device=h.device)
         return NormAhead(norm.weight, torch.empty(h.shape, dtype=norm.weight.dtype, device=h.device), squares)
 
     def _blocks(self, block: Block, head: Linear, classes: Sequence[int]) -> Iterator[Callable[[int], object]]:

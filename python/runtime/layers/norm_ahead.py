@@ -26,6 +26,13 @@ class NormAhead:
     scaled: torch.Tensor
     squares: torch.Tensor
 
+    def check(self, rows: int, columns: int, parts: int) -> None:
+        """That there is room for what a product of `rows` x `columns` writes in `parts`."""
+        gain, scaled, squares = (tuple(tensor.shape) for tensor in (self.gain, self.scaled, self.squares))
+        assert (gain, scaled) == ((columns,), (rows, columns)), f"for {rows} x {columns} sums: gain of {gain}, scaled of {scaled}"
+        assert squares == (rows, parts), f"squares are {rows} x {parts}, not of {squares}"
+        assert self.squares.dtype is torch.float32, f"squares are float32, not {self.squares.dtype}"
+
 
 @dataclass(frozen=True, slots=True)
 class RowScale:
@@ -38,3 +45,8 @@ class RowScale:
 
     squares: torch.Tensor
     eps: float
+
+    def check(self, rows: int) -> None:
+        """That these are the sums of so many rows."""
+        assert self.squares.shape[0] == rows, f"squares of {self.squares.shape[0]} rows to scale {rows}"
+        assert self.squares.dtype is torch.float32, f"squares are float32, not {self.squares.dtype}"

@@ -85,6 +85,11 @@ class SamplingNeeds:
     biased: list[int]
     at_least: list[int]
 
+    @classmethod
+    def every(cls) -> SamplingNeeds:
+        """All that one request may need."""
+        return cls(all_greedy=False, any_greedy=True, filtered=True, penalised=[0], biased=[0], at_least=[0])
+
     @property
     def adjusts(self) -> bool:
         """Whether logits change before the choice."""

@@ -46,6 +46,10 @@ class GemmConfig:
     prefetch: int = 1024
     late: bool = False
 
+    def parts(self, weight_rows: int) -> int:
+        """The columns of `NormAhead.squares` that a product with so many weight rows writes."""
+        return triton.cdiv(weight_rows, self.block_n)
+
     def __str__(self) -> str:
         marks = f"{' swap' if self.swap else ''}{' tma' if self.tma else ''}{' late' if self.late else ''}"
         return f"{self.block_n}x{self.block_k} warps {self.num_warps} stages {self.stages}{marks} prefetch {self.prefetch}"
@@ -54,11 +58,6 @@ class GemmConfig:
 def padded_rows(rows: int, swap: bool = False) -> int:
     """The rows that the kernel computes for `rows` of input: a power of two from 16, or with `swap` from 8 on."""
     return max(triton.next_power_of_2(rows), 8 if swap else 16)
-
-
-def parts(weight_rows: int, config: GemmConfig) -> int:
-    """The columns of `NormAhead.squares` that a product with `weight_rows` rows of weight, so cut, writes."""
-    return triton.cdiv(weight_rows, config.block_n)
 
 
 def small_gemm(
@@ -86,7 +85,7 @@ def small_gemm(
         silu: weight holds gate rows, then up rows; out is silu(gate) * up.
         add: add the product to what `out` holds.
         scale: multiply each row of the product by this, in float32.
-        ahead: with `add` and a float32 `out`: what to write of the new `out`; its `squares` have `parts(N, config)` columns.
+        ahead: with `add` and a float32 `out`: what to write of the new `out`; its `squares` have `config.parts(N)` columns.
         pdl: start before the kernel ahead has ended, prefetch weights and wait (programmatic dependent launch, Hopper).
         launch: compile only, if not; tensors may be mock ones.
 
@@ -147,13 +146,12 @@ def _run(
     gain = scaled = squares = row_squares = None
     if ahead is not None:
         assert add and out is not None and out.dtype is torch.float32, "what is ahead is made of float32 rows that were added to"  # noqa: PT018
-        _check_shapes(ahead, M, N, parts(N, config))
+        ahead.check(M, N, config.parts(N))
         gain, scaled, squares = ahead.gain, ahead.scaled, ahead.squares
     count, eps, BLOCK_M = 1, 0.0, padded_rows(M, config.swap)
     if scale is not None:
+        scale.check(M)
         row_squares, count, eps = scale.squares, scale.squares.shape[1], float(scale.eps)
-        assert row_squares.shape[0] == M, f"squares of {row_squares.shape[0]} rows to scale {M}"
-        assert row_squares.dtype is torch.float32, f"squares are float32, not {row_squares.dtype}"
     PARTS = triton.next_power_of_2(count)
     fit = max(SQUARES_IN_FLIGHT * 32 * config.num_warps // BLOCK_M, SQUARES.value)
     args = (
@@ -173,13 +171,6 @@ def _run(
         _small_gemm_kernel.warmup(  # pyright: ignore[reportFunctionMemberAccess]
             *args, grid=grid, **options
         )
-
-
-def _check_shapes(ahead: NormAhead, M: int, N: int, count: int) -> None:
-    gain, scaled, squares = (tuple(tensor.shape) for tensor in (ahead.gain, ahead.scaled, ahead.squares))
-    assert (gain, scaled) == ((N,), (M, N)), f"for {M} x {N} sums: gain of {gain}, scaled of {scaled}"
-    assert squares == (M, count), f"squares are {M} x {count}, not of {squares}"
-    assert ahead.squares.dtype is torch.float32, f"squares are float32, not {ahead.squares.dtype}"
 
 
 @triton.jit

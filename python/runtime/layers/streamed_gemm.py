@@ -43,6 +43,10 @@ class StreamedConfig:
     tile: int
     split: int = 1
 
+    def parts(self, weight_rows: int) -> int:
+        """The columns of `NormAhead.squares` that a product with so many weight rows writes."""
+        return -(-weight_rows // self.tile) * self.split
+
     def __str__(self) -> str:
         return f"streamed {self.tile}{f' split {self.split}' if self.split > 1 else ''}"
 
@@ -60,11 +64,6 @@ class _Variant:
     ahead: bool = False
     largest: bool = False
     store: bool = True
-
-
-def parts(weight_rows: int, config: StreamedConfig) -> int:
-    """The columns of `NormAhead.squares` that a product with `weight_rows` columns writes."""
-    return -(-weight_rows // config.tile) * config.split
 
 
 def takes(weight: torch.Tensor, silu: bool = False) -> bool:
@@ -155,13 +154,15 @@ def _run(
     assert 0 < M <= MAX_ROWS, f"streamed_gemm takes up to {MAX_ROWS} rows, not {M}"
     assert weight.shape[1] == K, f"x has {K} columns, the weight {weight.shape[1]}"
     assert x.is_contiguous(), "rows of x lie behind each other"
-    assert scale is None or len(scale.squares) == M, f"squares of {len(scale.squares)} rows to scale {M}"
+    if scale is not None:
+        scale.check(M)
+    if ahead is not None:
+        ahead.check(M, N, config.parts(N))
     columns, outputs = (N // 2, config.tile // 2) if epilogue == "SILU" else (N, config.tile)
     variant = _Variant(
         _computed_rows(M), epilogue, weight.dtype, bias is not None, pdl, scale is not None, ahead is not None, largest is not None,
         out is not None,
     )  # fmt: skip
-    assert ahead is None or ahead.squares.shape == (M, parts(N, config)), "squares of another product"
     kernel = _kernel(config, variant)
     rows, x_rows = _computed_rows(M), max(8, 1 << (M - 1).bit_length())
     # Rows that are computed and not brought lie past the last stage's.
@@ -171,7 +172,7 @@ def _run(
         tiles * config.split if config.split > 1 else min(tiles, kernel.clusters_at_once),
         (
             _map(x.data_ptr(), M, K, x.dtype, x_rows),
-            _weight_map(weight.data_ptr(), N, K, weight.dtype, outputs),
+            _map(weight.data_ptr(), N, K, weight.dtype, outputs),
             cuda_driver.pointer(out),
             cuda_driver.pointer(largest),
             cuda_driver.pointer(bias),
@@ -191,12 +192,9 @@ def _computed_rows(rows: int) -> int:
     return 64 if rows <= 64 else 128
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 14)
 def _map(address: int, rows: int, columns: int, dtype: torch.dtype, box_rows: int) -> Any:
     return cuda_driver.tensor_map(address, (columns, rows), dtype, (COLUMNS, box_rows))
-
-
-_weight_map = lru_cache(maxsize=None)(_map.__wrapped__)
 
 
 class _Norms(ctypes.Structure):

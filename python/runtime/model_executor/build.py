@@ -190,7 +190,7 @@ def padding_prompt(parts: Parts) -> ScheduleBatch:
 def rehearse_sampling(target: Target, logits: torch.Tensor) -> None:
     """Choose a token for each row of float32 [B, V] logits with all that requests may ask for, so that the memory it takes is seen."""
     rows = torch.full((len(logits),), PAD_ROW, dtype=torch.int64, device=logits.device)
-    needs = SamplingNeeds(all_greedy=False, any_greedy=True, filtered=True, penalised=[0], biased=[0], at_least=[0])
+    needs = SamplingNeeds.every()
     tokens = sample(logits, target.rows.tables, rows, rows, needs)
     HostCopy(*top_logprobs(logits, tokens, MAX_TOP_LOGPROBS)).wait()
 

@@ -237,7 +237,7 @@ class Verifier:
         size, device = len(drafted["tokens"]), drafted["tokens"].device
         none = np.zeros(size, dtype=np.int32)
         batch = ScheduleBatch(0, ForwardMode.DECODE, rows=none, len_bounds=none, top_logprobs=none + MAX_TOP_LOGPROBS)
-        needs = SamplingNeeds(all_greedy=False, any_greedy=True, filtered=True, penalised=[0], biased=[0], at_least=[0])
+        needs = SamplingNeeds.every()
         turn = Iteration(batch, size, torch.zeros(size, dtype=torch.int64, device=device), none, needs, False)
         verified = self.runner.outputs(size)
         lens, tokens, path = self._decide(turn, drafted, verified)

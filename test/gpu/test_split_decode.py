@@ -18,6 +18,8 @@ from runtime.layers.attention.split_decode import (
     SplitShape,
     SplitWorkspace,
     default_config,
+    first_run,
+    one_of_each_kernel,
     split_attention,
     takes,
 )
@@ -248,3 +250,22 @@ def test_passes_too_wide_for_the_tile_are_refused() -> None:
     assert not takes(9, 32, 8)
     assert not takes(8, 64, 4)
     assert not takes(0, 32, 8)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("width", [1, 4])
+def test_the_first_run_of_each_kind_compiles_for_all_batch_sizes(monkeypatch: pytest.MonkeyPatch, width: int, tree: bool) -> None:
+    import triton
+
+    shapes = [SplitShape(size, width, 32, 8, 128, 132, default_config(128, size)) for size in range(1, 33)]
+
+    def run(shape: SplitShape) -> None:
+        first_run(shape, 64, DTYPE, DEVICE, tree=tree, window=-1, pdl=False)
+
+    for shape in one_of_each_kernel(shapes):
+        run(shape)
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **said: compiled.append(said["repr"]))
+    for shape in shapes:
+        run(shape)
+    assert not compiled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,9 @@ class Recorder:
         self.plans: list[tuple[int, int, list[int]]] = []
         self.bounds: list[list[int]] = []
         self.collecting: list[bool] = []
+
+    def first_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
+        return []
 
     def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
         self.plans.append((batch.batch_size, num_steps, batch.seq_lens.tolist()))

@@ -134,12 +134,22 @@ class CudaOps:
         """
         return self._greedy(x, head, tokens, logits, self._choice("logits", head, x.shape[0]))
 
-    def prepare(self, layers: Sequence[Block], head: Linear, rows: Iterable[int], timed: bool = False) -> dict[str, str]:
+    def prepare(
+        self,
+        layers: Sequence[Block],
+        head: Linear,
+        rows: Iterable[int],
+        timed: bool = False,
+        others: Iterable[Callable[[], object]] = (),
+    ) -> dict[str, str]:
         """Compile the kernels of a model's products at the row classes of `rows`, side by side; weights may be dummies.
 
         Call before any graph is captured. With `timed`, also time Triton's cuts, streamed ones and cuBLAS on the model's own weights and
         keep the fastest; otherwise `default_choice` decides. A norm beside a product is timed with it where it takes a kernel; the head is
         timed with the argmax of its logits, which every decode step takes, and the choice is for logits alone too.
+
+        Args:
+            others: runs of other kernels, to be compiled beside these.
 
         Returns:
             A line for each product, for the log and the server's info.
@@ -159,8 +169,8 @@ class CudaOps:
             for op, linears in products
             for size in classes
         ]
-        _compile(run for _, runs in trials for run in runs.values())
-        log.info("compiled the matrix products of up to %d rows in %.1f s", MAX_ROWS, time.perf_counter() - start)
+        _compile([*(run for _, runs in trials for run in runs.values()), *(lambda _, other=other: other() for other in others)])
+        log.info("compiled the matrix products of up to %d rows, and more, in %.1f s", MAX_ROWS, time.perf_counter() - start)
         report = {str(product): self._keep_fastest(product, runs) if timed else describe(next(iter(runs))) for product, runs in trials}
         _compile(self._blocks(layers[0], head, classes))
         if not timed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -27,14 +27,18 @@ class DecoderLike(Protocol):
         ...
 
 
-def tune_ops(ops: BlockOps, model: DecoderLike, rows: list[int], timed: bool) -> dict[str, str]:
+def tune_ops(
+    ops: BlockOps, model: DecoderLike, rows: list[int], timed: bool, others: Iterable[Callable[[], object]] = ()
+) -> dict[str, str]:
     """Compile what the model's products need at these numbers of rows and, if `timed`, keep the fastest way for each.
+
+    `others`: runs of other kernels, which are compiled beside these where these are compiled.
 
     Returns:
         A line for each product; empty where there is nothing to choose.
     """
     prepare = getattr(ops, "prepare", None)
-    return {} if prepare is None else prepare(model.layers, model.lm_head, rows, timed)
+    return {} if prepare is None else prepare(model.layers, model.lm_head, rows, timed, others)
 
 
 def select_ops(device: torch.device, dtype: torch.dtype) -> tuple[BlockOps, str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -100,13 +101,22 @@ def load_model(parts: Parts, config: ModelConfig, folder: str, load_format: str,
     return model
 
 
-def tune_products(parts: Parts, model: DecoderModel, width: int) -> None:
-    """Choose the kernel of every matrix product of decode passes: `width` rows a request, and the prompts' last rows."""
-    started = time.perf_counter()
-    sizes = parts.sizes or [1, parts.running]
+def decode_sizes(parts: Parts) -> list[int]:
+    """Batch sizes that decode passes run at, padding included; where nothing is captured, the ends of what may come."""
+    return parts.sizes or [1, parts.running]
+
+
+def tune_products(parts: Parts, target: Target, width: int, others: Iterable[Callable[[], object]]) -> None:
+    """Choose the kernel of every matrix product of decode passes: `width` rows a request, and the prompts' last rows.
+
+    What else is compiled at a first start is compiled beside: sampling, and `others`.
+    """
+    started, model = time.perf_counter(), target.runner.model
+    sizes = decode_sizes(parts)
     rows = sorted({n for size in sizes for n in (size, size * width)})
     with torch.inference_mode():
-        chosen = tune_ops(model.ops, model, rows, timed=True)
+        choosing = partial(rehearse_sampling, target, torch.zeros((1, model.config.vocab_size), device=parts.device))
+        chosen = tune_ops(model.ops, model, rows, timed=True, others=[*others, choosing])
     if chosen:
         parts.facts["products"] = chosen
         parts.phases["tune_products"] = round(time.perf_counter() - started, 3)
@@ -330,8 +340,8 @@ def build_worker(
     runner = ModelRunner(model, model_config, config.attention_backend, parts.dtype, parts.device)
     page_table = make_page_table(parts, 1)
     target = make_target(parts, runner, page_table, 1)
-    tune_products(parts, model, 1)
     runner.allocate(1, page_table, parts.requests, 1, 1)
+    tune_products(parts, target, 1, runner.backend.first_runs(decode_sizes(parts), 1, tree=False))
     spec = decode_spec(model_config.vocab_size, target_launches(model_config))
     inputs = InputBuffers(parts.requests, 1, parts.device)
     decode = GraphRunner(spec, decode_forward(target), inputs, [runner.backend], parts.replay, parts.sizes, config.cuda_graph_padding)

@@ -14,6 +14,7 @@ from runtime.model_executor.build import (
     Parts,
     ReplayKind,
     add_short_prompts,
+    decode_sizes,
     fit_memory,
     load_model,
     make_limits,
@@ -80,11 +81,17 @@ def _build_eagle(
     page_table = make_page_table(parts, ahead)
     target = make_target(parts, runner, page_table, ahead)
     rows = DraftRows(parts.running + 1, shape.topk, head.hidden_width, head.vocab_size, head.hidden_dtype, parts.device)
-    tune_products(parts, model, shape.num_draft_tokens)
     widths = (shape.num_draft_tokens, max(shape.num_draft_tokens, shape.topk))
     runner.allocate(1, page_table, parts.requests, widths[0], 1)
     passes = shape.num_steps - head.lookahead
     draft_runner.allocate(1, page_table, parts.requests, widths[1], max(passes, 1))
+    sizes, tree = decode_sizes(parts), shape.topk > 1
+    first_runs = [
+        *runner.backend.first_runs(sizes, shape.num_draft_tokens, tree),
+        *draft_runner.backend.first_runs(sizes, shape.topk, tree),
+        *draft_runner.backend.first_runs(sizes, shape.num_draft_tokens, tree=False),
+    ]
+    tune_products(parts, target, shape.num_draft_tokens, first_runs)
 
     passes_launches = target_launches(head.config)
     specs = {
@@ -176,8 +183,8 @@ def _build_ngram(
     runner = ModelRunner(model, model_config, config.attention_backend, parts.dtype, parts.device)
     page_table = make_page_table(parts, D)
     target = make_target(parts, runner, page_table, D)
-    tune_products(parts, model, D)
     runner.allocate(1, page_table, parts.requests, D, 1)
+    tune_products(parts, target, D, runner.backend.first_runs(decode_sizes(parts), D, tree=False))
     spec = verify_spec(shape, model_config.vocab_size, 0, parts.dtype, target_launches(model_config))
     inputs = InputBuffers(parts.requests, D, parts.device)
     verify = GraphRunner(spec, verify_forward(target, ()), inputs, [runner.backend], parts.replay, parts.sizes, config.cuda_graph_padding)

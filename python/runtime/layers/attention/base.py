@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,4 +81,11 @@ class AttentionBackend(Protocol):
 
     def forward(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
         """Attend. q [T, H, head_dim] -> [T, H * head_dim], the dtype of q."""
+        ...
+
+    def first_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
+        """Runs that have compiled what passes of `width` queries need at these batch sizes, in any order and side by side.
+
+        They touch nothing of the backend's. Nothing has to be run first: what is not compiled by then is when it is met.
+        """
         ...

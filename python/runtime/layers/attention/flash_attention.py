@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
@@ -17,6 +19,8 @@ from runtime.layers.attention.split_decode import (
     SplitShape,
     SplitWorkspace,
     default_config,
+    first_run,
+    one_of_each_kernel,
     split_attention,
     takes,
 )
@@ -128,6 +132,16 @@ class FlashAttention:
         assert (batch.batch_size, batch.tokens_per_req) == (self._plan.size, self._plan.width), "forward of another batch than planned"
         attend = self._tree if self._plan.tail else self._causal
         return attend(q, layer_id, self._plan, batch).flatten(1)
+
+    def first_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
+        """One for each kernel of split attention; FA3 is compiled."""
+        shapes = [shape for size in sizes if (shape := self._split_shape(size, width)) is not None]
+        windows = (-1,) if tree else self._windows
+        return [
+            partial(first_run, shape, self._table.page_size, self._dtype, self._device, tree=tree, window=window, pdl=self._pdl)
+            for shape in one_of_each_kernel(shapes)
+            for window in windows
+        ]
 
     def _plan_extend(self, batch: ForwardBatch) -> _ExtendPlan:
         assert batch.extend_lens is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -139,6 +139,10 @@ class FlashInferAttention:
         _, lse = plan.passes[0, window].wrapper.run(q, kv, out=out, return_lse=True)
         keys = TailKeys(self._table.pages, plan.rows, plan.seq_lens[batch.step], self._table.page_size, tail)
         return merge_tree_tail(q, *kv, keys, batch.tree_mask, self._shape.scale, out, lse, lse_in_bits=True).flatten(1)
+
+    def first_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
+        """None: FlashInfer's modules are compiled when they are first asked for, and kept on disk."""
+        return []
 
     def _plan_extend(self, batch: ForwardBatch) -> None:
         """An eager pass: bounds are exact there, so the planner's own numbers hold."""

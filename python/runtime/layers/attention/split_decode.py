@@ -8,6 +8,7 @@ The split and the merge are those of flash-decoding (Dao et al. 2023) and of spl
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from runtime.layers.attention.deal import MAX_SHARES, Deal, unpack
+from runtime.layers.attention.deal import MAX_SHARES, Deal, deal, unpack
 
 MAX_WIDTH = 8
 """Queries of a request."""
@@ -215,6 +216,28 @@ def split_attention(
             SPLITS=padded, num_warps=min(max(padded * D // 1024, 1), 8), **launch,  # 32 values a thread
         )  # fmt: skip
     return out
+
+
+def one_of_each_kernel(shapes: Iterable[SplitShape]) -> list[SplitShape]:
+    """Those of `shapes` that need kernels of their own to be compiled."""
+    return list({(shape.config, shape.width, triton.next_power_of_2(shape.splits)): shape for shape in shapes}.values())
+
+
+def first_run(shape: SplitShape, page_size: int, dtype: torch.dtype, device: torch.device, *, tree: bool, window: int, pdl: bool) -> None:
+    """Run a pass of `shape` over nothing, so that its kernels are compiled."""
+    q = torch.zeros((shape.batch * shape.width, shape.num_q_heads, shape.head_dim), dtype=dtype, device=device)
+    cache = torch.zeros((1, page_size, shape.num_kv_heads, shape.head_dim), dtype=dtype, device=device)
+    pages = torch.zeros((1, shape.width), dtype=torch.int32, device=device)
+    rows = torch.zeros(shape.batch, dtype=torch.int32, device=device)
+    lens = torch.full((shape.batch,), shape.width, dtype=torch.int32, device=device)
+    items = shape.empty_deal(device)
+    if items is not None:
+        deal(lens, shape.splits, shape.config.tile, items)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if tree else None
+    split_attention(
+        q, cache, cache, SplitKeys(pages, rows, lens, page_size, items), shape, SplitWorkspace([shape], device), 1.0,
+        causal=not tree, window=window, lse=lse, pdl=pdl,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,10 @@ class TorchNativeAttention:
         """Attend. q [T, H, head_dim] -> [T, H * head_dim]."""
         outs = [self._attend(q, layer_id, segment, batch) for segment in self._steps[batch.step]]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def first_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
+        """None: nothing is compiled."""
+        return []
 
     def _extend_segments(self, batch: ForwardBatch) -> list[Segment]:
         assert batch.extend_lens is not None

@@ -271,6 +271,25 @@ def test_conversation_files_are_read_and_a_missing_one_is_named(tmp_path: Path, 
         make(vocabulary, name="sharegpt", path=str(tmp_path / "none.json"))
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("sharegpt", "[1, 2]", "not a JSON list of conversations"),
+        ("sharegpt", '{"a": 1}', "not a JSON list of conversations"),
+        ("sharegpt", "hello", "not a JSON list of conversations"),
+        ("sharegpt", '[{"conversations": ["hi", "ho"]}, {"conversations": [{"value": 1}, {"value": 2}]}]', "no conversation of two turns"),
+        ("custom", '{"prompt": "a"}\nhello', "line 2: not JSON"),
+        ("custom", '{"prompt": "a"}\n"b"', "line 2: not a JSON object"),
+        ("custom", '{"foo": "a"}', "no conversation of two turns"),
+    ],
+)
+def test_a_file_of_something_else_is_refused_by_name(name: str, text: str, why: str, tmp_path: Path, vocabulary: LocalVocabulary) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=f"--dataset-path {file}.*{why}"):
+        make(vocabulary, name=name, path=str(file))
+
+
 def test_a_chat_template_wraps_text_without_the_first_token(tmp_path: Path, vocabulary: LocalVocabulary) -> None:
     with pytest.raises(ValueError, match="no chat template"):
         chat_template(vocabulary)

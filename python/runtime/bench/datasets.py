@@ -198,7 +198,7 @@ def _sharegpt(options: DatasetOptions) -> list[Pair]:
 
 def _custom(options: DatasetOptions) -> list[Pair]:
     """JSONL: conversations as in ShareGPT, or lines with a `prompt` (and perhaps an `answer`)."""
-    lines = [json.loads(line) for line in _read_text(options).splitlines() if line.strip()]
+    lines = [_line(options, number, text) for number, text in enumerate(_read_text(options).splitlines(), 1) if text.strip()]
     plain: list[Pair] = [(line["prompt"], line.get("answer")) for line in lines if isinstance(line.get("prompt"), str)]
     return plain or _first_turns(lines, options)
 
@@ -207,9 +207,10 @@ def _first_turns(conversations: Iterable[dict[str, Any]], options: DatasetOption
     pairs: list[Pair] = []
     for conversation in conversations:
         turns = conversation.get("conversations", conversation.get("conversation", []))
-        if len(turns) >= 2:
-            first, second = (turn.get("value", turn.get("content", "")) for turn in turns[:2])
-            pairs.append((first, second))
+        if isinstance(turns, list) and len(turns) >= 2:
+            first, second = (turn.get("value", turn.get("content")) if isinstance(turn, dict) else None for turn in turns[:2])
+            if isinstance(first, str) and isinstance(second, str):
+                pairs.append((first, second))
     if not pairs:
         raise ValueError(f"--dataset-path {options.path}: no conversation of two turns in it")
     random.Random(options.seed).shuffle(pairs)
@@ -223,8 +224,22 @@ def _read_text(options: DatasetOptions) -> str:
 
 
 def _read_json(options: DatasetOptions) -> list[dict[str, Any]]:
+    wrong = f"--dataset-path {options.path}: not a JSON list of conversations"
     text = _read_text(options)
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"--dataset-path {options.path}: not a JSON list of conversations ({error})") from error
+        raise ValueError(f"{wrong} ({error})") from error
+    if not isinstance(found, list) or not all(isinstance(conversation, dict) for conversation in found):
+        raise ValueError(wrong)
+    return found
+
+
+def _line(options: DatasetOptions, number: int, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--dataset-path {options.path}, line {number}: not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"--dataset-path {options.path}, line {number}: not a JSON object")
+    return found

@@ -23,6 +23,12 @@ KEYS = ("model", "backend", "overlap", "loop", "graph", "concurrency")
 STEPS = 2
 """Steps 2, topk 1, draft tokens 3: the settings of the table that this one answers."""
 
+COLUMNS = (
+    *("input_throughput", "output_throughput", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms"),
+    *("mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "per_user_throughput", "accept_length"),
+)
+"""The columns of that table by its names, and the accept length; one that no row of a series has is left out there."""
+
 LEAST = 16
 """Requests of a run in process, but for one at a time: the mean TTFT of a few is noise."""
 
@@ -76,19 +82,26 @@ def _series(row: dict[str, Any]) -> str:
 
 
 def _part(rows: list[dict[str, Any]]) -> str:
-    header = ["concurrency", "draft-extend graph", "output tok/s", "mean TTFT (ms)", "mean TPOT (ms)", "accept length", "share of the roof"]
+    columns = [name for name in COLUMNS if any(_figure(row, name) is not None for row in rows)]
     lines: list[list[Any]] = []
     for concurrency in sorted({row["concurrency"] for row in rows}):
         pair = {graph: pick(rows, concurrency=concurrency, graph=graph) for graph in ("off", "on")}
         for graph, row in pair.items():
             if row is not None:
-                figures = [row["output_throughput"], row["mean_ttft_ms"], row["mean_tpot_ms"], row["accept_length"]]
-                lines.append([concurrency, graph, *figures, percent(row.get("roof_share"))])
+                lines.append([concurrency, graph, *(_figure(row, name) for name in columns), percent(row.get("roof_share"))])
         off, on = pair["off"], pair["on"]
         if off is not None and on is not None:
-            gains = [change(on[name], off[name]) for name in ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "accept_length")]
-            lines.append([concurrency, "**change**", *gains, None])
-    return table(header, lines)
+            lines.append([concurrency, "**change**", *(change(_figure(on, name), _figure(off, name)) for name in columns), None])
+    return table(["max_concurrency", "draft-extend graph", *columns, "share of the roof"], lines)
+
+
+def _figure(row: dict[str, Any], name: str) -> float | None:
+    """A column of a row; prompts of a run are alike and so are answers, so what goes in follows from what comes out."""
+    if name == "per_user_throughput":
+        return row["output_throughput"] / row["concurrency"]
+    if name == "input_throughput" and row.get("output_len"):
+        return row["output_throughput"] * row["input_len"] / row["output_len"]
+    return row.get(name)
 
 
 def pairs(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, dict[str, Any], dict[str, Any]]]]:

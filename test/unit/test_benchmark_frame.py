@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import random
 import statistics
@@ -165,7 +166,19 @@ def test_the_matrix_shows_peers_only_of_the_same_machine() -> None:
 def test_the_graph_table_puts_off_on_and_change_under_each_other() -> None:
     rows = [served(graph="off"), served(graph="on", output_throughput=440.0, mean_tpot_ms=2.25)]
     text = draft_extend_graph.render(result(rows))
-    assert "| 1 | **change** | +10.0 % | +0.0 % | -10.0 % | +0.0 % | - |" in text
+    assert "| 1 | **change** | +10.0 % | +0.0 % | -10.0 % | +10.0 % | +0.0 % | - |" in text
+
+
+def test_the_graph_table_has_the_columns_of_the_table_that_it_answers() -> None:
+    kinds = {f"{kind}_{name}_ms": at for at, (name, kind) in enumerate(itertools.product(("ttft", "tpot"), ("mean", "median", "p99")), 1)}
+    rows = [served(graph="on", concurrency=4, input_len=1000, output_len=500, **kinds), served(model="other", graph="on")]
+    full, short = draft_extend_graph.render(result(rows)).split("**other, ")
+    names = (
+        "input_throughput | output_throughput | mean_ttft_ms | median_ttft_ms | p99_ttft_ms | mean_tpot_ms | median_tpot_ms | p99_tpot_ms"
+    )
+    assert f"| max_concurrency | draft-extend graph | {names} | per_user_throughput |" in full
+    assert "| 4 | on | 800.0 | 400.0 | 1 | 2 | 3 | 4 | 5 | 6 | 100.0 |" in full, "by hand: 400 tokens out are 800 in, 100 a user"
+    assert not [name for name in ("median", "p99", "input") if name in short], "a column that no row has is left out"
 
 
 def test_the_crossover_is_where_the_ratio_falls_through_one() -> None:

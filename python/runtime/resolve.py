@@ -62,6 +62,8 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
     """
     check(args)
     _check_speculation(args)
+    if args.trust_remote_code:  # a permission, which may go unused: command lines for other servers carry it
+        log.warning("trust remote code: not needed; code in model folders is never run")
     device = _device(args, machine)
     dtype = _dtype(args, device, model)
     backend = _attention(args.attention_backend, "--attention-backend", device, dtype, machine, model)
@@ -187,8 +189,6 @@ def _refuse_unsupported(args: ServerArgs) -> None:
     for flag, size in (("--tp-size", args.tp_size), ("--dp-size", args.dp_size), ("--ep-size", args.ep_size)):
         if size != 1:
             raise ConfigError(f"{flag} {size}: one server runs on one device; start one server for each, or leave it out")
-    if args.trust_remote_code:
-        raise ConfigError("--trust-remote-code: code in model folders is never run; supported architectures need none, so leave it out")
     if args.grammar_backend not in (None, "none"):
         raise ConfigError(f"--grammar-backend {args.grammar_backend}: grammars are not supported yet; leave it out")
     if args.tool_call_parser is not None:

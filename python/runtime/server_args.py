@@ -159,7 +159,7 @@ class ServerArgs:
     chat_template: str | None = _flag(
         None, "model", "Jinja chat template, a file or the text itself, in place of the model's own.", metavar="TEMPLATE"
     )
-    trust_remote_code: bool = _flag(False, "model", "Refused: code in model folders is never run.")
+    trust_remote_code: bool = _flag(False, "model", "Taken and not needed: code in model folders is never run.")
 
     host: str = _flag("127.0.0.1", "server", "Address to listen at; 0.0.0.0 opens the server to the network.")
     port: int = _flag(30000, "server", "TCP port to listen at; 0 takes a free one.")

@@ -67,13 +67,15 @@ def test_the_flags_are_exactly_those_promised() -> None:
     assert have - aliases == {f"--{name}" for name in FLAGS.split()}
 
 
-def test_the_command_line_of_the_reference_table_is_understood() -> None:
+@pytest.mark.parametrize(("prompts", "concurrency"), [(5, 1), (20, 4), (80, 16), (160, 32)])
+def test_the_command_lines_of_the_reference_table_are_understood(prompts: int, concurrency: int) -> None:
     line = (
-        "--backend sglang --dataset-name random --random-input-len 1000 --random-output-len 1000 --random-range-ratio 1 "
-        "--num-prompts 64 --max-concurrency 32 --port 30000"
+        "--backend sglang-oai  --dataset-name random --random-input-len 1000 --random-output-len 1000 --random-range-ratio 1 "
+        f"--num-prompts {prompts} --max-concurrency {concurrency} --output-file dsv3.jsonl"
     )
     args = parser().parse_args(line.split())
-    assert (args.backend, args.random_input_len, args.num_prompts, args.max_concurrency, args.port) == ("sglang", 1000, 64, 32, 30000)
+    assert (args.backend, args.random_input_len, args.random_range_ratio) == ("sglang-oai", 1000, 1.0)
+    assert (args.num_prompts, args.max_concurrency, args.output_file) == (prompts, concurrency, "dsv3.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,20 @@ def test_each_choice_is_logged_with_a_reason(caplog: pytest.LogCaptureFixture) -
         assert word in text
 
 
+def test_the_command_line_of_the_reference_table_starts_a_server(caplog: pytest.LogCaptureFixture) -> None:
+    line = (
+        "--model-path meta-llama/Meta-Llama-3-8B-Instruct --speculative-algorithm EAGLE "
+        "--speculative-draft-model-path lmsys/sglang-EAGLE-LLaMA3-Instruct-8B --speculative-num-steps 2 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 3 --trust-remote-code --dtype float16 --attention-backend fa3"
+    )
+    with caplog.at_level(logging.WARNING):
+        config = resolve(parse(line.split()).args, HOPPER, LLAMA, DRAFT)
+    assert (config.dtype, config.attention_backend) == ("float16", "fa3")
+    assert config.speculative is not None
+    assert (config.speculative.num_steps, config.speculative.topk, config.speculative.draft_extend_graph) == (2, 1, True)
+    assert any("code in model folders is never run" in line for line in caplog.messages), "the permission to run it goes unused"
+
+
 @pytest.mark.parametrize(
     ("given", "machine", "words"),
     [
@@ -234,7 +248,6 @@ def test_each_choice_is_logged_with_a_reason(caplog: pytest.LogCaptureFixture) -
         ({"reasoning_parser": "qwen3"}, CPU, ["--reasoning-parser"]),
         ({"sampling_backend": "flashinfer"}, HOPPER, ["--sampling-backend", "pytorch"]),
         ({"sampling_backend": "triton"}, CPU, ["--sampling-backend", "pytorch", "CUDA"]),
-        ({"trust_remote_code": True}, CPU, ["--trust-remote-code"]),
         ({"kv_cache_dtype": "fp8_e5m2"}, HOPPER, ["--kv-cache-dtype", "auto"]),
         ({"context_length": 9000}, CPU, ["--context-length", "8192"]),
         ({"mem_fraction_static": 1.0}, HOPPER, ["--mem-fraction-static"]),

@@ -18,7 +18,7 @@ from benchmark.record import Record, Row
 from benchmark.server import apart, parse_or_answer
 from benchmark.shapes import READ_BYTES_PER_SECOND, Model, eagle_roof_ms, plain_roof_ms
 from benchmark.sweep import add_model, arguments, names, numbers, served_model
-from benchmark.trace import GPU_EVENTS, covered, load
+from benchmark.trace import GPU_EVENTS, KINDS, OTHER_KIND, alone, covered, load
 
 NAME = "modes"
 KEYS = ("model", "mode", "backend", "graphs", "overlap", "batch")
@@ -27,6 +27,11 @@ VARIANTS = (("on", "on"), ("on", "off"), ("off", "on"))
 """Graphs and overlap of each line; the first is traced."""
 TRACED_STEPS = 12
 TOP = 16
+IDLE = "GPU idle"
+ABOVE_ROOF = """\
+Where each microsecond above the roof goes. A moment in which several kernels run is that of the first of them; products read weights and
+attention reads keys and values at the roof's speed, and what they take beyond that is theirs. Kernels are traced and steps are not: where
+tracing slows kernels down, idle comes out too small, even below zero."""
 
 
 def server_flags(served: Model, mode: str, backend: str, most: int) -> list[str]:
@@ -80,17 +85,33 @@ def traced(loop: Any, worker: Any, step_seconds: float) -> Row:
         "idle": max(1.0 - busy / (step_seconds * 1e6), 0.0),
         "traced_step_ms": traced_seconds * 1e3,
         "traced_idle": 1.0 - busy / (traced_seconds * 1e6),
+        "spent_us": {name: us / TRACED_STEPS for name, us in alone(gpu).items()},
         "top_kernels": [{"name": n, "count": len(t) / TRACED_STEPS, "us": sum(t) / TRACED_STEPS} for n, t in top],
     }
 
 
-def roof_ms(served: Model, mode: str, row: Row, bytes_per_second: float | None) -> float | None:
-    """What reading alone would take in this step."""
+def roof(served: Model, mode: str, row: Row, bytes_per_second: float | None) -> dict[str, float | None]:
+    """What reading alone would take in this step, and what of it the weights take; the rest is keys and values."""
     if served.shape is None or bytes_per_second is None:
-        return None
+        return {"roof_ms": None, "weights_ms": None}
     if mode == "eagle":
-        return eagle_roof_ms(served.shape, STEPS, row["batch"], row["context"], bytes_per_second)
-    return plain_roof_ms(served.shape, row["batch"], row["context"], bytes_per_second)
+        both = [eagle_roof_ms(served.shape, STEPS, batch, row["context"], bytes_per_second) for batch in (row["batch"], 0)]
+    else:
+        both = [plain_roof_ms(served.shape, batch, row["context"], bytes_per_second) for batch in (row["batch"], 0)]
+    return {"roof_ms": both[0], "weights_ms": both[1]}
+
+
+def above_roof(row: Row) -> dict[str, float] | None:
+    """Microseconds of a step above its roof, by where they go; None where the roof or the trace is not known.
+
+    Products read weights and attention reads keys and values: what they take beyond that is theirs. With the roof they add up to the step.
+    """
+    if not (row.get("roof_ms") and row.get("weights_ms") and row.get("spent_us")):
+        return None
+    spent, weights = row["spent_us"], row["weights_ms"] * 1e3
+    reads = {"products": weights, "attention": row["roof_ms"] * 1e3 - weights}
+    found = {name: us - reads.get(name, 0.0) for name, us in spent.items()}
+    return found | {IDLE: row["step_ms"] * 1e3 - sum(spent.values())}
 
 
 def render(result: Result) -> str:
@@ -112,13 +133,21 @@ def render(result: Result) -> str:
         if "idle" in row:
             figures = [row["step_ms"], row["busy_ms"], percent(row["idle"], 1), percent(row["traced_idle"], 1), row["kernels"]]
             share = row["roof_ms"] / row["step_ms"] if row.get("roof_ms") else None
-            idle.append([f"{row['model']}, {row['mode']}, {row['backend']}, batch {row['batch']}", *figures, percent(share)])
+            idle.append([_steady(row), *figures, row.get("roof_ms"), percent(share)])
     header = ["step (ms)", "attention", "graphs", "overlap", *(f"batch {batch}" for batch in batches)]
     parts = [table(header, lines), ""]
     if idle:
-        header = ["steady decode", "step (ms)", "GPU busy (ms)", "GPU idle", "idle under the profiler", "kernels", "share of the roof"]
-        parts += [table(header, idle), ""]
+        header = ["steady decode", "step (ms)", "GPU busy (ms)", "GPU idle", "idle under the profiler", "kernels", "roof (ms)"]
+        parts += [table([*header, "share of the roof"], idle), ""]
+    if lost := [(row, found) for row in rows if (found := above_roof(row)) is not None]:
+        names = ("products", "attention", *(name for name in KINDS if name not in ("products", "attention")), OTHER_KIND, IDLE)
+        lines = [[_steady(row), row["step_ms"] * 1e3, row["roof_ms"] * 1e3, *(found[name] for name in names)] for row, found in lost]
+        parts += [ABOVE_ROOF, "", table(["above the roof (µs)", "step", "roof", *names], lines), ""]
     return "\n".join([*parts, provenance(result)])
+
+
+def _steady(row: Row) -> str:
+    return f"{row['model']}, {row['mode']}, {row['backend']}, batch {row['batch']}"
 
 
 def plot(result: Result, file: Path) -> None:
@@ -156,7 +185,7 @@ def main() -> None:
             order = {"flags": server_flags(served, mode, backend, max(batches)), "batches": batches, "context": context, "steps": steps}
             for row in apart(NAME, order):
                 labels = {"model": served.name, "mode": mode, "backend": backend}
-                record.add({**labels, **row, "roof_ms": roof_ms(served, mode, row, speed)})
+                record.add({**labels, **row, **roof(served, mode, row, speed)})
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
 

@@ -18,6 +18,14 @@ _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLau
 _DEEPEST = 16  # spans looked back at for the one around a moment
 _COPIES = ("cudaMemcpyAsync", "cudaMemsetAsync")
 
+KINDS = {
+    "attention": ("flash", "_split_kernel", "_merge_kernel", "_deal_kernel", "_tail_kernel"),
+    "products": ("gemm", "streamed", "nvjet", "splitKreduce", "gemv"),
+    "norms, positions": ("_norm_kernel", "_rope_kernel"),
+}
+"""What kernels do, by a part of their names; what comes first counts."""
+OTHER_KIND = "choosing tokens, state, copies"
+
 Event = dict[str, Any]
 Interval = tuple[float, float]
 
@@ -101,6 +109,26 @@ def covered(intervals: Iterable[Interval]) -> float:
         total += max(end - max(start, reach), 0.0)
         reach = max(reach, end)
     return total
+
+
+def alone(events: Sequence[Event]) -> dict[str, float]:
+    """GPU time by kind of work, each moment counted once: for the kernel that began first of those that run.
+
+    A kernel that is launched early waits for the one before it, so that durations add up to more than the time that passes; these add up
+    to the time in which the GPU was busy.
+    """
+    spent = dict.fromkeys((*KINDS, OTHER_KIND), 0.0)
+    reach = float("-inf")
+    for event in sorted(events, key=lambda e: e["ts"]):
+        end = event["ts"] + event["dur"]
+        spent[kind(event["name"])] += max(end - max(event["ts"], reach), 0.0)
+        reach = max(reach, end)
+    return spent
+
+
+def kind(kernel: str) -> str:
+    """What a kernel of this name does."""
+    return next((name for name, words in KINDS.items() if any(word in kernel for word in words)), OTHER_KIND)
 
 
 def _is_phase(event: Event) -> bool:

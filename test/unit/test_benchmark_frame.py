@@ -20,6 +20,7 @@ from benchmark import (
     crossover,
     draft_extend_graph,
     machine,
+    modes,
     repeat,
     report,
     serving_matrix,
@@ -136,6 +137,37 @@ def test_covered_time_is_what_counting_every_moment_gives(seed: int) -> None:
     assert trace.covered(intervals) == slow
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_time_alone_is_of_the_kernel_that_began_first_at_every_moment(seed: int) -> None:
+    rng = random.Random(seed)
+    names = ["_small_gemm_kernel", "flash::fwd", "_norm_kernel", "_row_kernel"]
+    events = [event(rng.choice(names), start, rng.randint(0, 8), "kernel") for start in rng.sample(range(60), 12)]
+    slow = dict.fromkeys((*trace.KINDS, trace.OTHER_KIND), 0)
+    for moment in range(80):
+        running = [e for e in events if e["ts"] <= moment < e["ts"] + e["dur"]]
+        if running:
+            slow[trace.kind(min(running, key=lambda e: e["ts"])["name"])] += 1
+    assert trace.alone(events) == slow
+    assert sum(slow.values()) == trace.covered((e["ts"], e["ts"] + e["dur"]) for e in events)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>", "attention"),
+        ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...>>>", "attention"),
+        ("_merge_kernel", "attention"),
+        ("nvjet_sm90_tss_128x64_64x8_1x2_h_bx_splitK_TNT", "products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "products"),
+        ("_small_gemm_kernel", "products"),
+        ("_rope_kernel", "norms, positions"),
+        ("Memcpy DtoH (Device -> Pinned)", trace.OTHER_KIND),
+    ],
+)
+def test_kernels_are_told_by_their_names(kernel: str, kind: str) -> None:
+    assert trace.kind(kernel) == kind
+
+
 # ---- tables
 
 
@@ -179,6 +211,27 @@ def test_the_graph_table_has_the_columns_of_the_table_that_it_answers() -> None:
     assert f"| max_concurrency | draft-extend graph | {names} | per_user_throughput |" in full
     assert "| 4 | on | 800.0 | 400.0 | 1 | 2 | 3 | 4 | 5 | 6 | 100.0 |" in full, "by hand: 400 tokens out are 800 in, 100 a user"
     assert not [name for name in ("median", "p99", "input") if name in short], "a column that no row has is left out"
+
+
+def test_what_a_step_takes_above_its_roof_adds_up_to_the_step() -> None:
+    spent = {"products": 3700.0, "attention": 250.0, "norms, positions": 120.0, trace.OTHER_KIND: 60.0}
+    row = served(mode="plain", graphs="on", batch=1, step_ms=4.2, idle=0.1, traced_idle=0.1, busy_ms=4.13, kernels=300.0, spent_us=spent)
+    known = row | {"roof_ms": 3.5, "weights_ms": 3.47}
+    lost = modes.above_roof(known)
+    assert lost == pytest.approx({"products": 230, "attention": 220, "norms, positions": 120, trace.OTHER_KIND: 60, modes.IDLE: 70})
+    assert sum(lost.values()) + 3500 == pytest.approx(4200)
+    assert "| m, plain, fa3, batch 1 | 4200 | 3500 | 230.0 | 220.0 | 120.0 | 60.00 | 70.00 |" in modes.render(result([known]))
+    assert modes.above_roof(row) is None
+    assert "above the roof" not in modes.render(result([row])), "a machine whose reading speed is not known has no roof"
+
+
+def test_the_roof_of_a_step_is_that_of_its_weights_and_of_keys_and_values() -> None:
+    served_model = shapes.big_model()
+    assert served_model.shape is not None
+    found = modes.roof(served_model, "plain", {"batch": 32, "context": 1000}, 4.32e12)
+    assert found["weights_ms"] == pytest.approx(15.01e9 / 4.32e9, rel=1e-3)
+    assert found["roof_ms"] - found["weights_ms"] == pytest.approx(32 * 1000 * 131072 / 4.32e9)
+    assert modes.roof(shapes.named_model("m", "h"), "plain", {"batch": 1, "context": 1}, 4.32e12) == {"roof_ms": None, "weights_ms": None}
 
 
 def test_the_crossover_is_where_the_ratio_falls_through_one() -> None:

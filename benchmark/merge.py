@@ -86,13 +86,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("sources", type=Path, nargs="+", metavar="from", help="result files of the same script and machine")
     args = parser.parse_args(argv)
     try:
-        results = [read(file) for file in ([args.into] if args.into.is_file() else []) + args.sources]
+        old = [read(args.into)] if args.into.is_file() else []
+        results = [*old, *(read(file) for file in args.sources)]
         merged = merge(results, keys_of(results[0]))
     except MergeError as error:
         print(f"merge: {error}", file=sys.stderr)
         return 1
     write(merged, args.into)
-    print(f"{args.into}: {len(merged['rows'])} rows, {len(merged['rows']) - len(results[0]['rows'])} of them new")
+    print(f"{args.into}: {len(merged['rows'])} rows, {len(merged['rows']) - sum(len(result['rows']) for result in old)} of them new")
     return 0
 
 

@@ -37,10 +37,11 @@ def test_of_rows_with_the_same_keys_the_one_measured_last_stays_in_its_place(old
     assert [(r["case"], r["at"]) for r in rows] == [("a", max(old, new)), ("b", old)]
 
 
-def test_a_new_file_is_made_with_the_packages_of_all(tmp_path: Path) -> None:
+def test_a_new_file_is_made_with_the_packages_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = save(tmp_path / "y.json", row("b", "1"), packages={"torch": "2.11.0", "transformers": "5.0"})
     into = tmp_path / "new" / "memory_limits.json"
     assert merge.main([str(into), save(tmp_path / "x.json", row("a", "1")), more]) == 0
+    assert "2 rows, 2 of them new" in capsys.readouterr().out
     found = json.loads(into.read_text())
     assert (found["name"], len(found["rows"])) == ("memory_limits", 2)
     assert found["machine"]["packages"] == {"torch": "2.11.0", "transformers": "5.0"}

@@ -20,6 +20,8 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "python"), str(ROOT)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 PHASES = ("generate", "train", "evaluate")
+COMPARE = "compare"
+"""A phase of its own: it needs the figures of two runs."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -29,7 +31,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model-path", help="the target: folder, hub id or .gguf file; default: the embedded model")
     add("--output", type=Path, required=True, help="the head's folder")
     add("--work", type=Path, help="folder of data and checkpoints; default: OUTPUT-work")
-    add("--phases", default=",".join(PHASES), help="which of generate,train,evaluate to run (default: all)")
+    add("--phases", default=",".join(PHASES), help="which of generate,train,evaluate to run (default: all), or compare")
+    add("--other-seed", type=Path, help="for compare: folder of a head trained alike with another seed; its figures go on the card")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     add("--dtype", choices=("float32", "bfloat16"), help="of target and products; default: bfloat16 on cuda, float32 on cpu")
     add("--threads", type=int, help="CPU threads; default: the cores there are")
@@ -78,8 +81,14 @@ def main(argv: list[str] | None = None) -> None:
         parser.set_defaults(**QUICK)
         args = parser.parse_args(argv)
     phases = args.phases.split(",")
-    if not set(phases) <= set(PHASES):
-        raise SystemExit(f"--phases {args.phases}: it must name {', '.join(PHASES)}")
+    if phases != [COMPARE] and not set(phases) <= set(PHASES):
+        raise SystemExit(f"--phases {args.phases}: it must name {', '.join(PHASES)}, or be {COMPARE}")
+    if (phases == [COMPARE]) != (args.other_seed is not None):
+        raise SystemExit(f"--phases {COMPARE} and --other-seed FOLDER go together")
+    if args.other_seed is not None:
+        from eagle_training.pipeline import compare
+
+        return compare(args.output, args.other_seed)
 
     # Light until here: --help needs no torch.
     import torch

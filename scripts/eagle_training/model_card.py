@@ -7,15 +7,20 @@ from typing import Any
 
 from eagle_training.evaluation import kinds_table, table
 
+SAME = ("shape", "set", "device", "dtype")
+"""What two measured rows must share to be compared."""
+
 
 def model_card(run: Mapping[str, Any], evaluation: Sequence[Mapping[str, Any]]) -> str:
     """Markdown.
 
     Args:
-        run: what `pipeline` noted of its phases: `model`, `head`, `data`, `training`, each with its command, commit and machine.
+        run: what `pipeline` noted of its phases: `model`, `head`, `data`, `training`, each with its command, commit and machine, and
+            `other_seeds` where heads of other seeds were compared.
         evaluation: rows of `evaluation.measure`, with the commit and machine that `pipeline` adds.
     """
-    parts = [_head(run), _use(), _acceptance(evaluation), _repeat(evaluation), _data(run), _training(run), _limits()]
+    measured = [_acceptance(evaluation), _repeat(evaluation)]
+    parts = [_head(run), _use(), *measured, _data(run), _training(run), _seeds(run, evaluation), _limits()]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -103,6 +108,25 @@ def _training(run: Mapping[str, Any]) -> str:
         f"over the draft's vocabulary. {training['steps']:,} steps over {training['tokens']:,} tokens of text in "
         f"{training['seconds']:.0f} s: {settings}. Curves: `curves.png`, figures: `training.json`.\n\n" + _made(training)
     )
+
+
+def _seeds(run: Mapping[str, Any], evaluation: Sequence[Mapping[str, Any]]) -> str:
+    """Accept lengths of heads of other seeds beside this one's, where both were measured alike."""
+    lines, runs = [], []
+    for other in run.get("other_seeds", []):
+        runs.append(f"Seed {other['seed']}, {other['seconds']:.0f} s on {other['device']}, commit {other['commit']}:\n\n"
+                    f"```\n{other['command']}\n```")  # fmt: skip
+        for row in evaluation:
+            found = [one for one in other["rows"] if all(one[name] == row[name] for name in SAME)]
+            if found:
+                mine, theirs = row["accept_length"], found[0]["accept_length"]
+                lines.append(f"| {row['shape']} | {row['set']} | {row['device']} {row['dtype']} | {mine:.3f} | {other['seed']} | "
+                             f"{theirs:.3f} | {theirs - mine:+.3f} |")  # fmt: skip
+    if not runs:
+        return ""
+    head = "| steps/topk/draft tokens | prompts | device | accept length | other seed | its accept length | difference |"
+    text = "## Other seeds\n\nThe same course from another seed; held-out prompts are those that each run held out."
+    return "\n\n".join([text, "\n".join([head, "|" + " --- |" * 7, *lines]), *runs])
 
 
 def _made(phase: Mapping[str, Any]) -> str:

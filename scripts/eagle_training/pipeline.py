@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from benchmark.machine import commit, describe
+from benchmark.machine import commit, describe, portable
 
 from eagle_training.batches import make_batch
 from eagle_training.conversations import Conversation, ShardFolder
 from eagle_training.curves import draw_curves
 from eagle_training.evaluation import CHAT_PROMPTS, Shape, measure, read_prompts, table
 from eagle_training.head import EagleHead, head_config
-from eagle_training.model_card import model_card
+from eagle_training.model_card import SAME, model_card
 from eagle_training.synthesis import Amount, enough, synthesize, train_tokens
 from eagle_training.target import FrozenTarget
 from eagle_training.trainer import Course, Trainer
@@ -120,7 +120,7 @@ def run(plan: Plan, phases: Sequence[str]) -> None:
     for name, step in steps.items():
         if name in phases:
             step(plan, notes)
-    write_card(plan, notes)
+    write_card(plan.output, notes)
 
 
 # ---- data
@@ -269,11 +269,33 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
 
 
-def write_card(plan: Plan, notes: Notes) -> None:
+def compare(output: Path, other: Path) -> None:
+    """Put the acceptance of a head trained alike with another seed on the card of the one in `output`.
+
+    Raises:
+        SystemExit: one of them has not been trained and measured, or their seeds are the same.
+    """
+    for folder in (output, other):
+        missing = [name for name in ("run.json", "evaluation.json") if not (folder / name).is_file()]
+        if missing:
+            raise SystemExit(f"{folder} has no {' and no '.join(missing)}; train and evaluate it first")
+    notes, theirs = Notes(output), Notes(other).all
+    seed = theirs["training"]["seed"]
+    if seed == notes.all["training"]["seed"]:
+        raise SystemExit(f"both heads were trained with seed {seed}")
+    facts = {name: theirs["training"][name] for name in ("seed", "commit", "seconds")}
+    facts |= {"command": portable(theirs["training"]["command"]), "device": theirs["training"]["machine"]["device"]}
+    kept = [one for one in notes.all.get("other_seeds", []) if one["seed"] != seed]
+    rows = [{name: row[name] for name in (*SAME, "accept_length")} for row in _rows(other / "evaluation.json")]
+    notes.put("other_seeds", [*kept, facts | {"rows": rows}])
+    write_card(output, notes)
+
+
+def write_card(output: Path, notes: Notes) -> None:
     """Write README.md beside the head, once there is one."""
     if "head" in notes.all:
-        text = model_card(notes.all, _rows(plan.output / "evaluation.json"))
-        extra = plan.output / EXTRA
+        text = model_card(notes.all, _rows(output / "evaluation.json"))
+        extra = output / EXTRA
         text += "\n" + extra.read_text(encoding="utf-8") if extra.is_file() else ""
-        (plan.output / "README.md").write_text(text, encoding="utf-8")
-        print(f"head: {plan.output}, {os.path.getsize(plan.output / 'model.safetensors') / 1e6:.1f} MB")
+        (output / "README.md").write_text(text, encoding="utf-8")
+        print(f"head: {output}, {os.path.getsize(output / 'model.safetensors') / 1e6:.1f} MB")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import train_eagle
 from eagle_training.batches import epoch_batches, make_batch
 from eagle_training.conversations import Conversation, ShardFolder, cut_loop, loop_period
 from eagle_training.estimate import estimate, walk
@@ -404,6 +405,53 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert max(rates) == pytest.approx(1.0)
     assert rates[-1] == pytest.approx(0.02)
+
+
+# ---- the card
+
+
+def measured_head(folder: Path, seed: int, length: float) -> Path:
+    """What a trained and measured head's folder holds, figures alone."""
+    folder.mkdir()
+    machine = {"device": "a GPU", "packages": {"torch": "2.11.0"}}
+    made = {
+        "seed": seed,
+        "command": f"python scripts/train_eagle.py --output /data/h --seed {seed}",
+        "commit": f"c{seed}",
+        "machine": machine,
+    }
+    head = {"hidden_size": 8, "intermediate_size": 8, "draft_vocab_size": 4, "vocab_size": 8, "aux_layers": [1, 2, 3],
+            "parameters": 100, "megabytes": 1.0}  # fmt: skip
+    training = made | {"steps": 10, "tokens": 1000, "seconds": 60.0, "settings": {"passes": 5}}
+    (folder / "run.json").write_text(json.dumps({"model": "m", "training": training, "head": head}))
+    row = {"device": "cuda", "dtype": "bfloat16", "shape": "3/1/4", "new_tokens": 256, "set": "held-out", "prompts": 256, "tokens": 9000,
+           "accept_length": length, "rates": [0.7], "looping_answers": 0, "accept_length_without_loops": length,
+           "accept_length_by_kind": {"held-out": length}}  # fmt: skip
+    (folder / "evaluation.json").write_text(json.dumps([row, row | {"shape": f"{seed}/1/{seed + 1}"}]))
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def test_another_seeds_figures_stand_beside_the_heads_own_where_measured_alike(tmp_path: Path) -> None:
+    own, other = measured_head(tmp_path / "own", 0, 2.604), measured_head(tmp_path / "other", 1, 2.551)
+    for _ in range(2):  # again: in place of the row, not beside it
+        train_eagle.main(["--output", str(own), "--phases", "compare", "--other-seed", str(other)])
+    card = (own / "README.md").read_text()
+    header, rule, *lines = card.split("## Other seeds\n\n")[1].split("\n\n")[1].splitlines()
+    assert header.count("|") == rule.count("|") == 8
+    assert lines == ["| 3/1/4 | held-out | cuda bfloat16 | 2.604 | 1 | 2.551 | -0.053 |"], "0/1/1 was measured of one head alone"
+    assert "python scripts/train_eagle.py --output h --seed 1" in card
+    assert not (other / "README.md").exists()
+
+
+def test_heads_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
+    own, same = measured_head(tmp_path / "own", 0, 2.6), measured_head(tmp_path / "same", 0, 2.5)
+    for other, why in ((same, "both heads were trained with seed 0"), (tmp_path / "none", "no run.json and no evaluation.json")):
+        with pytest.raises(SystemExit, match=why):
+            train_eagle.main(["--output", str(own), "--phases", "compare", "--other-seed", str(other)])
+    for flags in (["--phases", "compare"], ["--other-seed", str(same)], ["--phases", "train,compare"]):
+        with pytest.raises(SystemExit, match="compare"):
+            train_eagle.main(["--output", str(own), *flags])
 
 
 # ---- data

@@ -23,6 +23,8 @@ NAME = "repeat"
 KEYS = ("mode", "backend", "concurrency", "input_len", "output_len")
 SEED = {"seed": 1}
 BOUND = 3.0
+LEAST = 8
+"""Requests of a burst: the mean TTFT of a few is noise."""
 
 Run = dict[str, Any]
 
@@ -90,7 +92,7 @@ def main() -> None:
     for setup in setups(served_model(args), args.modes, [backend]):
         with Server([*setup.flags]) as server:
             for concurrency in [1, 2] if args.quick else args.concurrency:
-                requests = max(2 * concurrency, 3)
+                requests = 3 if args.quick else max(2 * concurrency, LEAST)
                 runs = [burst(server, concurrency, lens, requests) for _ in range(args.rounds)]
                 labels = {**setup.labels, "concurrency": concurrency, "input_len": lens[0], "output_len": lens[1], "num_prompts": requests}
                 record.add(labels | {"runs": runs, "spread": spread(runs), "server_flags": " ".join(setup.flags)})

@@ -19,6 +19,7 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import MockTensor
 
 from runtime.layers.cuda_ops import CudaOps
+from runtime.layers.epilogue import Epilogue
 from runtime.layers.gemm_choice import Choice, GemmOp, describe, row_class
 from runtime.layers.linear import Linear
 from runtime.layers.ops import RMSNorm
@@ -96,9 +97,10 @@ def compile_one(job: tuple[GemmOp, int, GemmConfig]) -> str:
     op, rows, config = job
     out_dtype = torch.float32 if op in ("linear_add", "logits") else BF16
     x, weight = MockTensor(BF16, [rows, HIDDEN]), MockTensor(BF16, [HIDDEN, HIDDEN])
-    out = MockTensor(out_dtype, [rows, HIDDEN // 2 if op == "gate_up" else HIDDEN])
+    epilogue = Epilogue(silu=op == "gate_up", add=op == "linear_add")
+    out = MockTensor(out_dtype, [rows, epilogue.columns(HIDDEN)])
     try:
-        small_gemm(x, weight, out, config, silu=op == "gate_up", add=op == "linear_add", pdl=True, launch=False)  # type: ignore[arg-type]
+        small_gemm(x, weight, out, config, epilogue, pdl=True, launch=False)  # type: ignore[arg-type]
     except Exception as error:  # a cut that does not compile is a result
         return f"{op} {rows} {config}: {type(error).__name__} {str(error)[:200]}"
     return ""

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from runtime.layers.argmax_kernel import argmax_chunks, argmax_rows
+from runtime.layers.epilogue import Epilogue
 from runtime.layers.linear import Linear
 from runtime.layers.small_gemm import MAX_ROWS, GemmConfig, small_gemm, small_gemm_largest
 
@@ -50,7 +51,7 @@ def test_the_folded_argmax_is_that_of_the_logits_stored_or_not(rows: int, config
     x, weight = rand(rows, K), rand(V, K)
     for bias in (None, rand(V))[rows == MAX_ROWS :]:  # the interpreter is slow
         want, stored = (torch.full((rows + 1, V), NAN, device=DEVICE) for _ in range(2))
-        small_gemm(x, weight, want[:rows], config, bias=bias)
+        small_gemm(x, weight, want[:rows], config, Epilogue(bias=bias))
         tokens = greedy(x, weight, config, out=stored[:rows], bias=bias)
         assert torch.equal(stored[:rows], want[:rows]), "folding the argmax changes the logits"
         assert stored[rows].isnan().all(), "logits are written past their rows"

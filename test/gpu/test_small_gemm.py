@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from runtime.layers.epilogue import Epilogue
 from runtime.layers.linear import Linear
 from runtime.layers.norm_ahead import NormAhead, RowScale
 from runtime.layers.ops import RMSNorm, Stream
@@ -59,11 +60,11 @@ def test_every_cut_gives_the_same_product(rows: int, pdl: bool) -> None:
         out = torch.full((rows + 1, N), float("nan"), device="cuda")
         small_gemm(x, weight, out[:rows], config, pdl=pdl)
         assert ((out[:rows].double() - want).norm() / want.norm()) < 1e-5, config
-        small_gemm(x, weight, out[:rows], config, add=True, pdl=pdl)
+        small_gemm(x, weight, out[:rows], config, Epilogue(add=True), pdl=pdl)
         assert ((out[:rows].double() - 2 * want).norm() / want.norm()) < 1e-5, config
         assert out[rows].isnan().all(), f"{config} writes past its rows"
         half = torch.full((rows + 1, N // 2), float("nan"), device="cuda")
-        small_gemm(scaled, weight, half[:rows], config, silu=True, pdl=pdl)
+        small_gemm(scaled, weight, half[:rows], config, Epilogue(silu=True), pdl=pdl)
         assert ((half[:rows].double() - gated).norm() / gated.norm()) < 1e-2, config
         assert half[rows].isnan().all(), f"{config} writes past its rows"
 
@@ -76,12 +77,12 @@ def test_every_cut_leaves_what_the_next_norm_needs_beside_the_same_sums(rows: in
     x, weight, gain = (torch.randn(shape, device="cuda").to(BF16) for shape in ((rows, K), (N, K), (N,)))
     before = torch.randn((rows, N), device="cuda") * 30
     for config in few_cuts(rows):
-        want = small_gemm(x, weight, before.clone(), config, add=True)
+        want = small_gemm(x, weight, before.clone(), config, Epilogue(add=True))
         count = config.parts(N)
         h, squares = (torch.full((rows + 1, n), float("nan"), device="cuda") for n in (N, count))
         scaled = torch.full((rows + 1, N), float("nan"), device="cuda", dtype=BF16)
         h[:rows] = before
-        small_gemm(x, weight, h[:rows], config, add=True, ahead=NormAhead(gain, scaled[:rows], squares[:rows]))
+        small_gemm(x, weight, h[:rows], config, Epilogue(add=True, ahead=NormAhead(gain, scaled[:rows], squares[:rows])))
         assert torch.equal(h[:rows], want), f"{config} adds otherwise where a norm follows"
         assert torch.equal(scaled[:rows], (want * gain.float()).to(BF16)), config
         exact = torch.nn.functional.pad(want.double().square(), (0, count * config.block_n - N)).reshape(rows, count, -1).sum(2)
@@ -96,10 +97,10 @@ def test_squares_of_another_cut_are_refused() -> None:
     x, weight = torch.zeros((3, 64), device="cuda", dtype=BF16), torch.zeros((96, 64), device="cuda", dtype=BF16)
     h, ahead = torch.zeros((3, 96), device="cuda"), NormAhead(weight[0], torch.empty_like(x), torch.zeros((3, 3), device="cuda"))
     with pytest.raises(AssertionError):
-        small_gemm(x, weight, h, GemmConfig(32, 64, 4, 3), add=True, ahead=ahead)
+        small_gemm(x, weight, h, GemmConfig(32, 64, 4, 3), Epilogue(add=True, ahead=ahead))
     ahead = NormAhead(torch.zeros(96, device="cuda", dtype=BF16), h.to(BF16), torch.zeros((3, 6), device="cuda"))
     with pytest.raises(AssertionError, match="squares are 3 x 3, not of"):
-        small_gemm(x, weight, h, GemmConfig(32, 64, 4, 3), add=True, ahead=ahead)
+        small_gemm(x, weight, h, GemmConfig(32, 64, 4, 3), Epilogue(add=True, ahead=ahead))
 
 
 @pytest.mark.parametrize(("rows", "count"), zip(ROWS, (43, 1, 344, 12), strict=True))
@@ -125,11 +126,11 @@ def test_every_cut_and_epilogue_norms_the_rows_of_what_was_left_ahead(rows: int,
         return bool(((got.double() - exact).norm(dim=1) < 1e-5 * exact.norm(dim=1)).all())
 
     for config in few_cuts(rows):
-        out = small_gemm(x, weight, old.clone(), config, add=True, scale=scale)
+        out = small_gemm(x, weight, old.clone(), config, Epilogue(add=True, scale=scale))
         assert near(out, want + old.double()), config
-        half = small_gemm(x, weight, torch.empty((rows, N // 2), device="cuda"), config, bias=bias, silu=True, scale=scale)
+        half = small_gemm(x, weight, torch.empty((rows, N // 2), device="cuda"), config, Epilogue(bias=bias, silu=True, scale=scale))
         assert near(half, gated), config
-        out = small_gemm(x, weight, torch.empty((rows, N), device="cuda"), config, bias=bias, scale=scale)
+        out = small_gemm(x, weight, torch.empty((rows, N), device="cuda"), config, Epilogue(bias=bias, scale=scale))
         assert near(out, biased), config
 
 
@@ -144,7 +145,7 @@ def test_rows_are_scaled_alike_in_any_company(count: int) -> None:
 
         def product(first: int, last: int, config: GemmConfig = config) -> torch.Tensor:
             out = torch.empty((last - first, 64), device="cuda")
-            return small_gemm(h[first:last].to(BF16), weight, out, config, scale=RowScale(squares[first:last].contiguous(), 1e-5))
+            return small_gemm(h[first:last].to(BF16), weight, out, config, Epilogue(scale=RowScale(squares[first:last].contiguous(), 1e-5)))
 
         whole = product(0, 128)
         for first, last in ((0, 3), (2, 18), (60, 124), (127, 128)):
@@ -166,9 +167,9 @@ def test_a_chain_that_starts_early_waits_for_what_is_left_ahead(rows: int) -> No
             stream, act = h.float(), x
             for _ in range(10):
                 ahead = NormAhead(gain, torch.empty_like(x), torch.empty((rows, config.parts(K)), device="cuda"))
-                small_gemm(act, down, stream, config, add=True, ahead=ahead, pdl=pdl)
+                small_gemm(act, down, stream, config, Epilogue(add=True, ahead=ahead), pdl=pdl)
                 scale = RowScale(ahead.squares, 1e-5)
-                act = small_gemm(ahead.scaled, up, torch.empty_like(x), config, silu=True, scale=scale, pdl=pdl)
+                act = small_gemm(ahead.scaled, up, torch.empty_like(x), config, Epilogue(silu=True, scale=scale), pdl=pdl)
             return act
 
         want = chain(pdl=False)

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from runtime.layers.argmax_kernel import argmax_chunks
+from runtime.layers.epilogue import Epilogue
 from runtime.layers.gemm_choice import GemmOp, streamed_configs
 from runtime.layers.norm_ahead import NormAhead, RowScale
 from runtime.layers.streamed_gemm import StreamedConfig, _kernel, _Variant, streamed_gemm, streamed_gemm_largest, takes
@@ -67,11 +68,11 @@ def test_every_cut_gives_the_same_product(rows: int, pdl: bool) -> None:
     want = x.double() @ weight.double().T
     for config in [*SUMS, *IN_PARTS]:
         h = torch.full((rows + 1, N), 3.0, device="cuda")
-        streamed_gemm(x, weight, h[:rows], config, add=True, bias=bias, pdl=pdl)
+        streamed_gemm(x, weight, h[:rows], config, Epilogue(bias=bias, add=True), pdl=pdl)
         assert off(h[:rows], want + bias.double() + 3.0) < 1e-5, config
         assert (h[rows] == 3.0).all(), f"{config} writes past its rows"
         narrow = torch.full((rows + 1, N), float("nan"), device="cuda", dtype=BF16)
-        streamed_gemm(x, weight, narrow[:rows], config, bias=bias, pdl=pdl)
+        streamed_gemm(x, weight, narrow[:rows], config, Epilogue(bias=bias), pdl=pdl)
         assert off(narrow[:rows], want + bias.double()) < 5e-3, config
         assert narrow[rows].isnan().all(), f"{config} writes past its rows"
 
@@ -84,7 +85,7 @@ def test_gates_and_ups_meet(rows: int) -> None:
     want = torch.nn.functional.silu(gate) * up
     for config in WHOLE:
         out = torch.full((rows + 1, N // 2), float("nan"), device="cuda", dtype=BF16)
-        streamed_gemm(x, weight, out[:rows], config, silu=True, bias=bias, pdl=True)
+        streamed_gemm(x, weight, out[:rows], config, Epilogue(bias=bias, silu=True), pdl=True)
         assert off(out[:rows], want) < 5e-3, config
         assert out[rows].isnan().all(), f"{config} writes past its rows"
 
@@ -95,10 +96,10 @@ def test_a_sum_leaves_what_the_norm_after_it_needs(rows: int) -> None:
     gain = torch.randn(N, device="cuda").to(BF16)
     for config in [*SUMS, *IN_PARTS]:
         h = torch.full((rows, N), 3.0, device="cuda")
-        plain = streamed_gemm(x, weight, h.clone(), config, add=True)
+        plain = streamed_gemm(x, weight, h.clone(), config, Epilogue(add=True))
         scaled = torch.full((rows + 1, N), float("nan"), device="cuda", dtype=BF16)
         squares = torch.full((rows + 1, config.parts(N)), float("nan"), device="cuda")
-        streamed_gemm(x, weight, h, config, add=True, ahead=NormAhead(gain, scaled[:rows], squares[:rows]), pdl=True)
+        streamed_gemm(x, weight, h, config, Epilogue(add=True, ahead=NormAhead(gain, scaled[:rows], squares[:rows])), pdl=True)
         assert torch.equal(h, plain), config
         assert torch.equal(scaled[:rows], (h * gain).to(BF16)), config
         assert off(squares[:rows].double().sum(1), (h.double() ** 2).sum(1)) < 1e-6, config
@@ -115,12 +116,12 @@ def test_rows_are_divided_by_their_root_mean_square(rows: int, count: int) -> No
     want = x.double() @ weight.double().T * scale + bias.double()
     for config in [*SUMS, *IN_PARTS]:
         out = torch.full((rows, N), float("nan"), device="cuda", dtype=BF16)
-        streamed_gemm(x, weight, out, config, bias=bias, scale=RowScale(squares, 1e-5), pdl=True)
+        streamed_gemm(x, weight, out, config, Epilogue(bias=bias, scale=RowScale(squares, 1e-5)), pdl=True)
         assert off(out, want) < 5e-3, config
     gate, up = want.chunk(2, dim=1)
     for config in WHOLE:
         half = torch.full((rows, N // 2), float("nan"), device="cuda", dtype=BF16)
-        streamed_gemm(x, weight, half, config, silu=True, bias=bias, scale=RowScale(squares, 1e-5), pdl=True)
+        streamed_gemm(x, weight, half, config, Epilogue(bias=bias, silu=True, scale=RowScale(squares, 1e-5)), pdl=True)
         assert off(half, torch.nn.functional.silu(gate) * up) < 5e-3, config
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
 from runtime.layers.argmax_kernel import argmax_chunks, argmax_rows
+from runtime.layers.epilogue import Epilogue
 from runtime.layers.gemm_choice import (
     Choice,
     GemmOp,
@@ -241,18 +242,18 @@ class CudaOps:
         if choice is None:
             return linear(x)
         out = torch.empty((x.shape[0], linear.out_features), dtype=x.dtype, device=x.device)
-        return self._few_rows(x, linear, out, choice, scale=scale)
+        return self._few_rows(x, linear.weight, out, choice, Epilogue(bias=linear.bias, scale=scale))
 
     def _gate_up(self, x: torch.Tensor, scale: RowScale | None, gate_up: Linear, choice: Choice) -> torch.Tensor:
         if choice is None:
             return silu_and_mul(gate_up(x))
         out = torch.empty((x.shape[0], gate_up.out_features // 2), dtype=x.dtype, device=x.device)
-        return self._few_rows(x, gate_up, out, choice, silu=True, scale=scale)
+        return self._few_rows(x, gate_up.weight, out, choice, Epilogue(bias=gate_up.bias, silu=True, scale=scale))
 
     def _linear_add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor, following: RMSNorm | None, choice: Choice) -> Stream:
         if choice is not None:
             ahead = self._ahead(h, following, linear, choice)
-            self._few_rows(x, linear, h, choice, add=True, ahead=ahead)
+            self._few_rows(x, linear.weight, h, choice, Epilogue(bias=linear.bias, add=True, ahead=ahead))
             return Stream(h, following, ahead)
         if not self._float_products or type(linear) is not Linear:
             return Stream(h.add_(linear(x)))
@@ -301,27 +302,17 @@ class CudaOps:
         return argmax_chunks(largest, tokens, self.pdl)
 
     def _few_rows(
-        self,
-        x: torch.Tensor,
-        linear: Linear,
-        out: torch.Tensor,
-        choice: GemmConfig | StreamedConfig,
-        *,
-        silu: bool = False,
-        add: bool = False,
-        scale: RowScale | None = None,
-        ahead: NormAhead | None = None,
+        self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, choice: GemmConfig | StreamedConfig, epilogue: Epilogue
     ) -> torch.Tensor:
-        x, weight, bias = x.contiguous(), linear.weight, linear.bias
         if isinstance(choice, GemmConfig):
-            return small_gemm(x, weight, out, choice, bias=bias, silu=silu, add=add, pdl=self.pdl, scale=scale, ahead=ahead)
-        return streamed_gemm(x, weight, out, choice, bias=bias, silu=silu, add=add, pdl=self.pdl, scale=scale, ahead=ahead)
+            return small_gemm(x.contiguous(), weight, out, choice, epilogue, pdl=self.pdl)
+        return streamed_gemm(x.contiguous(), weight, out, choice, epilogue, pdl=self.pdl)
 
     def _logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None, choice: Choice) -> torch.Tensor:
         if out is None:
             out = torch.empty((x.shape[0], head.out_features), dtype=torch.float32, device=x.device)
         if choice is not None and out.is_contiguous():
-            return self._few_rows(x, head, out, choice)
+            return self._few_rows(x, head.weight, out, choice, Epilogue(bias=head.bias))
         if not self._float_products or type(head) is not Linear:
             return out.copy_(head(x))
         torch.ops.aten.mm.dtype_out(x, head.weight.t(), torch.float32, out=out)

@@ -13,8 +13,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from runtime.layers.epilogue import NOTHING, Epilogue
 from runtime.layers.largest import first_of_largest
-from runtime.layers.norm_ahead import NormAhead, RowScale
 
 MAX_ROWS = 128
 """Above this, arithmetic and not weights sets the time: cuBLAS."""
@@ -65,33 +65,25 @@ def small_gemm(
     weight: torch.Tensor,
     out: torch.Tensor,
     config: GemmConfig,
+    epilogue: Epilogue = NOTHING,
     *,
-    bias: torch.Tensor | None = None,
-    silu: bool = False,
-    add: bool = False,
-    scale: RowScale | None = None,
-    ahead: NormAhead | None = None,
     pdl: bool = False,
     launch: bool = True,
 ) -> torch.Tensor:
-    """`out = epilogue(scale * (x @ weight.T) + bias)`.
+    """`out = epilogue(x @ weight.T)`.
 
     Args:
         x: [M, K] contiguous, M <= 128, K a multiple of 16, the weight's dtype.
         weight: [N, K] contiguous, bfloat16 or float16.
-        out: written: [M, N], or [M, N / 2] with `silu`; any float dtype.
+        out: [M, `epilogue.columns(N)`] contiguous, any float dtype; written.
         config: how to cut it.
-        bias: [N].
-        silu: weight holds gate rows, then up rows; out is silu(gate) * up.
-        add: add the product to what `out` holds.
-        scale: multiply each row of the product by this, in float32.
-        ahead: with `add` and a float32 `out`: what to write of the new `out`; its `squares` have `config.parts(N)` columns.
+        epilogue: what is done to the sums; of squares, it writes `config.parts(N)` sums a row.
         pdl: start before the kernel ahead has ended, prefetch weights and wait (programmatic dependent launch, Hopper).
         launch: compile only, if not; tensors may be mock ones.
 
     Each row of `out` depends on its own row of x only, summed in an order that N, K and `config` fix.
     """
-    _run(x, weight, out, None, config, bias, silu, add, scale, ahead, pdl, launch)
+    _run(x, weight, out, None, config, epilogue, pdl, launch)
     return out
 
 
@@ -115,7 +107,7 @@ def small_gemm_largest(
     assert out is None or out.dtype is torch.float32, "the largest entries are those of float32"
     tiles = triton.cdiv(weight.shape[0], config.block_n)
     largest = torch.empty((2, x.shape[0], tiles), dtype=torch.int32, device=x.device)
-    _run(x, weight, out, largest, config, bias, False, False, None, None, pdl, True)
+    _run(x, weight, out, largest, config, Epilogue(bias=bias), pdl, True)
     return largest
 
 
@@ -125,17 +117,15 @@ def _run(
     out: torch.Tensor | None,
     largest: torch.Tensor | None,
     config: GemmConfig,
-    bias: torch.Tensor | None,
-    silu: bool,
-    add: bool,
-    scale: RowScale | None,
-    ahead: NormAhead | None,
+    epilogue: Epilogue,
     pdl: bool,
     launch: bool,
 ) -> None:
     """Cut and launch, or compile; what is written is what is given of `out` and `largest`."""
-    (M, K), N = x.shape, weight.shape[0] // 2 if silu else weight.shape[0]
+    (M, K), N = x.shape, epilogue.columns(weight.shape[0])
     assert M <= MAX_ROWS and K % 16 == 0, f"small_gemm takes up to {MAX_ROWS} rows of a multiple of 16 columns, not {M} x {K}"  # noqa: PT018
+    epilogue.check(out, M, weight.shape[0], config.parts(weight.shape[0]))
+    bias, silu, add, scale, ahead = epilogue.bias, epilogue.silu, epilogue.add, epilogue.scale, epilogue.ahead
     block_n = config.block_n
     outputs = block_n // 2 if silu else block_n
     tiles = weight
@@ -145,12 +135,9 @@ def _run(
         tiles = TensorDescriptor(weight, [N, K], [K, 1], [block_n, config.block_k])
     gain = scaled = squares = row_squares = None
     if ahead is not None:
-        assert add and out is not None and out.dtype is torch.float32, "what is ahead is made of float32 rows that were added to"  # noqa: PT018
-        ahead.check(M, N, config.parts(N))
         gain, scaled, squares = ahead.gain, ahead.scaled, ahead.squares
     count, eps, BLOCK_M = 1, 0.0, padded_rows(M, config.swap)
     if scale is not None:
-        scale.check(M)
         row_squares, count, eps = scale.squares, scale.squares.shape[1], float(scale.eps)
     PARTS = triton.next_power_of_2(count)
     fit = max(SQUARES_IN_FLIGHT * 32 * config.num_warps // BLOCK_M, SQUARES.value)

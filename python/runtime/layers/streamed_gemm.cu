@@ -1,4 +1,4 @@
-// out = epilogue(x @ w.T): few rows of x against a large weight, which is read once.
+// out = epilogue(x @ w.T) (layers/epilogue.py): few rows of x against a large weight, which is read once.
 //
 // One thread asks the copy engine for boxes of 64 columns of x and of w, into a ring of stages; one or two warpgroups multiply what has arrived
 // (wgmma: x is the left operand, w the right one) and write what follows the product. Weights depend on nothing, so the ring is filled with them
@@ -11,21 +11,21 @@
 // A norm around the product takes no kernel (layers/norm_ahead.py): with SCALE rows of the product are divided by their root mean square, and
 // with AHEAD what is added up is also stored times the gain of the norm that follows, with the sums of its squares.
 //
-// Defined before this text: ROWS (64 or 128, rows that are computed), TILE (rows of w), SPLIT, MOST_STAGES, BFLOAT16, BIAS, EARLY, EPILOGUE,
+// Defined before this text: ROWS (64 or 128, rows that are computed), TILE (rows of w), SPLIT, MOST_STAGES, BFLOAT16, BIAS, EARLY, WRITE,
 // LARGEST, STORE, SCALE, AHEAD; and multiply(), the one instruction whose operands depend on TILE.
 
-constexpr int NARROW = 0, SILU = 1, ADD = 2, FLOAT = 3;  // EPILOGUE: store in 16 bits; silu(gate) * up; add to float32; store float32
+constexpr int NARROW = 0, SILU = 1, ADD = 2, FLOAT = 3;  // WRITE: store in 16 bits; silu(gate) * up; add to float32; store float32
 constexpr int COLUMNS = 64;                              // of a box: rows of 128 bytes, as the swizzle wants them
 constexpr int ROW_BYTES = COLUMNS * 2;
 constexpr int MULTIPLIERS = ROWS / 64 * 128;  // threads
 constexpr int W_BYTES = TILE * ROW_BYTES;
-constexpr int OUTPUTS = EPILOGUE == SILU ? TILE / 2 : TILE;
+constexpr int OUTPUTS = WRITE == SILU ? TILE / 2 : TILE;
 constexpr int GROUPS = OUTPUTS / 8;  // of 8 columns: a thread has two neighbours of each, in two rows
 constexpr int OWN_GROUPS = GROUPS / SPLIT;
 constexpr int NO_COLUMN = 0x7FFFFFFF;
 // L2 policies. Weights leave first, unless float32 results come in their place as fast as they go.
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_NORMAL = 0x1000000000000000ull, EVICT_LAST = 0x14F0000000000000ull;
-constexpr u64 W_POLICY = EPILOGUE == FLOAT ? EVICT_NORMAL : EVICT_FIRST;
+constexpr u64 W_POLICY = WRITE == FLOAT ? EVICT_NORMAL : EVICT_FIRST;
 
 struct alignas(64) TensorMap { char bytes[128]; };
 
@@ -200,7 +200,7 @@ struct Output {
             if (row + half * 8 >= rows) continue;
             float2* to = (float2*)((float*)out + (long)(row + half * 8) * columns + at);
             float2 sum = make_float2(v[half * 2], v[half * 2 + 1]);
-            if constexpr (EPILOGUE == ADD) {
+            if constexpr (WRITE == ADD) {
                 const float2 old = *to;
                 sum.x += old.x, sum.y += old.y;
             }
@@ -251,7 +251,7 @@ streamed_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
                 const int k = (k_first + s) * COLUMNS;
                 barrier_expect(ring.full_here(), x_bytes + W_BYTES);
                 load_box(ring.here() + x_bytes, &w_map, ring.full_here(), k, tile * OUTPUTS, W_POLICY);
-                if constexpr (EPILOGUE == SILU) {  // the up rows that belong to the gate rows
+                if constexpr (WRITE == SILU) {  // the up rows that belong to the gate rows
                     load_box(ring.here() + x_bytes + W_BYTES / 2, &w_map, ring.full_here(), k, columns + tile * OUTPUTS, W_POLICY);
                 }
             };
@@ -328,17 +328,17 @@ streamed_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
                 const int at = part * OWN_GROUPS + i;
                 output.apply_scale(v);
                 output.add_bias(v, at, 0);
-                if constexpr (EPILOGUE == NARROW) output.store_narrow(v, at);
+                if constexpr (WRITE == NARROW) output.store_narrow(v, at);
                 else output.store_floats(v, at);
             }
             if constexpr (AHEAD) output.store_squares(tile * SPLIT + part, tiles * SPLIT);
-        } else if constexpr (EPILOGUE == NARROW || EPILOGUE == SILU) {
+        } else if constexpr (WRITE == NARROW || WRITE == SILU) {
 #pragma unroll
             for (int i = 0; i < GROUPS; i++) {
                 float* v = sums + i * 4;
                 output.apply_scale(v);
                 output.add_bias(v, i, 0);
-                if constexpr (EPILOGUE == SILU) {
+                if constexpr (WRITE == SILU) {
                     float* up = sums + (GROUPS + i) * 4;
                     output.apply_scale(up);
                     output.add_bias(up, i, columns);

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from runtime.layers import cuda_driver
+from runtime.layers.epilogue import NOTHING, Epilogue
 from runtime.layers.norm_ahead import NormAhead, RowScale
 
 MAX_ROWS = 128
@@ -28,7 +29,8 @@ MOST_STAGES = 12
 ROW_BYTES = 2 * COLUMNS
 ALIGNMENT = 1024
 """Of the rings: eight swizzled rows."""
-Epilogue = Literal["NARROW", "SILU", "ADD", "FLOAT"]
+Write = Literal["NARROW", "SILU", "ADD", "FLOAT"]
+"""How sums are written: rounded to 16 bits; gated, then rounded; added to float32; as float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class _Variant:
     """What a program is compiled for, beside the cut: `rows` that are computed, and what happens to the sums."""
 
     rows: int
-    epilogue: Epilogue
+    write: Write
     dtype: torch.dtype
     bias: bool
     pdl: bool
@@ -85,32 +87,23 @@ def streamed_gemm(
     weight: torch.Tensor,
     out: torch.Tensor,
     config: StreamedConfig,
+    epilogue: Epilogue = NOTHING,
     *,
-    bias: torch.Tensor | None = None,
-    silu: bool = False,
-    add: bool = False,
     pdl: bool = False,
-    scale: RowScale | None = None,
-    ahead: NormAhead | None = None,
 ) -> torch.Tensor:
-    """`out = epilogue(x @ weight.T + bias)`.
+    """`out = epilogue(x @ weight.T)`.
 
     Args:
         x: [M, K] contiguous, M <= 128, the weight's dtype.
         weight: [N, K], one that the kernel `takes`.
-        out: written: [M, N] float32 or the weight's dtype; [M, N / 2] in the weight's dtype with `silu`.
+        out: [M, `epilogue.columns(N)`] contiguous, the weight's dtype with `silu`, float32 with `add`, else either; written.
         config: how to cut it.
-        bias: [N].
-        silu: weight holds gate rows, then up rows; out is silu(gate) * up.
-        add: add the product to what `out`, float32, holds.
+        epilogue: what is done to the sums; of squares, it writes `config.parts(N)` sums a row.
         pdl: start before the kernel ahead has ended, ask for weights and wait (programmatic dependent launch).
-        scale: what rows of the product are multiplied by, before the bias.
-        ahead: written, with `add`: what the norm of the sum needs.
 
     Each row of `out` depends on its own row of x only, summed in an order that K and `config` fix.
     """
-    epilogue: Epilogue = "SILU" if silu else "ADD" if add else "FLOAT" if out.dtype is torch.float32 else "NARROW"
-    _run(x, weight, out, None, config, epilogue, bias, pdl, scale, ahead)
+    _run(x, weight, out, None, config, epilogue, pdl)
     return out
 
 
@@ -133,7 +126,7 @@ def streamed_gemm_largest(
     """
     assert out is None or out.dtype is torch.float32, "the largest entries are those of float32"
     largest = torch.empty((2, x.shape[0], -(-weight.shape[0] // config.tile)), dtype=torch.int32, device=x.device)
-    _run(x, weight, out, largest, config, "FLOAT", bias, pdl, None, None)
+    _run(x, weight, out, largest, config, Epilogue(bias=bias), pdl)
     return largest
 
 
@@ -144,27 +137,22 @@ def _run(
     largest: torch.Tensor | None,
     config: StreamedConfig,
     epilogue: Epilogue,
-    bias: torch.Tensor | None,
     pdl: bool,
-    scale: RowScale | None,
-    ahead: NormAhead | None,
 ) -> None:
     """Launch; what is written is what is given of `out` and `largest`."""
     (M, K), N = x.shape, weight.shape[0]
     assert 0 < M <= MAX_ROWS, f"streamed_gemm takes up to {MAX_ROWS} rows, not {M}"
     assert weight.shape[1] == K, f"x has {K} columns, the weight {weight.shape[1]}"
     assert x.is_contiguous(), "rows of x lie behind each other"
-    if scale is not None:
-        scale.check(M)
-    if ahead is not None:
-        ahead.check(M, N, config.parts(N))
-    columns, outputs = (N // 2, config.tile // 2) if epilogue == "SILU" else (N, config.tile)
+    epilogue.check(out, M, N, config.parts(N))
+    bias, scale, ahead = epilogue.bias, epilogue.scale, epilogue.ahead
+    columns, outputs = epilogue.columns(N), config.tile // 2 if epilogue.silu else config.tile
+    rows, x_rows = _computed_rows(M), max(8, 1 << (M - 1).bit_length())
     variant = _Variant(
-        _computed_rows(M), epilogue, weight.dtype, bias is not None, pdl, scale is not None, ahead is not None, largest is not None,
-        out is not None,
+        rows, _write(epilogue, out, weight.dtype), weight.dtype, bias is not None, pdl, scale is not None, ahead is not None,
+        largest is not None, out is not None,
     )  # fmt: skip
     kernel = _kernel(config, variant)
-    rows, x_rows = _computed_rows(M), max(8, 1 << (M - 1).bit_length())
     # Rows that are computed and not brought lie past the last stage's.
     stages = (SHARED_BYTES - ALIGNMENT - (rows - x_rows) * ROW_BYTES) // ((x_rows + config.tile) * ROW_BYTES)
     tiles = -(-columns // outputs)
@@ -185,6 +173,14 @@ def _run(
         ),
         pdl,
     )
+
+
+def _write(epilogue: Epilogue, out: torch.Tensor | None, narrow: torch.dtype) -> Write:
+    """How to write `out`; `narrow` is the weight's dtype. Where nothing is stored, what is looked at is float32."""
+    dtype = torch.float32 if out is None else out.dtype
+    possible = (narrow,) if epilogue.silu else (torch.float32,) if epilogue.add else (narrow, torch.float32)
+    assert dtype in possible, f"out is {dtype}, not one of {possible}"
+    return "SILU" if epilogue.silu else "ADD" if epilogue.add else "FLOAT" if dtype is torch.float32 else "NARROW"
 
 
 def _computed_rows(rows: int) -> int:
@@ -226,12 +222,12 @@ def _kernel(config: StreamedConfig, variant: _Variant) -> cuda_driver.Kernel:
 def source(config: StreamedConfig, variant: _Variant) -> str:
     """The CUDA program of one cut and variant."""
     v = variant
-    assert 0 < config.tile <= MAX_TILE and config.tile % (16 if v.epilogue == "SILU" else 8 * config.split) == 0, f"no such cut: {config}"  # noqa: PT018
-    assert config.split == 1 or (v.epilogue in ("NARROW", "ADD") and not v.largest), "parts of columns are added for these only"
-    assert v.epilogue == "ADD" or not v.ahead, "a norm ahead is that of a sum"
+    assert 0 < config.tile <= MAX_TILE and config.tile % (16 if v.write == "SILU" else 8 * config.split) == 0, f"no such cut: {config}"  # noqa: PT018
+    assert config.split == 1 or (v.write in ("NARROW", "ADD") and not v.largest), "parts of columns are added for these only"
+    assert v.write == "ADD" or not v.ahead, "a norm ahead is that of a sum"
     constants = dict(
         ROWS=v.rows, TILE=config.tile, SPLIT=config.split, MOST_STAGES=MOST_STAGES, BFLOAT16=int(v.dtype is torch.bfloat16),
-        EPILOGUE=v.epilogue, BIAS=int(v.bias), EARLY=int(v.pdl), SCALE=int(v.scale), AHEAD=int(v.ahead), LARGEST=int(v.largest),
+        WRITE=v.write, BIAS=int(v.bias), EARLY=int(v.pdl), SCALE=int(v.scale), AHEAD=int(v.ahead), LARGEST=int(v.largest),
         STORE=int(v.store),
     )  # fmt: skip
     return "\n".join(

@@ -168,4 +168,4 @@ class EagleWorker(DeviceWorker):
             first = torch.arange(turn.size, device=features.device)[:, None] * D
             features = features[(first + accepted.path).flatten()]
         held["features"].copy_(features)
-        draft.extend.run(batch, variant, turn.oracle)
+        draft.extend.run(batch, variant, turn.feeds_oracle)

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 JUDGED_ROWS = 256
 """Window positions whose distributions are held at once: 256 of 128,256 tokens are 0.13 GiB, the largest window has 4,096."""
 ORACLE_EVERY = 256
-"""One iteration in so many runs eagerly: the sample that the drift alarm holds graphs against."""
+"""One iteration in so many runs eagerly, and so does the draft-extend before it: the sample that the drift alarm holds graphs against."""
 
 
 def verify_spec(shape: TreeShape, vocab: int, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
@@ -105,7 +105,8 @@ class Iteration:
     Attributes:
         rows: int64 [size], on the device; padding: row 0.
         bounds: int32 [size], on the host: KV lengths before the iteration are at most this; padding: 0.
-        oracle: whether every runner is to run eagerly.
+        oracle: whether drafts and verification are of the eager sample.
+        feeds_oracle: whether the next iteration's are, which start from what this one's draft-extend leaves.
     """
 
     batch: ScheduleBatch
@@ -114,6 +115,7 @@ class Iteration:
     bounds: npt.NDArray[np.int32]
     needs: SamplingNeeds
     oracle: bool
+    feeds_oracle: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +191,8 @@ class Verifier:
         bounds = np.zeros(size, dtype=np.int32)
         bounds[: batch.size] = batch.len_bounds
         self._iterations += 1
-        oracle = self._iterations % ORACLE_EVERY == 0
-        return Iteration(batch, size, rows, bounds, self._target.rows.needs(batch.rows), oracle)
+        oracle, feeds_oracle = ((self._iterations + ahead) % ORACLE_EVERY == 0 for ahead in (0, 1))
+        return Iteration(batch, size, rows, bounds, self._target.rows.needs(batch.rows), oracle, feeds_oracle)
 
     def judge(self, turn: Iteration, drafted: Outputs) -> tuple[Accepted, Flight]:
         """Verify the window, commit what stands, and send it to the host.
@@ -238,7 +240,7 @@ class Verifier:
         none = np.zeros(size, dtype=np.int32)
         batch = ScheduleBatch(0, ForwardMode.DECODE, rows=none, len_bounds=none, top_logprobs=none + MAX_TOP_LOGPROBS)
         needs = SamplingNeeds.every()
-        turn = Iteration(batch, size, torch.zeros(size, dtype=torch.int64, device=device), none, needs, False)
+        turn = Iteration(batch, size, torch.zeros(size, dtype=torch.int64, device=device), none, needs, False, False)
         verified = self.runner.outputs(size)
         lens, tokens, path = self._decide(turn, drafted, verified)
         accepted = Accepted(lens, tokens, path, drafted["tokens"], verified["features"], False)

@@ -38,7 +38,13 @@ class Mark:
     steps: int = 0
     prompt: int = 0
     verify_steps: int = 0
+    drafted: int = 0
     accepted: int = 0
+    accepted_by_position: tuple[int, ...] = ()
+    decode_steps: int = 0
+    graph_steps: int = 0
+    live_rows: int = 0
+    padded_rows: int = 0
 
 
 @dataclass(slots=True)
@@ -145,7 +151,20 @@ class SchedulerState:
 
     def _mark(self, now: float) -> Mark:
         steps = self.extend_steps + self.decode_steps
-        return Mark(now, self.generation_tokens_total, steps, self.prompt_tokens_total, self.spec.verify_steps, self.spec.accepted_tokens)
+        return Mark(
+            now,
+            self.generation_tokens_total,
+            steps,
+            self.prompt_tokens_total,
+            self.spec.verify_steps,
+            self.spec.draft_tokens,
+            self.spec.accepted_tokens,
+            tuple(self.spec.accepted_by_position),
+            self.decode_steps,
+            self.graph_steps,
+            self.live_rows,
+            self.padded_rows,
+        )
 
     def _line(self, now: float, mark: Mark, gauges: Gauges) -> str:
         seconds = now - mark.time
@@ -156,7 +175,27 @@ class SchedulerState:
             f"prompt (token/s): {(self.prompt_tokens_total - mark.prompt) / seconds:.2f}",
             f"#queue-req: {gauges.num_queue_reqs}",
         ]
-        verified = self.spec.verify_steps - mark.verify_steps
-        if verified:
-            parts.insert(2, f"accept len: {1 + (self.spec.accepted_tokens - mark.accepted) / verified:.2f}")
+        parts[2:2] = [*self._of_drafts(mark), *self._of_graphs(mark)]
         return ", ".join(parts)
+
+    def _of_drafts(self, mark: Mark) -> list[str]:
+        """Acceptance since `mark`; by position as the share of verify steps that accepted the draft."""
+        spec, verified = self.spec, self.spec.verify_steps - mark.verify_steps
+        if not verified:
+            return []
+        accepted = spec.accepted_tokens - mark.accepted
+        before = mark.accepted_by_position or (0,) * len(spec.accepted_by_position)
+        shares = [(now - then) / verified for now, then in zip(spec.accepted_by_position, before, strict=True)]
+        return [
+            f"accept len: {1 + accepted / verified:.2f}",
+            f"accepted by position: {' '.join(f'{share:.2f}' for share in shares)}",
+            f"accepted/drafted: {accepted}/{spec.draft_tokens - mark.drafted}",
+        ]
+
+    def _of_graphs(self, mark: Mark) -> list[str]:
+        """Share of decode steps since `mark` that replayed a graph, and of computed rows that were padding."""
+        decoded, padded = self.decode_steps - mark.decode_steps, self.padded_rows - mark.padded_rows
+        if not decoded:
+            return []
+        computed = padded + self.live_rows - mark.live_rows
+        return [f"graph hits: {(self.graph_steps - mark.graph_steps) / decoded:.2f}", f"padding: {padded / max(computed, 1):.2f}"]

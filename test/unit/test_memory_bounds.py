@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from runtime.errors import ConfigError
 from runtime.layers import sampler
-from runtime.model_executor.build import FILTERED, make_parts, padding_prompt, rehearse_sampling
+from runtime.model_executor import build
+from runtime.model_executor.build import FILTERED, divide_memory, make_parts, padding_prompt, rehearse_sampling
 from runtime.model_executor.graph_runner import GraphPool
 from runtime.sampling_params import SamplingParams
 from runtime.speculative import verifier
@@ -96,12 +99,24 @@ def test_a_rehearsal_of_sampling_and_of_the_largest_prompt_step_leaves_the_rows_
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])
 def test_a_slot_costs_what_target_and_draft_keep_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
-    from runtime.model_executor import build
-
     divide, costs = build.divide_memory, list[int]()
     monkeypatch.setattr(build, "divide_memory", lambda *args: costs.append(args[3]) or divide(*args))
     worker = speculating(tmp_path, algorithm)
     assert costs == [sum(t[0, 0].nbytes for pool in pools(worker) for t in (*pool.k, *pool.v))]
+
+
+def test_without_a_gpu_kv_gets_the_share_that_was_asked_for_or_a_bounded_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimpleNamespace(total=16 << 30, available=12 << 30)
+    monkeypatch.setattr(build.psutil, "virtual_memory", lambda: memory)
+
+    def tokens(share: float | None) -> int:
+        return divide_memory(make_parts(tiny_runtime(max_total_tokens=None, mem_fraction_static=share)), 0, {}, 1 << 20, 1).num_pages
+
+    assert tokens(0.5) == 4 * 1024 - 1, "half of it less what is in use, and the padding slot"
+    assert tokens(0.875) == 10 * 1024 - 1, "more than is taken unasked"
+    assert tokens(None) == 8 * 256
+    with pytest.raises(ConfigError, match=r"KV cache is .* MiB short .* raise --mem-fraction-static"):
+        tokens(0.25)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])

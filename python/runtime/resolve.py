@@ -162,7 +162,7 @@ def synthetic_acceptance(text: str, num_steps: int) -> tuple[float, ...]:
     """
     flag = "--speculative-synthetic-accept-length"
     try:
-        values = [float(part) for part in text.split(",") if part.strip()]
+        values = [float(part) for part in text.removesuffix(",").split(",")]
     except ValueError as error:
         raise ConfigError(f"{flag} is {text!r}; it must be a number, or {num_steps} probabilities with commas") from error
     if "," not in text and len(values) == 1:
@@ -227,6 +227,8 @@ def _check_ranges(args: ServerArgs) -> None:
         raise ConfigError(f"--chunked-prefill-size is {args.chunked_prefill_size}; it must be at least 16, or -1 for no chunks")
     if args.chat_template is not None and "{" not in args.chat_template and not Path(args.chat_template).is_file():
         raise ConfigError(f"--chat-template {args.chat_template}: no such file, and no template text either")
+    if args.profile is not None and (not args.profile or Path(args.profile).is_file()):
+        raise ConfigError(f"--profile {args.profile!r} is no folder; name one for the traces, which is made when it is missing")
 
 
 def _flag_of(name: str) -> str:
@@ -511,6 +513,9 @@ def _check_draft_source(args: ServerArgs, algorithm: SpecAlgorithm) -> None:
         for name in ("speculative_draft_model_path", "speculative_draft_load_format", "speculative_draft_attention_backend"):
             if getattr(args, name) is not None:
                 raise ConfigError(f"{_flag_of(name)}: NGRAM guesses from the text so far and has no draft model; leave it out")
+        for name in ("disable_draft_decode_cuda_graph", "disable_draft_extend_cuda_graph"):
+            if getattr(args, name):
+                raise ConfigError(f"{_flag_of(name)}: NGRAM has no draft model, hence no such graph; leave it out")
     elif args.speculative_draft_model_path is None:
         raise ConfigError(f"--speculative-algorithm {algorithm} needs a draft model; name it with --speculative-draft-model-path")
     if args.speculative_token_map is not None:
@@ -574,5 +579,6 @@ def _synthetic(args: ServerArgs, shape: _DraftShape) -> tuple[float, ...] | None
         return None
     if shape.topk != 1:
         raise ConfigError("--speculative-synthetic-accept-length works on a chain; use --speculative-eagle-topk 1")
+    by_position = synthetic_acceptance(args.speculative_synthetic_accept_length, shape.num_steps)
     log.warning("synthetic acceptance: output is not the model's; for benchmarks only")
-    return synthetic_acceptance(args.speculative_synthetic_accept_length, shape.num_steps)
+    return by_position

@@ -261,12 +261,16 @@ def test_the_command_line_of_the_reference_table_starts_a_server(caplog: pytest.
         ({"chunked_prefill_size": 1}, CPU, ["--chunked-prefill-size", "16"]),
         ({"shutdown_timeout": float("nan")}, CPU, ["--shutdown-timeout"]),
         ({"chat_template": "/nowhere.jinja"}, CPU, ["--chat-template", "/nowhere.jinja"]),
+        ({"profile": __file__}, CPU, ["--profile", __file__]),
+        ({"profile": ""}, CPU, ["--profile"]),
         ({"cpu_threads": 0}, CPU, ["--cpu-threads"]),
         ({"speculative_num_steps": 3}, HOPPER, ["--speculative-num-steps", "--speculative-algorithm"]),
         ({"disable_draft_extend_cuda_graph": True}, HOPPER, ["--disable-draft-extend-cuda-graph", "--speculative-algorithm"]),
         ({"speculative_algorithm": "EAGLE"}, HOPPER, ["--speculative-draft-model-path"]),
         ({"speculative_algorithm": "NGRAM", "speculative_draft_model_path": "x"}, HOPPER, ["NGRAM", "--speculative-draft-model-path"]),
         ({"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 2}, HOPPER, ["NGRAM", "--speculative-eagle-topk"]),
+        ({"speculative_algorithm": "NGRAM", "disable_draft_decode_cuda_graph": True}, HOPPER, ["--disable-draft-decode-cuda-graph"]),
+        ({"speculative_algorithm": "NGRAM", "disable_draft_extend_cuda_graph": True}, HOPPER, ["--disable-draft-extend-cuda-graph"]),
         ({**EAGLE, "speculative_eagle_topk": 2, "speculative_num_steps": 2, "speculative_num_draft_tokens": 8}, HOPPER, ["7 nodes"]),
         ({**EAGLE, "speculative_eagle_topk": 16, "speculative_num_steps": 6}, HOPPER, ["64"]),
         ({**EAGLE, "speculative_num_draft_tokens": 65}, HOPPER, ["--speculative-num-draft-tokens", "64"]),
@@ -416,7 +420,7 @@ def test_synthetic_acceptance_has_the_mean_that_was_asked_for(steps: int, share:
 def test_synthetic_acceptance_by_position_is_taken_as_it_is() -> None:
     assert synthetic_acceptance("0.9,0.5, 0", 3) == (0.9, 0.5, 0.0)
     assert synthetic_acceptance("0.5,", 1) == (0.5,)
-    for text in ("x", "nan,0.1,0.1", "1.5,0,0", ""):
+    for text in ("x", "nan,0.1,0.1", "1.5,0,0", "", ",", "0.9,,0.5,0.1", "0.9,0.5,0.1,,", "nan", "1e400"):
         with pytest.raises(ConfigError):
             synthetic_acceptance(text, 3)
 

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -18,7 +18,7 @@ from runtime.model_files.gguf_convert import converted_folder
 from runtime.model_files.safetensors_writer import is_whole_safetensors
 from runtime.model_files.synthetic_tokenizer import is_synthetic_tokenizer, write_synthetic_tokenizer
 
-__all__ = ["ModelSource", "default_cache_dir", "resolve_model", "resolve_weights"]
+__all__ = ["DRAFT_FLAGS", "ModelSource", "default_cache_dir", "resolve_model", "resolve_weights"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,17 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"]
 _CONFIG_FILES = ["config.json", "generation_config.json"]
 _WEIGHT_FILES = ["*.safetensors", "model.safetensors.index.json"]
+
+
+class SourceFlags(NamedTuple):
+    """The flags that a model was asked for with, to be named where it cannot be had."""
+
+    path: str = "--model-path"
+    load_format: str = "--load-format"
+
+
+TARGET_FLAGS = SourceFlags()
+DRAFT_FLAGS = SourceFlags("--speculative-draft-model-path", "--speculative-draft-load-format")
 
 
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,27 +95,33 @@ def resolve_model(
 
 
 def resolve_weights(
-    model_path: str, *, load_format: str = "auto", revision: str | None = None, cache_dir: Path | None = None, progress: bool = True
+    model_path: str,
+    *,
+    load_format: str = "auto",
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+    progress: bool = True,
+    flags: SourceFlags = TARGET_FLAGS,
 ) -> tuple[str, WeightsKind]:
-    """Bring weights and configuration alone, as for draft models. Arguments and errors as for `resolve_model`.
+    """Bring weights and configuration alone, as for draft models. Arguments and errors as for `resolve_model`; `flags` are named in errors.
 
     Returns:
         A Hugging Face style folder, and whether its weights are to be read.
     """
     if load_format not in LOAD_FORMATS:
-        raise ConfigError(f"--load-format {load_format!r} is unknown; it must be one of {', '.join(LOAD_FORMATS)}")
+        raise ConfigError(f"{flags.load_format} {load_format!r} is unknown; it must be one of {', '.join(LOAD_FORMATS)}")
     path = Path(model_path).expanduser()
     if path.is_dir():
-        return str(path), _check_folder(path, load_format)
+        return str(path), _check_folder(path, load_format, flags)
     if path.is_file() or path.suffix == ".gguf":
-        return str(_from_gguf(path, load_format, revision, cache_dir or default_cache_dir(), progress)), "safetensors"
+        return str(_from_gguf(path, load_format, revision, cache_dir or default_cache_dir(), progress, flags)), "safetensors"
     if not _HUB_ID.fullmatch(model_path):
-        raise ConfigError(f"--model-path {model_path!r} is neither a folder, a .gguf file, nor a hub id 'owner/name'")
+        raise ConfigError(f"{flags.path} {model_path!r} is neither a folder, a .gguf file, nor a hub id 'owner/name'")
     if load_format == "gguf":
-        raise ConfigError(f"--load-format gguf takes a file; download the .gguf of {model_path} and give its path as --model-path")
+        raise ConfigError(f"{flags.load_format} gguf takes a file; download the .gguf of {model_path} and give its path as {flags.path}")
     wanted = [*_CONFIG_FILES, *_TOKENIZER_FILES, *([] if load_format == "dummy" else _WEIGHT_FILES)]
-    folder = _download(model_path, revision, wanted)
-    return str(folder), _check_folder(folder, load_format)
+    folder = _download(model_path, revision, wanted, flags.path)
+    return str(folder), _check_folder(folder, load_format, flags)
 
 
 def _refuse_for_embedded(load_format: str, revision: str | None) -> None:
@@ -124,17 +141,17 @@ def _served_name(model_path: str) -> str:
 # ---- weights
 
 
-def _check_folder(folder: Path, load_format: str) -> WeightsKind:
+def _check_folder(folder: Path, load_format: str, flags: SourceFlags) -> WeightsKind:
     if load_format == "gguf":
-        raise ConfigError(f"--load-format gguf takes a file, and {folder} is a folder; give the .gguf file as --model-path")
+        raise ConfigError(f"{flags.load_format} gguf takes a file, and {folder} is a folder; give the .gguf file as {flags.path}")
     _read_object(folder / "config.json", f"{folder} is no model folder: it lacks a config.json")
     if load_format == "dummy":
         return "dummy"
-    _check_shards(folder)
+    _check_shards(folder, flags)
     return "safetensors"
 
 
-def _check_shards(folder: Path) -> None:
+def _check_shards(folder: Path, flags: SourceFlags) -> None:
     """Refuse a folder whose weights are missing, incomplete, or in a format that can run code."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -145,13 +162,13 @@ def _check_shards(folder: Path) -> None:
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise _no_weights(folder)
+        raise _no_weights(folder, flags)
     for file in files:
         if not is_whole_safetensors(file):
             raise ConfigError(f"{file} is {'truncated or damaged' if file.exists() else 'missing'}; download it again")
 
 
-def _no_weights(folder: Path) -> ConfigError:
+def _no_weights(folder: Path, flags: SourceFlags) -> ConfigError:
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
         return ConfigError(
@@ -160,13 +177,13 @@ def _no_weights(folder: Path) -> ConfigError:
         )
     ggufs = sorted(path.name for path in folder.glob("*.gguf"))
     if ggufs:
-        return ConfigError(f"{folder} holds GGUF files and no safetensors; give one as --model-path, for example {folder / ggufs[0]}")
-    return ConfigError(f"{folder} holds no .safetensors file; download the weights, or draw random ones with --load-format dummy")
+        return ConfigError(f"{folder} holds GGUF files and no safetensors; give one as {flags.path}, for example {folder / ggufs[0]}")
+    return ConfigError(f"{folder} holds no .safetensors file; download the weights, or draw random ones with {flags.load_format} dummy")
 
 
-def _from_gguf(path: Path, load_format: str, revision: str | None, cache_dir: Path, progress: bool) -> Path:
+def _from_gguf(path: Path, load_format: str, revision: str | None, cache_dir: Path, progress: bool, flags: SourceFlags) -> Path:
     if load_format not in ("auto", "gguf"):
-        raise ConfigError(f"--load-format {load_format} does not go with the file {path}; leave it out, or give a folder")
+        raise ConfigError(f"{flags.load_format} {load_format} does not go with the file {path}; leave it out, or give a folder")
     if revision is not None:
         raise ConfigError(f"--revision goes with a model of the hub, and {path} is a file")
     return converted_folder(path, cache_dir, progress)
@@ -204,7 +221,7 @@ def _given_tokenizer(tokenizer_path: str, revision: str | None) -> Path:
     if not folder.is_dir():
         if not _HUB_ID.fullmatch(tokenizer_path):
             raise ConfigError(f"--tokenizer-path {tokenizer_path!r} is neither a folder nor a hub id 'owner/name'")
-        folder = _download(tokenizer_path, revision, [*_CONFIG_FILES, *_TOKENIZER_FILES])
+        folder = _download(tokenizer_path, revision, [*_CONFIG_FILES, *_TOKENIZER_FILES], "--tokenizer-path")
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"--tokenizer-path {tokenizer_path}: there is no tokenizer.json")
     return folder
@@ -222,7 +239,7 @@ def _synthetic(weights: Path, cache_dir: Path) -> Path:
 # ---- the hub
 
 
-def _download(model_id: str, revision: str | None, patterns: list[str]) -> Path:
+def _download(model_id: str, revision: str | None, patterns: list[str], flag: str) -> Path:
     """Fetch the files of a hub model that can hold no code, or find them in the hub's own cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
@@ -238,5 +255,5 @@ def _download(model_id: str, revision: str | None, patterns: list[str]) -> Path:
     except (LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ConfigError(
             f"{model_id} is not in the local cache and the hub cannot be reached ({type(error).__name__}); "
-            "download it where there is a network and give the folder as --model-path"
+            f"download it where there is a network and give the folder as {flag}"
         ) from error

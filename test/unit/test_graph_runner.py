@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from runtime.batch import ForwardMode
 from runtime.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
-from runtime.model_executor.graph_runner import GraphRunner, Outputs, RunnerSpec, capture_all
+from runtime.model_executor.graph_runner import BYTES_PER_NODE, MIB, GraphRunner, Outputs, RunnerSpec, capture_all
 from runtime.model_executor.input_buffers import INPUTS, BufferSpec, InputBuffers
 from runtime.model_executor.staging import HostCopy, StagingRing
 from runtime.model_executor.window import fill_window
@@ -221,6 +222,19 @@ def test_a_size_that_cannot_be_captured_runs_eagerly_and_is_reported(
     assert "[8]" in caplog.text
     assert "--cuda-graph-max-bs" in caplog.text
     assert not runner.run(load(runner, inputs, table, [1, 2, 3], torch.ones(3, WIDTH, dtype=torch.int64)))[1]
+
+
+def test_a_reservation_is_what_the_pool_lacks_and_the_nodes_of_every_graph() -> None:
+    spec = replace(SPEC, launches=10)
+    runner = GraphRunner(spec, probe, InputBuffers(LARGEST, WIDTH, CPU), [], "cuda", [2, 4, 8])
+    runner.pool_peak = 5000
+    nodes = 3 * len(SPEC.variants) * 10 * BYTES_PER_NODE
+    outputs = LARGEST * WIDTH * 8 + LARGEST * 2 * 4
+    for pooled, lacking in ((0, 5000), (3000, 2000), (9000, 0)):
+        assert runner.reserve(pooled) == lacking + nodes
+        assert runner.report.reserved_mib == pytest.approx((lacking + nodes + outputs) / MIB)
+    eager = GraphRunner(spec, probe, InputBuffers(LARGEST, WIDTH, CPU), [], "eager", [2, 4, 8])
+    assert eager.reserve(0) == GraphRunner(spec, probe, InputBuffers(LARGEST, WIDTH, CPU), [], "cuda", []).reserve(0) == 0
 
 
 # ---- the window

@@ -349,6 +349,14 @@ def test_6_batches_and_runners_without_a_graph_live_the_same_life(
     assert [name for name, r in runs.items() if not r["replayed"]] == ([] if off is None else [off.removesuffix("_graph")])
 
 
+@pytest.mark.parametrize("spec", [{}, TREE, {"algorithm": "STANDALONE"}])
+def test_6_sampled_batches_are_replayed_as_greedy_ones_are(tmp_path: Path, spec: dict[str, Any]) -> None:
+    for sampling in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9)):
+        worker = graphs(tmp_path, **spec)
+        Driver(worker).generate(PROMPTS, 12, sampling=sampling)
+        assert all(r["replayed"] and not r["eager"] for r in (runner.runs() for runner in worker.runners))
+
+
 def test_6_no_plan_is_told_of_fewer_keys_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, widths = TorchNativeAttention.plan, set[int]()
 

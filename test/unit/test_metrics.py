@@ -79,6 +79,9 @@ def test_the_schedulers_state_is_read_at_every_scrape() -> None:
     assert samples["talon:graph_hit_rate", ()] == 0.9
     assert samples["talon:padding_waste", ()] == 0.25
     assert samples["talon:pages_free", ()] == 11
+    totals = {"spec_verify_steps": 10, "spec_draft_tokens": 30, "spec_accepted_tokens": 15, "graph_steps": 9, "eager_steps": 1}
+    assert {name: samples[f"talon:{name}_total", ()] for name in totals} == totals
+    assert (samples["talon:live_rows_total", ()], samples["talon:padded_rows_total", ()]) == (30, 10)
     assert [samples["talon:spec_accept_rate_by_position", (("position", str(i)),)] for i in range(3)] == [0.9, 0.5, 0.1]
     assert samples["talon:startup_seconds", (("phase", "graphs"),)] == 2.0
 

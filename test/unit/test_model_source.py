@@ -27,7 +27,7 @@ from runtime.model_files.gguf_convert import converted_folder
 from runtime.model_files.gguf_file import GGUFFile
 from runtime.model_files.gguf_tokenizer import build_tokenizer
 from runtime.model_files.safetensors_writer import is_whole_safetensors, to_bfloat16, write_safetensors
-from runtime.model_source import resolve_model, resolve_weights
+from runtime.model_source import DRAFT_FLAGS, resolve_model, resolve_weights
 from runtime.tokenizer import Tokenizer
 
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -343,6 +343,21 @@ def test_a_folder_without_configuration_or_weights_says_which(tmp_path: Path) ->
         resolve_weights(str(tmp_path / "empty"))
     with pytest.raises(ConfigError, match="--load-format dummy"):
         resolve_weights(str(_folder(tmp_path)))
+
+
+def test_what_is_wrong_with_a_draft_is_said_of_the_drafts_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "some.gguf").write_bytes(b"x")
+    folder = str(_folder(tmp_path))
+    wrong = [("/no/such/folder", "auto"), ("owner/never-downloaded", "auto"), ("owner/name", "gguf"), (folder, "gguf"), (folder, "auto")]
+    for path, load_format in (*wrong, (str(tmp_path / "some.gguf"), "dummy")):
+        with pytest.raises(ConfigError, match=r"--speculative-draft-(model-path|load-format)") as caught:
+            resolve_weights(path, load_format=load_format, cache_dir=tmp_path, flags=DRAFT_FLAGS)
+        assert " --model-path" not in str(caught.value)
+        assert " --load-format" not in str(caught.value)
 
 
 def test_the_hub_out_of_reach_is_one_line_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

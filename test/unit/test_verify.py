@@ -298,6 +298,22 @@ def test_threshold_rule_at_exactly_one_has_the_lossless_distribution() -> None:
     assert chi_square(torch.bincount(targets[:, 0], minlength=vocab).float(), p[0]) < 30
 
 
+@pytest.mark.parametrize("thresholds", [AcceptThresholds(), AcceptThresholds(0.9, 0.9)])
+def test_numbers_of_one_are_drawn_with_as_numbers_below_it(thresholds: AcceptThresholds) -> None:
+    """At 1 an inverse cumulative distribution ends on whatever rounding left at its end."""
+    asked: list[float] = []
+
+    def draw(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        asked.extend(numbers.tolist())
+        return weights.argmax(-1)
+
+    p, ones, tokens = random_probs(generator(0), 2, 3, 9), torch.ones(2, 3), torch.tensor([[0, 1, 2]]).expand(2, 3)
+    verify_chain_sampled(tokens, p, ones[:, 1:], ones, DraftProbs(p[:, 1:]), thresholds, draw)
+    tree_targets_sampled(tokens, torch.tensor([[-1, 0, 0]]).expand(2, 3), p, ones, ones, thresholds, draw)
+    assert len(asked) == 8
+    assert max(asked) < 1.0
+
+
 def test_compaction_brings_the_path_to_the_front_and_touches_nothing_else() -> None:
     slots = torch.tensor([[10, 11, 12, 13, 14], [20, 21, 22, 23, 24]])
     path, lens = torch.tensor([[0, 2, 4], [0, 0, 0]]), torch.tensor([3, 1], dtype=torch.int32)

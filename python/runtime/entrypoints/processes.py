@@ -25,7 +25,7 @@ from runtime.managers.health import Health
 from runtime.managers.io_struct import ToTokenizer
 from runtime.managers.ipc import AsyncInbox, Outbox
 from runtime.managers.tokenizer_manager import TokenizerManager
-from runtime.model_source import resolve_model, resolve_weights
+from runtime.model_source import DRAFT_FLAGS, resolve_model, resolve_weights
 from runtime.models.config import ModelConfig
 from runtime.models.hf_config import load_hf_config
 from runtime.resolve import check, resolve, with_own_draft
@@ -77,7 +77,7 @@ def _draft(args: ServerArgs, target_kind: str) -> tuple[str, str] | None:
     if args.speculative_draft_model_path is None:
         return None
     load_format = args.speculative_draft_load_format or ("dummy" if target_kind == "dummy" else "auto")
-    return resolve_weights(args.speculative_draft_model_path, load_format=load_format)
+    return resolve_weights(args.speculative_draft_model_path, load_format=load_format, flags=DRAFT_FLAGS)
 
 
 class Child:

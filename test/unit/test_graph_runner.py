@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from runtime.batch import ForwardMode
 from runtime.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
-from runtime.model_executor.graph_runner import BYTES_PER_NODE, MIB, GraphRunner, Outputs, RunnerSpec, capture_all
+from runtime.model_executor.graph_runner import BYTES_PER_NODE, MIB, GraphPool, GraphRunner, Outputs, RunnerSpec, capture_all
 from runtime.model_executor.input_buffers import INPUTS, BufferSpec, InputBuffers
 from runtime.model_executor.staging import HostCopy, StagingRing
 from runtime.model_executor.window import fill_window
@@ -142,6 +143,42 @@ def test_no_garbage_is_collected_while_graphs_are_captured() -> None:
     capture_all([runner])
     assert backend.collecting == [False] * 4
     assert gc.isenabled()
+
+
+def test_a_size_is_run_twice_on_the_streams_own_before_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's part is played by names: streams that are waited for or entered, and a graph that is recorded."""
+    said: list[str] = []
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Named) -> None:
+            said.append(f"{self.name} waits for {other.name}")
+
+        def replay(self) -> None:
+            said.append("replayed")
+
+    @contextmanager
+    def within(name: str) -> Iterator[None]:
+        said.append(f"enter {name}")
+        yield
+        said.append(f"leave {name}")
+
+    one = Named("current")
+    fakes: dict[str, Any] = {
+        "graph_pool_handle": lambda: "the pool",
+        "Stream": lambda: Named("own"),
+        "current_stream": lambda: one,
+        "stream": lambda stream: within(stream.name),
+        "CUDAGraph": lambda: Named("graph"),
+        "graph": lambda graph, pool, stream: within(f"{graph.name} in {pool} on {stream.name}"),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    GraphPool().capture(lambda: said.append("run"))()
+    warm = ["own waits for current", "enter own", "run", "run", "leave own", "current waits for own"]
+    assert said == [*warm, "enter graph in the pool on own", "run", "leave graph in the pool on own", "replayed"]
 
 
 def test_sizes_are_rounded_up_to_a_captured_one() -> None:

@@ -1,0 +1,70 @@
+"""What the flags of speculation and graphs ask for is what the worker that is built does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.model_executor.model_runner import ModelRunner
+from runtime.speculative import build
+from unit.driver import Driver
+from unit.predicting import VOCAB, plain, speculating
+from unit.storm import runners
+
+PROMPTS = {r: np.random.default_rng(r).integers(0, VOCAB, 5 + r).tolist() for r in (1, 2, 3)}
+
+
+@pytest.mark.parametrize(("algorithm", "spec"), [("EAGLE", {}), ("EAGLE3", {}), ("STANDALONE", {}), ("NGRAM", {})])
+@pytest.mark.parametrize(("by_position", "length"), [((1.0, 1.0, 0.0), 3), ((0.0, 1.0, 1.0), 1), ((1.0, 1.0, 1.0), 4)])
+def test_synthetic_acceptance_is_what_was_asked_whatever_the_weights(
+    tmp_path: Path, algorithm: str, spec: dict[str, Any], by_position: tuple[float, ...], length: int
+) -> None:
+    driver = Driver(speculating(tmp_path, algorithm, synthetic_accept=by_position, **spec))
+    driver.generate(PROMPTS, 20)
+    assert set(np.concatenate(driver.accepts).tolist()) == {length}
+
+
+def test_synthetic_acceptance_has_its_mean_by_position(tmp_path: Path) -> None:
+    worker = speculating(tmp_path, synthetic_accept=(0.9, 0.5, 0.2))
+    prompts = {r: [r, r + 1] for r in range(1, 41)}
+    Driver(worker).generate(prompts, 100, room=120)
+    counted = worker.verifier.counted()
+    assert counted.iterations > 1500
+    assert counted.rates() == pytest.approx([0.9, 0.5, 0.2], abs=0.06)
+
+
+def test_with_a_token_map_the_draft_guesses_those_tokens_only(tmp_path: Path) -> None:
+    hot = torch.arange(1, VOCAB, 3)
+    torch.save(hot, tmp_path / "hot.pt")
+    worker = speculating(tmp_path, token_map=str(tmp_path / "hot.pt"))
+    guesses: list[int] = []
+    judge = worker.verifier.judge
+    worker.verifier.judge = lambda turn, drafts: guesses.extend(drafts["tokens"][:, 1:].flatten().tolist()) or judge(turn, drafts)
+    out = Driver(worker).generate(PROMPTS, 20)
+    assert set(guesses) <= set(hot.tolist())
+    assert len(set(guesses)) > 3
+    assert out == Driver(plain()).generate(PROMPTS, 20)
+
+
+@pytest.mark.parametrize("algorithm", [None, "EAGLE", "NGRAM"])
+def test_without_padding_only_captured_sizes_are_replayed(tmp_path: Path, algorithm: str | None) -> None:
+    for padding in (True, False):
+        runtime: dict[str, Any] = {"cuda_graph_padding": padding}
+        worker = plain("eager", [4], **runtime) if algorithm is None else speculating(tmp_path, algorithm, "eager", [4], runtime=runtime)
+        assert {runner.size_for(3) for runner in runners(worker).values()} == {4 if padding else 3}
+
+
+def test_the_draft_has_the_attention_that_was_asked_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def noted(model: Any, config: Any, attention: str, *more: Any) -> ModelRunner:
+        asked.append(attention)
+        return ModelRunner(model, config, "torch_native", *more)
+
+    monkeypatch.setattr(build, "ModelRunner", noted)
+    speculating(tmp_path, attention_backend="flashinfer", runtime={"attention_backend": "fa3"})
+    assert asked == ["fa3", "flashinfer"]

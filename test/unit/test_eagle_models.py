@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -404,9 +405,23 @@ def test_the_head_reaches_as_far_as_its_target_and_names_the_streams_it_wants(tm
     assert load_draft_config(save(tmp_path / "c", EAGLE, {}), "EAGLE", config).aux_layers == ()
 
 
-@pytest.mark.parametrize("content", [torch.tensor([[1]]), torch.tensor([0.5]), {"a": 1}, None])
-def test_a_bad_token_map_is_refused(tmp_path: Path, content: object) -> None:
-    if content is not None:
+NO_IDS = [torch.tensor([[1]]), torch.tensor([0.5]), torch.tensor([True]), {"a": 1}, ["a"], [[1], [2, 3]], [1 << 70]]
+
+
+@pytest.mark.parametrize("content", [*NO_IDS, b"hello", b"[1, 2, 3]", b"", pickle.dumps(Path("x")), None])
+def test_a_bad_token_map_is_refused_in_one_line(tmp_path: Path, content: object) -> None:
+    if isinstance(content, bytes):
+        (tmp_path / "hot.pt").write_bytes(content)
+    elif content is not None:
         torch.save(content, tmp_path / "hot.pt")
-    with pytest.raises(ConfigError, match="speculative-token-map"):
+    with pytest.raises(ConfigError, match=r"--speculative-token-map '.*hot\.pt' (must hold|holds no|cannot be read: No such)") as caught:
         load_token_map(tmp_path / "hot.pt")
+    assert "\n" not in str(caught.value)
+    assert "weights_only" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ids", [[], [-1, 2], [0, 96], [5, 7, 5]])
+def test_a_token_map_of_none_or_foreign_or_repeated_tokens_is_refused(tmp_path: Path, ids: list[int]) -> None:
+    raw = draft_json("LlamaForCausalLMEagle")
+    with pytest.raises(ConfigError, match="--speculative-token-map names"):
+        load_head(save(tmp_path / "head", raw, checkpoint(raw)), make_target(), torch.tensor(ids, dtype=torch.int64))

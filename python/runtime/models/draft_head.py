@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -299,12 +300,18 @@ def load_token_map(path: str | Path) -> torch.Tensor:
     Raises:
         ConfigError: the file is missing or holds something else.
     """
+    flag = f"--speculative-token-map {str(path)!r}"
     try:
-        ids = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ConfigError(f"--speculative-token-map {str(path)!r} cannot be read: {error}") from error
-    if isinstance(ids, list):
-        ids = torch.tensor(ids)
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ConfigError(f"--speculative-token-map {str(path)!r} must hold one list of token ids")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, about formats of its own
+            ids = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ConfigError(f"{flag} cannot be read: {error.strerror or type(error).__name__}") from error
+    except Exception as error:  # torch raises whatever the bytes lead it to, and advises to run the code in them
+        raise ConfigError(f"{flag} holds no tensor or list that torch.save wrote; save the ids with it again") from error
+    if isinstance(ids, list) and all(type(i) is int and abs(i) < 1 << 63 for i in ids):
+        ids = torch.tensor(ids, dtype=torch.int64)
+    whole = isinstance(ids, torch.Tensor) and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if not whole or ids.dim() != 1:
+        raise ConfigError(f"{flag} must hold one list of token ids")
     return ids.to(torch.int64)

@@ -295,7 +295,9 @@ class ServerArgs:
         metavar="X",
     )
     speculative_check_parity: bool = _flag(
-        False, "speculative decoding", "Run sampled steps eagerly too and report where acceptance differs."
+        False,
+        "speculative decoding",
+        "Before serving, run a few prompts eagerly and through every graph, and do not start where acceptance or text differs.",
     )
 
     log_level: str = _flag("info", "observing", "Least serious record to log.", choices=("debug", "info", "warning", "error"))

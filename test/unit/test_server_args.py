@@ -6,6 +6,7 @@ import logging
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from runtime.device import KERNEL_PACKAGES, Gpu, MachineFacts, probe
 from runtime.errors import ConfigError
 from runtime.flag_parser import build_parser, dump, flags, from_fields, parse
 from runtime.resolve import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS, check, default_graph_sizes, resolve, synthetic_acceptance, with_own_draft
-from runtime.server_args import ModelFacts, ServerArgs
+from runtime.server_args import ModelFacts, RuntimeConfig, ServerArgs, SpeculativeConfig
 
 SGLANG_FLAGS = re.findall(
     r"\S+",
@@ -292,6 +293,78 @@ def test_an_option_that_cannot_take_effect_is_refused_by_name(given: dict[str, o
         resolve(args(**given), machine, LLAMA, DRAFT)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def spec_of(config: RuntimeConfig) -> SpeculativeConfig:
+    assert config.speculative is not None
+    return config.speculative
+
+
+TREE = {"speculative_eagle_topk": 4, "speculative_num_steps": 5, "speculative_num_draft_tokens": 8}
+SAME_NAME: dict[str, object] = {
+    "tokenizer_path": None, "served_model_name": "m", "revision": "r", "context_length": 99, "host": "::1", "port": 1, "api_key": "k",
+    "admin_api_key": "a", "max_queued_requests": 3, "trust_request_chat_template": True, "skip_server_warmup": True,
+    "shutdown_timeout": 5.0, "watchdog_timeout": 6.0, "chat_template": "{{ x }}", "device": "cpu", "attention_backend": "flashinfer",
+    "sampling_backend": "pytorch", "mem_fraction_static": 0.5, "max_total_tokens": 77, "max_running_requests": 7, "page_size": 32,
+    "cpu_threads": 3, "chunked_prefill_size": 64, "max_prefill_tokens": 4096, "schedule_policy": "lpm", "schedule_conservativeness": 0.5,
+    "stream_interval": 4, "random_seed": 5, "cuda_graph_bs": (1, 3), "log_level": "debug", "log_requests": True, "enable_metrics": False,
+    "dtype": "float16", "load_format": None, "model_path": None, "quantization": None,
+}  # fmt: skip
+"""Flags that the configuration has under their own names; None for those that come from the model's facts or are tested for themselves."""
+OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object], object]] = {
+    "cuda_graph_max_bs": ({"cuda_graph_max_bs": 24}, lambda c: c.cuda_graph_bs[-1], 24),
+    "disable_cuda_graph": ({"disable_cuda_graph": True}, lambda c: c.cuda_graph_bs, ()),
+    "disable_cuda_graph_padding": ({"disable_cuda_graph_padding": True}, lambda c: c.cuda_graph_padding, False),
+    "disable_radix_cache": ({"disable_radix_cache": True}, lambda c: c.radix_cache, False),
+    "disable_overlap_schedule": ({"disable_overlap_schedule": True}, lambda c: c.overlap, False),
+    "enable_mixed_chunk": ({"enable_mixed_chunk": True}, lambda c: c.mixed_chunk, True),
+    "profile": ({"profile": "traces"}, lambda c: c.profile_folder, "traces"),
+    "speculative_algorithm": ({"speculative_algorithm": "EAGLE3"}, lambda c: spec_of(c).algorithm, "EAGLE3"),
+    "speculative_draft_model_path": ({}, lambda c: spec_of(c).draft_model_path, DRAFT[0]),
+    "speculative_draft_load_format": ({}, lambda c: spec_of(c).draft_load_format, DRAFT[1]),
+    "speculative_num_steps": (TREE, lambda c: spec_of(c).num_steps, 5),
+    "speculative_eagle_topk": (TREE, lambda c: spec_of(c).topk, 4),
+    "speculative_num_draft_tokens": (TREE, lambda c: spec_of(c).num_draft_tokens, 8),
+    "speculative_token_map": ({"speculative_token_map": __file__}, lambda c: spec_of(c).token_map, __file__),
+    "speculative_accept_threshold_single": (
+        {"speculative_accept_threshold_single": 0.5}, lambda c: spec_of(c).accept_threshold_single, 0.5
+    ),
+    "speculative_accept_threshold_acc": ({"speculative_accept_threshold_acc": 0.5}, lambda c: spec_of(c).accept_threshold_acc, 0.5),
+    "speculative_draft_attention_backend": (
+        {"speculative_draft_attention_backend": "flashinfer"}, lambda c: (c.attention_backend, spec_of(c).attention_backend),
+        ("fa3", "flashinfer"),
+    ),
+    "disable_draft_extend_cuda_graph": (
+        {"disable_draft_extend_cuda_graph": True}, lambda c: (spec_of(c).draft_decode_graph, spec_of(c).draft_extend_graph), (True, False)
+    ),
+    "disable_draft_decode_cuda_graph": (
+        {"disable_draft_decode_cuda_graph": True}, lambda c: (spec_of(c).draft_decode_graph, spec_of(c).draft_extend_graph), (False, True)
+    ),
+    "speculative_synthetic_accept_length": (
+        {"speculative_synthetic_accept_length": "0.9,0.5,0.1"}, lambda c: spec_of(c).synthetic_accept, (0.9, 0.5, 0.1)
+    ),
+    "speculative_check_parity": ({"speculative_check_parity": True}, lambda c: spec_of(c).check_parity, True),
+}  # fmt: skip
+REFUSED = {
+    "kv_cache_dtype", "trust_remote_code", "tool_call_parser", "reasoning_parser", "grammar_backend", "tp_size", "dp_size", "ep_size"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*SAME_NAME, *OTHER_NAME])
+def test_what_is_asked_for_is_what_is_configured(name: str) -> None:
+    if name in OTHER_NAME:
+        given, read, expected = OTHER_NAME[name]
+        assert read(resolve(args(**{**EAGLE, **given}), HOPPER, LLAMA, DRAFT)) == expected
+        assert name.startswith("speculative_draft_") or read(resolve(args(**EAGLE), HOPPER, LLAMA, DRAFT)) != expected, (
+            "as without the flag"
+        )
+    elif (value := SAME_NAME[name]) is not None:
+        assert getattr(resolve(args(**{name: value}), HOPPER, LLAMA), name) == value
+        assert getattr(resolve(args(), HOPPER, LLAMA), name) != value, "without it too"
+
+
+def test_every_flag_is_configured_or_refused() -> None:
+    assert {name for name, _, _ in flags()} == {*SAME_NAME, *OTHER_NAME, *REFUSED}
 
 
 def test_what_no_machine_can_do_is_refused_before_the_model_is_looked_for() -> None:

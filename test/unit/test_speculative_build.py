@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from runtime.model_executor.model_runner import ModelRunner
+from runtime.sampling_params import SamplingParams
 from runtime.speculative import build
 from unit.driver import Driver
 from unit.predicting import VOCAB, plain, speculating
@@ -68,3 +70,19 @@ def test_the_draft_has_the_attention_that_was_asked_for_it(tmp_path: Path, monke
     monkeypatch.setattr(build, "ModelRunner", noted)
     speculating(tmp_path, attention_backend="flashinfer", runtime={"attention_backend": "fa3"})
     assert asked == ["fa3", "flashinfer"]
+
+
+def test_thresholds_below_one_accept_what_is_likely_enough(tmp_path: Path) -> None:
+    warm = SamplingParams(temperature=1.0)
+    for changes, whole in (({}, False), ({"accept_threshold_single": 1e-12}, True), ({"accept_threshold_acc": 1e-12}, True)):
+        driver = Driver(speculating(tmp_path, **changes))
+        driver.generate(PROMPTS, 40, sampling=warm)
+        assert (driver.mean_accept_len() == 4) == whole
+
+
+def test_the_log_tells_the_graphs_of_each_runner_and_the_admission_limits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        speculating(tmp_path, replay="eager", sizes=[1, 2, 4])
+    for name in ("draft decode", "verify", "draft extend"):
+        assert re.search(rf"graphs: {name} +3 sizes up to +4, +[\d.]+ s, reserved +[\d.]+ MiB, used +[\d.]+ MiB", caplog.text)
+    assert "admission: at most 40 requests at once, 8192 tokens of KV, 64 tokens a prompt step" in caplog.text

@@ -311,7 +311,6 @@ def load_token_map(path: str | Path) -> torch.Tensor:
         raise ConfigError(f"{flag} holds no tensor or list that torch.save wrote; save the ids with it again") from error
     if isinstance(ids, list) and all(type(i) is int and abs(i) < 1 << 63 for i in ids):
         ids = torch.tensor(ids, dtype=torch.int64)
-    whole = isinstance(ids, torch.Tensor) and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    if not whole or ids.dim() != 1:
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ConfigError(f"{flag} must hold one list of token ids")
     return ids.to(torch.int64)

@@ -105,7 +105,9 @@ class FlashInferAttention:
             )
         self._windows = tuple(sorted(set(shape.window)))
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
-        self._workspace = torch.empty(self._partial_bytes(1, LARGEST_TILE), dtype=torch.uint8, device=self._device)
+        # Of the widest pass, from the start: wrappers keep theirs, and one made anew for a later pass would be a second.
+        most = max(self._partial_bytes(1, LARGEST_TILE), self._partial_bytes(shape.max_batch_size, shape.max_tokens_per_req))
+        self._workspace = torch.empty(most, dtype=torch.uint8, device=self._device)
         self._pinned = _PinnedRing(self._plan_bytes(shape.max_batch_size, shape.max_tokens_per_req), PINNED_BUFFERS)
         self._indices: dict[tuple[int, int], torch.Tensor] = {}
         self._fixed: dict[tuple[int, int, int, int], _FixedPlan] = {}
@@ -242,14 +244,12 @@ class FlashInferAttention:
 
     def _empty_pass(self, plan: _FixedPlan, step: int, window: int) -> _Pass:
         B = plan.size
-        assert self._plan_bytes(B, plan.width) <= self._pinned.size, "the pass is larger than the shape that the backend was built for"
+        fits = self._plan_bytes(B, plan.width) <= self._pinned.size and self._partial_bytes(B, plan.width) <= self._workspace.numel()
+        assert fits, "the pass is larger than the shape that the backend was built for"
         key = (step, plan.width)
         if key not in self._indices:
             pages = self._shape.max_batch_size * self._table.max_pages
             self._indices[key] = torch.zeros(pages, dtype=torch.int32, device=self._device)
-        if self._workspace.numel() < (need := self._partial_bytes(B, plan.width)):
-            # Wrappers made before keep the smaller one; capture goes from the largest size down, so there are none as a rule.
-            self._workspace = torch.empty(need, dtype=torch.uint8, device=self._device)
         kv_indptr, last, qo = (torch.zeros(B + 1, dtype=torch.int32, device=self._device) for _ in range(3))
         wrapper = BatchPrefillWithPagedKVCacheWrapper(
             self._workspace, "NHD", use_cuda_graph=True, backend="fa2", qo_indptr_buf=qo, paged_kv_indptr_buf=kv_indptr,

@@ -17,6 +17,7 @@ from benchmark.record import Record
 from benchmark.server import apart, parse_or_answer
 from benchmark.shapes import READ_BYTES_PER_SECOND, Model
 from benchmark.sweep import Setup, add_model, arguments, names, numbers, random_ids, roof_share, served_model, sweep
+from runtime.speculative.acceptance import AcceptanceCounters
 
 NAME = "draft_extend_graph"
 KEYS = ("model", "backend", "overlap", "loop", "graph", "concurrency")
@@ -30,7 +31,7 @@ COLUMNS = (
 """The columns of that table by its names, and the accept length; one that no row of a series has is left out there."""
 
 LEAST = 16
-"""Requests of a run in process, but for one at a time: the mean TTFT of a few is noise."""
+"""Requests of one run in process, but for one at a time."""
 
 
 def setups(served: Model, backends: list[str], overlaps: list[str]) -> list[Setup]:
@@ -47,23 +48,34 @@ def setups(served: Model, backends: list[str], overlaps: list[str]) -> list[Setu
     return found
 
 
-def measure(flags: Sequence[str], concurrencies: Sequence[int], lens: tuple[int, int], overlaps: Sequence[str]) -> list[dict[str, Any]]:
+def turns(rounds: int) -> list[str]:
+    """Off and on, on and off, and so on: what drifts meanwhile weighs on both alike."""
+    return [graph for number in range(rounds) for graph in (("off", "on") if number % 2 == 0 else ("on", "off"))]
+
+
+def measure(
+    flags: Sequence[str], concurrencies: Sequence[int], lens: tuple[int, int], overlaps: Sequence[str], rounds: int
+) -> list[dict[str, Any]]:
     """In this process: a row for each concurrency, overlap, and graph off and on."""
-    from benchmark.engine_loop import EngineLoop, build
+    from benchmark.engine_loop import EngineLoop, Served, build
 
     config, worker = build(flags)
     extend, rows = worker.runners[-1], []
     for concurrency in concurrencies:
         requests = max(2 * concurrency, min(8 * concurrency, LEAST))
         for overlap in overlaps:
-            for graph in ("off", "on"):
+            runs: dict[str, list[Served]] = {"off": [], "on": []}
+            counts = {graph: AcceptanceCounters(STEPS) for graph in runs}
+            for graph in turns(rounds):
                 extend.use = "graphs" if graph == "on" else "plain"
                 EngineLoop(config, worker, overlap == "on").serve(concurrency, concurrency, lens[0], 16)
-                figures = EngineLoop(config, worker, overlap == "on").serve(requests, concurrency, *lens)
-                iterations = worker.verifier.counted()
-                labels = {"overlap": overlap, "graph": graph, "concurrency": concurrency, "input_len": lens[0], "output_len": lens[1]}
-                rows.append({**labels, "num_prompts": requests, **figures, "accept_length": iterations.mean_accept_len})
+                runs[graph].append(EngineLoop(config, worker, overlap == "on").serve(requests, concurrency, *lens))
+                counts[graph].merge(worker.verifier.counted())
                 worker.reset()
+            labels = {"overlap": overlap, "concurrency": concurrency, "input_len": lens[0], "output_len": lens[1]}
+            for graph, served in runs.items():
+                figures = {"num_prompts": rounds * requests, "rounds": rounds, **Served.together(served).figures()}
+                rows.append({**labels, "graph": graph, **figures, "accept_length": counts[graph].mean_accept_len})
     worker.close()
     return rows
 
@@ -142,14 +154,14 @@ def _panel(key: str, found: Sequence[tuple[int, dict[str, Any], dict[str, Any]]]
 
 
 def in_process(
-    record: Record, served: Model, backends: list[str], concurrencies: list[int], lens: tuple[int, int], overlaps: list[str]
+    record: Record, served: Model, backends: list[str], concurrencies: list[int], lens: tuple[int, int], overlaps: list[str], rounds: int
 ) -> None:
     """A process for each backend; its worker serves everything in turn."""
     speed = READ_BYTES_PER_SECOND.get(slug(record.data["machine"]))
     for backend in backends:
         setup = setups(served, [backend], ["on"])[-1]
         limit = [] if backend == "torch_native" else ["--cuda-graph-max-bs", str(max(concurrencies))]
-        order = {"flags": [*setup.flags, *limit], "concurrencies": concurrencies, "lens": lens, "overlaps": overlaps}
+        order = {"flags": [*setup.flags, *limit], "concurrencies": concurrencies, "lens": lens, "overlaps": overlaps, "rounds": rounds}
         for row in apart(NAME, order):
             labelled = {**setup.labels, "loop": "in-process", **row}
             record.add(labelled | (roof_share(labelled, served.shape, speed) if served.shape else {}))
@@ -163,14 +175,17 @@ def main() -> None:
     parser.add_argument("--overlap", type=names, default=["on", "off"])
     parser.add_argument("--output-len", type=int, default=1000)
     parser.add_argument("--in-process", action="store_true", help="without servers: one worker for each backend")
+    parser.add_argument("--rounds", type=int, default=2, help="with --in-process: runs of each way, in turn (default %(default)s)")
     add_model(parser)
     args = parse_or_answer(parser, measure)
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: at least one")
     record = Record(NAME, KEYS, args.out, args.quick)
     served = served_model(args)
     backends = ["torch_native"] if args.quick else args.backends
     lens, concurrencies = ((16, 8), [1, 2]) if args.quick else ((1000, args.output_len), args.concurrency)
     if args.in_process:
-        in_process(record, served, backends, concurrencies, lens, args.overlap)
+        in_process(record, served, backends, concurrencies, lens, args.overlap, args.rounds)
     else:
         bursts = [random_ids(c, *lens) for c in concurrencies]
         sweep(record, setups(served, backends, ["on"] if args.quick else args.overlap), bursts, served.shape)

@@ -41,6 +41,27 @@ class _Times:
     tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What requests of a closed loop saw, in seconds, and the tokens of all."""
+
+    seconds: float
+    tokens: int
+    ttfts: list[float]
+    tpots: list[float]
+
+    @staticmethod
+    def together(runs: Sequence[Served]) -> Served:
+        """As one run, of the requests of all."""
+        ttfts, tpots = [one for run in runs for one in run.ttfts], [one for run in runs for one in run.tpots]
+        return Served(sum(run.seconds for run in runs), sum(run.tokens for run in runs), ttfts, tpots)
+
+    def figures(self) -> dict[str, float]:
+        """By `bench_serving`'s names and definitions."""
+        rate = self.tokens / self.seconds
+        return {"duration": self.seconds, "output_throughput": rate, **_spread("ttft", self.ttfts), **_spread("tpot", self.tpots)}
+
+
 class EngineLoop:
     """Requests of random tokens on a worker, all decoding, until told to stop.
 
@@ -62,8 +83,8 @@ class EngineLoop:
         while min(times.tokens for times in self._times.values()) < 8:
             self._scheduler.step()
 
-    def serve(self, requests: int, concurrency: int, prompt_len: int, output_len: int) -> dict[str, float]:
-        """A closed loop of `concurrency` clients until `requests` are answered; returns the figures that `bench_serving` would print."""
+    def serve(self, requests: int, concurrency: int, prompt_len: int, output_len: int) -> Served:
+        """A closed loop of `concurrency` clients until `requests` are answered."""
         self._times.clear()
         self.tokens = 0
         started, asked = time.perf_counter(), 0
@@ -78,9 +99,8 @@ class EngineLoop:
         while not self._scheduler.idle:
             self._scheduler.step()
         seconds, all_times = time.perf_counter() - started, self._times.values()
-        ttfts = [t.first - t.asked for t in all_times]
         tpots = [(t.last - t.first) / (t.tokens - 1) for t in all_times]
-        return {"duration": seconds, "output_throughput": self.tokens / seconds, **_spread("ttft", ttfts), **_spread("tpot", tpots)}
+        return Served(seconds, self.tokens, [t.first - t.asked for t in all_times], tpots)
 
     def _ask(self, number: int, prompt_len: int, output_len: int, sampling: SamplingParams) -> None:
         ids = np.random.default_rng(number).integers(10, self._scheduler.limits.vocab_size - 10, prompt_len).tolist()
@@ -116,7 +136,7 @@ class EngineLoop:
 
 
 def _spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Mean, median and p99 in ms, by `bench_serving`'s names and definitions."""
+    """Mean, median and p99 in ms."""
     ms = np.asarray(seconds) * 1e3
     kinds = {"mean": ms.mean(), "median": np.median(ms), "p99": np.percentile(ms, 99)}
     return {f"{kind}_{name}_ms": float(value) for kind, value in kinds.items()}

@@ -30,6 +30,7 @@ from benchmark import (
     verify_exact,
 )
 from benchmark.chat_text import chat_text
+from benchmark.engine_loop import Served
 from benchmark.markdown import cell, change, percent, table
 from benchmark.record import Record
 from benchmark.sweep import random_ids, roof_share
@@ -199,6 +200,15 @@ def test_the_graph_table_puts_off_on_and_change_under_each_other() -> None:
     rows = [served(graph="off"), served(graph="on", output_throughput=440.0, mean_tpot_ms=2.25)]
     text = draft_extend_graph.render(result(rows))
     assert "| 1 | **change** | +10.0 % | +0.0 % | -10.0 % | +10.0 % | +0.0 % | - |" in text
+
+
+def test_runs_in_turn_start_with_either_way_equally_often_and_count_as_one() -> None:
+    turns = draft_extend_graph.turns(4)
+    assert turns == ["off", "on", "on", "off", "off", "on", "on", "off"]
+    quick, slow = Served(1.0, 30, [0.1], [0.001]), Served(2.0, 30, [0.3, 0.5], [0.003, 0.005])
+    figures = Served.together([quick, slow]).figures()
+    assert (figures["duration"], figures["output_throughput"]) == (3.0, 20.0)
+    assert (figures["mean_ttft_ms"], figures["median_tpot_ms"]) == (pytest.approx(300), pytest.approx(3)), "of requests, not of runs"
 
 
 def test_the_graph_table_has_the_columns_of_the_table_that_it_answers() -> None:

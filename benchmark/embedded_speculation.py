@@ -85,7 +85,9 @@ def chat_prompts(engine: Engine) -> list[list[int]]:
     return [tokenizer.encode_chat([{"role": "user", "content": line["prompt"]}]) for line in embedded_prompts()]
 
 
-def measure(engines: Mapping[str, Engine], batches: Sequence[int], prompts: int, new_tokens: int) -> dict[tuple[str, int], Tally]:
+def measure(
+    engines: Mapping[str, Engine], batches: Sequence[int], prompts: int, new_tokens: int, bursts: int = 1
+) -> dict[tuple[str, int], Tally]:
     """Every server answers the same prompts greedily, `batch` at a time, one server after the other, burst by burst."""
     asked = chat_prompts(next(iter(engines.values())))
     sampling = {"temperature": 0.0, "max_new_tokens": new_tokens}
@@ -93,7 +95,7 @@ def measure(engines: Mapping[str, Engine], batches: Sequence[int], prompts: int,
     for engine in engines.values():  # pages are touched, threads are there
         engine.generate(input_ids=asked[-2:], sampling_params=sampling)
     for batch in batches:
-        count = max(prompts, batch)
+        count = max(prompts, bursts * batch)
         for start in range(0, count, batch):
             burst = [asked[i % len(asked)] for i in range(start, start + batch)]
             for shape, engine in engines.items():
@@ -159,6 +161,7 @@ def main() -> None:
     parser.add_argument("--shapes", type=names, default=["3/1/4"], help="steps/topk/draft tokens, with commas")
     parser.add_argument("--batch", type=numbers, default=[1, 2, 4, 8, 16], help="requests together")
     parser.add_argument("--prompts", type=int, default=16, help="prompts a batch size, at least")
+    parser.add_argument("--bursts", type=int, default=1, help="of each batch size, at least; on a GPU one is over in a moment")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, help="on a CPU; default: the cores there are")
@@ -173,7 +176,7 @@ def main() -> None:
         common = _options(args, quantization)
         with servers([OFF, *args.shapes], common, args.head) as engines:
             chosen = engines[OFF].config
-            tallies = measure(engines, args.batch, args.prompts, args.new_tokens)
+            tallies = measure(engines, args.batch, args.prompts, args.new_tokens, args.bursts)
         for (shape, batch), tally in tallies.items():
             labels = {"device": chosen.device, "dtype": chosen.dtype, "quantization": quantization, "speculation": shape, "batch": batch}
             record.add(labels | {"new_tokens": args.new_tokens, "threads": chosen.cpu_threads} | tally.figures())

@@ -53,7 +53,9 @@ def commit() -> str:
 
 def command() -> str:
     """The command line of the running script, as a reader would type it."""
-    return portable(" ".join(["python", "-m", f"benchmark.{Path(sys.argv[0]).stem}", *sys.argv[1:]]))
+    script, folder = Path(sys.argv[0]).resolve().with_suffix(""), ROOT / "benchmark"
+    parts = script.relative_to(folder).parts if script.is_relative_to(folder) else (script.name,)
+    return portable(" ".join(["python", "-m", ".".join(("benchmark", *parts)), *sys.argv[1:]]))
 
 
 def portable(words: str) -> str:

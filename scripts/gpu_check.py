@@ -1,7 +1,7 @@
 """Check a GPU machine, without a network: versions, test/gpu, and the benchmarks named. Results and logs go to a folder.
 
 bash scripts/gpu_check.sh FOLDER [--no-tests] ["BENCHMARK ARGUMENTS" ...]
-bash scripts/gpu_check.sh /tmp/out "engine_steps --load-format dummy --model-path benchmark/configs/llama-3-8b" "modes --quick"
+bash scripts/gpu_check.sh /tmp/out "modes --batch-sizes 1,4,16,32" "tuning.products --rows 1,4"
 
 The environment must hold the package's cuda extra (pip install -e ".[cuda,test]"). Writes FOLDER/gpu_check.json; exits 1 if anything
 failed, after running everything.

@@ -1,0 +1,156 @@
+"""A whole decode step of Llama-3-8B with all its kernels, then without attention, rotary and head in turn, with and without early launch.
+
+    PYTHONPATH=python python -m benchmark.tuning.decode_step --batch-sizes 1,4,16,32 --widths 1,4
+
+The chain without scheduler and host: what is faster alone need not be in it. Random weights, each product as timed fastest at start.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmark.record import Record, Row
+from benchmark.shapes import plain_roof_ms
+from benchmark.sweep import names
+from benchmark.tuning.clock import median_us
+from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
+from benchmark.tuning.world import BF16, SHAPE, D, G, H, attention_world, decode_batch, linear, read_rate
+from runtime.layers.attention.registry import build_backend
+from runtime.layers.linear import Linear
+from runtime.layers.ops import HeadLayout, RMSNorm, Rope, Stream
+
+if TYPE_CHECKING:  # it imports Triton, which is where a GPU is
+    from runtime.layers.cuda_ops import CudaOps
+
+NAME = "tuning/decode_step"
+KEYS = ("layers", "backend", "batch", "width", "length", "pdl")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of step: requests, tokens of each in the pass, tokens of each in all."""
+
+    layers: int
+    backend: str
+    batch: int
+    width: int
+    length: int
+
+    @property
+    def rows(self) -> int:
+        """Tokens of the pass."""
+        return self.batch * self.width
+
+    def roof_us(self, rate: float | None) -> float | None:
+        """Microseconds to read weights, keys and values at `rate` bytes a second."""
+        shape = replace(SHAPE, layers=self.layers)
+        return None if rate is None else plain_roof_ms(shape, self.batch, self.length, rate) * 1e3
+
+    def row(self, pdl: bool, us: dict[str, float], choices: dict[str, str], rate: float | None) -> Row:
+        """What is recorded: `us` by what is in the step, `choices` by product."""
+        found: Row = {**vars(self), "pdl": pdl, "us": {name: round(spent, 1) for name, spent in us.items()}, "choices": choices}
+        roof = self.roof_us(rate)
+        return found if roof is None else found | {"roof_us": round(roof, 1)}
+
+
+@dataclass
+class Layer:
+    """The weights of a block, named as `CudaOps.prepare` reads them."""
+
+    attn_norm: RMSNorm
+    mlp_norm: RMSNorm
+    qkv_proj: Linear
+    o_proj: Linear
+    gate_up_proj: Linear
+    down_proj: Linear
+
+
+def model(layers: int) -> tuple[list[Layer], Linear]:
+    """Blocks and head."""
+    norm = RMSNorm(torch.ones(SHAPE.hidden, dtype=BF16, device="cuda"), 1e-5)
+    return [Layer(norm, norm, *(linear(name) for name in ("qkv", "o", "gate-up", "down"))) for _ in range(layers)], linear("head")
+
+
+def choices(ops: CudaOps, rows: int) -> dict[str, str]:
+    """How each product of so many rows is computed; what was not timed is left out."""
+    from runtime.layers.gemm_choice import describe, row_class
+    from runtime.layers.small_gemm import MAX_ROWS
+
+    if rows > MAX_ROWS:
+        return {}
+    return {f"{op} {out}x{width}": describe(c) for (op, out, width, most), c in ops.choices.items() if most == row_class(rows)}
+
+
+def times(ops: CudaOps, layers: list[Layer], head: Linear, case: Case) -> dict[str, float]:
+    """Microseconds of a step with all its kernels, then without attention, rotary and head in turn."""
+    size, width, length, tokens = case.batch, case.width, case.length, case.rows
+    shape, pool, table = attention_world(size, width, length, 1, len(layers))
+    attention = build_backend(case.backend, shape, pool, table)
+    batch = decode_batch(size, width, length)
+    batch.out_cache_loc.copy_(table.slots(batch.req_pool_indices.repeat_interleave(width), batch.positions))
+    rope, layout = Rope(torch.randn((length + 64, D), device="cuda")), HeadLayout(H, G, D)
+    start = torch.randn((tokens, SHAPE.hidden), device="cuda")
+    q_only = torch.randn((tokens, H, D), device="cuda").to(BF16)
+    scores = torch.empty((tokens, SHAPE.vocab), device="cuda")
+    attention.plan(batch)
+
+    def run(with_rope: bool, with_attention: bool, with_head: bool) -> None:
+        stream = Stream(start.clone())
+        for i, layer in enumerate(layers):
+            q = q_only
+            qkv = ops.norm_linear(stream, layer.attn_norm, layer.qkv_proj)
+            if with_rope:
+                q = ops.rope_and_cache(qkv, layout, rope, None, None, batch.positions, batch.out_cache_loc, *pool.flat(i))
+            mixed = attention.forward(q, i, batch) if with_attention else q.flatten(1)
+            stream = ops.linear_add(mixed, layer.o_proj, stream, layer.mlp_norm)
+            following = layers[i + 1].attn_norm if i + 1 < len(layers) else None
+            stream = ops.linear_add(ops.norm_gate_up(stream, layer.mlp_norm, layer.gate_up_proj), layer.down_proj, stream, following)
+        if with_head:
+            ops.logits(ops.norm(stream.h, layers[0].attn_norm, BF16), head, scores)
+
+    return {
+        "all": median_us(lambda: run(True, True, True)),
+        "without attention": median_us(lambda: run(True, False, True)),
+        "without attention, rotary": median_us(lambda: run(False, False, True)),
+        "products of the layers": median_us(lambda: run(False, False, False)),
+    }
+
+
+def measure(cases: Sequence[Case], record: Record) -> None:
+    """Time every case without early launch and, where the GPU has it, with it."""
+    from runtime.layers.cuda_ops import CudaOps
+
+    rate = read_rate(record.data["machine"])
+    layers, head = model(cases[0].layers)
+    early, plain = CudaOps(), CudaOps(pdl=False)
+    early.prepare(layers, head, [case.rows for case in cases], timed=True)
+    plain.choices = dict(early.choices)
+    for case, ops in itertools.product(cases, (plain, early) if early.pdl else (plain,)):
+        row = case.row(ops.pdl, times(ops, layers, head, case), choices(ops, case.rows), rate)
+        record.add(row)
+        share = f"; {row['roof_us'] / row['us']['all']:.0%} of the roof" if "roof_us" in row else ""
+        line = ", ".join(f"{name} {spent / 1000:.3f}" for name, spent in row["us"].items())
+        print(f"batch {case.batch} width {case.width} {case.backend} pdl {ops.pdl}: ms {line}{share}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and record."""
+    parser = arguments("decode_step", __doc__)
+    parser.add_argument("--batch-sizes", type=counts, default=[1, 4, 16, 32])
+    parser.add_argument("--widths", type=counts, default=[1, 4], help="tokens of each request in a pass: 1, or drafts that are verified")
+    parser.add_argument("--length", type=int, default=2000, help="tokens of each request in all")
+    parser.add_argument("--layers", type=int, default=SHAPE.layers)
+    parser.add_argument("--backends", type=names, default=["fa3"], help="fa3, flashinfer")
+    args = parse_on_gpu(parser, argv)
+    tried = itertools.product(args.backends, args.batch_sizes, args.widths)
+    with torch.inference_mode():
+        measure([Case(args.layers, name, size, width, args.length) for name, size, width in tried], Record(NAME, KEYS, args.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""What kernels are timed on: the sizes of Llama-3-8B, its weights, KV and batches of random contents, and the roof of its attention."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from benchmark.machine import Machine, slug
+from benchmark.shapes import READ_BYTES_PER_SECOND, TARGET, Shape
+from runtime.batch import ForwardMode
+from runtime.forward_batch import ForwardBatch
+from runtime.layers.attention.base import AttentionShape
+from runtime.layers.linear import Linear
+from runtime.mem_cache.kv_pool import KVPool, PageTable
+
+SHAPE = Shape.read(TARGET)
+H, G, D = SHAPE.q_heads, SHAPE.kv_heads, SHAPE.head_dim
+WEIGHTS = {
+    "qkv": ((H + 2 * G) * D, SHAPE.hidden),
+    "o": (SHAPE.hidden, H * D),
+    "gate-up": (2 * SHAPE.intermediate, SHAPE.hidden),
+    "down": (SHAPE.hidden, SHAPE.intermediate),
+    "head": (SHAPE.vocab, SHAPE.hidden),
+}
+"""Rows and columns of each weight of a layer, and of the head."""
+BF16 = torch.bfloat16
+CUDA = torch.device("cuda")
+
+
+def read_rate(machine: Machine) -> float | None:
+    """Bytes a second that a kernel reads at most; None where that was not measured, and there is no roof."""
+    return READ_BYTES_PER_SECOND.get(slug(machine))
+
+
+def attention_roof_us(batch: int, length: float, rate: float | None) -> float | None:
+    """Microseconds to read the keys and values of one layer."""
+    return None if rate is None else batch * length * SHAPE.kv_bytes_per_token / SHAPE.layers / rate * 1e6
+
+
+def linear(name: str, device: torch.device = CUDA) -> Linear:
+    """A weight of `WEIGHTS`, random, so that a product's outputs are of the size of its inputs."""
+    size = WEIGHTS[name]
+    return Linear(torch.empty(size, dtype=BF16, device=device).normal_(std=size[1] ** -0.5))
+
+
+def decode_batch(size: int, width: int, length: int, device: torch.device = CUDA) -> ForwardBatch:
+    """`size` requests of `length` tokens each, the last `width` of them in this pass."""
+
+    def ints(n: int) -> torch.Tensor:
+        return torch.zeros(n, dtype=torch.int64, device=device)
+
+    lens = np.full(size, length, dtype=np.int32)
+    positions = (torch.arange(width, device=device) + length - width).repeat(size)
+    return ForwardBatch(
+        mode=ForwardMode.DECODE,
+        batch_size=size,
+        tokens_per_req=width,
+        input_ids=ints(size * width),
+        positions=positions,
+        out_cache_loc=ints(size * width),
+        req_pool_indices=torch.arange(1, size + 1, device=device),
+        seq_lens=torch.tensor(lens, device=device),
+        qo_indptr=torch.arange(size + 1, dtype=torch.int32, device=device) * width,
+        seq_len_bounds=lens,
+    )
+
+
+def page_table(size: int, length: int, page_size: int, device: torch.device = CUDA) -> PageTable:
+    """Rows 1..`size` with pages for `length` tokens each, dealt at random; page 0 is nobody's."""
+    table = PageTable(size + 1, length, page_size, device)
+    table.pages[1:] = (torch.randperm(size * table.max_pages, device=device) + 1).view(size, table.max_pages).int()
+    return table
+
+
+def kv_pool(layers: int, pages: int, page_size: int, device: torch.device = CUDA) -> KVPool:
+    """Random keys and values."""
+    pool = KVPool(layers, pages, page_size, G, D, BF16, device)
+    for cache in (*pool.k, *pool.v):
+        cache.normal_()
+    return pool
+
+
+def attention_shape(layers: int, size: int, width: int, context: int) -> AttentionShape:
+    """Passes of full attention."""
+    return AttentionShape(H, G, D, D**-0.5, (-1,) * layers, size, width, 1, context)
+
+
+def attention_world(
+    size: int, width: int, length: int, page_size: int, layers: int, device: torch.device = CUDA
+) -> tuple[AttentionShape, KVPool, PageTable]:
+    """What a backend is built on, with room for a few tokens more than `length`."""
+    table = page_table(size, length + 64, page_size, device)
+    shape = attention_shape(layers, size, width, table.max_pages * page_size)
+    return shape, kv_pool(layers, size * table.max_pages, page_size, device), table

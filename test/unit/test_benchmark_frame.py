@@ -32,7 +32,7 @@ from benchmark import (
 from benchmark.chat_text import chat_text
 from benchmark.engine_loop import Served
 from benchmark.markdown import cell, change, percent, table
-from benchmark.record import Record
+from benchmark.record import RESULTS, Record
 from benchmark.sweep import random_ids, roof_share
 
 from runtime.bench.datasets import embedded_prompts
@@ -378,6 +378,24 @@ def test_without_a_file_there_is_no_figure(name: str, tmp_path: Path) -> None:
     filled = report.fill(page(name=name), tmp_path, tmp_path)
     assert "typed by hand" not in filled
     assert "Not measured yet: `python -m benchmark.serving_matrix`" in filled
+
+
+def test_what_is_said_of_mixed_chunks_is_so_in_the_two_matrices() -> None:
+    folder = RESULTS / "nvidia-h200" / "mixed_chunk"
+    mixed, without = (json.loads((folder / name).read_text(encoding="utf-8")) for name in ("serving_matrix.json", "without.json"))
+    assert mixed["machine"] == without["machine"]
+    commits = [{row["commit"] for row in matrix["rows"]} for matrix in (mixed, without)]
+    assert commits == [{"6995b2c82f76"}, {"023026928fec"}]
+
+    def changes(figure: str) -> dict[tuple[str, int], float]:
+        rows = zip(mixed["rows"], without["rows"], strict=True)
+        assert all(a["server_flags"] == b["server_flags"] and a["num_prompts"] == b["num_prompts"] for a, b in rows)
+        both = [{(row["mode"], row["concurrency"]): row[figure] for row in matrix["rows"]} for matrix in (mixed, without)]
+        return {key: round(100 * (both[0][key] / both[1][key] - 1)) for key in both[0]}
+
+    assert max(map(abs, changes("output_throughput").values())) <= 3
+    later = {("eagle", 4): 52, ("eagle", 16): 17, ("eagle", 32): 10, ("plain", 4): 4, ("plain", 16): -21, ("plain", 32): -29}
+    assert changes("mean_ttft_ms") == later | {("eagle", 1): 0, ("plain", 1): 2}
 
 
 def test_every_table_and_plot_of_the_pages_is_that_of_its_file() -> None:

@@ -101,7 +101,11 @@ def trim_items(lens: torch.Tensor, items: WorkItems, width: int, window: int) ->
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_requests", "page_size", "pages_stride"])
+@triton.jit(
+    do_not_specialize=["num_requests", "page_size", "pages_stride"],
+    # Lengths of a later pass and of an eager one lie as their number has it: one kernel serves all, and is there before prompts come.
+    do_not_specialize_on_alignment=["lens_ptr", "last_ptr"],
+)
 def _gather_kernel(
     rows_ptr, lens_ptr, pages_ptr, indptr_ptr, indices_ptr, last_ptr, num_requests, page_size, pages_stride,
     BLOCK_B: tl.constexpr, BLOCK_PAGES: tl.constexpr,

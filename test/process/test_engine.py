@@ -39,6 +39,7 @@ def test_one_prompt_gives_one_output_in_sglangs_shape(engine: Engine) -> None:
     meta = output["meta_info"]
     assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, 12)
     assert meta["finish_reason"] == {"type": "length", "length": 12}
+    assert (meta["graph_hit_rate"], meta["padding_waste"]) == (1.0, 0.5), "each step of the worker replays, with one row of padding"
     assert output["text"]
 
 

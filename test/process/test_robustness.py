@@ -176,6 +176,22 @@ def test_memory_is_free_again_at_once_when_a_client_leaves(server: fake.Server) 
     assert len(asyncio.run(check())) == 10
 
 
+def test_an_answer_tells_how_its_own_decode_steps_ran(server: fake.Server) -> None:
+    """Every step of this worker replays a graph for one request more than there are."""
+    before = quiet(server.url)
+
+    def shares(tokens: int) -> tuple[float | None, float | None]:
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}}
+        meta = httpx.post(f"{server.url}/generate", json=body, timeout=30).json()["meta_info"]
+        return meta["graph_hit_rate"], meta["padding_waste"]
+
+    assert shares(1) == (None, None), "the prompt's pass made the only token"
+    assert shares(6) == (1.0, 0.5)
+    after = quiet(server.url)
+    names = ("decode_steps", "graph_steps_total", "live_rows_total", "padded_rows_total")
+    assert [after[name] - before[name] for name in names] == [5, 5, 5, 5]
+
+
 def test_bad_requests_do_no_harm_to_a_stream_beside_them(server: fake.Server) -> None:
     async def check() -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client:

@@ -142,6 +142,8 @@ class ScriptedScheduler:
             logprobs=TokenLogprobs(chosen=[logprob_of(t) for t in ids], top=[top_of(t, k) for t in ids]) if wanted else None,
             prompt_logprobs=self._of_prompt(request, k) if request.prompt_logprobs and first else None,
             spec=SpecStats(verify_steps=4, draft_tokens=12, accepted_tokens=8, accepted_by_position=[4, 3, 1]) if last else None,
+            graph_hit_rate=0.75 if count > 1 else None,
+            padding_waste=0.25 if count > 1 else None,
             queue_seconds=0.25,
         )
         self.manager.handle(TextOutBatch(outs=[out]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec import structs
 
 from runtime.managers.detokenizer_manager import DetokenizerManager, StopFinder
 from runtime.managers.io_struct import (
@@ -197,6 +198,17 @@ def test_a_request_that_does_not_stream_is_answered_once_with_everything() -> No
     assert (update.text, update.token_ids, update.completion_tokens) == ("one two", list(b"one two"), 7)
     assert update.logprobs is not None
     assert [row[0][0] for row in update.logprobs.top] == list(b"one two")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_how_the_steps_ran_is_told_as_it_was_at_the_end(stream: bool) -> None:
+    bench = Bench()
+    bench.begin(stop=("d",), stream=stream)
+    first = structs.replace(out(b"ab", 2), graph_hit_rate=None, padding_waste=None)
+    last = structs.replace(out(b"cde", 5), graph_hit_rate=0.5, padding_waste=0.25)
+    *_, shown = [*bench.feed(first), *bench.feed(last)]
+    assert shown.finish == Finish(reason="stop", matched="d")
+    assert (shown.graph_hit_rate, shown.padding_waste) == (0.5, 0.25)
 
 
 def test_requests_of_one_batch_do_not_mix() -> None:

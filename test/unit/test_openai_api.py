@@ -290,6 +290,8 @@ def test_the_native_stream_carries_the_text_so_far_and_the_last_event_speaks_of_
         assert meta["spec_accept_rate"] == pytest.approx(8 / 12)
         assert (meta["spec_accept_token_num"], meta["spec_draft_token_num"]) == (8, 12)
         assert meta["spec_accepted_by_position"] == [4, 3, 1]
+        assert [chunk["meta_info"]["graph_hit_rate"] for chunk in chunks] == [None, 0.75, 0.75, 0.75]
+        assert [chunk["meta_info"]["padding_waste"] for chunk in chunks] == [None, 0.25, 0.25, 0.25]
         assert sorted({chunk["index"] for chunk in batch[:-1]}) == [0, 1]
 
     run(check())

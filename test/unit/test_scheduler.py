@@ -249,7 +249,7 @@ def test_running_requests_decode_beside_every_chunk_of_a_long_prompt() -> None:
     for req in (short, long):
         house.check_answer(req)
     state = house.scheduler.state
-    assert (state.extend_steps, state.mixed_steps, state.extend_steps + state.decode_steps) == (9, 8, len(steps))
+    assert (state.extend_steps, state.mixed_steps, state.extend_steps + state.decode.steps) == (9, 8, len(steps))
     house.check_empty()
 
 

@@ -14,7 +14,7 @@ GAUGES = Gauges(num_running_reqs=3, num_queue_reqs=1, pages_used=1, pages_total=
 def decode(state: SchedulerState, accept_lens: list[int], padded_size: int, graph: bool) -> None:
     none = np.full(len(accept_lens), -1, dtype=np.int32)
     batch = ScheduleBatch(0, ForwardMode.DECODE, np.arange(1, len(none) + 1, dtype=np.int32), none, none)
-    state.step_done(batch, StepStats(graph=graph, padded_size=padded_size, draft_tokens=3))
+    state.step_done(batch, StepStats(graph=graph, padded_size=padded_size, draft_tokens=3), ())
     for length in accept_lens:
         state.spec.add(length, 3, 4)
 
@@ -45,5 +45,5 @@ def test_without_drafts_and_decode_steps_the_log_is_silent_about_them(caplog: py
     assert "gen throughput" in text
     assert "accept" not in text
     assert "graph hits" not in text
-    state.decode_steps += 1
+    state.decode.add(False, 0, 0)
     assert "graph hits: 0.00, padding: 0.00" in line(state, 2, caplog)

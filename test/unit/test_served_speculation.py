@@ -1,7 +1,8 @@
-"""Speculative workers under the real scheduler: too little KV, shared prefixes, context ends and aborts, and the plain worker's text."""
+"""Workers under the real scheduler: too little KV, shared prefixes, context ends and aborts; the plain worker's text, what is told."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import pytest
 import torch
 from msgspec import structs
 
-from runtime.managers.io_struct import AbortReq, GenerateReq, TokensOutBatch
+from runtime.batch import BatchResult, ForwardMode, Pending, ScheduleBatch
+from runtime.managers.io_struct import AbortReq, GenerateReq, TokensOut, TokensOutBatch
+from runtime.managers.metrics import graph_hit_rate, padding_waste
 from runtime.managers.scheduler import Scheduler
 from runtime.sampling_params import SamplingParams
 from unit.driver import Driver
 from unit.predicting import VOCAB, plain, speculating
-from unit.storm import pools
+from unit.storm import pools, runners
 from unit.tiny import tiny_runtime
 
 EOS = (1,)
@@ -39,15 +42,18 @@ def serve(
     asks: list[GenerateReq],
     aborted: dict[int, str],
     check: Callable[[Scheduler], None] = lambda scheduler: None,
+    hear: Callable[[TokensOut], None] = lambda out: None,
     **settings: Any,
 ) -> tuple[dict[str, list[int]], Scheduler]:
-    """Run `asks`; `aborted[step]` names a request that is aborted before that turn of the loop, `check` is called after every turn."""
+    """Run `asks`; `aborted[step]` names a request that is aborted before that turn of the loop, `check` is called after every turn,
+    `hear` with all that is told."""
     inbox: list[Any] = list(asks)
     texts: dict[str, list[int]] = {a.rid: [] for a in asks}
 
     def take(message: Any) -> None:
         for out in message.outs if isinstance(message, TokensOutBatch) else []:
             texts[out.rid] += out.token_ids
+            hear(out)
 
     config = tiny_runtime(**{"context_length": CONTEXT, "chunked_prefill_size": 24, **settings})
     scheduler = Scheduler(config, worker, EOS, lambda wait: inbox.pop(0) if inbox else None, take)
@@ -99,7 +105,7 @@ def test_text_is_the_plain_workers_when_kv_is_short_and_prefixes_are_shared(
     assert scheduler.state.num_failed_steps_total == 0
     assert scheduler.state.num_retracted_requests_total > 0
     assert scheduler.state.cached_tokens_total > 0
-    assert scheduler.state.graph_steps > 0
+    assert scheduler.state.decode.graph_steps > 0
     assert scheduler.state.spec.verify_steps > 0
     assert scheduler.state.mixed_steps == 0
 
@@ -125,7 +131,7 @@ def test_text_is_the_plain_workers_when_prompts_and_decoding_share_a_pass(
         assert text == (expected[rid][: len(text)] if rid in aborted.values() else expected[rid]), f"request {rid}"
     state = scheduler.state
     assert state.num_failed_steps_total == 0
-    assert min(state.num_retracted_requests_total, state.cached_tokens_total, state.graph_steps, state.mixed_steps) > 0
+    assert min(state.num_retracted_requests_total, state.cached_tokens_total, state.decode.graph_steps, state.mixed_steps) > 0
     assert (state.spec.verify_steps > 0) == (algorithm is not None)
 
 
@@ -159,3 +165,90 @@ def test_kv_of_both_models_is_that_of_a_prefill_behind_prefixes_aborts_and_retra
     _, scheduler = serve(worker, asks, aborted, check, page_size=page, overlap=False, schedule_conservativeness=0.05)
     assert len(behind_prefixes) > 3
     assert scheduler.state.num_retracted_requests_total > 0
+
+
+class Witness:
+    """A worker, and by request the decode steps read of it: how many, how many replayed a graph, their live rows and their padding.
+
+    A request is known by its seed, which its row is told.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._worker, self.limits, self.info = worker, worker.limits, worker.info
+        self._owners: dict[int, str] = {}
+        self.seen: dict[str, Counter[str]] = {}
+        self.total = Counter[str]()
+
+    def submit(self, batch: ScheduleBatch) -> Pending:
+        self._owners |= {init.row: str(init.seed) for init in batch.new_rows}
+        riders = [self._owners[row] for row in batch.rows.tolist()] if batch.mode is ForwardMode.DECODE else []
+        return Watched(self, riders, self._worker.submit(batch))
+
+    def count(self, riders: list[str], result: BatchResult) -> None:
+        live, stats = len(riders), result.stats
+        step = {"steps": 1, "graphs": int(stats.graph), "live": live, "padding": stats.padded_size - live}
+        for counts in (self.total, *(self.seen.setdefault(rid, Counter()) for rid in riders)):
+            counts.update(step)
+
+
+class Watched:
+    """A step that is counted when it is read."""
+
+    def __init__(self, witness: Witness, riders: list[str], pending: Pending) -> None:
+        self._witness, self._riders, self._pending = witness, riders, pending
+
+    def wait(self) -> BatchResult:
+        result = self._pending.wait()
+        if self._riders:
+            self._witness.count(self._riders, result)
+        return result
+
+
+def shares(counts: Counter[str]) -> tuple[float, float]:
+    """By the definition: steps with a graph among steps, padding among rows computed."""
+    return counts["graphs"] / counts["steps"], counts["padding"] / (counts["live"] + counts["padding"])
+
+
+MIXING: list[tuple[str | None, dict[str, Any]]] = [(None, {}), WORKERS[0], WORKERS[3]]
+SERVED = [(*worker, False) for worker in [(None, {}), *WORKERS]] + [(*worker, True) for worker in MIXING]
+
+
+@pytest.mark.parametrize(("algorithm", "spec", "mixed"), SERVED)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_each_request_is_told_how_its_own_steps_ran_and_the_server_how_all_did(
+    tmp_path: Path, algorithm: str | None, spec: dict[str, Any], overlap: bool, mixed: bool
+) -> None:
+    few = {"context_length": CONTEXT, "max_running_requests": 6, "max_total_tokens": 240, "mixed_chunk": mixed}
+    if algorithm is None:
+        worker = plain("eager", [1, 4], **few)
+    else:
+        worker = speculating(tmp_path, algorithm, "eager", [1, 4], runtime=few, **spec)
+    decoder = runners(worker)["decode" if algorithm is None else "verify"]
+    witness, told = Witness(worker), dict[str, tuple[float | None, float | None]]()
+    replayed = decoder.replayed
+
+    def hear(out: TokensOut) -> None:
+        assert (out.graph_hit_rate is None) == (out.rid not in witness.seen) == (out.padding_waste is None)
+        if out.graph_hit_rate is not None:
+            assert (out.graph_hit_rate, out.padding_waste) == shares(witness.seen[out.rid]), "so far"
+        if out.finish is not None:
+            told[out.rid] = out.graph_hit_rate, out.padding_waste
+
+    endings = [structs.replace(GREEDY, max_new_tokens=1 + 3 * i, ignore_eos=True) for i in range(24)]
+    asks = [structs.replace(a, sampling=s, stream=True) for a, s in zip(asked(GREEDY, prompts()), endings, strict=True)]
+    _, scheduler = serve(witness, asks, {}, hear=hear, overlap=overlap, schedule_conservativeness=0.05, chunked_prefill_size=48)
+    state, figures = scheduler.state, scheduler.state.as_json(scheduler.gauges())
+    assert state.num_retracted_requests_total > 0
+    assert (state.mixed_steps > 0) == mixed
+    assert told["0"] == (None, None), "its prompt's pass made its only token"
+    assert len(told) == 24
+    assert len({rate for rate, _ in told.values()}) > 3
+    assert len({waste for _, waste in told.values()}) > 3
+    assert (graph_hit_rate(figures), padding_waste(figures)) == shares(witness.total)
+    assert state.decode.graph_steps == decoder.replayed - replayed > 0
+    assert sum(counts["steps"] for counts in witness.seen.values()) == state.decode.live_rows
+    asks = [structs.replace(asks[5], rid="alone", seed=99)]
+    witness.seen.clear()
+    witness.total.clear()
+    alone = serve(witness, asks, {}, hear=lambda out: told.update({out.rid: (out.graph_hit_rate, out.padding_waste)}))[1].state.decode
+    assert told["alone"] == (alone.graph_hit_rate, alone.padding_waste) == (1.0, 0.0)

@@ -294,6 +294,8 @@ class _Growing:
             "completion_tokens": last.completion_tokens,
             "cached_tokens": last.cached_tokens,
             "finish_reason": _finish(last),
+            "graph_hit_rate": last.graph_hit_rate,
+            "padding_waste": last.padding_waste,
         }
         if self._logprobs:
             meta["output_token_logprobs"] = list(self._logprobs)

@@ -101,6 +101,7 @@ class TokensOut(Message, frozen=True, kw_only=True):
     """New tokens of one request. The last one of a request carries `finish`; exactly one does.
 
     The stop token itself is among `token_ids` when one ended the request (`finish.matched` is then its id).
+    `graph_hit_rate` and `padding_waste` are of its decode steps so far; None before the first one.
     """
 
     rid: str
@@ -112,6 +113,8 @@ class TokensOut(Message, frozen=True, kw_only=True):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
     spec: SpecStats | None = None
+    graph_hit_rate: float | None = None
+    padding_waste: float | None = None
     queue_seconds: float = 0.0
 
 
@@ -164,6 +167,8 @@ class TextOut(Message, frozen=True, kw_only=True):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
     spec: SpecStats | None = None
+    graph_hit_rate: float | None = None
+    padding_waste: float | None = None
     queue_seconds: float = 0.0
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from runtime.batch import Int32, Logprobs, RowInit
 from runtime.managers.io_struct import Finish, GenerateReq, TokenLogprobs
 from runtime.managers.spec_tally import SpecTally
+from runtime.managers.step_tally import StepTally
 from runtime.mem_cache.page_ledger import Holding
 
 
@@ -79,6 +80,7 @@ class Req:
         "seq",
         "source",
         "spec",
+        "steps",
         "stop_ids",
         "submitted",
         "total_limit",
@@ -107,6 +109,7 @@ class Req:
         self.logprobs = LogprobRun()
         self.prompt_logprobs: LogprobRun | None = LogprobRun() if source.prompt_logprobs else None
         self.spec: SpecTally | None = None
+        self.steps = StepTally()
 
     # ---- what the policy and the batches read
 

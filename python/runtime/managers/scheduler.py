@@ -400,8 +400,8 @@ class Scheduler:
         except Exception as error:  # as in `_submit`
             self._step_failed(flight.plan.reqs, error)
             return
-        self.state.step_done(flight.batch, result.stats)
         plan, outs = flight.plan, list[TokensOut]()
+        self.state.step_done(flight.batch, result.stats, (req.steps for req in plan.decoding))
         if plan.chunks:
             self._apply_extend(plan.chunks, result, outs)
         if plan.decoding:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from runtime.batch import ForwardMode, ScheduleBatch, StepStats
 from runtime.managers.spec_tally import SpecTally
+from runtime.managers.step_tally import StepTally
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +55,8 @@ class SchedulerState:
 
     Attributes:
         extend_steps, mixed_steps: steps over prompts, and those of them in which others decoded along.
-        decode_steps: steps without prompts.
-        graph_steps: decode steps that replayed a captured graph.
-        live_rows, padded_rows: requests in decode steps, and rows that only filled up a captured graph.
+        decode: of steps without prompts.
+        spec: of the drafts.
     """
 
     started: float
@@ -70,11 +71,8 @@ class SchedulerState:
     queue_time_count: int = 0
     extend_steps: int = 0
     mixed_steps: int = 0
-    decode_steps: int = 0
-    graph_steps: int = 0
-    live_rows: int = 0
-    padded_rows: int = 0
     gen_throughput: float = 0.0
+    decode: StepTally = field(default_factory=StepTally)
     spec: SpecTally = field(default_factory=SpecTally)
     _rate_mark: Mark = field(init=False)
     _log_mark: Mark = field(init=False)
@@ -90,20 +88,20 @@ class SchedulerState:
         self.queue_time_sum += queue_seconds
         self.queue_time_count += 1
 
-    def step_done(self, batch: ScheduleBatch, stats: StepStats) -> None:
-        """A step's result was read."""
+    def step_done(self, batch: ScheduleBatch, stats: StepStats, decoding: Iterable[StepTally]) -> None:
+        """A step's result was read; `decoding` are the tallies of those who decoded in it."""
         if batch.mode is ForwardMode.EXTEND:
             self.extend_steps += 1
             self.mixed_steps += batch.decode is not None
             return
-        self.decode_steps += 1
-        self.graph_steps += stats.graph
-        self.live_rows += batch.size
-        self.padded_rows += max(0, stats.padded_size - batch.size)
+        live, padded = batch.size, max(0, stats.padded_size - batch.size)
+        self.decode.add(stats.graph, live, padded)
+        for tally in decoding:
+            tally.add(stats.graph, live, padded)
 
     def as_json(self, gauges: Gauges) -> dict[str, object]:
         """Every figure by its name in the metrics."""
-        spec, seen = self.spec, self.prompt_tokens_total
+        decode, spec, seen = self.decode, self.spec, self.prompt_tokens_total
         return {
             "num_running_reqs": gauges.num_running_reqs,
             "num_queue_reqs": gauges.num_queue_reqs,
@@ -126,11 +124,11 @@ class SchedulerState:
             "queue_time_count": self.queue_time_count,
             "extend_steps": self.extend_steps,
             "mixed_steps": self.mixed_steps,
-            "decode_steps": self.decode_steps,
-            "graph_steps_total": self.graph_steps,
-            "eager_steps_total": self.decode_steps - self.graph_steps,
-            "live_rows_total": self.live_rows,
-            "padded_rows_total": self.padded_rows,
+            "decode_steps": decode.steps,
+            "graph_steps_total": decode.graph_steps,
+            "eager_steps_total": decode.steps - decode.graph_steps,
+            "live_rows_total": decode.live_rows,
+            "padded_rows_total": decode.padded_rows,
             "spec_verify_steps_total": spec.verify_steps,
             "spec_draft_tokens_total": spec.draft_tokens,
             "spec_accepted_tokens_total": spec.accepted_tokens,
@@ -145,12 +143,12 @@ class SchedulerState:
             self.gen_throughput = (self.generation_tokens_total - self._rate_mark.generation) / (now - self._rate_mark.time)
             self._rate_mark = self._mark(now)
         mark = self._log_mark
-        if now - mark.time >= LOG_PERIOD and self.extend_steps + self.decode_steps > mark.steps:
+        if now - mark.time >= LOG_PERIOD and self.extend_steps + self.decode.steps > mark.steps:
             log.info("%s", self._line(now, mark, gauges))
             self._log_mark = self._mark(now)
 
     def _mark(self, now: float) -> Mark:
-        steps = self.extend_steps + self.decode_steps
+        steps = self.extend_steps + self.decode.steps
         return Mark(
             now,
             self.generation_tokens_total,
@@ -160,10 +158,10 @@ class SchedulerState:
             self.spec.draft_tokens,
             self.spec.accepted_tokens,
             tuple(self.spec.accepted_by_position),
-            self.decode_steps,
-            self.graph_steps,
-            self.live_rows,
-            self.padded_rows,
+            self.decode.steps,
+            self.decode.graph_steps,
+            self.decode.live_rows,
+            self.decode.padded_rows,
         )
 
     def _line(self, now: float, mark: Mark, gauges: Gauges) -> str:
@@ -194,8 +192,9 @@ class SchedulerState:
 
     def _of_graphs(self, mark: Mark) -> list[str]:
         """Share of decode steps since `mark` that replayed a graph, and of computed rows that were padding."""
-        decoded, padded = self.decode_steps - mark.decode_steps, self.padded_rows - mark.padded_rows
+        decode = self.decode
+        decoded, padded = decode.steps - mark.decode_steps, decode.padded_rows - mark.padded_rows
         if not decoded:
             return []
-        computed = padded + self.live_rows - mark.live_rows
-        return [f"graph hits: {(self.graph_steps - mark.graph_steps) / decoded:.2f}", f"padding: {padded / max(computed, 1):.2f}"]
+        computed = padded + decode.live_rows - mark.live_rows
+        return [f"graph hits: {(decode.graph_steps - mark.graph_steps) / decoded:.2f}", f"padding: {padded / max(computed, 1):.2f}"]

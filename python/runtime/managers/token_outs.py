@@ -55,6 +55,8 @@ def token_out(req: Req, finish: Finish | None) -> TokensOut:
         logprobs=req.logprobs.take() if req.source.top_logprobs >= 0 else None,
         prompt_logprobs=prompt_logprobs,
         spec=req.spec.stats() if req.spec is not None else None,
+        graph_hit_rate=req.steps.graph_hit_rate,
+        padding_waste=req.steps.padding_waste,
         queue_seconds=req.queue_seconds or 0.0,
     )
 

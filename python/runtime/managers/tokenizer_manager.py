@@ -78,6 +78,8 @@ class GenerationUpdate:
         finish: why the choice ended; exactly one update of each choice has it.
         logprobs, prompt_logprobs: of `token_ids` and of the prompt, where asked for.
         spec: speculation of this choice so far.
+        graph_hit_rate, padding_waste: share of its decode steps that replayed a graph, and of the rows computed in them that were padding;
+            None before the first.
         queue_seconds: how long the choice waited to be scheduled.
     """
 
@@ -91,6 +93,8 @@ class GenerationUpdate:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
     spec: SpecStats | None = None
+    graph_hit_rate: float | None = None
+    padding_waste: float | None = None
     queue_seconds: float = 0.0
 
 
@@ -514,6 +518,8 @@ def _update(index: int, out: TextOut) -> GenerationUpdate:
         logprobs=out.logprobs,
         prompt_logprobs=out.prompt_logprobs,
         spec=out.spec,
+        graph_hit_rate=out.graph_hit_rate,
+        padding_waste=out.padding_waste,
         queue_seconds=out.queue_seconds,
     )
 

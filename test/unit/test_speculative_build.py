@@ -39,6 +39,11 @@ def test_synthetic_acceptance_has_its_mean_by_position(tmp_path: Path) -> None:
     assert counted.rates() == pytest.approx([0.9, 0.5, 0.2], abs=0.06)
 
 
+def test_synthetic_acceptance_never_reaches_a_tree_unheeded(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="on a chain only"):
+        speculating(tmp_path, topk=2, num_draft_tokens=5, synthetic_accept=(0.9, 0.5, 0.2))
+
+
 def test_with_a_token_map_the_draft_guesses_those_tokens_only(tmp_path: Path) -> None:
     hot = torch.arange(1, VOCAB, 3)
     torch.save(hot, tmp_path / "hot.pt")

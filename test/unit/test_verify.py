@@ -18,7 +18,6 @@ from runtime.speculative.verify import (
     verify_chain_sampled,
     verify_chain_synthetic,
     verify_tree,
-    verify_tree_synthetic,
 )
 
 
@@ -332,15 +331,6 @@ def test_synthetic_acceptance_ignores_the_tokens() -> None:
     assert all(row[:n] == [*d[1:n], t[n - 1]] for n, row, d, t in itertools.islice(rows, 500))
 
 
-def test_synthetic_trees_walk_first_children() -> None:
-    tokens, parents = torch.tensor([[9, 1, 2, 3, 4]]).expand(2, 5), torch.tensor([[-1, 0, 0, 1, 3]]).expand(2, 5)
-    target = torch.tensor([[5, 6, 7, 8, 0]]).expand(2, 5)
-    uniforms = torch.tensor([[0.0, 0.0, 0.9], [0.0, 0.0, 0.0]])
-    path, lens, out = verify_tree_synthetic(tokens, parents, target, torch.tensor([0.5, 0.5, 0.5]), uniforms, 10)
-    assert committed(lens, path) == [[0, 1, 3], [0, 1, 3, 4]]
-    assert committed(lens, out) == [[1, 3, 8], [1, 3, 4, 0]]
-
-
 def test_nothing_reads_from_the_device() -> None:
     """Tensors without values raise where a host would need one."""
     with FakeTensorMode():
@@ -351,7 +341,6 @@ def test_nothing_reads_from_the_device() -> None:
         for draft in (None, DraftProbs(torch.zeros(3, 3, 9)), DraftProbs(q, to_target, to_draft)):
             verify_chain_sampled(ids, probs, floats[:, 1:], floats, draft, AcceptThresholds(0.5, 0.5))
         verify_chain_synthetic(ids, ids, torch.zeros(3), floats[:, 1:], 9)
-        verify_tree_synthetic(ids, ids, ids, torch.zeros(3), floats[:, 1:], 9)
         for thresholds in (AcceptThresholds(), AcceptThresholds(0.5, 0.5)):
             targets = tree_targets_sampled(ids, ids, probs, floats, floats, thresholds)
             path, lens, _ = verify_tree(ids, ids, targets, 4)

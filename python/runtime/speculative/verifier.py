@@ -33,7 +33,6 @@ from runtime.speculative.verify import (
     verify_chain_sampled,
     verify_chain_synthetic,
     verify_tree,
-    verify_tree_synthetic,
 )
 
 log = logging.getLogger(__name__)
@@ -87,7 +86,7 @@ class Rules:
     Attributes:
         shape: of the window.
         thresholds: lossless unless the user asked otherwise.
-        synthetic: float32 [K], acceptance forced by position, or None.
+        synthetic: float32 [K], acceptance of a chain forced by position, or None.
         to_target, to_draft: between the draft's vocabulary and the target's; None where they are one.
     """
 
@@ -160,6 +159,7 @@ class Verifier:
     """
 
     def __init__(self, target: Target, runner: GraphRunner, inputs: InputBuffers, rules: Rules) -> None:
+        assert rules.synthetic is None or rules.shape.topk == 1, "acceptance is forced on a chain only"
         self._target, self.runner, self._inputs, self._rules = target, runner, inputs, rules
         self.forget()
 
@@ -314,7 +314,7 @@ class Verifier:
                 tables = self._target.rows.tables
                 probs = target_probs(logits.flatten(0, 1), tables, rows, needs.filtered, needs.any_greedy).view_as(logits)
         if rules.shape.topk > 1:
-            return self._decide_tree(turn, drafted, target, probs, positions, kv_lens)
+            return self._decide_tree(turn, drafted, target, probs, positions)
         tokens = drafted["tokens"]
         if rules.synthetic is not None:
             forced = self._uniforms(turn, positions[:, :-1], RandomStream.SYNTHETIC)
@@ -331,13 +331,7 @@ class Verifier:
         return *verify_chain_sampled(tokens, probs, accept, final, q, rules.thresholds, ops.draw), None
 
     def _decide_tree(
-        self,
-        turn: Iteration,
-        drafted: Outputs,
-        target: torch.Tensor,
-        probs: torch.Tensor | None,
-        positions: torch.Tensor,
-        kv_lens: torch.Tensor,
+        self, turn: Iteration, drafted: Outputs, target: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor
     ) -> Verdict:
         rules, K, D = self._rules, self._rules.shape.num_steps, self._rules.shape.num_draft_tokens
         tokens, parents = drafted["tokens"], drafted["parents"]
@@ -345,12 +339,7 @@ class Verifier:
             accept = self._uniforms(turn, positions, RandomStream.ACCEPT)
             final = self._uniforms(turn, positions, RandomStream.TARGET)
             target = tree_targets_sampled(tokens, parents, probs, final, accept, rules.thresholds, self._target.rows.tables.ops.draw)
-        if rules.synthetic is not None:
-            first = kv_lens.to(torch.int64)[:, None] + 1
-            forced = self._uniforms(turn, first + torch.arange(K, device=first.device), RandomStream.SYNTHETIC)
-            path, lens, out = verify_tree_synthetic(tokens, parents, target, rules.synthetic, forced, self._vocab)
-        else:
-            path, lens, out = verify_tree(tokens, parents, target, K + 1)
+        path, lens, out = verify_tree(tokens, parents, target, K + 1)
         return lens, _widen(out, D), _widen(path, D)
 
     def _fusable(self, turn: Iteration) -> bool:

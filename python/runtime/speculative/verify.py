@@ -229,33 +229,6 @@ def verify_chain_synthetic(
     return accept_lens, _drafts_then(draft_BD[:, 1:].clamp(0, vocab_size - 1), last_B, bonus)
 
 
-def verify_tree_synthetic(
-    tokens_BD: torch.Tensor,
-    parents_BD: torch.Tensor,
-    target_BD: torch.Tensor,
-    probabilities_K: torch.Tensor,
-    uniforms_BK: torch.Tensor,
-    vocab_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`verify_chain_synthetic` along the first child of each node, as deep as that goes. Returns what `verify_tree` does."""
-    nodes = torch.arange(tokens_BD.shape[1], device=tokens_BD.device)
-    is_child = (parents_BD[:, None, :] == nodes[None, :, None]) & (nodes > 0)
-    first_child = is_child.to(torch.uint8).argmax(2)
-    has_child = is_child.any(2)
-    current = torch.zeros_like(tokens_BD[:, 0])
-    alive = torch.ones_like(current, dtype=torch.bool)
-    path, lengths = [current], torch.ones_like(current)
-    for step in range(probabilities_K.shape[0]):
-        alive = alive & (uniforms_BK[:, step] < probabilities_K[step]) & has_child.gather(1, current[:, None]).squeeze(1)
-        current = torch.where(alive, first_child.gather(1, current[:, None]).squeeze(1), current)
-        lengths = lengths + alive
-        path.append(current)
-    path_BP = torch.stack(path, 1)
-    walked = tokens_BD.gather(1, path_BP[:, 1:]).clamp(0, vocab_size - 1)
-    bonus = target_BD.gather(1, path_BP[:, -1:]).squeeze(1)
-    return path_BP, lengths.to(torch.int32), _drafts_then(walked, lengths - 1, bonus)
-
-
 def _prefix_lens(hits_BK: torch.Tensor) -> torch.Tensor:
     """One more than the leading hits of each row, int32 [B]."""
     return (hits_BK.to(torch.int32).cumprod(dim=1).sum(dim=1) + 1).to(torch.int32)

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 DType = Literal["float32", "bfloat16", "float16"]
 
 EMBEDDED_CPU_QUANTIZATION: Literal["int8"] | None = "int8"
-"""How the embedded model runs on a CPU when nothing is asked."""
+"""How the embedded model runs on a CPU when neither a type nor a quantization is asked for."""
 EMBEDDED_DRAFT_STEPS: dict[DeviceKind, int] = {"cpu": 3, "cuda": 4}
 """How deep the embedded model's own draft goes when nothing is asked: a chain, verified as one token more.
 
@@ -281,10 +281,14 @@ def _quantization(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> Li
         raise ConfigError("--quantization int8: built for CPUs; on CUDA leave it out, or use --device cpu")
     if args.quantization is not None:
         return "int8" if args.quantization == "int8" else None
-    if model.embedded and device == "cpu" and args.dtype in ("auto", "float", "float32") and EMBEDDED_CPU_QUANTIZATION:
-        log.info("quantization %s: the embedded model's default on a CPU; --quantization none turns it off", EMBEDDED_CPU_QUANTIZATION)
-        return EMBEDDED_CPU_QUANTIZATION
-    return None
+    if not model.embedded or device != "cpu" or EMBEDDED_CPU_QUANTIZATION is None:
+        return None
+    default, dtype = EMBEDDED_CPU_QUANTIZATION, _DTYPES.get(args.dtype)
+    if dtype is not None:
+        log.info("quantization none: --dtype %s asks for %s weights; --quantization %s makes them smaller", args.dtype, dtype, default)
+        return None
+    log.info("quantization %s: the embedded model's default on a CPU; --dtype float32 or --quantization none turns it off", default)
+    return default
 
 
 def _attention(asked: str | None, flag: str, device: DeviceKind, dtype: DType, machine: MachineFacts, model: ModelFacts) -> AttentionName:

@@ -153,7 +153,10 @@ class ServerArgs:
         choices=("auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),
     )
     quantization: str | None = _flag(
-        None, "model", "int8 keeps linear weights in 8 bits (CPU); none turns off the embedded model's default.", choices=("int8", "none")
+        None,
+        "model",
+        "int8 keeps linear weights in 8 bits (CPU); none, as an explicit --dtype, turns off the embedded model's default.",
+        choices=("int8", "none"),
     )
     context_length: int | None = _flag(None, "model", "Most tokens of prompt and output together; default: the model's.", metavar="TOKENS")
     chat_template: str | None = _flag(

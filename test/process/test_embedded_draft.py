@@ -16,11 +16,12 @@ from runtime import Engine
 from runtime.resolve import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 24}
-EXACT = {"device": "cpu", "dtype": "float32", "quantization": "none", "cpu_threads": 1, "context_length": 512}
+EXACT = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "context_length": 512}
 
 
 def answers(shape: str) -> list[Sequence[int]]:
     with Engine(**EXACT, **speculation(shape)) as engine:
+        assert engine.config.quantization is None, "who names a type gets it"
         outputs = engine.generate(input_ids=chat_prompts(engine)[:6], sampling_params=GREEDY)
     if shape != "off":
         tokens, windows = sum(len(o["output_ids"]) for o in outputs), sum(o["meta_info"]["spec_verify_ct"] for o in outputs)

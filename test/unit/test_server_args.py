@@ -436,6 +436,29 @@ def test_only_the_embedded_model_is_quantised_unasked_and_none_turns_it_off() ->
     assert resolve(args(), CPU, LLAMA).quantization is None
 
 
+@pytest.mark.parametrize(
+    ("given", "quantization", "said"),
+    [
+        ({}, "int8", ["quantization int8", "--dtype float32 or --quantization none"]),
+        ({"dtype": "auto"}, "int8", ["quantization int8"]),
+        ({"dtype": "float32"}, None, ["quantization none", "--dtype float32 asks for float32 weights", "--quantization int8"]),
+        ({"dtype": "float"}, None, ["--dtype float asks for float32 weights"]),
+        ({"dtype": "bfloat16"}, None, ["--dtype bfloat16 asks for bfloat16 weights"]),
+        ({"dtype": "float32", "quantization": "int8"}, "int8", []),
+        ({"dtype": "float32", "quantization": "none"}, None, []),
+    ],
+)
+def test_on_a_cpu_the_embedded_model_is_in_8_bits_unless_a_type_is_asked_for(
+    given: dict[str, object], quantization: str | None, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        config = resolve(args(**given), CPU, replace(LLAMA, embedded=True))
+    assert config.quantization == quantization
+    assert config.dtype == ("bfloat16" if given.get("dtype") == "bfloat16" else "float32")
+    assert [words for words in said if words not in caplog.text] == []
+    assert ("quantization" in caplog.text) == bool(said)
+
+
 def test_the_embedded_model_drafts_with_its_own_head_unless_told_otherwise() -> None:
     embedded, own = replace(LLAMA, embedded=True), (str(EMBEDDED_DRAFT), "safetensors")
     for machine, device in ((CPU, "cpu"), (HOPPER, "cuda")):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Literal
 
 import torch
 from triton.runtime.errors import OutOfResources
 
+from runtime.layers.graph_clock import replay_times
 from runtime.layers.small_gemm import MAX_ROWS, GemmConfig
 from runtime.layers.streamed_gemm import MAX_TILE, StreamedConfig
 
@@ -119,24 +120,12 @@ def rotation(weights: Sequence[torch.Tensor]) -> int:
 
 
 def _microseconds(run: Callable[[int], object], calls: int) -> float | None:
+    def all_calls() -> None:  # what one call makes is gone before the next, as in a model
+        for call in range(calls):
+            run(call)
+
     try:
         run(0)
     except OutOfResources:
         return None
-    # Without `torch.cuda.graph`, which empties the allocator's cache at each of the many captures.
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        graph.capture_begin()
-        for call in range(calls):
-            run(call)
-        graph.capture_end()
-    graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    spans = sorted(a.elapsed_time(b) for a, b in pairwise(events))
-    return spans[len(spans) // 2] * 1000 / calls
+    return statistics.median(replay_times(all_calls, REPLAYS)) / calls

@@ -140,13 +140,18 @@ class GraphRunner:
         replay: Literal["cuda", "eager", "none"],
         sizes: Sequence[int] = (),
         padding: bool = True,
+        most: int | None = None,
     ) -> None:
-        """`replay`: "cuda" captures graphs of `sizes`; "eager" pads to them and calls the function; "none" runs every batch at its size."""
+        """`replay`: "cuda" captures graphs of `sizes`; "eager" pads to them and calls the function; "none" runs every batch at its size.
+
+        `most`: requests of the largest run, padding included; None for all that `inputs` hold.
+        """
         self.spec, self._forward, self._inputs, self._backends = spec, forward, inputs, backends
         self._kind, self._padding = replay, padding
         self._sizes = sorted(sizes) if replay != "none" else []
         self._replays: dict[tuple[int, str], Replay] = {}
-        self._buffers = {o.name: o.allocate(inputs.max_requests, spec.width, inputs.device) for o in spec.outputs}
+        self._most = inputs.max_requests if most is None else most
+        self._buffers = {o.name: o.allocate(self._most, spec.width, inputs.device) for o in spec.outputs}
         self._outputs: dict[int, Outputs] = {}
         self.replayed = self.run_eagerly = 0
         self.use: Literal["graphs", "padded", "plain"] = "graphs"
@@ -208,12 +213,12 @@ class GraphRunner:
         if self._kind != "cuda" or not self._sizes:
             return 0
         needed = max(self.pool_peak - pool_bytes, 0) + self.spec.graph_bytes(len(self._sizes) * len(self.spec.variants))
-        self.report.reserved_mib = (needed + self.spec.output_bytes(self._inputs.max_requests)) / MIB
+        self.report.reserved_mib = (needed + self.spec.output_bytes(self._most)) / MIB
         return needed
 
     def eager_peak(self) -> int:
         """Bytes beside the outputs that an eager run of the most requests takes, where no graph fits or as a reference; 0 on the CPU."""
-        return self._peak(self._inputs.max_requests) if self._inputs.device.type == "cuda" else 0
+        return self._peak(self._most) if self._inputs.device.type == "cuda" else 0
 
     def _peak(self, size: int) -> int:
         """Bytes that an eager run of `size` requests allocates at its peak."""

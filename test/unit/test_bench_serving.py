@@ -428,6 +428,8 @@ def test_acceptance_is_of_this_run_where_every_answer_tells() -> None:
     assert figures["accept_length"] == pytest.approx((6 + 4) / 5)
     assert figures["per_position_acceptance"] == pytest.approx([4 / 5, 2 / 5])
     assert figures["padding_waste"] == 0.25
+    told[0].output_len += 40  # of steps that had no drafts
+    assert metrics.acceptance(told, None, info)["accept_length"] == pytest.approx((7 + 4) / 5)
     told[1].verify_steps = 0
     assert metrics.acceptance(told, None, info)["accept_length"] == 9.0
     assert metrics.acceptance([], None, None)["accept_length"] is None

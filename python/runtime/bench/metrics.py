@@ -215,9 +215,14 @@ def _from_answers(good: Sequence[RequestRecord]) -> Figures:
     if not good or not all(record.verify_steps for record in good):
         return {}
     steps = sum(record.verify_steps for record in good)
-    # The first token comes from the prompt's pass, every other one from a verification.
-    length = sum(record.output_len - 1 for record in good) / steps
-    return {"accept_length": length, "per_position_acceptance": _by_position(good, steps)}
+    return {"accept_length": sum(map(_verified_tokens, good)) / steps, "per_position_acceptance": _by_position(good, steps)}
+
+
+def _verified_tokens(record: RequestRecord) -> int:
+    """Tokens of an answer that came from verifications: not the first one, which comes from the prompt's pass, nor those of steps without
+    drafts, where the server says what was accepted."""
+    later, accepted = record.output_len - 1, record.accepted_by_position
+    return min(later, record.verify_steps + sum(accepted)) if accepted else later
 
 
 def _by_position(good: Sequence[RequestRecord], steps: int) -> list[float] | None:

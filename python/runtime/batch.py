@@ -173,7 +173,7 @@ class StepStats:
     Attributes:
         graph: whether a captured graph was replayed.
         padded_size: requests that the graph was captured for; B when eager.
-        draft_tokens: drafts verified per request: D - 1, or 0 without speculation.
+        draft_tokens: drafts verified per request: D - 1, or 0 without speculation and where drafting pauses.
         oracle: whether the step ran eagerly as the parity sample of a speculative worker.
     """
 

@@ -33,6 +33,13 @@ EMBEDDED_DRAFT_STEPS: dict[DeviceKind, int] = {"cpu": 3, "cuda": 4}
 
 Measured for one request: on a CPU in int8 against depths 1, 2 and 5, on an H200 against 2, 3 and 5.
 """
+EMBEDDED_DRAFT_MOST: dict[tuple[DeviceKind, str], int] = {("cpu", "int8"): 4, ("cpu", "float32"): 8}
+"""With how many requests together the embedded model's own draft still pays, by device and weights; it pauses above. Elsewhere it pays at
+every batch measured.
+
+Measured with and without drafts side by side, on real text (`benchmark/results/cpu-2/embedded_speculation.json`): in int8 drafts gave 1.02
+times the tokens at 4 together and 0.79 times at 8; in float32 1.17 times at 8, the most that were measured.
+"""
 EMBEDDED_DRAFT = Path(__file__).parent / "assets" / "smollm2-eagle3"
 """The embedded model's EAGLE-3 head."""
 CPU_RUNNING_REQUESTS = 16
@@ -71,7 +78,8 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
     chunk = _chunk(args, device, context)
     running = _running_requests(args, device)
     graph_sizes = _graph_sizes(args, device, backend, running)
-    speculative = _speculative(args, device, dtype, backend, bool(graph_sizes), machine, model, draft)
+    quantization = _quantization(args, device, model)
+    speculative = _speculative(args, device, dtype, quantization, backend, bool(graph_sizes), machine, model, draft)
     return RuntimeConfig(
         model_path=model.path,
         load_format=model.load_format,
@@ -79,7 +87,7 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
         served_model_name=args.served_model_name or model.name,
         revision=args.revision,
         dtype=dtype,
-        quantization=_quantization(args, device, model),
+        quantization=quantization,
         context_length=context,
         chat_template=args.chat_template,
         device=device,
@@ -200,6 +208,8 @@ def _refuse_unsupported(args: ServerArgs) -> None:
 
 
 def _check_ranges(args: ServerArgs) -> None:
+    if args.speculative_disable_by_batch_size == 0:
+        raise ConfigError("--speculative-disable-by-batch-size 0 leaves no step with drafts; use --speculative-algorithm none")
     for name, low, high in (
         ("port", 0, 65535),
         ("max_queued_requests", 1, 1 << 20),
@@ -213,6 +223,7 @@ def _check_ranges(args: ServerArgs) -> None:
         ("speculative_num_steps", 1, MAX_VERIFY_WIDTH - 1),
         ("speculative_eagle_topk", 1, MAX_VERIFY_WIDTH),
         ("speculative_num_draft_tokens", 2, MAX_VERIFY_WIDTH),
+        ("speculative_disable_by_batch_size", 1, 1 << 16),
     ):
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
@@ -467,6 +478,7 @@ def _speculative(
     args: ServerArgs,
     device: DeviceKind,
     dtype: DType,
+    quantization: str | None,
     backend: AttentionName,
     graphs: bool,
     machine: MachineFacts,
@@ -478,11 +490,15 @@ def _speculative(
     algorithm = cast(SpecAlgorithm, args.speculative_algorithm)
     path, draft_format = draft or (None, model.load_format)
     shape = _draft_shape(args, device)
+    most = args.speculative_disable_by_batch_size
     if path == str(EMBEDDED_DRAFT):
+        most = most or EMBEDDED_DRAFT_MOST.get((device, quantization or dtype))
         log.info(
-            "speculative decoding %s %d/%d/%d (steps, topk, draft tokens): the embedded model's own draft; on %s the default is a chain "
-            "of %d drafts, for few requests at a time; --speculative-algorithm none turns it off",
-            *(algorithm, shape.num_steps, shape.topk, shape.num_draft_tokens, device, EMBEDDED_DRAFT_STEPS[device]),
+            "speculative decoding %s %d/%d/%d (steps, topk, draft tokens), %s: the embedded model's own draft; on %s the default is "
+            "a chain of %d drafts; --speculative-disable-by-batch-size sets when it pauses, --speculative-algorithm none turns it off",
+            *(algorithm, shape.num_steps, shape.topk, shape.num_draft_tokens),
+            "at every batch" if most is None else f"paused while more than {most} requests decode together",
+            *(device, EMBEDDED_DRAFT_STEPS[device]),
         )
     attention = _draft_attention(args, device, dtype, backend, machine, model)
     graphs = graphs and attention != "torch_native"
@@ -497,6 +513,7 @@ def _speculative(
         attention_backend=attention,
         draft_decode_graph=graphs and not args.disable_draft_decode_cuda_graph,
         draft_extend_graph=graphs and not args.disable_draft_extend_cuda_graph,
+        disable_by_batch_size=most,
         accept_threshold_single=_threshold(args, "speculative_accept_threshold_single"),
         accept_threshold_acc=_threshold(args, "speculative_accept_threshold_acc"),
         synthetic_accept=_synthetic(args, shape),

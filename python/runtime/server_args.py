@@ -17,7 +17,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How drafts are made and verified. K = `num_steps`, D = `num_draft_tokens`.
 
     `synthetic_accept` fixes acceptance by position (probability that draft position i is accepted given the ones before were),
-    whatever the weights say; for benchmarks with dummy weights.
+    whatever the weights say; for benchmarks with dummy weights. Steps of more than `disable_by_batch_size` requests have no drafts.
     """
 
     algorithm: SpecAlgorithm
@@ -30,6 +30,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: AttentionName
     draft_decode_graph: bool
     draft_extend_graph: bool
+    disable_by_batch_size: int | None
     accept_threshold_single: float
     accept_threshold_acc: float
     synthetic_accept: tuple[float, ...] | None
@@ -270,6 +271,12 @@ class ServerArgs:
     )
     speculative_num_draft_tokens: int | None = _flag(
         None, "speculative decoding", "Tokens verified at once, the root included; a chain has K + 1.", metavar="D"
+    )
+    speculative_disable_by_batch_size: int | None = _flag(
+        None,
+        "speculative decoding",
+        "Decode steps of more than N requests run without drafts; default: never, or what was measured for the embedded model on a CPU.",
+        metavar="N",
     )
     speculative_token_map: str | None = _flag(
         None, "speculative decoding", "File with the token ids that an EAGLE draft may guess.", metavar="PATH"

@@ -61,7 +61,7 @@ class Poison:
     def _between_steps(self, free: list[int], live: set[int]) -> None:
         inputs = self.worker.verifier._inputs if hasattr(self.worker, "verifier") else self.worker._inputs
         inputs.poison()
-        for runner in runners(self.worker).values():
+        for runner in self.worker.runners:
             for buffer in runner._buffers.values():
                 buffer.fill_(float("nan") if buffer.is_floating_point() else -1)
         rows = self.worker._target.rows

@@ -36,7 +36,7 @@ OUR_FLAGS = re.findall(
     """
     shutdown-timeout speculative-draft-load-format speculative-draft-attention-backend disable-draft-extend-cuda-graph
     disable-draft-decode-cuda-graph speculative-synthetic-accept-length speculative-check-parity trust-request-chat-template profile
-    cpu-threads
+    cpu-threads speculative-disable-by-batch-size
     """,
 )
 
@@ -278,6 +278,9 @@ def test_the_command_line_of_the_reference_table_starts_a_server(caplog: pytest.
         ({**EAGLE, "speculative_token_map": "/nowhere.pt"}, HOPPER, ["--speculative-token-map", "/nowhere.pt"]),
         ({**EAGLE, "speculative_algorithm": "EAGLE3", "speculative_token_map": "x"}, HOPPER, ["--speculative-token-map", "EAGLE3"]),
         ({**EAGLE, "speculative_accept_threshold_single": 0.0}, HOPPER, ["--speculative-accept-threshold-single"]),
+        ({**EAGLE, "speculative_disable_by_batch_size": 0}, HOPPER, ["size 0 leaves no step", "--speculative-algorithm none"]),
+        ({**EAGLE, "speculative_disable_by_batch_size": -1}, HOPPER, ["--speculative-disable-by-batch-size", "from 1 to"]),
+        ({"speculative_disable_by_batch_size": 4}, HOPPER, ["--speculative-disable-by-batch-size", "--speculative-algorithm"]),
         ({**EAGLE, "speculative_synthetic_accept_length": "5"}, HOPPER, ["from 1 to 4"]),
         ({**EAGLE, "speculative_synthetic_accept_length": "0.5,0.5"}, HOPPER, ["3 probabilities"]),
         ({**EAGLE, "speculative_synthetic_accept_length": "2", "speculative_eagle_topk": 2}, HOPPER, ["--speculative-eagle-topk 1"]),
@@ -342,6 +345,9 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     ),
     "speculative_synthetic_accept_length": (
         {"speculative_synthetic_accept_length": "0.9,0.5,0.1"}, lambda c: spec_of(c).synthetic_accept, (0.9, 0.5, 0.1)
+    ),
+    "speculative_disable_by_batch_size": (
+        {"speculative_disable_by_batch_size": 24}, lambda c: spec_of(c).disable_by_batch_size, 24
     ),
     "speculative_check_parity": ({"speculative_check_parity": True}, lambda c: spec_of(c).check_parity, True),
 }  # fmt: skip
@@ -475,6 +481,36 @@ def test_the_embedded_model_drafts_with_its_own_head_unless_told_otherwise() -> 
     for kept in ({"speculative_algorithm": "NGRAM"}, EAGLE, {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "x"}):
         assert with_own_draft(args(**kept), True) == args(**kept)
     assert with_own_draft(args(), False) == args()
+
+
+@pytest.mark.parametrize(
+    ("given", "machine", "most"),
+    [
+        ({}, CPU, 4),
+        ({"quantization": "int8"}, CPU, 4),
+        ({"dtype": "float32"}, CPU, 8),
+        ({"quantization": "none"}, CPU, 8),
+        ({"dtype": "bfloat16"}, CPU, None),
+        ({"dtype": "float32", "quantization": "int8"}, CPU, 4),
+        ({"speculative_num_steps": 2}, CPU, 4),
+        ({"speculative_disable_by_batch_size": 9}, CPU, 9),
+        ({}, HOPPER, None),
+        ({"speculative_disable_by_batch_size": 64}, HOPPER, 64),
+    ],
+)
+def test_the_embedded_models_draft_pauses_where_it_was_measured_to_stop_paying_and_says_so(
+    given: dict[str, object], machine: MachineFacts, most: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        config = resolve(with_own_draft(args(**given), True), machine, replace(LLAMA, embedded=True), (str(EMBEDDED_DRAFT), "safetensors"))
+    assert spec_of(config).disable_by_batch_size == most
+    assert ("at every batch" if most is None else f"paused while more than {most} requests decode together") in caplog.text
+
+
+def test_no_other_draft_pauses_unasked() -> None:
+    assert spec_of(resolve(args(**EAGLE), CPU, LLAMA, DRAFT)).disable_by_batch_size is None
+    ngram = args(speculative_algorithm="NGRAM")
+    assert spec_of(resolve(ngram, CPU, replace(LLAMA, embedded=True))).disable_by_batch_size is None
 
 
 def test_no_speculation_leaves_no_flag_about_it() -> None:

@@ -40,8 +40,8 @@ def tiny_speculative(folder: str, **changes: object) -> SpeculativeConfig:
     """An EAGLE chain of three steps with dummy weights from `folder`."""
     values: dict[str, object] = dict(
         algorithm="EAGLE", draft_model_path=folder, draft_load_format="dummy", num_steps=3, topk=1, num_draft_tokens=4, token_map=None,
-        attention_backend="torch_native", draft_decode_graph=True, draft_extend_graph=True, accept_threshold_single=1.0,
-        accept_threshold_acc=1.0, synthetic_accept=None, check_parity=False,
+        attention_backend="torch_native", draft_decode_graph=True, draft_extend_graph=True, disable_by_batch_size=None,
+        accept_threshold_single=1.0, accept_threshold_acc=1.0, synthetic_accept=None, check_parity=False,
     )  # fmt: skip
     values.update(changes)
     return SpeculativeConfig(**values)  # type: ignore[arg-type]

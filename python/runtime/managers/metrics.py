@@ -42,6 +42,7 @@ COUNTERS = {
     "talon:spec_verify_steps": ("spec_verify_steps_total", "Verify steps, each request counted."),
     "talon:spec_draft_tokens": ("spec_draft_tokens_total", "Draft tokens verified."),
     "talon:spec_accepted_tokens": ("spec_accepted_tokens_total", "Draft tokens accepted."),
+    "talon:spec_paused_steps": ("spec_paused_steps_total", "Steps without drafts, because so many requests decoded together."),
 }
 
 

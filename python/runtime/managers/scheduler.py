@@ -429,6 +429,7 @@ class Scheduler:
 
     def _apply_decode(self, reqs: list[Req], result: BatchResult, outs: list[TokensOut]) -> None:
         tokens, at = result.token_ids.tolist(), 0
+        self.state.spec.paused_steps += self.limits.max_accept_len > 1 and not result.stats.draft_tokens
         for req, count in zip(reqs, result.accept_lens.tolist(), strict=True):
             start, at = at, at + count
             if not req.alive:

@@ -132,6 +132,7 @@ class SchedulerState:
             "spec_verify_steps_total": spec.verify_steps,
             "spec_draft_tokens_total": spec.draft_tokens,
             "spec_accepted_tokens_total": spec.accepted_tokens,
+            "spec_paused_steps_total": spec.paused_steps,
             "spec_accepted_by_position": list(spec.accepted_by_position),
             "spec_accept_length": 1 + spec.accepted_tokens / spec.verify_steps if spec.verify_steps else 0.0,
             "spec_accept_rate": spec.accepted_tokens / spec.draft_tokens if spec.draft_tokens else 0.0,

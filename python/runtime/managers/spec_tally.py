@@ -6,12 +6,16 @@ from runtime.managers.io_struct import SpecStats
 
 
 class SpecTally:
-    """Drafts verified and accepted, in all and by draft position."""
+    """Drafts verified and accepted, in all and by draft position.
 
-    __slots__ = ("accepted_by_position", "accepted_tokens", "draft_tokens", "verify_steps")
+    Attributes:
+        paused_steps: of the server, steps that ran without drafts because so many decoded together. They are in no other figure here.
+    """
+
+    __slots__ = ("accepted_by_position", "accepted_tokens", "draft_tokens", "paused_steps", "verify_steps")
 
     def __init__(self) -> None:
-        self.verify_steps = self.draft_tokens = self.accepted_tokens = 0
+        self.verify_steps = self.draft_tokens = self.accepted_tokens = self.paused_steps = 0
         self.accepted_by_position: list[int] = []
 
     def add(self, accept_len: int, draft_tokens: int, max_accept_len: int) -> None:

@@ -106,17 +106,15 @@ def decode_sizes(parts: Parts) -> list[int]:
     return parts.sizes or [1, parts.running]
 
 
-def tune_products(parts: Parts, target: Target, width: int, others: Iterable[Callable[[], object]]) -> None:
-    """Choose the kernel of every matrix product of decode passes: `width` rows a request, and the prompts' last rows.
+def tune_products(parts: Parts, target: Target, rows: Iterable[int], others: Iterable[Callable[[], object]]) -> None:
+    """Choose the kernel of every matrix product of decode passes, which have so many `rows`, and of the prompts' last rows.
 
     What else is compiled at a first start is compiled beside: sampling, and `others`.
     """
     started, model = time.perf_counter(), target.runner.model
-    sizes = decode_sizes(parts)
-    rows = sorted({n for size in sizes for n in (size, size * width)})
     with torch.inference_mode():
         choosing = partial(rehearse_sampling, target, torch.zeros((1, model.config.vocab_size), device=parts.device))
-        chosen = tune_ops(model.ops, model, rows, timed=True, others=[*others, choosing])
+        chosen = tune_ops(model.ops, model, sorted(set(rows)), timed=True, others=[*others, choosing])
     if chosen:
         parts.facts["products"] = chosen
         parts.phases["tune_products"] = round(time.perf_counter() - started, 3)
@@ -342,7 +340,7 @@ def build_worker(
     page_table = make_page_table(parts, 1)
     target = make_target(parts, runner, page_table, 1)
     runner.allocate(1, page_table, parts.requests, 1, 1)
-    tune_products(parts, target, 1, runner.backend.first_runs(decode_sizes(parts), 1, tree=False))
+    tune_products(parts, target, decode_sizes(parts), runner.backend.first_runs(decode_sizes(parts), 1, tree=False))
     spec = decode_spec(model_config.vocab_size, target_launches(model_config))
     inputs = InputBuffers(parts.requests, 1, parts.device)
     decode = GraphRunner(spec, decode_forward(target), inputs, [runner.backend], parts.replay, parts.sizes, config.cuda_graph_padding)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -26,9 +27,10 @@ from runtime.model_executor.build import (
     target_launches,
     tune_products,
 )
-from runtime.model_executor.graph_runner import GraphRunner
+from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.model_runner import ModelRunner
+from runtime.model_executor.target import Target
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_head import DraftModel, load_draft_config, load_token_map
@@ -41,14 +43,44 @@ from runtime.server_args import RuntimeConfig, SpeculativeConfig
 from runtime.speculative.draft_decode_graph_runner import draft_decode_forward, draft_decode_spec
 from runtime.speculative.draft_extend_graph_runner import draft_extend_forward, draft_extend_spec
 from runtime.speculative.draft_rows import DraftRows
-from runtime.speculative.draft_tree import TreeShape
+from runtime.speculative.draft_tree import NO_DRAFTS, TreeShape
 from runtime.speculative.eagle_worker import Draft, EagleWorker, draft_prompt, first_window
 from runtime.speculative.ngram_worker import NgramWorker
 from runtime.speculative.parity import check_parity
-from runtime.speculative.verifier import Rules, Verifier, verify_forward, verify_spec
+from runtime.speculative.verifier import Pause, Rules, Verifier, verify_forward, verify_spec
 from runtime.speculative.verify import AcceptThresholds
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The batch sizes that one kind of iteration meets.
+
+    Attributes:
+        running: the most requests.
+        most: the same with padding.
+        captured: sizes of graphs.
+        expected: sizes that its kernels are chosen for.
+    """
+
+    running: int
+    most: int
+    captured: list[int]
+    expected: list[int]
+
+
+def divide_batches(parts: Parts, above: int | None) -> tuple[Batches, Batches | None]:
+    """Those of iterations with drafts, and, where some run without, of those: the batches of more than `above` requests."""
+    if above is None or above >= parts.running:
+        if above is not None:
+            log.info("drafting never pauses: no more than %d requests run at once", parts.running)
+        return Batches(parts.running, parts.requests, parts.sizes, decode_sizes(parts)), None
+    few, many = ([size for size in sorted(parts.sizes) if (size > above) == larger] for larger in (False, True))
+    if parts.config.cuda_graph_padding and above not in few:
+        few = few + many[:1]  # what a batch of `above` is padded to
+    drafting = Batches(above, max([above, *few]), few, few or [1, above])
+    return drafting, Batches(parts.running, parts.requests, many, many or [above + 1, parts.running])
 
 
 def build_speculative_worker(
@@ -72,6 +104,7 @@ def _build_eagle(
     config: RuntimeConfig, speculative: SpeculativeConfig, model_config: ModelConfig, replay: ReplayKind | None, sizes: list[int] | None
 ) -> EagleWorker:
     parts = make_parts(config, replay, sizes)
+    drafting, pausing = divide_batches(parts, speculative.disable_by_batch_size)
     shape = TreeShape(speculative.num_steps, speculative.topk, speculative.num_draft_tokens)
     ahead = max(shape.num_steps * shape.topk, shape.num_draft_tokens)
     model = load_model(parts, model_config, config.model_path, config.load_format, config.quantization)
@@ -85,57 +118,55 @@ def _build_eagle(
     runner.allocate(1, page_table, parts.requests, widths[0], 1)
     passes = shape.num_steps - head.lookahead
     draft_runner.allocate(1, page_table, parts.requests, widths[1], max(passes, 1))
-    sizes, tree = decode_sizes(parts), shape.topk > 1
+    sizes, tree = drafting.expected, shape.topk > 1
     first_runs = [
         *runner.backend.first_runs(sizes, shape.num_draft_tokens, tree),
         *draft_runner.backend.first_runs(sizes, shape.topk, tree),
         *draft_runner.backend.first_runs(sizes, shape.num_draft_tokens, tree=False),
     ]
-    tune_products(parts, target, shape.num_draft_tokens, first_runs)
+    if pausing is not None:
+        first_runs += [run for model in (runner, draft_runner) for run in model.backend.first_runs(pausing.expected, 1, tree=False)]
+    tune_products(parts, target, _product_rows(drafting, pausing, shape), first_runs)
 
     passes_launches = target_launches(head.config)
-    specs = {
-        "verify": verify_spec(shape, model_config.vocab_size, head.input_width, parts.dtype, target_launches(model_config)),
-        "decode": draft_decode_spec(shape, head.vocab_size, passes_launches, max(passes, 1)),
-        "extend": draft_extend_spec(shape, head.input_width, parts.dtype, passes_launches),
-    }
     rules = replace(_rules(speculative, shape, parts.device), to_target=head.to_target, to_draft=head.to_draft)
     inputs = InputBuffers(parts.requests, widths[1], parts.device)
-    common = {"inputs": inputs, "sizes": parts.sizes, "padding": config.cuda_graph_padding}
-    verify = GraphRunner(specs["verify"], verify_forward(target, head.aux_layers), backends=[runner.backend], replay=parts.replay, **common)
+
+    def graphs(spec: RunnerSpec, forward: Forward, model: ModelRunner, batches: Batches, wanted: bool = True) -> GraphRunner:
+        replay = parts.replay if wanted else "none"
+        return GraphRunner(spec, forward, inputs, [model.backend], replay, batches.captured, config.cuda_graph_padding, batches.most)
+
+    def extend_graphs(width: int, batches: Batches) -> GraphRunner:
+        spec = draft_extend_spec(shape, width, head.input_width, parts.dtype, passes_launches)
+        forward = draft_extend_forward(head, target.rows, rows, inputs)
+        return graphs(spec, forward, draft_runner, batches, speculative.draft_extend_graph)
+
+    verify, pause = _verify_graphs(target, head.aux_layers, head.input_width, shape, drafting, pausing, graphs)
     decode = None
     if passes:
-        decode = GraphRunner(
-            specs["decode"],
-            draft_decode_forward(head, shape, target.rows, rows, page_table, inputs),
-            backends=[draft_runner.backend],
-            replay=parts.replay if speculative.draft_decode_graph else "none",
-            **common,
-        )
-    extend = GraphRunner(
-        specs["extend"],
-        draft_extend_forward(head, target.rows, rows, inputs),
-        backends=[draft_runner.backend],
-        replay=parts.replay if speculative.draft_extend_graph else "none",
-        **common,
-    )
-    verifier = Verifier(target, verify, inputs, rules)
-    draft = Draft(draft_runner, head, rows, shape, decode, extend)
+        spec = draft_decode_spec(shape, head.vocab_size, passes_launches, passes)
+        forward = draft_decode_forward(head, shape, target.rows, rows, page_table, inputs)
+        decode = graphs(spec, forward, draft_runner, drafting, speculative.draft_decode_graph)
+    extend = extend_graphs(shape.num_draft_tokens, drafting)
+    paused_extend = None if pausing is None else extend_graphs(NO_DRAFTS.num_draft_tokens, pausing)
+    verifier = Verifier(target, verify, inputs, rules, pause)
+    draft = Draft(draft_runner, head, rows, shape, decode, extend, paused_extend)
     nobody = torch.zeros(parts.running, dtype=torch.int64, device=parts.device)
-    drafted = first_window(draft, target.rows, nobody) if decode is None else decode.outputs(parts.running)
+    drafted = first_window(draft, target.rows, nobody[: drafting.running]) if decode is None else decode.outputs(drafting.running)
     activations = measure_activations(
-        parts, target, lambda: verifier.rehearse(drafted), head.aux_layers, lambda done: draft_prompt(draft, target.rows.tables, done)
+        parts, target, _rehearsal(verifier, drafted, nobody), head.aux_layers, lambda done: draft_prompt(draft, target.rows.tables, done)
     )
     rows.reset()
     owners = {
-        runner: [*add_short_prompts(parts, target, head.aux_layers), verify],
-        draft_runner: [extend] if decode is None else [extend, decode],
+        runner: [*add_short_prompts(parts, target, head.aux_layers), *_present(verify, pause and pause.runner)],
+        draft_runner: _present(extend, decode, paused_extend),
     }
     backends = {runner: (widths[0], 1), draft_runner: (widths[1], max(passes, 1))}
     plan = fit_memory(parts, owners, page_table, backends, activations, ahead)
     parts.facts["startup_seconds"] = parts.phases
     parts.facts["speculative"] = {"algorithm": speculative.algorithm, "num_steps": shape.num_steps, "topk": shape.topk,
-                                  "num_draft_tokens": shape.num_draft_tokens}  # fmt: skip
+                                  "num_draft_tokens": shape.num_draft_tokens,
+                                  "disable_by_batch_size": speculative.disable_by_batch_size}  # fmt: skip
     limits = make_limits(
         parts, plan, model_config.vocab_size, tokens_per_step=ahead, max_accept_len=shape.num_steps + 1, prefix_lookahead=head.lookahead
     )
@@ -178,23 +209,73 @@ def _build_ngram(
 ) -> NgramWorker:
     parts = make_parts(config, replay, sizes)
     shape = TreeShape(speculative.num_steps, 1, speculative.num_draft_tokens)
+    drafting, pausing = divide_batches(parts, speculative.disable_by_batch_size)
     D = shape.num_draft_tokens
     model = load_model(parts, model_config, config.model_path, config.load_format, config.quantization)
     runner = ModelRunner(model, model_config, config.attention_backend, parts.dtype, parts.device)
     page_table = make_page_table(parts, D)
     target = make_target(parts, runner, page_table, D)
     runner.allocate(1, page_table, parts.requests, D, 1)
-    tune_products(parts, target, D, runner.backend.first_runs(decode_sizes(parts), D, tree=False))
-    spec = verify_spec(shape, model_config.vocab_size, 0, parts.dtype, target_launches(model_config))
+    first_runs = runner.backend.first_runs(drafting.expected, D, tree=False)
+    if pausing is not None:
+        first_runs += runner.backend.first_runs(pausing.expected, 1, tree=False)
+    tune_products(parts, target, _product_rows(drafting, pausing, shape), first_runs)
     inputs = InputBuffers(parts.requests, D, parts.device)
-    verify = GraphRunner(spec, verify_forward(target, ()), inputs, [runner.backend], parts.replay, parts.sizes, config.cuda_graph_padding)
-    verifier = Verifier(target, verify, inputs, _rules(speculative, shape, parts.device))
-    drafted = {"tokens": torch.zeros((parts.running, D), dtype=torch.int64, device=parts.device)}
-    activations = measure_activations(parts, target, lambda: verifier.rehearse(drafted))
-    plan = fit_memory(parts, {runner: [*add_short_prompts(parts, target), verify]}, page_table, {runner: (D, 1)}, activations, D)
+
+    def graphs(spec: RunnerSpec, forward: Forward, model: ModelRunner, batches: Batches) -> GraphRunner:
+        padding = config.cuda_graph_padding
+        return GraphRunner(spec, forward, inputs, [model.backend], parts.replay, batches.captured, padding, batches.most)
+
+    verify, pause = _verify_graphs(target, (), 0, shape, drafting, pausing, graphs)
+    verifier = Verifier(target, verify, inputs, _rules(speculative, shape, parts.device), pause)
+    nobody = torch.zeros(parts.running, dtype=torch.int64, device=parts.device)
+    drafted = {"tokens": nobody[: drafting.running, None].expand(-1, D)}
+    activations = measure_activations(parts, target, _rehearsal(verifier, drafted, nobody))
+    owners = {runner: [*add_short_prompts(parts, target), *_present(verify, pause and pause.runner)]}
+    plan = fit_memory(parts, owners, page_table, {runner: (D, 1)}, activations, D)
     parts.facts["startup_seconds"] = parts.phases
     limits = make_limits(parts, plan, model_config.vocab_size, overlap=False, tokens_per_step=D, max_accept_len=D, needs_history=True)
     return NgramWorker(target, verifier, shape.num_steps, limits, parts.facts)
+
+
+def _product_rows(drafting: Batches, pausing: Batches | None, shape: TreeShape) -> list[int]:
+    """Rows of the products of decode passes: of whole windows and of one token a request."""
+    alone = drafting.expected + ([] if pausing is None else pausing.expected)
+    return [*alone, *(size * shape.num_draft_tokens for size in drafting.expected)]
+
+
+def _verify_graphs(
+    target: Target,
+    aux_layers: tuple[int, ...],
+    feature: int,
+    shape: TreeShape,
+    drafting: Batches,
+    pausing: Batches | None,
+    graphs: Callable[[RunnerSpec, Forward, ModelRunner, Batches], GraphRunner],
+) -> tuple[GraphRunner, Pause | None]:
+    """The runners of verify passes, with drafts and without; `graphs` makes one."""
+    model, forward = target.runner, verify_forward(target, aux_layers)
+
+    def made(of: TreeShape, batches: Batches) -> GraphRunner:
+        spec = verify_spec(of, model.config.vocab_size, feature, model.dtype, target_launches(model.config))
+        return graphs(spec, forward, model, batches)
+
+    return made(shape, drafting), None if pausing is None else Pause(drafting.running, made(NO_DRAFTS, pausing))
+
+
+def _rehearsal(verifier: Verifier, drafted: Outputs, nobody: torch.Tensor) -> Callable[[], None]:
+    """Judges the largest iteration with drafts, and the largest without where there are such. nobody int64 [running]: padding rows."""
+
+    def rehearse() -> None:
+        verifier.rehearse(drafted)
+        if verifier.pause is not None:
+            verifier.rehearse(verifier.bare_window(nobody))
+
+    return rehearse
+
+
+def _present(*runners: GraphRunner | None) -> list[GraphRunner]:
+    return [runner for runner in runners if runner is not None]
 
 
 def _rules(speculative: SpeculativeConfig, shape: TreeShape, device: torch.device) -> Rules:

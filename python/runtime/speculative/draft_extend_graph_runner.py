@@ -1,9 +1,9 @@
 """The draft forward over the verify window: its inputs, width, backend and memory reservation.
 
-Always the whole window of D tokens, rejected positions included: the shape is fixed, so no host value is needed between verify and the
-next draft. Position `j` of the window carries the committed token that follows it and the target's hidden state at it; beyond the
-accepted tokens it carries anything valid, and what it writes there is overwritten by the next iteration before it is read. The LM head
-runs on each request's last accepted row only.
+Always the whole window, of D tokens or, where drafting pauses, of one, rejected positions included: the shape is fixed, so no host value
+is needed between verify and the next draft. Position `j` of the window carries the committed token that follows it and the target's
+hidden state at it; beyond the accepted tokens it carries anything valid, and what it writes there is overwritten by the next iteration
+before it is read. The LM head runs on each request's last accepted row only.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from runtime.speculative.draft_rows import DraftRows, first_guesses
 from runtime.speculative.draft_tree import TreeShape
 
 
-def draft_extend_spec(shape: TreeShape, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
-    """Outputs: `features` [B * D, feature], the target's hidden states, and `accept_lens` int32 [B].
+def draft_extend_spec(shape: TreeShape, width: int, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
+    """Over windows of `width` tokens: D, or 1.
+
+    Outputs: `features` [B * width, feature], the target's hidden states, and `accept_lens` int32 [B].
 
     Both are inputs that the owner fills before the run, held here because no other runner reads them; the results go to `DraftRows`.
     """
-    D = shape.num_draft_tokens
     return RunnerSpec(
-        name="draft extend",
+        name="draft extend" if width > 1 else "paused extend",
         mode=ForwardMode.DRAFT_EXTEND,
-        width=D,
+        width=width,
         outputs=(BufferSpec("features", "token", dtype, 0, (feature,)), BufferSpec("accept_lens", "req", torch.int32, 1)),
         variants=(GREEDY, SAMPLED) if shape.topk == 1 else (GREEDY,),
         launches=launches + LAUNCHES_A_PASS,

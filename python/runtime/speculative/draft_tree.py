@@ -55,6 +55,10 @@ class TreeShape:
         return (self.num_steps - 1) * self.topk
 
 
+NO_DRAFTS = TreeShape(num_steps=0, topk=1, num_draft_tokens=1)
+"""The last committed token alone: verifying it is a plain decode step."""
+
+
 @dataclass(frozen=True, slots=True)
 class Beam:
     """A tree as far as it has grown. `level` passes of the draft have been folded in.

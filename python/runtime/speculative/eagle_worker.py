@@ -11,6 +11,10 @@ Nothing here waits for the device: lengths, accepted tokens and guesses stay in 
 KV length equals target KV length after every iteration: both are `RequestRows.kv_lens`, both pools share slots, and draft-extend writes
 whatever verify wrote.
 
+An iteration of more requests than drafting pays for is paused (`Verifier.pause`): no draft decode, and windows of the last token alone. It
+is a plain decode step, after which draft-extend keeps the draft's KV as long as the target's and the first guesses up to date, so that
+the next iteration of fewer requests drafts as if there had been no pause.
+
 A draft that is a model of its own (STANDALONE) runs the same four phases; it reads the token at a position where an EAGLE head reads the
 one after it (`DraftModel.lookahead`).
 """
@@ -41,7 +45,12 @@ from runtime.speculative.verifier import Accepted, Iteration, Verifier
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The draft side. `decode` is None where there is nothing to do between the first guess and verify (an EAGLE head with K = 1)."""
+    """The draft side.
+
+    Attributes:
+        decode: None where there is nothing to do between the first guess and verify (an EAGLE head with K = 1).
+        extend, paused_extend: over windows of D tokens, and of one; None where drafting never pauses.
+    """
 
     runner: ModelRunner
     model: DraftModel
@@ -49,6 +58,7 @@ class Draft:
     shape: TreeShape
     decode: GraphRunner | None
     extend: GraphRunner
+    paused_extend: GraphRunner | None = None
 
 
 def draft_prompt(draft: Draft, tables: SamplingTables, done: ExtendPass) -> None:
@@ -90,8 +100,9 @@ class EagleWorker(DeviceWorker):
     def __init__(
         self, target: Target, draft: Draft, verifier: Verifier, inputs: InputBuffers, limits: WorkerLimits, facts: dict[str, object]
     ) -> None:
-        runners = tuple(r for r in (draft.decode, verifier.runner, draft.extend) if r is not None)
-        super().__init__(target, runners, limits, facts)
+        paused = None if verifier.pause is None else verifier.pause.runner
+        runners = (draft.decode, verifier.runner, draft.extend, paused, draft.paused_extend)
+        super().__init__(target, tuple(r for r in runners if r is not None), limits, facts)
         self._draft, self.verifier, self._inputs = draft, verifier, inputs
 
     def info(self) -> dict[str, object]:
@@ -149,6 +160,8 @@ class EagleWorker(DeviceWorker):
 
     def _run_decode(self, turn: Iteration, variant: str) -> Outputs:
         draft, rows = self._draft, turn.rows
+        if turn.paused:
+            return self.verifier.bare_window(rows)
         if draft.decode is None:
             return first_window(draft, self._target.rows, rows)
         batch = draft.decode.batch(turn.size)
@@ -157,8 +170,10 @@ class EagleWorker(DeviceWorker):
         return draft.decode.run(batch, variant, turn.oracle)[0]
 
     def _run_extend(self, turn: Iteration, accepted: Accepted, variant: str) -> None:
-        draft, D = self._draft, self._draft.shape.num_draft_tokens
-        batch, held = draft.extend.batch(turn.size), draft.extend.outputs(turn.size)
+        draft, D = self._draft, turn.width
+        runner = draft.paused_extend if turn.paused else draft.extend
+        assert runner is not None, "iterations that may pause have a runner for it"
+        batch, held = runner.batch(turn.size), runner.outputs(turn.size)
         batch.seq_len_bounds[:] = turn.bounds + D
         tokens = accepted.tokens if draft.model.lookahead else accepted.window
         fill_window(batch, self._target.page_table, self._inputs.kv_lens(turn.size), tokens)
@@ -168,4 +183,4 @@ class EagleWorker(DeviceWorker):
             first = torch.arange(turn.size, device=features.device)[:, None] * D
             features = features[(first + accepted.path).flatten()]
         held["features"].copy_(features)
-        draft.extend.run(batch, variant, turn.feeds_oracle)
+        runner.run(batch, variant, turn.feeds_oracle)

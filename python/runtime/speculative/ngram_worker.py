@@ -27,7 +27,8 @@ class NgramWorker(DeviceWorker):
     """
 
     def __init__(self, target: Target, verifier: Verifier, num_steps: int, limits: WorkerLimits, facts: dict[str, object]) -> None:
-        super().__init__(target, (verifier.runner,), limits, facts)
+        runners = (verifier.runner,) if verifier.pause is None else (verifier.runner, verifier.pause.runner)
+        super().__init__(target, runners, limits, facts)
         self.verifier, self._num_steps = verifier, num_steps
         self._histories: dict[int, NgramHistory] = {}
 
@@ -49,7 +50,7 @@ class NgramWorker(DeviceWorker):
             return self._remember(batch, self._target.extend(batch)[1].collect)
         turn = self.verifier.begin(batch)
         with span("draft_decode"):
-            drafted = self._look_up(turn)
+            drafted = self.verifier.bare_window(turn.rows) if turn.paused else self._look_up(turn)
         with span("verify"):
             _, flight = self.verifier.judge(turn, drafted)
         return self._remember(batch, lambda: self.verifier.collect(flight))

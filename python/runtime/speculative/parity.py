@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -20,6 +20,8 @@ from runtime.speculative.ngram_worker import NgramWorker
 
 log = logging.getLogger(__name__)
 PROMPTS, PROMPT_LEN, ITERATIONS = 4, 16, 16
+PAUSED_EVERY = 3
+"""Where the server may do without drafts, one iteration in so many does."""
 PERIOD = 5
 """The prompts repeat themselves at this distance, so that prompt lookup has something to find."""
 GREEDY = SamplingParams(temperature=0.0)
@@ -90,7 +92,8 @@ def _culprit(worker: SpeculativeWorker, eager: Outcome) -> str:
 def run_scratch(worker: SpeculativeWorker) -> Outcome:
     """A short greedy run of fixed prompts over the first rows and pages; nothing of it is left."""
     limits = worker.limits
-    count = min(PROMPTS, limits.max_running_requests)
+    pause = worker.verifier.pause
+    count = min(PROMPTS, limits.max_running_requests, PROMPTS if pause is None else pause.above)
     room = PROMPT_LEN + ITERATIONS * limits.max_accept_len + 2 * limits.tokens_per_step
     pages = -(-room // limits.page_size)
     count = min(count, limits.max_total_tokens // limits.page_size // pages)
@@ -101,11 +104,12 @@ def run_scratch(worker: SpeculativeWorker) -> Outcome:
         tokens = [result.tolist() for result in _iterate(worker, count, pages)]
         return Outcome(worker.verifier.counted(), tokens)
     finally:
+        worker.verifier.pause = pause
         worker.reset()
 
 
 def _iterate(worker: SpeculativeWorker, count: int, pages: int) -> list[np.ndarray]:
-    limits = worker.limits
+    limits, pause = worker.limits, worker.verifier.pause
     rows = np.arange(1, count + 1, dtype=np.int32)
     prompts = [[(7 * r + i % PERIOD * 11 + 3) % limits.vocab_size for i in range(PROMPT_LEN)] for r in rows.tolist()]
     lens, kv, out = np.full(count, PROMPT_LEN, dtype=np.int32), np.zeros(count, dtype=np.int32), [[] for _ in rows]
@@ -121,6 +125,8 @@ def _iterate(worker: SpeculativeWorker, count: int, pages: int) -> list[np.ndarr
             batch.page_ids = np.arange(1, count * pages + 1, dtype=np.int32)
             batch.prefix_lens, batch.extend_lens, batch.next_tokens = kv.copy(), lens, none
             batch.token_ids = np.array(prompts, dtype=np.int32).flatten()
+        if pause is not None:
+            worker.verifier.pause = replace(pause, above=0 if step % PAUSED_EVERY == 0 else count)
         result = worker.submit(batch).wait()
         kv += result.accept_lens if step else lens
         for text, part in zip(out, np.split(result.token_ids, result.accept_lens.cumsum()[:-1]), strict=True):

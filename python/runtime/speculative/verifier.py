@@ -23,8 +23,9 @@ from runtime.model_executor.window import fill_window
 from runtime.models.decoder import DecoderModel
 from runtime.sampling_params import MAX_TOP_LOGPROBS
 from runtime.speculative.acceptance import AcceptanceCounters, DriftAlarm
-from runtime.speculative.draft_tree import TreeShape
+from runtime.speculative.draft_tree import NO_DRAFTS, TreeShape
 from runtime.speculative.verify import (
+    LOSSLESS,
     AcceptThresholds,
     DraftProbs,
     compaction,
@@ -46,7 +47,7 @@ def verify_spec(shape: TreeShape, vocab: int, feature: int, dtype: torch.dtype, 
     """Outputs over the window: `logits` float32 [B * D, V], argmax `tokens` int64 [B * D], the draft's `features` [B * D, feature]."""
     D = shape.num_draft_tokens
     return RunnerSpec(
-        name="verify",
+        name="verify" if D > 1 else "paused verify",
         mode=ForwardMode.TARGET_VERIFY,
         width=D,
         outputs=(
@@ -97,11 +98,30 @@ class Rules:
     to_draft: torch.Tensor | None = None
 
 
+WITHOUT_DRAFTS = Rules(NO_DRAFTS, LOSSLESS, None)
+"""With nothing to accept: the target's token after the last one, chosen as plain decoding chooses it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """When drafting costs more than it brings.
+
+    Attributes:
+        above: iterations of more requests than this are of windows of one token, without drafts.
+        runner: of their verify passes.
+    """
+
+    above: int
+    runner: GraphRunner
+
+
 @dataclass(frozen=True, slots=True)
 class Iteration:
     """One iteration under way. B requests live, `size` with padding.
 
     Attributes:
+        rules: how its windows are judged; D is the width of theirs.
+        runner: of its verify pass.
         rows: int64 [size], on the device; padding: row 0.
         bounds: int32 [size], on the host: KV lengths before the iteration are at most this; padding: 0.
         oracle: whether drafts and verification are of the eager sample.
@@ -109,12 +129,24 @@ class Iteration:
     """
 
     batch: ScheduleBatch
+    rules: Rules
+    runner: GraphRunner
     size: int
     rows: torch.Tensor
     bounds: npt.NDArray[np.int32]
     needs: SamplingNeeds
     oracle: bool
     feeds_oracle: bool
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.rules.shape.num_draft_tokens
+
+    @property
+    def paused(self) -> bool:
+        """Whether it runs without drafts."""
+        return self.width == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +184,16 @@ class Flight:
 
 
 class Verifier:
-    """Owner of the verify runner and of the acceptance counters.
+    """Owner of the verify runners and of the acceptance counters, which know nothing of iterations without drafts.
 
     Attributes:
-        runner: of the verify passes.
+        runner: of the verify passes over drafts.
+        pause: when to do without; None for never. Checks replace it between steps, to choose how one runs.
     """
 
-    def __init__(self, target: Target, runner: GraphRunner, inputs: InputBuffers, rules: Rules) -> None:
+    def __init__(self, target: Target, runner: GraphRunner, inputs: InputBuffers, rules: Rules, pause: Pause | None = None) -> None:
         assert rules.synthetic is None or rules.shape.topk == 1, "acceptance is forced on a chain only"
+        self.pause = pause
         self._target, self.runner, self._inputs, self._rules = target, runner, inputs, rules
         self.forget()
 
@@ -184,7 +218,8 @@ class Verifier:
 
     def begin(self, batch: ScheduleBatch) -> Iteration:
         """Stage the batch; its rows and KV lengths go into the shared inputs, where every runner of this iteration reads them."""
-        size = self.runner.size_for(batch.size)
+        rules, runner = self._course(batch.size)
+        size = runner.size_for(batch.size)
         rows = self._target.stage_rows(batch, size)
         self._inputs.rows(size).copy_(rows)
         torch.index_select(self._target.rows.kv_lens, 0, rows, out=self._inputs.kv_lens(size))
@@ -192,7 +227,18 @@ class Verifier:
         bounds[: batch.size] = batch.len_bounds
         self._iterations += 1
         oracle, feeds_oracle = ((self._iterations + ahead) % ORACLE_EVERY == 0 for ahead in (0, 1))
-        return Iteration(batch, size, rows, bounds, self._target.rows.needs(batch.rows), oracle, feeds_oracle)
+        needs, compared = self._target.rows.needs(batch.rows), rules is self._rules and oracle
+        return Iteration(batch, rules, runner, size, rows, bounds, needs, compared, feeds_oracle)
+
+    def _course(self, count: int) -> tuple[Rules, GraphRunner]:
+        """How an iteration of `count` requests goes: with drafts, or without."""
+        if self.pause is not None and count > self.pause.above:
+            return WITHOUT_DRAFTS, self.pause.runner
+        return self._rules, self.runner
+
+    def bare_window(self, rows: torch.Tensor) -> Outputs:
+        """What a paused iteration verifies, for `judge`: the last token alone of request rows int64 [size]."""
+        return {"tokens": self._target.rows.last_tokens[rows][:, None]}
 
     def judge(self, turn: Iteration, drafted: Outputs) -> tuple[Accepted, Flight]:
         """Verify the window, commit what stands, and send it to the host.
@@ -201,13 +247,13 @@ class Verifier:
             drafted: `tokens` int64 [size, D]; trees also `parents`, `depths`, `mask`; sampled chains also `probs` float32 [size, K, Vd].
         """
         window = self._window(turn, drafted)
-        _, graph = self.runner.run(window, oracle=turn.oracle)
+        _, graph = turn.runner.run(window, oracle=turn.oracle)
         return self._settle(turn, drafted, window, graph)
 
     def ride(self, turn: Iteration, drafted: Outputs) -> Riders:
         """The window, to be verified in the pass of a prompt batch; `settle` follows. A chain's."""
-        assert self._rules.shape.topk == 1, "a prompt pass is causal"
-        live, outputs = turn.batch.size * self._rules.shape.num_draft_tokens, self.runner.outputs(turn.size)
+        assert turn.rules.shape.topk == 1, "a prompt pass is causal"
+        live, outputs = turn.batch.size * turn.width, turn.runner.outputs(turn.size)
         model = self._target.runner.model
 
         def keep(hidden: torch.Tensor, aux: torch.Tensor | None) -> None:
@@ -223,7 +269,7 @@ class Verifier:
 
     def _settle(self, turn: Iteration, drafted: Outputs, window: ForwardBatch, graph: bool) -> tuple[Accepted, Flight]:
         """Decide over a window that was verified, commit what stands, and send it to the host."""
-        verified = self.runner.outputs(turn.size)
+        verified = turn.runner.outputs(turn.size)
         fused = self._fusable(turn)
         lens, tokens, path = self._decide_fused(turn, drafted, verified) if fused else self._decide(turn, drafted, verified)
         accepted = Accepted(lens, tokens, path, drafted["tokens"], verified["features"], graph)
@@ -240,8 +286,8 @@ class Verifier:
         none = np.zeros(size, dtype=np.int32)
         batch = ScheduleBatch(0, ForwardMode.DECODE, rows=none, len_bounds=none, top_logprobs=none + MAX_TOP_LOGPROBS)
         needs = SamplingNeeds.every()
-        turn = Iteration(batch, size, torch.zeros(size, dtype=torch.int64, device=device), none, needs, False, False)
-        verified = self.runner.outputs(size)
+        turn = Iteration(batch, *self._course(size), size, torch.zeros(size, dtype=torch.int64, device=device), none, needs, False, False)
+        verified = turn.runner.outputs(size)
         lens, tokens, path = self._decide(turn, drafted, verified)
         accepted = Accepted(lens, tokens, path, drafted["tokens"], verified["features"], False)
         self._send(turn, accepted, verified["logits"]).tokens.wait()
@@ -250,8 +296,9 @@ class Verifier:
         """On the host, one iteration later: wait, count, and hand over."""
         tokens, lens = flight.tokens.wait()
         keep = np.arange(tokens.shape[1])[None] < lens[:, None]
-        self._counters[flight.stats.oracle].add(lens)
-        self._alarm.add(lens, flight.stats.oracle)
+        if flight.stats.draft_tokens:
+            self._counters[flight.stats.oracle].add(lens)
+            self._alarm.add(lens, flight.stats.oracle)
         if flight.stats.oracle:
             self._warn_of_drift()
         return BatchResult(
@@ -276,8 +323,8 @@ class Verifier:
 
     def _window(self, turn: Iteration, drafted: Outputs) -> ForwardBatch:
         """The inputs of the verify pass, filled."""
-        batch = self.runner.batch(turn.size)
-        batch.seq_len_bounds[:] = turn.bounds + self._rules.shape.num_draft_tokens
+        batch = turn.runner.batch(turn.size)
+        batch.seq_len_bounds[:] = turn.bounds + turn.width
         fill_window(batch, self._target.page_table, self._inputs.kv_lens(turn.size), drafted["tokens"], drafted.get("depths"))
         if batch.tree_mask is not None:
             batch.tree_mask.copy_(drafted["mask"].flatten())
@@ -285,7 +332,7 @@ class Verifier:
 
     def _decide(self, turn: Iteration, drafted: Outputs, verified: Outputs) -> Verdict:
         """Which drafts stand. Padding rows come out as valid as any. Distributions are made for so many requests at a time."""
-        needs, D = turn.needs, self._rules.shape.num_draft_tokens
+        needs, D = turn.needs, turn.width
         kv_lens, most = self._inputs.kv_lens(turn.size), max(JUDGED_ROWS // D, 1)
         if turn.size <= most or (needs.all_greedy and not needs.adjusts):
             return self._decide_part(turn, drafted, verified, kv_lens)
@@ -302,7 +349,7 @@ class Verifier:
 
     def _decide_part(self, turn: Iteration, drafted: Outputs, verified: Outputs, kv_lens: torch.Tensor) -> Verdict:
         """`_decide` for requests that are together few enough. kv_lens int32 [size], before the iteration."""
-        rules, needs, D = self._rules, turn.needs, self._rules.shape.num_draft_tokens
+        rules, needs, D = turn.rules, turn.needs, turn.width
         target, probs, ops = verified["tokens"].view(-1, D), None, self._target.rows.tables.ops
         positions = self._positions(drafted, kv_lens)
         if needs.adjusts or not needs.all_greedy:
@@ -333,7 +380,7 @@ class Verifier:
     def _decide_tree(
         self, turn: Iteration, drafted: Outputs, target: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor
     ) -> Verdict:
-        rules, K, D = self._rules, self._rules.shape.num_steps, self._rules.shape.num_draft_tokens
+        rules, K, D = turn.rules, turn.rules.shape.num_steps, turn.width
         tokens, parents = drafted["tokens"], drafted["parents"]
         if probs is not None:
             accept = self._uniforms(turn, positions, RandomStream.ACCEPT)
@@ -344,15 +391,15 @@ class Verifier:
 
     def _fusable(self, turn: Iteration) -> bool:
         """Whether one kernel may decide and commit: a chain on a GPU, greedy with plain logits or forced."""
-        forced = self._rules.synthetic is not None and not turn.needs.penalised
+        forced = turn.rules.synthetic is not None and not turn.needs.penalised
         greedy = turn.needs.all_greedy and not turn.needs.adjusts
-        return turn.rows.is_cuda and self._rules.shape.topk == 1 and (forced or greedy)
+        return turn.rows.is_cuda and turn.rules.shape.topk == 1 and (forced or greedy)
 
     def _decide_fused(self, turn: Iteration, drafted: Outputs, verified: Outputs) -> Verdict:
         from runtime.speculative.accept_kernel import accept_chain
 
         state = self._target.rows
-        target = verified["tokens"].view(-1, self._rules.shape.num_draft_tokens)
+        target = verified["tokens"].view(-1, turn.width)
         lens, tokens = accept_chain(
             drafted["tokens"],
             target,
@@ -362,14 +409,14 @@ class Verifier:
             state.kv_lens,
             state.last_tokens,
             self._vocab,
-            self._rules.synthetic,
+            turn.rules.synthetic,
             state.tables.seeds,
         )
         return lens, tokens, None
 
     def _commit(self, turn: Iteration, accepted: Accepted, window: ForwardBatch) -> None:
         """Move accepted KV to the front (trees) and set the rows."""
-        state, live, D = self._target.rows, turn.batch.size, self._rules.shape.num_draft_tokens
+        state, live, D = self._target.rows, turn.batch.size, turn.width
         rows, lens, tokens = turn.rows[:live], accepted.accept_lens[:live], accepted.tokens[:live]
         if accepted.path is not None:
             slots = window.out_cache_loc.view(-1, D)[:live]
@@ -381,7 +428,7 @@ class Verifier:
 
     def _send(self, turn: Iteration, accepted: Accepted, logits: torch.Tensor) -> Flight:
         """Start the copies to the host."""
-        live, D = turn.batch.size, self._rules.shape.num_draft_tokens
+        live, D = turn.batch.size, turn.width
         lens, tokens = accepted.accept_lens[:live], accepted.tokens[:live]
         k = int(turn.batch.top_logprobs.max(initial=-1))
         logprobs = None
@@ -412,7 +459,7 @@ class Verifier:
 
     def _adjusted(self, turn: Iteration, drafted: Outputs, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """float32 [size, D, V]: logits after penalties that count the drafts before each position as if they stood."""
-        window = logits.view(turn.size, self._rules.shape.num_draft_tokens, -1)
+        window = logits.view(turn.size, turn.width, -1)
         path = _ancestor_tokens(drafted["tokens"], drafted.get("mask")) if turn.needs.penalised else None
         return adjust(window, self._target.rows.tables, turn.rows, positions, turn.needs, path)
 

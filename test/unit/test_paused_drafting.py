@@ -1,0 +1,400 @@
+"""Drafting pauses while many requests decode together and resumes by itself: nothing is lost, and it is seen in the counts alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.layers.linear import Linear
+from runtime.managers.io_struct import GenerateReq
+from runtime.managers.scheduler import Scheduler
+from runtime.sampling_params import SamplingParams
+from runtime.speculative.parity import check_parity, run_scratch
+from unit.driver import GREEDY, Driver
+from unit.predicting import VOCAB, exact_product, model_config, plain, speculating
+from unit.storm import SIZES, Storm, same_life
+from unit.test_eagle_worker import MIXED, SMALL, check_distribution, check_draft_from_scratch, check_logprobs, first_state
+from unit.test_served_speculation import CONTEXT, asked, prompts, serve
+
+TREE: dict[str, Any] = {"topk": 3, "num_draft_tokens": 7}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chain": ("EAGLE", {}),
+    "one draft": ("EAGLE", {"num_steps": 1}),
+    "tree": ("EAGLE", TREE),
+    "bush": ("EAGLE", {"num_steps": 1, "topk": 3, "num_draft_tokens": 4}),
+    "eagle3": ("EAGLE3", {"head": {"draft_vocab_size": 40}}),
+    "standalone": ("STANDALONE", {}),
+    "ngram": ("NGRAM", {}),
+}
+DRAFTED = [kind for kind in KINDS if kind != "ngram"]
+PROMPTS = {r: np.random.default_rng(r).integers(0, VOCAB, 4 + 3 * r).tolist() for r in (1, 2, 3, 5)}
+WARM = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=1 << 20)
+SAMPLED = (WARM, GREEDY, SamplingParams(temperature=0.7, top_k=8, repetition_penalty=1.2, max_new_tokens=1 << 20))
+
+
+def pausing(tmp_path: Path, kind: str, above: int, replay: Any = None, sizes: list[int] | None = None, **runtime: Any) -> Any:
+    algorithm, spec = KINDS[kind]
+    return speculating(tmp_path, algorithm, replay, sizes, runtime=runtime, disable_by_batch_size=above, **spec)
+
+
+def crossing(driver: Driver, all_of: dict[int, list[int]], few: list[int], tokens: int) -> Iterator[tuple[list[int], Any]]:
+    """Steps by turns of all rows and of `few` of them, until every row has `tokens` tokens: who decoded, and what came of it."""
+    turn = 0
+    while any(len(driver.out[row]) < tokens for row in all_of):
+        rows = [row for row in (few if turn % 5 in (1, 2) else all_of) if row in driver.kv]
+        turn += 1
+        yield rows, driver.decode(rows)
+
+
+# ---- the text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("replay", [None, "eager"])
+def test_greedy_text_is_the_same_while_batches_cross_the_limit(tmp_path: Path, kind: str, replay: str | None) -> None:
+    """With whatever changes logits, too."""
+    samplings = dict(zip(PROMPTS, (GREEDY, MIXED[2], GREEDY, SamplingParams(temperature=0.0, logit_bias={3: 4.0})), strict=True))
+    expected = Driver(plain()).generate(PROMPTS, 30, sampling=samplings)
+    driver = Driver(pausing(tmp_path, kind, 2, replay, [2, 4] if replay else None, page_size=16))
+    driver.prefill(PROMPTS, chunk=5, sampling=samplings, room=160)
+    kinds = Counter((len(rows) > 2, result.stats.draft_tokens > 0) for rows, result in crossing(driver, PROMPTS, [3, 1], 30))
+    assert {row: driver.out[row][:30] for row in PROMPTS} == expected
+    assert kinds[True, False] > 3 < kinds[False, True]
+    assert kinds[True, True] == kinds[False, False] == 0
+
+
+WORKERS = [("chain", {}), ("tree", {}), ("eagle3", {}), ("standalone", {}), ("ngram", {}), ("chain", {"mixed_chunk": True})]
+
+
+@pytest.mark.parametrize(("kind", "runtime"), WORKERS)
+@pytest.mark.parametrize(("page", "overlap"), [(1, True), (16, False)])
+def test_text_is_the_plain_workers_under_a_scheduler_that_retracts_and_shares_prefixes(
+    tmp_path: Path, kind: str, runtime: dict[str, Any], page: int, overlap: bool
+) -> None:
+    ids, sampling = prompts(), SamplingParams(temperature=0.0, max_new_tokens=70)
+    roomy = {"context_length": CONTEXT, "max_running_requests": 8}
+    expected, _ = serve(plain(**roomy), asked(sampling, ids), {}, radix_cache=False)
+    worker = pausing(tmp_path, kind, 3, "eager", [2, 3, 4, 8], **{**roomy, "page_size": page, "max_total_tokens": 320, **runtime})
+    aborted = {9: "3", 14: "8", 15: "9"}
+    got, scheduler = serve(
+        worker, asked(sampling, ids), aborted, page_size=page, overlap=overlap, schedule_conservativeness=0.05, chunked_prefill_size=48
+    )
+    for rid, text in got.items():
+        assert text == (expected[rid][: len(text)] if rid in aborted.values() else expected[rid]), f"request {rid}"
+    state = scheduler.state
+    assert state.num_failed_steps_total == 0
+    assert min(state.num_retracted_requests_total, state.cached_tokens_total, state.spec.verify_steps, state.spec.paused_steps) > 0
+    assert (state.mixed_steps > 0) == bool(runtime)
+    assert all(runner.replayed > 0 for runner in worker.runners), "with drafts and without, through every runner"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padded_and_poisoned_buffers_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A life of batches from 1 to 33 of which those above 8 pause, requests cut short mid-step, retracted, resumed, prefixes shared."""
+    monkeypatch.setattr(Linear, "__call__", exact_product)
+
+    def life(replay: str | None) -> Storm:
+        worker = pausing(tmp_path, kind, 8, replay, SIZES if replay else None, page_size=16)
+        return Storm(worker, 11, MIXED, poison=replay is not None).run(8)
+
+    padded = life("eager")
+    same_life(life(None), padded)
+    decoded = [(len(rows) > 8, set(lens)) for rows, lens in padded.trace if rows]
+    assert {n for many, lens in decoded if many for n in lens} == {1}
+    if kind != "ngram":  # which finds nothing to look up in texts so short
+        assert max(n for many, lens in decoded if not many for n in lens) > 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_are_those_without_speculation(tmp_path: Path, kind: str) -> None:
+    check_logprobs(pausing(tmp_path, kind, 2))
+    if kind in ("chain", "standalone"):
+        check_logprobs(pausing(tmp_path, kind, 2, mixed_chunk=True), beside_prompts=True)
+
+
+# ---- what drafting resumes with
+
+
+@pytest.mark.parametrize(
+    ("kind", "mixed"), [*((kind, False) for kind in DRAFTED), *((kind, True) for kind in DRAFTED if "topk" not in KINDS[kind][1])]
+)
+@pytest.mark.parametrize("page", [1, 16])
+def test_the_drafts_kv_is_as_long_and_as_right_as_the_targets_after_a_pause(tmp_path: Path, kind: str, page: int, mixed: bool) -> None:
+    algorithm, spec = KINDS[kind]
+    worker = pausing(tmp_path, kind, 2, page_size=page, mixed_chunk=mixed)
+    driver = Driver(worker)
+    driver.prefill({1: PROMPTS[5], 2: PROMPTS[2]}, chunk=5)
+    for _ in range(3):
+        driver.decode([2, 1])
+    driver.prefill({3: PROMPTS[3]}, chunk=4, along=lambda: [1, 2])
+    for rows in ([3, 1, 2], [2, 3, 1], [1, 3], [1, 2, 3], [2], [1, 2, 3], [1, 2, 3]):
+        driver.decode(rows)
+    driver.prefill({5: PROMPTS[5]}, chunk=6, along=lambda: [1, 2, 3])
+    check_draft_from_scratch(tmp_path, worker, driver, algorithm, spec, page)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DRAFTED if kind != "standalone"])
+@pytest.mark.parametrize("sampling", [GREEDY, WARM])
+def test_a_paused_step_leaves_the_first_guesses_that_a_prefill_of_the_whole_text_would(
+    tmp_path: Path, kind: str, sampling: SamplingParams
+) -> None:
+    worker, fresh = pausing(tmp_path, kind, 1), speculating(tmp_path, KINDS[kind][0], **KINDS[kind][1])
+    driver = Driver(worker)
+    driver.prefill(PROMPTS, sampling=sampling)
+    for rows in ([1], [2], list(PROMPTS), list(PROMPTS)):
+        driver.decode(rows)
+    for row in PROMPTS:
+        left: list[tuple[torch.Tensor, ...]] = []
+        twin = Driver(fresh, before=lambda row=row, left=left: left.append(first_state(fresh, row)))
+        twin.prefill({row: PROMPTS[row] + driver.out[row]}, chunk=driver.kv[row], sampling=sampling)
+        tokens, *numbers = first_state(worker, row)
+        assert torch.equal(tokens, left[1][0])
+        for mine, its in zip(numbers, left[1][1:], strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("replay", [None, "eager"])
+def test_a_perfect_draft_is_right_from_the_first_step_after_a_pause(tmp_path: Path, steps: int, replay: str | None) -> None:
+    sizes = [2, 4] if replay else None
+    worker = speculating(tmp_path, "STANDALONE", replay, sizes, num_steps=steps, disable_by_batch_size=2)
+    for mine, its in zip(worker._draft.model._model.layers, worker._target.runner.model.layers, strict=True):
+        mine.o_proj.weight.copy_(its.o_proj.weight)
+    driver = Driver(worker)
+    driver.prefill(PROMPTS, chunk=5, room=160)
+    for rows, result in crossing(driver, PROMPTS, [3, 1], 24):
+        assert set(result.accept_lens.tolist()) == {1 if len(rows) > 2 else steps + 1}
+    assert {row: driver.out[row][:24] for row in PROMPTS} == Driver(plain()).generate(PROMPTS, 24)
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree", "eagle3"])
+def test_a_head_accepts_right_after_a_pause_what_it_accepts_without_one(tmp_path: Path, kind: str) -> None:
+    """The same texts continued by one window: its drafts depend on the text alone."""
+    many = {r: np.random.default_rng(r).integers(0, VOCAB, 6 + r).tolist() for r in range(1, 31)}
+    plain_text = Driver(plain()).generate(many, 12)
+    driver = Driver(pausing(tmp_path, kind, 29))
+    driver.prefill(many)
+    for _ in range(9):
+        driver.decode(list(many))
+    resumed = {row: int(driver.decode([row]).accept_lens[0]) for row in many}
+    fresh = Driver(speculating(tmp_path, KINDS[kind][0], **KINDS[kind][1]))
+    fresh.prefill({row: ids + plain_text[row][:9] for row, ids in many.items()})
+    assert resumed == {row: int(fresh.decode([row]).accept_lens[0]) for row in many}
+    assert np.mean(list(resumed.values())) > 1.2
+
+
+# ---- chance
+
+
+@pytest.mark.parametrize("kind", ["tree", "bush", "ngram"])
+def test_where_a_seed_gives_the_text_of_plain_decoding_it_does_so_through_pauses(tmp_path: Path, kind: str) -> None:
+    samplings = {row: SAMPLED[i % 3] for i, row in enumerate(PROMPTS)}
+    expected = Driver(plain()).generate(PROMPTS, 24, sampling=samplings)
+    driver = Driver(pausing(tmp_path, kind, 2))
+    driver.prefill(PROMPTS, sampling=samplings, room=160)
+    assert len({len(rows) for rows, _ in crossing(driver, PROMPTS, [3, 1], 24)}) == 2
+    assert {row: driver.out[row][:24] for row in PROMPTS} == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seeds_answer_repeats_where_drafting_pauses_alike_and_is_plain_decodings_where_it_never_resumes(
+    tmp_path: Path, kind: str
+) -> None:
+    samplings = {row: SAMPLED[i % 3] for i, row in enumerate(PROMPTS)}
+    worker = pausing(tmp_path, kind, 2)
+
+    def text(few: list[int], seed: int) -> dict[int, list[int]]:
+        worker.reset()
+        driver = Driver(worker, seed)
+        driver.prefill(PROMPTS, sampling=samplings, room=160)
+        list(crossing(driver, PROMPTS, few, 20))
+        return {row: driver.out[row][:20] for row in PROMPTS}
+
+    assert text([3, 1], 1) == text([3, 1], 2)
+    assert text(list(PROMPTS), 3) == Driver(plain()).generate(PROMPTS, 20, sampling=samplings)
+
+
+@pytest.mark.parametrize("kind", ["chain", "standalone", "eagle3"])
+@pytest.mark.parametrize("paused", [0, 1])
+def test_sampled_text_has_the_targets_distribution_on_both_sides_of_a_pause(tmp_path: Path, kind: str, paused: int) -> None:
+    """Of the second and third token one comes of a paused step, the other of drafts."""
+    rows, prompt, small = 200, [3, 5, 3, 5, 3], model_config(vocab_size=SMALL)
+    algorithm, spec = KINDS[kind]
+    head = {"vocab_size": SMALL} | ({"draft_vocab_size": 7} if kind == "eagle3" else {})
+    worker = speculating(
+        tmp_path, algorithm, model=small, runtime={"max_running_requests": rows}, sharp=0.6, disable_by_batch_size=100,
+        **{**spec, "head": head},
+    )  # fmt: skip
+    texts: list[list[int]] = []
+    for turn in range(3):
+        driver = Driver(worker)
+        everyone = list(range(1, rows + 1))
+        driver.prefill(dict.fromkeys(everyone, prompt), sampling={r: _seeded(turn * rows + r) for r in everyone}, room=30)
+        for step in range(2):
+            for part in [everyone] if step == paused else [everyone[:100], everyone[100:]]:
+                accepted = driver.decode(part).accept_lens
+                assert (accepted.max() == 1) == (step == paused)
+        texts += [driver.out[row][:3] for row in everyone]
+    check_distribution(texts, plain(model=small, sharp=0.6), prompt, SamplingParams(temperature=0.8))
+
+
+def _seeded(seed: int) -> SamplingParams:
+    return SamplingParams(temperature=0.8, seed=seed)
+
+
+# ---- counts, sizes, limits
+
+
+def test_a_paused_step_is_a_step_and_no_verification(tmp_path: Path) -> None:
+    worker = pausing(tmp_path, "chain", 2, "eager", [1, 2, 4])
+    driver = Driver(worker)
+    driver.prefill(PROMPTS, room=160)
+    list(crossing(driver, PROMPTS, [3, 1], 24))
+    drafted = [lens for lens in driver.accepts if len(lens) <= 2]
+    counted = worker.verifier.counted()
+    assert counted.iterations == sum(len(lens) for lens in drafted)
+    assert counted.accepted.sum() == sum(int(lens.sum()) - len(lens) for lens in drafted) > 0
+    assert counted.iterations == counted.drafted[0] == counted.reached[0]
+    recent = worker.verifier._alarm.recent(False)
+    assert recent == counted
+    assert all(result.stats.graph and result.stats.padded_size == (4 if len(result.accept_lens) > 2 else 2) for result in driver.results)
+
+
+@pytest.mark.parametrize(("kind", "mixed"), [("chain", False), ("chain", True), ("ngram", False)])
+def test_the_server_counts_paused_steps_apart_and_requests_are_told_of_their_drafts_alone(tmp_path: Path, kind: str, mixed: bool) -> None:
+    worker = pausing(tmp_path, kind, 2, "eager", [1, 2, 4, 8], context_length=CONTEXT, max_running_requests=8, mixed_chunk=mixed)
+    steps, told = Counter[str](), dict[str, Any]()
+    collect = worker.verifier.collect
+
+    def noted(flight: Any) -> Any:
+        result = collect(flight)
+        size = len(result.accept_lens)
+        steps.update({"paused": 1} if size > 2 else {"verified": size, "accepted": int(result.accept_lens.sum()) - size})
+        return result
+
+    worker.verifier.collect = noted
+    endings = [SamplingParams(temperature=0.0, max_new_tokens=4 + 6 * i, ignore_eos=True) for i in range(6)]
+    asks = [GenerateReq(rid=str(i), input_ids=prompts()[i], sampling=s, seed=i) for i, s in enumerate(endings)]
+    _, scheduler = serve(worker, asks, {}, hear=lambda out: told.update({out.rid: out.spec}), chunked_prefill_size=48)
+    figures = scheduler.state.as_json(scheduler.gauges())
+    assert figures["spec_paused_steps_total"] == steps["paused"] > 3
+    assert figures["spec_verify_steps_total"] == steps["verified"] > 3
+    assert figures["spec_accepted_tokens_total"] == steps["accepted"]
+    assert figures["spec_accept_length"] == 1 + steps["accepted"] / steps["verified"]
+    assert figures["graph_steps_total"] == figures["decode_steps"]
+    assert sum(spec.verify_steps for spec in told.values() if spec is not None) == steps["verified"]
+    if not mixed:  # in whose passes fewer decode
+        assert told["0"] is None, "others decoded beside it until its end"
+
+
+def test_without_speculation_or_a_limit_no_step_is_paused(tmp_path: Path) -> None:
+    for worker in (plain(), speculating(tmp_path)):
+        asks = asked(SamplingParams(temperature=0.0, max_new_tokens=8), prompts()[:6])
+        assert serve(worker, asks, {})[1].state.spec.paused_steps == 0
+
+
+@pytest.mark.parametrize("kind", ["chain", "standalone", "ngram"])
+def test_a_paused_step_accepts_nothing_whatever_acceptance_is_forced(tmp_path: Path, kind: str) -> None:
+    algorithm, spec = KINDS[kind]
+    worker = speculating(tmp_path, algorithm, synthetic_accept=(1.0, 1.0, 1.0), disable_by_batch_size=2, **spec)
+    driver = Driver(worker)
+    driver.prefill(PROMPTS, room=200)
+    for rows in ([1, 2], list(PROMPTS), [5]):
+        assert set(driver.decode(rows).accept_lens.tolist()) == {1 if len(rows) > 2 else 4}
+
+
+def test_thresholds_below_one_have_nothing_to_accept_in_a_paused_step(tmp_path: Path) -> None:
+    worker = speculating(tmp_path, accept_threshold_single=1e-12, disable_by_batch_size=2)
+    driver = Driver(worker)
+    driver.prefill(PROMPTS, sampling=SamplingParams(temperature=1.0), room=200)
+    for rows in ([1, 2], list(PROMPTS), [5]):
+        assert set(driver.decode(rows).accept_lens.tolist()) == {1 if len(rows) > 2 else 4}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "padding", "few", "many"),
+    [
+        ([1, 2, 4, 8, 16], True, [1, 2, 4], [8, 16]),
+        ([1, 2, 8, 16], True, [1, 2, 8], [8, 16]),
+        ([1, 2, 8, 16], False, [1, 2], [8, 16]),
+        ([1, 2], True, [1, 2], []),
+        ([16], True, [16], [16]),
+    ],
+)
+def test_graphs_with_drafts_are_of_small_batches_and_those_without_of_large_ones(
+    tmp_path: Path, sizes: list[int], padding: bool, few: list[int], many: list[int]
+) -> None:
+    worker = pausing(tmp_path, "chain", 4, "eager", sizes, cuda_graph_padding=padding, max_running_requests=16)
+    by_name = {runner.spec.name: runner for runner in worker.runners}
+    assert list(by_name) == ["draft decode", "verify", "draft extend", "paused verify", "paused extend"]
+    for name, runner in by_name.items():
+        assert runner.sizes == (many if name.startswith("paused") else few), name
+    assert by_name["verify"]._buffers["logits"].shape[0] == 4 * max(4, *few), "no larger than it is used"
+    assert by_name["paused verify"]._buffers["logits"].shape[0] == 16
+
+
+@pytest.mark.parametrize("above", [8, 9])
+def test_without_more_requests_than_the_limit_there_is_nothing_to_pause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, above: int
+) -> None:
+    with caplog.at_level("INFO"):
+        worker = pausing(tmp_path, "chain", above, max_running_requests=8)
+    assert "drafting never pauses: no more than 8 requests run at once" in caplog.text
+    assert len(worker.runners) == 3
+    assert worker.verifier.pause is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_check_at_start_runs_graphs_with_drafts_and_without(tmp_path: Path, kind: str) -> None:
+    worker = pausing(tmp_path, kind, 2, "eager", [1, 2, 4, 8])
+    before = [runner.replayed for runner in worker.runners]
+    check_parity(worker)
+    assert all(runner.replayed > count for runner, count in zip(worker.runners, before, strict=True))
+    assert worker.verifier.pause.above == 2
+    counters = run_scratch(worker).counters
+    assert counters.iterations == 2 * 11, "of two prompts, a third of the iterations paused"
+
+
+def test_the_eager_sample_never_pauses_and_the_step_before_it_feeds_it(tmp_path: Path) -> None:
+    worker = pausing(tmp_path, "chain", 2, "eager", [1, 2, 4])
+    driver = Driver(worker)
+    driver.prefill(PROMPTS, room=160)
+    by_name = {runner.spec.name: runner for runner in worker.runners}
+    worker.verifier._iterations = 254
+    assert by_name["paused extend"].run_eagerly == 0
+    driver.decode(list(PROMPTS))
+    assert by_name["paused extend"].run_eagerly == 1
+    assert driver.decode([1, 2]).stats.oracle
+    worker.verifier._iterations = 255
+    result = driver.decode(list(PROMPTS))
+    assert not result.stats.oracle
+    assert result.stats.graph
+
+
+def test_a_pause_holds_under_a_scheduler_that_runs_ahead(tmp_path: Path) -> None:
+    """With a step in flight, who decodes next is decided by who is there, so that pausing and resuming need nothing that is on the way."""
+    worker = pausing(tmp_path, "chain", 2, context_length=CONTEXT, max_running_requests=8)
+    seen: list[tuple[int, int]] = []
+    collect = worker.verifier.collect
+
+    def noted(flight: Any) -> Any:
+        result = collect(flight)
+        seen.append((len(result.accept_lens), result.stats.draft_tokens))
+        return result
+
+    worker.verifier.collect = noted
+    endings = [SamplingParams(temperature=0.0, max_new_tokens=6 + 9 * i, ignore_eos=True) for i in range(5)]
+    asks = [GenerateReq(rid=str(i), input_ids=prompts()[i], sampling=s, seed=i) for i, s in enumerate(endings)]
+
+    def flying(scheduler: Scheduler) -> None:
+        assert len(scheduler._flights) <= 1
+
+    serve(worker, asks, {}, check=flying, overlap=True)
+    assert {drafts for size, drafts in seen if size > 2} == {0}
+    assert {drafts for size, drafts in seen if size <= 2} == {3}

@@ -150,23 +150,36 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
 def run(
     worker: SpeculativeWorker, config: RuntimeConfig, model_config: ModelConfig, prompts: list[list[int]], max_new_tokens: int
 ) -> Outcome:
-    """All prompts at temperature 0 through a scheduler of their own. Raises `ServingError` where a request fails."""
+    """All prompts at temperature 0 through a scheduler of their own. Raises `ServingError` where a request fails.
+
+    Where drafting pauses for large batches, the first ones run so few at a time that it does not, and the others as many as can.
+    """
     from runtime.speculative.parity import Outcome
 
     sampling = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens, ignore_eos=True)
-    inbox: list[ToScheduler] = [GenerateReq(rid=str(i), input_ids=ids, sampling=sampling, seed=i) for i, ids in enumerate(prompts)]
-    texts: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    asks = [GenerateReq(rid=str(i), input_ids=ids, sampling=sampling, seed=i) for i, ids in enumerate(prompts)]
+    texts: dict[str, list[int]] = {ask.rid: [] for ask in asks}
+    pause, inbox, alive = worker.verifier.pause, list[ToScheduler](), set[str]()
+    few = 0 if pause is None else max(len(asks) - max(len(asks) // 2, pause.above + 1), 0)
 
     def take(message: ToDetokenizer) -> None:
         for out in message.outs if isinstance(message, TokensOutBatch) else []:
             texts[out.rid] += out.token_ids
             if out.finish is not None and out.finish.reason == "abort":
                 raise ServingError(f"prompt {out.rid} failed: {out.finish.message}")
+            if out.finish is not None:
+                alive.discard(out.rid)
 
     worker.reset()
     scheduler = Scheduler(config, worker, model_config.eos_ids, lambda wait: inbox.pop(0) if inbox else None, take)
-    while inbox or not scheduler.idle:
-        scheduler.step()
+    for group, most in ((asks[:few], pause.above if pause is not None else 0), (asks[few:], len(asks))):
+        waiting = list(group)
+        while waiting or inbox or not scheduler.idle:
+            for ask in waiting[: most - len(alive)]:
+                waiting.remove(ask)
+                alive.add(ask.rid)
+                inbox.append(ask)
+            scheduler.step()
     return Outcome(worker.verifier.counted(), list(texts.values()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,17 @@ def test_sound_graphs_pass_and_the_table_shows_both_runs(command: list[str], cap
 def test_trees_pass_too(command: list[str]) -> None:
     tree = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "6"]
     assert check_acceptance.main([*command, *tree, "--num-prompts", "2"]) == 0
+
+
+def test_where_drafting_pauses_graphs_with_drafts_and_without_are_compared(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text("\n".join(f"number {i} of them" for i in range(7)))
+    assert check_acceptance.main([*command, "--speculative-disable-by-batch-size", "2"]) == 0
+    out = capsys.readouterr().out
+    runs = {name: int(count) for name, count in re.findall(r"^([a-z ]+): (\d+) replays$", out, re.MULTILINE)}
+    assert list(runs) == ["draft decode", "verify", "draft extend", "paused verify", "paused extend"]
+    assert min(runs.values()) > 3
 
 
 def test_a_stale_input_of_one_graph_fails(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

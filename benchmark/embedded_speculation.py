@@ -26,6 +26,8 @@ NAME = "embedded_speculation"
 KEYS = ("device", "dtype", "quantization", "speculation", "batch")
 OFF = "off"
 CONTEXT = 1024
+NEVER_PAUSED = 1 << 16
+"""More requests than ever run."""
 
 
 @dataclass(slots=True)
@@ -45,7 +47,7 @@ class Tally:
         self.tokens += tokens
         self.seconds += seconds
         self.windows += windows
-        self.drafted_tokens += tokens - len(outputs) if windows else 0  # an answer's first token comes of its prompt
+        self.drafted_tokens += sum(verified_tokens(output) for output in outputs)
         self.rates.append(tokens / seconds)
 
     def figures(self) -> dict[str, Any]:
@@ -58,6 +60,13 @@ class Tally:
         }
 
 
+def verified_tokens(output: Mapping[str, Any]) -> int:
+    """Tokens of an answer that came of drafted windows: neither the first, which comes of its prompt, nor those of paused steps."""
+    meta = output["meta_info"]
+    windows, accepted = int(meta.get("spec_verify_ct", 0)), sum(meta.get("spec_accepted_by_position", ()))
+    return min(len(output["output_ids"]) - 1, windows + accepted)
+
+
 @contextlib.contextmanager
 def servers(shapes: Sequence[str], common: Mapping[str, Any], head: str) -> Iterator[dict[str, Engine]]:
     """An engine for each of `off` and steps/topk/draft tokens."""
@@ -66,16 +75,17 @@ def servers(shapes: Sequence[str], common: Mapping[str, Any], head: str) -> Iter
 
 
 def speculation(shape: str, head: str = str(EMBEDDED_DRAFT)) -> dict[str, Any]:
-    """Options of `Engine` for `off` or steps/topk/draft tokens."""
+    """Options of `Engine` for `off` or steps/topk/draft tokens, with a fourth number pausing above so many requests together."""
     if shape == OFF:
         return {"speculative_algorithm": "none"}
-    steps, topk, draft_tokens = (int(part) for part in shape.split("/"))
+    steps, topk, draft_tokens, *most = (int(part) for part in shape.split("/"))
     return {
         "speculative_algorithm": "EAGLE3",
         "speculative_draft_model_path": head,
         "speculative_num_steps": steps,
         "speculative_eagle_topk": topk,
         "speculative_num_draft_tokens": draft_tokens,
+        "speculative_disable_by_batch_size": most[0] if most else NEVER_PAUSED,
     }
 
 
@@ -158,7 +168,7 @@ def plot(result: Result, file: Path) -> None:
 def main() -> None:
     """Measure, keep, plot."""
     parser = arguments(__doc__)
-    parser.add_argument("--shapes", type=names, default=["3/1/4"], help="steps/topk/draft tokens, with commas")
+    parser.add_argument("--shapes", type=names, default=["3/1/4"], help="steps/topk/draft tokens[/most together], with commas")
     parser.add_argument("--batch", type=numbers, default=[1, 2, 4, 8, 16], help="requests together")
     parser.add_argument("--prompts", type=int, default=16, help="prompts a batch size, at least")
     parser.add_argument("--bursts", type=int, default=1, help="of each batch size, at least; on a GPU one is over in a moment")

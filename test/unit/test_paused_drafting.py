@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from runtime.entrypoints.engine import _Growing
 from runtime.layers.linear import Linear
-from runtime.managers.io_struct import GenerateReq
+from runtime.managers.io_struct import GenerateReq, SpecStats
 from runtime.managers.scheduler import Scheduler
+from runtime.managers.tokenizer_manager import GenerationUpdate
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.parity import check_parity, run_scratch
 from unit.driver import GREEDY, Driver
@@ -291,6 +294,14 @@ def test_the_server_counts_paused_steps_apart_and_requests_are_told_of_their_dra
     assert sum(spec.verify_steps for spec in told.values() if spec is not None) == steps["verified"]
     if not mixed:  # in whose passes fewer decode
         assert told["0"] is None, "others decoded beside it until its end"
+
+
+def test_an_engines_answer_tells_the_accept_length_of_its_verified_windows() -> None:
+    """And not of the tokens that came without drafts."""
+    answer = _Growing(cast(Any, SimpleNamespace(rid="1")))
+    spec = SpecStats(verify_steps=4, draft_tokens=12, accepted_tokens=6, accepted_by_position=[4, 2, 0])
+    answer.add(GenerationUpdate(0, "text", list(range(40)), prompt_tokens=5, cached_tokens=0, completion_tokens=40, spec=spec))
+    assert answer.output()["meta_info"]["spec_accept_length"] == 2.5
 
 
 def test_without_speculation_or_a_limit_no_step_is_paused(tmp_path: Path) -> None:

@@ -78,6 +78,6 @@ def accept_chain(
         draft, draft.stride(0), target, kv_lens, rows, accept_lens, tokens, row_lens, row_tokens, live, vocab_size, D - 1,
         target if probabilities is None else probabilities, seeds,
         signed(STREAM_STEP * (RandomStream.SYNTHETIC + 1)), signed(POSITION_STEP),
-        SYNTHETIC=probabilities is not None, BLOCK=triton.next_power_of_2(D), num_warps=1,
+        SYNTHETIC=probabilities is not None, BLOCK=max(triton.next_power_of_2(D), 2), num_warps=1,
     )  # fmt: skip
     return accept_lens, tokens

@@ -291,6 +291,8 @@ class Verifier:
         lens, tokens, path = self._decide(turn, drafted, verified)
         accepted = Accepted(lens, tokens, path, drafted["tokens"], verified["features"], False)
         self._send(turn, accepted, verified["logits"]).tokens.wait()
+        if turn.rows.is_cuda and turn.rules.shape.topk == 1:  # compiled now, and not when the first batch of this kind comes
+            self._decide_fused(replace(turn, batch=replace(batch, rows=none[:0])), drafted, verified)
 
     def collect(self, flight: Flight) -> BatchResult:
         """On the host, one iteration later: wait, count, and hand over."""

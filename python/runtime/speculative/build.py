@@ -83,6 +83,25 @@ def divide_batches(parts: Parts, above: int | None) -> tuple[Batches, Batches | 
     return drafting, Batches(parts.running, parts.requests, many, many or [above + 1, parts.running])
 
 
+@dataclass(frozen=True, slots=True)
+class RunnerMaker:
+    """Makes the graph runners of one worker, which share its inputs."""
+
+    parts: Parts
+    inputs: InputBuffers
+
+    def make(self, spec: RunnerSpec, forward: Forward, model: ModelRunner, batches: Batches, wanted: bool = True) -> GraphRunner:
+        """One of passes of `model`; eager where its graphs are not `wanted`."""
+        replay, padding = self.parts.replay if wanted else "none", self.parts.config.cuda_graph_padding
+        return GraphRunner(spec, forward, self.inputs, [model.backend], replay, batches.captured, padding, batches.most)
+
+    def verify(self, target: Target, aux_layers: tuple[int, ...], feature: int, shape: TreeShape, batches: Batches) -> GraphRunner:
+        """Of the target's passes over windows of `shape`; `feature`: width of what a draft reads of them."""
+        model = target.runner
+        spec = verify_spec(shape, model.config.vocab_size, feature, self.parts.dtype, target_launches(model.config))
+        return self.make(spec, verify_forward(target, aux_layers), model, batches)
+
+
 def build_speculative_worker(
     config: RuntimeConfig, model_config: ModelConfig, replay: ReplayKind | None = None, sizes: list[int] | None = None
 ) -> EagleWorker | NgramWorker:
@@ -131,24 +150,23 @@ def _build_eagle(
     passes_launches = target_launches(head.config)
     rules = replace(_rules(speculative, shape, parts.device), to_target=head.to_target, to_draft=head.to_draft)
     inputs = InputBuffers(parts.requests, widths[1], parts.device)
-
-    def graphs(spec: RunnerSpec, forward: Forward, model: ModelRunner, batches: Batches, wanted: bool = True) -> GraphRunner:
-        replay = parts.replay if wanted else "none"
-        return GraphRunner(spec, forward, inputs, [model.backend], replay, batches.captured, config.cuda_graph_padding, batches.most)
-
-    def extend_graphs(width: int, batches: Batches) -> GraphRunner:
-        spec = draft_extend_spec(shape, width, head.input_width, parts.dtype, passes_launches)
-        forward = draft_extend_forward(head, target.rows, rows, inputs)
-        return graphs(spec, forward, draft_runner, batches, speculative.draft_extend_graph)
-
-    verify, pause = _verify_graphs(target, head.aux_layers, head.input_width, shape, drafting, pausing, graphs)
+    maker = RunnerMaker(parts, inputs)
+    verify = maker.verify(target, head.aux_layers, head.input_width, shape, drafting)
     decode = None
     if passes:
         spec = draft_decode_spec(shape, head.vocab_size, passes_launches, passes)
         forward = draft_decode_forward(head, shape, target.rows, rows, page_table, inputs)
-        decode = graphs(spec, forward, draft_runner, drafting, speculative.draft_decode_graph)
-    extend = extend_graphs(shape.num_draft_tokens, drafting)
-    paused_extend = None if pausing is None else extend_graphs(NO_DRAFTS.num_draft_tokens, pausing)
+        decode = maker.make(spec, forward, draft_runner, drafting, speculative.draft_decode_graph)
+
+    def draft_extend(width: int, batches: Batches) -> GraphRunner:
+        spec = draft_extend_spec(shape, width, head.input_width, parts.dtype, passes_launches)
+        forward = draft_extend_forward(head, target.rows, rows, inputs)
+        return maker.make(spec, forward, draft_runner, batches, speculative.draft_extend_graph)
+
+    extend, pause, paused_extend = draft_extend(shape.num_draft_tokens, drafting), None, None
+    if pausing is not None:
+        pause = Pause(drafting.running, maker.verify(target, head.aux_layers, head.input_width, NO_DRAFTS, pausing))
+        paused_extend = draft_extend(NO_DRAFTS.num_draft_tokens, pausing)
     verifier = Verifier(target, verify, inputs, rules, pause)
     draft = Draft(draft_runner, head, rows, shape, decode, extend, paused_extend)
     nobody = torch.zeros(parts.running, dtype=torch.int64, device=parts.device)
@@ -221,12 +239,9 @@ def _build_ngram(
         first_runs += runner.backend.first_runs(pausing.expected, 1, tree=False)
     tune_products(parts, target, _product_rows(drafting, pausing, shape), first_runs)
     inputs = InputBuffers(parts.requests, D, parts.device)
-
-    def graphs(spec: RunnerSpec, forward: Forward, model: ModelRunner, batches: Batches) -> GraphRunner:
-        padding = config.cuda_graph_padding
-        return GraphRunner(spec, forward, inputs, [model.backend], parts.replay, batches.captured, padding, batches.most)
-
-    verify, pause = _verify_graphs(target, (), 0, shape, drafting, pausing, graphs)
+    maker = RunnerMaker(parts, inputs)
+    verify = maker.verify(target, (), 0, shape, drafting)
+    pause = None if pausing is None else Pause(drafting.running, maker.verify(target, (), 0, NO_DRAFTS, pausing))
     verifier = Verifier(target, verify, inputs, _rules(speculative, shape, parts.device), pause)
     nobody = torch.zeros(parts.running, dtype=torch.int64, device=parts.device)
     drafted = {"tokens": nobody[: drafting.running, None].expand(-1, D)}
@@ -242,25 +257,6 @@ def _product_rows(drafting: Batches, pausing: Batches | None, shape: TreeShape) 
     """Rows of the products of decode passes: of whole windows and of one token a request."""
     alone = drafting.expected + ([] if pausing is None else pausing.expected)
     return [*alone, *(size * shape.num_draft_tokens for size in drafting.expected)]
-
-
-def _verify_graphs(
-    target: Target,
-    aux_layers: tuple[int, ...],
-    feature: int,
-    shape: TreeShape,
-    drafting: Batches,
-    pausing: Batches | None,
-    graphs: Callable[[RunnerSpec, Forward, ModelRunner, Batches], GraphRunner],
-) -> tuple[GraphRunner, Pause | None]:
-    """The runners of verify passes, with drafts and without; `graphs` makes one."""
-    model, forward = target.runner, verify_forward(target, aux_layers)
-
-    def made(of: TreeShape, batches: Batches) -> GraphRunner:
-        spec = verify_spec(of, model.config.vocab_size, feature, model.dtype, target_launches(model.config))
-        return graphs(spec, forward, model, batches)
-
-    return made(shape, drafting), None if pausing is None else Pause(drafting.running, made(NO_DRAFTS, pausing))
 
 
 def _rehearsal(verifier: Verifier, drafted: Outputs, nobody: torch.Tensor) -> Callable[[], None]:

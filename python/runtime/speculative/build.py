@@ -244,7 +244,7 @@ def _build_ngram(
     pause = None if pausing is None else Pause(drafting.running, maker.verify(target, (), 0, NO_DRAFTS, pausing))
     verifier = Verifier(target, verify, inputs, _rules(speculative, shape, parts.device), pause)
     nobody = torch.zeros(parts.running, dtype=torch.int64, device=parts.device)
-    drafted = {"tokens": nobody[: drafting.running, None].expand(-1, D)}
+    drafted = {"tokens": nobody[: drafting.running, None].repeat(1, D)}
     activations = measure_activations(parts, target, _rehearsal(verifier, drafted, nobody))
     owners = {runner: [*add_short_prompts(parts, target), *_present(verify, pause and pause.runner)]}
     plan = fit_memory(parts, owners, page_table, {runner: (D, 1)}, activations, D)

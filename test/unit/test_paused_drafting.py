@@ -15,6 +15,7 @@ import torch
 from runtime.entrypoints.engine import _Growing
 from runtime.layers.linear import Linear
 from runtime.managers.io_struct import GenerateReq, SpecStats
+from runtime.managers.metrics import Metrics
 from runtime.managers.scheduler import Scheduler
 from runtime.managers.tokenizer_manager import GenerationUpdate
 from runtime.sampling_params import SamplingParams
@@ -287,6 +288,7 @@ def test_the_server_counts_paused_steps_apart_and_requests_are_told_of_their_dra
     _, scheduler = serve(worker, asks, {}, hear=lambda out: told.update({out.rid: out.spec}), chunked_prefill_size=48)
     figures = scheduler.state.as_json(scheduler.gauges())
     assert figures["spec_paused_steps_total"] == steps["paused"] > 3
+    assert f'talon:spec_paused_steps_total{{model_name="m"}} {steps["paused"]}.0\n' in Metrics("m").render(figures)[0].decode()
     assert figures["spec_verify_steps_total"] == steps["verified"] > 3
     assert figures["spec_accepted_tokens_total"] == steps["accepted"]
     assert figures["spec_accept_length"] == 1 + steps["accepted"] / steps["verified"]
@@ -363,13 +365,15 @@ def test_without_more_requests_than_the_limit_there_is_nothing_to_pause(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_check_at_start_runs_graphs_with_drafts_and_without(tmp_path: Path, kind: str) -> None:
-    worker = pausing(tmp_path, kind, 2, "eager", [1, 2, 4, 8])
+    worker = pausing(tmp_path, kind, 6, "eager", [1, 2, 4, 8])
     before = [runner.replayed for runner in worker.runners]
     check_parity(worker)
     assert all(runner.replayed > count for runner, count in zip(worker.runners, before, strict=True))
-    assert worker.verifier.pause.above == 2
+    assert worker.verifier.pause.above == 6, "it is left as it was"
     counters = run_scratch(worker).counters
-    assert counters.iterations == 2 * 11, "of two prompts, a third of the iterations paused"
+    assert counters.iterations == 4 * 11, "of four prompts, a third of the iterations paused"
+    few = pausing(tmp_path, kind, 2, "eager", [1, 2, 4, 8])
+    assert run_scratch(few).counters.iterations == 2 * 11, "no more prompts than are drafted for at once"
 
 
 def test_the_eager_sample_never_pauses_and_the_step_before_it_feeds_it(tmp_path: Path) -> None:

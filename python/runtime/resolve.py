@@ -37,8 +37,8 @@ EMBEDDED_DRAFT_MOST: dict[tuple[DeviceKind, str], int] = {("cpu", "int8"): 4, ("
 """With how many requests together the embedded model's own draft still pays, by device and weights; it pauses above. Elsewhere it pays at
 every batch measured.
 
-Measured with and without drafts side by side, on real text (`benchmark/results/cpu-2/embedded_speculation.json`): in int8 drafts gave 1.02
-times the tokens at 4 together and 0.79 times at 8; in float32 1.17 times at 8, the most that were measured.
+Measured with and without drafts side by side, on real text (`benchmark/results/cpu-2/embedded_speculation.json`): in int8 drafts gave 1.24
+times the tokens at 2 together, 0.93 to 1.02 times at 4 and 0.81 times at 8; in float32 1.17 times at 8, the most that were measured.
 """
 EMBEDDED_DRAFT = Path(__file__).parent / "assets" / "smollm2-eagle3"
 """The embedded model's EAGLE-3 head."""

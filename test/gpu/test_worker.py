@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from runtime.batch import ForwardMode, ScheduleBatch
 from runtime.sampling_params import SamplingParams
@@ -141,6 +142,28 @@ def test_replay_equals_eager_for_other_pages_types_windows_and_pairs_of_backends
     tmp_path: Path, setup: Setup, algorithm: str, topk: int
 ) -> None:
     check_that_replay_equals_eager(tmp_path, setup, algorithm, topk, temperature=1.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("algorithm", "topk"), [CHAIN, TREE, ("STANDALONE", 1)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_replay_equals_eager_where_drafting_pauses_and_resumes(
+    tmp_path: Path, backend: str, algorithm: str, topk: int, temperature: float
+) -> None:
+    spec = structs.replace(speculation(tmp_path, algorithm, backend, topk), disable_by_batch_size=3)
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=1 << 20)
+    runs = []
+    for replay in ("cuda", "eager"):
+        worker = build(backend, replay, spec)
+        driver = Driver(worker)
+        driver.prefill(PROMPTS, sampling=sampling, room=128)
+        for rows in (list(PROMPTS), [2, 5], list(PROMPTS), [1, 3, 7]):
+            for _ in range(5):
+                driver.decode(rows)
+        assert replay == "eager" or all(runner.replayed for runner in worker.runners), "with drafts and without"
+        runs.append((driver.out, np.concatenate(driver.accepts).tolist(), [k.clone() for k in worker._draft.runner.kv_pool.k]))
+    assert runs[0][:2] == runs[1][:2]
+    assert all(torch.equal(a[1:], b[1:]) for a, b in zip(runs[0][2], runs[1][2], strict=True))
 
 
 @pytest.mark.parametrize("algorithm", [None, "EAGLE3"])

@@ -105,7 +105,8 @@ class MockServer:
             meta: dict[str, Any] = {"prompt_tokens": 7, "completion_tokens": sent, "finish_reason": {"type": end} if end else None}
             if self.script.spec:
                 steps = (sent + self.script.per_chunk - 1) // self.script.per_chunk
-                meta |= {"spec_verify_ct": steps, "spec_accepted_by_position": [steps, steps // 2]}
+                accepted = sent - 1 - steps  # a window's own token and what it accepted; the first token comes of the prompt
+                meta |= {"spec_verify_ct": steps, "spec_accepted_by_position": [min(steps, accepted), max(accepted - steps, 0)]}
             return {"text": "a " * sent, "meta_info": meta}
         if path == "/v1/completions":
             return {"choices": [{"text": "a " * new, "finish_reason": end}]}

@@ -112,7 +112,7 @@ def test_chunks_of_several_tokens_count_each_token(backend: str, tmp_path: Path)
     if backend == "sglang":
         assert figures["mean_itl_ms"] == pytest.approx(50, rel=0.01)
         assert figures["accept_length"] == pytest.approx(11 / 4), "of this run, from the answers"
-        assert figures["per_position_acceptance"] == [1.0, 0.5]
+        assert figures["per_position_acceptance"] == [1.0, 0.75]
     else:
         assert figures["accept_length"] == 9.0, "what the server says, where the answers do not"
     assert figures["graph_hit_rate"] == 0.5

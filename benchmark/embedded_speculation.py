@@ -19,6 +19,7 @@ from benchmark.record import Record
 from benchmark.sweep import arguments, names, numbers
 from runtime import Engine
 from runtime.bench.datasets import embedded_prompts
+from runtime.bench.metrics import verified_tokens
 from runtime.resolve import EMBEDDED_DRAFT
 from runtime.tokenizer import Tokenizer
 
@@ -43,11 +44,12 @@ class Tally:
     def add(self, outputs: Sequence[Mapping[str, Any]], seconds: float) -> None:
         """One burst, from its start to its last token."""
         tokens = sum(len(output["output_ids"]) for output in outputs)
-        windows = sum(int(output["meta_info"].get("spec_verify_ct", 0)) for output in outputs)
+        told = [(len(output["output_ids"]), output["meta_info"]) for output in outputs]
+        drafted = [(count, meta.get("spec_verify_ct", 0), meta.get("spec_accepted_by_position", ())) for count, meta in told]
         self.tokens += tokens
         self.seconds += seconds
-        self.windows += windows
-        self.drafted_tokens += sum(verified_tokens(output) for output in outputs)
+        self.windows += sum(windows for _, windows, _ in drafted)
+        self.drafted_tokens += sum(verified_tokens(*one) for one in drafted)
         self.rates.append(tokens / seconds)
 
     def figures(self) -> dict[str, Any]:
@@ -58,13 +60,6 @@ class Tally:
             "accept_length": self.drafted_tokens / self.windows if self.windows else None,
             "bursts": len(self.rates),
         }
-
-
-def verified_tokens(output: Mapping[str, Any]) -> int:
-    """Tokens of an answer that came of drafted windows: neither the first, which comes of its prompt, nor those of paused steps."""
-    meta = output["meta_info"]
-    windows, accepted = int(meta.get("spec_verify_ct", 0)), sum(meta.get("spec_accepted_by_position", ()))
-    return min(len(output["output_ids"]) - 1, windows + accepted)
 
 
 @contextlib.contextmanager

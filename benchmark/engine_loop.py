@@ -13,6 +13,7 @@ import torch
 from msgspec import structs
 
 from runtime import log as logging_setup
+from runtime.bench.metrics import Figures, percentiles
 from runtime.entrypoints.child import build_worker
 from runtime.entrypoints.processes import prepare
 from runtime.flag_parser import parse
@@ -56,10 +57,10 @@ class Served:
         ttfts, tpots = [one for run in runs for one in run.ttfts], [one for run in runs for one in run.tpots]
         return Served(sum(run.seconds for run in runs), sum(run.tokens for run in runs), ttfts, tpots)
 
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> Figures:
         """By `bench_serving`'s names and definitions."""
         rate = self.tokens / self.seconds
-        return {"duration": self.seconds, "output_throughput": rate, **_spread("ttft", self.ttfts), **_spread("tpot", self.tpots)}
+        return {"duration": self.seconds, "output_throughput": rate, **percentiles("ttft", self.ttfts), **percentiles("tpot", self.tpots)}
 
 
 class EngineLoop:
@@ -133,13 +134,6 @@ class EngineLoop:
             times.last = now
             times.tokens += len(out.token_ids)
             self.tokens += len(out.token_ids)
-
-
-def _spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Mean, median and p99 in ms."""
-    ms = np.asarray(seconds) * 1e3
-    kinds = {"mean": ms.mean(), "median": np.median(ms), "p99": np.percentile(ms, 99)}
-    return {f"{kind}_{name}_ms": float(value) for kind, value in kinds.items()}
 
 
 def _wait() -> None:

@@ -23,6 +23,7 @@ from benchmark.tuning.world import BF16, SHAPE, D, G, H, attention_world, decode
 from runtime.layers.attention.registry import build_backend
 from runtime.layers.linear import Linear
 from runtime.layers.ops import HeadLayout, RMSNorm, Rope, Stream
+from runtime.models.decoder import DecoderLayer
 
 if TYPE_CHECKING:  # it imports Triton, which is where a GPU is
     from runtime.layers.cuda_ops import CudaOps
@@ -58,22 +59,14 @@ class Case:
         return found if roof is None else found | {"roof_us": round(roof, 1)}
 
 
-@dataclass
-class Layer:
-    """The weights of a block, named as `CudaOps.prepare` reads them."""
-
-    attn_norm: RMSNorm
-    mlp_norm: RMSNorm
-    qkv_proj: Linear
-    o_proj: Linear
-    gate_up_proj: Linear
-    down_proj: Linear
-
-
-def model(layers: int) -> tuple[list[Layer], Linear]:
+def model(layers: int) -> tuple[list[DecoderLayer], Linear]:
     """Blocks and head."""
     norm = RMSNorm(torch.ones(SHAPE.hidden, dtype=BF16, device="cuda"), 1e-5)
-    return [Layer(norm, norm, *(linear(name) for name in ("qkv", "o", "gate-up", "down"))) for _ in range(layers)], linear("head")
+
+    def layer() -> DecoderLayer:
+        return DecoderLayer(norm, linear("qkv"), None, None, linear("o"), norm, linear("gate-up"), linear("down"))
+
+    return [layer() for _ in range(layers)], linear("head")
 
 
 def choices(ops: CudaOps, rows: int) -> dict[str, str]:
@@ -86,7 +79,7 @@ def choices(ops: CudaOps, rows: int) -> dict[str, str]:
     return {f"{op} {out}x{width}": describe(c) for (op, out, width, most), c in ops.choices.items() if most == row_class(rows)}
 
 
-def times(ops: CudaOps, layers: list[Layer], head: Linear, case: Case) -> dict[str, float]:
+def times(ops: CudaOps, layers: list[DecoderLayer], head: Linear, case: Case) -> dict[str, float]:
     """Microseconds of a step with all its kernels, then without attention, rotary and head in turn."""
     size, width, length, tokens = case.batch, case.width, case.length, case.rows
     shape, pool, table = attention_world(size, width, length, 1, len(layers))

@@ -112,19 +112,10 @@ def configs() -> dict[str, SplitConfig]:
 
 def compile_kind(kind: tuple[int, int, int, SplitConfig]) -> None:
     """Run one kind of pass once, so that its kernel lies in the compiler's cache."""
-    from runtime.layers.attention.deal import deal
-    from runtime.layers.attention.split_decode import SplitKeys, SplitWorkspace, split_attention
+    from runtime.layers.attention.split_decode import first_run
 
     page, width, batch, config = kind
-    shape = split_shape(batch, width, config)
-    cache = torch.zeros((width // page + 2, page, G, D), dtype=BF16, device="cuda")
-    pages = torch.zeros((1, width // page + 1), dtype=torch.int32, device="cuda")
-    lens = torch.full((batch,), width, dtype=torch.int32, device="cuda")
-    q = torch.zeros((batch * width, H, D), dtype=BF16, device="cuda")
-    keys = SplitKeys(pages, torch.zeros_like(lens), lens, page, shape.empty_deal(CUDA))
-    if keys.deal is not None:
-        deal(lens, shape.splits, config.tile, keys.deal)
-    split_attention(q, cache, cache, keys, shape, SplitWorkspace([shape], CUDA), 1.0, pdl=True)
+    first_run(split_shape(batch, width, config), page, BF16, CUDA, tree=False, window=-1, pdl=True)
     torch.cuda.synchronize()
 
 

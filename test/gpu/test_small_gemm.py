@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +12,7 @@ from runtime.layers.epilogue import Epilogue
 from runtime.layers.linear import Linear
 from runtime.layers.norm_ahead import NormAhead, RowScale
 from runtime.layers.ops import RMSNorm, Stream
+from runtime.models.decoder import DecoderLayer
 
 if TYPE_CHECKING:
     from runtime.layers.small_gemm import GemmConfig
@@ -177,16 +177,6 @@ def test_a_chain_that_starts_early_waits_for_what_is_left_ahead(rows: int) -> No
         assert all(torch.equal(chain(pdl=True), want) for _ in range(10)), config
 
 
-@dataclass
-class TinyBlock:
-    attn_norm: RMSNorm
-    mlp_norm: RMSNorm
-    qkv_proj: Linear
-    o_proj: Linear
-    gate_up_proj: Linear
-    down_proj: Linear
-
-
 def test_preparing_with_timing_keeps_a_choice_for_every_product_that_then_computes_it() -> None:
     from runtime.layers.cuda_ops import CudaOps
 
@@ -194,7 +184,7 @@ def test_preparing_with_timing_keeps_a_choice_for_every_product_that_then_comput
         return Linear((torch.randn((out, width), device="cuda") * width**-0.5).to(BF16))
 
     norm = RMSNorm(torch.ones(512, device="cuda", dtype=BF16), 1e-5)
-    blocks = [TinyBlock(norm, norm, layer(768, 512), layer(512, 512), layer(2048, 512), layer(512, 1024)) for _ in range(2)]
+    blocks = [DecoderLayer(norm, layer(768, 512), None, None, layer(512, 512), norm, layer(2048, 512), layer(512, 1024)) for _ in range(2)]
     head, ops = layer(4000, 512), CudaOps()
     untouched = torch.randn((5, 512), device="cuda")
     report = ops.prepare(blocks, head, rows=(1, 5), timed=True)

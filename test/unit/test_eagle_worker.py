@@ -286,14 +286,19 @@ def test_the_draft_goes_on_from_what_a_prefill_of_the_whole_text_leaves(
     driver.prefill(PROMPTS, sampling=sampling)
     for _ in range(5):
         driver.decode(list(PROMPTS))
-        for row in PROMPTS:
-            left: list[tuple[torch.Tensor, ...]] = []
-            twin = Driver(fresh, before=lambda row=row, left=left: left.append(first_state(fresh, row)))
-            twin.prefill({row: PROMPTS[row] + driver.out[row]}, chunk=driver.kv[row], sampling=sampling)
-            tokens, *numbers = first_state(worker, row)
-            assert torch.equal(tokens, left[1][0])
-            for mine, its in zip(numbers, left[1][1:], strict=True):
-                torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
+        check_first_states(driver, fresh, sampling)
+
+
+def check_first_states(driver: Driver, fresh: Any, sampling: SamplingParams) -> None:
+    """That the draft of each request of `driver`'s worker goes on from what a prefill of all its text leaves in the worker `fresh`."""
+    for row, prompt in driver.prompts.items():
+        left: list[tuple[torch.Tensor, ...]] = []
+        twin = Driver(fresh, before=lambda row=row, left=left: left.append(first_state(fresh, row)))
+        twin.prefill({row: prompt + driver.out[row]}, chunk=driver.kv[row], sampling=sampling)
+        tokens, *numbers = first_state(driver.worker, row)
+        assert torch.equal(tokens, left[1][0])
+        for mine, its in zip(numbers, left[1][1:], strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
 
 
 def first_state(worker: Any, row: int) -> tuple[torch.Tensor, ...]:

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import torch
 
 from runtime.entrypoints.engine import _Growing
 from runtime.layers.linear import Linear
@@ -23,7 +22,7 @@ from runtime.speculative.parity import check_parity, run_scratch
 from unit.driver import GREEDY, Driver
 from unit.predicting import VOCAB, exact_product, model_config, plain, speculating
 from unit.storm import SIZES, Storm, same_life
-from unit.test_eagle_worker import MIXED, SMALL, check_distribution, check_draft_from_scratch, check_logprobs, first_state
+from unit.test_eagle_worker import MIXED, SMALL, check_distribution, check_draft_from_scratch, check_first_states, check_logprobs
 from unit.test_served_speculation import CONTEXT, asked, prompts, serve
 
 TREE: dict[str, Any] = {"topk": 3, "num_draft_tokens": 7}
@@ -153,14 +152,7 @@ def test_a_paused_step_leaves_the_first_guesses_that_a_prefill_of_the_whole_text
     driver.prefill(PROMPTS, sampling=sampling)
     for rows in ([1], [2], list(PROMPTS), list(PROMPTS)):
         driver.decode(rows)
-    for row in PROMPTS:
-        left: list[tuple[torch.Tensor, ...]] = []
-        twin = Driver(fresh, before=lambda row=row, left=left: left.append(first_state(fresh, row)))
-        twin.prefill({row: PROMPTS[row] + driver.out[row]}, chunk=driver.kv[row], sampling=sampling)
-        tokens, *numbers = first_state(worker, row)
-        assert torch.equal(tokens, left[1][0])
-        for mine, its in zip(numbers, left[1][1:], strict=True):
-            torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
+    check_first_states(driver, fresh, sampling)
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -215,14 +215,17 @@ def _from_answers(good: Sequence[RequestRecord]) -> Figures:
     if not good or not all(record.verify_steps for record in good):
         return {}
     steps = sum(record.verify_steps for record in good)
-    return {"accept_length": sum(map(_verified_tokens, good)) / steps, "per_position_acceptance": _by_position(good, steps)}
+    tokens = sum(verified_tokens(record.output_len, record.verify_steps, record.accepted_by_position) for record in good)
+    return {"accept_length": tokens / steps, "per_position_acceptance": _by_position(good, steps)}
 
 
-def _verified_tokens(record: RequestRecord) -> int:
+def verified_tokens(output_len: int, verify_steps: int, accepted_by_position: Sequence[int]) -> int:
     """Tokens of an answer that came from verifications: not the first one, which comes from the prompt's pass, nor those of steps without
     drafts, where the server says what was accepted."""
-    later, accepted = record.output_len - 1, record.accepted_by_position
-    return min(later, record.verify_steps + sum(accepted)) if accepted else later
+    if not verify_steps:
+        return 0
+    later = output_len - 1
+    return min(later, verify_steps + sum(accepted_by_position)) if accepted_by_position else later
 
 
 def _by_position(good: Sequence[RequestRecord], steps: int) -> list[float] | None:

@@ -302,7 +302,7 @@ class _Growing:
             meta["output_top_logprobs"] = list(self._top)
         if last.spec is not None and last.spec.verify_steps:
             meta["spec_verify_ct"] = last.spec.verify_steps
-            meta["spec_accept_length"] = 1.0 + last.spec.accepted_tokens / last.spec.verify_steps
+            meta["spec_accept_length"] = last.spec.accept_length
             meta["spec_accepted_by_position"] = list(last.spec.accepted_by_position)
         return {"text": self._text, "output_ids": list(self._ids), "meta_info": meta}
 

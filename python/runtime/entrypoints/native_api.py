@@ -183,8 +183,8 @@ def spec_form(spec: SpecStats) -> Json:
     """SGLang's fields of speculation, and the acceptance of each draft position."""
     return {
         "spec_verify_ct": spec.verify_steps,
-        "spec_accept_length": 1.0 + spec.accepted_tokens / spec.verify_steps,
-        "spec_accept_rate": spec.accepted_tokens / spec.draft_tokens if spec.draft_tokens else 0.0,
+        "spec_accept_length": spec.accept_length,
+        "spec_accept_rate": spec.accept_rate,
         "spec_accept_token_num": spec.accepted_tokens,
         "spec_draft_token_num": spec.draft_tokens,
         "spec_accepted_by_position": spec.accepted_by_position,

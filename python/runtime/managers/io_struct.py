@@ -84,6 +84,16 @@ class SpecStats(msgspec.Struct, frozen=True, kw_only=True):
     accepted_tokens: int = 0
     accepted_by_position: list[int] = []
 
+    @property
+    def accept_length(self) -> float:
+        """Tokens of a verify step, the bonus included; 0 before the first."""
+        return 1.0 + self.accepted_tokens / self.verify_steps if self.verify_steps else 0.0
+
+    @property
+    def accept_rate(self) -> float:
+        """Share of the drafts that was accepted; 0 before the first."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
 
 FinishReason = Literal["stop", "length", "abort"]
 

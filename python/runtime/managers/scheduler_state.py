@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from runtime.batch import ForwardMode, ScheduleBatch, StepStats
+from runtime.managers.io_struct import SpecStats
 from runtime.managers.spec_tally import SpecTally
 from runtime.managers.step_tally import StepTally
 
@@ -39,14 +42,8 @@ class Mark:
     generation: int = 0
     steps: int = 0
     prompt: int = 0
-    verify_steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    accepted_by_position: tuple[int, ...] = ()
-    decode_steps: int = 0
-    graph_steps: int = 0
-    live_rows: int = 0
-    padded_rows: int = 0
+    decode: StepTally = field(default_factory=StepTally)
+    spec: SpecStats = field(default_factory=SpecStats)
 
 
 @dataclass(slots=True)
@@ -102,6 +99,7 @@ class SchedulerState:
     def as_json(self, gauges: Gauges) -> dict[str, object]:
         """Every figure by its name in the metrics."""
         decode, spec, seen = self.decode, self.spec, self.prompt_tokens_total
+        drafts = spec.stats()
         return {
             "num_running_reqs": gauges.num_running_reqs,
             "num_queue_reqs": gauges.num_queue_reqs,
@@ -133,9 +131,9 @@ class SchedulerState:
             "spec_draft_tokens_total": spec.draft_tokens,
             "spec_accepted_tokens_total": spec.accepted_tokens,
             "spec_paused_steps_total": spec.paused_steps,
-            "spec_accepted_by_position": list(spec.accepted_by_position),
-            "spec_accept_length": 1 + spec.accepted_tokens / spec.verify_steps if spec.verify_steps else 0.0,
-            "spec_accept_rate": spec.accepted_tokens / spec.draft_tokens if spec.draft_tokens else 0.0,
+            "spec_accepted_by_position": drafts.accepted_by_position,
+            "spec_accept_length": drafts.accept_length,
+            "spec_accept_rate": drafts.accept_rate,
         }
 
     def tick(self, now: float, gauges: Gauges) -> None:
@@ -150,20 +148,7 @@ class SchedulerState:
 
     def _mark(self, now: float) -> Mark:
         steps = self.extend_steps + self.decode.steps
-        return Mark(
-            now,
-            self.generation_tokens_total,
-            steps,
-            self.prompt_tokens_total,
-            self.spec.verify_steps,
-            self.spec.draft_tokens,
-            self.spec.accepted_tokens,
-            tuple(self.spec.accepted_by_position),
-            self.decode.steps,
-            self.decode.graph_steps,
-            self.decode.live_rows,
-            self.decode.padded_rows,
-        )
+        return Mark(now, self.generation_tokens_total, steps, self.prompt_tokens_total, copy(self.decode), self.spec.stats())
 
     def _line(self, now: float, mark: Mark, gauges: Gauges) -> str:
         seconds = now - mark.time
@@ -179,23 +164,22 @@ class SchedulerState:
 
     def _of_drafts(self, mark: Mark) -> list[str]:
         """Acceptance since `mark`; by position as the share of verify steps that accepted the draft."""
-        spec, verified = self.spec, self.spec.verify_steps - mark.verify_steps
-        if not verified:
+        now, before = self.spec.stats(), mark.spec
+        late = SpecStats(
+            verify_steps=now.verify_steps - before.verify_steps,
+            draft_tokens=now.draft_tokens - before.draft_tokens,
+            accepted_tokens=now.accepted_tokens - before.accepted_tokens,
+        )
+        if not late.verify_steps:
             return []
-        accepted = spec.accepted_tokens - mark.accepted
-        before = mark.accepted_by_position or (0,) * len(spec.accepted_by_position)
-        shares = [(now - then) / verified for now, then in zip(spec.accepted_by_position, before, strict=True)]
+        pairs = zip_longest(now.accepted_by_position, before.accepted_by_position, fillvalue=0)  # before the first there are no positions
         return [
-            f"accept len: {1 + accepted / verified:.2f}",
-            f"accepted by position: {' '.join(f'{share:.2f}' for share in shares)}",
-            f"accepted/drafted: {accepted}/{spec.draft_tokens - mark.drafted}",
+            f"accept len: {late.accept_length:.2f}",
+            f"accepted by position: {' '.join(f'{(count - earlier) / late.verify_steps:.2f}' for count, earlier in pairs)}",
+            f"accepted/drafted: {late.accepted_tokens}/{late.draft_tokens}",
         ]
 
     def _of_graphs(self, mark: Mark) -> list[str]:
         """Share of decode steps since `mark` that replayed a graph, and of computed rows that were padding."""
-        decode = self.decode
-        decoded, padded = decode.steps - mark.decode_steps, decode.padded_rows - mark.padded_rows
-        if not decoded:
-            return []
-        computed = padded + decode.live_rows - mark.live_rows
-        return [f"graph hits: {(decode.graph_steps - mark.graph_steps) / decoded:.2f}", f"padding: {padded / max(computed, 1):.2f}"]
+        late = self.decode.since(mark.decode)
+        return [f"graph hits: {late.graph_hit_rate:.2f}", f"padding: {late.padding_waste or 0.0:.2f}"] if late.steps else []

@@ -23,6 +23,13 @@ class StepTally:
         self.live_rows += live_rows
         self.padded_rows += padded_rows
 
+    def since(self, earlier: StepTally) -> StepTally:
+        """What was counted after `earlier`, a copy of this one."""
+        late = StepTally()
+        for name in self.__slots__:
+            setattr(late, name, getattr(self, name) - getattr(earlier, name))
+        return late
+
     @property
     def graph_hit_rate(self) -> float | None:
         """Share of the steps that replayed a graph; None before the first one."""

@@ -13,7 +13,7 @@ from runtime.batch import Int32
 from runtime.errors import ConfigError
 from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionCaps, AttentionShape
-from runtime.layers.attention.plan_fixup import WorkItems, gather_pages, trim_items
+from runtime.layers.attention.plan_fixup import PageLists, WorkItems, correct_plan, gather_pages
 from runtime.layers.attention.tree_tail import TailKeys, merge_tree_tail
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
@@ -30,25 +30,28 @@ CTAS_PER_SM = 2
 
 @dataclass(slots=True)
 class _Pass:
-    """One pass of a plan, for one window: a wrapper and the tensors that its kernels read. All int32.
+    """One pass of a plan, for one window: a wrapper and the tensors that its kernels read.
 
     Attributes:
         wrapper: FlashInfer's, in graph mode.
         workspace: what its planner uploads: work items, chunk size, output offsets.
-        kv_indptr: [B + 1]; pages of each request begin there in `indices`.
-        indices: pages, request after request.
-        last_page_len: [B].
+        lists: the pages of each request.
         window: its sliding window, -1 for none.
         replan: plans again from host page offsets [B + 1]; None before the first plan.
     """
 
     wrapper: BatchPrefillWithPagedKVCacheWrapper
     workspace: torch.Tensor
-    kv_indptr: torch.Tensor
-    indices: torch.Tensor
-    last_page_len: torch.Tensor
+    lists: PageLists
     window: int
     replan: Callable[[torch.Tensor], list[int]] | None = None
+    _found: tuple[list[int], WorkItems] | None = None
+
+    def items(self, info: list[int]) -> WorkItems:
+        """Where the plan lies that `info` describes: for the most part where the one before did."""
+        if self._found is None or self._found[0] != info:
+            self._found = info, WorkItems.of(info, self.workspace)
+        return self._found[1]
 
 
 @dataclass(slots=True)
@@ -154,7 +157,8 @@ class FlashInferAttention:
         indices = torch.empty(max(total, 1), dtype=torch.int32, device=self._device)
         scratch = torch.empty((2, batch.batch_size + 1), dtype=torch.int32, device=self._device)
         rows = batch.req_pool_indices.to(torch.int32)
-        self._gather(rows, batch.seq_lens, lens, scratch[0], indices, scratch[1])
+        lists = PageLists(scratch[0], indices, scratch[1])
+        gather_pages(rows, batch.seq_lens, self._table.pages, self._table.page_size, self._most_pages(lens), lists)
         assert batch.extend_lens is not None
         qo_indptr = torch.from_numpy(np.concatenate(([0], np.cumsum(batch.extend_lens))).astype(np.int32))
         last_page_len = torch.from_numpy(((lens - 1) % self._table.page_size + 1).astype(np.int32))
@@ -195,22 +199,21 @@ class FlashInferAttention:
     def _plan_pass(self, plan: _FixedPlan, step: int, one: _Pass, bounds: Int32) -> None:
         offsets = self._page_offsets(bounds)
         info = self._first_plan(plan, one, offsets) if one.replan is None else one.replan(offsets)
-        self._gather(plan.rows, plan.key_lens[step], bounds, one.kv_indptr, one.indices, one.last_page_len)
-        trim_items(plan.key_lens[step], WorkItems.of(info, one.workspace), plan.width, one.window)
+        correct_plan(
+            plan.rows, plan.key_lens[step], self._table.pages, self._table.page_size, self._most_pages(bounds), one.lists, one.items(info),
+            plan.width, one.window,
+        )  # fmt: skip
 
-    def _gather(
-        self, rows: torch.Tensor, lens: torch.Tensor, bounds: Int32, kv_indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor
-    ) -> None:
-        most = -(-int(bounds.max()) // self._table.page_size)
-        gather_pages(rows, lens, self._table.pages, self._table.page_size, most, kv_indptr, indices, last)
+    def _most_pages(self, bounds: Int32) -> int:
+        return -(-int(bounds.max()) // self._table.page_size)
 
     def _first_plan(self, plan: _FixedPlan, one: _Pass, offsets: torch.Tensor) -> list[int]:
         """Plan through the wrapper, which finds its module; later plans call the module alone and skip the wrapper's copies."""
         shape, B, width = self._shape, plan.size, plan.width
-        wrapper, total = one.wrapper, min(int(offsets[-1]), one.indices.numel())
+        wrapper, total = one.wrapper, min(int(offsets[-1]), one.lists.indices.numel())
         qo_indptr, causal = torch.arange(B + 1, dtype=torch.int32) * width, width > 1 and not plan.tail
         wrapper.plan(
-            qo_indptr, offsets, one.indices[:total], torch.ones(B, dtype=torch.int32), shape.num_q_heads, shape.num_kv_heads,
+            qo_indptr, offsets, one.lists.indices[:total], torch.ones(B, dtype=torch.int32), shape.num_q_heads, shape.num_kv_heads,
             shape.head_dim, self._table.page_size, causal=causal, sm_scale=shape.scale, window_left=one.window,
             q_data_type=self._dtype, kv_data_type=self._dtype,
         )  # fmt: skip
@@ -259,7 +262,7 @@ class FlashInferAttention:
         wrapper._int_workspace_buffer = torch.zeros(self._plan_bytes(B, plan.width), dtype=torch.uint8, device=self._device)
         wrapper._pin_memory_int_workspace_buffer = torch.empty(wrapper._int_workspace_buffer.shape, dtype=torch.uint8, pin_memory=True)
         wrapper._kv_lens_buffer = torch.empty(B, dtype=torch.int32, device=self._device)
-        return _Pass(wrapper, wrapper._int_workspace_buffer, kv_indptr, self._indices[key], last[:B], window)
+        return _Pass(wrapper, wrapper._int_workspace_buffer, PageLists(kv_indptr, self._indices[key], last[:B]), window)
 
     def _page_offsets(self, lens: Int32) -> torch.Tensor:
         """int32 [B + 1] on the host: where the pages of each request begin, if it has that many keys."""

@@ -17,6 +17,21 @@ BLOCK_ITEMS = 128
 
 
 @dataclass(frozen=True, slots=True)
+class PageLists:
+    """What FlashInfer reads of the page table, request after request; int32.
+
+    Attributes:
+        indptr: [B + 1]; where each request's pages begin in `indices`.
+        indices: pages.
+        last_page_len: [B], keys on each last page.
+    """
+
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class WorkItems:
     """Where a plan lies in the planner's integer workspace: views of it, int32 where not said otherwise.
 
@@ -57,16 +72,7 @@ class WorkItems:
         )
 
 
-def gather_pages(
-    rows: torch.Tensor,
-    lens: torch.Tensor,
-    pages: torch.Tensor,
-    page_size: int,
-    most_pages: int,
-    indptr: torch.Tensor,
-    indices: torch.Tensor,
-    last_page_len: torch.Tensor,
-) -> None:
+def gather_pages(rows: torch.Tensor, lens: torch.Tensor, pages: torch.Tensor, page_size: int, most_pages: int, lists: PageLists) -> None:
     """Write the true page lists.
 
     Args:
@@ -75,38 +81,91 @@ def gather_pages(
         pages: int32 [rows, max_pages], the page table.
         page_size: slots of a page.
         most_pages: no request has more.
-        indptr: int32 [B + 1], written: where each request's pages begin.
-        indices: int32, written up to `indptr[B]`.
-        last_page_len: int32 [B], written: keys on each last page.
+        lists: written, the pages up to `indptr[B]`.
     """
     B = rows.shape[0]
-    _gather_kernel[(B, max(triton.cdiv(most_pages, BLOCK_PAGES), 1))](
-        rows, lens, pages, indptr, indices, last_page_len, B, page_size, pages.stride(0),
-        BLOCK_B=max(triton.next_power_of_2(B), 16), BLOCK_PAGES=BLOCK_PAGES, num_warps=4,
+    _gather_kernel[(B, _page_blocks(most_pages))](
+        rows, lens, pages, lists.indptr, lists.indices, lists.last_page_len, B, page_size, pages.stride(0),
+        BLOCK_B=_block(B), BLOCK_PAGES=BLOCK_PAGES, num_warps=4,
     )  # fmt: skip
 
 
-def trim_items(lens: torch.Tensor, items: WorkItems, width: int, window: int) -> None:
-    """Correct a plan made from upper bounds of `lens` int32 [B], for `width` queries a request and a sliding window or -1.
+def correct_plan(
+    rows: torch.Tensor,
+    lens: torch.Tensor,
+    pages: torch.Tensor,
+    page_size: int,
+    most_pages: int,
+    lists: PageLists,
+    items: WorkItems,
+    width: int,
+    window: int,
+) -> None:
+    """`gather_pages`, and in the same launch make a plan true that was made from upper bounds of `lens`.
 
     Left as planned, outputs would be wrong: attention places the partial result of query i, chunk j at `i * chunks + j`, with `chunks`
     counted from the true length, and the merge reads them back at the planned count. So items past the end are switched off and the
     partial results counted again.
+
+    Args:
+        items: of the plan; `valid`, `merge_indptr` and `out_indptr` are written.
+        width: queries of a request.
+        window: keys before itself that a query sees, or -1 for all.
     """
-    B = lens.shape[0]
-    _trim_kernel[(max(B, triton.cdiv(items.count, BLOCK_ITEMS)),)](
-        lens, items.requests, items.chunks, items.merge_indptr, items.out_indptr, items.chunk_size, items.valid,
-        B, width, items.count, items.tile, window,
-        BLOCK_B=max(triton.next_power_of_2(B), 16), BLOCK_ITEMS=BLOCK_ITEMS, BLOCK_W=triton.next_power_of_2(width), num_warps=4,
+    B = rows.shape[0]
+    _correct_kernel[(max(B, triton.cdiv(items.count, BLOCK_ITEMS)), _page_blocks(most_pages))](
+        rows, lens, pages, lists.indptr, lists.indices, lists.last_page_len,
+        items.requests, items.chunks, items.merge_indptr, items.out_indptr, items.chunk_size, items.valid,
+        B, page_size, pages.stride(0), width, items.count, items.tile, window,
+        BLOCK_B=_block(B), BLOCK_PAGES=BLOCK_PAGES, BLOCK_ITEMS=BLOCK_ITEMS, BLOCK_W=triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
+
+
+def _block(requests: int) -> int:
+    return max(triton.next_power_of_2(requests), 16)
+
+
+def _page_blocks(most_pages: int) -> int:
+    return max(triton.cdiv(most_pages, BLOCK_PAGES), 1)
 
 
 @triton.jit(
     do_not_specialize=["num_requests", "page_size", "pages_stride"],
-    # Lengths of a later pass and of an eager one lie as their number has it: one kernel serves all, and is there before prompts come.
+    # Lengths of an eager pass lie as their number has it: one kernel serves all, and is there before prompts come.
     do_not_specialize_on_alignment=["lens_ptr", "last_ptr"],
 )
 def _gather_kernel(
+    rows_ptr, lens_ptr, pages_ptr, indptr_ptr, indices_ptr, last_ptr, num_requests, page_size, pages_stride,
+    BLOCK_B: tl.constexpr, BLOCK_PAGES: tl.constexpr,
+):  # fmt: skip
+    _gather(
+        rows_ptr, lens_ptr, pages_ptr, indptr_ptr, indices_ptr, last_ptr, num_requests, page_size, pages_stride, BLOCK_B, BLOCK_PAGES
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_requests", "page_size", "pages_stride", "width", "num_items", "tile", "window"],
+    do_not_specialize_on_alignment=["lens_ptr", "requests_ptr", "chunks_ptr", "merge_ptr", "outputs_ptr", "chunk_ptr", "valid_ptr"],
+)
+def _correct_kernel(
+    rows_ptr, lens_ptr, pages_ptr, indptr_ptr, indices_ptr, last_ptr,
+    requests_ptr, chunks_ptr, merge_ptr, outputs_ptr, chunk_ptr, valid_ptr,
+    num_requests, page_size, pages_stride, width, num_items, tile, window,
+    BLOCK_B: tl.constexpr, BLOCK_PAGES: tl.constexpr, BLOCK_ITEMS: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    if tl.program_id(0) < num_requests:
+        _gather(
+            rows_ptr, lens_ptr, pages_ptr, indptr_ptr, indices_ptr, last_ptr, num_requests, page_size, pages_stride, BLOCK_B, BLOCK_PAGES
+        )  # fmt: skip
+    if tl.program_id(1) == 0:
+        _trim(
+            lens_ptr, requests_ptr, chunks_ptr, merge_ptr, outputs_ptr, chunk_ptr, valid_ptr, num_requests, width, num_items, tile, window,
+            BLOCK_B, BLOCK_ITEMS, BLOCK_W,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gather(
     rows_ptr, lens_ptr, pages_ptr, indptr_ptr, indices_ptr, last_ptr, num_requests, page_size, pages_stride,
     BLOCK_B: tl.constexpr, BLOCK_PAGES: tl.constexpr,
 ):  # fmt: skip
@@ -137,11 +196,8 @@ def _true_chunks(length, chunk, tile, window):
     return (length + chunk - 1) // chunk
 
 
-@triton.jit(
-    do_not_specialize=["num_requests", "width", "num_items", "tile", "window"],
-    do_not_specialize_on_alignment=["requests_ptr", "chunks_ptr", "merge_ptr", "outputs_ptr", "chunk_ptr", "valid_ptr"],
-)
-def _trim_kernel(
+@triton.jit
+def _trim(
     lens_ptr, requests_ptr, chunks_ptr, merge_ptr, outputs_ptr, chunk_ptr, valid_ptr, num_requests, width, num_items, tile, window,
     BLOCK_B: tl.constexpr, BLOCK_ITEMS: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip

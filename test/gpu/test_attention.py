@@ -398,6 +398,29 @@ def test_one_plan_serves_every_pass_of_a_draft(name: str, tree: bool) -> None:
         compare(world, one, q, 0, world.fast.forward(q, 0, one))
 
 
+@pytest.mark.parametrize("window", [-1, 100])
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("name", ["flashinfer"])
+def test_a_plan_serves_until_a_length_leaves_its_256(name: str, width: int, window: int) -> None:
+    world = make_world(name, plain(128, 16, width, window))
+    batch, q = fixed_batch(world.kind), queries(world.kind, B * width)
+    world.fast.plan(batch)
+    graph, out = captured(lambda: [world.fast.forward(q, layer, batch) for layer in (0, 1)])
+    (plan,) = world.fast._fixed.values()
+    one, made, lens = next(iter(plan.passes.values())), 0, [1000, 129, 700, 255, 30, 512, 5]
+    for turn in range(32):
+        before = one.planned
+        load(world, batch, lens)  # each turn in other rows, and with other bounds
+        world.fast.plan(batch)
+        again = one.planned is not before
+        assert again == (-(-batch.seq_len_bounds // 256) * 256 != before[0]).any()
+        made += again
+        graph.replay()
+        check(world, batch, q, out)
+        lens = [n + int(world.rng.integers(0, 8)) for n in lens] if turn != 16 else lens[::-1]
+    assert 1 < made < 24
+
+
 @pytest.mark.parametrize("name", ["fa3", "fa3 split", "flashinfer"])
 def test_a_wider_pass_of_a_known_backend_takes_no_scratch_of_its_own(name: str) -> None:
     """Partial results of 128 requests of 8 queries take a third of a GiB, and graphs hold on to what they were captured with."""

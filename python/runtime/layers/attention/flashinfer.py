@@ -26,6 +26,9 @@ LARGEST_TILE = 128
 SMALLEST_TILE = 16
 CTAS_PER_SM = 2
 """What FlashInfer's planner assumes when it splits keys."""
+PLANNED_KEYS = 256
+"""Plans are made for lengths rounded up to this and serve until one grows beyond. At batch 1 planning takes the host as long as two draft
+passes take the GPU; half as many keys too many, on average, are a few work items that are switched off."""
 
 
 @dataclass(slots=True)
@@ -38,20 +41,15 @@ class _Pass:
         lists: the pages of each request.
         window: its sliding window, -1 for none.
         replan: plans again from host page offsets [B + 1]; None before the first plan.
+        planned: int32 [B], the lengths that it is planned for, and its items; None before the first plan.
     """
 
     wrapper: BatchPrefillWithPagedKVCacheWrapper
     workspace: torch.Tensor
     lists: PageLists
     window: int
-    replan: Callable[[torch.Tensor], list[int]] | None = None
-    _found: tuple[list[int], WorkItems] | None = None
-
-    def items(self, info: list[int]) -> WorkItems:
-        """Where the plan lies that `info` describes: for the most part where the one before did."""
-        if self._found is None or self._found[0] != info:
-            self._found = info, WorkItems.of(info, self.workspace)
-        return self._found[1]
+    replan: Callable[[torch.Tensor], WorkItems] | None = None
+    planned: tuple[Int32, WorkItems] | None = None
 
 
 @dataclass(slots=True)
@@ -81,8 +79,9 @@ class _FixedPlan:
 class FlashInferAttention:
     """`AttentionBackend` of FlashInfer.
 
-    Its planner runs on the host, from `seq_len_bounds`, which may exceed the true lengths; two kernels then correct what it wrote, from the
-    lengths on the device (`plan_fixup.py`).
+    Its planner runs on the host, from `seq_len_bounds` rounded up, which exceed the true lengths; before every pass of fixed width a kernel
+    corrects what it wrote, from the lengths on the device (`plan_fixup.py`). So a plan serves many passes, and as it follows from bounds
+    alone, a pass is cut the same way whichever passes came before it.
 
     A tree pass is full attention to the keys before the tail, then the tail under the mask (`tree_tail.py`).
     """
@@ -197,17 +196,19 @@ class FlashInferAttention:
         return batch.tree_tail
 
     def _plan_pass(self, plan: _FixedPlan, step: int, one: _Pass, bounds: Int32) -> None:
-        offsets = self._page_offsets(bounds)
-        info = self._first_plan(plan, one, offsets) if one.replan is None else one.replan(offsets)
+        wanted = -(-bounds // PLANNED_KEYS) * PLANNED_KEYS
+        if one.planned is None or not np.array_equal(one.planned[0], wanted):
+            offsets = self._page_offsets(wanted)
+            one.planned = wanted, self._first_plan(plan, one, offsets) if one.replan is None else one.replan(offsets)
         correct_plan(
-            plan.rows, plan.key_lens[step], self._table.pages, self._table.page_size, self._most_pages(bounds), one.lists, one.items(info),
+            plan.rows, plan.key_lens[step], self._table.pages, self._table.page_size, self._most_pages(bounds), one.lists, one.planned[1],
             plan.width, one.window,
         )  # fmt: skip
 
     def _most_pages(self, bounds: Int32) -> int:
         return -(-int(bounds.max()) // self._table.page_size)
 
-    def _first_plan(self, plan: _FixedPlan, one: _Pass, offsets: torch.Tensor) -> list[int]:
+    def _first_plan(self, plan: _FixedPlan, one: _Pass, offsets: torch.Tensor) -> WorkItems:
         """Plan through the wrapper, which finds its module; later plans call the module alone and skip the wrapper's copies."""
         shape, B, width = self._shape, plan.size, plan.width
         wrapper, total = one.wrapper, min(int(offsets[-1]), one.lists.indices.numel())
@@ -220,7 +221,7 @@ class FlashInferAttention:
         module, workspace = wrapper._cached_module, wrapper._float_workspace_buffer
         kv_lens = torch.ones(B, dtype=torch.int32)  # of the fa3 planner; fa2's reads the page offsets
 
-        def replan(offsets: torch.Tensor) -> list[int]:
+        def replan(offsets: torch.Tensor) -> WorkItems:
             pinned, event = self._pinned.take()
             info = module.plan(
                 workspace, one.workspace, pinned, qo_indptr, offsets, kv_lens, B * width, B, shape.num_q_heads, shape.num_kv_heads,
@@ -228,7 +229,7 @@ class FlashInferAttention:
             )  # fmt: skip
             event.record()
             wrapper._plan_info = info
-            return list(info)
+            return WorkItems.of(list(info), pinned, one.workspace)
 
         one.replan = replan
         return replan(offsets)

@@ -44,6 +44,7 @@ class WorkItems:
         chunk_size: [1], keys of a chunk.
         valid: uint8 [items], whether the item is run.
         count: how many items there are, invalid ones included.
+        planned: how many the planner runs, the first ones.
         tile: queries (times heads of a group) that an item covers.
     """
 
@@ -54,12 +55,13 @@ class WorkItems:
     chunk_size: torch.Tensor
     valid: torch.Tensor
     count: int
+    planned: int
     tile: int
 
     @classmethod
-    def of(cls, info: Sequence[int], workspace: torch.Tensor) -> WorkItems:
-        """Find them; `info` is `PrefillPlanInfo` field after field, `workspace` uint8."""
-        words = workspace.view(torch.int32)
+    def of(cls, info: Sequence[int], staged: torch.Tensor, workspace: torch.Tensor) -> WorkItems:
+        """Find them; `info` is `PrefillPlanInfo` field after field, `workspace` uint8 and `staged` what was uploaded to it, on the host."""
+        words, count = workspace.view(torch.int32), info[0]
         return cls(
             requests=words[info[4] // 4 :],
             chunks=words[info[6] // 4 :],
@@ -67,7 +69,8 @@ class WorkItems:
             out_indptr=words[info[8] // 4 :],
             chunk_size=words[info[9] // 4 :],
             valid=workspace[info[12] :],
-            count=info[0],
+            count=count,
+            planned=int(staged[info[12] : info[12] + count].count_nonzero()),
             tile=info[3],
         )
 
@@ -101,7 +104,7 @@ def correct_plan(
     width: int,
     window: int,
 ) -> None:
-    """`gather_pages`, and in the same launch make a plan true that was made from upper bounds of `lens`.
+    """`gather_pages`, and in the same launch make a plan from upper bounds of `lens` true, whichever lengths it was made true for before.
 
     Left as planned, outputs would be wrong: attention places the partial result of query i, chunk j at `i * chunks + j`, with `chunks`
     counted from the true length, and the merge reads them back at the planned count. So items past the end are switched off and the
@@ -116,7 +119,7 @@ def correct_plan(
     _correct_kernel[(max(B, triton.cdiv(items.count, BLOCK_ITEMS)), _page_blocks(most_pages))](
         rows, lens, pages, lists.indptr, lists.indices, lists.last_page_len,
         items.requests, items.chunks, items.merge_indptr, items.out_indptr, items.chunk_size, items.valid,
-        B, page_size, pages.stride(0), width, items.count, items.tile, window,
+        B, page_size, pages.stride(0), width, items.count, items.planned, items.tile, window,
         BLOCK_B=_block(B), BLOCK_PAGES=BLOCK_PAGES, BLOCK_ITEMS=BLOCK_ITEMS, BLOCK_W=triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
 
@@ -144,13 +147,13 @@ def _gather_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_requests", "page_size", "pages_stride", "width", "num_items", "tile", "window"],
+    do_not_specialize=["num_requests", "page_size", "pages_stride", "width", "num_items", "num_planned", "tile", "window"],
     do_not_specialize_on_alignment=["lens_ptr", "requests_ptr", "chunks_ptr", "merge_ptr", "outputs_ptr", "chunk_ptr", "valid_ptr"],
 )
 def _correct_kernel(
     rows_ptr, lens_ptr, pages_ptr, indptr_ptr, indices_ptr, last_ptr,
     requests_ptr, chunks_ptr, merge_ptr, outputs_ptr, chunk_ptr, valid_ptr,
-    num_requests, page_size, pages_stride, width, num_items, tile, window,
+    num_requests, page_size, pages_stride, width, num_items, num_planned, tile, window,
     BLOCK_B: tl.constexpr, BLOCK_PAGES: tl.constexpr, BLOCK_ITEMS: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(0) < num_requests:
@@ -159,8 +162,8 @@ def _correct_kernel(
         )  # fmt: skip
     if tl.program_id(1) == 0:
         _trim(
-            lens_ptr, requests_ptr, chunks_ptr, merge_ptr, outputs_ptr, chunk_ptr, valid_ptr, num_requests, width, num_items, tile, window,
-            BLOCK_B, BLOCK_ITEMS, BLOCK_W,
+            lens_ptr, requests_ptr, chunks_ptr, merge_ptr, outputs_ptr, chunk_ptr, valid_ptr, num_requests, width, num_items, num_planned,
+            tile, window, BLOCK_B, BLOCK_ITEMS, BLOCK_W,
         )  # fmt: skip
 
 
@@ -198,8 +201,8 @@ def _true_chunks(length, chunk, tile, window):
 
 @triton.jit
 def _trim(
-    lens_ptr, requests_ptr, chunks_ptr, merge_ptr, outputs_ptr, chunk_ptr, valid_ptr, num_requests, width, num_items, tile, window,
-    BLOCK_B: tl.constexpr, BLOCK_ITEMS: tl.constexpr, BLOCK_W: tl.constexpr,
+    lens_ptr, requests_ptr, chunks_ptr, merge_ptr, outputs_ptr, chunk_ptr, valid_ptr, num_requests, width, num_items, num_planned,
+    tile, window, BLOCK_B: tl.constexpr, BLOCK_ITEMS: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Program b: the partial results of request b, and a block of work items."""
     pid = tl.program_id(0)
@@ -216,8 +219,8 @@ def _trim(
             tl.store(merge_ptr + num_requests * width, begin + width * mine)
             tl.store(outputs_ptr + num_requests, begin + width * mine)
     x = pid * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
-    valid = tl.load(valid_ptr + x, mask=x < num_items, other=0) != 0
-    request = tl.load(requests_ptr + x, mask=(x < num_items) & valid, other=0)
-    item_chunk = tl.load(chunks_ptr + x, mask=(x < num_items) & valid, other=0)
+    planned = x < num_planned
+    request = tl.load(requests_ptr + x, mask=planned, other=0)
+    item_chunk = tl.load(chunks_ptr + x, mask=planned, other=0)
     chunks = _true_chunks(tl.load(lens_ptr + request), chunk, tile, window)
-    tl.store(valid_ptr + x, (valid & (item_chunk < chunks)).to(tl.uint8), mask=x < num_items)
+    tl.store(valid_ptr + x, (planned & (item_chunk < chunks)).to(tl.uint8), mask=x < num_items)

@@ -1,11 +1,12 @@
 """What the draft-extend graph gives: the same server with it off and on, over concurrency, attention backend and overlap.
 
 With --in-process scheduler and worker run in one process, without HTTP and text, and one worker serves all four ways in turn: off and on
-follow each other within seconds, so that what differs is the graph.
+follow each other within seconds, so that what differs is the graph; behind a change stands the standard error of its mean over the rounds.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ COLUMNS = (
 
 LEAST = 16
 """Requests of one run in process, but for one at a time."""
+REPEATED = ("mean_ttft_ms", "mean_tpot_ms")
+"""Columns of which every round is kept, so that a change is told from chance."""
 
 
 def setups(served: Model, backends: list[str], overlaps: list[str]) -> list[Setup]:
@@ -75,6 +78,8 @@ def measure(
             labels = {"overlap": overlap, "concurrency": concurrency, "input_len": lens[0], "output_len": lens[1]}
             for graph, served in runs.items():
                 figures = {"num_prompts": rounds * requests, "rounds": rounds, **Served.together(served).figures()}
+                by_round = [run.figures() for run in served]
+                figures["by_round"] = {name: [run[name] for run in by_round] for name in REPEATED}
                 rows.append({**labels, "graph": graph, **figures, "accept_length": counts[graph].mean_accept_len})
     worker.close()
     return rows
@@ -103,8 +108,21 @@ def _part(rows: list[dict[str, Any]]) -> str:
                 lines.append([concurrency, graph, *(_figure(row, name) for name in columns), percent(row.get("roof_share"))])
         off, on = pair["off"], pair["on"]
         if off is not None and on is not None:
-            lines.append([concurrency, "**change**", *(change(_figure(on, name), _figure(off, name)) for name in columns), None])
+            lines.append([concurrency, "**change**", *(_change(on, off, name) for name in columns), None])
     return table(["max_concurrency", "draft-extend graph", *columns, "share of the roof"], lines)
+
+
+def _change(on: dict[str, Any], off: dict[str, Any], name: str) -> str:
+    """Of a column, with its standard error where several rounds were kept."""
+    text, error = change(_figure(on, name), _figure(off, name)), standard_error(on, off, name)
+    return text if error is None else f"{text} ± {error * 100:.1f}"
+
+
+def standard_error(on: dict[str, Any], off: dict[str, Any], name: str) -> float | None:
+    """Of the mean over the rounds of how much `on` is above `off`, as a share; None where fewer than two rounds were kept."""
+    kept = [row.get("by_round", {}).get(name, ()) for row in (on, off)]
+    ratios = [a / b for a, b in zip(*kept, strict=True)]
+    return statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None
 
 
 def _figure(row: dict[str, Any], name: str) -> float | None:

@@ -26,6 +26,8 @@ GRAPHS = ("eager", "decode", "both")
 PROMPT_LEN = 256
 TITLES = {"eager": "draft eager", "decode": "draft-decode graph", "both": "both draft graphs"}
 PHASES = ("draft_decode", "verify", "accept", "draft_extend", "plan", "sample")
+ALONE = {"draft_decode": "_run_decode", "draft_extend": "_run_extend"}
+"""The draft's phases and the worker's methods that are timed without a profiler."""
 
 
 def flags(served: Model, backend: str, concurrency: int) -> list[str]:
@@ -66,26 +68,25 @@ def measure(
 
 def untraced(loop: Any, worker: Any, steps: int) -> dict[str, Any]:
     """The step, and the host's time in the draft's two phases, without a profiler, which makes every operation slower on the host."""
-    spent = 0.0
-    phases = {name: getattr(worker, name) for name in ("_run_decode", "_run_extend")}
+    spent = dict.fromkeys(ALONE, 0.0)
 
-    def timed(phase: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(name: str, phase: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            nonlocal spent
             started = time.perf_counter()
             try:
                 return phase(*args)
             finally:
-                spent += time.perf_counter() - started
+                spent[name] += time.perf_counter() - started
 
         return run
 
-    for name, phase in phases.items():
-        setattr(worker, name, timed(phase))
+    for name, method in ALONE.items():
+        setattr(worker, method, timed(name, getattr(worker, method)))
     seconds = loop.run(steps)
-    for name in phases:
-        delattr(worker, name)
-    return {"step_us": seconds * 1e6, "draft_host_us": spent / steps * 1e6}
+    for method in ALONE.values():
+        delattr(worker, method)
+    alone = {f"{name}_host_us": us / steps * 1e6 for name, us in spent.items()}
+    return {"step_us": seconds * 1e6, **alone, "draft_host_us": sum(alone.values())}
 
 
 def render(result: Result) -> str:
@@ -104,9 +105,10 @@ def _part(rows: Sequence[dict[str, Any]]) -> str:
     lines: list[list[Any]] = []
     if all("step_us" in row for row in found.values()):
         lines.append(["iteration, no profiler (µs)", *(row["step_us"] for row in found.values())])
-        lines.append(
-            ["host: both draft phases, no profiler (µs)", *(_cut(row, found.get("eager"), "draft_host_us") for row in found.values())]
-        )
+        for name, label in (*((phase, phase.replace("_", "-")) for phase in ALONE), ("draft", "both draft phases")):
+            if all(f"{name}_host_us" in row for row in found.values()):
+                cells = [_cut(row, found.get("eager"), f"{name}_host_us") for row in found.values()]
+                lines.append([f"host: {label}, no profiler (µs)", *cells])
     lines.append(["iteration (µs)", *(row["period_us"] for row in found.values())])
     lines.append(["GPU idle", *(percent(1 - row["gpu_busy_us"] / row["period_us"], 1) for row in found.values())])
     for unit, label in (("host_us", "host"), ("gpu_us", "GPU")):

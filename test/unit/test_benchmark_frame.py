@@ -202,6 +202,15 @@ def test_the_graph_table_puts_off_on_and_change_under_each_other() -> None:
     assert "| 1 | **change** | +10.0 % | +0.0 % | -10.0 % | +10.0 % | +0.0 % | - |" in text
 
 
+def test_a_change_stands_beside_its_error_where_rounds_were_kept() -> None:
+    off, on = ({"by_round": {"mean_tpot_ms": of}} for of in ([2.0, 4.0, 2.0, 4.0], [1.8, 4.4, 1.8, 4.4]))
+    text = draft_extend_graph.render(result([served(graph="off", **off), served(graph="on", mean_tpot_ms=2.25, **on)]))
+    # Ratios 0.9, 1.1, 0.9, 1.1: a deviation of 0.2 / sqrt(3), over sqrt(4) rounds.
+    assert "| +0.0 % | -10.0 % ± 5.8 | +0.0 % |" in text, "a column without rounds has no error"
+    assert draft_extend_graph.standard_error(served(**on), served(**off), "mean_ttft_ms") is None
+    assert draft_extend_graph.standard_error(*[{"by_round": {"mean_tpot_ms": [2.0]}}] * 2, "mean_tpot_ms") is None
+
+
 def test_runs_in_turn_start_with_either_way_equally_often_and_count_as_one() -> None:
     turns = draft_extend_graph.turns(4)
     assert turns == ["off", "on", "on", "off", "off", "on", "on", "off"]
@@ -310,6 +319,13 @@ def test_the_profile_table_shows_the_host_time_that_graphs_save() -> None:
     both = served(graphs="both", host_us={"draft_decode": 15.0, "draft_extend": 10.0}, **base)
     text = step_profile.render(result([eager, both]))
     assert "| host: both draft phases (µs) | 100.0 | 25.00 (-75 %) |" in text
+    alone = [
+        {"step_us": 190.0, "draft_decode_host_us": d, "draft_extend_host_us": e, "draft_host_us": d + e}
+        for d, e in ((50.0, 30.0), (10.0, 9.0))
+    ]
+    text = step_profile.render(result([eager | alone[0], both | alone[1]]))
+    cuts = {"draft-decode": "50.00 | 10.00 (-80 %)", "draft-extend": "30.00 | 9.00 (-70 %)", "both draft phases": "80.00 | 19.00 (-76 %)"}
+    assert all(f"| host: {name}, no profiler (µs) | {cut} |" in text for name, cut in cuts.items())
     assert "| GPU idle | 25.0 % | 25.0 % |" in text
 
 

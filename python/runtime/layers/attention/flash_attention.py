@@ -13,6 +13,7 @@ from runtime.errors import ConfigError
 from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionCaps, AttentionShape
 from runtime.layers.attention.deal import Deal, deal
+from runtime.layers.attention.fixed_lengths import FixedLengths, first_tail
 from runtime.layers.attention.split_decode import (
     MAX_WIDTH,
     SplitKeys,
@@ -37,31 +38,20 @@ def split_wins(batch: int) -> bool:
     return any(batch in batches for batches in SPLIT_BATCHES)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _FixedPlan:
     """Persistent metadata of fixed-width passes of one size; a captured graph reads these tensors.
 
     Attributes:
-        size, width: requests, and queries of each.
-        rows: int32 [B], rows of the page table.
-        seq_lens: int32 [steps, B], KV lengths of each pass.
-        key_lens: int32 [steps, B], what FA3 attends to: `seq_lens`, or for trees the keys before the tail.
+        at: rows and lengths of the passes.
         cu_seqlens_q: int32 [B + 1].
-        steps: int32 [steps, 1], what each pass adds to the lengths.
-        tail: tree tail of the first pass; 0 when causal.
         split: how split attention cuts the pass; None where FA3 runs it.
         deal: which program of split attention takes what; None where that is fixed. All passes of a plan have the first one's.
         metadata: by (step, window), FA3's tile schedule, int32.
     """
 
-    size: int
-    width: int
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-    key_lens: torch.Tensor
+    at: FixedLengths
     cu_seqlens_q: torch.Tensor
-    steps: torch.Tensor
-    tail: int
     split: SplitShape | None
     deal: Deal | None
     metadata: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -129,8 +119,9 @@ class FlashAttention:
         assert self._plan is not None, "plan comes before forward"
         if isinstance(self._plan, _ExtendPlan):
             return self._extend(q, layer_id, self._plan).flatten(1)
-        assert (batch.batch_size, batch.tokens_per_req) == (self._plan.size, self._plan.width), "forward of another batch than planned"
-        attend = self._tree if self._plan.tail else self._causal
+        at = self._plan.at
+        assert (batch.batch_size, batch.tokens_per_req) == (at.size, at.width), "forward of another batch than planned"
+        attend = self._tree if at.tail else self._causal
         return attend(q, layer_id, self._plan, batch).flatten(1)
 
     def first_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
@@ -155,22 +146,18 @@ class FlashAttention:
         )
 
     def _plan_fixed(self, batch: ForwardBatch, num_steps: int) -> _FixedPlan:
-        tail = self._first_tail(batch)
+        tail = first_tail(batch, self._windows, "fa3")
         key = (batch.batch_size, batch.tokens_per_req, num_steps, tail)
         plan = self._fixed.get(key)
         if plan is None:
             plan = self._fixed[key] = self._empty_plan(*key)
-        plan.rows.copy_(batch.req_pool_indices)
-        torch.add(batch.seq_lens, plan.steps, out=plan.seq_lens)
-        if tail:
-            # All passes of a tree share the keys before it.
-            torch.sub(batch.seq_lens.expand_as(plan.key_lens), tail, out=plan.key_lens).clamp_(min=0)
+        plan.at.fill(batch)
         if plan.split is None:
             for step in range(1 if tail else num_steps):
                 for window in self._windows:
                     self._schedule(plan, step, window)
         elif plan.deal is not None:
-            deal(plan.key_lens[0], plan.split.splits, plan.split.config.tile, plan.deal)
+            deal(plan.at.key_lens[0], plan.split.splits, plan.split.config.tile, plan.deal)
         return plan
 
     def _split_shape(self, size: int, width: int) -> SplitShape | None:
@@ -186,40 +173,22 @@ class FlashAttention:
         taken = [shape for shape in shapes if shape is not None]
         return SplitWorkspace(taken, self._device) if taken else None
 
-    def _first_tail(self, batch: ForwardBatch) -> int:
-        if batch.tree_mask is None:
-            return 0
-        if self._windows != (-1,):
-            raise ConfigError("draft trees need full attention in every layer with fa3; use --speculative-eagle-topk 1")
-        return batch.tree_tail
-
     def _empty_plan(self, size: int, width: int, num_steps: int, tail: int) -> _FixedPlan:
-        def ints(*dims: int) -> torch.Tensor:
-            return torch.zeros(dims, dtype=torch.int32, device=self._device)
-
-        seq_lens = ints(num_steps, size)
-        every = torch.arange(max(size + 1, num_steps), dtype=torch.int32, device=self._device) * width
         split = self._split_shape(size, width)
         return _FixedPlan(
-            size=size,
-            width=width,
-            rows=ints(size),
-            seq_lens=seq_lens,
-            key_lens=ints(num_steps, size) if tail else seq_lens,
-            cu_seqlens_q=every[: size + 1].clone(),
-            steps=every[:num_steps, None].clone(),
-            tail=tail,
+            at=FixedLengths.empty(size, width, num_steps, tail, self._device),
+            cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32, device=self._device) * width,
             split=split,
             deal=None if split is None else split.empty_deal(self._device),
         )
 
     def _schedule(self, plan: _FixedPlan, step: int, window: int) -> None:
         """Compute one tile schedule into its static buffer. What is passed must match `flash_attn_with_kvcache`'s arguments."""
-        shape = self._shape
+        shape, at = self._shape, plan.at
         fresh = get_scheduler_metadata(
-            plan.size, plan.width, self._table.max_pages * self._table.page_size, shape.num_q_heads, shape.num_kv_heads, shape.head_dim,
-            plan.key_lens[step], qkv_dtype=self._dtype, cu_seqlens_q=plan.cu_seqlens_q, page_size=self._table.page_size,
-            causal=not plan.tail, window_size=_window_size(window), num_splits=0,
+            at.size, at.width, self._table.max_pages * self._table.page_size, shape.num_q_heads, shape.num_kv_heads, shape.head_dim,
+            at.key_lens[step], qkv_dtype=self._dtype, cu_seqlens_q=plan.cu_seqlens_q, page_size=self._table.page_size,
+            causal=not at.tail, window_size=_window_size(window), num_splits=0,
         )  # fmt: skip
         static = plan.metadata.get((step, window))
         if static is None:
@@ -228,31 +197,32 @@ class FlashAttention:
             static.copy_(fresh)
 
     def _causal(self, q: torch.Tensor, layer_id: int, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
-        window = self._shape.window[layer_id]
+        window, at = self._shape.window[layer_id], plan.at
         if plan.split is not None:
-            return self._split(q, layer_id, plan, plan.split, plan.seq_lens[batch.step], window=window)
+            return self._split(q, layer_id, plan, plan.split, at.seq_lens[batch.step], window=window)
         return flash_attn_with_kvcache(
-            q, self._pool.k[layer_id], self._pool.v[layer_id], cache_seqlens=plan.seq_lens[batch.step], page_table=self._table.pages,
-            cache_batch_idx=plan.rows, cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=plan.width, softmax_scale=self._shape.scale,
+            q, self._pool.k[layer_id], self._pool.v[layer_id], cache_seqlens=at.seq_lens[batch.step], page_table=self._table.pages,
+            cache_batch_idx=at.rows, cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=at.width, softmax_scale=self._shape.scale,
             causal=True, window_size=_window_size(window), scheduler_metadata=plan.metadata[batch.step, window], num_splits=0,
         )  # fmt: skip
 
     def _tree(self, q: torch.Tensor, layer_id: int, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
-        tail = plan.tail + batch.step * plan.width
+        at = plan.at
+        tail = at.tail + batch.step * at.width
         assert batch.tree_mask is not None, "forward of another batch than planned"
         assert batch.tree_tail == tail, "forward of another batch than planned"
         k_cache, v_cache = self._pool.k[layer_id], self._pool.v[layer_id]
         if plan.split is not None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-            out = self._split(q, layer_id, plan, plan.split, plan.key_lens[0], lse=lse)
+            out = self._split(q, layer_id, plan, plan.split, at.key_lens[0], lse=lse)
         else:
             out, lse, *_ = flash_attn_with_kvcache(
-                q, k_cache, v_cache, cache_seqlens=plan.key_lens[0], page_table=self._table.pages, cache_batch_idx=plan.rows,
-                cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=plan.width, softmax_scale=self._shape.scale, causal=False,
+                q, k_cache, v_cache, cache_seqlens=at.key_lens[0], page_table=self._table.pages, cache_batch_idx=at.rows,
+                cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=at.width, softmax_scale=self._shape.scale, causal=False,
                 scheduler_metadata=plan.metadata[0, -1], num_splits=0, return_softmax_lse=True,
             )  # fmt: skip
             lse = lse.transpose(0, 1)
-        keys = TailKeys(self._table.pages, plan.rows, plan.seq_lens[batch.step], self._table.page_size, tail)
+        keys = TailKeys(self._table.pages, at.rows, at.seq_lens[batch.step], self._table.page_size, tail)
         in_bits = plan.split is not None
         return merge_tree_tail(q, k_cache, v_cache, keys, batch.tree_mask, self._shape.scale, out, lse, lse_in_bits=in_bits)
 
@@ -268,7 +238,7 @@ class FlashAttention:
     ) -> torch.Tensor:
         """Causal, or with `lse` over all keys."""
         assert self._workspace is not None, "the pass is larger than the shape that the backend was built for"
-        keys = SplitKeys(self._table.pages, plan.rows, lens, self._table.page_size, plan.deal)
+        keys = SplitKeys(self._table.pages, plan.at.rows, lens, self._table.page_size, plan.deal)
         return split_attention(
             q.contiguous(), self._pool.k[layer_id], self._pool.v[layer_id], keys, shape, self._workspace, self._shape.scale,
             causal=lse is None, window=window, lse=lse, pdl=self._pdl,

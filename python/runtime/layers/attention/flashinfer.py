@@ -13,6 +13,7 @@ from runtime.batch import Int32
 from runtime.errors import ConfigError
 from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionCaps, AttentionShape
+from runtime.layers.attention.fixed_lengths import FixedLengths, first_tail
 from runtime.layers.attention.plan_fixup import PageLists, WorkItems, correct_plan, gather_pages
 from runtime.layers.attention.tree_tail import TailKeys, merge_tree_tail
 from runtime.mem_cache.kv_pool import KVPool, PageTable
@@ -52,27 +53,11 @@ class _Pass:
     planned: tuple[Int32, WorkItems] | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _FixedPlan:
-    """Persistent metadata of fixed-width passes of one size; captured graphs read these tensors.
+    """Persistent metadata of fixed-width passes of one size: their lengths, and passes by (step, window)."""
 
-    Attributes:
-        size, width: requests, and queries of each.
-        tail: tree tail of the first pass; 0 when causal.
-        rows: int32 [B].
-        seq_lens: int32 [steps, B], KV lengths of each pass.
-        key_lens: int32 [steps, B], what FlashInfer attends to: `seq_lens`, or for trees the keys before the tail.
-        steps: int32 [steps, 1], what each pass adds to the lengths.
-        passes: by (step, window).
-    """
-
-    size: int
-    width: int
-    tail: int
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-    key_lens: torch.Tensor
-    steps: torch.Tensor
+    at: FixedLengths
     passes: dict[tuple[int, int], _Pass] = field(default_factory=dict)
 
 
@@ -133,15 +118,16 @@ class FlashInferAttention:
         if plan is None:
             self._eager[window].run(q, kv, out=out)
             return out.flatten(1)
-        assert (batch.batch_size, batch.tokens_per_req) == (plan.size, plan.width), "forward of another batch than planned"
-        if not plan.tail:
+        at = plan.at
+        assert (batch.batch_size, batch.tokens_per_req) == (at.size, at.width), "forward of another batch than planned"
+        if not at.tail:
             plan.passes[batch.step, window].wrapper.run(q, kv, out=out)
             return out.flatten(1)
-        tail = plan.tail + batch.step * plan.width
+        tail = at.tail + batch.step * at.width
         assert batch.tree_mask is not None, "forward of another batch than planned"
         assert batch.tree_tail == tail, "forward of another batch than planned"
         _, lse = plan.passes[0, window].wrapper.run(q, kv, out=out, return_lse=True)
-        keys = TailKeys(self._table.pages, plan.rows, plan.seq_lens[batch.step], self._table.page_size, tail)
+        keys = TailKeys(self._table.pages, at.rows, at.seq_lens[batch.step], self._table.page_size, tail)
         return merge_tree_tail(q, *kv, keys, batch.tree_mask, self._shape.scale, out, lse, lse_in_bits=True).flatten(1)
 
     def first_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
@@ -173,46 +159,35 @@ class FlashInferAttention:
             event.record()
 
     def _plan_fixed(self, batch: ForwardBatch, num_steps: int) -> _FixedPlan:
-        tail = self._first_tail(batch)
+        tail = first_tail(batch, self._windows, "flashinfer")
         key = (batch.batch_size, batch.tokens_per_req, num_steps, tail)
         plan = self._fixed.get(key)
         if plan is None:
             plan = self._fixed[key] = self._empty_plan(*key)
-        plan.rows.copy_(batch.req_pool_indices)
-        torch.add(batch.seq_lens, plan.steps, out=plan.seq_lens)
-        if tail:
-            # All passes of a tree share the keys before it.
-            torch.sub(batch.seq_lens.expand_as(plan.key_lens), tail, out=plan.key_lens).clamp_(min=0)
+        plan.at.fill(batch)
         for (step, _), one in plan.passes.items():
-            bounds = np.maximum(batch.seq_len_bounds - tail, 0) if tail else batch.seq_len_bounds + step * plan.width
-            self._plan_pass(plan, step, one, bounds)
+            bounds = np.maximum(batch.seq_len_bounds - tail, 0) if tail else batch.seq_len_bounds + step * plan.at.width
+            self._plan_pass(plan.at, step, one, bounds)
         return plan
 
-    def _first_tail(self, batch: ForwardBatch) -> int:
-        if batch.tree_mask is None:
-            return 0
-        if self._windows != (-1,):
-            raise ConfigError("draft trees need full attention in every layer with flashinfer; use --speculative-eagle-topk 1")
-        return batch.tree_tail
-
-    def _plan_pass(self, plan: _FixedPlan, step: int, one: _Pass, bounds: Int32) -> None:
+    def _plan_pass(self, at: FixedLengths, step: int, one: _Pass, bounds: Int32) -> None:
         wanted = -(-bounds // PLANNED_KEYS) * PLANNED_KEYS
         if one.planned is None or not np.array_equal(one.planned[0], wanted):
             offsets = self._page_offsets(wanted)
-            one.planned = wanted, self._first_plan(plan, one, offsets) if one.replan is None else one.replan(offsets)
+            one.planned = wanted, self._first_plan(at, one, offsets) if one.replan is None else one.replan(offsets)
         correct_plan(
-            plan.rows, plan.key_lens[step], self._table.pages, self._table.page_size, self._most_pages(bounds), one.lists, one.planned[1],
-            plan.width, one.window,
+            at.rows, at.key_lens[step], self._table.pages, self._table.page_size, self._most_pages(bounds), one.lists, one.planned[1],
+            at.width, one.window,
         )  # fmt: skip
 
     def _most_pages(self, bounds: Int32) -> int:
         return -(-int(bounds.max()) // self._table.page_size)
 
-    def _first_plan(self, plan: _FixedPlan, one: _Pass, offsets: torch.Tensor) -> WorkItems:
+    def _first_plan(self, at: FixedLengths, one: _Pass, offsets: torch.Tensor) -> WorkItems:
         """Plan through the wrapper, which finds its module; later plans call the module alone and skip the wrapper's copies."""
-        shape, B, width = self._shape, plan.size, plan.width
+        shape, B, width = self._shape, at.size, at.width
         wrapper, total = one.wrapper, min(int(offsets[-1]), one.lists.indices.numel())
-        qo_indptr, causal = torch.arange(B + 1, dtype=torch.int32) * width, width > 1 and not plan.tail
+        qo_indptr, causal = torch.arange(B + 1, dtype=torch.int32) * width, width > 1 and not at.tail
         wrapper.plan(
             qo_indptr, offsets, one.lists.indices[:total], torch.ones(B, dtype=torch.int32), shape.num_q_heads, shape.num_kv_heads,
             shape.head_dim, self._table.page_size, causal=causal, sm_scale=shape.scale, window_left=one.window,
@@ -235,22 +210,16 @@ class FlashInferAttention:
         return replan(offsets)
 
     def _empty_plan(self, size: int, width: int, num_steps: int, tail: int) -> _FixedPlan:
-        def ints(*dims: int) -> torch.Tensor:
-            return torch.zeros(dims, dtype=torch.int32, device=self._device)
-
-        seq_lens = ints(num_steps, size)
-        steps = (torch.arange(num_steps, dtype=torch.int32, device=self._device) * width)[:, None].contiguous()
-        plan = _FixedPlan(size, width, tail, ints(size), seq_lens, ints(num_steps, size) if tail else seq_lens, steps)
+        plan = _FixedPlan(FixedLengths.empty(size, width, num_steps, tail, self._device))
         for step in range(1 if tail else num_steps):
             for window in self._windows:
-                plan.passes[step, window] = self._empty_pass(plan, step, window)
+                plan.passes[step, window] = self._empty_pass(size, width, step, window)
         return plan
 
-    def _empty_pass(self, plan: _FixedPlan, step: int, window: int) -> _Pass:
-        B = plan.size
-        fits = self._plan_bytes(B, plan.width) <= self._pinned.size and self._partial_bytes(B, plan.width) <= self._workspace.numel()
+    def _empty_pass(self, B: int, width: int, step: int, window: int) -> _Pass:
+        fits = self._plan_bytes(B, width) <= self._pinned.size and self._partial_bytes(B, width) <= self._workspace.numel()
         assert fits, "the pass is larger than the shape that the backend was built for"
-        key = (step, plan.width)
+        key = (step, width)
         if key not in self._indices:
             pages = self._shape.max_batch_size * self._table.max_pages
             self._indices[key] = torch.zeros(pages, dtype=torch.int32, device=self._device)
@@ -260,7 +229,7 @@ class FlashInferAttention:
             paged_kv_indices_buf=self._indices[key], paged_kv_last_page_len_buf=last[:B],
         )  # fmt: skip
         # The wrapper's own are 8 MiB each, for every size; a plan of fixed width needs kilobytes.
-        wrapper._int_workspace_buffer = torch.zeros(self._plan_bytes(B, plan.width), dtype=torch.uint8, device=self._device)
+        wrapper._int_workspace_buffer = torch.zeros(self._plan_bytes(B, width), dtype=torch.uint8, device=self._device)
         wrapper._pin_memory_int_workspace_buffer = torch.empty(wrapper._int_workspace_buffer.shape, dtype=torch.uint8, pin_memory=True)
         wrapper._kv_lens_buffer = torch.empty(B, dtype=torch.int32, device=self._device)
         return _Pass(wrapper, wrapper._int_workspace_buffer, PageLists(kv_indptr, self._indices[key], last[:B]), window)

@@ -28,6 +28,7 @@ from runtime.managers.io_struct import (
     TokenLogprobs,
     ToScheduler,
 )
+from runtime.managers.step_tally import StepTally
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.tokenizer import Tokenizer
 
@@ -142,8 +143,7 @@ class ScriptedScheduler:
             logprobs=TokenLogprobs(chosen=[logprob_of(t) for t in ids], top=[top_of(t, k) for t in ids]) if wanted else None,
             prompt_logprobs=self._of_prompt(request, k) if request.prompt_logprobs and first else None,
             spec=SpecStats(verify_steps=4, draft_tokens=12, accepted_tokens=8, accepted_by_position=[4, 3, 1]) if last else None,
-            graph_hit_rate=0.75 if count > 1 else None,
-            padding_waste=0.25 if count > 1 else None,
+            steps=StepTally(4, graph_steps=3, live_rows=6, padded_rows=2) if count > 1 else StepTally(),
             queue_seconds=0.25,
         )
         self.manager.handle(TextOutBatch(outs=[out]))

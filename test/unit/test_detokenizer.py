@@ -20,6 +20,7 @@ from runtime.managers.io_struct import (
     TokensOut,
     TokensOutBatch,
 )
+from runtime.managers.step_tally import StepTally
 
 SPECIAL = 999
 
@@ -204,11 +205,12 @@ def test_a_request_that_does_not_stream_is_answered_once_with_everything() -> No
 def test_how_the_steps_ran_is_told_as_it_was_at_the_end(stream: bool) -> None:
     bench = Bench()
     bench.begin(stop=("d",), stream=stream)
-    first = structs.replace(out(b"ab", 2), graph_hit_rate=None, padding_waste=None)
-    last = structs.replace(out(b"cde", 5), graph_hit_rate=0.5, padding_waste=0.25)
+    first = structs.replace(out(b"ab", 2), steps=StepTally())
+    last = structs.replace(out(b"cde", 5), steps=StepTally(2, graph_steps=1, live_rows=6, padded_rows=2))
     *_, shown = [*bench.feed(first), *bench.feed(last)]
     assert shown.finish == Finish(reason="stop", matched="d")
-    assert (shown.graph_hit_rate, shown.padding_waste) == (0.5, 0.25)
+    assert shown.steps == last.steps
+    assert shown.steps.shares() == {"graph_hit_rate": 0.5, "padding_waste": 0.25}
 
 
 def test_requests_of_one_batch_do_not_mix() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from runtime.managers import io_struct as io
 from runtime.managers.ipc import AsyncInbox, BadFrame, Codec, Inbox, Outbox, address
+from runtime.managers.step_tally import StepTally
 from runtime.sampling_params import SamplingParams
 
 GENERATE = io.GenerateReq(rid="a", input_ids=[1, 2, 3], sampling=SamplingParams(stop=("x",), logit_bias={3: 1.5}), seed=-7)
@@ -31,6 +32,7 @@ FROM_SCHEDULER = [
                 finish=io.Finish(reason="stop", matched=5),
                 logprobs=io.TokenLogprobs(chosen=[None, -0.5], top=[[], [(1, -0.5)]]),
                 spec=io.SpecStats(verify_steps=1, accepted_by_position=[1, 0]),
+                steps=StepTally(4, graph_steps=3, live_rows=2, padded_rows=1),
             )
         ]
     ),

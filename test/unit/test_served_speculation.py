@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from runtime.batch import BatchResult, ForwardMode, Pending, ScheduleBatch
 from runtime.managers.io_struct import AbortReq, GenerateReq, TokensOut, TokensOutBatch
 from runtime.managers.metrics import graph_hit_rate, padding_waste
 from runtime.managers.scheduler import Scheduler
+from runtime.managers.step_tally import StepTally
 from runtime.sampling_params import SamplingParams
 from unit.driver import Driver
 from unit.predicting import VOCAB, plain, speculating
@@ -225,14 +227,15 @@ def test_each_request_is_told_how_its_own_steps_ran_and_the_server_how_all_did(
         worker = speculating(tmp_path, algorithm, "eager", [1, 4], runtime=few, **spec)
     decoder = runners(worker)["decode" if algorithm is None else "verify"]
     witness, told = Witness(worker), dict[str, tuple[float | None, float | None]]()
+    said: list[tuple[TokensOut, StepTally]] = []
     replayed = decoder.replayed
 
     def hear(out: TokensOut) -> None:
-        assert (out.graph_hit_rate is None) == (out.rid not in witness.seen) == (out.padding_waste is None)
-        if out.graph_hit_rate is not None:
-            assert (out.graph_hit_rate, out.padding_waste) == shares(witness.seen[out.rid]), "so far"
+        figures = out.steps.graph_hit_rate, out.steps.padding_waste
+        assert figures == (shares(witness.seen[out.rid]) if out.rid in witness.seen else (None, None)), "so far"
+        said.append((out, copy(out.steps)))
         if out.finish is not None:
-            told[out.rid] = out.graph_hit_rate, out.padding_waste
+            told[out.rid] = figures
 
     endings = [structs.replace(GREEDY, max_new_tokens=1 + 3 * i, ignore_eos=True) for i in range(24)]
     asks = [structs.replace(a, sampling=s, stream=True) for a, s in zip(asked(GREEDY, prompts()), endings, strict=True)]
@@ -240,6 +243,7 @@ def test_each_request_is_told_how_its_own_steps_ran_and_the_server_how_all_did(
     state, figures = scheduler.state, scheduler.state.as_json(scheduler.gauges())
     assert state.num_retracted_requests_total > 0
     assert (state.mixed_steps > 0) == mixed
+    assert all(out.steps == then for out, then in said), "what was said does not change"
     assert told["0"] == (None, None), "its prompt's pass made its only token"
     assert len(told) == 24
     assert len({rate for rate, _ in told.values()}) > 3
@@ -250,5 +254,6 @@ def test_each_request_is_told_how_its_own_steps_ran_and_the_server_how_all_did(
     asks = [structs.replace(asks[5], rid="alone", seed=99)]
     witness.seen.clear()
     witness.total.clear()
-    alone = serve(witness, asks, {}, hear=lambda out: told.update({out.rid: (out.graph_hit_rate, out.padding_waste)}))[1].state.decode
-    assert told["alone"] == (alone.graph_hit_rate, alone.padding_waste) == (1.0, 0.0)
+    alone = serve(witness, asks, {}, hear=lambda out: said.append((out, out.steps)))[1].state.decode
+    last = said[-1][0].steps
+    assert (last.graph_hit_rate, last.padding_waste) == (alone.graph_hit_rate, alone.padding_waste) == (1.0, 0.0)

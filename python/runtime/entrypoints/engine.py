@@ -294,8 +294,7 @@ class _Growing:
             "completion_tokens": last.completion_tokens,
             "cached_tokens": last.cached_tokens,
             "finish_reason": _finish(last),
-            "graph_hit_rate": last.graph_hit_rate,
-            "padding_waste": last.padding_waste,
+            **last.steps.shares(),
         }
         if self._logprobs:
             meta["output_token_logprobs"] = list(self._logprobs)

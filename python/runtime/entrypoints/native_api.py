@@ -94,8 +94,7 @@ class NativeApi:
             "completion_tokens": update.completion_tokens,
             "cached_tokens": update.cached_tokens,
             "queue_time": update.queue_seconds,
-            "graph_hit_rate": update.graph_hit_rate,
-            "padding_waste": update.padding_waste,
+            **update.steps.shares(),
         }
         if update.finish is not None:
             meta["e2e_latency"] = time.monotonic() - began

@@ -167,8 +167,7 @@ def _with_text(out: TokensOut, text: str, used: int, finish: Finish | None) -> T
         logprobs=logprobs,
         prompt_logprobs=out.prompt_logprobs,
         spec=out.spec,
-        graph_hit_rate=out.graph_hit_rate,
-        padding_waste=out.padding_waste,
+        steps=out.steps,
         queue_seconds=out.queue_seconds,
     )
 
@@ -187,8 +186,7 @@ def _joined(outs: list[TextOut]) -> TextOut:
         logprobs=_joined_logprobs([out.logprobs for out in outs]),
         prompt_logprobs=_joined_logprobs([out.prompt_logprobs for out in outs]),
         spec=last.spec,
-        graph_hit_rate=last.graph_hit_rate,
-        padding_waste=last.padding_waste,
+        steps=last.steps,
         queue_seconds=max(out.queue_seconds for out in outs),
     )
 

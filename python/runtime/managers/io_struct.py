@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from runtime.managers.step_tally import StepTally
 from runtime.sampling_params import SamplingParams
 
 
@@ -111,7 +112,7 @@ class TokensOut(Message, frozen=True, kw_only=True):
     """New tokens of one request. The last one of a request carries `finish`; exactly one does.
 
     The stop token itself is among `token_ids` when one ended the request (`finish.matched` is then its id).
-    `graph_hit_rate` and `padding_waste` are of its decode steps so far; None before the first one.
+    `steps` are its decode steps so far.
     """
 
     rid: str
@@ -123,8 +124,7 @@ class TokensOut(Message, frozen=True, kw_only=True):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
     spec: SpecStats | None = None
-    graph_hit_rate: float | None = None
-    padding_waste: float | None = None
+    steps: StepTally = msgspec.field(default_factory=StepTally)
     queue_seconds: float = 0.0
 
 
@@ -177,8 +177,7 @@ class TextOut(Message, frozen=True, kw_only=True):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
     spec: SpecStats | None = None
-    graph_hit_rate: float | None = None
-    padding_waste: float | None = None
+    steps: StepTally = msgspec.field(default_factory=StepTally)
     queue_seconds: float = 0.0
 
 

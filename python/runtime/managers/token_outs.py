@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 from runtime.batch import BatchResult
 from runtime.errors import ServingError
 from runtime.managers.batching import Chunk
@@ -55,8 +57,7 @@ def token_out(req: Req, finish: Finish | None) -> TokensOut:
         logprobs=req.logprobs.take() if req.source.top_logprobs >= 0 else None,
         prompt_logprobs=prompt_logprobs,
         spec=req.spec.stats() if req.spec is not None else None,
-        graph_hit_rate=req.steps.graph_hit_rate,
-        padding_waste=req.steps.padding_waste,
+        steps=copy(req.steps),
         queue_seconds=req.queue_seconds or 0.0,
     )
 

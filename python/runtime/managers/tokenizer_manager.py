@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import msgspec
@@ -43,6 +43,7 @@ from runtime.managers.io_struct import (
     ToScheduler,
     ToTokenizer,
 )
+from runtime.managers.step_tally import StepTally
 from runtime.models.config import ModelConfig
 from runtime.sampling_params import MAX_N, MAX_TOP_LOGPROBS, SamplingParams
 from runtime.server_args import RuntimeConfig
@@ -78,8 +79,7 @@ class GenerationUpdate:
         finish: why the choice ended; exactly one update of each choice has it.
         logprobs, prompt_logprobs: of `token_ids` and of the prompt, where asked for.
         spec: speculation of this choice so far.
-        graph_hit_rate, padding_waste: share of its decode steps that replayed a graph, and of the rows computed in them that were padding;
-            None before the first.
+        steps: how the decode steps of this choice ran so far.
         queue_seconds: how long the choice waited to be scheduled.
     """
 
@@ -93,8 +93,7 @@ class GenerationUpdate:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
     spec: SpecStats | None = None
-    graph_hit_rate: float | None = None
-    padding_waste: float | None = None
+    steps: StepTally = field(default_factory=StepTally)
     queue_seconds: float = 0.0
 
 
@@ -518,8 +517,7 @@ def _update(index: int, out: TextOut) -> GenerationUpdate:
         logprobs=out.logprobs,
         prompt_logprobs=out.prompt_logprobs,
         spec=out.spec,
-        graph_hit_rate=out.graph_hit_rate,
-        padding_waste=out.padding_waste,
+        steps=out.steps,
         queue_seconds=out.queue_seconds,
     )
 

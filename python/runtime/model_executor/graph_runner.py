@@ -204,7 +204,11 @@ class GraphRunner:
         self._backends = backends
 
     def find_peak(self) -> None:
-        """Find `pool_peak` by an eager run of the largest size: a graph's allocations are an eager run's."""
+        """Find `pool_peak` by an eager run of the largest size: a graph's allocations are an eager run's.
+
+        A run of its own even where `eager_peak` ran as many: a first run's peak may hold what libraries make in it and keep, and that is
+        in the memory taken by then, not in the pool.
+        """
         if self._kind == "cuda" and self._sizes:
             self.pool_peak = self._peak(self._sizes[-1])
 

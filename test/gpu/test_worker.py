@@ -38,6 +38,7 @@ class Setup:
         page: slots of a page.
         dtype: of both models.
         window: keys before itself that a query of the target sees, as a Mistral; -1 for all, as a Llama.
+        chunk: tokens of a prompt step; requests may be four times as long.
     """
 
     target: str
@@ -45,6 +46,7 @@ class Setup:
     page: int = 16
     dtype: str = "bfloat16"
     window: int = -1
+    chunk: int = 64
 
     def __str__(self) -> str:
         return f"{self.target}-{self.draft}-page{self.page}-{self.dtype}" + (f"-window{self.window}" if self.window >= 0 else "")
@@ -55,10 +57,10 @@ def build(setup: str | Setup, replay: Literal["cuda", "eager"], spec: Speculativ
     one = Setup(setup, setup) if isinstance(setup, str) else setup
     config = tiny_runtime(
         spec, device="cuda", dtype=one.dtype, attention_backend=one.target, sampling_backend="triton", page_size=one.page,
-        max_total_tokens=8192,
+        max_total_tokens=8192, chunked_prefill_size=one.chunk, context_length=4 * one.chunk,
     )  # fmt: skip
     family = {} if one.window < 0 else {"architecture": "MistralForCausalLM", "window": (one.window,) * 3}
-    model = tiny_model(dtype=one.dtype, **SHAPE, **family)
+    model = tiny_model(dtype=one.dtype, max_context_len=4 * one.chunk, **SHAPE, **family)
     if spec is None:
         from runtime.model_executor.build import build_worker
 
@@ -166,35 +168,54 @@ def test_replay_equals_eager_where_drafting_pauses_and_resumes(
     assert all(torch.equal(a[1:], b[1:]) for a, b in zip(runs[0][2], runs[1][2], strict=True))
 
 
+def replays_of_prompts(worker: Any) -> int:
+    return {run["runner"]: run["replayed"] for run in worker.info()["graph_runs"]}["short prompts"]
+
+
 @pytest.mark.parametrize("algorithm", [None, "EAGLE3"])
-def test_short_prompts_through_graphs_equal_the_same_pass_run_eagerly(tmp_path: Path, algorithm: str | None) -> None:
-    outs, pools = [], []
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_short_prompts_through_graphs_equal_the_same_pass_run_eagerly(tmp_path: Path, algorithm: str | None, together: int) -> None:
+    outs, pools, rows = [], [], list(PROMPTS)
     for replay in ("cuda", "eager"):
-        worker = build("fa3", replay, speculation(tmp_path, algorithm, "fa3", 1) if algorithm else None)
+        worker = build("fa3", replay, speculation(tmp_path / replay, algorithm, "fa3", 1) if algorithm else None)
         driver = Driver(worker)
-        for row, prompt in PROMPTS.items():  # one by one, in chunks behind each other: a graph takes one request
-            driver.prefill({row: prompt}, chunk=33)
+        for first in range(0, len(rows), together):  # in chunks behind each other: a graph takes one request, and a batch up to three
+            driver.prefill({row: PROMPTS[row] for row in rows[first : first + together]}, chunk=33)
         for _ in range(12):
-            driver.decode(list(PROMPTS))
+            driver.decode(rows)
         outs.append(driver.out)
         pools.append([k.clone() for k in worker._target.runner.kv_pool.k])
-        runs = {run["runner"]: run["replayed"] for run in worker.info()["graph_runs"]}
-        assert runs["short prompts"] == sum(-(-len(prompt) // 33) for prompt in PROMPTS.values())
+        assert replays_of_prompts(worker) == sum(-(-len(prompt) // 33) for prompt in PROMPTS.values())
     assert outs[0] == outs[1]
     assert all(torch.equal(a[1:], b[1:]) for a, b in zip(*pools, strict=True))
 
 
-def test_short_prompts_through_graphs_say_what_ragged_passes_say() -> None:
-    worker = build("fa3", "cuda")
+LONG = {r: np.random.default_rng(r).integers(2, 1000, n).tolist() for r, n in ((1, 2148), (2, 700), (3, 1000), (5, 300))}
+
+
+@pytest.mark.parametrize(
+    ("setup", "prompts", "replays"),
+    [
+        (Setup("fa3", "fa3"), {1: PROMPTS[7]}, 1),
+        (Setup("fa3", "fa3"), {1: PROMPTS[7], 2: PROMPTS[1], 3: PROMPTS[5]}, 3),
+        (Setup("fa3", "fa3", chunk=2048), {1: LONG[1]}, 2),
+        (Setup("fa3", "fa3", chunk=2048), {3: LONG[3], 2: LONG[2], 1: LONG[5]}, 3),
+    ],
+    ids=["one", "three", "one of a full chunk and more", "three in a full chunk"],
+)
+def test_short_prompts_through_graphs_say_what_ragged_passes_say(setup: Setup, prompts: dict[int, list[int]], replays: int) -> None:
+    worker = build(setup, "cuda")
     target, driver = worker._target, Driver(worker)
-    driver.prefill({1: PROMPTS[7]})
-    short = [cache.flatten(0, 1)[driver.slots(1, len(PROMPTS[7]))].clone() for cache in target.runner.kv_pool.k]
+    driver.prefill(prompts, chunk=setup.chunk)
+    assert replays_of_prompts(worker) == replays
     target.short_prompts = None
-    driver.prefill({2: PROMPTS[7]})
-    ragged = [cache.flatten(0, 1)[driver.slots(2, len(PROMPTS[7]))] for cache in target.runner.kv_pool.k]
-    assert driver.out[1] == driver.out[2]
-    for a, b in zip(short, ragged, strict=True):
-        torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2)
+    ragged = {row + 4: prompt for row, prompt in prompts.items()}
+    driver.prefill(ragged, chunk=setup.chunk)
+    for row, prompt in prompts.items():
+        assert driver.out[row] == driver.out[row + 4]
+        for cache in target.runner.kv_pool.k:
+            short, other = (cache.flatten(0, 1)[driver.slots(r, len(prompt))] for r in (row, row + 4))
+            torch.testing.assert_close(short, other, rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize(

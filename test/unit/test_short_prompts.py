@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,26 +13,45 @@ import torch
 
 from runtime.batch import ForwardMode
 from runtime.forward_batch import ForwardBatch
-from runtime.model_executor.build import add_short_prompts, build_worker
+from runtime.model_executor import build
+from runtime.model_executor.build import add_short_prompts, build_worker, make_limits, target_launches
 from runtime.model_executor.graph_runner import GraphRunner, capture_all
 from runtime.model_executor.input_buffers import InputBuffers
-from runtime.model_executor.short_prompts import ShortPrompts, prompt_forward, prompt_spec
+from runtime.model_executor.memory_plan import MemoryPlan
+from runtime.model_executor.short_prompts import (
+    READ_TOKENS,
+    ShortPrompts,
+    free_tokens,
+    prompt_forward,
+    prompt_sizes,
+    prompt_spec,
+    replays_win,
+)
 from runtime.model_executor.target import Target
+from unit.driver import Driver
 from unit.tiny import tiny_model, tiny_runtime
 
 CPU = torch.device("cpu")
 SIZES = [8, 16]
 LAYERS = (0, 2)
 ROW = 3
+PLENTY = 3 * READ_TOKENS
+"""`free_tokens` that three of the smallest replays fit in."""
+Spans = dict[int, tuple[int, int]]
+"""By row, where in its text a chunk begins and how many tokens it has."""
 
 
 @pytest.fixture
-def target() -> Target:
-    worker: Any = build_worker(tiny_runtime(), tiny_model(), "none")
+def worker() -> Any:
+    return build_worker(tiny_runtime(), tiny_model(), "none")
+
+
+@pytest.fixture
+def target(worker: Any) -> Target:
     return worker._target
 
 
-def short_prompts(target: Target, layers: tuple[int, ...] = ()) -> ShortPrompts:
+def short_prompts(target: Target, layers: tuple[int, ...] = (), free: int = PLENTY) -> ShortPrompts:
     runner = target.runner
     hidden = runner.config.hidden_size
     spec = prompt_spec(hidden, len(layers) * hidden, torch.float32, 0)
@@ -37,55 +59,62 @@ def short_prompts(target: Target, layers: tuple[int, ...] = ()) -> ShortPrompts:
     graphs = GraphRunner(spec, prompt_forward(runner.model, layers), inputs, [runner.backend], "eager", SIZES)
     with torch.inference_mode():
         capture_all([graphs])
-    return ShortPrompts(graphs, target.page_table)
+    return ShortPrompts(graphs, target.page_table, free)
 
 
-def chunk(target: Target, start: int, count: int, requests: int = 1) -> ForwardBatch:
-    """Tokens `start` to `start + count` of one text, for rows from `ROW` on; their pages are in the table."""
+def chunks(target: Target, spans: Spans) -> ForwardBatch:
+    """A ragged batch of one chunk of each row's own text, in the order given; the rows' pages are in the table."""
     table = target.page_table
-    text = torch.randint(0, 90, (4096,), generator=torch.Generator().manual_seed(5))
-    rows = torch.arange(ROW, ROW + requests)
-    for row in rows.tolist():
-        cols = -(-(start + count) // table.page_size)
-        table.pages[row, :cols] = torch.arange(1, cols + 1, dtype=torch.int32) + (row - ROW) * cols
-    positions = torch.arange(start, start + count).repeat(requests)
-    owner = rows.repeat_interleave(count)
-    ends = np.full(requests, start + count, dtype=np.int32)
+    for row in spans:
+        table.pages[row] = torch.arange(1, table.max_pages + 1, dtype=torch.int32) + (row - ROW) * table.max_pages
+    texts = {row: torch.randint(0, 90, (4096,), generator=torch.Generator().manual_seed(row)) for row in spans}
+    lens = np.array([count for _, count in spans.values()], dtype=np.int32)
+    ends = np.array([start + count for start, count in spans.values()], dtype=np.int32)
+    positions = torch.cat([torch.arange(start, start + count) for start, count in spans.values()])
+    rows = torch.tensor(list(spans))
     return ForwardBatch(
         mode=ForwardMode.EXTEND,
-        batch_size=requests,
+        batch_size=len(spans),
         tokens_per_req=0,
-        input_ids=text[positions],
+        input_ids=torch.cat([texts[row][start : start + count] for row, (start, count) in spans.items()]),
         positions=positions,
-        out_cache_loc=table.slots(owner, positions),
+        out_cache_loc=table.slots(rows.repeat_interleave(torch.from_numpy(lens)), positions),
         req_pool_indices=rows,
         seq_lens=torch.from_numpy(ends.copy()),
-        qo_indptr=torch.arange(0, requests * count + 1, count, dtype=torch.int32),
+        qo_indptr=torch.from_numpy(np.concatenate([[0], lens.cumsum()]).astype(np.int32)),
         seq_len_bounds=ends,
-        extend_lens=np.full(requests, count, dtype=np.int32),
+        extend_lens=lens,
     )
 
 
-def kv(target: Target) -> list[torch.Tensor]:
+def chunk(target: Target, start: int, count: int) -> ForwardBatch:
+    return chunks(target, {ROW: (start, count)})
+
+
+def caches(target: Target) -> list[torch.Tensor]:
     pool = target.runner.kv_pool
-    return [cache.flatten(0, 1).clone() for cache in (*pool.k, *pool.v)]
+    return [cache.flatten(0, 1) for cache in (*pool.k, *pool.v)]
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 7), (0, 8), (0, 9), (5, 3), (16, 16), (31, 10)])
-def test_a_chunk_is_what_it_is_without_padding(target: Target, start: int, count: int) -> None:
+def kv(target: Target) -> list[torch.Tensor]:
+    return [cache.clone() for cache in caches(target)]
+
+
+def check_that_replays_equal_the_ragged_pass(target: Target, spans: Spans) -> None:
+    """States in the batch's order, and KV; whatever the inputs held before."""
     prompts = short_prompts(target, LAYERS)
-    if start:
-        target.runner.extend(chunk(target, 0, start))
+    for row, (start, _) in spans.items():
+        if start:
+            target.runner.extend(chunks(target, {row: (0, start)}))
     before = kv(target)
-    want, want_aux = target.runner.extend(chunk(target, start, count), LAYERS)
+    want, want_aux = target.runner.extend(chunks(target, spans), LAYERS)
     after = kv(target)
-    for cache, old in zip((*target.runner.kv_pool.k, *target.runner.kv_pool.v), before, strict=True):
-        cache.flatten(0, 1).copy_(old)
+    for cache, old in zip(caches(target), before, strict=True):
+        cache.copy_(old)
     prompts.runner._inputs.poison()
     prompts.runner._inputs.tensors["positions"].zero_()
     prompts.runner._inputs.tensors["input_ids"].zero_()
-    found = prompts.run(chunk(target, start, count))
+    found = prompts.run(chunks(target, spans))
     assert found is not None
     torch.testing.assert_close(found[0], want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found[1], want_aux, rtol=1e-4, atol=1e-5)
@@ -93,28 +122,141 @@ def test_a_chunk_is_what_it_is_without_padding(target: Target, start: int, count
         torch.testing.assert_close(got[1:], expected[1:], rtol=1e-4, atol=1e-5)
         unchanged = (expected == old).flatten(1).all(1)
         assert torch.equal(got[1:][unchanged[1:]], old[1:][unchanged[1:]]), "padding writes slot 0 only"
-    assert prompts.runner.replayed == 1
+    assert prompts.runner.replayed == len(spans)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 7), (0, 8), (0, 9), (5, 3), (16, 16), (31, 10)])
+def test_a_chunk_is_what_it_is_without_padding(target: Target, start: int, count: int) -> None:
+    check_that_replays_equal_the_ragged_pass(target, {ROW: (start, count)})
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "spans",
+    [
+        {3: (0, 5), 4: (0, 13)},
+        {3: (0, 13), 4: (0, 5)},
+        {5: (0, 16), 3: (0, 1), 4: (0, 8)},
+        {4: (0, 6), 3: (0, 6)},
+        {3: (9, 7), 5: (0, 3), 4: (30, 12)},
+    ],
+    ids=str,
+)
+def test_a_few_chunks_are_replayed_one_after_the_other_and_give_what_one_ragged_pass_gives(target: Target, spans: Spans) -> None:
+    check_that_replays_equal_the_ragged_pass(target, spans)
 
 
 @torch.inference_mode()
 def test_one_after_the_other_leaves_nothing_behind(target: Target) -> None:
     prompts = short_prompts(target)
-    for start, count in [(0, 16), (16, 2), (0, 5), (5, 12), (0, 1)]:
-        want, _ = target.runner.extend(chunk(target, start, count))
-        found = prompts.run(chunk(target, start, count))
+    for spans in ({3: (0, 16)}, {3: (16, 2)}, {3: (0, 5), 4: (0, 16), 5: (0, 2)}, {4: (16, 1), 3: (5, 12)}, {5: (2, 7)}, {3: (0, 1)}):
+        want, _ = target.runner.extend(chunks(target, spans))
+        found = prompts.run(chunks(target, spans))
         assert found is not None
         assert found[1] is None
         torch.testing.assert_close(found[0], want, rtol=1e-4, atol=1e-5)
 
 
 @torch.inference_mode()
-def test_several_requests_long_chunks_and_the_end_of_the_page_table_run_eagerly(target: Target) -> None:
+def test_a_single_prompt_is_not_copied(target: Target) -> None:
+    prompts = short_prompts(target, LAYERS)
+    found = prompts.run(chunk(target, 0, 5))
+    assert found is not None
+    assert found[1] is not None
+    outputs = prompts.runner.outputs(8)
+    assert [part.data_ptr() for part in found if part is not None] == [outputs["hidden"].data_ptr(), outputs["aux"].data_ptr()]
+
+
+@torch.inference_mode()
+def test_long_chunks_and_the_end_of_the_page_table_run_eagerly_all_of_the_batch(target: Target) -> None:
     prompts, table = short_prompts(target), target.page_table
     end = table.max_pages * table.page_size
-    assert prompts.run(chunk(target, 0, 4, requests=2)) is None
-    assert prompts.run(chunk(target, 0, SIZES[-1] + 1)) is None
-    assert prompts.run(chunk(target, end - 9, 9)) is None, "the padded chunk would end behind the table"
+    before = kv(target)
+    for bad in ((0, SIZES[-1] + 1), (end - 9, 9)):
+        assert prompts.run(chunks(target, {3: bad})) is None, "without a graph, or the padded chunk would end behind the table"
+        for spans in ({3: bad, 4: (0, 4)}, {3: (0, 4), 4: bad}, {3: (0, 4), 4: (0, 4), 5: bad}):
+            assert prompts.run(chunks(target, spans)) is None
+    assert prompts.runner.replayed == 0, "what is decided is decided before anything runs"
+    assert all(torch.equal(a, b) for a, b in zip(before, kv(target), strict=True))
     assert prompts.run(chunk(target, end - 8, 8)) is not None
+    assert prompts.run(chunks(target, {3: (0, 4), 4: (end - 8, 8)})) is not None
+
+
+@torch.inference_mode()
+def test_several_prompts_are_replayed_while_that_takes_no_longer_than_launching_one_pass(target: Target) -> None:
+    def replayed(free: int, *lens: int) -> bool:
+        return short_prompts(target, free=free).run(chunks(target, {ROW + i: (0, n) for i, n in enumerate(lens)})) is not None
+
+    assert replayed(0, 4), "one prompt: its size is what launching pays for"
+    assert replayed(2 * READ_TOKENS, 4, 16)
+    assert not replayed(2 * READ_TOKENS - 1, 4, 16), "every replay reads the weights"
+    assert replayed(3 * READ_TOKENS, 4, 16, 1)
+    assert not replayed(3 * READ_TOKENS - 1, 4, 16, 1)
+    assert not replayed(1 << 20, 1, 1, 1, 1), "more than three, however small the model is"
+
+
+LLAMA_8B, SMOLLM2 = (6_979_321_856, 298), (106_168_320, 280)
+"""Parameters of the blocks, and launches: 32 layers of 4096 and 30 of 576."""
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "wins"),
+    [
+        (LLAMA_8B, [256], True),
+        (LLAMA_8B, [128, 128], True),
+        (LLAMA_8B, [32, 32, 32], True),
+        (LLAMA_8B, [128, 128, 128], True),
+        (LLAMA_8B, [256, 128], True),
+        (LLAMA_8B, [256, 256], False),
+        (LLAMA_8B, [256, 32, 32], False),
+        (SMOLLM2, [1024, 1024, 64], True),
+        (SMOLLM2, [2048, 2048, 2048], True),
+        (SMOLLM2, [32, 32, 32, 32], False),
+        ((31_000_000_000, 586), [32], True),
+        ((31_000_000_000, 586), [32, 32], False),
+    ],
+)
+def test_several_replays_read_the_weights_each_and_compute_their_padding(model: tuple[int, int], sizes: list[int], wins: bool) -> None:
+    assert replays_win(sizes, free_tokens(*model)) == wins
+
+
+@pytest.mark.parametrize(
+    ("model", "most", "sizes"),
+    [
+        (LLAMA_8B, 2048, [32, 64, 128, 256]),
+        ((7_500_000_000, 298), 2048, [32, 64, 128, 256]),
+        (LLAMA_8B, 16384, [32, 64, 128, 256]),
+        (LLAMA_8B, 200, [32, 64, 128, 200]),
+        (SMOLLM2, 2048, [32, 64, 128, 256, 512, 1024, 2048]),
+        (SMOLLM2, 3000, [32, 64, 128, 256, 512, 1024, 2048, 3000]),
+        (SMOLLM2, 1 << 20, [32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]),
+        (SMOLLM2, 32, [32]),
+        (SMOLLM2, 16, [16]),
+        ((70_000_000_000, 730), 2048, [32, 64]),
+        ((1_000_000_000_000, 100), 2048, []),
+    ],
+)
+def test_sizes_double_up_to_what_launching_pays_for_and_a_full_chunk_has_one(model: tuple[int, int], most: int, sizes: list[int]) -> None:
+    assert prompt_sizes(free_tokens(*model), most) == sizes
+
+
+def test_what_launching_pays_for_is_in_proportion_to_kernels_and_against_parameters() -> None:
+    assert free_tokens(1_000_000_000, 100) == 900  # 3 ms of launching; 2 GFLOP a token take 3.3 us at 6e14 FLOP/s
+    assert free_tokens(2_000_000_000, 100) == 450
+    assert free_tokens(1_000_000_000, 300) == 2700
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_token_is_multiplied_with_the_blocks_matrices_alone(tied: bool) -> None:
+    worker: Any = build_worker(tiny_runtime(), tiny_model(tie_embeddings=tied, qkv_bias=True, qk_norm=True), "none")
+    model = worker._target.runner.model
+    blocks = [shape for name, shape in model.expected_weights().items() if ".layers." in name and len(shape) == 2]
+    assert len(blocks) == 3 * 7
+    assert model.block_parameters == sum(math.prod(shape) for shape in blocks)
+
+
+# ---- how a worker gets them
 
 
 def test_on_a_cpu_prompts_run_as_they_are(target: Target) -> None:
@@ -123,3 +265,81 @@ def test_on_a_cpu_prompts_run_as_they_are(target: Target) -> None:
 
     assert add_short_prompts(Parts(), target) == []  # type: ignore[arg-type]
     assert target.short_prompts is None
+
+
+def parts_of(**changes: object) -> Any:
+    """Of a GPU's worker as far as prompts and limits read them."""
+    config = tiny_runtime(**changes)
+    return SimpleNamespace(
+        device=torch.device("cuda"),
+        dtype=torch.float32,
+        replay="eager",
+        running=8,
+        extend_tokens=config.chunked_prefill_size,
+        config=config,
+    )
+
+
+def add_as_on_a_gpu(target: Target, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[GraphRunner]:
+    """`add_short_prompts` for a GPU, with buffers on the CPU."""
+    monkeypatch.setattr(build, "InputBuffers", lambda most, width, _, one_request: InputBuffers(most, width, CPU, one_request))
+    caps = replace(target.runner.backend.caps, needs_len_bounds=False)
+    monkeypatch.setattr(target.runner.backend, "caps", caps, raising=False)
+    return add_short_prompts(parts_of(**changes), target, LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "context", "sizes"), [(64, 256, [32, 64]), (100, 256, [32, 64, 100]), (2048, 256, [32, 64, 128, 256]), (16, 256, [16])]
+)
+def test_graphs_reach_up_to_a_full_chunk_and_no_further_than_a_request_can(
+    target: Target, monkeypatch: pytest.MonkeyPatch, chunk: int, context: int, sizes: list[int]
+) -> None:
+    (runner,) = add_as_on_a_gpu(target, monkeypatch, chunked_prefill_size=chunk, context_length=context)
+    assert runner.sizes == sizes
+    buffers = [*runner.outputs(sizes[-1]).values()]
+    assert runner.spec.output_bytes(runner._most) == sum(b.nbytes for b in buffers) == sizes[-1] * 4 * 64 * (1 + len(LAYERS))
+    assert runner.batch(sizes[-1]).num_tokens == sizes[-1]
+
+
+def test_graphs_follow_the_size_of_the_model(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = target_launches(target.runner.config)
+    for free, sizes in ((150, [32, 64, 128]), (31, [])):
+        parameters = round(launches * 30e-6 * 6e14 / (2 * (free + 0.5)))
+        monkeypatch.setattr(type(target.runner.model), "block_parameters", parameters)
+        runners = add_as_on_a_gpu(target, monkeypatch, chunked_prefill_size=2048)
+        assert [size for runner in runners for size in runner.sizes] == sizes
+        assert (target.short_prompts is not None) == bool(runners)
+        target.short_prompts = None
+
+
+def test_a_batch_of_short_prompts_is_answered_as_if_run_eagerly(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = {r: np.random.default_rng(r).integers(2, 90, 3 + 9 * r).tolist() for r in (5, 1, 3)}
+    expected = Driver(worker)
+    expected.prefill(prompts, chunk=20)
+    target = worker._target
+    target.reset()
+    runners = add_as_on_a_gpu(target, monkeypatch)
+    with torch.inference_mode():
+        capture_all(runners)
+    driver = Driver(worker)
+    driver.prefill(prompts, chunk=20)
+    assert driver.out == expected.out
+    assert runners[0].replayed == 3 + 2 + 1, "48, 30 and 12 tokens in chunks of 20"
+    assert runners[0].run_eagerly == 0
+
+
+def limits(target: Target, **changes: object) -> Any:
+    return make_limits(parts_of(**changes), MemoryPlan(64, {}), target)
+
+
+def test_prompts_with_graphs_of_their_own_take_nobody_along(target: Target, caplog: pytest.LogCaptureFixture) -> None:
+    assert (limits(target).mixed, limits(target).mixed_from) == (False, 1)
+    assert (limits(target, mixed_chunk=True).mixed, limits(target, mixed_chunk=True).mixed_from) == (True, 1)
+    target.short_prompts = short_prompts(target)
+    assert (limits(target, mixed_chunk=True).mixed, limits(target, mixed_chunk=True).mixed_from) == (True, SIZES[-1] + 1)
+    assert not caplog.records
+    with caplog.at_level("WARNING"):
+        assert not limits(target, mixed_chunk=True, chunked_prefill_size=SIZES[-1]).mixed
+    assert "--enable-mixed-chunk takes nobody along: a prompt step of this model is at most 16 tokens" in caplog.text
+    target.short_prompts.runner._forget(SIZES)
+    assert limits(target, mixed_chunk=True).mixed_from == 1, "no graph fitted into memory"

@@ -23,7 +23,7 @@ from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.memory_plan import MIB, Budget, MemoryPlan, plan_memory
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.request_rows import GREEDY, RequestRows
-from runtime.model_executor.short_prompts import PROMPT_SIZES, ShortPrompts, prompt_forward, prompt_spec
+from runtime.model_executor.short_prompts import ShortPrompts, free_tokens, prompt_forward, prompt_sizes, prompt_spec
 from runtime.model_executor.staging import HostCopy, StagingRing
 from runtime.model_executor.target import ExtendPass, Target
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
@@ -250,13 +250,18 @@ def add_short_prompts(parts: Parts, target: Target, aux_layers: tuple[int, ...] 
     Returns:
         Their runner, for `fit_memory`, or nothing.
     """
-    runner, sizes = target.runner, [size for size in PROMPT_SIZES if size <= parts.extend_tokens]
-    if not sizes or parts.device.type != "cuda" or parts.replay == "none" or runner.backend.caps.needs_len_bounds:
+    runner = target.runner
+    if parts.device.type != "cuda" or parts.replay == "none" or runner.backend.caps.needs_len_bounds:
         return []
-    spec = prompt_spec(runner.config.hidden_size, len(aux_layers) * runner.config.hidden_size, parts.dtype, target_launches(runner.config))
+    hidden, launches = runner.config.hidden_size, target_launches(runner.config)
+    free = free_tokens(runner.model.block_parameters, launches)
+    sizes = prompt_sizes(free, min(parts.extend_tokens, parts.config.context_length))
+    if not sizes:
+        return []
+    spec = prompt_spec(hidden, len(aux_layers) * hidden, parts.dtype, launches)
     inputs = InputBuffers(sizes[-1], 1, parts.device, one_request=True)
     graphs = GraphRunner(spec, prompt_forward(runner.model, aux_layers), inputs, [runner.backend], parts.replay, sizes)
-    target.short_prompts = ShortPrompts(graphs, target.page_table)
+    target.short_prompts = ShortPrompts(graphs, target.page_table, free)
     return [graphs]
 
 
@@ -304,19 +309,23 @@ def fit_memory(
     return plan
 
 
-def make_limits(parts: Parts, plan: MemoryPlan, vocab_size: int, overlap: bool | None = None, **more: Any) -> WorkerLimits:
+def make_limits(parts: Parts, plan: MemoryPlan, target: Target, overlap: bool | None = None, **more: Any) -> WorkerLimits:
     """The scheduler's view of the memory plan. `more`: the fields that speculation sets."""
     config = parts.config
+    mixed_from = 1 if target.short_prompts is None else target.short_prompts.largest + 1
+    if config.mixed_chunk and mixed_from > parts.extend_tokens:
+        log.warning("--enable-mixed-chunk takes nobody along: a prompt step of this model is at most %d tokens, which have a graph of "
+                    "their own", parts.extend_tokens)  # fmt: skip
     limits = WorkerLimits(
         max_total_tokens=plan.num_pages * config.page_size,
         max_running_requests=parts.running,
         max_context_len=config.context_length,
         max_extend_tokens=parts.extend_tokens,
         page_size=config.page_size,
-        vocab_size=vocab_size,
+        vocab_size=target.runner.config.vocab_size,
         overlap=config.overlap if overlap is None else overlap,
-        mixed=config.mixed_chunk,
-        mixed_from=PROMPT_SIZES[-1] + 1 if parts.device.type == "cuda" else 1,
+        mixed=config.mixed_chunk and mixed_from <= parts.extend_tokens,
+        mixed_from=mixed_from,
         **more,
     )
     log.info("admission: at most %d requests at once, %d tokens of KV, %d tokens a prompt step", limits.max_running_requests,
@@ -348,4 +357,4 @@ def build_worker(
     graphs = [*add_short_prompts(parts, target), decode]
     plan = fit_memory(parts, {runner: graphs}, page_table, {runner: (1, 1)}, activations, 1)
     parts.facts["startup_seconds"] = parts.phases
-    return TpWorker(target, decode, inputs, make_limits(parts, plan, model_config.vocab_size), parts.facts)
+    return TpWorker(target, decode, inputs, make_limits(parts, plan, target), parts.facts)

@@ -89,6 +89,12 @@ class DecoderModel:
         """Bytes of all weights and tables, shared ones once."""
         return self._weights.num_bytes(self.lm_head) + self.rope.cos_sin.nbytes
 
+    @property
+    def block_parameters(self) -> int:
+        """Entries of the matrices that every token is multiplied with, the blocks'. The head is for chosen rows, the embedding is read."""
+        products = [linear for layer in self.layers for linear in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)]
+        return sum(linear.out_features * linear.in_features for linear in products)
+
     def forward(self, batch: ForwardBatch, aux_layers: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run every block over the batch. The backend's `plan` has been called for it.
 

@@ -185,9 +185,7 @@ def _build_eagle(
     parts.facts["speculative"] = {"algorithm": speculative.algorithm, "num_steps": shape.num_steps, "topk": shape.topk,
                                   "num_draft_tokens": shape.num_draft_tokens,
                                   "disable_by_batch_size": speculative.disable_by_batch_size}  # fmt: skip
-    limits = make_limits(
-        parts, plan, model_config.vocab_size, tokens_per_step=ahead, max_accept_len=shape.num_steps + 1, prefix_lookahead=head.lookahead
-    )
+    limits = make_limits(parts, plan, target, tokens_per_step=ahead, max_accept_len=shape.num_steps + 1, prefix_lookahead=head.lookahead)
     return EagleWorker(target, draft, verifier, inputs, limits, parts.facts)
 
 
@@ -249,7 +247,7 @@ def _build_ngram(
     owners = {runner: [*add_short_prompts(parts, target), *_present(verify, pause and pause.runner)]}
     plan = fit_memory(parts, owners, page_table, {runner: (D, 1)}, activations, D)
     parts.facts["startup_seconds"] = parts.phases
-    limits = make_limits(parts, plan, model_config.vocab_size, overlap=False, tokens_per_step=D, max_accept_len=D, needs_history=True)
+    limits = make_limits(parts, plan, target, overlap=False, tokens_per_step=D, max_accept_len=D, needs_history=True)
     return NgramWorker(target, verifier, shape.num_steps, limits, parts.facts)
 
 

@@ -196,3 +196,7 @@ def test_preparing_with_timing_keeps_a_choice_for_every_product_that_then_comput
     want = untouched.double() + (x := torch.randn((5, 1024), device="cuda").to(BF16)).double() @ blocks[0].down_proj.weight.double().T
     got = ops.linear_add(x, blocks[0].down_proj, Stream(untouched.clone())).h
     assert ((got.double() - want).norm() / want.norm()) < 1e-5
+    other = layer(320, 512)  # a draft's, which was not timed
+    assert CudaOps()._choice("linear", other, 20) is not None
+    assert ops._choice("linear", other, 5) is not None
+    assert ops._choice("linear", other, 20) is None, "other numbers of rows wait for no compiler"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,12 +173,15 @@ def replays_of_prompts(worker: Any) -> int:
     return {run["runner"]: run["replayed"] for run in worker.info()["graph_runs"]}["short prompts"]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("algorithm", [None, "EAGLE3"])
 @pytest.mark.parametrize("together", [1, 2, 3])
-def test_short_prompts_through_graphs_equal_the_same_pass_run_eagerly(tmp_path: Path, algorithm: str | None, together: int) -> None:
+def test_short_prompts_through_graphs_equal_the_same_pass_run_eagerly(
+    tmp_path: Path, backend: str, algorithm: str | None, together: int
+) -> None:
     outs, pools, rows = [], [], list(PROMPTS)
     for replay in ("cuda", "eager"):
-        worker = build("fa3", replay, speculation(tmp_path / replay, algorithm, "fa3", 1) if algorithm else None)
+        worker = build(backend, replay, speculation(tmp_path / replay, algorithm, backend, 1) if algorithm else None)
         driver = Driver(worker)
         for first in range(0, len(rows), together):  # in chunks behind each other: a graph takes one request, and a batch up to three
             driver.prefill({row: PROMPTS[row] for row in rows[first : first + together]}, chunk=33)
@@ -193,17 +197,22 @@ def test_short_prompts_through_graphs_equal_the_same_pass_run_eagerly(tmp_path: 
 LONG = {r: np.random.default_rng(r).integers(2, 1000, n).tolist() for r, n in ((1, 2148), (2, 700), (3, 1000), (5, 300))}
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [-1, 48])
 @pytest.mark.parametrize(
-    ("setup", "prompts", "replays"),
+    ("chunk", "prompts", "replays"),
     [
-        (Setup("fa3", "fa3"), {1: PROMPTS[7]}, 1),
-        (Setup("fa3", "fa3"), {1: PROMPTS[7], 2: PROMPTS[1], 3: PROMPTS[5]}, 3),
-        (Setup("fa3", "fa3", chunk=2048), {1: LONG[1]}, 2),
-        (Setup("fa3", "fa3", chunk=2048), {3: LONG[3], 2: LONG[2], 1: LONG[5]}, 3),
+        (64, {1: PROMPTS[7]}, 1),
+        (64, {1: PROMPTS[7], 2: PROMPTS[1], 3: PROMPTS[5]}, 3),
+        (2048, {1: LONG[1]}, 2),
+        (2048, {3: LONG[3], 2: LONG[2], 1: LONG[5]}, 3),
     ],
     ids=["one", "three", "one of a full chunk and more", "three in a full chunk"],
 )
-def test_short_prompts_through_graphs_say_what_ragged_passes_say(setup: Setup, prompts: dict[int, list[int]], replays: int) -> None:
+def test_short_prompts_through_graphs_say_what_ragged_passes_say(
+    backend: str, window: int, chunk: int, prompts: dict[int, list[int]], replays: int
+) -> None:
+    setup = Setup(backend, backend, window=window, chunk=chunk)
     worker = build(setup, "cuda")
     target, driver = worker._target, Driver(worker)
     driver.prefill(prompts, chunk=setup.chunk)
@@ -243,6 +252,9 @@ def test_nothing_is_compiled_once_a_first_request_was_answered(
 
     from runtime.layers import cuda_driver
 
+    for one in gc.get_objects():
+        if isinstance(one, triton.runtime.JITFunction):
+            one.device_caches.clear()  # what tests before this one compiled, a server would have to
     worker = build(backend, "cuda", speculation(tmp_path, algorithm, backend, topk) if algorithm else None)
     Driver(worker).generate({1: PROMPTS[1]}, 6)  # as the server does before it says that it is ready
     compiled: list[str] = []

@@ -30,7 +30,6 @@ from runtime.layers.attention.registry import BACKENDS, backend_class, build_bac
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 CAPS = AttentionCaps(
-    needs_len_bounds=False,
     tree_mask=True,
     page_sizes=frozenset((16, 64)),
     head_dims=frozenset((64, 128)),

@@ -14,7 +14,7 @@ import torch
 from runtime.batch import ForwardMode
 from runtime.forward_batch import ForwardBatch
 from runtime.model_executor import build
-from runtime.model_executor.build import add_short_prompts, build_worker, make_limits, target_launches
+from runtime.model_executor.build import add_short_prompts, build_worker, make_limits, make_runner, target_launches
 from runtime.model_executor.graph_runner import GraphRunner, capture_all
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.memory_plan import MemoryPlan
@@ -261,8 +261,10 @@ def test_every_token_is_multiplied_with_the_blocks_matrices_alone(tied: bool) ->
 
 def test_on_a_cpu_prompts_run_as_they_are(target: Target) -> None:
     class Parts:
-        device, replay, extend_tokens = CPU, "eager", 64
+        device, replay, extend_tokens, dtype, config = CPU, "eager", 64, torch.float32, tiny_runtime()
 
+    runner = make_runner(Parts(), target.runner.model, target.runner.config)  # type: ignore[arg-type]
+    assert runner.prompt_sizes == target.runner.prompt_sizes == []
     assert add_short_prompts(Parts(), target) == []  # type: ignore[arg-type]
     assert target.short_prompts is None
 
@@ -281,11 +283,19 @@ def parts_of(**changes: object) -> Any:
 
 
 def add_as_on_a_gpu(target: Target, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[GraphRunner]:
-    """`add_short_prompts` for a GPU, with buffers on the CPU."""
+    """`make_runner` and `add_short_prompts` for a GPU, with buffers on the CPU."""
     monkeypatch.setattr(build, "InputBuffers", lambda most, width, _, one_request: InputBuffers(most, width, CPU, one_request))
-    caps = replace(target.runner.backend.caps, needs_len_bounds=False)
-    monkeypatch.setattr(target.runner.backend, "caps", caps, raising=False)
-    return add_short_prompts(parts_of(**changes), target, LAYERS)
+    backend = target.runner.backend
+    captured = SimpleNamespace(caps=replace(backend.caps, cuda_graph=True))
+    monkeypatch.setattr(build, "backend_class", lambda _: captured)
+    parts = parts_of(**changes)
+    target.runner.prompt_sizes = make_runner(parts, target.runner.model, target.runner.config).prompt_sizes
+    return add_short_prompts(parts, target, LAYERS)
+
+
+def test_attention_that_cannot_be_captured_leaves_prompts_as_they_are(target: Target) -> None:
+    assert not target.runner.backend.caps.cuda_graph
+    assert make_runner(parts_of(), target.runner.model, target.runner.config).prompt_sizes == []
 
 
 @pytest.mark.parametrize(

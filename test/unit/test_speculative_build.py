@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.model_executor import build as target_build
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.sampling_params import SamplingParams
 from runtime.speculative import build
@@ -72,7 +73,8 @@ def test_the_draft_has_the_attention_that_was_asked_for_it(tmp_path: Path, monke
         asked.append(attention)
         return ModelRunner(model, config, "torch_native", *more)
 
-    monkeypatch.setattr(build, "ModelRunner", noted)
+    for module in (build, target_build):
+        monkeypatch.setattr(module, "ModelRunner", noted)
     speculating(tmp_path, attention_backend="flashinfer", runtime={"attention_backend": "fa3"})
     assert asked == ["fa3", "flashinfer"]
 

@@ -78,12 +78,14 @@ class CudaOps:
 
     Attributes:
         pdl: whether kernels start before the one ahead has ended (programmatic dependent launch; Hopper and newer).
-        choices: what `prepare` found fastest; products that it did not time follow `default_choice`.
+        choices: what `prepare` found fastest; products that it did not time follow `default_choice`, or where it prepared other numbers of
+            rows, cuBLAS: no pass waits for a compiler.
     """
 
     def __init__(self, pdl: bool | None = None) -> None:
         self.pdl = torch.cuda.get_device_capability()[0] >= 9 if pdl is None else pdl
         self.choices: dict[Key, Choice] = {}
+        self._prepared: set[int] | None = None
         self._num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         self._float_products = _products_in_float32()
 
@@ -157,6 +159,7 @@ class CudaOps:
         """
         start = time.perf_counter()
         classes = sorted({row_class(count) for count in rows if count <= MAX_ROWS})
+        self._prepared = {*(self._prepared or ()), *classes}
         norm = layers[0].attn_norm
         products: list[tuple[GemmOp, list[Linear]]] = [
             ("linear", [layer.qkv_proj for layer in layers]),
@@ -229,7 +232,9 @@ class CudaOps:
         if rows > MAX_ROWS or linear.in_features % 16 or type(linear) is not Linear:
             return None
         key = (op, linear.out_features, linear.in_features, row_class(rows))
-        return self.choices[key] if key in self.choices else default_choice(op, rows)
+        if key in self.choices:
+            return self.choices[key]
+        return default_choice(op, rows) if self._prepared is None or key[-1] in self._prepared else None
 
     def _normed(self, stream: Stream, norm: RMSNorm, choice: Choice) -> tuple[torch.Tensor, RowScale | None]:
         """What the product so computed reads of the normed stream: it, or its rows before their scale, and the scale."""

@@ -15,6 +15,7 @@ import torch
 
 from runtime.batch import PAD_ROW, ForwardMode, RowInit, ScheduleBatch, WorkerLimits, no_ints
 from runtime.errors import ConfigError
+from runtime.layers.attention.registry import backend_class
 from runtime.layers.sampler import SamplingNeeds, sample, top_logprobs
 from runtime.layers.select import select_ops, select_sampling, tune_ops
 from runtime.mem_cache.kv_pool import PageTable
@@ -244,24 +245,29 @@ def target_launches(config: ModelConfig) -> int:
     return 9 * config.num_layers + 10
 
 
+def make_runner(parts: Parts, model: DecoderModel, config: ModelConfig) -> ModelRunner:
+    """The target's runner; on a GPU short prompts will have graphs."""
+    attention, sizes = parts.config.attention_backend, list[int]()
+    if parts.device.type == "cuda" and parts.replay != "none" and backend_class(attention).caps.cuda_graph:
+        free = free_tokens(model.block_parameters, target_launches(config))
+        sizes = prompt_sizes(free, min(parts.extend_tokens, parts.config.context_length))
+    return ModelRunner(model, config, attention, parts.dtype, parts.device, sizes)
+
+
 def add_short_prompts(parts: Parts, target: Target, aux_layers: tuple[int, ...] = ()) -> list[GraphRunner]:
-    """Let short prompts of the target run through graphs: on a GPU, where attention needs no lengths on the host.
+    """Let short prompts of the target run through graphs where its runner has sizes for them.
 
     Returns:
         Their runner, for `fit_memory`, or nothing.
     """
     runner = target.runner
-    if parts.device.type != "cuda" or parts.replay == "none" or runner.backend.caps.needs_len_bounds:
-        return []
-    hidden, launches = runner.config.hidden_size, target_launches(runner.config)
-    free = free_tokens(runner.model.block_parameters, launches)
-    sizes = prompt_sizes(free, min(parts.extend_tokens, parts.config.context_length))
+    sizes, hidden, launches = runner.prompt_sizes, runner.config.hidden_size, target_launches(runner.config)
     if not sizes:
         return []
     spec = prompt_spec(hidden, len(aux_layers) * hidden, parts.dtype, launches)
     inputs = InputBuffers(sizes[-1], 1, parts.device, one_request=True)
     graphs = GraphRunner(spec, prompt_forward(runner.model, aux_layers), inputs, [runner.backend], parts.replay, sizes)
-    target.short_prompts = ShortPrompts(graphs, target.page_table, free)
+    target.short_prompts = ShortPrompts(graphs, target.page_table, free_tokens(runner.model.block_parameters, launches))
     return [graphs]
 
 
@@ -345,7 +351,7 @@ def build_worker(
         raise ConfigError("a plain worker cannot speculate")
     parts = make_parts(config, replay, sizes)
     model = load_model(parts, model_config, config.model_path, config.load_format, config.quantization)
-    runner = ModelRunner(model, model_config, config.attention_backend, parts.dtype, parts.device)
+    runner = make_runner(parts, model, model_config)
     page_table = make_page_table(parts, 1)
     target = make_target(parts, runner, page_table, 1)
     runner.allocate(1, page_table, parts.requests, 1, 1)

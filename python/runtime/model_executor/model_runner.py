@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from runtime.batch import ForwardMode
@@ -14,11 +16,23 @@ from runtime.models.registry import DecoderModel
 
 
 class ModelRunner:
-    """Owner of a model's weights, KV pool and backend. Target and draft are one each, over one page table."""
+    """Owner of a model's weights, KV pool and backend. Target and draft are one each, over one page table.
 
-    def __init__(self, model: DecoderModel, config: ModelConfig, attention: str, dtype: torch.dtype, device: torch.device) -> None:
+    Attributes:
+        prompt_sizes: tokens of the passes over one prompt that have graphs, smallest first.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        config: ModelConfig,
+        attention: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        prompt_sizes: Sequence[int] = (),
+    ) -> None:
         self.model, self.config, self.attention = model, config, attention
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.prompt_sizes = dtype, device, list(prompt_sizes)
         self.kv_pool: KVPool
         self.backend: AttentionBackend
 
@@ -53,6 +67,7 @@ class ModelRunner:
             max_tokens_per_req=max_width,
             max_steps=max_steps,
             max_context_len=page_table.max_pages * page_table.page_size,
+            max_prompt=max(self.prompt_sizes, default=0),
         )
         self.backend = build_backend(self.attention, shape, self.kv_pool, page_table)
         self.model.bind(self.kv_pool, self.backend)

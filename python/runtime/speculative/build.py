@@ -21,6 +21,7 @@ from runtime.model_executor.build import (
     make_limits,
     make_page_table,
     make_parts,
+    make_runner,
     make_target,
     measure_activations,
     model_weights,
@@ -128,7 +129,7 @@ def _build_eagle(
     ahead = max(shape.num_steps * shape.topk, shape.num_draft_tokens)
     model = load_model(parts, model_config, config.model_path, config.load_format, config.quantization)
     head = load_head(parts, speculative, model)
-    runner = ModelRunner(model, model_config, config.attention_backend, parts.dtype, parts.device)
+    runner = make_runner(parts, model, model_config)
     draft_runner = ModelRunner(cast(DecoderModel, head), head.config, speculative.attention_backend, parts.dtype, parts.device)
     page_table = make_page_table(parts, ahead)
     target = make_target(parts, runner, page_table, ahead)
@@ -228,7 +229,7 @@ def _build_ngram(
     drafting, pausing = divide_batches(parts, speculative.disable_by_batch_size)
     D = shape.num_draft_tokens
     model = load_model(parts, model_config, config.model_path, config.load_format, config.quantization)
-    runner = ModelRunner(model, model_config, config.attention_backend, parts.dtype, parts.device)
+    runner = make_runner(parts, model, model_config)
     page_table = make_page_table(parts, D)
     target = make_target(parts, runner, page_table, D)
     runner.allocate(1, page_table, parts.requests, D, 1)

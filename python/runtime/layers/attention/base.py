@@ -17,7 +17,6 @@ class AttentionCaps:
     """What a backend can do; a model or a flag that needs more is refused at start.
 
     Attributes:
-        needs_len_bounds: `plan` reads `seq_len_bounds`, so they should be near the truth.
         tree_mask: whether passes with `tree_mask` work where all layers see everything; `plan` may refuse them beside a window.
         page_sizes: page sizes it takes; None for any.
         head_dims: head dimensions it takes; None for any.
@@ -25,7 +24,6 @@ class AttentionCaps:
         sliding_window: whether layers with a window work.
     """
 
-    needs_len_bounds: bool
     tree_mask: bool
     page_sizes: frozenset[int] | None
     head_dims: frozenset[int] | None
@@ -45,6 +43,7 @@ class AttentionShape:
         max_tokens_per_req: queries of one request in a fixed-width pass.
         max_steps: passes that one `plan` may prepare.
         max_context_len: the longest KV, including what a step writes past the committed length.
+        max_prompt: queries of the widest fixed-width pass of a single request; 0 where none is wider than `max_tokens_per_req`.
     """
 
     num_q_heads: int
@@ -56,6 +55,7 @@ class AttentionShape:
     max_tokens_per_req: int
     max_steps: int
     max_context_len: int
+    max_prompt: int = 0
 
 
 class AttentionBackend(Protocol):

@@ -85,7 +85,6 @@ class FlashAttention:
     """
 
     caps = AttentionCaps(
-        needs_len_bounds=False,
         tree_mask=True,
         page_sizes=None,
         head_dims=frozenset((64, 128, 256)),

@@ -72,7 +72,6 @@ class FlashInferAttention:
     """
 
     caps = AttentionCaps(
-        needs_len_bounds=True,
         tree_mask=True,
         page_sizes=None,
         head_dims=frozenset((64, 128, 256)),
@@ -93,9 +92,9 @@ class FlashInferAttention:
         self._windows = tuple(sorted(set(shape.window)))
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         # Of the widest pass, from the start: wrappers keep theirs, and one made anew for a later pass would be a second.
-        most = max(self._partial_bytes(1, LARGEST_TILE), self._partial_bytes(shape.max_batch_size, shape.max_tokens_per_req))
-        self._workspace = torch.empty(most, dtype=torch.uint8, device=self._device)
-        self._pinned = _PinnedRing(self._plan_bytes(shape.max_batch_size, shape.max_tokens_per_req), PINNED_BUFFERS)
+        widest = (shape.max_batch_size, shape.max_tokens_per_req), (1, max(shape.max_prompt, LARGEST_TILE))
+        self._workspace = torch.empty(max(self._partial_bytes(*one) for one in widest), dtype=torch.uint8, device=self._device)
+        self._pinned = _PinnedRing(max(self._plan_bytes(*one) for one in widest), PINNED_BUFFERS)
         self._indices: dict[tuple[int, int], torch.Tensor] = {}
         self._fixed: dict[tuple[int, int, int, int], _FixedPlan] = {}
         self._eager = {window: BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2") for window in self._windows}
@@ -221,7 +220,7 @@ class FlashInferAttention:
         assert fits, "the pass is larger than the shape that the backend was built for"
         key = (step, width)
         if key not in self._indices:
-            pages = self._shape.max_batch_size * self._table.max_pages
+            pages = (self._shape.max_batch_size if width <= self._shape.max_tokens_per_req else 1) * self._table.max_pages
             self._indices[key] = torch.zeros(pages, dtype=torch.int32, device=self._device)
         kv_indptr, last, qo = (torch.zeros(B + 1, dtype=torch.int32, device=self._device) for _ in range(3))
         wrapper = BatchPrefillWithPagedKVCacheWrapper(

@@ -12,7 +12,7 @@ from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionCaps, AttentionShape
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
-CAPS = AttentionCaps(needs_len_bounds=True, tree_mask=True, page_sizes=None, head_dims=None, cuda_graph=False, sliding_window=True)
+CAPS = AttentionCaps(tree_mask=True, page_sizes=None, head_dims=None, cuda_graph=False, sliding_window=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ class WorkerLimits:
         needs_history: whether every `RowInit` must carry its history.
         mixed: whether an EXTEND batch may carry a DECODE batch that runs in the same pass.
         mixed_from: prompt tokens from which on that is worth it; fewer have a graph of their own, which takes nobody along.
+        busy_tokens: prompt tokens that keep the device busy: more in one EXTEND batch take longer in proportion. 0 where that is not known.
     """
 
     max_total_tokens: int
@@ -72,6 +73,7 @@ class WorkerLimits:
     needs_history: bool = False
     mixed: bool = False
     mixed_from: int = 1
+    busy_tokens: int = 0
 
     @property
     def max_request_len(self) -> int:

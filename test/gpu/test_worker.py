@@ -212,7 +212,7 @@ LONG = {r: np.random.default_rng(r).integers(2, 1000, n).tolist() for r, n in ((
 def test_short_prompts_through_graphs_say_what_ragged_passes_say(
     backend: str, window: int, chunk: int, prompts: dict[int, list[int]], replays: int
 ) -> None:
-    setup = Setup(backend, backend, window=window, chunk=chunk)
+    setup = Setup(backend, backend, window=window, chunk=chunk, dtype="float16" if window >= 0 else "bfloat16")
     worker = build(setup, "cuda")
     target, driver = worker._target, Driver(worker)
     driver.prefill(prompts, chunk=setup.chunk)

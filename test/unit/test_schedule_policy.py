@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,6 +77,17 @@ def test_a_budget_is_the_smallest_of_its_caps_and_runs_out() -> None:
     assert budget.offer(10, False) == 4
     budget.take(4)
     assert budget.offer(10, False) == 0
+
+
+@pytest.mark.parametrize(("prompts", "offered"), [(1, 0), (policy.FEW_PROMPTS, 0), (policy.FEW_PROMPTS + 1, 10)])
+def test_with_few_prompts_a_busy_step_takes_no_other(prompts: int, offered: int) -> None:
+    budget = policy.PrefillBudget.start(64, 64, replace(LIMITS, busy_tokens=20), prompts)
+    assert budget.offer(19, True) == 19
+    budget.take(19)
+    assert budget.offer(10, False) == 10, "the device is not busy yet"
+    budget.take(1)
+    assert budget.offer(10, False) == offered
+    assert policy.PrefillBudget.start(64, 64, LIMITS, 1).enough == 64, "where it is not known, as many as fit"
 
 
 def test_the_outlook_falls_while_all_goes_well_and_stops_at_a_floor() -> None:

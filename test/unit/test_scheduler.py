@@ -157,6 +157,7 @@ def storm_limits(rng: random.Random) -> WorkerLimits:
         prefix_lookahead=int(accept > 1 and rng.random() < 0.8),
         overlap=rng.random() < 0.7,
         mixed=rng.random() < 0.6,
+        busy_tokens=rng.choice([0, 6, 30]),
     )
 
 
@@ -427,6 +428,22 @@ def test_several_prompts_share_one_extend_batch_within_its_budget() -> None:
         house.ask(f"r{i}", [i] * 8, max_new_tokens=1)
     house.settle()
     assert [b.extend_lens.tolist() for b in house.worker.batches] == [[8, 8, 4], [4, 8]]
+
+
+def test_few_prompts_that_keep_the_device_busy_go_one_after_the_other() -> None:
+    def steps(prompts: int, **asked: Any) -> list[list[int]]:
+        house = House(limits_of(max_extend_tokens=20, max_running_requests=16, busy_tokens=7), **asked)
+        for i in range(prompts):
+            house.ask(f"r{i}", [i] * (8 if i else 4), max_new_tokens=1)
+        house.settle()
+        return [b.extend_lens.tolist() for b in house.worker.batches]
+
+    assert steps(4) == [[4, 8], [8], [8]], "a short prompt leaves room for another; a long one does not"
+    assert steps(9)[:2] == [
+        [4, 8, 8],
+        [8],
+    ], "of many the first share a step, the last eight do not"
+    assert steps(3, chunked_prefill_size=6) == [[4, 2], [6], [6], [2]]
 
 
 def test_without_chunking_a_prompt_is_prefilled_whole_unless_the_worker_cannot() -> None:

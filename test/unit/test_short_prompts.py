@@ -21,6 +21,7 @@ from runtime.model_executor.memory_plan import MemoryPlan
 from runtime.model_executor.short_prompts import (
     READ_TOKENS,
     ShortPrompts,
+    busy_tokens,
     free_tokens,
     prompt_forward,
     prompt_sizes,
@@ -247,6 +248,12 @@ def test_what_launching_pays_for_is_in_proportion_to_kernels_and_against_paramet
     assert free_tokens(1_000_000_000, 300) == 2700
 
 
+def test_a_pass_is_bound_by_computing_from_twice_what_is_hidden() -> None:
+    assert busy_tokens(*LLAMA_8B) == 2 * free_tokens(*LLAMA_8B) == 768
+    assert busy_tokens(70_000_000_000, 730) == 512, "reading weights hides more than launching"
+    assert busy_tokens(*SMOLLM2) > 16384, "launching hides whole chunks"
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_token_is_multiplied_with_the_blocks_matrices_alone(tied: bool) -> None:
     worker: Any = build_worker(tiny_runtime(), tiny_model(tie_embeddings=tied, qkv_bias=True, qk_norm=True), "none")
@@ -340,6 +347,14 @@ def test_a_batch_of_short_prompts_is_answered_as_if_run_eagerly(worker: Any, mon
 
 def limits(target: Target, **changes: object) -> Any:
     return make_limits(parts_of(**changes), MemoryPlan(64, {}), target)
+
+
+def test_the_scheduler_is_told_when_the_device_is_busy(target: Target) -> None:
+    model = target.runner.model
+    assert limits(target).busy_tokens == busy_tokens(model.block_parameters, target_launches(target.runner.config))
+    on_cpu = parts_of()
+    on_cpu.device = CPU
+    assert make_limits(on_cpu, MemoryPlan(64, {}), target).busy_tokens == 0
 
 
 def test_prompts_with_graphs_of_their_own_take_nobody_along(target: Target, caplog: pytest.LogCaptureFixture) -> None:

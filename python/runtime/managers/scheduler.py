@@ -250,7 +250,8 @@ class Scheduler:
         filling = [req for req in self.running if req.phase is Phase.PREFILLING]
         if not filling and not self.queue:
             return None
-        budget = policy.PrefillBudget.start(self._config.chunked_prefill_size, self._config.max_prefill_tokens, self.limits)
+        config, prompts = self._config, len(filling) + len(self.queue)
+        budget = policy.PrefillBudget.start(config.chunked_prefill_size, config.max_prefill_tokens, self.limits, prompts)
         plan, riders = Plan(), self._riders(budget)
         for req in filling:
             self._add_chunk(plan, budget, req)

@@ -24,7 +24,7 @@ from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.memory_plan import MIB, Budget, MemoryPlan, plan_memory
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.request_rows import GREEDY, RequestRows
-from runtime.model_executor.short_prompts import ShortPrompts, free_tokens, prompt_forward, prompt_sizes, prompt_spec
+from runtime.model_executor.short_prompts import ShortPrompts, busy_tokens, free_tokens, prompt_forward, prompt_sizes, prompt_spec
 from runtime.model_executor.staging import HostCopy, StagingRing
 from runtime.model_executor.target import ExtendPass, Target
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
@@ -317,7 +317,7 @@ def fit_memory(
 
 def make_limits(parts: Parts, plan: MemoryPlan, target: Target, overlap: bool | None = None, **more: Any) -> WorkerLimits:
     """The scheduler's view of the memory plan. `more`: the fields that speculation sets."""
-    config = parts.config
+    config, on_gpu = parts.config, parts.device.type == "cuda"
     mixed_from = 1 if target.short_prompts is None else target.short_prompts.largest + 1
     if config.mixed_chunk and mixed_from > parts.extend_tokens:
         log.warning("--enable-mixed-chunk takes nobody along: a prompt step of this model is at most %d tokens, which have a graph of "
@@ -332,6 +332,7 @@ def make_limits(parts: Parts, plan: MemoryPlan, target: Target, overlap: bool | 
         overlap=config.overlap if overlap is None else overlap,
         mixed=config.mixed_chunk and mixed_from <= parts.extend_tokens,
         mixed_from=mixed_from,
+        busy_tokens=busy_tokens(target.runner.model.block_parameters, target_launches(target.runner.config)) if on_gpu else 0,
         **more,
     )
     log.info("admission: at most %d requests at once, %d tokens of KV, %d tokens a prompt step", limits.max_running_requests,

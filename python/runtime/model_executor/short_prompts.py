@@ -38,6 +38,14 @@ def free_tokens(parameters: int, launches: int) -> int:
     return int(launches * LAUNCH_SECONDS * FLOPS / (2 * parameters))
 
 
+def busy_tokens(parameters: int, launches: int) -> int:
+    """Tokens with which a pass is bound by computing: twice those that launching hides, and four times those that reading hides.
+
+    Arguments as of `free_tokens`.
+    """
+    return max(2 * free_tokens(parameters, launches), 4 * READ_TOKENS)
+
+
 def prompt_sizes(free: int, most: int) -> list[int]:
     """Tokens to capture graphs for: doubling, no more than `free_tokens`, and up to `most`, which is one of them where it may be."""
     sizes, size = {most} if most <= free else set[int](), SMALLEST

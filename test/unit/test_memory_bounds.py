@@ -119,6 +119,14 @@ def test_without_a_gpu_kv_gets_the_share_that_was_asked_for_or_a_bounded_one(mon
         tokens(0.25)
 
 
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("context", [96, 256])
+def test_without_a_gpu_one_request_of_a_short_context_has_room_unasked(context: int, page: int) -> None:
+    alone = {"max_running_requests": 1, "context_length": context, "page_size": page, "max_total_tokens": None}
+    plan = divide_memory(make_parts(tiny_runtime(**alone)), 0, {}, 1 << 10, 12)
+    assert plan.num_pages * page >= context + 2 * 12 + page
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 def test_sizes_that_cannot_be_captured_run_eagerly_with_a_warning_and_the_same_answers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: type[RuntimeError]

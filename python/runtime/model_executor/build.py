@@ -208,14 +208,15 @@ def divide_memory(parts: Parts, activations: int, reservations: dict[str, int], 
     """Give KV what is left."""
     config = parts.config
     wanted = config.max_total_tokens
+    least = min(config.context_length, 1024) + 2 * tokens_per_step + config.page_size
     if parts.device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
     else:
         free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
         if wanted is None and config.mem_fraction_static is None:
             most = min(int(free * CPU_KV_SHARE), CPU_KV_MOST) // bytes_per_slot
-            wanted = min(most, parts.running * config.context_length)
-    least = min(config.context_length, 1024) + 2 * tokens_per_step + config.page_size
+            # A step writes past the context's end: for a single short request its own context is too little.
+            wanted = min(most, max(parts.running * config.context_length, least + config.page_size))
     plan = plan_memory(
         Budget(total, free, activations, reservations, bytes_per_slot), config.page_size, wanted, config.mem_fraction_static, least
     )

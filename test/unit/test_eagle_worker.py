@@ -146,6 +146,26 @@ def test_greedy_text_is_the_same_with_speculation(tmp_path: Path, algorithm: str
         assert driver.mean_accept_len() > 1.2
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"architecture": "Qwen2ForCausalLM", "qkv_bias": True},
+    "qwen3": {"architecture": "Qwen3ForCausalLM", "qk_norm": True},
+    "mistral": {"architecture": "MistralForCausalLM", "window": (11, 11, 11)},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("algorithm", "spec"), [("EAGLE", CHAIN), ("EAGLE", TREE), ("EAGLE3", CHAIN), ("EAGLE3", TREE), ("STANDALONE", CHAIN), ("NGRAM", CHAIN)]
+)
+def test_greedy_text_is_the_same_with_speculation_whatever_the_targets_family(
+    tmp_path: Path, family: str, algorithm: str, spec: dict[str, Any]
+) -> None:
+    model = model_config(**FAMILIES[family])
+    driver = Driver(speculating(tmp_path, algorithm, "eager", [2, 4, 8], model=model, **spec))
+    assert driver.generate(PROMPTS, 24, chunk=5) == Driver(plain(model=model)).generate(PROMPTS, 24)
+    assert driver.mean_accept_len() > 1.1
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("page", [1, 16])
 def test_a_draft_that_is_the_target_is_always_right(tmp_path: Path, steps: int, page: int) -> None:
@@ -690,6 +710,22 @@ def check_distribution(texts: list[list[int]], reference: Any, prompt: list[int]
             freedom += int(live.sum()) - 1
         assert freedom > 0
         assert statistic < freedom + 6 * np.sqrt(2 * freedom) + 6, f"token {depth}: {statistic:.1f} at {freedom} degrees"
+
+
+def test_sampled_text_has_the_targets_distribution_with_a_token_map(tmp_path: Path) -> None:
+    """Drafts are drawn from, and judged by, a distribution over the hot tokens alone."""
+    torch.save(torch.tensor([0, 2, 3, 5, 6, 9, 10]), tmp_path / "hot.pt")
+    params, small = DISTRIBUTIONS["temperature"], model_config(vocab_size=SMALL)
+    runtime, head = {"max_running_requests": 200}, {"vocab_size": SMALL}
+    worker = speculating(tmp_path, model=small, runtime=runtime, sharp=0.6, head=head, token_map=str(tmp_path / "hot.pt"))
+    prompt, texts, accepts = [3, 5, 3, 5, 3], list[list[int]](), list[float]()
+    for turn in range(3):
+        driver = Driver(worker)
+        samplings = {r: SamplingParams(**{**_fields(params), "seed": turn * 200 + r}) for r in range(1, 201)}
+        texts += driver.generate(dict.fromkeys(samplings, prompt), 3, sampling=samplings, room=30).values()
+        accepts.append(driver.mean_accept_len())
+    assert np.mean(accepts) > 1.1
+    check_distribution(texts, plain(model=small, sharp=0.6), prompt, params)
 
 
 def test_the_check_of_distributions_notices_a_draft_that_misstates_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -581,7 +581,17 @@ def lose_first_guesses(worker: Any, replay: Callable[[], None]) -> None:
     worker._draft.rows.tokens.zero_()
 
 
-@pytest.mark.parametrize(("broken", "fault"), [(None, None), ("draft_decode", lose_drafts), ("draft_extend", lose_first_guesses)])
+def blur_features(worker: Any, replay: Callable[[], None]) -> None:
+    """What the draft reads of the target arrives with noise; logits are right."""
+    replay()
+    features = runners(worker)["verify"]._buffers["features"]
+    features.normal_(0.0, 30.0, generator=torch.Generator().manual_seed(0))
+
+
+FAULTS = [(None, None), ("draft_decode", lose_drafts), ("draft_extend", lose_first_guesses), ("verify", blur_features)]
+
+
+@pytest.mark.parametrize(("broken", "fault"), FAULTS)
 def test_10_live_traffic_through_a_stale_graph_raises_the_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str | None, fault: Any
 ) -> None:

@@ -40,7 +40,8 @@ log = logging.getLogger(__name__)
 JUDGED_ROWS = 256
 """Window positions whose distributions are held at once: 256 of 128,256 tokens are 0.13 GiB, the largest window has 4,096."""
 ORACLE_EVERY = 256
-"""One iteration in so many runs eagerly, and so does the draft-extend before it: the sample that the drift alarm holds graphs against."""
+"""One iteration in so many runs eagerly, and so do the verification and draft-extend before it, whose features and guesses it starts from:
+the sample that the drift alarm holds graphs against."""
 
 
 def verify_spec(shape: TreeShape, vocab: int, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
@@ -125,7 +126,7 @@ class Iteration:
         rows: int64 [size], on the device; padding: row 0.
         bounds: int32 [size], on the host: KV lengths before the iteration are at most this; padding: 0.
         oracle: whether drafts and verification are of the eager sample.
-        feeds_oracle: whether the next iteration's are, which start from what this one's draft-extend leaves.
+        feeds_oracle: whether the next iteration's are, which start from what this one's verification and draft-extend leave.
     """
 
     batch: ScheduleBatch
@@ -247,7 +248,7 @@ class Verifier:
             drafted: `tokens` int64 [size, D]; trees also `parents`, `depths`, `mask`; sampled chains also `probs` float32 [size, K, Vd].
         """
         window = self._window(turn, drafted)
-        _, graph = turn.runner.run(window, oracle=turn.oracle)
+        _, graph = turn.runner.run(window, oracle=turn.oracle or turn.feeds_oracle)
         return self._settle(turn, drafted, window, graph)
 
     def ride(self, turn: Iteration, drafted: Outputs) -> Riders:

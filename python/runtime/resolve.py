@@ -557,6 +557,8 @@ def _draft_shape(args: ServerArgs, device: DeviceKind) -> _DraftShape:
         return _DraftShape(steps, 1, steps + 1)
     if args.speculative_algorithm == "NGRAM":
         raise ConfigError("--speculative-eagle-topk: NGRAM drafts a chain; leave it out")
+    if args.speculative_algorithm == "STANDALONE":
+        raise ConfigError("--speculative-eagle-topk: STANDALONE drafts a chain; leave it out, or use an EAGLE head for trees")
     nodes = 1 + topk + (steps - 1) * topk * topk
     if (steps - 1) * topk > MAX_VERIFY_WIDTH:
         raise ConfigError(

@@ -270,6 +270,7 @@ def test_the_command_line_of_the_reference_table_starts_a_server(caplog: pytest.
         ({"speculative_algorithm": "EAGLE"}, HOPPER, ["--speculative-draft-model-path"]),
         ({"speculative_algorithm": "NGRAM", "speculative_draft_model_path": "x"}, HOPPER, ["NGRAM", "--speculative-draft-model-path"]),
         ({"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 2}, HOPPER, ["NGRAM", "--speculative-eagle-topk"]),
+        ({**EAGLE, "speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 2}, HOPPER, ["STANDALONE", "--speculative-eagle-topk"]),
         ({"speculative_algorithm": "NGRAM", "disable_draft_decode_cuda_graph": True}, HOPPER, ["--disable-draft-decode-cuda-graph"]),
         ({"speculative_algorithm": "NGRAM", "disable_draft_extend_cuda_graph": True}, HOPPER, ["--disable-draft-extend-cuda-graph"]),
         ({**EAGLE, "speculative_eagle_topk": 2, "speculative_num_steps": 2, "speculative_num_draft_tokens": 8}, HOPPER, ["7 nodes"]),

@@ -9,7 +9,6 @@ from typing import cast
 
 import torch
 
-from runtime.errors import ConfigError
 from runtime.layers.linear import Linear
 from runtime.model_executor.build import (
     Parts,
@@ -210,10 +209,6 @@ def load_head(parts: Parts, speculative: SpeculativeConfig, target: DecoderModel
 
 
 def _load_standalone(parts: Parts, speculative: SpeculativeConfig, folder: str, target: DecoderModel) -> StandaloneDraft:
-    if speculative.topk > 1:
-        raise ConfigError(
-            "--speculative-algorithm STANDALONE drafts chains; set --speculative-eagle-topk 1, or use an EAGLE head for trees"
-        )
     config = replace(load_hf_config(folder), max_context_len=target.config.max_context_len)
     model = build_model(config, target.ops, parts.dtype, parts.device, parts.config.quantization)
     draft = StandaloneDraft(model, target)

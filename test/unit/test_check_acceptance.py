@@ -56,6 +56,13 @@ def test_sound_graphs_pass_and_the_table_shows_both_runs(command: list[str], cap
     assert int(rows[0][1].split("/")[0]) > 0, "nothing was accepted, so nothing was compared"
 
 
+def test_positions_that_no_window_reached_are_named(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_acceptance.main([*command, "--speculative-synthetic-accept-length", "1,0,1"]) == 0
+    assert "not compared: draft positions 3, which no window reached" in capsys.readouterr().out
+    assert check_acceptance.main(command) == 0
+    assert "not compared" not in capsys.readouterr().out
+
+
 def test_trees_pass_too(command: list[str]) -> None:
     tree = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "6"]
     assert check_acceptance.main([*command, *tree, "--num-prompts", "2"]) == 0

@@ -483,7 +483,7 @@ def test_a_step_may_be_submitted_before_the_last_is_read_unless_drafts_are_looke
 
 FIELDS: dict[str, SamplingParams] = {
     "greedy": GREEDY,
-    "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.6, presence_penalty=0.3),
+    "penalties": SamplingParams(temperature=0.5, frequency_penalty=0.7, presence_penalty=0.5, logit_bias={4: 1.0}),
     "negative penalties": SamplingParams(temperature=0.0, repetition_penalty=0.7, frequency_penalty=-0.2, presence_penalty=-0.5),
     "bias": SamplingParams(temperature=0.0, logit_bias={3: 6.0, VOCAB - 1: 5.5, 0: -100.0}),
     "least length": SamplingParams(temperature=0.0, logit_bias={1: 100.0}, min_new_tokens=9),
@@ -647,13 +647,17 @@ def filtered_by_definition(logprobs: np.ndarray, params: SamplingParams) -> np.n
     return out / out.sum()
 
 
-def next_distribution(reference: Any, context: list[int], params: SamplingParams) -> np.ndarray:
+def next_distribution(reference: Any, prompt: list[int], said: tuple[int, ...], params: SamplingParams) -> np.ndarray:
     driver = Driver(reference)
-    (result,) = driver.prefill({1: context}, logprobs=SMALL)
+    (result,) = driver.prefill({1: [*prompt, *said]}, logprobs=SMALL)
     driver.release(1)
     assert result.logprobs is not None
     logprobs = np.zeros(SMALL)
     logprobs[result.logprobs.top_ids[0]] = result.logprobs.top[0]
+    for token, added in (params.logit_bias or {}).items():
+        logprobs[token] += added
+    for token in set(said):
+        logprobs[token] -= params.presence_penalty + params.frequency_penalty * said.count(token)
     return filtered_by_definition(logprobs, params)
 
 
@@ -662,12 +666,16 @@ DISTRIBUTIONS: dict[str, SamplingParams] = {
     "top_k": SamplingParams(temperature=1.5, top_k=4),
     "top_p": SamplingParams(top_p=0.7),
     "min_p": SamplingParams(min_p=0.25, temperature=1.2),
+    "penalties": SamplingParams(temperature=0.5, frequency_penalty=0.7, presence_penalty=0.5, logit_bias={4: 1.0}),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, "temperature") for name in WORKERS), *((name, kind) for name in ("chain", "tree") for kind in ("top_k", "top_p", "min_p"))],
+    [
+        *((name, kind) for name in WORKERS for kind in ("temperature", "penalties")),
+        *((name, kind) for name in ("chain", "tree") for kind in ("top_k", "top_p", "min_p")),
+    ],
 )
 def test_sampled_text_has_the_targets_distribution(tmp_path: Path, name: str, kind: str) -> None:
     """The second and third token of many seeds, both from a verified window, given those before them."""
@@ -698,7 +706,7 @@ def check_distribution(texts: list[list[int]], reference: Any, prompt: list[int]
         contexts = {tuple(t[:depth]) for t in texts}
         for context in contexts:
             drawn = np.bincount([t[depth] for t in texts if tuple(t[:depth]) == context], minlength=SMALL)
-            p = next_distribution(reference, [*prompt, *context], params)
+            p = next_distribution(reference, prompt, context, params)
             assert drawn[p == 0].sum() == 0, "a token was drawn that a filter excludes"
             if drawn.sum() < 30:
                 continue

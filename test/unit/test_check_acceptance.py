@@ -157,6 +157,13 @@ def test_the_runner_at_fault_is_named(tmp_path: Path, name: str) -> None:
         check_parity(worker)
 
 
+def test_text_that_differs_fails_where_acceptance_does_not(tmp_path: Path) -> None:
+    worker = speculating(tmp_path, replay="eager", sizes=[4], synthetic_accept=(1.0, 1.0, 0.0))
+    _lose_results(runners(worker)["draft_decode"])
+    with pytest.raises(ConfigError, match="graphs of draft decode do not"):
+        check_parity(worker)
+
+
 def _lose_results(runner: Any) -> None:
     """Replays compute, and their results never reach the buffers."""
     for key, replay in list(runner._replays.items()):

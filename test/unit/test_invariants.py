@@ -597,17 +597,36 @@ def test_10_live_traffic_through_a_stale_graph_raises_the_alarm(
 ) -> None:
     from runtime.speculative import verifier
 
-    monkeypatch.setattr(verifier, "ORACLE_EVERY", 3)
+    monkeypatch.setattr(verifier, "ORACLE_EVERY", 5)  # the sample, what it starts from, what starts from it, and two through graphs alone
     worker = graphs(tmp_path)
     if broken is not None:
         runner = runners(worker)[broken]
         runner._replays = {key: (lambda replay=replay: fault(worker, replay)) for key, replay in runner._replays.items()}
     prompts = {r: np.random.default_rng(r).integers(0, VOCAB, 6).tolist() for r in range(1, 41)}
     with caplog.at_level("WARNING"):
-        Driver(worker).generate(prompts, 60)
+        for _ in range(2):
+            Driver(worker).generate(prompts, 60)
     info = worker.info()["acceptance"]
     assert info["graph"]["iterations"] > 300
     assert info["eager_sample"]["iterations"] > 300
     assert bool(info["drift"]) == (broken is not None)
     assert all(drift["graph"] < drift["eager"] for drift in info["drift"])
     assert ("acceptance of draft" in caplog.text) == (broken is not None)
+
+
+def test_10_what_ran_eagerly_for_want_of_a_graph_is_no_traffic_through_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runtime.speculative import verifier
+
+    monkeypatch.setattr(verifier, "ORACLE_EVERY", 3)
+    for replay, sizes, counted in (("none", [], ["eager_sample", "eager"]), ("eager", [2], ["graph", "eager_sample", "eager"])):
+        worker = speculating(tmp_path / replay, replay=replay, sizes=sizes)
+        driver = Driver(worker)
+        driver.prefill({r: [r, 7, 9] for r in range(1, 6)})
+        for rows in ([1, 2], [1, 2, 3, 4, 5]) * 6:
+            driver.decode(rows)
+        info = worker.info()["acceptance"]
+        assert [ran for ran in verifier.RAN if info[ran]["iterations"]] == counted
+        assert sum(info[ran]["iterations"] for ran in verifier.RAN) == 6 * (2 + 5)
+        replayed = info["graph"]["iterations"]
+        # Of twelve steps four are the sample and four feed it; of the others, those of two requests have a graph.
+        assert replayed == (2 * 2 if sizes else 0)

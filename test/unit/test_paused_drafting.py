@@ -19,6 +19,7 @@ from runtime.managers.scheduler import Scheduler
 from runtime.managers.tokenizer_manager import GenerationUpdate
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.parity import check_parity, run_scratch
+from runtime.speculative.verifier import ORACLE_EVERY
 from unit.driver import GREEDY, Driver
 from unit.predicting import VOCAB, exact_product, model_config, plain, speculating
 from unit.storm import SIZES, Storm, same_life
@@ -373,12 +374,12 @@ def test_the_eager_sample_never_pauses_and_the_step_before_it_feeds_it(tmp_path:
     driver = Driver(worker)
     driver.prefill(PROMPTS, room=160)
     by_name = {runner.spec.name: runner for runner in worker.runners}
-    worker.verifier._iterations = 254
+    worker.verifier._iterations = ORACLE_EVERY - 2
     assert by_name["paused extend"].run_eagerly == 0
     driver.decode(list(PROMPTS))
     assert by_name["paused extend"].run_eagerly == 1
     assert driver.decode([1, 2]).stats.oracle
-    worker.verifier._iterations = 255
+    worker.verifier._iterations = ORACLE_EVERY - 1
     result = driver.decode(list(PROMPTS))
     assert not result.stats.oracle
     assert result.stats.graph

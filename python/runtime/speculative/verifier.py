@@ -39,9 +39,13 @@ from runtime.speculative.verify import (
 log = logging.getLogger(__name__)
 JUDGED_ROWS = 256
 """Window positions whose distributions are held at once: 256 of 128,256 tokens are 0.13 GiB, the largest window has 4,096."""
-ORACLE_EVERY = 256
+ORACLE_EVERY = 512
 """One iteration in so many runs eagerly, and so do the verification and draft-extend before it, whose features and guesses it starts from:
 the sample that the drift alarm holds graphs against."""
+
+RAN = ("graph", "eager_sample", "eager")
+"""How the verification of an iteration ran: replayed; eagerly, to be compared with that; eagerly as nothing was captured for it, it rode
+with prompts, or the sample started from it."""
 
 
 def verify_spec(shape: TreeShape, vocab: int, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
@@ -201,7 +205,7 @@ class Verifier:
     def forget(self) -> None:
         """Start counting anew."""
         K = self._rules.shape.num_steps
-        self._counters = {False: AcceptanceCounters(K), True: AcceptanceCounters(K)}
+        self._counters = {ran: AcceptanceCounters(K) for ran in RAN}
         self._alarm = DriftAlarm(K)
         self._iterations = 0
 
@@ -213,9 +217,9 @@ class Verifier:
         return total
 
     def info(self) -> dict[str, object]:
-        """Acceptance since the start, through graphs and of the eager sample, and where they differ."""
+        """Acceptance since the start, by how iterations ran, and where graphs and the eager sample differ."""
         drift = [{"position": d.position, "graph": d.graph, "eager": d.eager, "z": d.z} for d in self._alarm.check()]
-        return {"graph": self._counters[False].to_json(), "eager_sample": self._counters[True].to_json(), "drift": drift}
+        return {**{ran: counters.to_json() for ran, counters in self._counters.items()}, "drift": drift}
 
     def begin(self, batch: ScheduleBatch) -> Iteration:
         """Stage the batch; its rows and KV lengths go into the shared inputs, where every runner of this iteration reads them."""
@@ -300,8 +304,10 @@ class Verifier:
         tokens, lens = flight.tokens.wait()
         keep = np.arange(tokens.shape[1])[None] < lens[:, None]
         if flight.stats.draft_tokens:
-            self._counters[flight.stats.oracle].add(lens)
-            self._alarm.add(lens, flight.stats.oracle)
+            stats = flight.stats
+            self._counters["eager_sample" if stats.oracle else "graph" if stats.graph else "eager"].add(lens)
+            if stats.oracle or stats.graph:
+                self._alarm.add(lens, stats.oracle)
         if flight.stats.oracle:
             self._warn_of_drift()
         return BatchResult(

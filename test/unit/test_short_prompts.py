@@ -354,7 +354,7 @@ def test_the_scheduler_is_told_when_the_device_is_busy(target: Target) -> None:
     assert limits(target).busy_tokens == busy_tokens(model.block_parameters, target_launches(target.runner.config))
     on_cpu = parts_of()
     on_cpu.device = CPU
-    assert make_limits(on_cpu, MemoryPlan(64, {}), target).busy_tokens == 0
+    assert make_limits(on_cpu, MemoryPlan(64, {}), target).busy_tokens == 256
 
 
 def test_prompts_with_graphs_of_their_own_take_nobody_along(target: Target, caplog: pytest.LogCaptureFixture) -> None:

@@ -41,6 +41,8 @@ CPU_KV_SHARE = 0.25
 """Of the free memory of a machine without a GPU."""
 CPU_KV_MOST = 4 << 30
 CPU_RUNNING = 16
+CPU_BUSY_TOKENS = 256
+"""A prompt pass of fewer takes longer a token: it has the weights to read, and 8-bit ones to widen."""
 FILTERED = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01)
 """Of a request that needs every filter."""
 STEPS_AHEAD = 4
@@ -318,7 +320,7 @@ def fit_memory(
 
 def make_limits(parts: Parts, plan: MemoryPlan, target: Target, overlap: bool | None = None, **more: Any) -> WorkerLimits:
     """The scheduler's view of the memory plan. `more`: the fields that speculation sets."""
-    config, on_gpu = parts.config, parts.device.type == "cuda"
+    config, model, on_gpu = parts.config, target.runner.model, parts.device.type == "cuda"
     mixed_from = 1 if target.short_prompts is None else target.short_prompts.largest + 1
     if config.mixed_chunk and mixed_from > parts.extend_tokens:
         log.warning("--enable-mixed-chunk takes nobody along: a prompt step of this model is at most %d tokens, which have a graph of "
@@ -329,11 +331,11 @@ def make_limits(parts: Parts, plan: MemoryPlan, target: Target, overlap: bool | 
         max_context_len=config.context_length,
         max_extend_tokens=parts.extend_tokens,
         page_size=config.page_size,
-        vocab_size=target.runner.config.vocab_size,
+        vocab_size=model.config.vocab_size,
         overlap=config.overlap if overlap is None else overlap,
         mixed=config.mixed_chunk and mixed_from <= parts.extend_tokens,
         mixed_from=mixed_from,
-        busy_tokens=busy_tokens(target.runner.model.block_parameters, target_launches(target.runner.config)) if on_gpu else 0,
+        busy_tokens=busy_tokens(model.block_parameters, target_launches(model.config)) if on_gpu else CPU_BUSY_TOKENS,
         **more,
     )
     log.info("admission: at most %d requests at once, %d tokens of KV, %d tokens a prompt step", limits.max_running_requests,

@@ -547,10 +547,9 @@ def _check_draft_source(args: ServerArgs, algorithm: SpecAlgorithm) -> None:
 
 
 def _draft_shape(args: ServerArgs, device: DeviceKind) -> _DraftShape:
-    own = args.speculative_draft_model_path == str(EMBEDDED_DRAFT)
-    steps = args.speculative_num_steps or (EMBEDDED_DRAFT_STEPS[device] if own else 3)
     topk = args.speculative_eagle_topk or 1
     asked = args.speculative_num_draft_tokens
+    steps = args.speculative_num_steps or _default_steps(args, device, topk)
     if topk == 1:
         if asked is not None and asked != steps + 1:
             log.warning("speculative num draft tokens %d, not %d: a chain of %d steps verifies one token more", steps + 1, asked, steps)
@@ -573,6 +572,15 @@ def _draft_shape(args: ServerArgs, device: DeviceKind) -> _DraftShape:
             f"--speculative-num-draft-tokens {asked}: {steps} steps with {topk} branches make {nodes} nodes; ask for at most that"
         )
     return _DraftShape(steps, topk, asked)
+
+
+def _default_steps(args: ServerArgs, device: DeviceKind, topk: int) -> int:
+    """How deep to draft where only the width may have been asked for, which in a chain says it."""
+    asked = args.speculative_num_draft_tokens
+    if topk == 1 and asked is not None:
+        log.info("speculative num steps %d: a chain of %d draft tokens has one step less", asked - 1, asked)
+        return asked - 1
+    return EMBEDDED_DRAFT_STEPS[device] if args.speculative_draft_model_path == str(EMBEDDED_DRAFT) else 3
 
 
 def _draft_attention(

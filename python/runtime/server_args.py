@@ -265,7 +265,12 @@ class ServerArgs:
         "As --load-format, for the draft; default: dummy with a dummy model, else auto.",
         choices=("auto", "safetensors", "gguf", "dummy"),
     )
-    speculative_num_steps: int | None = _flag(None, "speculative decoding", "Tokens that the draft goes deep, K; default 3.", metavar="K")
+    speculative_num_steps: int | None = _flag(
+        None,
+        "speculative decoding",
+        "Tokens that the draft goes deep, K; default: D - 1 of a chain whose D was asked for, else 3.",
+        metavar="K",
+    )
     speculative_eagle_topk: int | None = _flag(
         None, "speculative decoding", "Branches of each draft node; default 1, a chain.", metavar="N"
     )

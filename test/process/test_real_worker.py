@@ -38,7 +38,7 @@ def work(seed: int, count: int) -> tuple[list[list[int]], list[dict[str, Any]]]:
     return prompts, [SAMPLING[i % len(SAMPLING)] for i in range(count)]
 
 
-@pytest.mark.parametrize("more", [{}, {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}], ids=["plain", "speculating"])
+@pytest.mark.parametrize("more", [{}, {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 6}], ids=["plain", "speculating"])
 def test_no_request_changes_anothers_output_and_full_memory_changes_none(model: str, more: dict[str, object]) -> None:
     prompts, sampling = work(1, 15)
     with Engine(**options(model, disable_radix_cache=True, **more)) as engine:

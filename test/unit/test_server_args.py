@@ -396,6 +396,22 @@ def test_a_chain_verifies_one_token_more_than_it_drafts(caplog: pytest.LogCaptur
     assert any("6" in line and "4" in line for line in caplog.messages)
 
 
+@pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE", "EAGLE3", "STANDALONE"])
+def test_draft_tokens_alone_say_how_deep_a_chain_goes(algorithm: str, caplog: pytest.LogCaptureFixture) -> None:
+    source = {} if algorithm == "NGRAM" else EAGLE
+    given = args(**{**source, "speculative_algorithm": algorithm, "speculative_num_draft_tokens": 8})
+    with caplog.at_level(logging.INFO):
+        found = spec_of(resolve(given, HOPPER, LLAMA, DRAFT if source else None))
+    assert (found.num_steps, found.topk, found.num_draft_tokens) == (7, 1, 8)
+    assert any("speculative num steps 7" in line for line in caplog.messages)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_draft_tokens_alone_leave_a_tree_its_depth() -> None:
+    found = spec_of(resolve(args(**EAGLE, speculative_eagle_topk=4, speculative_num_draft_tokens=8), HOPPER, LLAMA, DRAFT))
+    assert (found.num_steps, found.topk, found.num_draft_tokens) == (3, 4, 8)
+
+
 def test_prompts_and_decoding_share_a_pass_where_asked() -> None:
     for machine, given in ((CPU, {}), (HOPPER, {}), (HOPPER, {"attention_backend": "torch_native"})):
         assert not resolve(args(**given), machine, LLAMA).mixed_chunk

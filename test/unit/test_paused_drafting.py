@@ -291,12 +291,16 @@ def test_the_server_counts_paused_steps_apart_and_requests_are_told_of_their_dra
         assert told["0"] is None, "others decoded beside it until its end"
 
 
-def test_an_engines_answer_tells_the_accept_length_of_its_verified_windows() -> None:
+def test_an_engines_answer_tells_the_acceptance_of_its_verified_windows() -> None:
     """And not of the tokens that came without drafts."""
     answer = _Growing(cast(Any, SimpleNamespace(rid="1")))
     spec = SpecStats(verify_steps=4, draft_tokens=12, accepted_tokens=6, accepted_by_position=[4, 2, 0])
     answer.add(GenerationUpdate(0, "text", list(range(40)), prompt_tokens=5, cached_tokens=0, completion_tokens=40, spec=spec))
-    assert answer.output()["meta_info"]["spec_accept_length"] == 2.5
+    told = {name: value for name, value in answer.output()["meta_info"].items() if name.startswith("spec_")}
+    assert told == {
+        "spec_verify_ct": 4, "spec_accept_length": 2.5, "spec_accept_rate": 0.5, "spec_accept_token_num": 6, "spec_draft_token_num": 12,
+        "spec_accepted_by_position": [4, 2, 0],
+    }  # fmt: skip
 
 
 def test_without_speculation_or_a_limit_no_step_is_paused(tmp_path: Path) -> None:

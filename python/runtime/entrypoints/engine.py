@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequenc
 from typing import Any, TypedDict, TypeVar
 
 from runtime import log as logging_setup
+from runtime.entrypoints.meta_info import meta_info
 from runtime.entrypoints.processes import Runtime, prepare
 from runtime.errors import InvalidField, ServingError
 from runtime.flag_parser import from_fields
@@ -288,28 +289,8 @@ class _Growing:
     def output(self) -> Output:
         last = self._last
         assert last is not None
-        meta: dict[str, Any] = {
-            "id": self.generation.rid,
-            "prompt_tokens": last.prompt_tokens,
-            "completion_tokens": last.completion_tokens,
-            "cached_tokens": last.cached_tokens,
-            "finish_reason": _finish(last),
-            **last.steps.shares(),
-        }
+        meta = meta_info(self.generation.rid, last)
         if self._logprobs:
             meta["output_token_logprobs"] = list(self._logprobs)
             meta["output_top_logprobs"] = list(self._top)
-        if last.spec is not None and last.spec.verify_steps:
-            meta["spec_verify_ct"] = last.spec.verify_steps
-            meta["spec_accept_length"] = last.spec.accept_length
-            meta["spec_accepted_by_position"] = list(last.spec.accepted_by_position)
         return {"text": self._text, "output_ids": list(self._ids), "meta_info": meta}
-
-
-def _finish(update: GenerationUpdate) -> dict[str, Any] | None:
-    finish = update.finish
-    if finish is None:
-        return None
-    if finish.reason == "length":
-        return {"type": "length", "length": update.completion_tokens}
-    return {"type": finish.reason, **({"matched": finish.matched} if finish.matched is not None else {})}

@@ -12,13 +12,13 @@ from starlette.responses import Response
 
 from runtime.entrypoints.body_limits import read_json
 from runtime.entrypoints.generations import Choice, Generations, Tally
+from runtime.entrypoints.meta_info import meta_info
 from runtime.entrypoints.native_protocol import DETOKENIZE, TOKENIZE, NativeRequest, parse_generate
 from runtime.entrypoints.openai_logprobs import aligned, finite
 from runtime.entrypoints.responses import json_response
 from runtime.entrypoints.sse import DONE, EventStream, event, until_gone
 from runtime.errors import InvalidField, RequestError
-from runtime.managers.io_struct import SpecStats
-from runtime.managers.tokenizer_manager import Generation, GenerationUpdate, TokenizerManager
+from runtime.managers.tokenizer_manager import Generation, TokenizerManager
 from runtime.tokenizer import Tokenizer
 
 Json = dict[str, object]
@@ -87,21 +87,11 @@ class NativeApi:
     def _answer(self, asked: NativeRequest, generation: Generation, choice: Choice, began: float) -> Json:
         assert choice.last is not None
         update = choice.last
-        meta: Json = {
-            "id": generation.rid,
-            "finish_reason": finish_form(update),
-            "prompt_tokens": update.prompt_tokens,
-            "completion_tokens": update.completion_tokens,
-            "cached_tokens": update.cached_tokens,
-            "queue_time": update.queue_seconds,
-            **update.steps.shares(),
-        }
+        meta = meta_info(generation.rid, update)
         if update.finish is not None:
             meta["e2e_latency"] = time.monotonic() - began
         if asked.top_logprobs >= 0:
             meta.update(self._logprobs(asked, choice, generation.prompt_ids))
-        if update.spec is not None and update.spec.verify_steps:
-            meta.update(spec_form(update.spec))
         return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
 
     def _logprobs(self, asked: NativeRequest, choice: Choice, prompt_ids: list[int]) -> Json:
@@ -164,27 +154,3 @@ class NativeApi:
         skip = given.get("skip_special_tokens", True) is True
         texts = await asyncio.to_thread(lambda: [self.tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists])
         return json_response({"text": texts if isinstance(tokens[0], list) else texts[0]})
-
-
-def finish_form(update: GenerationUpdate) -> Json | None:
-    """SGLang's finish reason: its type, and what matched, how long, or why."""
-    finish = update.finish
-    if finish is None:
-        return None
-    if finish.reason == "stop":
-        return {"type": "stop", "matched": finish.matched}
-    if finish.reason == "length":
-        return {"type": "length", "length": update.completion_tokens}
-    return {"type": "abort", "message": finish.message or "aborted"}
-
-
-def spec_form(spec: SpecStats) -> Json:
-    """SGLang's fields of speculation, and the acceptance of each draft position."""
-    return {
-        "spec_verify_ct": spec.verify_steps,
-        "spec_accept_length": spec.accept_length,
-        "spec_accept_rate": spec.accept_rate,
-        "spec_accept_token_num": spec.accepted_tokens,
-        "spec_draft_token_num": spec.draft_tokens,
-        "spec_accepted_by_position": spec.accepted_by_position,
-    }

@@ -27,7 +27,7 @@ from eagle_training.trainer import Course, Trainer
 from eagle_training.vocabulary import answer_counts, coverage, pick_vocabulary
 from runtime import Engine
 from runtime.model_source import ModelSource
-from runtime.models.draft_head import default_aux_layers
+from runtime.models.draft_config import default_aux_layers
 from runtime.models.hf_config import load_hf_config
 from runtime.tokenizer import Tokenizer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -63,6 +64,23 @@ def test_check_decides_everything_and_loads_nothing(model: Path) -> None:
     assert "dtype float32" in made.stderr
     assert made.stdout == "talon: tiny can be served so on cpu\n"
     assert_one_line(launch("--check", "--model", str(model), "--load-format", "dummy", "--context-length", "100000"), "--context-length")
+
+
+def test_check_refuses_a_draft_of_another_algorithm_or_another_vocabulary(model: Path, tmp_path: Path) -> None:
+    shape = json.loads((model / "config.json").read_text())
+
+    def draft(name: str, **changes: object) -> list[str]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(shape | changes))
+        return ["--check", "--model", str(model), "--load-format", "dummy", "--speculative-draft-model-path", str(tmp_path / name)]
+
+    head = draft("head", architectures=["LlamaForCausalLMEagle"])
+    assert_one_line(launch(*head, "--speculative-algorithm", "STANDALONE"), "head", "--speculative-algorithm EAGLE")
+    assert launch(*head, "--speculative-algorithm", "EAGLE").returncode == 0
+    whole = draft("whole", num_hidden_layers=2)
+    assert_one_line(launch(*whole, "--speculative-algorithm", "EAGLE"), "whole", "--speculative-algorithm STANDALONE")
+    other = draft("other", vocab_size=9)
+    assert_one_line(launch(*other, "--speculative-algorithm", "STANDALONE"), "vocabulary of 9")
 
 
 def test_dump_config_prints_yaml_that_config_takes(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from eagle_training.target import FrozenTarget
 from process.fake import ROOT
 from runtime import Engine
 from runtime.model_executor.weight_loader import safetensors_weights
-from runtime.models.draft_head import load_draft_config
+from runtime.models.draft_config import load_draft_config
 from runtime.models.hf_config import load_hf_config
 from unit.small_tokenizer import write_small_tokenizer
 from unit.test_train_eagle import RAW, write_model

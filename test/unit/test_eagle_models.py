@@ -23,7 +23,8 @@ from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
 from runtime.models.decoder import DecoderModel
-from runtime.models.draft_head import DraftModel, default_aux_layers, load_draft_config, load_token_map
+from runtime.models.draft_config import default_aux_layers, load_draft_config
+from runtime.models.draft_head import DraftModel, load_token_map
 from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
 from runtime.models.registry import build_model
@@ -390,6 +391,54 @@ def test_the_other_algorithms_head_is_refused_with_the_flag_to_use(tmp_path: Pat
         load_draft_config(save(tmp_path / "a", EAGLE3, {}), "EAGLE", config)
     with pytest.raises(ConfigError, match=r"--speculative-algorithm EAGLE$"):
         load_draft_config(save(tmp_path / "b", EAGLE, {}), "EAGLE3", config)
+
+
+WHOLE = draft_json("LlamaForCausalLM", num_hidden_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("raw", "algorithm", "message"),
+    [
+        (EAGLE3, "EAGLE", "an EAGLE3 head; use --speculative-algorithm EAGLE3$"),
+        (EAGLE3, "STANDALONE", "an EAGLE3 head; use --speculative-algorithm EAGLE3$"),
+        (draft_json("LlamaForCausalLM", draft_vocab_size=4), "EAGLE", "an EAGLE3 head"),
+        (draft_json("LlamaForCausalLM", draft_vocab_size=4), "STANDALONE", "an EAGLE3 head"),
+        (EAGLE, "EAGLE3", "an EAGLE head; use --speculative-algorithm EAGLE$"),
+        (EAGLE, "STANDALONE", "an EAGLE head; use --speculative-algorithm EAGLE$"),
+        (draft_json("LlamaForCausalLM"), "EAGLE3", "an EAGLE head; use --speculative-algorithm EAGLE$"),
+        (WHOLE, "EAGLE", "a whole model .*use --speculative-algorithm STANDALONE, or name its class LlamaForCausalLMEagle"),
+        (WHOLE, "EAGLE3", "a whole model .*use --speculative-algorithm STANDALONE"),
+        (draft_json("Qwen3ForCausalLM"), "EAGLE", "a whole model .*use --speculative-algorithm STANDALONE$"),
+        (draft_json("LlamaForCausalLM", vocab_size=100), "STANDALONE", "vocabulary of 100 and its target of 96"),
+    ],
+)
+def test_a_draft_of_another_algorithm_is_refused_with_the_one_to_ask_for(
+    tmp_path: Path, raw: dict[str, Any], algorithm: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_draft_config(save(tmp_path / "draft", raw, {}), algorithm, make_target().config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "algorithm"),
+    [
+        (draft_json("LlamaForCausalLM"), "EAGLE"),  # as the first published heads
+        (draft_json("Qwen2ForCausalLM"), "EAGLE"),
+        (EAGLE | {"num_hidden_layers": 2}, "EAGLE"),
+        ({name: value for name, value in EAGLE.items() if name != "architectures"}, "EAGLE"),
+        (draft_json("LlamaForCausalLM", draft_vocab_size=4), "EAGLE3"),
+        (EAGLE3, "EAGLE3"),
+        (draft_json("LlamaForCausalLM"), "STANDALONE"),  # a model of one layer looks the same
+        (WHOLE | {"hidden_size": 32}, "STANDALONE"),
+        (draft_json("Qwen3ForCausalLM", num_hidden_layers=2), "STANDALONE"),
+    ],
+)
+def test_what_may_be_a_draft_of_the_algorithm_is_taken(tmp_path: Path, raw: dict[str, Any], algorithm: Any) -> None:
+    config = load_draft_config(save(tmp_path / "draft", raw, {}), algorithm, make_target().config)
+    assert config.model.num_layers == raw["num_hidden_layers"]
+    assert config.model.max_context_len == make_target().config.max_context_len
+    assert bool(config.aux_layers) == (algorithm == "EAGLE3")
 
 
 def test_the_head_reaches_as_far_as_its_target_and_names_the_streams_it_wants(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import safetensors_weights
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
-from runtime.models.draft_head import load_draft_config
+from runtime.models.draft_config import load_draft_config
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
 from runtime.models.hf_config import load_hf_config
 from runtime.models.registry import build_model

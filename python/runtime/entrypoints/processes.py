@@ -27,6 +27,7 @@ from runtime.managers.ipc import AsyncInbox, Outbox
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.model_source import DRAFT_FLAGS, resolve_model, resolve_weights
 from runtime.models.config import ModelConfig
+from runtime.models.draft_config import load_draft_config
 from runtime.models.hf_config import load_hf_config
 from runtime.resolve import check, resolve, with_own_draft
 from runtime.sampling_params import SamplingParams
@@ -69,7 +70,12 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         head_dim=model_config.head_dim,
         embedded=source.is_embedded,
     )
-    return resolve(args, probe(), facts, _draft(args, source.kind)), model_config
+    config = resolve(args, probe(), facts, _draft(args, source.kind))
+    speculative = config.speculative
+    if speculative is not None and speculative.algorithm != "NGRAM":
+        assert speculative.draft_model_path is not None
+        load_draft_config(speculative.draft_model_path, speculative.algorithm, model_config)  # refused here, weights are not read for it
+    return config, model_config
 
 
 def _draft(args: ServerArgs, target_kind: str) -> tuple[str, str] | None:

@@ -1,13 +1,12 @@
-"""What EAGLE draft heads have in common: their contract, their configuration, their blocks and their vocabulary map."""
+"""What EAGLE draft heads have in common: their contract, their blocks and their vocabulary map."""
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 import torch
 
@@ -18,31 +17,8 @@ from runtime.layers.linear import Int8Linear, Linear
 from runtime.layers.ops import BlockOps, HeadLayout, RMSNorm, Stream
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.config import ModelConfig
-from runtime.models.hf_config import FAMILIES, Family, parse_hf_config, read_hf_config
 from runtime.models.rotary import build_rope
 from runtime.models.weights import WeightTable
-
-DRAFT_FAMILIES = {
-    "LlamaForCausalLMEagle": Family(),
-    "LlamaForCausalLMEagle3": Family(),
-    "Qwen2ForCausalLMEagle": FAMILIES["Qwen2ForCausalLM"],
-    # The first published heads carry their target's class name.
-    "LlamaForCausalLM": Family(),
-    "Qwen2ForCausalLM": FAMILIES["Qwen2ForCausalLM"],
-}
-
-
-@dataclass(frozen=True, slots=True)
-class DraftConfig:
-    """A draft head's architecture.
-
-    Attributes:
-        model: its decoder; `max_context_len` is the target's, as published heads name the length they were trained on.
-        aux_layers: EAGLE-3: target layers whose input the head is fed, for `DecoderModel.forward`; () for EAGLE-1 and -2.
-    """
-
-    model: ModelConfig
-    aux_layers: tuple[int, ...]
 
 
 class DraftModel(Protocol):
@@ -113,55 +89,6 @@ class DraftModel(Protocol):
     def weight_bytes(self) -> int:
         """Bytes of the head's own weights and tables; what it shares with the target is not counted."""
         ...
-
-
-def load_draft_config(folder: str | Path, algorithm: Literal["EAGLE", "EAGLE3"], target: ModelConfig) -> DraftConfig:
-    """The draft head in `folder`, for `target`.
-
-    Raises:
-        ConfigError: config.json is unreadable or unsupported, is a head of the other algorithm, or does not fit the target.
-    """
-    raw = read_hf_config(folder)
-    names = raw.get("architectures") or ["LlamaForCausalLM"]
-    family = DRAFT_FAMILIES.get(names[0])
-    if family is None:
-        raise ConfigError(f"{folder}: draft architecture {names[0]} is not supported; supported are {', '.join(DRAFT_FAMILIES)}")
-    is_eagle3 = names[0].endswith("Eagle3") or "draft_vocab_size" in raw
-    if is_eagle3 != (algorithm == "EAGLE3"):
-        other = "EAGLE3" if is_eagle3 else "EAGLE"
-        raise ConfigError(f"{folder} is an {other} head; use --speculative-algorithm {other}")
-    model = parse_hf_config({**raw, "architectures": [names[0]]}, str(folder), family)
-    model = dataclasses.replace(model, max_context_len=target.max_context_len)
-    check_fit(model, target, is_eagle3)
-    return DraftConfig(model, _aux_layers(raw, target.num_layers, str(folder)) if is_eagle3 else ())
-
-
-def check_fit(draft: ModelConfig, target: ModelConfig, is_eagle3: bool) -> None:
-    """Raise `ConfigError` where a head cannot serve a target."""
-    if draft.vocab_size != target.vocab_size:
-        raise ConfigError(f"the draft head has a vocabulary of {draft.vocab_size}; its target's is {target.vocab_size}")
-    width = (draft.target_hidden_size or draft.hidden_size) if is_eagle3 else draft.hidden_size
-    if width != target.hidden_size:
-        raise ConfigError(f"the draft head was made for a target of hidden size {width}; this one's is {target.hidden_size}")
-
-
-def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """The target layers, by input, that EAGLE-3 heads are fed unless their config.json says otherwise: low, middle, high.
-
-    Targets of fewer than 7 layers, for which nobody publishes heads, give their last three streams.
-    """
-    if num_layers < 7:
-        return (num_layers - 2, num_layers - 1, num_layers)
-    return (2, num_layers // 2, num_layers - 3)
-
-
-def _aux_layers(raw: dict[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
-    ids = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    # The file names layers whose output is meant: that is the next one's input.
-    layers = default_aux_layers(num_layers) if ids is None else tuple(int(i) + 1 for i in ids)
-    if len(layers) != 3 or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= num_layers:
-        raise ConfigError(f"{where}: EAGLE-3 wants three different layers of its target, rising; {list(layers)} of {num_layers} are not")
-    return layers
 
 
 @dataclass(frozen=True, slots=True)

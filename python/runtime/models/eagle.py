@@ -16,7 +16,8 @@ from runtime.layers.linear import Linear
 from runtime.layers.ops import Stream
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.decoder import DecoderModel
-from runtime.models.draft_head import DraftBody, DraftConfig, Extras, invert, own_or_shared, take_rows
+from runtime.models.draft_config import DraftConfig
+from runtime.models.draft_head import DraftBody, Extras, invert, own_or_shared, take_rows
 from runtime.models.weights import linear_tensors
 
 EXTRAS = frozenset({"embed_tokens.weight", "lm_head.weight", "fc.bias"})

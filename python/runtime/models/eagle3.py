@@ -17,7 +17,8 @@ from runtime.layers.linear import Linear
 from runtime.layers.ops import Stream
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.decoder import DecoderModel
-from runtime.models.draft_head import DraftBody, DraftConfig, Extras, invert, own_or_shared
+from runtime.models.draft_config import DraftConfig
+from runtime.models.draft_head import DraftBody, Extras, invert, own_or_shared
 from runtime.models.eagle import own_bytes, own_or_target_head
 
 NUM_AUX = 3

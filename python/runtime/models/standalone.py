@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 
-from runtime.errors import ConfigError
 from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionBackend
 from runtime.mem_cache.kv_pool import KVPool
@@ -16,13 +15,7 @@ from runtime.models.decoder import DecoderModel
 class StandaloneDraft:
     """`DraftModel` without lookahead: it reads the token at a position and needs nothing of the target's states."""
 
-    def __init__(self, model: DecoderModel, target: DecoderModel) -> None:
-        """Raise `ConfigError` where the two do not speak the same tokens."""
-        if model.config.vocab_size != target.config.vocab_size:
-            raise ConfigError(
-                f"the draft model has a vocabulary of {model.config.vocab_size} and its target of {target.config.vocab_size}; "
-                "--speculative-algorithm STANDALONE needs two models of one vocabulary"
-            )
+    def __init__(self, model: DecoderModel) -> None:
         self._model = model
         self.lookahead = 0
         self.config = model.config

@@ -33,10 +33,10 @@ from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.target import Target
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
-from runtime.models.draft_head import DraftModel, load_draft_config, load_token_map
+from runtime.models.draft_config import load_draft_config
+from runtime.models.draft_head import DraftModel, load_token_map
 from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
-from runtime.models.hf_config import load_hf_config
 from runtime.models.registry import build_model, linear_class
 from runtime.models.standalone import StandaloneDraft
 from runtime.server_args import RuntimeConfig, SpeculativeConfig
@@ -209,9 +209,9 @@ def load_head(parts: Parts, speculative: SpeculativeConfig, target: DecoderModel
 
 
 def _load_standalone(parts: Parts, speculative: SpeculativeConfig, folder: str, target: DecoderModel) -> StandaloneDraft:
-    config = replace(load_hf_config(folder), max_context_len=target.config.max_context_len)
-    model = build_model(config, target.ops, parts.dtype, parts.device, parts.config.quantization)
-    draft = StandaloneDraft(model, target)
+    config = load_draft_config(folder, "STANDALONE", target.config)
+    model = build_model(config.model, target.ops, parts.dtype, parts.device, parts.config.quantization)
+    draft = StandaloneDraft(model)
     draft.load(model_weights(parts, draft.expected_weights(), folder, speculative.draft_load_format))
     return draft
 

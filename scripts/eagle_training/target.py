@@ -27,7 +27,7 @@ class SharedLayerPool(KVPool):
 class WholeRows:
     """Causal attention of B rows of one length, whose keys stand in slots 0..T-1 of the pool. An `AttentionBackend`."""
 
-    caps = AttentionCaps(needs_len_bounds=False, tree_mask=False, page_sizes=None, head_dims=None, cuda_graph=False, sliding_window=True)
+    caps = AttentionCaps(tree_mask=False, page_sizes=None, head_dims=None, cuda_graph=False, sliding_window=True)
 
     def __init__(self, config: ModelConfig, pool: KVPool) -> None:
         self._config, self._pool = config, pool

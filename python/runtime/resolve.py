@@ -421,6 +421,7 @@ def _graph_sizes(args: ServerArgs, device: DeviceKind, backend: AttentionName, r
     if device == "cpu":
         if asked:
             raise ConfigError("--cuda-graph-bs, --cuda-graph-max-bs and --disable-cuda-graph-padding need CUDA; on a CPU leave them out")
+        _warn_of_absent_graphs(args)
         return ()
     if backend == "torch_native":
         if asked:
@@ -439,6 +440,13 @@ def _graph_sizes(args: ServerArgs, device: DeviceKind, backend: AttentionName, r
     if running is not None and largest < running:
         log.warning("batches above %d run eagerly: --max-running-requests is %d", largest, running)
     return default_graph_sizes(largest)
+
+
+def _warn_of_absent_graphs(args: ServerArgs) -> None:
+    """Command lines for a GPU may turn off what a CPU has not; they get what they want, and no more than a word about it."""
+    for name in ("disable_cuda_graph", "disable_draft_extend_cuda_graph", "disable_draft_decode_cuda_graph"):
+        if getattr(args, name):
+            log.warning("%s: without effect, there are no graphs on a CPU", _flag_of(name))
 
 
 def _given_graph_sizes(args: ServerArgs) -> tuple[int, ...]:

@@ -442,6 +442,17 @@ def test_draft_graphs_follow_their_flags() -> None:
     assert (eager.draft_decode_graph, eager.draft_extend_graph) == (False, False)
 
 
+@pytest.mark.parametrize("flag", ["--disable-cuda-graph", "--disable-draft-extend-cuda-graph", "--disable-draft-decode-cuda-graph"])
+def test_turning_off_graphs_that_a_cpu_has_not_is_worth_a_warning(flag: str, caplog: pytest.LogCaptureFixture) -> None:
+    asked = args(**EAGLE, **{flag[2:].replace("-", "_"): True})
+    for machine, warned in ((CPU, [flag]), (HOPPER, [])):
+        caplog.clear()
+        resolve(asked, machine, LLAMA, DRAFT)
+        lines = [record.message for record in caplog.records if record.levelno == logging.WARNING and "graph" in record.message]
+        assert [line.partition(":")[0] for line in lines] == warned
+        assert all("no graphs on a CPU" in line for line in lines)
+
+
 def test_attention_that_cannot_be_captured_runs_without_graphs() -> None:
     assert resolve(args(attention_backend="torch_native"), HOPPER, LLAMA).cuda_graph_bs == ()
     mixed = resolve(args(**EAGLE, speculative_draft_attention_backend="torch_native"), HOPPER, LLAMA, DRAFT)

@@ -67,6 +67,11 @@ def flags() -> list[tuple[str, Flag, type]]:
     return [(f.name, f.metadata["flag"], _plain(hints[f.name])) for f in fields(ServerArgs)]
 
 
+def _fields_by_spelling() -> dict[str, str]:
+    """The field of every spelling of a flag, both with underscores: that of the field itself, and of other names."""
+    return {spelling.removeprefix("--").replace("-", "_"): name for name, flag, _ in flags() for spelling in (name, *flag.aliases)}
+
+
 def parse(argv: Sequence[str]) -> Command:
     """Read the command line `argv` (without the program) and the file it names.
 
@@ -91,17 +96,16 @@ def dump(args: ServerArgs) -> str:
 
 
 def from_fields(given: dict[str, object]) -> ServerArgs:
-    """`ServerArgs` of keyword arguments, as the offline engine takes them; `model` stands for `model_path`.
+    """`ServerArgs` of keyword arguments, as the offline engine takes them; other spellings of a flag are taken too, such as `model`.
 
     Raises:
         ConfigError: for a name that is no flag, with the nearest one that is.
     """
-    known = [name for name, _, _ in flags()]
-    given = {("model_path" if key == "model" else key): value for key, value in given.items()}
+    known = _fields_by_spelling()
     for key in given:
         if key not in known:
-            raise ConfigError(f"unknown option {key!r}{_nearest(key, known)}")
-    return ServerArgs(**given)  # type: ignore[arg-type]
+            raise ConfigError(f"unknown option {key!r}{_nearest(key, list(known))}")
+    return ServerArgs(**{known[key]: value for key, value in given.items()})  # type: ignore[arg-type]
 
 
 def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, typing.Any]:
@@ -124,7 +128,7 @@ def _argv_from_yaml(path: Path) -> list[str]:
         return []
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: must be a mapping of flags to values")
-    known = [name.replace("_", "-") for name, _, _ in flags()] + ["model"]
+    known = [spelling.replace("_", "-") for spelling in _fields_by_spelling()]
     argv: list[str] = []
     for key, value in content.items():
         name = str(key).replace("_", "-")
@@ -145,7 +149,9 @@ def _argv_of(name: str, value: object) -> list[str]:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    """A hint at the nearest of `known`: one that goes on from `name`, which may be cut short, before one that looks alike."""
+    longer = [other for other in known if name.strip("-") and other.startswith(name)]
+    close = difflib.get_close_matches(name, longer or known, n=1, cutoff=0.0 if longer else 0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

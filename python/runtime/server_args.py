@@ -258,7 +258,9 @@ class ServerArgs:
         "How drafts are made; the embedded model has a draft of its own and uses it unless this is none.",
         choices=("EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "none"),
     )
-    speculative_draft_model_path: str | None = _flag(None, "speculative decoding", "Folder or hub id of the draft model.", metavar="PATH")
+    speculative_draft_model_path: str | None = _flag(
+        None, "speculative decoding", "Folder or hub id of the draft model.", metavar="PATH", aliases=("--speculative-draft-model",)
+    )
     speculative_draft_load_format: str | None = _flag(
         None,
         "speculative decoding",

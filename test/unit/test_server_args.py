@@ -77,8 +77,11 @@ def test_help_is_grouped_and_says_one_sentence_for_every_flag() -> None:
 
 
 def test_the_short_spellings_of_sglang_work() -> None:
-    command = parse(["--model", "m", "--tp", "2", "--cuda-graph-bs", "1", "2", "4", "--disable-radix-cache", "--log-requests=false"])
-    assert command.args.model_path == "m"
+    command = parse(
+        ["--model", "m", "--tp", "2", "--cuda-graph-bs", "1", "2", "4", "--disable-radix-cache", "--log-requests=false",
+         "--speculative-draft-model", "d"]
+    )  # fmt: skip
+    assert (command.args.model_path, command.args.speculative_draft_model_path) == ("m", "d")
     assert command.args.tp_size == 2
     assert command.args.cuda_graph_bs == (1, 2, 4)
     assert command.args.disable_radix_cache
@@ -92,6 +95,10 @@ def test_the_short_spellings_of_sglang_work() -> None:
         (["--port", "many"], ["--port", "many"]),
         (["--dtype", "int4"], ["--dtype", "int4", "float32"]),
         (["--host"], ["--host"]),
+        (["--speculative-draft", "x"], ["'--speculative-draft'", "'--speculative-draft-model'"]),
+        (["--speculative-draft-model"], ["--speculative-draft-model-path/--speculative-draft-model"]),
+        (["--disable-draft-extend"], ["'--disable-draft-extend-cuda-graph'"]),
+        (["--chunked"], ["'--chunked-prefill-size'"]),
         (["serve"], ["serve"]),
         (["--config", "/nowhere/at/all.yaml"], ["--config", "/nowhere/at/all.yaml"]),
     ],
@@ -105,7 +112,9 @@ def test_a_bad_command_line_is_one_line_that_names_the_fault(argv: list[str], wo
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "talon.yaml"
-    file.write_text("port: 1234\nmodel: from-file\ndisable_radix_cache: true\ncuda-graph-bs: [1, 2]\napi-key:\n")
+    file.write_text(
+        "port: 1234\nmodel: from-file\nspeculative-draft-model: draft\ndisable_radix_cache: true\ncuda-graph-bs: [1, 2]\napi-key:\n"
+    )
     from_file = parse(["--config", str(file)]).args
     assert (from_file.port, from_file.model_path, from_file.disable_radix_cache, from_file.cuda_graph_bs) == (
         1234,
@@ -113,6 +122,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         True,
         (1, 2),
     )
+    assert from_file.speculative_draft_model_path == "draft"
     both = parse(["--port", "5", "--config", str(file), "--disable-radix-cache", "false"]).args
     assert (both.port, both.model_path, both.disable_radix_cache) == (5, "from-file", False)
 
@@ -166,6 +176,7 @@ def test_completion_scripts_know_every_flag(capsys: pytest.CaptureFixture[str]) 
 
 def test_keyword_options_are_checked_by_name() -> None:
     assert from_fields({"model": "m", "port": 3}).model_path == "m"
+    assert from_fields({"speculative_draft_model": "d"}).speculative_draft_model_path == "d"
     with pytest.raises(ConfigError, match="model_path"):
         from_fields({"modle_path": "m"})
 

@@ -233,9 +233,8 @@ def test_views_of_one_shape_are_one_object_and_widths_are_kept_apart() -> None:
     assert wide.input_ids.data_ptr() == a.input_ids.data_ptr(), "there is one set of inputs"
 
 
-def test_inputs_state_their_bytes_and_reset_to_what_padding_holds() -> None:
+def test_inputs_reset_to_what_padding_holds() -> None:
     inputs = InputBuffers(4, 6, CPU)
-    assert InputBuffers.bytes_needed(4, 6) == sum(t.nbytes for t in inputs.tensors.values())
     inputs.poison()
     assert all(bool((t == -1).all()) for t in inputs.tensors.values())
     inputs.reset()

@@ -119,9 +119,3 @@ def test_a_count_ends_where_its_number_does() -> None:
     long = np.array([1, *[5] * (MOST_COUNTED + 9)], dtype=np.int32)
     rows.admit([RowInit(1, 1, SamplingParams(frequency_penalty=0.1), 0, np.empty(0, dtype=np.int32), long)])
     assert rows.tables.output_counts[1, 5] == MOST_COUNTED
-
-
-def test_the_bytes_stated_are_the_bytes_taken() -> None:
-    rows = RequestRows(9, VOCAB, CPU)
-    tensors = [rows.kv_lens, rows.last_tokens, *(getattr(rows.tables, f.name) for f in dataclasses.fields(rows.tables) if f.name != "ops")]
-    assert RequestRows.bytes_needed(9, VOCAB) == sum(t.nbytes for t in tensors)

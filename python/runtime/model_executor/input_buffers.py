@@ -67,11 +67,6 @@ class InputBuffers:
         self._indptr = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
         self._batches: dict[tuple[ForwardMode, int, int, int], ForwardBatch] = {}
 
-    @staticmethod
-    def bytes_needed(max_requests: int, max_width: int) -> int:
-        """Device bytes of the buffers."""
-        return sum(spec.bytes(max_requests, max_width) for spec in INPUTS)
-
     def view(self, mode: ForwardMode, size: int, width: int, tree_tail: int = 0) -> ForwardBatch:
         """The batch of `size` requests of `width` tokens; `tree_tail` > 0 gives it the tree mask."""
         key = (mode, size, width, tree_tail)

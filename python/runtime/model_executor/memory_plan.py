@@ -18,9 +18,9 @@ class Budget:
 
     Attributes:
         total: of the device.
-        free: now, with the weights loaded.
+        free: now, with the weights loaded and what is of a fixed size allocated: row state, inputs.
         activations: peak of the largest chunk and of sampling, measured by a run.
-        reservations: stated by whoever allocates later, by name: graph runners, row state.
+        reservations: stated by whoever allocates later, by name: the graph runners.
         bytes_per_slot: KV of one position, target and draft together.
     """
 

@@ -50,12 +50,6 @@ class RequestRows:
         self.tables.floats[:, :] = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 1.0])
         self._params: list[SamplingParams] = [GREEDY] * rows
 
-    @staticmethod
-    def bytes_needed(rows: int, vocab_size: int) -> int:
-        """Device bytes of `rows` rows."""
-        per_row = 4 + 8 + 24 + 4 + 8 + 8 + 8 * MAX_EOS + 12 * MAX_LOGIT_BIAS + 3 * vocab_size
-        return rows * per_row
-
     def admit(self, new_rows: list[RowInit]) -> None:
         """Write what the batch says of rows that changed hands."""
         if not new_rows:

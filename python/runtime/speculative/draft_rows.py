@@ -36,11 +36,6 @@ class DraftRows:
         for tensor in (self.hidden, self.tokens, self.scores, self.probs):
             tensor.zero_()
 
-    @staticmethod
-    def bytes_needed(rows: int, topk: int, hidden: int, draft_vocab: int, dtype: torch.dtype) -> int:
-        """Device bytes."""
-        return rows * (hidden * dtype.itemsize + topk * 12 + (draft_vocab * 4 if topk == 1 else 0))
-
 
 def guess(
     draft: DraftModel, hidden: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, positions: torch.Tensor | None

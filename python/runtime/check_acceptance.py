@@ -185,15 +185,16 @@ def run(
 
 def verdict(worker: SpeculativeWorker, eager: Outcome, graphs: Outcome, replays: list[int]) -> int:
     """Say what differs; the exit status."""
+    from runtime.speculative.acceptance import not_compared
+
     for runner, count in zip(worker.runners, replays, strict=True):
         print(f"{runner.spec.name}: {count} replays" if runner.sizes else f"{runner.spec.name}: no graphs")
     unused = [runner.spec.name for runner, count in zip(worker.runners, replays, strict=True) if runner.sizes and not count]
-    unreached = [str(i + 1) for i, count in enumerate(eager.counters.reached) if not count]
     texts = [i for i, (a, b) in enumerate(zip(eager.tokens, graphs.tokens, strict=True)) if a != b]
     if unused:
         print(f"not compared: {', '.join(unused)} replayed nothing; lower --max-running-requests or raise --cuda-graph-max-bs")
-    if unreached:
-        print(f"not compared: draft positions {', '.join(unreached)}, which no window reached; give more prompts or a better draft")
+    if unreached := not_compared(eager.counters):
+        print(f"{unreached}; give more prompts or a better draft")
     if texts:
         print(f"the text of {len(texts)} of {len(eager.tokens)} prompts differs, first of prompt {texts[0] + 1}")
     if eager.counters != graphs.counters:

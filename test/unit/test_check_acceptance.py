@@ -141,6 +141,13 @@ def test_sound_workers_start_and_nothing_of_the_check_is_left(tmp_path: Path, sp
     assert all(runner.use == "graphs" for runner in worker.runners)
 
 
+def test_positions_that_no_window_of_the_check_reached_are_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check_parity(speculating(tmp_path, replay="eager", sizes=[4], synthetic_accept=(1.0, 1.0, 1.0)))
+    assert "not compared" not in caplog.text
+    check_parity(speculating(tmp_path, replay="eager", sizes=[4], synthetic_accept=(0.0, 1.0, 1.0)))
+    assert "not compared: draft positions 2, 3, which no window reached" in caplog.text
+
+
 def test_the_check_drafts_well_enough_to_see_something(tmp_path: Path) -> None:
     for spec in ({}, {"algorithm": "NGRAM"}):
         assert run_scratch(speculating(tmp_path, replay="eager", sizes=[4], **spec)).counters.mean_accept_len > 1.1

@@ -163,6 +163,12 @@ def side_by_side(first: AcceptanceCounters, second: AcceptanceCounters, names: t
     return "\n".join(lines)
 
 
+def not_compared(counters: AcceptanceCounters) -> str:
+    """Which draft positions two runs that came to these counters say nothing about, or an empty text."""
+    unreached = [str(i + 1) for i, count in enumerate(counters.reached) if not count]
+    return f"not compared: draft positions {', '.join(unreached)}, which no window reached" if unreached else ""
+
+
 def _cell(counters: AcceptanceCounters, position: int) -> str:
     if position >= counters.num_steps:
         return "-"

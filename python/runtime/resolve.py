@@ -551,7 +551,10 @@ def _check_draft_source(args: ServerArgs, algorithm: SpecAlgorithm) -> None:
         if algorithm != "EAGLE":
             raise ConfigError(f"--speculative-token-map: for EAGLE only, {algorithm} drafts from its own vocabulary; leave it out")
         if not Path(args.speculative_token_map).is_file():
-            raise ConfigError(f"--speculative-token-map {args.speculative_token_map}: no such file")
+            raise ConfigError(
+                f"--speculative-token-map {args.speculative_token_map}: no such file; it takes a file on this machine in which torch.save "
+                "wrote a list or a tensor of token ids, so download one of the hub first"
+            )
 
 
 def _draft_shape(args: ServerArgs, device: DeviceKind) -> _DraftShape:

@@ -286,7 +286,7 @@ class ServerArgs:
         metavar="N",
     )
     speculative_token_map: str | None = _flag(
-        None, "speculative decoding", "File with the token ids that an EAGLE draft may guess.", metavar="PATH"
+        None, "speculative decoding", "File, written by torch.save, with the token ids that an EAGLE draft may guess.", metavar="PATH"
     )
     speculative_accept_threshold_single: float | None = _flag(
         None,

@@ -288,6 +288,11 @@ def test_the_command_line_of_the_reference_table_starts_a_server(caplog: pytest.
         ({**EAGLE, "speculative_eagle_topk": 16, "speculative_num_steps": 6}, HOPPER, ["64"]),
         ({**EAGLE, "speculative_num_draft_tokens": 65}, HOPPER, ["--speculative-num-draft-tokens", "64"]),
         ({**EAGLE, "speculative_token_map": "/nowhere.pt"}, HOPPER, ["--speculative-token-map", "/nowhere.pt"]),
+        (
+            {**EAGLE, "speculative_token_map": "thunlp/LLaMA3-Instruct-8B-FR-Spec/freq_32768.pt"},
+            HOPPER,
+            ["--speculative-token-map thunlp/", "on this machine", "torch.save", "list or a tensor", "download"],
+        ),
         ({**EAGLE, "speculative_algorithm": "EAGLE3", "speculative_token_map": "x"}, HOPPER, ["--speculative-token-map", "EAGLE3"]),
         ({**EAGLE, "speculative_accept_threshold_single": 0.0}, HOPPER, ["--speculative-accept-threshold-single"]),
         ({**EAGLE, "speculative_disable_by_batch_size": 0}, HOPPER, ["size 0 leaves no step", "--speculative-algorithm none"]),

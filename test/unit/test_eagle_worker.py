@@ -483,7 +483,7 @@ def test_a_step_may_be_submitted_before_the_last_is_read_unless_drafts_are_looke
 
 FIELDS: dict[str, SamplingParams] = {
     "greedy": GREEDY,
-    "penalties": SamplingParams(temperature=0.5, frequency_penalty=0.7, presence_penalty=0.5, logit_bias={4: 1.0}),
+    "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.6, presence_penalty=0.3),
     "negative penalties": SamplingParams(temperature=0.0, repetition_penalty=0.7, frequency_penalty=-0.2, presence_penalty=-0.5),
     "bias": SamplingParams(temperature=0.0, logit_bias={3: 6.0, VOCAB - 1: 5.5, 0: -100.0}),
     "least length": SamplingParams(temperature=0.0, logit_bias={1: 100.0}, min_new_tokens=9),

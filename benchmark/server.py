@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +26,12 @@ _LOG_TAIL = 3000
 
 class ServerFailed(Exception):
     """The server ended, or did not get ready in time; holds the end of its log."""
+
+
+def end_as_on_interrupt() -> None:
+    """Let SIGTERM unwind this process as Ctrl-C does: a server has a session of its own, and would outlive whoever is killed."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def environment() -> dict[str, str]:
@@ -59,6 +66,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
+        end_as_on_interrupt()
         command = [sys.executable, *self._program, "--port", str(self.port), *self.flags]
         print("+", " ".join(command[1:]), flush=True)
         started = time.perf_counter()

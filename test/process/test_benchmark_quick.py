@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,3 +49,19 @@ def test_a_quick_run_leaves_rows_and_a_table(script: str, flags: list[str], rows
     assert all(row["commit"] and row["command"].startswith(f"python -m benchmark.{script} --quick") for row in result["rows"])
     assert "| --- |" in done.stdout
     assert not any(row.get("failed") for row in result["rows"])
+
+
+def test_a_benchmark_that_is_told_to_end_takes_its_server_along(tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "-m", "benchmark.repeat", "--quick", "--out", str(tmp_path), "--modes", "eagle", "--rounds", "50"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        started = next(line for line in process.stdout if "launch_server" in line)
+        deadline = time.monotonic() + 60
+        while len(children := psutil.Process(process.pid).children(recursive=True)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(children) >= 3, f"HTTP, scheduler and detokenizer of {started}"
+        process.terminate()
+        process.stdout.read()
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert not psutil.wait_procs(children, timeout=10)[1]

@@ -22,8 +22,9 @@ FLOPS = 6e14
 """Of the matrix products of a prompt, a second: seen on an H200 with bfloat16 weights of 8B parameters."""
 READ_TOKENS = 128
 """Tokens whose products take as long as reading the weights, which every replay does: on an H200, with two bytes a parameter."""
-SMALLEST = 32
-"""Tokens of the smallest graph."""
+SMALLEST, LARGEST = 32, 2048
+"""Tokens of the smallest graph, and of the largest: a prompt's chunk unless another is asked for. Beyond, attention's share grows with the
+square, and the pool of all graphs would hold the activations of a pass that few take."""
 MOST_REQUESTS = 3
 """Prompts of one batch that are replayed one after the other, however small the model: its replays are bound by the kernels' number."""
 
@@ -48,8 +49,9 @@ def busy_tokens(parameters: int, launches: int) -> int:
 
 def prompt_sizes(free: int, most: int) -> list[int]:
     """Tokens to capture graphs for: doubling, no more than `free_tokens`, and up to `most`, which is one of them where it may be."""
-    sizes, size = {most} if most <= free else set[int](), SMALLEST
-    while size <= min(free, most):
+    limit = min(free, LARGEST)
+    sizes, size = {most} if most <= limit else set[int](), SMALLEST
+    while size <= min(limit, most):
         sizes.add(size)
         size *= 2
     return sorted(sizes)

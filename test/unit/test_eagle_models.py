@@ -409,6 +409,7 @@ WHOLE = draft_json("LlamaForCausalLM", num_hidden_layers=2)
         (WHOLE, "EAGLE", "a whole model .*use --speculative-algorithm STANDALONE, or name its class LlamaForCausalLMEagle"),
         (WHOLE, "EAGLE3", "a whole model .*use --speculative-algorithm STANDALONE"),
         (draft_json("Qwen3ForCausalLM"), "EAGLE", "a whole model .*use --speculative-algorithm STANDALONE$"),
+        (draft_json("Qwen3ForCausalLM", draft_vocab_size=4), "EAGLE3", "EAGLE3 head of class Qwen3ForCausalLM is not supported; supported"),
         (draft_json("LlamaForCausalLM", vocab_size=100), "STANDALONE", "vocabulary of 100 and its target of 96"),
     ],
 )

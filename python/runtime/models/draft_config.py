@@ -50,6 +50,8 @@ def load_draft_config(folder: str | Path, algorithm: DraftAlgorithm, target: Mod
         raise ConfigError(f"{where} is {_described(fitting[0], name, raw)}")
     if algorithm == "STANDALONE":
         model = parse_hf_config(raw, where)
+    elif name not in DRAFT_FAMILIES:
+        raise ConfigError(f"{where}: an {algorithm} head of class {name} is not supported; supported are {', '.join(DRAFT_FAMILIES)}")
     else:
         model = parse_hf_config({**raw, "architectures": [name]}, where, DRAFT_FAMILIES[name])
     model = dataclasses.replace(model, max_context_len=target.max_context_len)

@@ -618,7 +618,7 @@ def test_10_what_ran_eagerly_for_want_of_a_graph_is_no_traffic_through_graphs(tm
     from runtime.speculative import verifier
 
     monkeypatch.setattr(verifier, "ORACLE_EVERY", 3)
-    for replay, sizes, counted in (("none", [], ["eager_sample", "eager"]), ("eager", [2], ["graph", "eager_sample", "eager"])):
+    for replay, sizes, counted in (("none", [], ["eager"]), ("eager", [2], ["graph", "eager_sample", "eager"])):
         worker = speculating(tmp_path / replay, replay=replay, sizes=sizes)
         driver = Driver(worker)
         driver.prefill({r: [r, 7, 9] for r in range(1, 6)})
@@ -628,5 +628,41 @@ def test_10_what_ran_eagerly_for_want_of_a_graph_is_no_traffic_through_graphs(tm
         assert [ran for ran in verifier.RAN if info[ran]["iterations"]] == counted
         assert sum(info[ran]["iterations"] for ran in verifier.RAN) == 6 * (2 + 5)
         replayed = info["graph"]["iterations"]
-        # Of twelve steps four are the sample and four feed it; of the others, those of two requests have a graph.
+        # Of twelve steps every third may be the sample and the one before it feeds it; of the other four, two have a graph.
         assert replayed == (2 * 2 if sizes else 0)
+
+
+def accept_by_load(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one request accept all of their drafts, steps of more none: not so for a graph, but for what is asked."""
+    decide = worker.verifier._decide
+
+    def decided(turn: Any, *more: Any) -> Any:
+        _, tokens, path = decide(turn, *more)
+        return torch.full((turn.size,), 4 if turn.batch.size == 1 else 1, dtype=torch.int32), tokens, path
+
+    monkeypatch.setattr(worker.verifier, "_decide", decided)
+
+
+@pytest.mark.parametrize("riding", [False, True])
+def test_10_the_sample_is_of_the_traffic_that_graphs_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, riding: bool) -> None:
+    """Steps that would run eagerly anyhow, for want of a graph or beside prompts, may be of other text, accepted otherwise."""
+    from runtime.speculative import verifier
+
+    monkeypatch.setattr(verifier, "ORACLE_EVERY", 5)
+    worker = speculating(tmp_path, replay="eager", sizes=[1, 2, 4] if riding else [1], runtime={"mixed_chunk": True})
+    accept_by_load(worker, monkeypatch)
+    for _ in range(80):
+        driver = Driver(worker)
+        driver.prefill({r: [r, 7, 9] for r in range(1, 5)})
+        for _ in range(5):
+            driver.decode([1])
+            if riding:
+                driver.prefill({5: [3, 4, 5]}, along=lambda: [2, 3, 4])
+                driver.release(5)
+            else:
+                driver.decode([2, 3, 4])
+    info = worker.info()["acceptance"]
+    assert info["eager"]["rates"][0] < 1
+    assert info["graph"]["rates"] == [1.0, 1.0, 1.0]
+    assert info["eager_sample"]["rates"] == [1.0, 1.0, 1.0]
+    assert info["drift"] == []

@@ -141,7 +141,7 @@ class EagleWorker(DeviceWorker):
 
     def _mix(self, batch: ScheduleBatch, decode: ScheduleBatch) -> Finish:
         """Prompts, and an iteration of those who decode: their windows are verified in the prompts' pass."""
-        turn = self.verifier.begin(decode)
+        turn = self.verifier.begin(decode, riding=True)
         variant = self._variant(turn)
         with span("draft_decode"):
             drafted = self._run_decode(turn, variant)

@@ -44,8 +44,8 @@ ORACLE_EVERY = 512
 the sample that the drift alarm holds graphs against."""
 
 RAN = ("graph", "eager_sample", "eager")
-"""How the verification of an iteration ran: replayed; eagerly, to be compared with that; eagerly as nothing was captured for it, it rode
-with prompts, or the sample started from it."""
+"""How the verification of an iteration ran: replayed; eagerly in place of a replay, to be compared with those; eagerly as nothing was
+captured for it, it rode with prompts, or the sample started from it."""
 
 
 def verify_spec(shape: TreeShape, vocab: int, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
@@ -129,7 +129,7 @@ class Iteration:
         runner: of its verify pass.
         rows: int64 [size], on the device; padding: row 0.
         bounds: int32 [size], on the host: KV lengths before the iteration are at most this; padding: 0.
-        oracle: whether drafts and verification are of the eager sample.
+        oracle: whether drafts and verification are of the eager sample, in place of a replay.
         feeds_oracle: whether the next iteration's are, which start from what this one's verification and draft-extend leave.
     """
 
@@ -221,8 +221,11 @@ class Verifier:
         drift = [{"position": d.position, "graph": d.graph, "eager": d.eager, "z": d.z} for d in self._alarm.check()]
         return {**{ran: counters.to_json() for ran, counters in self._counters.items()}, "drift": drift}
 
-    def begin(self, batch: ScheduleBatch) -> Iteration:
-        """Stage the batch; its rows and KV lengths go into the shared inputs, where every runner of this iteration reads them."""
+    def begin(self, batch: ScheduleBatch, riding: bool = False) -> Iteration:
+        """Stage the batch; its rows and KV lengths go into the shared inputs, where every runner of this iteration reads them.
+
+        `riding`: its windows will be verified in the pass of a prompt batch (`ride`), and not by a runner.
+        """
         rules, runner = self._course(batch.size)
         size = runner.size_for(batch.size)
         rows = self._target.stage_rows(batch, size)
@@ -232,8 +235,9 @@ class Verifier:
         bounds[: batch.size] = batch.len_bounds
         self._iterations += 1
         oracle, feeds_oracle = ((self._iterations + ahead) % ORACLE_EVERY == 0 for ahead in (0, 1))
-        needs, compared = self._target.rows.needs(batch.rows), rules is self._rules and oracle
-        return Iteration(batch, rules, runner, size, rows, bounds, needs, compared, feeds_oracle)
+        replayed = size in runner.sizes and not riding  # other traffic may be accepted otherwise, and is on neither side
+        compared = oracle and rules is self._rules and replayed
+        return Iteration(batch, rules, runner, size, rows, bounds, self._target.rows.needs(batch.rows), compared, feeds_oracle)
 
     def _course(self, count: int) -> tuple[Rules, GraphRunner]:
         """How an iteration of `count` requests goes: with drafts, or without."""

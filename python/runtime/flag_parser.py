@@ -99,12 +99,15 @@ def from_fields(given: dict[str, object]) -> ServerArgs:
     """`ServerArgs` of keyword arguments, as the offline engine takes them; other spellings of a flag are taken too, such as `model`.
 
     Raises:
-        ConfigError: for a name that is no flag, with the nearest one that is.
+        ConfigError: for a name that is no flag, with the nearest one that is, or for two names of one flag.
     """
-    known = _fields_by_spelling()
+    known, spelled = _fields_by_spelling(), dict[str, str]()
     for key in given:
         if key not in known:
             raise ConfigError(f"unknown option {key!r}{_nearest(key, list(known))}")
+        other = spelled.setdefault(known[key], key)
+        if other != key:
+            raise ConfigError(f"{other!r} and {key!r} are names of one option; give one of them")
     return ServerArgs(**{known[key]: value for key, value in given.items()})  # type: ignore[arg-type]
 
 

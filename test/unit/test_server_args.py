@@ -179,6 +179,8 @@ def test_keyword_options_are_checked_by_name() -> None:
     assert from_fields({"speculative_draft_model": "d"}).speculative_draft_model_path == "d"
     with pytest.raises(ConfigError, match="model_path"):
         from_fields({"modle_path": "m"})
+    with pytest.raises(ConfigError, match="'model' and 'model_path' are names of one option"):
+        from_fields({"model": "m", "model_path": "n"})
 
 
 def test_defaults_on_a_cpu() -> None:

@@ -446,6 +446,19 @@ def test_few_prompts_that_keep_the_device_busy_go_one_after_the_other() -> None:
     assert steps(3, chunked_prefill_size=6) == [[4, 2], [6], [6], [2]]
 
 
+def test_those_who_might_decode_along_do_not_keep_short_prompts_from_sharing_a_step() -> None:
+    house = House(limits_of(mixed=True, mixed_from=20, tokens_per_step=4, busy_tokens=7), chunked_prefill_size=64)
+    for rid in ("a", "b"):
+        house.ask(rid, [1, 2, 3], max_new_tokens=30, ignore_eos=True)
+    house.step(6)
+    before = len(house.worker.batches)
+    for i in range(3):
+        house.ask(f"r{i}", [10 + i, 4], max_new_tokens=1)
+    house.settle()
+    assert [b.extend_lens.tolist() for b in house.worker.batches[before:] if len(b.extend_lens)] == [[2, 2, 2]]
+    assert house.scheduler.state.mixed_steps == 0, "prompts so short take nobody along"
+
+
 def test_without_chunking_a_prompt_is_prefilled_whole_unless_the_worker_cannot() -> None:
     house = House(limits_of(max_extend_tokens=20), chunked_prefill_size=-1)
     for i, size in enumerate([12, 12, 50]):

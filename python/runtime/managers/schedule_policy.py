@@ -151,8 +151,8 @@ class PrefillBudget:
         left: tokens that the batch can still take.
         chunked: whether a prompt may be cut; if not, only one longer than the worker's limit is, into pieces of that.
         most: the worker's limit.
-        enough: tokens with which no other prompt is taken in.
-        taken: tokens so far.
+        enough: prompt tokens with which no other prompt is taken in.
+        taken: prompt tokens so far.
     """
 
     left: int
@@ -180,7 +180,11 @@ class PrefillBudget:
             return min(wanted, self.left)
         return min(wanted, self.most) if first else 0
 
+    def keep_free(self, count: int) -> None:
+        """Leave room for tokens of those who decode along, if in the end they do."""
+        self.left = max(0, self.left - count)
+
     def take(self, count: int) -> None:
-        """Count tokens as used."""
+        """Count tokens of a prompt."""
         self.left = max(0, self.left - count)
         self.taken += count

@@ -268,7 +268,7 @@ class Scheduler:
         reqs = [req for req in self.running if req.needs_decode] if self.limits.mixed else []
         if len(reqs) > budget.seats(self.limits.tokens_per_step):
             return []
-        budget.take(len(reqs) * self.limits.tokens_per_step)
+        budget.keep_free(len(reqs) * self.limits.tokens_per_step)
         return reqs
 
     def _admit(self, plan: Plan, budget: policy.PrefillBudget) -> None:

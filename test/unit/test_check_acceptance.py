@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from runtime import check_acceptance
 from runtime.errors import ConfigError
+from runtime.model_executor.graph_runner import GraphRunner, capture_all
+from runtime.model_executor.input_buffers import InputBuffers
+from runtime.model_executor.short_prompts import ShortPrompts, prompt_forward, prompt_spec
 from runtime.speculative import build as speculative_build
 from runtime.speculative.parity import check_parity, eagerly, run_scratch
 from unit.predicting import calm, draft_folder, speculating, teach
@@ -161,6 +165,34 @@ def test_the_runner_at_fault_is_named(tmp_path: Path, name: str) -> None:
     if name != "draft_extend":
         _lose_results(runner)
     with pytest.raises(ConfigError, match=f"graphs of {runner.spec.name} do not"):
+        check_parity(worker)
+
+
+@pytest.mark.parametrize("fault", ["features", "nothing"])
+def test_graphs_of_short_prompts_are_compared_too(tmp_path: Path, fault: str) -> None:
+    """What a draft is fed of a prompt costs acceptance alone when it is wrong."""
+    worker = speculating(tmp_path, algorithm="EAGLE3", replay="eager", sizes=[4])
+    target, layers = worker._target, worker._draft.model.aux_layers
+    hidden = target.runner.config.hidden_size
+    spec = prompt_spec(hidden, len(layers) * hidden, torch.float32, 0)
+    inputs = InputBuffers(32, 1, torch.device("cpu"), one_request=True)
+    prompts = GraphRunner(spec, prompt_forward(target.runner.model, layers), inputs, [target.runner.backend], "eager", [32])
+    with torch.inference_mode():
+        capture_all([prompts])
+    target.short_prompts = ShortPrompts(prompts, target.page_table, 1 << 20)
+    if fault == "nothing":
+        check_parity(worker)
+        assert prompts.replayed == prompts.run_eagerly == 4
+        assert [run["runner"] for run in worker.info()["graph_runs"]][-1] == "short prompts"
+        return
+    replay = prompts._replays[32, ""]
+
+    def blurred() -> None:
+        replay()
+        prompts._buffers["aux"].normal_(0.0, 30.0, generator=torch.Generator().manual_seed(0))
+
+    prompts._replays[32, ""] = blurred
+    with pytest.raises(ConfigError, match="graphs of short prompts do not"):
         check_parity(worker)
 
 

@@ -15,7 +15,7 @@ class DeviceWorker(ABC):
     """A `Worker` around one target; what a step is and what `reset` forgets is for each kind to say.
 
     Attributes:
-        runners: all that may replay graphs, in the order of a step.
+        runners: those of decode steps that may replay graphs, in the order of a step.
     """
 
     def __init__(self, target: Target, runners: tuple[GraphRunner, ...], limits: WorkerLimits, facts: dict[str, object]) -> None:
@@ -29,13 +29,18 @@ class DeviceWorker(ABC):
         """What the device side can hold."""
         return self._limits
 
+    @property
+    def all_runners(self) -> tuple[GraphRunner, ...]:
+        """All that may replay graphs: `runners`, and that of short prompts."""
+        return (*self.runners, *self._target.prompt_runners)
+
     def submit(self, batch: ScheduleBatch) -> Pending:
         """Queue one step and return at once."""
         return self._queue.submit(batch)
 
     def info(self) -> dict[str, object]:
         """What was chosen and measured at start, and how steps ran since."""
-        return {**self._facts, "graph_runs": [*(runner.runs() for runner in self.runners), *self._target.runs()]}
+        return {**self._facts, "graph_runs": [runner.runs() for runner in self.all_runners]}
 
     def reset(self) -> None:
         """Forget every request and all that was counted, between steps. For checks before serving."""

@@ -16,6 +16,7 @@ from runtime.forward_batch import ForwardBatch
 from runtime.layers.sampler import SamplingNeeds, sample, top_logprobs
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.device_queue import Finish
+from runtime.model_executor.graph_runner import GraphRunner
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.short_prompts import ShortPrompts
@@ -83,9 +84,10 @@ class Target:
         self.rows.last_tokens.zero_()
         self.page_table.pages.zero_()
 
-    def runs(self) -> list[dict[str, object]]:
-        """How often short prompts ran through graphs, for `/get_server_info`."""
-        return [] if self.short_prompts is None else [self.short_prompts.runner.runs()]
+    @property
+    def prompt_runners(self) -> list[GraphRunner]:
+        """That of short prompts, where they have graphs."""
+        return [] if self.short_prompts is None else [self.short_prompts.runner]
 
     def stage_rows(self, batch: ScheduleBatch, size: int) -> torch.Tensor:
         """Write pages and new rows; return the batch's rows, int64 [size], padded with row 0."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from runtime.batch import ForwardMode, RowInit, ScheduleBatch
+from runtime.batch import ForwardMode, Int32, RowInit, ScheduleBatch
 from runtime.errors import ConfigError
 from runtime.model_executor.graph_runner import GraphRunner
 from runtime.sampling_params import SamplingParams
@@ -64,10 +64,10 @@ def check_parity(worker: SpeculativeWorker) -> None:
     Raises:
         ConfigError: they differ; it names the runner whose graph is at fault.
     """
-    if not any(runner.sizes for runner in worker.runners):
+    if not any(runner.sizes for runner in worker.all_runners):
         log.info("acceptance parity: nothing is captured, so there is nothing to compare")
         return
-    with eagerly(worker.runners):
+    with eagerly(worker.all_runners):
         eager = run_scratch(worker)
     graphs = run_scratch(worker)
     log.info("acceptance of %d prompts, eager and through graphs:\n%s", PROMPTS, side_by_side(eager.counters, graphs.counters))
@@ -84,8 +84,8 @@ def check_parity(worker: SpeculativeWorker) -> None:
 def _culprit(worker: SpeculativeWorker, eager: Outcome) -> str:
     """The runners whose graphs differ from eager when they alone replay."""
     guilty = []
-    for runner in worker.runners:
-        with eagerly([other for other in worker.runners if other is not runner]):
+    for runner in worker.all_runners:
+        with eagerly([other for other in worker.all_runners if other is not runner]):
             if run_scratch(worker) != eager:
                 guilty.append(runner.spec.name)
     return " and ".join(guilty) or "several runners together"
@@ -112,25 +112,38 @@ def run_scratch(worker: SpeculativeWorker) -> Outcome:
 
 def _iterate(worker: SpeculativeWorker, count: int, pages: int) -> list[np.ndarray]:
     limits, pause = worker.limits, worker.verifier.pause
-    rows = np.arange(1, count + 1, dtype=np.int32)
-    prompts = [[(7 * r + i % PERIOD * 11 + 3) % limits.vocab_size for i in range(PROMPT_LEN)] for r in rows.tolist()]
-    lens, kv, out = np.full(count, PROMPT_LEN, dtype=np.int32), np.zeros(count, dtype=np.int32), [[] for _ in rows]
-    for step in range(ITERATIONS + 1):
-        none = np.full(count, -1, dtype=np.int32)
-        batch = ScheduleBatch(step, ForwardMode.DECODE if step else ForwardMode.EXTEND, rows, kv.copy(), none)
-        if step == 0:
-            batch.new_rows = [
-                RowInit(int(r), PROMPT_LEN, GREEDY, 0, none[:0], np.array(p, dtype=np.int32)) for r, p in zip(rows, prompts, strict=True)
-            ]
-            batch.page_rows = np.repeat(rows, pages)
-            batch.page_cols = np.tile(np.arange(pages, dtype=np.int32), count)
-            batch.page_ids = np.arange(1, count * pages + 1, dtype=np.int32)
-            batch.prefix_lens, batch.extend_lens, batch.next_tokens = kv.copy(), lens, none
-            batch.token_ids = np.array(prompts, dtype=np.int32).flatten()
+    rows, kv = np.arange(1, count + 1, dtype=np.int32), np.full(count, PROMPT_LEN, dtype=np.int32)
+    out = [worker.submit(_prompt(row, pages, limits.vocab_size)).wait().token_ids.tolist() for row in rows.tolist()]
+    for step in range(1, ITERATIONS + 1):
+        batch = ScheduleBatch(step, ForwardMode.DECODE, rows, kv.copy(), np.full(count, -1, dtype=np.int32))
         if pause is not None:
             worker.verifier.pause = replace(pause, above=0 if step % PAUSED_EVERY == 0 else count)
         result = worker.submit(batch).wait()
-        kv += result.accept_lens if step else lens
+        kv += result.accept_lens
         for text, part in zip(out, np.split(result.token_ids, result.accept_lens.cumsum()[:-1]), strict=True):
             text.extend(part.tolist())
     return [np.array(text, dtype=np.int32) for text in out]
+
+
+def _prompt(row: int, pages: int, vocab_size: int) -> ScheduleBatch:
+    """The prompt of a row, which has so many pages of its own. It runs alone, and so through a graph where short prompts have them."""
+
+    def ints(*values: int) -> Int32:
+        return np.array(values, dtype=np.int32)
+
+    ids = ints(*((7 * row + i % PERIOD * 11 + 3) % vocab_size for i in range(PROMPT_LEN)))
+    return ScheduleBatch(
+        step=0,
+        mode=ForwardMode.EXTEND,
+        rows=ints(row),
+        len_bounds=ints(0),
+        top_logprobs=ints(-1),
+        new_rows=[RowInit(row, PROMPT_LEN, GREEDY, 0, ints(), ids)],
+        page_rows=ints(row).repeat(pages),
+        page_cols=ints(*range(pages)),
+        page_ids=ints(*range((row - 1) * pages + 1, row * pages + 1)),
+        prefix_lens=ints(0),
+        extend_lens=ints(PROMPT_LEN),
+        token_ids=ids,
+        next_tokens=ints(-1),
+    )

@@ -164,9 +164,9 @@ class PrefillBudget:
     @classmethod
     def start(cls, chunked_prefill_size: int, max_prefill_tokens: int, limits: WorkerLimits, prompts: int = 0) -> PrefillBudget:
         """For an empty batch, with so many `prompts` under way; a `chunked_prefill_size` below 1 leaves prompts whole."""
-        most = min(n for n in (chunked_prefill_size, max_prefill_tokens, limits.max_extend_tokens) if n > 0)
-        enough = limits.busy_tokens if limits.busy_tokens and prompts <= FEW_PROMPTS else most
-        return cls(most, chunked_prefill_size > 0, limits.max_extend_tokens, enough)
+        room = min(n for n in (chunked_prefill_size, max_prefill_tokens, limits.max_extend_tokens) if n > 0)
+        enough = limits.busy_tokens if limits.busy_tokens and prompts <= FEW_PROMPTS else room
+        return cls(room, chunked_prefill_size > 0, limits.max_extend_tokens, enough)
 
     def seats(self, tokens_per_step: int) -> int:
         """How many requests may decode along: half of the batch at least is the prompts'; 0 where prompts are not cut to make room."""

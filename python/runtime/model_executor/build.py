@@ -248,12 +248,15 @@ def target_launches(config: ModelConfig) -> int:
     return 9 * config.num_layers + 10
 
 
+def _free_tokens(model: DecoderModel) -> int:
+    return free_tokens(model.block_parameters, target_launches(model.config))
+
+
 def make_runner(parts: Parts, model: DecoderModel, config: ModelConfig) -> ModelRunner:
     """The target's runner; on a GPU short prompts will have graphs."""
     attention, sizes = parts.config.attention_backend, list[int]()
     if parts.device.type == "cuda" and parts.replay != "none" and backend_class(attention).caps.cuda_graph:
-        free = free_tokens(model.block_parameters, target_launches(config))
-        sizes = prompt_sizes(free, min(parts.extend_tokens, parts.config.context_length))
+        sizes = prompt_sizes(_free_tokens(model), min(parts.extend_tokens, parts.config.context_length))
     return ModelRunner(model, config, attention, parts.dtype, parts.device, sizes)
 
 
@@ -270,7 +273,7 @@ def add_short_prompts(parts: Parts, target: Target, aux_layers: tuple[int, ...] 
     spec = prompt_spec(hidden, len(aux_layers) * hidden, parts.dtype, launches)
     inputs = InputBuffers(sizes[-1], 1, parts.device, one_request=True)
     graphs = GraphRunner(spec, prompt_forward(runner.model, aux_layers), inputs, [runner.backend], parts.replay, sizes)
-    target.short_prompts = ShortPrompts(graphs, target.page_table, free_tokens(runner.model.block_parameters, launches))
+    target.short_prompts = ShortPrompts(graphs, target.page_table, _free_tokens(runner.model))
     return [graphs]
 
 
@@ -335,7 +338,7 @@ def make_limits(parts: Parts, plan: MemoryPlan, target: Target, overlap: bool | 
         overlap=config.overlap if overlap is None else overlap,
         mixed=config.mixed_chunk and mixed_from <= parts.extend_tokens,
         mixed_from=mixed_from,
-        busy_tokens=busy_tokens(model.block_parameters, target_launches(model.config)) if on_gpu else CPU_BUSY_TOKENS,
+        busy_tokens=busy_tokens(_free_tokens(model)) if on_gpu else CPU_BUSY_TOKENS,
         **more,
     )
     log.info("admission: at most %d requests at once, %d tokens of KV, %d tokens a prompt step", limits.max_running_requests,

@@ -39,12 +39,9 @@ def free_tokens(parameters: int, launches: int) -> int:
     return int(launches * LAUNCH_SECONDS * FLOPS / (2 * parameters))
 
 
-def busy_tokens(parameters: int, launches: int) -> int:
-    """Tokens with which a pass is bound by computing: twice those that launching hides, and four times those that reading hides.
-
-    Arguments as of `free_tokens`.
-    """
-    return max(2 * free_tokens(parameters, launches), 4 * READ_TOKENS)
+def busy_tokens(free: int) -> int:
+    """Tokens with which a pass is bound by computing: twice those that launching hides (`free`), four times those that reading hides."""
+    return max(2 * free, 4 * READ_TOKENS)
 
 
 def prompt_sizes(free: int, most: int) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 from benchmark import picture, plots
 from benchmark.machine import slug
 from benchmark.markdown import Result, cell, change, percent, pick, provenance, table
+from benchmark.phases import Phases
 from benchmark.record import Record
 from benchmark.server import apart, parse_or_answer
 from benchmark.shapes import READ_BYTES_PER_SECOND, Model
@@ -30,6 +31,17 @@ COLUMNS = (
     *("mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "per_user_throughput", "accept_length"),
 )
 """The columns of that table by its names, and the accept length; one that no row of a series has is left out there."""
+
+STEADY = {
+    "iteration_us": "iteration, GPU (µs)",
+    "draft_extend_gpu_us": "draft-extend, GPU (µs)",
+    "draft_extend_host_us": "draft-extend, host (µs)",
+}
+"""Where an iteration goes that no prompt rides with, by the names of `Phases`."""
+WATCHED = 64
+"""Tokens of each answer while iterations are timed."""
+HIDDEN = 0.05
+"""Launches that the GPU waits for during less of an iteration than this share are called hidden."""
 
 LEAST = 16
 """Requests of one run in process, but for one at a time."""
@@ -69,18 +81,22 @@ def measure(
         for overlap in overlaps:
             runs: dict[str, list[Served]] = {"off": [], "on": []}
             counts = {graph: AcceptanceCounters(STEPS) for graph in runs}
+            phases = {graph: Phases(worker) for graph in runs}
             for graph in turns(rounds):
                 extend.use = "graphs" if graph == "on" else "plain"
                 EngineLoop(config, worker, overlap == "on").serve(concurrency, concurrency, lens[0], 16)
                 runs[graph].append(EngineLoop(config, worker, overlap == "on").serve(requests, concurrency, *lens))
                 counts[graph].merge(worker.verifier.counted())
+                with phases[graph]:
+                    EngineLoop(config, worker, overlap == "on").serve(concurrency, concurrency, lens[0], min(WATCHED, lens[1]))
                 worker.reset()
             labels = {"overlap": overlap, "concurrency": concurrency, "input_len": lens[0], "output_len": lens[1]}
             for graph, served in runs.items():
                 figures = {"num_prompts": rounds * requests, "rounds": rounds, **Served.together(served).figures()}
                 by_round = [run.figures() for run in served]
                 figures["by_round"] = {name: [run[name] for run in by_round] for name in REPEATED}
-                rows.append({**labels, "graph": graph, **figures, "accept_length": counts[graph].mean_accept_len})
+                figures |= {"accept_length": counts[graph].mean_accept_len, **phases[graph].figures()}
+                rows.append({**labels, "graph": graph, **figures})
     worker.close()
     return rows
 
@@ -90,6 +106,7 @@ def render(result: Result) -> str:
     rows, parts = result["rows"], []
     for key in dict.fromkeys(_series(row) for row in rows):
         parts += [f"**{key}**", "", _part([row for row in rows if _series(row) == key]), ""]
+        parts += [line for text in _hidden(key, rows) for line in (text, "")]
     return "\n".join([*parts, provenance(result)])
 
 
@@ -99,7 +116,7 @@ def _series(row: dict[str, Any]) -> str:
 
 
 def _part(rows: list[dict[str, Any]]) -> str:
-    columns = [name for name in COLUMNS if any(_figure(row, name) is not None for row in rows)]
+    columns = [name for name in (*COLUMNS, *STEADY) if any(_figure(row, name) is not None for row in rows)]
     lines: list[list[Any]] = []
     for concurrency in sorted({row["concurrency"] for row in rows}):
         pair = {graph: pick(rows, concurrency=concurrency, graph=graph) for graph in ("off", "on")}
@@ -109,7 +126,32 @@ def _part(rows: list[dict[str, Any]]) -> str:
         off, on = pair["off"], pair["on"]
         if off is not None and on is not None:
             lines.append([concurrency, "**change**", *(_change(on, off, name) for name in columns), None])
-    return table(["max_concurrency", "draft-extend graph", *columns, "share of the roof"], lines)
+    header = [STEADY.get(name, name) for name in columns]
+    return table(["max_concurrency", "draft-extend graph", *header, "share of the roof"], lines)
+
+
+def waits(off: dict[str, Any], on: dict[str, Any]) -> float | None:
+    """The share of an iteration without the graph in which the GPU waits for launches that the graph saves; None where it was not timed.
+
+    Its kernels are the same with the graph and without: what it takes longer without one is waiting.
+    """
+    if not {"iteration_us"} <= off.keys() & on.keys():
+        return None
+    return 1 - on["iteration_us"] / off["iteration_us"]
+
+
+def _hidden(key: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What is said of the cells of a series in which there is nothing to gain."""
+    timed = [(concurrency, share) for concurrency, off, on in pairs(rows).get(key, ()) if (share := waits(off, on)) is not None]
+    hidden = [concurrency for concurrency, share in timed if share < HIDDEN]
+    if not hidden:
+        return []
+    most = max(share for concurrency, share in timed if concurrency in hidden)
+    where = ", ".join(str(concurrency) for concurrency in hidden)
+    return [
+        f"Hidden at concurrency {where}: draft-extend is launched while the GPU verifies. Without the graph the GPU waits for launches "
+        f"{percent(max(most, 0.0), 1)} of an iteration at most."
+    ]
 
 
 def _change(on: dict[str, Any], off: dict[str, Any], name: str) -> str:

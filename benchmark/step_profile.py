@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
 from benchmark.markdown import Result, cell, percent, pick, provenance, table
+from benchmark.phases import METHODS, Phases
 from benchmark.record import Record
 from benchmark.server import apart, parse_or_answer
 from benchmark.shapes import Model
@@ -26,8 +26,6 @@ GRAPHS = ("eager", "decode", "both")
 PROMPT_LEN = 256
 TITLES = {"eager": "draft eager", "decode": "draft-decode graph", "both": "both draft graphs"}
 PHASES = ("draft_decode", "verify", "accept", "draft_extend", "plan", "sample")
-ALONE = {"draft_decode": "_run_decode", "draft_extend": "_run_extend"}
-"""The draft's phases and the worker's methods that are timed without a profiler."""
 
 
 def flags(served: Model, backend: str, concurrency: int) -> list[str]:
@@ -50,10 +48,13 @@ def measure(
             for runner in (decode, extend):
                 runner.use = "graphs" if runner in {"eager": (), "decode": (decode,), "both": (decode, extend)}[name] else "plain"
             loop = EngineLoop(config, worker, overlap == "on")
-            loop.start(concurrency, PROMPT_LEN, (STEPS + 1) * (2 * steps + 40))
+            loop.start(concurrency, PROMPT_LEN, (STEPS + 1) * (3 * steps + 40))
             loop.run(8)
             labels = {"overlap": overlap, "graphs": name, "concurrency": concurrency}
-            alone = untraced(loop, worker, steps)
+            alone = {"step_us": loop.run(steps) * 1e6}
+            with Phases(worker) as phases:
+                loop.run(steps)
+            alone |= phases.figures()
             with tempfile.TemporaryDirectory() as folder:
                 worker.start_profile(folder)
                 loop.run(steps)
@@ -64,29 +65,6 @@ def measure(
             loop.stop()
     worker.close()
     return rows
-
-
-def untraced(loop: Any, worker: Any, steps: int) -> dict[str, Any]:
-    """The step, and the host's time in the draft's two phases, without a profiler, which makes every operation slower on the host."""
-    spent = dict.fromkeys(ALONE, 0.0)
-
-    def timed(name: str, phase: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return phase(*args)
-            finally:
-                spent[name] += time.perf_counter() - started
-
-        return run
-
-    for name, method in ALONE.items():
-        setattr(worker, method, timed(name, getattr(worker, method)))
-    seconds = loop.run(steps)
-    for method in ALONE.values():
-        delattr(worker, method)
-    alone = {f"{name}_host_us": us / steps * 1e6 for name, us in spent.items()}
-    return {"step_us": seconds * 1e6, **alone, "draft_host_us": sum(alone.values())}
 
 
 def render(result: Result) -> str:
@@ -105,10 +83,17 @@ def _part(rows: Sequence[dict[str, Any]]) -> str:
     lines: list[list[Any]] = []
     if all("step_us" in row for row in found.values()):
         lines.append(["iteration, no profiler (µs)", *(row["step_us"] for row in found.values())])
-        for name, label in (*((phase, phase.replace("_", "-")) for phase in ALONE), ("draft", "both draft phases")):
+        for name, label in (*((phase, phase.replace("_", "-")) for phase in METHODS), ("draft", "both draft phases")):
             if all(f"{name}_host_us" in row for row in found.values()):
                 cells = [_cut(row, found.get("eager"), f"{name}_host_us") for row in found.values()]
                 lines.append([f"host: {label}, no profiler (µs)", *cells])
+        if all("draft_extend_gpu_us" in row for row in found.values()):
+            lines.append(
+                [
+                    "GPU: draft-extend and waiting for its launches, no profiler (µs)",
+                    *(row["draft_extend_gpu_us"] for row in found.values()),
+                ]
+            )
     lines.append(["iteration (µs)", *(row["period_us"] for row in found.values())])
     lines.append(["GPU idle", *(percent(1 - row["gpu_busy_us"] / row["period_us"], 1) for row in found.values())])
     for unit, label in (("host_us", "host"), ("gpu_us", "GPU")):

@@ -21,6 +21,7 @@ from benchmark import (
     draft_extend_graph,
     machine,
     modes,
+    phases,
     repeat,
     report,
     serving_matrix,
@@ -209,6 +210,55 @@ def test_a_change_stands_beside_its_error_where_rounds_were_kept() -> None:
     assert "| +0.0 % | -10.0 % ± 5.8 | +0.0 % |" in text, "a column without rounds has no error"
     assert draft_extend_graph.standard_error(served(**on), served(**off), "mean_ttft_ms") is None
     assert draft_extend_graph.standard_error(*[{"by_round": {"mean_tpot_ms": [2.0]}}] * 2, "mean_tpot_ms") is None
+
+
+def test_the_graph_table_says_where_launches_are_hidden() -> None:
+    def timed(concurrency: int, graph: str, iteration_us: float) -> dict[str, Any]:
+        return served(concurrency=concurrency, graph=graph, iteration_us=iteration_us, draft_extend_gpu_us=90.0, draft_extend_host_us=40.0)
+
+    took = {1: (200.0, 150.0), 4: (200.0, 192.0), 16: (300.0, 303.0)}
+    rows = [timed(c, graph, us) for c, pair in took.items() for graph, us in zip(("off", "on"), pair, strict=True)]
+    text = draft_extend_graph.render(result(rows))
+    assert "iteration, GPU (µs) | draft-extend, GPU (µs) | draft-extend, host (µs) |" in text
+    assert "Hidden at concurrency 4, 16: " in text, "a quarter of the iteration at 1 is not"
+    assert "4.0 % of an iteration at most." in text
+    assert "Hidden" not in draft_extend_graph.render(result(rows[:2]))
+    assert "Hidden" not in draft_extend_graph.render(result([served(graph="off"), served(graph="on")])), (
+        "nothing is said of what was not timed"
+    )
+
+
+def test_phases_are_timed_where_no_prompt_comes_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(phases.time, "perf_counter", lambda: clock[0])
+
+    class Worker:
+        def _iterate(self) -> str:
+            self._run_decode()
+            return self._run_extend()
+
+        def _run_decode(self) -> None:
+            clock[0] += 0.002
+
+        def _run_extend(self) -> str:
+            clock[0] += 0.004
+            return "done"
+
+        def _draft_prompt(self) -> None:
+            self._run_extend()
+
+    worker = Worker()
+    alone, watched = phases.Phases(worker), phases.Phases(worker)
+    with alone:
+        assert worker._iterate() == "done"
+        worker._draft_prompt()
+    assert alone.figures() == {}, "no iteration follows another"
+    with watched:
+        for _ in range(3):
+            worker._iterate()
+    assert vars(worker) == {}, "the worker is as it was"
+    worker._iterate()
+    assert watched.figures() == pytest.approx({"draft_decode_host_us": 2000, "draft_extend_host_us": 4000, "draft_host_us": 6000})
 
 
 def test_runs_in_turn_start_with_either_way_equally_often_and_count_as_one() -> None:

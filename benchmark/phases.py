@@ -1,0 +1,97 @@
+"""What the draft's phases take while nothing traces them: on the host, and on the GPU's own clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+METHODS = {"draft_decode": "_run_decode", "draft_extend": "_run_extend"}
+"""The draft's phases, and an EAGLE worker's methods that launch them."""
+
+
+class Phases:
+    """While entered, times every iteration of a worker that no prompt rides with. `figures` tells what they took.
+
+    An event costs the host a few microseconds. So what is compared to the per mille is measured without it.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._wrapped = {"_iterate": self._iterate, "_draft_prompt": self._prompt}
+        self._wrapped |= {method: self._phase(name, getattr(worker, method)) for name, method in METHODS.items()}
+        self._inner = {method: getattr(worker, method) for method in self._wrapped}
+        self._iterations: list[dict[str, Any] | None] = []
+        self._now: dict[str, Any] | None = None
+
+    def __enter__(self) -> Phases:
+        self._iterations.append(None)
+        for method, wrapped in self._wrapped.items():
+            setattr(self._worker, method, wrapped)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for method in self._wrapped:
+            delattr(self._worker, method)
+
+    def _iterate(self, *args: Any) -> Any:
+        self._now = {}
+        try:
+            return self._inner["_iterate"](*args)
+        finally:
+            self._iterations.append(self._now)
+            self._now = None
+
+    def _prompt(self, *args: Any) -> Any:
+        self._iterations.append(None)
+        return self._inner["_draft_prompt"](*args)
+
+    def _phase(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if self._now is None:
+                return inner(*args)
+            marks = [_event()]
+            started = time.perf_counter()
+            found = inner(*args)
+            self._now[f"{name}_host"] = time.perf_counter() - started
+            self._now[name] = [*marks, _event()]
+            return found
+
+        return run
+
+    def figures(self) -> dict[str, float]:
+        """Means of the iterations that another followed with no prompt between, in microseconds; empty where there were none.
+
+        `..._host_us` of a phase is the host's time in it, `draft_host_us` that of both. On the GPU's clock, where there is one,
+        `iteration_us` reaches from the start of one draft to the start of the next; of it `draft_extend_gpu_us` is what lies between
+        verification's end and draft-extend's: its kernels, and the waiting for them to be launched.
+        """
+        steady = [(one, after) for one, after in pairwise(self._iterations) if one is not None and after is not None]
+        if not steady:
+            return {}
+        found = {f"{name}_host_us": _mean([one[f"{name}_host"] * 1e6 for one, _ in steady]) for name in METHODS}
+        found["draft_host_us"] = sum(found.values())
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            found["iteration_us"] = _mean([_us(one["draft_decode"][0], after["draft_decode"][0]) for one, after in steady])
+            found["draft_extend_gpu_us"] = _mean([_us(*one["draft_extend"]) for one, _ in steady])
+        return found
+
+
+def _event() -> torch.cuda.Event | None:
+    if not torch.cuda.is_available():
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _us(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    return start.elapsed_time(end) * 1e3
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+from runtime.layers.epilogue import Epilogue
 from runtime.layers.linear import Linear
 from runtime.layers.ops import BlockOps, HeadLayout, RMSNorm, Rope, Stream
 from runtime.layers.torch_ops import TorchOps
@@ -193,3 +196,29 @@ def test_every_uploaded_array_is_aligned_whatever_came_before_it() -> None:
         uploaded = ring.upload(*arrays)
         assert [t.tolist() for t in uploaded] == [a.tolist() for a in arrays]
         assert all(t.data_ptr() % 16 == 0 for t in uploaded), "Triton compiles a kernel for each alignment"
+
+
+def test_kernels_compiled_side_by_side_get_their_own_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import driver
+
+    from runtime.layers.cuda_ops import _compile
+    from runtime.layers.small_gemm import GemmConfig, _small_gemm_kernel, small_gemm
+
+    x, weight = rand(4, 128), rand(256, 128)
+    configs = [GemmConfig(block_n, 32, warps, stages) for block_n in (32, 64) for warps in (4, 8) for stages in (2, 3, 4)]
+    make, inside, most = driver.active.launcher_cls, [0], [0]
+
+    def watched(source: object, metadata: object) -> object:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.01)
+        inside[0] -= 1
+        return make(source, metadata)
+
+    monkeypatch.setattr(driver.active, "launcher_cls", watched)
+    _small_gemm_kernel.device_caches.clear()
+    outs = [torch.empty(4, 256, dtype=BF16, device="cuda") for _ in configs]
+    _compile([lambda _, o=out, c=config: small_gemm(x, weight, o, c, Epilogue()) for out, config in zip(outs, configs, strict=True)])
+    assert most == [1], "two at once: one may get the arguments of the other"
+    for out in outs:
+        torch.testing.assert_close(out, F.linear(x, weight), rtol=TOLERANCE, atol=TOLERANCE * 16)

@@ -43,8 +43,8 @@ WATCHED = 64
 HIDDEN = 0.05
 """Launches that the GPU waits for during less of an iteration than this share are called hidden."""
 
-LEAST = 16
-"""Requests of one run in process, but for one at a time."""
+LEAST_TOKENS = 2048
+"""Of all answers of one run in process, where eight answers of each client have as many."""
 REPEATED = ("mean_ttft_ms", "mean_tpot_ms")
 """Columns of which every round is kept, so that a change is told from chance."""
 
@@ -77,7 +77,7 @@ def measure(
     config, worker = build(flags)
     extend, rows = worker.runners[-1], []
     for concurrency in concurrencies:
-        requests = max(2 * concurrency, min(8 * concurrency, LEAST))
+        requests = max(2 * concurrency, min(8 * concurrency, LEAST_TOKENS // lens[1]))
         for overlap in overlaps:
             runs: dict[str, list[Served]] = {"off": [], "on": []}
             counts = {graph: AcceptanceCounters(STEPS) for graph in runs}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -63,21 +64,21 @@ class Phases:
         return run
 
     def figures(self) -> dict[str, float]:
-        """Means of the iterations that another followed with no prompt between, in microseconds; empty where there were none.
+        """Of the iterations that another followed with no prompt between, in microseconds; empty where there were none.
 
-        `..._host_us` of a phase is the host's time in it, `draft_host_us` that of both. On the GPU's clock, where there is one,
-        `iteration_us` reaches from the start of one draft to the start of the next; of it `draft_extend_gpu_us` is what lies between
-        verification's end and draft-extend's: its kernels, and the waiting for them to be launched.
+        `..._host_us` of a phase is the mean of the host's time in it, `draft_host_us` that of both. On the GPU's clock, where there is one,
+        the median of `iteration_us` reaches from the start of one draft to the start of the next, and that of `draft_extend_gpu_us` from
+        verification's end to draft-extend's: its kernels, and the waiting for them to be launched.
         """
         steady = [(one, after) for one, after in pairwise(self._iterations) if one is not None and after is not None]
         if not steady:
             return {}
-        found = {f"{name}_host_us": _mean([one[f"{name}_host"] * 1e6 for one, _ in steady]) for name in METHODS}
+        found = {f"{name}_host_us": statistics.fmean([one[f"{name}_host"] * 1e6 for one, _ in steady]) for name in METHODS}
         found["draft_host_us"] = sum(found.values())
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            found["iteration_us"] = _mean([_us(one["draft_decode"][0], after["draft_decode"][0]) for one, after in steady])
-            found["draft_extend_gpu_us"] = _mean([_us(*one["draft_extend"]) for one, _ in steady])
+            found["iteration_us"] = statistics.median([_us(one["draft_decode"][0], after["draft_decode"][0]) for one, after in steady])
+            found["draft_extend_gpu_us"] = statistics.median([_us(*one["draft_extend"]) for one, _ in steady])
         return found
 
 
@@ -91,7 +92,3 @@ def _event() -> torch.cuda.Event | None:
 
 def _us(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
     return start.elapsed_time(end) * 1e3
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -49,8 +49,9 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         BenchError: no server, no prompts, or every request failed.
     """
     backend = BACKENDS[args.backend]
-    client = HttpClient(args.base_url or f"http://{args.host}:{args.port or backend.port}", _headers(args.header))
+    host = f"[{args.host}]" if ":" in args.host else args.host
     try:
+        client = HttpClient(args.base_url or f"http://{host}:{args.port or backend.port}", _headers(args.header))
         goodput = parse_goodput(args.goodput) if args.goodput else None
         await _wait_ready(client, args.ready_check_timeout_sec)
         model = args.served_model_name or args.model or await _served_model(client)

@@ -87,7 +87,7 @@ def allow_many_files() -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, before anything slow happens. Raises `ConfigError` when it is taken or not ours."""
+    """A socket bound to the address, before anything slow happens. Raises `ConfigError` when it is taken, not ours or none."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -96,6 +96,9 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise _cannot_listen(host, port, error) from error
+    except OverflowError as error:
+        listener.close()
+        raise ConfigError(f"--port is {port}; it must be from 0 to 65535") from error
     return listener
 
 

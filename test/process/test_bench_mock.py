@@ -101,6 +101,18 @@ def test_no_server_is_one_line_and_exit_2(tmp_path: Path) -> None:
     assert "Traceback" not in text
 
 
+@pytest.mark.parametrize("url", ["nonsense", "http://127.0.0.1:99999", "http://127.0.0.1:http", "http://[::1"])
+def test_an_address_that_is_none_is_one_line_and_exit_2(url: str, tmp_path: Path) -> None:
+    _, text = bench(9, tmp_path, *IDS, "--base-url", url, expect=2)
+    assert f"the server's address {url!r} is" in text
+    assert "Traceback" not in text
+
+
+def test_a_host_may_be_an_address_of_ipv6(tmp_path: Path) -> None:
+    _, text = bench(9, tmp_path, *IDS, "--host", "::1", "--ready-check-timeout-sec", "1", expect=2)
+    assert "no server is ready at ::1:9 " in text
+
+
 @pytest.mark.parametrize("backend", ["sglang", "sglang-oai"])
 def test_chunks_of_several_tokens_count_each_token(backend: str, tmp_path: Path) -> None:
     script = Script(ttft=0.2, gap=0.15, per_chunk=3, spec=True)

@@ -53,6 +53,11 @@ def test_a_port_in_use_is_one_line_and_exit_2_before_the_model_is_looked_for(tmp
         assert_one_line(launch("--port", port, "--model-path", str(tmp_path / "nowhere")), "127.0.0.1", port, "in use")
 
 
+@pytest.mark.parametrize("port", ["65536", "-1"])
+def test_a_port_that_is_none_is_one_line_and_exit_2(port: str) -> None:
+    assert_one_line(launch(f"--port={port}"), "--port", port, "65535")
+
+
 def test_an_address_of_another_machine_is_one_line_and_exit_2() -> None:
     assert_one_line(launch("--host", "192.0.2.1"), "192.0.2.1")
     assert_one_line(launch("--host", "no such host"), "no such host")

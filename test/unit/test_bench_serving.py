@@ -80,7 +80,15 @@ def test_the_command_lines_of_the_reference_table_are_understood(prompts: int, c
 
 @pytest.mark.parametrize(
     "flags",
-    ["--num-prompts 0", "--request-rate 0", "--request-rate nan", "--random-range-ratio 1.5", "--extra-request-body [1]", "--header x"],
+    [
+        "--num-prompts 0",
+        "--port 65536",
+        "--request-rate 0",
+        "--request-rate nan",
+        "--random-range-ratio 1.5",
+        "--extra-request-body [1]",
+        "--header x",
+    ],
 )
 def test_flags_out_of_range_are_refused(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:

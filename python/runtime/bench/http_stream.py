@@ -41,11 +41,14 @@ class Endpoint:
     @classmethod
     def parse(cls, base_url: str) -> Endpoint:
         """Read `http://host:port/prefix`; raises ValueError for anything but http and https."""
-        parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"--base-url {base_url!r} is not of the form http://host:port")
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        return cls(parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
+        try:
+            parts = urlsplit(base_url)
+            host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as error:
+            raise ValueError(f"the server's address {base_url!r} is none: {error}") from error
+        if parts.scheme not in ("http", "https") or not host:
+            raise ValueError(f"the server's address {base_url!r} is not of the form http://host:port")
+        return cls(parts.scheme, host, port, parts.path.rstrip("/"))
 
 
 class _Exchange(asyncio.Protocol):

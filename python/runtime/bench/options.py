@@ -27,6 +27,14 @@ def count(text: str) -> int:
     return value
 
 
+def port(text: str) -> int:
+    """A TCP port that a server can listen at."""
+    value = positive(text)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is above 65535")
+    return value
+
+
 def rate(text: str) -> float:
     """A number above 0, or inf."""
     value = float(text)
@@ -81,7 +89,7 @@ def _server(group: argparse._ArgumentGroup) -> None:
     add("--backend", choices=list(BACKENDS), default="sglang", help="dialect of the server; native is /generate (default %(default)s)")
     add("--base-url", help="any server, e.g. https://host/prefix; instead of --host and --port")
     add("--host", default="127.0.0.1", help="default %(default)s")
-    add("--port", type=positive, help="default 30000, for vllm 8000")
+    add("--port", type=port, help="default 30000, for vllm 8000")
     add("--ready-check-timeout-sec", type=count, default=60, help="seconds to wait for the server; 0: do not ask (default %(default)s)")
     add("--model", help="model id or folder; default: what /v1/models names")
     add("--served-model-name", help="name to send in requests; default: --model")

@@ -88,8 +88,31 @@ def test_the_alarm_forgets_what_is_long_past() -> None:
     assert alarm.check()
     for _ in range(4):
         alarm.add([2] * 1000, oracle=False)
+        alarm.add([2] * 1000, oracle=True)
     assert alarm.check() == []
     assert alarm.recent(False).iterations <= 2000
+    assert alarm.recent(True).iterations <= 2000
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_text_that_is_accepted_otherwise_from_some_time_on_is_no_drift(batch: int) -> None:
+    """The sample is one step in 512: what both sides remember must be of the same time, and not only much of it."""
+    rng, alarm = np.random.default_rng(3), DriftAlarm(2)
+    steps = 3 * 2_000 // batch  # of the sample, for each kind of text: more than the alarm remembers
+    for rates in ((0.8, 0.7), (0.5, 0.4), (0.9, 0.9)):
+        for _ in range(steps):
+            alarm.add(draw_lens(rng, rates, 511 * batch), oracle=False)
+            alarm.add(draw_lens(rng, rates, batch), oracle=True)
+            assert alarm.check() == []
+
+
+def test_graphs_that_go_wrong_later_are_noticed_too() -> None:
+    rng, alarm = np.random.default_rng(4), DriftAlarm(2)
+    for graph in ((0.8, 0.7), (0.7, 0.7)):
+        for _ in range(6_000 // 32):
+            alarm.add(draw_lens(rng, graph, 511 * 32), oracle=False)
+            alarm.add(draw_lens(rng, (0.8, 0.7), 32), oracle=True)
+    assert [drift.position for drift in alarm.check()] == [0]
 
 
 def test_identical_runs_compare_as_zero_and_print_without_marks() -> None:

@@ -105,31 +105,37 @@ class Drift:
 class DriftAlarm:
     """Compares recent traffic through graphs with an eager sample of the same traffic.
 
-    Two windows of each kind are kept, the full one and the growing one, so what is compared is always recent and never little.
+    Two spans of it are kept, the full one and the growing one, so what is compared is always recent and never little. Both sides start and
+    end a span together: text that is accepted otherwise from some time on changes both alike, and is no drift.
     """
 
-    def __init__(self, num_steps: int, window: int = 20_000, min_count: int = 300, z_limit: float = 5.0, min_gap: float = 0.02) -> None:
-        """Remember `window` iterations a half; alarms take `min_count` drafts on both sides, `z_limit` deviations, a gap of `min_gap`."""
+    def __init__(self, num_steps: int, window: int = 2_000, min_count: int = 300, z_limit: float = 5.0, min_gap: float = 0.02) -> None:
+        """A span holds `window` iterations of the sample, which is the scarcer side by far.
+
+        Alarms take `min_count` drafts on both sides, `z_limit` deviations, a gap of `min_gap`.
+        """
         self._num_steps = num_steps
         self._window = window
         self._min_count = min_count
         self._z_limit = z_limit
         self._min_gap = min_gap
-        self._halves = {oracle: [AcceptanceCounters(num_steps), AcceptanceCounters(num_steps)] for oracle in (False, True)}
+        self._spans = [self._span(), self._span()]
+
+    def _span(self) -> dict[bool, AcceptanceCounters]:
+        return {oracle: AcceptanceCounters(self._num_steps) for oracle in (False, True)}
 
     def add(self, accept_lens: npt.ArrayLike, oracle: bool, num_steps: int | None = None) -> None:
         """Count one batch; `oracle` says that it ran eagerly as the sample."""
-        halves = self._halves[oracle]
-        halves[1].add(accept_lens, num_steps)
-        # The sample is scarce: its window is a tenth, so that both sides forget at a like pace.
-        if halves[1].iterations >= (self._window // 10 if oracle else self._window):
-            self._halves[oracle] = [halves[1], AcceptanceCounters(self._num_steps)]
+        growing = self._spans[1]
+        growing[oracle].add(accept_lens, num_steps)
+        if growing[True].iterations >= self._window:
+            self._spans = [growing, self._span()]
 
     def recent(self, oracle: bool) -> AcceptanceCounters:
         """The counts that are compared."""
         total = AcceptanceCounters(self._num_steps)
-        for half in self._halves[oracle]:
-            total.merge(half)
+        for span in self._spans:
+            total.merge(span[oracle])
         return total
 
     def check(self) -> list[Drift]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.errors import ConfigError
 from runtime.model_executor import build as target_build
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.sampling_params import SamplingParams
@@ -56,6 +57,15 @@ def test_with_a_token_map_the_draft_guesses_those_tokens_only(tmp_path: Path) ->
     assert set(guesses) <= set(hot.tolist())
     assert len(set(guesses)) > 3
     assert out == Driver(plain()).generate(PROMPTS, 20)
+
+
+def test_more_branches_than_the_draft_knows_tokens_are_refused_by_flag(tmp_path: Path) -> None:
+    torch.save([5, 6, 7], tmp_path / "hot.pt")
+    for algorithm, less in (("EAGLE", {"token_map": str(tmp_path / "hot.pt")}), ("EAGLE3", {"head": {"draft_vocab_size": 3}})):
+        worker = speculating(tmp_path, algorithm, topk=3, num_draft_tokens=5, **less)
+        assert Driver(worker).generate(PROMPTS, 8) == Driver(plain()).generate(PROMPTS, 8)
+        with pytest.raises(ConfigError, match="--speculative-eagle-topk is 4; this draft knows 3 tokens"):
+            speculating(tmp_path, algorithm, topk=4, num_draft_tokens=5, **less)
 
 
 @pytest.mark.parametrize("algorithm", [None, "EAGLE", "NGRAM"])

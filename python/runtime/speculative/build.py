@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 
+from runtime.errors import ConfigError
 from runtime.layers.linear import Linear
 from runtime.model_executor.build import (
     Parts,
@@ -190,7 +191,11 @@ def _build_eagle(
 
 
 def load_head(parts: Parts, speculative: SpeculativeConfig, target: DecoderModel) -> DraftModel:
-    """The draft, loaded beside its target."""
+    """The draft, loaded beside its target.
+
+    Raises:
+        ConfigError: they do not fit, or the draft knows fewer tokens than a node shall have branches.
+    """
     folder = speculative.draft_model_path
     assert folder is not None
     if speculative.algorithm == "STANDALONE":
@@ -203,6 +208,8 @@ def load_head(parts: Parts, speculative: SpeculativeConfig, target: DecoderModel
     else:
         token_map = load_token_map(speculative.token_map) if speculative.token_map else None
         head = LlamaForCausalLMEagle(config, target, linear, token_map)
+    if speculative.topk > head.vocab_size:
+        raise ConfigError(f"--speculative-eagle-topk is {speculative.topk}; this draft knows {head.vocab_size} tokens, so lower it")
     head.load(model_weights(parts, head.expected_weights(), folder, speculative.draft_load_format))
     log.info("draft head: %s, %d of %d tokens", config.model.architecture, head.vocab_size, target.config.vocab_size)
     return head

@@ -455,7 +455,8 @@ def test_the_head_reaches_as_far_as_its_target_and_names_the_streams_it_wants(tm
     assert load_draft_config(save(tmp_path / "c", EAGLE, {}), "EAGLE", config).aux_layers == ()
 
 
-NO_IDS = [torch.tensor([[1]]), torch.tensor([0.5]), torch.tensor([True]), {"a": 1}, ["a"], [[1], [2, 3]], [1 << 70]]
+NO_IDS = [torch.tensor([[1]]), torch.tensor([0.5]), torch.tensor([True]), {"a": 1}, ["a"], [[1], [2, 3]], [1 << 70],
+          torch.tensor([1, 2]).to_sparse(), torch.tensor([1, 2], device="meta")]  # fmt: skip
 
 
 @pytest.mark.parametrize("content", [*NO_IDS, b"hello", b"[1, 2, 3]", b"", pickle.dumps(Path("x")), None])

@@ -20,6 +20,9 @@ from runtime.models.config import ModelConfig
 from runtime.models.rotary import build_rope
 from runtime.models.weights import WeightTable
 
+ID_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+"""In which a token map may be written."""
+
 
 class DraftModel(Protocol):
     """What the speculative worker knows of a draft head. Methods on the decode path may be captured and never read from the device.
@@ -238,6 +241,6 @@ def load_token_map(path: str | Path) -> torch.Tensor:
         raise ConfigError(f"{flag} holds no tensor or list that torch.save wrote; save the ids with it again") from error
     if isinstance(ids, list) and all(type(i) is int and abs(i) < 1 << 63 for i in ids):
         ids = torch.tensor(ids, dtype=torch.int64)
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 1 or ids.dtype not in ID_TYPES or ids.layout != torch.strided or ids.is_meta:
         raise ConfigError(f"{flag} must hold one list of token ids")
     return ids.to(torch.int64)

@@ -375,6 +375,9 @@ def without(tensors: Tensors, name: str) -> Tensors:
         (EAGLE | {"vocab_size": 100}, {}, "vocabulary of 100"),
         (EAGLE | {"hidden_size": 32}, {}, "hidden size 32"),
         (EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}}, {}, "three different layers"),
+        (EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["low", 1, 2]}}, {}, "must be a list of layer numbers"),
+        (EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": 1}}, {}, "must be a list of layer numbers"),
+        (EAGLE3 | {"eagle_config": [0, "mid", 2]}, {}, "must be a list of layer numbers"),
         (EAGLE | {"architectures": ["MixtralForCausalLM"]}, {}, "MixtralForCausalLM is not supported"),
     ],
 )

@@ -296,6 +296,15 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"dtype": "int4"}, "dtype is 'int4'"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; it must be a positive number"),
+        ({"rope_parameters": "absent", "rope_theta": 0}, "rope_theta is 0; it must be a positive number"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "rope_theta is nan"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "two"}}, "factor is 'two'; it must be a positive number"),
+        ({"rope_parameters": {"rope_type": ["linear"]}}, "rope scaling .* is not supported"),
+        ({"rope_parameters": "twice"}, "rope_parameters is 'twice'; it must be an object"),
+        ({"rope_parameters": "absent", "rope_scaling": [2.0]}, r"rope_scaling is \[2.0\]; it must be an object"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be a token id or a list of them"),
+        ({"bos_token_id": [{}]}, "bos_token_id is "),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused_by_name(tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -310,6 +319,10 @@ def test_a_missing_folder_and_a_broken_file_are_config_errors(tmp_path: Path) ->
         load_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
+        load_hf_config(tmp_path)
+    write_config(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id is '</s>'"):
         load_hf_config(tmp_path)
 
 

@@ -108,9 +108,12 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def _aux_layers(raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
-    ids = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    head = raw.get("eagle_config") or {}
+    ids = head.get("eagle_aux_hidden_state_layer_ids") if isinstance(head, dict) else head
+    if ids is not None and not (isinstance(ids, list) and all(isinstance(i, int) for i in ids)):
+        raise ConfigError(f"{where}: eagle_config is {head!r}; its eagle_aux_hidden_state_layer_ids must be a list of layer numbers")
     # The file names layers whose output is meant: that is the next one's input.
-    layers = default_aux_layers(num_layers) if ids is None else tuple(int(i) + 1 for i in ids)
+    layers = default_aux_layers(num_layers) if ids is None else tuple(i + 1 for i in ids)
     if len(layers) != 3 or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= num_layers:
         raise ConfigError(f"{where}: EAGLE-3 wants three different layers of its target, rising; {list(layers)} of {num_layers} are not")
     return layers

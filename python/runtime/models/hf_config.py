@@ -37,6 +37,14 @@ FAMILIES = {
     "Qwen3ForCausalLM": Family(qk_norm=True, head_dim=128, window_switch="use_sliding_window"),
 }
 
+MOST = 1e300
+"""Above every number that a config.json may sensibly hold."""
+ROPE_SCALINGS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""The rescalings of rotary embeddings that are supported, and the numbers each of them needs."""
+
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
     """config.json of a folder, with the `eos_token_id` of generation_config.json before its own where there is one.
@@ -50,7 +58,8 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     raw = _read_json(folder / "config.json")
     if (folder / "generation_config.json").is_file():
         generation = _read_json(folder / "generation_config.json")
-        raw["eos_token_id"] = [*_ids(generation.get("eos_token_id")), *_ids(raw.get("eos_token_id"))]
+        both = (_Fields(generation, f"{folder}/generation_config.json"), _Fields(raw, str(folder)))
+        raw["eos_token_id"] = [token for fields in both for token in fields.ids("eos_token_id")]
     return raw
 
 
@@ -93,7 +102,7 @@ def parse_hf_config(raw: Mapping[str, Any], where: str, family: Family | None = 
         num_q_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=fields.positive("head_dim", family.head_dim or hidden // num_heads),
-        rms_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        rms_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         max_context_len=fields.positive("max_position_embeddings", 2048),
@@ -103,8 +112,8 @@ def parse_hf_config(raw: Mapping[str, Any], where: str, family: Family | None = 
         mlp_bias=bool(fields.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
         window=fields.windows(family, num_layers),
-        eos_ids=tuple(dict.fromkeys(_ids(fields.get("eos_token_id", None)))),
-        bos_id=next(iter(_ids(fields.get("bos_token_id", None))), None),
+        eos_ids=tuple(dict.fromkeys(fields.ids("eos_token_id"))),
+        bos_id=next(iter(fields.ids("bos_token_id")), None),
         dtype=fields.dtype(),
         draft_vocab_size=fields.optional_positive("draft_vocab_size"),
         target_hidden_size=fields.optional_positive("target_hidden_size"),
@@ -134,6 +143,28 @@ class _Fields:
         """A positive integer, or None where absent."""
         return None if self.get(name, None) is None else self.positive(name)
 
+    def number(self, name: str, default: float) -> float:
+        """A positive number."""
+        value = self.get(name, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= MOST:
+            raise ConfigError(f"{self._where}: {name} is {value!r}; it must be a positive number")
+        return float(value)
+
+    def mapping(self, name: str) -> _Fields:
+        """The fields of an object in the file; none where it is absent."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self._where}: {name} is {value!r}; it must be an object")
+        return _Fields(value, self._where)
+
+    def ids(self, name: str) -> list[int]:
+        """Token ids from a field that may hold none, one or a list."""
+        value = self.get(name, [])
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise ConfigError(f"{self._where}: {name} is {value!r}; it must be a token id or a list of them")
+        return ids
+
     def architecture(self) -> str:
         """The one class name in `architectures`."""
         names = self.get("architectures", [])
@@ -150,31 +181,29 @@ class _Fields:
 
     def rope(self) -> tuple[float, RopeScaling | None]:
         """Base and rescaling of the rotary embedding, in the older form of the file or the newer (`rope_parameters`)."""
-        newer = self.get("rope_parameters", {})
-        scaling = newer or self.get("rope_scaling", {})
-        theta = float(newer.get("rope_theta", self.get("rope_theta", 10000.0)))
-        if float(scaling.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))) != 1.0:
+        newer = self.mapping("rope_parameters")
+        scaling = newer if self.get("rope_parameters", {}) else self.mapping("rope_scaling")
+        theta = newer.number("rope_theta", self.number("rope_theta", 10000.0))
+        if scaling.number("partial_rotary_factor", self.number("partial_rotary_factor", 1.0)) != 1.0:
             raise ConfigError(f"{self._where}: partial_rotary_factor is not 1; only whole-head rotary embeddings are supported")
-        return theta, self._rope_scaling(scaling)
+        return theta, scaling.rope_scaling()
 
-    def _rope_scaling(self, scaling: Mapping[str, Any]) -> RopeScaling | None:
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
+    def rope_scaling(self) -> RopeScaling | None:
+        """These fields as the rescaling of a rotary embedding."""
+        kind = str(self.get("rope_type", self.get("type", "default")))
         if kind == "default":
             return None
-        try:
-            if kind == "linear":
-                return RopeScaling("linear", float(scaling["factor"]))
-            if kind == "llama3":
-                return RopeScaling(
-                    "llama3",
-                    float(scaling["factor"]),
-                    float(scaling["low_freq_factor"]),
-                    float(scaling["high_freq_factor"]),
-                    int(scaling["original_max_position_embeddings"]),
-                )
-        except KeyError as missing:
-            raise ConfigError(f"{self._where}: the {kind} rope scaling lacks {missing}") from None
-        raise ConfigError(f"{self._where}: rope scaling {kind!r} is not supported; supported are default, linear and llama3")
+        if kind not in ROPE_SCALINGS:
+            raise ConfigError(
+                f"{self._where}: rope scaling {kind!r} is not supported; supported are default, {' and '.join(ROPE_SCALINGS)}"
+            )
+        missing = [name for name in ROPE_SCALINGS[kind] if self.get(name, None) is None]
+        if missing:
+            raise ConfigError(f"{self._where}: the {kind} rope scaling lacks {missing[0]!r}")
+        numbers = [self.number(name, 1.0) for name in ROPE_SCALINGS[kind]]
+        if kind == "linear":
+            return RopeScaling("linear", numbers[0])
+        return RopeScaling("llama3", numbers[0], numbers[1], numbers[2], int(numbers[3]))
 
     def windows(self, family: Family, num_layers: int) -> tuple[int, ...]:
         """Keys that a query sees before itself, by layer. The file counts the query's own key too."""
@@ -195,13 +224,6 @@ class _Fields:
         if family.window_switch == "" or (family.window_switch and not self.get(family.window_switch, False)):
             return None
         return self.optional_positive("sliding_window")
-
-
-def _ids(value: object) -> list[int]:
-    """Token ids from a field that may hold none, one or a list."""
-    if value is None:
-        return []
-    return [int(i) for i in value] if isinstance(value, list) else [int(str(value))]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

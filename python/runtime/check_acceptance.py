@@ -14,7 +14,7 @@ from msgspec import structs
 
 from runtime import log as logging_setup
 from runtime.entrypoints.processes import prepare
-from runtime.errors import ConfigError, ServingError
+from runtime.errors import ConfigError, RequestError, ServingError
 from runtime.flag_parser import parse
 from runtime.managers.io_struct import GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
 from runtime.managers.scheduler import Scheduler
@@ -84,7 +84,8 @@ def read_prompts(options: Options) -> list[str]:
     """The prompts asked for. Raises `ConfigError` where there are none."""
     path = options.prompts or EMBEDDED_PROMPTS
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        # By line feeds alone: JSON may hold other separators of Unicode unescaped.
+        lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path}: cannot be read ({type(error).__name__})") from error
     if not lines:
@@ -95,16 +96,27 @@ def read_prompts(options: Options) -> list[str]:
 def _prompt_of(line: str) -> str:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return line
     return value["prompt"] if isinstance(value, dict) and isinstance(value.get("prompt"), str) else line
 
 
 def tokenised(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
-    """As chat messages where the model has a template, else as they are."""
-    if tokenizer.has_chat_template:
-        return [tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
-    return [tokenizer.encode(prompt) for prompt in prompts]
+    """As chat messages where the model has a template, else as they are. Raises `ConfigError` where one is no text that a model reads."""
+
+    def ids(prompt: str) -> list[int]:
+        chat = tokenizer.has_chat_template
+        return tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
+
+    found = []
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            found.append(ids(prompt))
+        except RequestError as error:
+            raise ConfigError(f"--prompts: prompt {number}: {error}") from error
+        if not found[-1]:
+            raise ConfigError(f"--prompts: prompt {number} is empty, and the model begins no text with a token of its own; leave it out")
+    return found
 
 
 def fit(prompts: list[list[int]], config: RuntimeConfig, max_new_tokens: int) -> list[list[int]]:
@@ -127,10 +139,12 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
     from runtime.speculative.build import build_speculative_worker
     from runtime.speculative.parity import eagerly
 
+    most = max(len(prompts), (config.speculative.disable_by_batch_size or 0) + 1)  # at once, in `run`
     on_cpu = config.device == "cpu"
     if on_cpu:  # there nothing is captured when serving; here every runner is to run its padded buffers
         config = structs.replace(config, speculative=structs.replace(config.speculative, draft_decode_graph=True, draft_extend_graph=True))
-    running = min(config.max_running_requests or len(prompts), len(prompts))
+    config = structs.replace(config, max_queued_requests=most)
+    running = min(config.max_running_requests or most, most)
     sizes = [size for size in default_graph_sizes(running + 1) if size % 2 == 0 or size == 1] if on_cpu else None
     worker = build_speculative_worker(config, model_config, "eager" if on_cpu else None, sizes)
     try:
@@ -152,21 +166,25 @@ def run(
 ) -> Outcome:
     """All prompts at temperature 0 through a scheduler of their own. Raises `ServingError` where a request fails.
 
-    Where drafting pauses for large batches, the first ones run so few at a time that it does not, and the others as many as can.
+    Where drafting pauses for large batches, the first ones run so few at a time that it does not, and the last ones as many as can. Prompts
+    that are too few for both run more than once.
     """
     from runtime.speculative.parity import Outcome
 
     sampling = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens, ignore_eos=True)
-    asks = [GenerateReq(rid=str(i), input_ids=ids, sampling=sampling, seed=i) for i, ids in enumerate(prompts)]
-    texts: dict[str, list[int]] = {ask.rid: [] for ask in asks}
     pause, inbox, alive = worker.verifier.pause, list[ToScheduler](), set[str]()
-    few = 0 if pause is None else max(len(asks) - max(len(asks) // 2, pause.above + 1), 0)
+    count = len(prompts)
+    many = count if pause is None else max(count // 2, pause.above + 1)
+    few = 0 if pause is None else max(count - many, 1)
+    turns = [*range(few), *(i % count for i in range(count - many, count))]
+    asks = [GenerateReq(rid=str(i), input_ids=prompts[at], sampling=sampling, seed=at) for i, at in enumerate(turns)]
+    texts: dict[str, list[int]] = {ask.rid: [] for ask in asks}
 
     def take(message: ToDetokenizer) -> None:
         for out in message.outs if isinstance(message, TokensOutBatch) else []:
             texts[out.rid] += out.token_ids
             if out.finish is not None and out.finish.reason == "abort":
-                raise ServingError(f"prompt {out.rid} failed: {out.finish.message}")
+                raise ServingError(f"prompt {turns[int(out.rid)] + 1} failed: {out.finish.message}")
             if out.finish is not None:
                 alive.discard(out.rid)
 
@@ -180,7 +198,8 @@ def run(
                 alive.add(ask.rid)
                 inbox.append(ask)
             scheduler.step()
-    return Outcome(worker.verifier.counted(), list(texts.values()))
+    runs = list(zip(turns, texts.values(), strict=True))
+    return Outcome(worker.verifier.counted(), [[token for at, text in runs if at == i for token in text] for i in range(count)])
 
 
 def verdict(worker: SpeculativeWorker, eager: Outcome, graphs: Outcome, replays: list[int]) -> int:

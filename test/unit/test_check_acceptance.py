@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,40 @@ def test_where_drafting_pauses_graphs_with_drafts_and_without_are_compared(
     runs = {name: int(count) for name, count in re.findall(r"^([a-z ]+): (\d+) replays$", out, re.MULTILINE)}
     assert list(runs) == ["draft decode", "verify", "draft extend", "paused verify", "paused extend"]
     assert min(runs.values()) > 3
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_prompts_too_few_for_a_pause_run_more_than_once(command: list[str], count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--speculative-disable-by-batch-size", "2", "--num-prompts", str(count)]
+    assert check_acceptance.main([*command, *flags]) == 0
+    runs = [int(count) for count in re.findall(r": (\d+) replays$", capsys.readouterr().out, re.MULTILINE)]
+    assert len(runs) == 5
+    assert min(runs) > 3
+
+
+def test_no_prompt_is_turned_away_for_want_of_a_place_to_wait(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_acceptance.main([*command, "--max-queued-requests", "1", "--max-running-requests", "1"]) == 0
+    assert "the same" in capsys.readouterr().out
+
+
+def test_a_prompt_is_a_line_whatever_unicode_holds_it(tmp_path: Path) -> None:
+    deep = "[" * 100_000
+    written = ["a\u2028b\u2029c", "d\x85e\x0bf\x0cg", "h\x1ci"]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in written]
+    (tmp_path / "prompts").write_bytes(("\ufeff" + "\r\n".join([*lines, deep, "plain\u2028words"])).encode())
+    options, _ = check_acceptance.read_options(["--prompts", str(tmp_path / "prompts")])
+    assert check_acceptance.read_prompts(options) == [*written, deep, "plain\u2028words"]
+
+
+@pytest.mark.parametrize(("text", "chat", "why"), [('{"prompt": "\\ud800"}', True, "surrogate"), ('{"prompt": ""}', False, "empty")])
+def test_a_prompt_that_is_no_text_is_named_and_is_no_difference(
+    command: list[str], tmp_path: Path, text: str, chat: bool, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(f"words\n{text}\n")
+    if not chat:
+        (tmp_path / "target" / "chat_template.jinja").unlink()
+    assert check_acceptance.main(command) == check_acceptance.BAD_USE
+    assert re.search(f"--prompts: prompt 2.*{why}", capsys.readouterr().err)
 
 
 def test_a_stale_input_of_one_graph_fails(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -621,6 +621,11 @@ def _synthetic(args: ServerArgs, shape: _DraftShape) -> tuple[float, ...] | None
         return None
     if shape.topk != 1:
         raise ConfigError("--speculative-synthetic-accept-length works on a chain; use --speculative-eagle-topk 1")
+    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        if (getattr(args, name) or 1.0) < 1.0:
+            raise ConfigError(
+                f"{_flag_of(name)}: --speculative-synthetic-accept-length alone decides what is accepted; leave one of the two out"
+            )
     by_position = synthetic_acceptance(args.speculative_synthetic_accept_length, shape.num_steps)
     log.warning("synthetic acceptance: output is not the model's; for benchmarks only")
     return by_position

@@ -303,6 +303,10 @@ def test_the_command_line_of_the_reference_table_starts_a_server(caplog: pytest.
         ({**EAGLE, "speculative_synthetic_accept_length": "5"}, HOPPER, ["from 1 to 4"]),
         ({**EAGLE, "speculative_synthetic_accept_length": "0.5,0.5"}, HOPPER, ["3 probabilities"]),
         ({**EAGLE, "speculative_synthetic_accept_length": "2", "speculative_eagle_topk": 2}, HOPPER, ["--speculative-eagle-topk 1"]),
+        *(
+            ({**EAGLE, "speculative_synthetic_accept_length": "2", name: 0.9}, CPU, ["--" + name.replace("_", "-"), "leave one"])
+            for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+        ),
         ({"enable_mixed_chunk": True}, AMPERE, ["--enable-mixed-chunk", "flashinfer"]),
         ({"enable_mixed_chunk": True, "chunked_prefill_size": -1}, CPU, ["--enable-mixed-chunk", "--chunked-prefill-size"]),
         ({"enable_mixed_chunk": True, "speculative_algorithm": "NGRAM"}, HOPPER, ["--enable-mixed-chunk", "NGRAM"]),

@@ -509,7 +509,9 @@ def _speculative(
             *(device, EMBEDDED_DRAFT_STEPS[device]),
         )
     attention = _draft_attention(args, device, dtype, backend, machine, model)
-    graphs = graphs and attention != "torch_native"
+    if graphs and attention == "torch_native" and algorithm != "NGRAM":
+        log.warning("the draft runs eagerly, which is slower: torch_native attention cannot be captured")
+        graphs = False
     return SpeculativeConfig(
         algorithm=algorithm,
         draft_model_path=path,

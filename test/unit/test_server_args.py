@@ -475,8 +475,14 @@ def test_turning_off_graphs_that_a_cpu_has_not_is_worth_a_warning(flag: str, cap
         assert all("no graphs on a CPU" in line for line in lines)
 
 
-def test_attention_that_cannot_be_captured_runs_without_graphs() -> None:
-    assert resolve(args(attention_backend="torch_native"), HOPPER, LLAMA).cuda_graph_bs == ()
+def test_attention_that_cannot_be_captured_runs_without_graphs_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        assert resolve(args(attention_backend="torch_native"), HOPPER, LLAMA).cuda_graph_bs == ()
+        assert "no CUDA graphs: torch_native" in caplog.text
+        resolve(args(**EAGLE), HOPPER, LLAMA, DRAFT)
+        assert "the draft runs eagerly" not in caplog.text
+        resolve(args(**EAGLE, speculative_draft_attention_backend="torch_native"), HOPPER, LLAMA, DRAFT)
+        assert "the draft runs eagerly, which is slower: torch_native attention cannot be captured" in caplog.text
     mixed = resolve(args(**EAGLE, speculative_draft_attention_backend="torch_native"), HOPPER, LLAMA, DRAFT)
     assert mixed.cuda_graph_bs
     assert mixed.speculative is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import types
 import typing
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from runtime.server_args import Flag, ServerArgs
 
 PROGRAM = "talon"
 """The installed command, the same as `python -m runtime.launch_server`."""
+
+_KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", tuple: "a list of whole numbers"}
 
 
 @dataclass(frozen=True)
@@ -99,16 +102,35 @@ def from_fields(given: dict[str, object]) -> ServerArgs:
     """`ServerArgs` of keyword arguments, as the offline engine takes them; other spellings of a flag are taken too, such as `model`.
 
     Raises:
-        ConfigError: for a name that is no flag, with the nearest one that is, or for two names of one flag.
+        ConfigError: for a name that is no flag, with the nearest one that is; for two names of one flag; for a value that it cannot be.
     """
-    known, spelled = _fields_by_spelling(), dict[str, str]()
-    for key in given:
+    known, spelled, values = _fields_by_spelling(), dict[str, str](), dict[str, typing.Any]()
+    of = {name: (flag, kind) for name, flag, kind in flags()}
+    for key, value in given.items():
         if key not in known:
             raise ConfigError(f"unknown option {key!r}{_nearest(key, list(known))}")
         other = spelled.setdefault(known[key], key)
         if other != key:
             raise ConfigError(f"{other!r} and {key!r} are names of one option; give one of them")
-    return ServerArgs(**{known[key]: value for key, value in given.items()})  # type: ignore[arg-type]
+        left_out = value is None and getattr(ServerArgs, known[key]) is None
+        values[known[key]] = None if left_out else _value(key, value, *of[known[key]])
+    return ServerArgs(**values)
+
+
+def _value(key: str, value: object, flag: Flag, kind: type) -> object:
+    """`value` of a keyword option as its field holds it: what the command line would make of it."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is tuple and isinstance(value, (list, tuple)) and all(type(entry) is int for entry in value):
+        return tuple(value)
+    if kind is float and number:
+        return float(typing.cast(float, value))
+    if kind is str and (number or isinstance(value, os.PathLike)):
+        value = str(value)
+    if type(value) is not kind or kind is tuple:
+        raise ConfigError(f"option {key!r} is {value!r}; it must be {_KINDS[kind]}")
+    if flag.choices and value not in flag.choices:
+        raise ConfigError(f"option {key!r} is {value!r}; it must be one of {', '.join(flag.choices)}")
+    return value
 
 
 def _parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, typing.Any]:
@@ -132,11 +154,14 @@ def _argv_from_yaml(path: Path) -> list[str]:
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: must be a mapping of flags to values")
     known = [spelling.replace("_", "-") for spelling in _fields_by_spelling()]
+    lists = [name.replace("_", "-") for name, _, kind in flags() if kind is tuple]
     argv: list[str] = []
     for key, value in content.items():
         name = str(key).replace("_", "-")
         if name not in known:
             raise ConfigError(f"--config {path}: unknown key {str(key)!r}{_nearest(name, known)}")
+        if isinstance(value, dict) or (isinstance(value, list) and name not in lists):
+            raise ConfigError(f"--config {path}: {str(key)!r} is {value!r}; it takes one value")
         argv += _argv_of(name, value)
     return argv
 

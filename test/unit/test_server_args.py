@@ -183,6 +183,47 @@ def test_keyword_options_are_checked_by_name() -> None:
         from_fields({"model": "m", "model_path": "n"})
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"speculative_num_steps": "3"}, ["speculative_num_steps", "'3'", "whole number"]),
+        ({"speculative_num_steps": 2.5}, ["2.5", "whole number"]),
+        ({"speculative_num_steps": True}, ["True", "whole number"]),
+        ({"speculative_check_parity": "false"}, ["'false'", "True or False"]),
+        ({"disable_radix_cache": None}, ["None", "True or False"]),
+        ({"speculative_accept_threshold_single": "0.5"}, ["'0.5'", "a number"]),
+        ({"cuda_graph_bs": 4}, ["cuda_graph_bs", "4", "list"]),
+        ({"cuda_graph_bs": ["1"]}, ["'1'", "list"]),
+        ({"speculative_draft_model": ["a"]}, ["speculative_draft_model", "text"]),
+        ({"speculative_algorithm": "EAGLE2"}, ["EAGLE2", "EAGLE, EAGLE3, STANDALONE, NGRAM, none"]),
+        ({"quantization": "int4"}, ["int4", "int8"]),
+        ({"dtype": "int3"}, ["int3", "bfloat16"]),
+        ({"device": "tpu"}, ["tpu", "cpu"]),
+        ({"log_level": "loud"}, ["loud", "warning"]),
+    ],
+)
+def test_a_keyword_option_with_a_value_that_its_flag_would_not_take_is_refused(given: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_fields(given)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_keyword_options_are_what_the_command_line_makes_of_them() -> None:
+    given: dict[str, object] = {
+        "model": Path("/m"), "speculative_synthetic_accept_length": 2.5, "watchdog_timeout": 5, "cuda_graph_bs": [1, 2],
+        "max_total_tokens": None,
+    }  # fmt: skip
+    line = ["--model", "/m", "--speculative-synthetic-accept-length", "2.5", "--watchdog-timeout", "5", "--cuda-graph-bs", "1", "2"]
+    assert from_fields(given) == parse(line).args
+
+
+@pytest.mark.parametrize("value", ["[0.9, 0.5, 0.1]", "{a: 1}"])
+def test_a_list_in_a_file_is_no_value_of_a_flag_that_takes_one(tmp_path: Path, value: str) -> None:
+    (tmp_path / "config.yaml").write_text(f"speculative-synthetic-accept-length: {value}")
+    with pytest.raises(ConfigError, match=r"'speculative-synthetic-accept-length' is .*; it takes one value"):
+        parse(["--config", str(tmp_path / "config.yaml")])
+
+
 def test_defaults_on_a_cpu() -> None:
     config = resolve(args(), CPU, LLAMA)
     assert (config.device, config.dtype, config.attention_backend) == ("cpu", "float32", "torch_native")

@@ -65,6 +65,24 @@ def test_the_alarm_names_the_position_that_drifted() -> None:
     assert "draft 2:" in str(drifts[0])
 
 
+def test_graphs_that_accept_more_than_eager_steps_drifted_too() -> None:
+    alarm = DriftAlarm(1)
+    alarm.add([2] * 9_000 + [1] * 1_000, oracle=False)
+    alarm.add([2] * 800 + [1] * 200, oracle=True)
+    (drift,) = alarm.check()
+    assert drift.graph > drift.eager
+    assert drift.z > 5
+
+
+def test_less_than_two_hundredths_are_no_drift_however_sure() -> None:
+    for rejected, alarms in ((150, 0), (250, 1)):
+        alarm = DriftAlarm(1)
+        alarm.add([2] * (10_000 - rejected) + [1] * rejected, oracle=False)
+        alarm.add([2] * 1_999, oracle=True)
+        assert compare(alarm.recent(False), alarm.recent(True))[0].z < -5
+        assert len(alarm.check()) == alarms
+
+
 def test_the_alarm_is_silent_on_chance_and_on_little() -> None:
     rng = np.random.default_rng(2)
     for _ in range(20):

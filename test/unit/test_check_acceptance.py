@@ -134,6 +134,47 @@ def test_a_stale_input_of_one_graph_fails(command: list[str], monkeypatch: pytes
     assert "text of" not in out, "verification is lossless: that is why nobody notices without this check"
 
 
+def test_padding_that_writes_where_somebody_reads_fails(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reference of a CPU is without padding: else what padding does, it does on both sides."""
+    build = speculative_build.build_speculative_worker
+
+    def broken(*args: Any) -> Any:
+        worker: Any = build(*args)
+        verify = runners(worker)["verify"]
+        run = verify.run
+
+        def careless(batch: Any, *more: Any) -> Any:
+            padding = (batch.req_pool_indices == 0).repeat_interleave(batch.tokens_per_req)
+            batch.out_cache_loc[padding] = batch.out_cache_loc[0]
+            return run(batch, *more)
+
+        monkeypatch.setattr(verify, "run", lambda batch, variant="", oracle=False: careless(batch, variant, oracle))
+        return worker
+
+    monkeypatch.setattr(speculative_build, "build_speculative_worker", broken)
+    assert check_acceptance.main(command) == check_acceptance.DIFFERENT
+    assert "prompts differs, first of prompt 1" in capsys.readouterr().out
+
+
+def test_a_runner_that_replayed_nothing_was_not_compared(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build = speculative_build.build_speculative_worker
+
+    def idle(*args: Any) -> Any:
+        worker: Any = build(*args)
+        runners(worker)["draft_decode"]._replays.clear()
+        return worker
+
+    monkeypatch.setattr(speculative_build, "build_speculative_worker", idle)
+    assert check_acceptance.main(command) == check_acceptance.DIFFERENT
+    out = capsys.readouterr().out
+    assert "not compared: draft decode replayed nothing" in out
+    assert "the same" not in out
+
+
 def test_what_cannot_be_compared_is_refused(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_acceptance.main([*command, "--max-new-tokens", "1"]) == check_acceptance.BAD_USE
     assert check_acceptance.main([*command, "--prompts", str(tmp_path / "none")]) == check_acceptance.BAD_USE

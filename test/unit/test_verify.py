@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from runtime.speculative.verify import (
+    BELOW_ONE,
     AcceptThresholds,
     DraftProbs,
     accept_lens_greedy,
@@ -329,6 +330,11 @@ def test_synthetic_acceptance_ignores_the_tokens() -> None:
     assert abs(float(lens.float().mean()) - (1 + 0.9 + 0.45 + 0.09)) < 0.03
     rows = zip(lens.tolist(), out.tolist(), draft.clamp(0, 9).tolist(), target.tolist(), strict=True)
     assert all(row[:n] == [*d[1:n], t[n - 1]] for n, row, d, t in itertools.islice(rows, 500))
+    none, every = torch.zeros(3), torch.ones(3)
+    for ends, length in ((none, 1), (every, 4)):
+        for uniform in (0.0, BELOW_ONE):
+            lens, _ = verify_chain_synthetic(draft[:1], target[:1], ends, torch.full((1, 3), uniform), 10)
+            assert lens.tolist() == [length]
 
 
 def test_nothing_reads_from_the_device() -> None:

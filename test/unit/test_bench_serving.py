@@ -277,6 +277,8 @@ def test_conversation_files_are_read_and_a_missing_one_is_named(tmp_path: Path, 
     assert request.prompt == "the hen andAssistant:"
     assert request.output_len == vocabulary.count("in the inn")
     assert [r.prompt for r in make(vocabulary, name="custom", path=str(custom))] == ["another", "thing"]
+    custom.write_text("\ufeff" + json.dumps({"prompt": "one\u2028line\x85still"}, ensure_ascii=False), encoding="utf-8")
+    assert [r.prompt for r in make(vocabulary, name="custom", path=str(custom), num_prompts=1)] == ["one\u2028line\x85still"]
     with pytest.raises(ValueError, match="nothing is downloaded"):
         make(vocabulary, name="sharegpt", path=str(tmp_path / "none.json"))
 

@@ -198,7 +198,8 @@ def _sharegpt(options: DatasetOptions) -> list[Pair]:
 
 def _custom(options: DatasetOptions) -> list[Pair]:
     """JSONL: conversations as in ShareGPT, or lines with a `prompt` (and perhaps an `answer`)."""
-    lines = [_line(options, number, text) for number, text in enumerate(_read_text(options).splitlines(), 1) if text.strip()]
+    # By line feeds alone: JSON may hold other separators of Unicode unescaped.
+    lines = [_line(options, number, text) for number, text in enumerate(_read_text(options).split("\n"), 1) if text.strip()]
     plain: list[Pair] = [(line["prompt"], line.get("answer")) for line in lines if isinstance(line.get("prompt"), str)]
     return plain or _first_turns(lines, options)
 
@@ -220,7 +221,7 @@ def _first_turns(conversations: Iterable[dict[str, Any]], options: DatasetOption
 def _read_text(options: DatasetOptions) -> str:
     if not options.path or not Path(options.path).is_file():
         raise ValueError(f"--dataset-name {options.name} needs --dataset-path FILE; {options.path!r} is no file (nothing is downloaded)")
-    return Path(options.path).read_text(encoding="utf-8")
+    return Path(options.path).read_text(encoding="utf-8-sig")
 
 
 def _read_json(options: DatasetOptions) -> list[dict[str, Any]]:

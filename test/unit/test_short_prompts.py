@@ -160,6 +160,23 @@ def test_one_after_the_other_leaves_nothing_behind(target: Target) -> None:
 
 
 @torch.inference_mode()
+def test_a_plan_is_told_of_as_many_keys_as_there_are(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the padding's too: a plan of fewer would be too small for the pass."""
+    prompts, backend, seen = short_prompts(target), target.runner.backend, list[int]()
+    plan = backend.plan
+
+    def checked(batch: ForwardBatch, num_steps: int = 1) -> None:
+        assert batch.seq_len_bounds.tolist() == batch.seq_lens.tolist()
+        seen.extend(batch.seq_len_bounds.tolist())
+        plan(batch, num_steps)
+
+    monkeypatch.setattr(backend, "plan", checked)
+    prompts.run(chunks(target, {3: (0, 5), 4: (30, 12)}))
+    prompts.run(chunk(target, 16, 8))
+    assert seen == [8, 46, 24]
+
+
+@torch.inference_mode()
 def test_a_single_prompt_is_not_copied(target: Target) -> None:
     prompts = short_prompts(target, LAYERS)
     found = prompts.run(chunk(target, 0, 5))

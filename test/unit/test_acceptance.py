@@ -31,6 +31,7 @@ def test_counters_follow_the_definition_at_any_depth() -> None:
     shown = counters.to_json()
     assert (shown["drafted"], shown["reached"], shown["accepted"]) == (drafted, reached, accepted)
     assert shown["iterations"] == windows
+    assert shown["drafted_tokens"] == sum(drafted)
     assert counters.mean_accept_len == pytest.approx(total / windows)
     assert shown["rates"] == pytest.approx([a / r for a, r in zip(accepted, reached, strict=True)])
     assert json.loads(json.dumps(shown)) == shown

@@ -59,6 +59,19 @@ def test_with_a_token_map_the_draft_guesses_those_tokens_only(tmp_path: Path) ->
     assert out == Driver(plain()).generate(PROMPTS, 20)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "spec", "drafts"), [("EAGLE", {}, 3), ("EAGLE", {"topk": 3, "num_draft_tokens": 7}, 6), ("NGRAM", {"num_steps": 5}, 5)]
+)
+def test_the_worker_counts_every_draft_that_is_verified(tmp_path: Path, algorithm: str, spec: dict[str, Any], drafts: int) -> None:
+    """Nodes of a tree, and not its depths: as the scheduler counts them."""
+    worker = speculating(tmp_path, algorithm, **spec)
+    Driver(worker).generate(PROMPTS, 12)
+    counted = worker.verifier.counted().to_json()
+    assert counted["drafted_tokens"] == drafts * counted["iterations"] > 0
+    assert counted["accepted_tokens"] == sum(counted["accepted"])
+    assert worker.info()["acceptance"]["eager"] == counted
+
+
 def test_more_branches_than_the_draft_knows_tokens_are_refused_by_flag(tmp_path: Path) -> None:
     torch.save([5, 6, 7], tmp_path / "hot.pt")
     for algorithm, less in (("EAGLE", {"token_map": str(tmp_path / "hot.pt")}), ("EAGLE3", {"head": {"draft_vocab_size": 3}})):

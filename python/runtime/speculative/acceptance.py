@@ -22,6 +22,7 @@ class AcceptanceCounters:
     Attributes:
         num_steps: K, the most drafts on a path.
         iterations: verified windows.
+        draft_tokens: verified in them: more than positions where drafts are a tree.
         drafted: int64 [K]. Windows that had a draft at the position.
         reached: int64 [K]. Those in which all drafts before it were accepted.
         accepted: int64 [K]. Those in which it was accepted as well.
@@ -29,22 +30,24 @@ class AcceptanceCounters:
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
-        self.iterations = 0
+        self.iterations = self.draft_tokens = 0
         self.drafted: Int64 = np.zeros(num_steps, dtype=np.int64)
         self.reached: Int64 = np.zeros(num_steps, dtype=np.int64)
         self.accepted: Int64 = np.zeros(num_steps, dtype=np.int64)
 
-    def add(self, accept_lens: npt.ArrayLike, num_steps: int | None = None) -> None:
+    def add(self, accept_lens: npt.ArrayLike, num_steps: int | None = None, draft_tokens: int | None = None) -> None:
         """Count one batch.
 
         Args:
             accept_lens: int [B], each in 1..num_steps + 1, the bonus token included.
             num_steps: how deep this batch was drafted, 0 included; None for K.
+            draft_tokens: how many drafts each window had; None for a chain's, one at each depth.
         """
         depth = self.num_steps if num_steps is None else num_steps
         lens = np.asarray(accept_lens, dtype=np.int64)
         at_least = np.bincount(np.minimum(lens, depth + 1), minlength=depth + 2)[::-1].cumsum()[::-1]
         self.iterations += len(lens)
+        self.draft_tokens += len(lens) * (depth if draft_tokens is None else draft_tokens)
         self.drafted[:depth] += len(lens)
         self.reached[:depth] += at_least[1 : depth + 1]
         self.accepted[:depth] += at_least[2 : depth + 2]
@@ -52,6 +55,7 @@ class AcceptanceCounters:
     def merge(self, other: AcceptanceCounters) -> None:
         """Add another's totals, of the same K."""
         self.iterations += other.iterations
+        self.draft_tokens += other.draft_tokens
         for name in ("drafted", "reached", "accepted"):
             getattr(self, name)[:] += getattr(other, name)
 
@@ -69,7 +73,7 @@ class AcceptanceCounters:
         return {
             "iterations": self.iterations,
             "accept_length": self.mean_accept_len,
-            "drafted_tokens": int(self.drafted.sum()),
+            "drafted_tokens": self.draft_tokens,
             "accepted_tokens": int(self.accepted.sum()),
             "drafted": self.drafted.tolist(),
             "reached": self.reached.tolist(),

@@ -309,7 +309,8 @@ class Verifier:
         keep = np.arange(tokens.shape[1])[None] < lens[:, None]
         if flight.stats.draft_tokens:
             stats = flight.stats
-            self._counters["eager_sample" if stats.oracle else "graph" if stats.graph else "eager"].add(lens)
+            counters = self._counters["eager_sample" if stats.oracle else "graph" if stats.graph else "eager"]
+            counters.add(lens, draft_tokens=stats.draft_tokens)
             if stats.oracle or stats.graph:
                 self._alarm.add(lens, stats.oracle)
         if flight.stats.oracle:

@@ -72,6 +72,24 @@ def test_the_worker_counts_every_draft_that_is_verified(tmp_path: Path, algorith
     assert worker.info()["acceptance"]["eager"] == counted
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "spec", "most", "reach"),
+    [
+        ("EAGLE", {}, 4, 4),
+        ("EAGLE", {"topk": 3, "num_draft_tokens": 7}, 4, 9),
+        ("EAGLE3", {"num_steps": 2, "topk": 2, "num_draft_tokens": 7}, 3, 7),
+        ("STANDALONE", {"num_steps": 1}, 2, 2),
+        ("NGRAM", {"num_steps": 5}, 6, 6),
+    ],
+)
+def test_the_limits_say_what_a_step_commits_at_most_and_how_far_it_writes(
+    tmp_path: Path, algorithm: str, spec: dict[str, Any], most: int, reach: int
+) -> None:
+    """K + 1 tokens, however many nodes are verified; max(K * topk, D) slots."""
+    limits = speculating(tmp_path, algorithm, **spec).limits
+    assert (limits.max_accept_len, limits.tokens_per_step) == (most, reach)
+
+
 def test_more_branches_than_the_draft_knows_tokens_are_refused_by_flag(tmp_path: Path) -> None:
     torch.save([5, 6, 7], tmp_path / "hot.pt")
     for algorithm, less in (("EAGLE", {"token_map": str(tmp_path / "hot.pt")}), ("EAGLE3", {"head": {"draft_vocab_size": 3}})):

@@ -50,7 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare, print the table, and return the exit status: 0 where nothing differs, 1 where something does, 2 for impossible flags."""
     try:
         options, rest = read_options(sys.argv[1:] if argv is None else argv)
-        args = parse(rest).args
+        command = parse(rest)
+        if command.check or command.dump_config:
+            raise ConfigError("--check and --dump-config belong to runtime.launch_server; leave them out")
+        args = command.args
         logging_setup.setup(args.log_level, "talon::check")
         config, model_config = prepare(args)
         tokenizer = Tokenizer.load(config.tokenizer_path, chat_template=config.chat_template)

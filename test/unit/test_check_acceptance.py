@@ -179,6 +179,8 @@ def test_what_cannot_be_compared_is_refused(command: list[str], tmp_path: Path, 
     assert check_acceptance.main([*command, "--max-new-tokens", "1"]) == check_acceptance.BAD_USE
     assert check_acceptance.main([*command, "--prompts", str(tmp_path / "none")]) == check_acceptance.BAD_USE
     assert check_acceptance.main([*command, "--no-such-flag"]) == check_acceptance.BAD_USE
+    assert check_acceptance.main([*command, "--check"]) == check_acceptance.BAD_USE
+    assert check_acceptance.main([*command, "--dump-config"]) == check_acceptance.BAD_USE
     assert check_acceptance.main([*command[: command.index("--speculative-algorithm")]]) == check_acceptance.BAD_USE
     assert "--speculative-algorithm" in capsys.readouterr().err
 

@@ -264,7 +264,7 @@ class ServerArgs:
     speculative_draft_load_format: str | None = _flag(
         None,
         "speculative decoding",
-        "As --load-format, for the draft; default: dummy with a dummy model, else auto.",
+        "As --load-format, for the draft; default: dummy with a dummy model unless it is a GGUF file, else auto.",
         choices=("auto", "safetensors", "gguf", "dummy"),
     )
     speculative_num_steps: int | None = _flag(

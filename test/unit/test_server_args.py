@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from runtime.device import KERNEL_PACKAGES, Gpu, MachineFacts, probe
+from runtime.entrypoints import processes
 from runtime.errors import ConfigError
 from runtime.flag_parser import build_parser, dump, flags, from_fields, parse
 from runtime.resolve import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS, check, default_graph_sizes, resolve, synthetic_acceptance, with_own_draft
@@ -514,6 +515,24 @@ def test_turning_off_graphs_that_a_cpu_has_not_is_worth_a_warning(flag: str, cap
         lines = [record.message for record in caplog.records if record.levelno == logging.WARNING and "graph" in record.message]
         assert [line.partition(":")[0] for line in lines] == warned
         assert all("no graphs on a CPU" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "asked", "found"),
+    [
+        ("dummy", "a/head", None, "dummy"),
+        ("dummy", "/a/draft.gguf", None, "auto"),
+        ("dummy", "/a/draft.gguf", "dummy", "dummy"),
+        ("dummy", "a/head", "safetensors", "safetensors"),
+        ("safetensors", "a/head", None, "auto"),
+    ],
+)
+def test_a_draft_is_made_up_where_its_target_is_unless_it_is_a_gguf_file(
+    monkeypatch: pytest.MonkeyPatch, target: str, draft: str, asked: str | None, found: str
+) -> None:
+    monkeypatch.setattr(processes, "resolve_weights", lambda path, load_format, flags: (path, load_format))
+    given = args(speculative_draft_model_path=draft, speculative_draft_load_format=asked)
+    assert processes._draft(given, target) == (draft, found)
 
 
 def test_attention_that_cannot_be_captured_runs_without_graphs_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -80,10 +80,12 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
 
 def _draft(args: ServerArgs, target_kind: str) -> tuple[str, str] | None:
     """(folder, what lies there) of the draft model, if there is one."""
-    if args.speculative_draft_model_path is None:
+    path = args.speculative_draft_model_path
+    if path is None:
         return None
-    load_format = args.speculative_draft_load_format or ("dummy" if target_kind == "dummy" else "auto")
-    return resolve_weights(args.speculative_draft_model_path, load_format=load_format, flags=DRAFT_FLAGS)
+    made_up = target_kind == "dummy" and not path.endswith(".gguf")  # of a GGUF file's shape alone nothing is known before it is read
+    load_format = args.speculative_draft_load_format or ("dummy" if made_up else "auto")
+    return resolve_weights(path, load_format=load_format, flags=DRAFT_FLAGS)
 
 
 class Child:

@@ -218,6 +218,7 @@ def test_sound_workers_start_and_nothing_of_the_check_is_left(tmp_path: Path, sp
     check_parity(worker)
     acceptance: Any = worker.info()["acceptance"]
     assert [acceptance[ran]["iterations"] for ran in ("graph", "eager_sample", "eager")] == [0, 0, 0]
+    assert [worker.verifier._alarm.recent(oracle).iterations for oracle in (False, True)] == [0, 0]
     assert worker._target.rows.kv_lens.sum() == 0
     assert worker._target.page_table.pages.sum() == 0
     assert all(runner.use == "graphs" for runner in worker.runners)

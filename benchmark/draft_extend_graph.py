@@ -22,7 +22,7 @@ from benchmark.sweep import Setup, add_model, arguments, names, numbers, random_
 from runtime.speculative.acceptance import AcceptanceCounters
 
 NAME = "draft_extend_graph"
-KEYS = ("model", "backend", "overlap", "loop", "graph", "concurrency")
+KEYS = ("model", "backend", "overlap", "loop", "output_len", "graph", "concurrency")
 STEPS = 2
 """Steps 2, topk 1, draft tokens 3: the settings of the table that this one answers."""
 
@@ -102,7 +102,7 @@ def measure(
 
 
 def render(result: Result) -> str:
-    """A table for each model, backend and overlap."""
+    """A table for each model, backend, overlap and length of the answers."""
     rows, parts = result["rows"], []
     for key in dict.fromkeys(_series(row) for row in rows):
         parts += [f"**{key}**", "", _part([row for row in rows if _series(row) == key]), ""]
@@ -112,7 +112,8 @@ def render(result: Result) -> str:
 
 def _series(row: dict[str, Any]) -> str:
     where = ", without HTTP" if row.get("loop") == "in-process" else ""
-    return f"{row['model']}, {row['backend']}, overlap {row['overlap']}{where}"
+    lens = f", {row['input_len']} -> {row['output_len']}" if "output_len" in row else ""
+    return f"{row['model']}, {row['backend']}, overlap {row['overlap']}{lens}{where}"
 
 
 def _part(rows: list[dict[str, Any]]) -> str:
@@ -177,12 +178,16 @@ def _figure(row: dict[str, Any], name: str) -> float | None:
 
 
 def pairs(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, dict[str, Any], dict[str, Any]]]]:
-    """By model, backend and overlap: (concurrency, the row without the graph, the row with it), where both were measured."""
+    """By model, backend, overlap and length: (concurrency, the row without the graph, the row with it), where both were measured."""
     found: dict[str, list[tuple[int, dict[str, Any], dict[str, Any]]]] = {}
     for on in sorted(
-        rows, key=lambda row: (row["model"], row.get("loop", ""), row["backend"], row["overlap"] == "off", row["concurrency"])
+        rows,
+        key=lambda row: (
+            *(row["model"], row.get("loop", ""), row["backend"], row["overlap"] == "off"),
+            *(row.get("output_len", 0), row["concurrency"]),
+        ),
     ):
-        same = {key: on.get(key) for key in ("model", "backend", "overlap", "loop", "concurrency")}
+        same = {key: on.get(key) for key in ("model", "backend", "overlap", "loop", "output_len", "concurrency")}
         off = pick(rows, graph="off", **same)
         if on["graph"] == "on" and off is not None:
             found.setdefault(_series(on), []).append((on["concurrency"], off, on))

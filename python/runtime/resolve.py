@@ -75,7 +75,7 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
     dtype = _dtype(args, device, model)
     backend = _attention(args.attention_backend, "--attention-backend", device, dtype, machine, model)
     context = _context_length(args, model)
-    chunk = _chunk(args, device, context)
+    chunk = _chunk(args, device)
     running = _running_requests(args, device)
     graph_sizes = _graph_sizes(args, device, backend, running)
     quantization = _quantization(args, device, model)
@@ -101,7 +101,7 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
         cuda_graph_bs=graph_sizes,
         cuda_graph_padding=not args.disable_cuda_graph_padding,
         chunked_prefill_size=chunk,
-        max_prefill_tokens=_prefill_tokens(args, device, chunk),
+        max_prefill_tokens=_prefill_tokens(args, device, chunk, context),
         max_queued_requests=args.max_queued_requests,
         schedule_policy=cast('Literal["fcfs", "lpm"]', args.schedule_policy),
         schedule_conservativeness=args.schedule_conservativeness,
@@ -374,9 +374,9 @@ def _context_length(args: ServerArgs, model: ModelFacts) -> int:
     return args.context_length
 
 
-def _chunk(args: ServerArgs, device: DeviceKind, context: int) -> int:
+def _chunk(args: ServerArgs, device: DeviceKind) -> int:
     if args.chunked_prefill_size == -1:
-        return context
+        return -1
     chunk = args.chunked_prefill_size or (512 if device == "cpu" else 2048)
     if args.max_prefill_tokens is not None and args.max_prefill_tokens < chunk:
         log.info("chunked prefill %d: not more than --max-prefill-tokens", args.max_prefill_tokens)
@@ -384,9 +384,15 @@ def _chunk(args: ServerArgs, device: DeviceKind, context: int) -> int:
     return chunk
 
 
-def _prefill_tokens(args: ServerArgs, device: DeviceKind, chunk: int) -> int:
-    """Enough for several chunks on a GPU, where a decode step is far shorter than a prompt; on a CPU decoding would stand for seconds."""
-    return max(chunk, args.max_prefill_tokens or (0 if device == "cpu" else 8192))
+def _prefill_tokens(args: ServerArgs, device: DeviceKind, chunk: int, context: int) -> int:
+    """Enough for several chunks on a GPU, where a decode step is far shorter than a prompt; on a CPU decoding would stand for seconds.
+
+    Where prompts are never cut, as many as were asked for, or at least the longest prompt.
+    """
+    if chunk == -1 and args.max_prefill_tokens is not None:
+        return args.max_prefill_tokens
+    longest = context if chunk == -1 else chunk
+    return max(longest, args.max_prefill_tokens or (0 if device == "cpu" else 8192))
 
 
 def _mixed_chunk(args: ServerArgs, backend: AttentionName, speculative: SpeculativeConfig | None) -> bool:

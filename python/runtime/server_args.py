@@ -40,7 +40,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything decided before the first process starts. Field names are the flags' where there is one.
 
-    `max_total_tokens` and `max_running_requests` are None where the memory plan decides.
+    `max_total_tokens` and `max_running_requests` are None where the memory plan decides; `chunked_prefill_size` is -1 where no prompt
+    is cut.
     """
 
     # model

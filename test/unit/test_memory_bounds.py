@@ -79,6 +79,10 @@ def test_a_rehearsal_of_the_largest_window_changes_no_answer(tmp_path: Path, spe
     assert Driver(worker).generate(prompts, 12) == expected
 
 
+def test_a_pass_holds_the_longest_prompt_where_none_is_cut() -> None:
+    assert make_parts(tiny_runtime(chunked_prefill_size=-1, context_length=128, max_prefill_tokens=32)).extend_tokens == 128
+
+
 def test_a_rehearsal_of_sampling_and_of_the_largest_prompt_step_leaves_the_rows_as_they_were() -> None:
     worker = plain(None)
     target = worker._target

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from runtime.batch import WorkerLimits
 from runtime.device import KERNEL_PACKAGES, Gpu, MachineFacts, probe
 from runtime.entrypoints import processes
 from runtime.errors import ConfigError
 from runtime.flag_parser import build_parser, dump, flags, from_fields, parse
+from runtime.managers.schedule_policy import PrefillBudget
 from runtime.resolve import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS, check, default_graph_sizes, resolve, synthetic_acceptance, with_own_draft
 from runtime.server_args import ModelFacts, RuntimeConfig, ServerArgs, SpeculativeConfig
 
@@ -245,6 +247,22 @@ def test_defaults_on_hopper_and_on_other_gpus() -> None:
     assert (ampere.attention_backend, ampere.page_size) == ("flashinfer", 16)
     turing = resolve(args(), TURING, LLAMA)
     assert (turing.device, turing.attention_backend) == ("cpu", "torch_native"), "a GPU that no kernel takes is left alone"
+
+
+@pytest.mark.parametrize("machine", [CPU, HOPPER])
+def test_prompts_that_are_never_cut_stay_whole_beside_others(machine: MachineFacts) -> None:
+    config = resolve(args(chunked_prefill_size=-1), machine, LLAMA)
+    limits = WorkerLimits(1 << 20, 16, config.context_length, config.context_length, config.page_size, LLAMA.vocab_size)
+    budget = PrefillBudget.start(config.chunked_prefill_size, config.max_prefill_tokens, limits)
+    assert budget.offer(5000, first=True) == 5000
+    budget.take(5000)
+    assert budget.offer(5000, first=False) == 0, "what is left of the pass does not hold it: it waits, and is not cut"
+    assert budget.offer(3000, first=False) == 3000
+
+
+def test_fewer_tokens_before_decoding_are_granted_where_prompts_are_never_cut() -> None:
+    config = resolve(args(chunked_prefill_size=-1, max_prefill_tokens=300), CPU, LLAMA)
+    assert (config.chunked_prefill_size, config.max_prefill_tokens) == (-1, 300)
 
 
 def test_a_head_dimension_without_kernels_falls_back_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:

@@ -69,9 +69,9 @@ class Parts:
 
     @property
     def extend_tokens(self) -> int:
-        """Tokens of one EXTEND batch."""
+        """Tokens of one EXTEND batch: the chunk, or the longest prompt where none is cut."""
         chunk = self.config.chunked_prefill_size
-        return chunk if chunk > 0 else self.config.max_prefill_tokens
+        return chunk if chunk > 0 else self.config.context_length
 
 
 def make_parts(config: RuntimeConfig, replay: ReplayKind | None = None, sizes: list[int] | None = None) -> Parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -70,6 +71,31 @@ def test_too_little_is_an_error_that_names_flag_and_amount(fraction: float | Non
     with pytest.raises(ConfigError, match=flag) as caught:
         plan_memory(budget, 16, None, fraction, 1024)
     assert re.search(r"[\d,]+ MiB short of the 1024 tokens", str(caught.value))
+
+
+@settings(deadline=None)
+@given(budget=budgets, page=st.sampled_from([1, 16, 64]), least=st.integers(1 << 16, 1 << 22))
+def test_the_amount_that_is_short_is_enough_and_not_much_more(budget: Budget, page: int, least: int) -> None:
+    try:
+        plan_memory(budget, page, None, None, least)
+        assume(False)
+    except ConfigError as error:
+        found = re.search(r"is ([\d,]+) MiB short", str(error))
+    assert found is not None
+    short = int(found[1].replace(",", "")) * MIB
+    assert plan_memory(replace(budget, free=budget.free + short), page, None, None, least).num_pages * page >= least
+    with pytest.raises(ConfigError):
+        plan_memory(replace(budget, free=budget.free + short - MIB), page, None, None, least)
+
+
+@settings(deadline=None)
+@given(budget=budgets, page=st.sampled_from([1, 16, 64]))
+def test_tokens_that_are_refused_need_more_than_is_left(budget: Budget, page: int) -> None:
+    most = plan_memory(budget, page, None, None, 1).num_pages * page
+    with pytest.raises(ConfigError, match="--max-total-tokens") as caught:
+        plan_memory(budget, page, most + page, None, 1)
+    needed, left = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) MiB", str(caught.value)))
+    assert needed > left
 
 
 def test_the_table_shows_in_mib_what_was_reserved_used_and_left_unused() -> None:

@@ -59,6 +59,11 @@ def _line(name: str, reserved: int, used: int, unused: int | None = None) -> str
     return f"{name:<24}" + "".join(f"{size / MIB:>12,.0f}" for size in (reserved, used, left))
 
 
+def _up(size: int) -> int:
+    """MiB that hold so many bytes."""
+    return -(-size // MIB)
+
+
 def plan_memory(
     budget: Budget,
     page_size: int,
@@ -82,25 +87,26 @@ def plan_memory(
     room = budget.free - budget.activations - reserved - safety
     if fraction is not None:
         room = int(budget.total * fraction) - weights
-    pages = max(room, 0) // (budget.bytes_per_slot * page_size) - 1  # page 0 is padding
+    page_bytes = budget.bytes_per_slot * page_size
+    pages = max(room, 0) // page_bytes - 1  # page 0 is padding
     if wanted_tokens is not None:
         if wanted_tokens // page_size * page_size < least_tokens:
             raise ConfigError(f"--max-total-tokens is {wanted_tokens}; one request needs {least_tokens}, so raise it or leave it out")
         if wanted_tokens // page_size > pages:
             raise ConfigError(
-                f"--max-total-tokens {wanted_tokens} needs {wanted_tokens * budget.bytes_per_slot / MIB:,.0f} MiB of KV "
-                f"and {max(room, 0) / MIB:,.0f} MiB are left; lower it to {max(pages, 0) * page_size}"
+                f"--max-total-tokens {wanted_tokens} needs {_up((wanted_tokens // page_size + 1) * page_bytes):,} MiB of KV "
+                f"and {max(room, 0) // MIB:,} MiB are left; lower it to {max(pages, 0) * page_size}"
             )
         pages = wanted_tokens // page_size
     if pages * page_size < least_tokens:
-        short = (least_tokens * budget.bytes_per_slot - room) / MIB
+        short = _up((-(-least_tokens // page_size) + 1) * page_bytes - room)
         flag = (
             "raise --mem-fraction-static"
             if fraction is not None
             else "lower --chunked-prefill-size, --cuda-graph-max-bs or --context-length"
         )
-        raise ConfigError(f"KV cache is {short:,.0f} MiB short of the {least_tokens} tokens that one request needs; {flag}")
-    kv = (pages + 1) * page_size * budget.bytes_per_slot
+        raise ConfigError(f"KV cache is {short:,} MiB short of the {least_tokens} tokens that one request needs; {flag}")
+    kv = (pages + 1) * page_bytes
     table = {"weights and context": weights, "activations": budget.activations, **budget.reservations, "KV cache": kv}
     table["left free"] = budget.total - sum(table.values())
     return MemoryPlan(pages, table)

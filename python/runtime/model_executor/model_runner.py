@@ -49,7 +49,6 @@ class ModelRunner:
         max_batch_size: int,
         max_width: int,
         max_steps: int,
-        extra: AttentionBackend | None = None,
     ) -> None:
         """Make the KV pool and the backend, and bind them to the model.
 

@@ -429,6 +429,23 @@ def test_seconds_hold_the_tokens_that_came_in_them() -> None:
     assert timeline.requests == [1, 2]
 
 
+def test_a_token_at_the_very_end_of_a_second_is_counted_however_its_time_rounds() -> None:
+    first, ended = settled([0.0], start=8.479168751052146), 30.479168751052146
+    last = settled([0.0], start=8.720086612211697, ttft=ended - 8.720086612211697)
+    last.chunks[0].at = ended
+    assert last.start + last.latency < ended, "as seen: the sum is one rounding below the chunk's time"
+    assert sum(metrics.per_second([first, last]).tokens) == 2
+
+
+def test_positions_that_answers_do_not_tell_are_those_of_the_servers_totals() -> None:
+    record = settled([0.0] * 5)
+    record.verify_steps = 2
+    before = {"spec_verify_steps_total": 100, "spec_accepted_tokens_total": 90, "spec_accepted_by_position": [60, 30]}
+    after = {"spec_verify_steps_total": 102, "spec_accepted_tokens_total": 93, "spec_accepted_by_position": [62, 31]}
+    figures = metrics.acceptance([record], before, {**after, "per_position_acceptance": [0.6, 0.3]})
+    assert (figures["accept_length"], figures["per_position_acceptance"]) == (2.0, [1.0, 0.5])
+
+
 def test_acceptance_is_of_this_run_where_every_answer_tells() -> None:
     told = [settled([0.0] * 7), settled([0.0] * 5)]
     for record, steps, accepted in zip(told, (3, 2), ([3, 1], [1, 1]), strict=True):

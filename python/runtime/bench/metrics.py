@@ -44,7 +44,7 @@ def spread_itl(record: RequestRecord) -> list[float]:
 
 
 def summarize(records: Sequence[RequestRecord], seconds: float, goodput: Mapping[str, float] | None = None) -> Figures:
-    """The figures of interface.md that follow from the records alone.
+    """The figures of the JSON line that follow from the records alone.
 
     Args:
         records: all of the run, failed ones too; `itl` filled in.
@@ -129,7 +129,8 @@ def per_second(good: Sequence[RequestRecord]) -> Timeline:
     if not good:
         return Timeline([], [])
     start = min(record.start for record in good)
-    length = int(max(record.start + record.latency for record in good) - start) + 1
+    ends = [max([record.start + record.latency, *(chunk.at for chunk in record.chunks[-1:])]) for record in good]
+    length = int(max(ends) - start) + 1
     tokens, requests = [0] * length, [0] * length
     for record in good:
         for at, count in _token_times(record):
@@ -177,8 +178,9 @@ def acceptance(records: Sequence[RequestRecord], before: Mapping[str, Any] | Non
         "graph_hit_rate": state.get("graph_hit_rate"),
         "padding_waste": state.get("padding_waste"),
     }
-    told = _from_totals(_state(before), state) | _from_answers([record for record in records if record.success])
-    return figures | {name: value for name, value in told.items() if value is not None}
+    for told in (_from_totals(_state(before), state), _from_answers([record for record in records if record.success])):
+        figures |= {name: value for name, value in told.items() if value is not None}
+    return figures
 
 
 def _state(info: Mapping[str, Any] | None) -> dict[str, Any]:

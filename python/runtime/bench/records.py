@@ -58,7 +58,7 @@ class RequestRecord:
 
     @property
     def success(self) -> bool:
-        """Whether every token asked for came back."""
+        """Whether the answer came to its end without an error."""
         return not self.error
 
     @property

@@ -157,6 +157,12 @@ def _output_file(args: argparse.Namespace) -> Path:
     return Path(f"{args.backend}_{datetime.now():%m%d}_{args.num_prompts}_{lens}.jsonl")
 
 
+def _check_output(file: Path) -> None:
+    """Raises `BenchError` where the run could not be kept: that is to be known before it."""
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise BenchError(f"--output-file {file}: cannot be written; name a file in a folder that is there")
+
+
 def _headers(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
     key = os.environ.get("OPENAI_API_KEY")
     return ({"Authorization": f"Bearer {key}"} if key else {}) | dict(pairs)
@@ -259,7 +265,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         runner = uvloop.run
     except ImportError:
         runner = asyncio.run
+    file = _output_file(args)
     try:
+        _check_output(file)
         result = runner(run(args))
     except BenchError as error:
         print(f"bench_serving: {error}", file=sys.stderr)
@@ -267,8 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     kept = result if args.output_details else {name: value for name, value in result.items() if name not in _details(())}
-    with _output_file(args).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(kept) + "\n")
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(kept) + "\n")
     return 0 if result["completed"] else 1
 
 

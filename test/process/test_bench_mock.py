@@ -108,6 +108,16 @@ def test_an_address_that_is_none_is_one_line_and_exit_2(url: str, tmp_path: Path
     assert "Traceback" not in text
 
 
+@pytest.mark.parametrize("name", ["missing/out.jsonl", "."])
+def test_figures_that_could_not_be_kept_are_refused_before_the_run(name: str, tmp_path: Path) -> None:
+    script = Script()
+    with mock_server(script) as port:
+        _, text = bench(port, tmp_path, *IDS, "--num-prompts", "2", "--output-file", name, expect=2)
+    assert f"--output-file {name}" in text
+    assert "Traceback" not in text
+    assert not script.sent_at, "nothing is measured for nothing"
+
+
 def test_a_host_may_be_an_address_of_ipv6(tmp_path: Path) -> None:
     _, text = bench(9, tmp_path, *IDS, "--host", "::1", "--ready-check-timeout-sec", "1", expect=2)
     assert "no server is ready at ::1:9 " in text

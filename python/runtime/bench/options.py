@@ -148,7 +148,10 @@ def _generation(group: argparse._ArgumentGroup) -> None:
 
 def _output(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--output-file", help="JSON lines, appended to; default: BACKEND_MMDD_N_DATASET.jsonl in this folder")
+    add(
+        "--output-file",
+        help="JSON lines, appended to; default: BACKEND_MMDD_N_DATASET.jsonl in this folder, INPUT_OUTPUT for DATASET where random",
+    )
     add("--output-details", action="store_true", help="keep lengths, times, texts and errors of every request too")
     add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="count requests within limits, e.g. ttft:200 tpot:20 e2el:5000")
     add("--plot-throughput", "--plot", action="store_true", help="chart tokens and requests over time; a PNG too where matplotlib is there")

@@ -40,8 +40,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything decided before the first process starts. Field names are the flags' where there is one.
 
-    `max_total_tokens` and `max_running_requests` are None where the memory plan decides; `chunked_prefill_size` is -1 where no prompt
-    is cut.
+    `max_total_tokens` is None where the memory plan decides, `max_running_requests` where the largest graph does; `chunked_prefill_size`
+    is -1 where no prompt is cut.
     """
 
     # model
@@ -206,7 +206,7 @@ class ServerArgs:
     )
     max_total_tokens: int | None = _flag(None, "device and memory", "KV slots; default: as many as fit.", metavar="TOKENS")
     max_running_requests: int | None = _flag(
-        None, "device and memory", "Requests that run together; default: 16 on a CPU, what memory holds on CUDA.", metavar="N"
+        None, "device and memory", "Requests that run together; default: those of the largest CUDA graph, 16 without graphs.", metavar="N"
     )
     page_size: int | None = _flag(None, "device and memory", "KV slots allocated together; default: 64 with fa3, else 16.", metavar="SLOTS")
     tp_size: int = _flag(
@@ -247,7 +247,7 @@ class ServerArgs:
     disable_cuda_graph: bool = _flag(False, "CUDA graphs", "Run every step eagerly.")
     disable_cuda_graph_padding: bool = _flag(False, "CUDA graphs", "Replay a graph only for exactly the batch size it was captured for.")
     cuda_graph_max_bs: int | None = _flag(
-        None, "CUDA graphs", "Largest captured batch; default: 256, or --max-running-requests.", metavar="N"
+        None, "CUDA graphs", "Largest captured batch; default: 256, or --max-running-requests where fewer.", metavar="N"
     )
     cuda_graph_bs: tuple[int, ...] | None = _flag(
         None, "CUDA graphs", "Batch sizes to capture, in place of the default ladder.", metavar="N"

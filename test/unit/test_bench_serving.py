@@ -259,6 +259,15 @@ def test_prompts_of_a_group_share_their_prefix(vocabulary: LocalVocabulary) -> N
     assert len({tuple(request.prompt) for request in requests}) == 12
 
 
+def test_real_text_is_sent_as_ids_where_asked(vocabulary: LocalVocabulary) -> None:
+    for sent, told in zip(make(vocabulary, name="embedded", tokenize_prompt=True), make(vocabulary, name="embedded"), strict=True):
+        assert isinstance(told.prompt, str)
+        assert sent.prompt == asyncio.run(vocabulary.encode(told.prompt))
+        assert sent.prompt_len == len(sent.prompt)
+    with pytest.raises(ValueError, match="--tokenizer"):
+        make(UnknownVocabulary(100), name="embedded", tokenize_prompt=True)
+
+
 def test_the_embedded_prompts_are_eighty_of_eight_kinds_and_any_part_is_a_fair_sample() -> None:
     lines = embedded_prompts()
     assert len({line["prompt"] for line in lines}) == 80

@@ -160,24 +160,28 @@ async def _conversations(
         text = _with_suffix(prompt, options.prompt_suffix)
         if template is not None:
             text = template(text)
-        input_len, output_len = await _conversation_lens(text, answer, options, vocabulary)
-        if options.context_len is None or input_len + output_len <= options.context_len:
-            requests.append(BenchRequest(text, input_len, output_len))
+        ids = await _ids_if_known(text, options, vocabulary)
+        output_len = await _answer_len(answer, options, vocabulary)
+        if options.context_len is None or len(ids) + output_len <= options.context_len:
+            requests.append(BenchRequest(ids if options.tokenize_prompt else text, len(ids), output_len))
     if not requests:
         raise ValueError(f"--dataset-name {options.name}: no prompt fits --sharegpt-context-len {options.context_len}")
     return requests
 
 
-async def _conversation_lens(text: str, answer: str | None, options: DatasetOptions, vocabulary: Vocabulary) -> tuple[int, int]:
+async def _ids_if_known(text: str, options: DatasetOptions, vocabulary: Vocabulary) -> list[int]:
     try:
-        input_len = len(await vocabulary.encode(text))
+        return await vocabulary.encode(text)
     except ValueError:  # no tokenizer: the server will say how long the prompt is
-        if options.context_len is not None:
+        if options.context_len is not None or options.tokenize_prompt:
             raise
-        input_len = 0
+        return []
+
+
+async def _answer_len(answer: str | None, options: DatasetOptions, vocabulary: Vocabulary) -> int:
     if options.output_len is not None:
-        return input_len, options.output_len
-    return input_len, EMBEDDED_OUTPUT_LEN if answer is None else max(len(await vocabulary.encode(answer)), 2)
+        return options.output_len
+    return EMBEDDED_OUTPUT_LEN if answer is None else max(len(await vocabulary.encode(answer)), 2)
 
 
 def _with_suffix(prompt: str, suffix: str) -> str:

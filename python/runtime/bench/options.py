@@ -118,7 +118,7 @@ def _dataset(group: argparse._ArgumentGroup) -> None:
         help="lengths are drawn from RATIO * LEN to LEN; 1: all alike (default %(default)s)",
     )
     add("--apply-chat-template", action="store_true", help="wrap real text by the tokenizer's chat template (for backends without chat)")
-    add("--prompt-suffix", default="", help="put at the end of every prompt of real text")
+    add("--prompt-suffix", default="", help="put at the end of every prompt of real text, and 'Assistant:' after it")
     add("--tokenize-prompt", action="store_true", help="send token ids instead of text, so that lengths are exact")
     add("--gsp-num-groups", type=positive, default=64, help="generated-shared-prefix: groups (default %(default)s)")
     add("--gsp-prompts-per-group", type=positive, default=16, help="prompts with the same prefix (default %(default)s)")

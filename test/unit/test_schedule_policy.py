@@ -120,12 +120,12 @@ def test_decode_slots_never_pass_the_page_table() -> None:
 def test_a_twin_is_waited_for_only_if_that_saves_enough() -> None:
     stem = [7] * 40
     other = req(1, [*stem, 1])
-    assert policy.waits_for_twin(req(2, [*stem, 2]), 0, [other])
-    assert not policy.waits_for_twin(req(2, [*stem, 2]), 20, [other])
-    assert not policy.waits_for_twin(req(2, [*stem, 2], salt="s"), 0, [other])
-    assert not policy.waits_for_twin(req(2, [7] * 20), 0, [other])
-    assert not policy.waits_for_twin(req(2, [8] * 40), 0, [other])
-    assert not policy.waits_for_twin(req(2, [*stem, 2]), 0, [])
+    assert policy.waits_for_twin(req(2, [*stem, 2]), 0, [other], LIMITS)
+    assert not policy.waits_for_twin(req(2, [*stem, 2]), 20, [other], LIMITS)
+    assert not policy.waits_for_twin(req(2, [*stem, 2], salt="s"), 0, [other], LIMITS)
+    assert not policy.waits_for_twin(req(2, [7] * 20), 0, [other], LIMITS)
+    assert not policy.waits_for_twin(req(2, [8] * 40), 0, [other], LIMITS)
+    assert not policy.waits_for_twin(req(2, [*stem, 2]), 0, [], LIMITS)
 
 
 @pytest.mark.parametrize(

@@ -477,6 +477,19 @@ def test_a_prompt_waits_for_its_twin_and_then_reuses_it() -> None:
     assert [house.outs(f"r{i}")[-1].cached_tokens for i in range(4)] == [0, 59, 59, 59]
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize(("shared", "together"), [(48, 2), (64, 2), (65, 1), (100, 1)])
+def test_a_prompt_waits_for_no_twin_whose_pages_it_cannot_reuse(shared: int, together: int, lookahead: int) -> None:
+    shared -= 1 - lookahead  # where pages need not know the token after them, one shared token less is enough
+    house = House(limits_of(page_size=64, max_total_tokens=1024, prefix_lookahead=lookahead), chunked_prefill_size=256)
+    twins = [house.ask(f"r{i}", [*[7] * shared, 10 + i, 4, 5], max_new_tokens=1) for i in range(2)]
+    house.settle()
+    for req in twins:
+        house.check_answer(req)
+    assert [len(b.extend_lens) for b in house.worker.batches] == [together] * (2 // together)
+    assert house.outs("r1")[-1].cached_tokens == (0 if together == 2 else 64)
+
+
 def test_prompts_with_different_salts_share_nothing() -> None:
     house = House(limits_of())
     for salt in ("a", "b"):

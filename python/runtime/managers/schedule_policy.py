@@ -81,14 +81,15 @@ def order(queue: Sequence[Req], policy: Literal["fcfs", "lpm"], cached_len: Call
     return sorted(queue, key=lambda req: (not req.retracted, -req.source.priority, -cached_len(req), req.seq))
 
 
-def waits_for_twin(req: Req, cached_len: int, filling: Iterable[Req]) -> bool:
-    """Whether a prompt under way shares so much with `req` that its KV is better waited for than computed twice."""
-    worth = cached_len + TWIN_TOKENS
-    ids = req.ids
+def waits_for_twin(req: Req, cached_len: int, filling: Iterable[Req], limits: WorkerLimits) -> bool:
+    """Whether a prompt under way shares so much with `req` that its KV is better waited for than computed twice.
+
+    What can be reused is whole pages, each with the `prefix_lookahead` tokens after it, and leaves a token to compute.
+    """
+    worth = -(-(cached_len + TWIN_TOKENS) // limits.page_size) * limits.page_size
+    end, ids = worth + limits.prefix_lookahead, req.ids
     return any(
-        len(ids) > worth < other.fill_len
-        and other.source.cache_salt == req.source.cache_salt
-        and agreement(other.ids[: worth + 1], ids[: worth + 1]) > worth
+        len(ids) > worth and other.source.cache_salt == req.source.cache_salt and agreement(other.ids[:end], ids[:end]) == end
         for other in filling
     )
 

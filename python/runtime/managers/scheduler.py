@@ -280,14 +280,17 @@ class Scheduler:
             if not self._free_rows or budget.left == 0:
                 return
             cached = self._cached_len(req)
-            if self.ledger.cache_prefixes and not req.wants_prompt_logprobs and policy.waits_for_twin(req, cached, self._filling()):
+            if self._waits_for_twin(req, cached):
                 continue
             if budget.offer(req.length - cached, first=not plan.chunks) == 0 or not self._seat(plan, req):
                 return
             self._add_chunk(plan, budget, req)
 
-    def _filling(self) -> list[Req]:
-        return [req for req in self.running if req.kv_len < req.fill_len]
+    def _waits_for_twin(self, req: Req, cached: int) -> bool:
+        if not self.ledger.cache_prefixes or req.wants_prompt_logprobs:
+            return False
+        filling = [other for other in self.running if other.kv_len < other.fill_len]
+        return policy.waits_for_twin(req, cached, filling, self.limits)
 
     def _cached_len(self, req: Req) -> int:
         return 0 if req.wants_prompt_logprobs else self.ledger.cached_len(req.ids, req.source.cache_salt)

@@ -183,7 +183,7 @@ class Scheduler:
             if self._draining:
                 raise ServerDraining()
             policy.check_request(source, self.limits)
-            if len(self.queue) >= self._config.max_queued_requests:
+            if len(self.queue) - len(self._free_rows) >= self._config.max_queued_requests:  # who finds a free row does not wait
                 raise QueueFull(self._config.max_queued_requests)
         except ServingError as error:
             self.state.num_aborted_requests_total += 1

@@ -101,6 +101,19 @@ def kv(target: Target) -> list[torch.Tensor]:
     return [cache.clone() for cache in caches(target)]
 
 
+def test_sizes_without_a_graph_are_said_to_be_tokens(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, target: Target
+) -> None:
+    def starved(self: GraphRunner, size: int, pool: object) -> None:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(GraphRunner, "_capture_size", starved)
+    with caplog.at_level("WARNING"):
+        assert short_prompts(target).largest == 0
+    assert "short prompts: no graph for prompts of these tokens [8, 16]: those run eagerly and slower" in caplog.text
+    assert caplog.text.rstrip().endswith("lower --mem-fraction-static"), "no flag of batch sizes helps"
+
+
 def check_that_replays_equal_the_ragged_pass(target: Target, spans: Spans) -> None:
     """States in the batch's order, and KV; whatever the inputs held before."""
     prompts = short_prompts(target, LAYERS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import msgspec
@@ -53,6 +52,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self, vocab_size: int) -> None:
         """Raise `InvalidField` for the first value outside its bounds."""
+        _flag("ignore_eos", self.ignore_eos)
+        _flag("skip_special_tokens", self.skip_special_tokens)
         _whole("max_new_tokens", self.max_new_tokens, 1, 1 << 31)
         _whole("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
         _real("temperature", self.temperature, 0.0, 100.0)
@@ -68,17 +69,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._check_bias(vocab_size)
 
     def _check_stops(self, vocab_size: int) -> None:
+        _many("stop", self.stop, "texts")
+        _many("stop_token_ids", self.stop_token_ids, "token ids")
         if len(self.stop) > MAX_STOPS:
             raise InvalidField("stop", f"{len(self.stop)} strings", f"at most {MAX_STOPS} strings")
         for text in self.stop:
-            if not 1 <= len(text) <= MAX_STOP_CHARS:
-                raise InvalidField("stop", text, f"1 to {MAX_STOP_CHARS} characters long")
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
+                raise InvalidField("stop", text, f"a text of 1 to {MAX_STOP_CHARS} characters")
+            if not _encodable(text):
+                raise InvalidField("stop", text, "made of whole characters, without half of a surrogate pair")
         if len(self.stop_token_ids) > MAX_STOP_IDS:
             raise InvalidField("stop_token_ids", f"{len(self.stop_token_ids)} ids", f"at most {MAX_STOP_IDS} ids")
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, vocab_size - 1)
 
     def _check_bias(self, vocab_size: int) -> None:
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise InvalidField("logit_bias", self.logit_bias, "a mapping from token ids to numbers")
         bias = self.logit_bias or {}
         if len(bias) > MAX_LOGIT_BIAS:
             raise InvalidField("logit_bias", f"{len(bias)} entries", f"at most {MAX_LOGIT_BIAS} entries")
@@ -87,12 +94,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _real("logit_bias", value, -100.0, 100.0)
 
 
-def _whole(field: str, value: int, low: int, high: int) -> None:
+def _flag(field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidField(field, value, "True or False")
+
+
+def _many(field: str, value: object, what: str) -> None:
+    if not isinstance(value, tuple):
+        raise InvalidField(field, value, f"a tuple of {what}")
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _whole(field: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidField(field, value, f"a whole number from {low} to {high}")
 
 
-def _real(field: str, value: float, low: float, high: float, open_low: bool = False) -> None:
-    fine = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not fine or not (low < value if open_low else low <= value) or value > high:
+def _real(field: str, value: object, low: float, high: float, open_low: bool = False) -> None:
+    # Comparisons refuse NaN too, and take whole numbers that no float holds.
+    fine = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+    if not fine or (open_low and value == low):
         raise InvalidField(field, value, f"a number {'above' if open_low else 'from'} {low} {'up ' if open_low else ''}to {high}")

@@ -464,9 +464,9 @@ class TokenizerManager:
             raise QueueFull(self.config.max_queued_requests)
 
     def _check_envelope(self, n: int, top_logprobs: int, rid: str | None) -> None:
-        if not 1 <= n <= MAX_N:
+        if type(n) is not int or not 1 <= n <= MAX_N:
             raise InvalidField("n", n, f"a whole number from 1 to {MAX_N}")
-        if not -1 <= top_logprobs <= MAX_TOP_LOGPROBS:
+        if type(top_logprobs) is not int or not -1 <= top_logprobs <= MAX_TOP_LOGPROBS:
             raise InvalidField("top_logprobs", top_logprobs, f"a whole number from 0 to {MAX_TOP_LOGPROBS}")
         if rid is not None and not 1 <= len(rid) <= MAX_RID:
             raise InvalidField("rid", rid, f"1 to {MAX_RID} characters long")

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from fake_worker import alone
 from process.fake import CONTEXT, dummy_model, fake_limits, scheduler_command
 from runtime import Engine
-from runtime.errors import ConfigError, InvalidField, ServingError, WorkerDied
+from runtime.errors import ConfigError, InvalidField, ServerDraining, ServingError, WorkerDied
 from runtime.sampling_params import SamplingParams
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "seed": 5}
@@ -118,6 +119,18 @@ def test_bad_calls_are_refused_by_name_and_the_engine_goes_on(engine: Engine) ->
         (lambda: engine.generate("a", {"temperature": float("nan")}), "temperature"),
         (lambda: engine.generate(["a", "b"], stream=True), "prompt"),
         (lambda: engine.generate(input_ids=[5000]), "input_ids"),
+        (lambda: engine.generate(5), "prompt"),  # pyright: ignore[reportArgumentType]
+        (lambda: engine.generate(b"abc"), "prompt"),  # pyright: ignore[reportArgumentType]
+        (lambda: engine.generate(["a", None]), "prompt"),  # pyright: ignore[reportArgumentType]
+        (lambda: engine.generate(input_ids=5), "input_ids"),  # pyright: ignore[reportArgumentType]
+        (lambda: engine.generate(input_ids=[[1], 2]), "input_ids"),  # pyright: ignore[reportArgumentType]
+        (lambda: engine.generate(input_ids=np.array([5, 6])), "input_ids"),  # pyright: ignore[reportArgumentType]
+        (lambda: engine.generate("a", 5), "sampling_params"),  # pyright: ignore[reportArgumentType]
+        (lambda: engine.generate("a", "abc"), "sampling_params"),  # pyright: ignore[reportArgumentType]
+        (lambda: engine.generate(["a"], [5]), "sampling_params"),  # pyright: ignore[reportArgumentType]
+        (lambda: engine.generate("a", {"stop": 5}), "stop"),
+        (lambda: engine.generate("a", {"stop": ["\ud800"]}), "stop"),
+        (lambda: engine.generate("a", {"stop_token_ids": 5}), "stop_token_ids"),
     ):
         with pytest.raises(InvalidField) as caught:
             call()
@@ -154,6 +167,46 @@ def test_after_shutdown_no_process_is_left_and_calls_are_refused(tmp_path: Path)
     assert not any(process.is_running() for process in ours)
     with pytest.raises(ServingError, match="shut down"):
         engine.generate("a")
+
+
+def test_shutdown_ends_the_calls_of_other_threads_and_may_come_from_several(tmp_path: Path) -> None:
+    model = dummy_model(tmp_path / "tiny")
+    engine = Engine(scheduler_command=scheduler_command("0.05"), model_path=str(model), load_format="dummy", device="cpu")
+    long: dict[str, int | bool] = {"max_new_tokens": 400, "ignore_eos": True}
+    stream = engine.generate(input_ids=[5], sampling_params=long, stream=True)
+    next(stream)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            engine.generate(input_ids=[5, 6], sampling_params=long)
+        except BaseException as error:
+            failures.append(error)
+
+    caller = threading.Thread(target=work, daemon=True)
+    caller.start()
+    while engine.get_server_info()["internal_states"][0]["num_running_reqs"] != 2:  # type: ignore[index]
+        time.sleep(0.01)
+    enders = [threading.Thread(target=engine.shutdown, daemon=True) for _ in range(3)]
+    for thread in enders:
+        thread.start()
+    for thread in [*enders, caller]:
+        thread.join(20.0)
+        assert not thread.is_alive()
+    assert [type(error) for error in failures] == [ServerDraining]
+    with pytest.raises(ServingError, match="shut"):
+        list(stream)
+
+
+def test_a_stream_collected_in_the_engines_own_thread_does_not_stop_it(engine: Engine) -> None:
+    stream = engine.generate(input_ids=[8, 9], sampling_params={"max_new_tokens": 400, "ignore_eos": True}, stream=True)
+    next(stream)
+    engine._loop.call_soon_threadsafe(stream.close)
+    calls: list[object] = []
+    caller = threading.Thread(target=lambda: calls.append(engine.flush_cache()), daemon=True)
+    caller.start()
+    caller.join(10.0)
+    assert calls
 
 
 def test_when_its_scheduler_dies_open_calls_fail_and_shutdown_still_cleans_up(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypedDict, TypeGuard, TypeVar
 
 from runtime import log as logging_setup
 from runtime.entrypoints.meta_info import meta_info
@@ -48,6 +49,8 @@ class Engine:
         logging_setup.setup(args.log_level, "talon::engine")
         self.config, self._model_config = prepare(args)
         self._loop = asyncio.new_event_loop()
+        self._gate = threading.RLock()  # held to hand the loop something; after `_closed` it takes nothing
+        self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="talon-engine", daemon=True)
         self._thread.start()
         self._runtime: Runtime | None = None
@@ -115,7 +118,7 @@ class Engine:
         self._alive()
         if stream:
             return self._stream_async(jobs.single("stream"), top)
-        outputs = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._all(jobs, top), self._loop))
+        outputs = await self._elsewhere(self._all(jobs, top))
         return outputs if jobs.many else outputs[0]
 
     # ---- administration
@@ -139,15 +142,17 @@ class Engine:
         }
 
     def shutdown(self) -> None:
-        """End the processes. Harmless twice."""
-        if not self._loop.is_running():
-            return
-        if self._runtime is not None:
-            self._wait(self._runtime.stop())
-            self._runtime = None
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """End the processes; calls that are still open raise `ServingError`. Harmless twice, and from any thread."""
+        with self._gate:
+            first, self._closed = not self._closed, True
+        if first:
+            try:
+                asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.close()
+        if first:
+            self._loop.close()
 
     # ---- inside the engine's own loop
 
@@ -160,6 +165,17 @@ class Engine:
             await runtime.stop()
             raise
         return runtime
+
+    async def _end(self) -> None:
+        """Stop the runtime and let every call see that its request failed; a start that was interrupted stops its own."""
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        if self._runtime is not None:
+            await self._runtime.stop()
+            self._runtime = None
+        else:
+            for call in calls:
+                call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
     async def _all(self, jobs: _Jobs, top_logprobs: int) -> list[Output]:
         limit = asyncio.Semaphore(MAX_OPEN)
@@ -183,18 +199,31 @@ class Engine:
             return None
         return growing.output()
 
-    async def _close(self, generation: Generation) -> None:
-        generation.close()
-
     # ---- across the threads
 
     def _alive(self) -> Runtime:
         if self._runtime is None:
-            raise ServingError("the engine was shut down")
+            raise _shut_down()
         return self._runtime
 
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._gate:
+            if self._closed:
+                work.close()
+                raise _shut_down()
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self._submit(work).result()
+
+    async def _elsewhere(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(self._submit(work))
+
+    def _close(self, generation: Generation) -> None:
+        """Nobody reads it any more. Waits for nothing: an iterator left behind may be collected in the loop's own thread."""
+        with self._gate:
+            if not self._closed:
+                self._loop.call_soon_threadsafe(generation.close)
 
     def _stream_sync(self, job: tuple[str | list[int], SamplingParams], top_logprobs: int) -> Iterator[Output]:
         growing = _Growing(self._wait(self._open(*job, top_logprobs, stream=True)))
@@ -202,7 +231,7 @@ class Engine:
             while (output := self._wait(self._next(growing))) is not None:
                 yield output
         finally:
-            self._wait(self._close(growing.generation))
+            self._close(growing.generation)
 
     async def _stream_async(self, job: tuple[str | list[int], SamplingParams], top_logprobs: int) -> AsyncIterator[Output]:
         growing = _Growing(await self._elsewhere(self._open(*job, top_logprobs, stream=True)))
@@ -210,10 +239,11 @@ class Engine:
             while (output := await self._elsewhere(self._next(growing))) is not None:
                 yield output
         finally:
-            await self._elsewhere(self._close(growing.generation))
+            self._close(growing.generation)
 
-    async def _elsewhere(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+def _shut_down() -> ServingError:
+    return ServingError("the engine was shut down")
 
 
 class _Jobs:
@@ -233,14 +263,12 @@ class _Jobs:
             raise InvalidField("prompt", prompt, "given, or input_ids in its place, not both")
         prompts: list[str | list[int]]
         if prompt is not None:
-            many = not isinstance(prompt, str)
-            prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+            many, prompts = not isinstance(prompt, str), _texts(prompt)
         else:
-            rows: Sequence[Any] = input_ids or []
-            many = bool(rows) and not isinstance(rows[0], int)
-            prompts = [list(row) for row in rows] if many else [list(rows)]
-        each = isinstance(sampling_params, Sequence)
-        given = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
+            prompts = _id_lists(input_ids)
+            many = _is_list(input_ids) and bool(input_ids) and not isinstance(input_ids[0], int)
+        each = isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str)
+        given = list(sampling_params) if isinstance(sampling_params, Sequence) and each else [sampling_params] * len(prompts)
         if each and len(given) != len(prompts):
             raise InvalidField("sampling_params", f"{len(given)} mappings", f"one mapping, or one for each of {len(prompts)} prompts")
         return cls(prompts, [_sampling(one) for one in given], many)
@@ -251,17 +279,49 @@ class _Jobs:
         return self.prompts[0], self.sampling[0]
 
 
-def _sampling(given: SamplingLike) -> SamplingParams:
+def _texts(prompt: object) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, Sequence) or not all(isinstance(one, str) for one in prompt):
+        raise InvalidField("prompt", prompt, "a text, or a list of texts")
+    return list(prompt)
+
+
+def _id_lists(input_ids: object) -> list[str | list[int]]:
+    """One list a prompt; what the lists hold is the manager's to check."""
+    if _is_list(input_ids):
+        if not input_ids or isinstance(input_ids[0], int):
+            return [list(input_ids)]
+        if all(_is_list(row) for row in input_ids):
+            return [list(row) for row in input_ids]
+    raise InvalidField("input_ids", input_ids, "a list of token ids, or a list of such lists; .tolist() makes one of an array")
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def _sampling(given: object) -> SamplingParams:
     if isinstance(given, SamplingParams):
         return given
+    if not isinstance(given, Mapping | None):
+        raise InvalidField("sampling_params", given, "a mapping of fields to values, a SamplingParams, or one of these for each prompt")
     values = dict(given or {})
     for name in values:
         if name not in SamplingParams.__struct_fields__:
             raise InvalidField("sampling_params", name, f"one of {', '.join(SamplingParams.__struct_fields__)}")
     stop = values.get("stop", ())
-    values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    values["stop_token_ids"] = tuple(values.get("stop_token_ids") or ())
+    values["stop"] = (stop,) if isinstance(stop, str) else _tuple("stop", stop)
+    values["stop_token_ids"] = _tuple("stop_token_ids", values.get("stop_token_ids"))
     return SamplingParams(**values)
+
+
+def _tuple(field: str, value: object) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable):
+        raise InvalidField(field, value, "a list")
+    return tuple(value)
 
 
 class _Growing:

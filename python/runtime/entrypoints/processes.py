@@ -20,7 +20,7 @@ import psutil
 from runtime.batch import WorkerLimits
 from runtime.device import probe
 from runtime.entrypoints.child import Failed, Orders, Ready, Report, Role
-from runtime.errors import ConfigError, ServingError
+from runtime.errors import ConfigError, ServerDraining, ServingError
 from runtime.managers.health import Health
 from runtime.managers.io_struct import ToTokenizer
 from runtime.managers.ipc import AsyncInbox, Outbox
@@ -243,12 +243,14 @@ class Runtime:
             await self.manager.drain(1.0)
 
     async def stop(self) -> None:
-        """End every process and remove what they left. Harmless twice, and after a failed start."""
+        """End every process and remove what they left; what is still open fails. Harmless twice, and after a failed start."""
         self.health.draining = True
         if self._tasks and not self.died.is_set():
             self.manager.dismiss()
             with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
                 await asyncio.wait_for(asyncio.gather(*(child.gone.wait() for child in self._children)), EXIT_SECONDS)
+        if hasattr(self, "manager"):
+            self.manager.give_up(ServerDraining)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

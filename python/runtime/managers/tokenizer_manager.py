@@ -357,12 +357,16 @@ class TokenizerManager:
     def fail_all(self, who: str) -> None:
         """A process is gone: every open request and call ends with `WorkerDied`."""
         self.health.dead = self.health.dead or who
+        self.give_up(lambda: WorkerDied(who))
+
+    def give_up(self, error: Callable[[], ServingError]) -> None:
+        """Nothing will be answered any more: every open request and call ends with an `error()` of its own."""
         for wire, choice in list(self._open.items()):
-            choice.generation.fail(WorkerDied(who))
+            choice.generation.fail(error())
             self._end(wire, None)
         for reply in self._calls.values():
             if not reply.done():
-                reply.set_exception(WorkerDied(who))
+                reply.set_exception(error())
 
     def close(self) -> None:
         """Stop the tokenising threads."""

@@ -130,6 +130,7 @@ def check(args: ServerArgs) -> None:
     """Refuse what no machine and no model could make work, before anything is fetched or loaded. Raises `ConfigError`."""
     _refuse_unsupported(args)
     _check_ranges(args)
+    _check_keys(args)
     # Without a model path it is the embedded model, whose own draft `with_own_draft` fills in.
     if args.model_path is not None or args.speculative_algorithm not in (None, "EAGLE3"):
         _check_speculation(args)
@@ -240,6 +241,15 @@ def _check_ranges(args: ServerArgs) -> None:
         raise ConfigError(f"--chat-template {args.chat_template}: no such file, and no template text either")
     if args.profile is not None and (not args.profile or Path(args.profile).is_file()):
         raise ConfigError(f"--profile {args.profile!r} is no folder; name one for the traces, which is made when it is missing")
+
+
+def _check_keys(args: ServerArgs) -> None:
+    """A key that no header can carry would lock everybody out, and an empty one nobody."""
+    for name in ("api_key", "admin_api_key"):
+        key = getattr(args, name)
+        if key is not None and not (key and all("!" <= letter <= "~" for letter in key)):
+            what = "is empty, which would leave the server open" if not key else "has a character that no Authorization header carries"
+            raise ConfigError(f"{_flag_of(name)} {what}; give printable ASCII without spaces, or leave the flag out")
 
 
 def _flag_of(name: str) -> str:

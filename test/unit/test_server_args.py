@@ -456,6 +456,14 @@ def test_every_flag_is_configured_or_refused() -> None:
     assert {name for name, _, _ in flags()} == {*SAME_NAME, *OTHER_NAME, *REFUSED}
 
 
+@pytest.mark.parametrize("name", ["api_key", "admin_api_key"])
+@pytest.mark.parametrize("key", ["", " ", "a b", "schl\u00fcssel", "a\n"])
+def test_a_key_that_protects_nothing_or_that_no_header_carries_is_refused(name: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} "):
+        check(args(**{name: key}))
+    check(args(**{name: "sk-a~1!"}))
+
+
 def test_what_no_machine_can_do_is_refused_before_the_model_is_looked_for() -> None:
     for given in ({"tp_size": 2}, {"port": -1}, {"speculative_num_steps": 3, "model_path": "x"}, {"speculative_algorithm": "EAGLE"}):
         with pytest.raises(ConfigError):

@@ -277,6 +277,13 @@ def test_the_schema_of_a_body_is_json_schema_with_the_same_bounds() -> None:
     assert set(schema["properties"]) == set(CHAT.kinds)
 
 
+def test_an_empty_text_is_told_that_it_is_empty() -> None:
+    with pytest.raises(InvalidField, match="text is ''; it must be a string, not empty"):
+        parse_generate({"text": ""})
+    with pytest.raises(InvalidField, match="text is 5; it must be a string"):
+        parse_generate({"text": 5})
+
+
 def test_a_refusal_shows_a_large_value_by_its_size() -> None:
     fields = Fields({"a": Listed(Whole(0, 3), 4), "b": Text(3)})
     for body, shown in (

@@ -91,8 +91,13 @@ class Text:
     def read(self, name: str, value: object) -> str:
         """The text itself."""
         if not isinstance(value, str) or len(value) < self.low or (self.high is not None and len(value) > self.high):
-            raise refusal(name, value, "a string" if self.high is None else f"a string of {self.low} to {self.high} characters")
+            raise refusal(name, value, self._limit())
         return value
+
+    def _limit(self) -> str:
+        if self.high is not None:
+            return f"a string of {self.low} to {self.high} characters"
+        return "a string, not empty" if self.low else "a string"
 
     def schema(self) -> dict[str, object]:
         """A string and its bounds."""

@@ -182,6 +182,30 @@ def test_an_error_within_a_stream_is_its_last_event() -> None:
     run(check())
 
 
+def test_one_name_ends_all_prompts_of_its_call_and_no_other() -> None:
+    async def check() -> None:
+        async with front(ScriptedScheduler(hold=2)) as f:
+            body = {"prompt": ["a", "b"], "stream": True, "max_tokens": 9}
+            reading = asyncio.create_task(f.events("/v1/completions", body))
+            beside = asyncio.create_task(f.post("/generate", {"text": "x", "rid": "mine-1"}))
+            native = asyncio.create_task(f.post("/generate", {"text": ["x", "y"], "rid": "both"}))
+            await until(lambda: len(f.manager._named) == 5)
+            (call,) = {name.rpartition("-")[0] for name in f.manager._named if name.startswith("cmpl-")}
+            await f.post("/abort_request", {"rid": call})
+            chunks = await reading
+            assert {chunk["id"] for chunk in chunks[:-1]} == {call}
+            ends = [c["choices"][0]["finish_reason"] for c in chunks[:-1]]
+            assert [end for end in ends if end] == ["abort", "abort"]
+            await f.post("/abort_request", {"rid": "both"})
+            assert [each["meta_info"]["finish_reason"]["type"] for each in (await native).json()] == ["abort", "abort"]
+            await f.post("/abort_request", {"rid": "mine"})
+            assert list(f.manager._named) == ["mine-1"]
+            await f.post("/abort_request", {"rid": "mine-1"})
+            await beside
+
+    run(check())
+
+
 def test_a_request_aborted_by_its_id_ends_with_reason_abort() -> None:
     async def check() -> None:
         async with front(ScriptedScheduler(hold=2)) as f:

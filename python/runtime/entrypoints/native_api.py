@@ -66,6 +66,7 @@ class NativeApi:
                     priority=asked.priority,
                     cache_salt=asked.cache_salt,
                     rid=rid,
+                    call=asked.call,
                 )
                 group.each.append(generation)
         except BaseException:

@@ -143,13 +143,14 @@ PROFILE = Fields(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeRequest:
-    """A body of /generate, one entry a prompt in the lists. `single`: one answer is owed, not a list of them."""
+    """A body of /generate, one entry a prompt in the lists. `single`: one answer is owed, not a list of them. `call`: one `rid` for all."""
 
     prompts: list[str | list[int]]
     single: bool
     sampling: list[SamplingParams]
     n: int
     rids: list[str] | None
+    call: str
     stream: bool
     top_logprobs: int
     prompt_logprobs_from: int
@@ -178,6 +179,7 @@ def parse_generate(body: object) -> NativeRequest:
         sampling=[_sampling(Given(one)) for one in asked],
         n=n,
         rids=_rids(given.values.get("rid"), len(prompts)),
+        call=rid if isinstance(rid := given.values.get("rid"), str) else "",
         stream=given.flag("stream"),
         top_logprobs=given.whole("top_logprobs_num", 0) if wants else -1,
         prompt_logprobs_from=given.whole("logprob_start_len", -1) if wants else -1,

@@ -263,6 +263,7 @@ class OpenAIApi:
                     priority=asked.priority,
                     cache_salt=asked.cache_salt,
                     rid=name if len(prompts) == 1 else f"{name}-{i}",
+                    call=name,
                 )
                 group.each.append(generation)
         except BaseException:

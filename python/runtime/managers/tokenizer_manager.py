@@ -133,8 +133,9 @@ class Generation:
     Iterating raises the `ServingError` that ended the request early. `close()` (or leaving `async with`) tells the scheduler to stop.
     """
 
-    def __init__(self, manager: TokenizerManager, rid: str, prompt_ids: list[int], n: int) -> None:
+    def __init__(self, manager: TokenizerManager, rid: str, call: str, prompt_ids: list[int], n: int) -> None:
         self.rid = rid
+        self.call = call
         self.prompt_ids = prompt_ids
         self.n = n
         self.wires: set[str] = set()
@@ -246,6 +247,7 @@ class TokenizerManager:
         cache_salt: str = "",
         add_special_tokens: bool = True,
         rid: str | None = None,
+        call: str = "",
     ) -> Generation:
         """Validate one request and send it off.
 
@@ -261,6 +263,7 @@ class TokenizerManager:
             cache_salt: separates prefix caches.
             add_special_tokens: whether the tokenizer puts its begin token before a text.
             rid: the request's name for `abort`; drawn when not given.
+            call: a name for `abort` that the requests of one call share; empty for none.
 
         Raises:
             RequestError: a value is out of bounds; `param` names it as `SamplingParams` does.
@@ -275,7 +278,7 @@ class TokenizerManager:
         name = rid if rid is not None else f"talon-{next(self._serial)}"
         if name in self._named:
             raise InvalidField("rid", name, "unique among open requests")
-        generation = Generation(self, name, prompt_ids, n)
+        generation = Generation(self, name, call, prompt_ids, n)
         self._named[name] = generation
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         for index in range(n):
@@ -296,12 +299,14 @@ class TokenizerManager:
         return generation
 
     def abort(self, rid: str = "", *, all: bool = False) -> None:
-        """End one request, or all; their readers get a last update with finish reason "abort". Unknown names are ignored."""
+        """End one request, those of one call, or all: their last update has finish reason "abort". Unknown names are ignored."""
         if all:
             self._send(AbortReq(all=True))
-        elif rid in self._named:
-            for wire in self._named[rid].wires:
-                self._send(AbortReq(rid=wire))
+            return
+        for generation in self._named.values():
+            if rid and rid in (generation.rid, generation.call):
+                for wire in generation.wires:
+                    self._send(AbortReq(rid=wire))
 
     def release(self, generation: Generation) -> None:
         """Forget a generation whose reader is gone and stop what still runs of it."""

@@ -206,6 +206,18 @@ def test_one_name_ends_all_prompts_of_its_call_and_no_other() -> None:
     run(check())
 
 
+def test_a_prompt_that_is_only_scored_has_no_output_in_its_usage() -> None:
+    async def check() -> None:
+        async with front() as f:
+            body = {"prompt": ["abc", "de"], "max_tokens": 0, "echo": True}
+            answer = (await f.post("/v1/completions", body)).json()
+            stream = await f.events("/v1/completions", {**body, "stream": True, "stream_options": {"include_usage": True}})
+            for usage in (answer["usage"], stream[-2]["usage"]):
+                assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (5, 0, 5)
+
+    run(check())
+
+
 def test_a_request_aborted_by_its_id_ends_with_reason_abort() -> None:
     async def check() -> None:
         async with front(ScriptedScheduler(hold=2)) as f:

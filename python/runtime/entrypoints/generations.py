@@ -109,9 +109,10 @@ class Choice:
 
 
 class Tally:
-    """Token counts of a request while its updates come in."""
+    """Token counts of a request while its updates come in; without `output` what is generated is nobody's to see, and counts nothing."""
 
-    def __init__(self, prompt_tokens: Sequence[int]) -> None:
+    def __init__(self, prompt_tokens: Sequence[int], *, output: bool = True) -> None:
+        self._output = output
         self.prompt_tokens = sum(prompt_tokens)
         self._cached = [0] * len(prompt_tokens)
         self._generated: dict[tuple[int, int], int] = {}
@@ -123,7 +124,7 @@ class Tally:
 
     def usage(self) -> dict[str, object]:
         """OpenAI's `usage`."""
-        generated = sum(self._generated.values())
+        generated = sum(self._generated.values()) if self._output else 0
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": generated,

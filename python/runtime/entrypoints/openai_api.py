@@ -162,7 +162,7 @@ class OpenAIApi:
             return json_response(await until_gone(request, self._completion_answer(asked, group, name)))
 
     async def _completion_answer(self, asked: CompletionRequest, group: Generations, name: str) -> Json:
-        tally = Tally([len(each.prompt_ids) for each in group.each])
+        tally = Tally([len(each.prompt_ids) for each in group.each], output=not asked.drop_output)
         texts = await group.texts(tally)
         choices: list[Json] = []
         for prompt, (generation, candidates) in enumerate(zip(group.each, texts, strict=True)):
@@ -184,7 +184,8 @@ class OpenAIApi:
         return self._completion_shown(asked, index, whole, logprobs, finish, generation.prompt_ids)
 
     async def _completion_events(self, asked: CompletionRequest, group: Generations, name: str) -> AsyncGenerator[bytes, None]:
-        chunk = _Chunks(self._head(name, "text_completion"), asked, Tally([len(each.prompt_ids) for each in group.each]))
+        tally = Tally([len(each.prompt_ids) for each in group.each], output=not asked.drop_output)
+        chunk = _Chunks(self._head(name, "text_completion"), asked, tally)
         begun: dict[int, CompletionLogprobs] = {}
         async with group:
             async for prompt, update in group.updates():

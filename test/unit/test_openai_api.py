@@ -192,7 +192,7 @@ def test_one_name_ends_all_prompts_of_its_call_and_no_other() -> None:
             await until(lambda: len(f.manager._named) == 5)
             (call,) = {name.rpartition("-")[0] for name in f.manager._named if name.startswith("cmpl-")}
             await f.post("/abort_request", {"rid": call})
-            chunks = await reading
+            chunks = await asyncio.wait_for(reading, 5.0)
             assert {chunk["id"] for chunk in chunks[:-1]} == {call}
             ends = [c["choices"][0]["finish_reason"] for c in chunks[:-1]]
             assert [end for end in ends if end] == ["abort", "abort"]

@@ -352,6 +352,19 @@ def test_abort_by_name_asks_the_scheduler_and_its_last_update_arrives() -> None:
     run(body)
 
 
+def test_a_clients_name_begins_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        desk = Desk(log_requests=True)
+        generation = await desk.manager.generate([1], SamplingParams(), rid="a\nE forged \x1b[31m")
+        desk.reply(desk.requests[0].rid, finish=LENGTH)
+        await collect(generation)
+
+    with caplog.at_level("INFO"):
+        run(body)
+    (line,) = [message for message in caplog.messages if "forged" in message]
+    assert line.startswith("a\\nE forged \\x1b[31m[0]: ")
+
+
 @pytest.mark.parametrize(("status", "retry"), [(400, None), (429, 1), (500, None)])
 def test_a_refusal_by_the_scheduler_is_raised_with_its_status(status: int, retry: int | None) -> None:
     async def body() -> None:

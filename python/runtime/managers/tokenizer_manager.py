@@ -541,12 +541,13 @@ def _error_of(finish: Finish) -> ServingError:
 
 
 def _log_request(generation: Generation, choice: _Choice, update: GenerationUpdate | None, seconds: float) -> None:
+    name = generation.rid.encode("unicode_escape").decode()  # the client's own words: a line feed in them would begin a line of the log
     if update is None or update.finish is None:
-        log.info("%s[%d]: ended early after %.2f s", generation.rid, choice.index, seconds)
+        log.info("%s[%d]: ended early after %.2f s", name, choice.index, seconds)
         return
     log.info(
         "%s[%d]: %d prompt tokens (%d cached), %d new, %s, %.2f s, queued %.2f s",
-        generation.rid,
+        name,
         choice.index,
         update.prompt_tokens,
         update.cached_tokens,

@@ -149,7 +149,14 @@ def test_compressed_bodies_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_head", "status"), [(b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"y" * 200_000, 431), (b"\x16\x03\x01 nonsense\r\n\r\n", 400)]
+    ("request_head", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"y" * 200_000, 431),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\nX: " + b"y" * 40_000 + b"\r\n\r\n", 431),
+        (b"GET /health?" + b"y" * 40_000 + b" HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", 431),
+        (b"\x16\x03\x01 nonsense\r\n\r\n", 400),
+    ],
+    ids=["endless", "whole", "query", "noise"],
 )
 def test_headers_have_a_limit_and_noise_is_400(request_head: bytes, status: int) -> None:
     async def check() -> None:

@@ -1,4 +1,4 @@
-"""Bounds of a request body: its size while it streams in, its coding, the depth of its JSON."""
+"""Bounds of a request: its headers, and the size of its body while it streams in, its coding, the depth of its JSON."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from runtime.entrypoints.connection import MAX_HEADER_BYTES
 from runtime.entrypoints.responses import error_response
 from runtime.errors import BodyTooLarge, RequestError, ServingError
 
@@ -28,6 +29,13 @@ class BadBody(RequestError):
     """The body is not a JSON value that the server reads."""
 
 
+class HeadersTooLarge(ServingError):
+    """More headers than the server reads."""
+
+    status = 431
+    kind = "invalid_request_error"
+
+
 class BodyTimeout(ServingError):
     """The client stopped in the middle of its body."""
 
@@ -36,7 +44,10 @@ class BodyTimeout(ServingError):
 
 
 class BodyLimit:
-    """ASGI middleware: counts the body as it comes in, and ends the request at the limit."""
+    """ASGI middleware: counts the body as it comes in, and ends the request at the limit.
+
+    Headers are counted too: the parser bounds those that are incomplete, and takes whatever comes whole in one read.
+    """
 
     def __init__(self, app: ASGIApp, max_mib: int = MAX_BODY_MIB) -> None:
         self.app = app
@@ -48,7 +59,10 @@ class BodyLimit:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        if headers.get("content-encoding", "identity").strip().lower() != "identity":
+        if _head_bytes(scope) > MAX_HEADER_BYTES:
+            refused = HeadersTooLarge(f"the headers are larger than {MAX_HEADER_BYTES} bytes")
+            await error_response(refused)(scope, receive, _lingering(receive, send))
+        elif headers.get("content-encoding", "identity").strip().lower() != "identity":
             refused = BadBody("Content-Encoding: compressed bodies are refused; send the JSON as it is", param="Content-Encoding")
             await error_response(refused)(scope, receive, _lingering(receive, send))
         elif _announced(headers) > self.max_mib * MIB:
@@ -74,6 +88,10 @@ class BodyLimit:
             await (lingering if over else send)(message)
 
         await self.app(scope, counting, answering)
+
+
+def _head_bytes(scope: Scope) -> int:
+    return len(scope.get("raw_path") or b"") + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in scope["headers"])
 
 
 def _announced(headers: Headers) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,18 @@ from unit.storm import runners
 VOCAB = 800
 
 
+def change_builds(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], object]) -> None:
+    """From now on every worker is changed so when it is built."""
+    build = speculative_build.build_speculative_worker
+
+    def changed(*args: Any) -> Any:
+        worker: Any = build(*args)
+        change(worker)
+        return worker
+
+    monkeypatch.setattr(speculative_build, "build_speculative_worker", changed)
+
+
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Flags of a small target and a head that knows it; both come without weights, which are set by hand after they are built."""
@@ -32,15 +45,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     write_small_tokenizer(target)
     draft_folder(head, "EAGLE", vocab_size=VOCAB)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Tell me a tale."}\nplain words\n{"prompt": "one, two, three"}\n')
-    builder = speculative_build.build_speculative_worker
-
-    def build(*args: Any) -> Any:
-        worker: Any = builder(*args)
-        calm(worker._target.runner.model, 1.0)
-        teach(worker._draft.model)
-        return worker
-
-    monkeypatch.setattr(speculative_build, "build_speculative_worker", build)
+    change_builds(monkeypatch, lambda worker: (calm(worker._target.runner.model, 1.0), teach(worker._draft.model)))
     flags = [
         "--model-path", str(target), "--load-format", "dummy", "--device", "cpu", "--random-seed", "0", "--cpu-threads", "1",
         "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "24",
@@ -119,14 +124,7 @@ def test_a_prompt_that_is_no_text_is_named_and_is_no_difference(
 
 
 def test_a_stale_input_of_one_graph_fails(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    build = speculative_build.build_speculative_worker
-
-    def broken(*args: Any) -> Any:
-        worker: Any = build(*args)
-        make_stale(runners(worker)["draft_extend"], "accept_lens")
-        return worker
-
-    monkeypatch.setattr(speculative_build, "build_speculative_worker", broken)
+    change_builds(monkeypatch, lambda worker: make_stale(runners(worker)["draft_extend"], "accept_lens"))
     assert check_acceptance.main(command) == check_acceptance.DIFFERENT
     out = capsys.readouterr().out
     assert "<- differs" in out
@@ -138,10 +136,8 @@ def test_padding_that_writes_where_somebody_reads_fails(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The reference of a CPU is without padding: else what padding does, it does on both sides."""
-    build = speculative_build.build_speculative_worker
 
-    def broken(*args: Any) -> Any:
-        worker: Any = build(*args)
+    def break_padding(worker: Any) -> None:
         verify = runners(worker)["verify"]
         run = verify.run
 
@@ -151,9 +147,8 @@ def test_padding_that_writes_where_somebody_reads_fails(
             return run(batch, *more)
 
         monkeypatch.setattr(verify, "run", lambda batch, variant="", oracle=False: careless(batch, variant, oracle))
-        return worker
 
-    monkeypatch.setattr(speculative_build, "build_speculative_worker", broken)
+    change_builds(monkeypatch, break_padding)
     assert check_acceptance.main(command) == check_acceptance.DIFFERENT
     assert "prompts differs, first of prompt 1" in capsys.readouterr().out
 
@@ -161,14 +156,7 @@ def test_padding_that_writes_where_somebody_reads_fails(
 def test_a_runner_that_replayed_nothing_was_not_compared(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build = speculative_build.build_speculative_worker
-
-    def idle(*args: Any) -> Any:
-        worker: Any = build(*args)
-        runners(worker)["draft_decode"]._replays.clear()
-        return worker
-
-    monkeypatch.setattr(speculative_build, "build_speculative_worker", idle)
+    change_builds(monkeypatch, lambda worker: runners(worker)["draft_decode"]._replays.clear())
     assert check_acceptance.main(command) == check_acceptance.DIFFERENT
     out = capsys.readouterr().out
     assert "not compared: draft decode replayed nothing" in out

@@ -27,6 +27,7 @@ from runtime.errors import ConfigError, ServingError
 from runtime.flag_parser import dump, parse
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.models.config import ModelConfig
+from runtime.resolve import check
 from runtime.server_args import RuntimeConfig
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
             config, _ = prepare(command.args)
             print(f"talon: {config.served_model_name} can be served so on {config.device}")
             return 0
+        check(command.args)
         allow_many_files()
         with bind(command.args.host, command.args.port) as listener:
             config, model_config = prepare(command.args)
@@ -87,7 +89,7 @@ def allow_many_files() -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, before anything slow happens. Raises `ConfigError` when it is taken, not ours or none."""
+    """A socket bound to the address, before anything slow happens. Raises `ConfigError` when it is taken or not ours."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -96,9 +98,6 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise _cannot_listen(host, port, error) from error
-    except OverflowError as error:
-        listener.close()
-        raise ConfigError(f"--port is {port}; it must be from 0 to 65535") from error
     return listener
 
 

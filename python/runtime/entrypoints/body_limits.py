@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime.entrypoints.connection import MAX_HEADER_BYTES
+from runtime.entrypoints.connection import HEADERS_TOO_LARGE, MAX_HEADER_BYTES
 from runtime.entrypoints.responses import error_response
 from runtime.errors import BodyTooLarge, RequestError, ServingError
 
@@ -58,17 +58,20 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        refused = self._refusal(scope)
+        if refused is None:
+            await self._counted(scope, receive, send)
+        else:
+            await error_response(refused)(scope, receive, _lingering(receive, send))
+
+    def _refusal(self, scope: Scope) -> ServingError | None:
+        """What its headers alone tell against a request."""
         headers = Headers(scope=scope)
         if _head_bytes(scope) > MAX_HEADER_BYTES:
-            refused = HeadersTooLarge(f"the headers are larger than {MAX_HEADER_BYTES} bytes")
-            await error_response(refused)(scope, receive, _lingering(receive, send))
-        elif headers.get("content-encoding", "identity").strip().lower() != "identity":
-            refused = BadBody("Content-Encoding: compressed bodies are refused; send the JSON as it is", param="Content-Encoding")
-            await error_response(refused)(scope, receive, _lingering(receive, send))
-        elif _announced(headers) > self.max_mib * MIB:
-            await error_response(BodyTooLarge(self.max_mib))(scope, receive, _lingering(receive, send))
-        else:
-            await self._counted(scope, receive, send)
+            return HeadersTooLarge(HEADERS_TOO_LARGE)
+        if headers.get("content-encoding", "identity").strip().lower() != "identity":
+            return BadBody("Content-Encoding: compressed bodies are refused; send the JSON as it is", param="Content-Encoding")
+        return BodyTooLarge(self.max_mib) if _announced(headers) > self.max_mib * MIB else None
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
         left, over = self.max_mib * MIB, False

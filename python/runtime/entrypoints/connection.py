@@ -19,6 +19,7 @@ LINGER_SECONDS = 1.0
 """How long what a refused client still sends is taken in and dropped."""
 MAX_HEADER_BYTES = 32 * 1024
 """Request line and headers together."""
+HEADERS_TOO_LARGE = f"the headers are larger than {MAX_HEADER_BYTES} bytes"
 
 
 class BoundedConnection(H11Protocol):
@@ -73,7 +74,7 @@ class BoundedConnection(H11Protocol):
             return
         large = len(self.conn.trailing_data[0]) > MAX_HEADER_BYTES
         status = 431 if large else 400
-        text = f"the headers are larger than {MAX_HEADER_BYTES} bytes" if large else "the request is not valid HTTP/1.1"
+        text = HEADERS_TOO_LARGE if large else "the request is not valid HTTP/1.1"
         body = orjson.dumps(error_form(text, "invalid_request_error", status))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
         for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):

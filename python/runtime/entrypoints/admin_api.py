@@ -71,19 +71,22 @@ class AdminApi:
         return json_response({"status": "ok"})
 
     async def _any_token(self) -> None:
-        before = (await self._fresh_state()).get("generation_tokens_total")
+        before = await self._generated()
         own = asyncio.ensure_future(self._one_token())
         try:
             while not (await asyncio.wait((own,), timeout=LOOK_SECONDS))[0]:
-                if (await self._fresh_state()).get("generation_tokens_total") != before:
+                if await self._generated() != before:
                     return
             with contextlib.suppress(QueueFull):
                 return own.result()
-            while (await self._fresh_state()).get("generation_tokens_total") == before:
+            while await self._generated() == before:
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
             own.cancel()
             await asyncio.gather(own, return_exceptions=True)
+
+    async def _generated(self) -> object:
+        return (await self._fresh_state()).get("generation_tokens_total")
 
     async def _one_token(self) -> None:
         config = self.manager.model_config

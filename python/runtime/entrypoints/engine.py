@@ -261,15 +261,9 @@ class _Jobs:
     ) -> _Jobs:
         if (prompt is None) == (input_ids is None):
             raise InvalidField("prompt", prompt, "given, or input_ids in its place, not both")
-        prompts: list[str | list[int]]
-        if prompt is not None:
-            many, prompts = not isinstance(prompt, str), _texts(prompt)
-        else:
-            prompts = _id_lists(input_ids)
-            many = _is_list(input_ids) and bool(input_ids) and not isinstance(input_ids[0], int)
-        each = isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str)
-        given = list(sampling_params) if isinstance(sampling_params, Sequence) and each else [sampling_params] * len(prompts)
-        if each and len(given) != len(prompts):
+        prompts, many = _id_lists(input_ids) if prompt is None else _texts(prompt)
+        given = list(sampling_params) if _is_list(sampling_params) else [sampling_params] * len(prompts)
+        if len(given) != len(prompts):
             raise InvalidField("sampling_params", f"{len(given)} mappings", f"one mapping, or one for each of {len(prompts)} prompts")
         return cls(prompts, [_sampling(one) for one in given], many)
 
@@ -279,21 +273,25 @@ class _Jobs:
         return self.prompts[0], self.sampling[0]
 
 
-def _texts(prompt: object) -> list[str | list[int]]:
+_Prompts = tuple[list[str | list[int]], bool]
+"""Prompts, and whether a list of them was given."""
+
+
+def _texts(prompt: object) -> _Prompts:
     if isinstance(prompt, str):
-        return [prompt]
+        return [prompt], False
     if not isinstance(prompt, Sequence) or not all(isinstance(one, str) for one in prompt):
         raise InvalidField("prompt", prompt, "a text, or a list of texts")
-    return list(prompt)
+    return list(prompt), True
 
 
-def _id_lists(input_ids: object) -> list[str | list[int]]:
+def _id_lists(input_ids: object) -> _Prompts:
     """One list a prompt; what the lists hold is the manager's to check."""
     if _is_list(input_ids):
         if not input_ids or isinstance(input_ids[0], int):
-            return [list(input_ids)]
+            return [list(input_ids)], False
         if all(_is_list(row) for row in input_ids):
-            return [list(row) for row in input_ids]
+            return [list(row) for row in input_ids], True
     raise InvalidField("input_ids", input_ids, "a list of token ids, or a list of such lists; .tolist() makes one of an array")
 
 

@@ -88,9 +88,8 @@ def waits_for_twin(req: Req, cached_len: int, filling: Iterable[Req], limits: Wo
     """
     worth = -(-(cached_len + TWIN_TOKENS) // limits.page_size) * limits.page_size
     end, ids = worth + limits.prefix_lookahead, req.ids
-    return any(
-        len(ids) > worth and other.source.cache_salt == req.source.cache_salt and agreement(other.ids[:end], ids[:end]) == end
-        for other in filling
+    return len(ids) > worth and any(
+        other.source.cache_salt == req.source.cache_salt and agreement(other.ids[:end], ids[:end]) == end for other in filling
     )
 
 

@@ -290,12 +290,11 @@ class GraphRunner:
             return
         self._sizes = [s for s in self._sizes if s not in dropped]
         self._replays = {key: r for key, r in self._replays.items() if key[0] not in dropped}
-        what, way_out = (
-            "batch sizes",
-            " or --cuda-graph-max-bs " + (f"to {self._sizes[-1]}" if self._sizes else "or give --disable-cuda-graph"),
-        )
         if self.spec.mode is ForwardMode.EXTEND:  # its sizes are tokens, which no flag bounds
             what, way_out = "prompts of these tokens", ""
+        else:
+            limit = f"to {self._sizes[-1]}" if self._sizes else "or give --disable-cuda-graph"
+            what, way_out = "batch sizes", f" or --cuda-graph-max-bs {limit}"
         log.warning(
             "%s: no graph for %s %s: those run eagerly and slower; lower --mem-fraction-static%s",
             *(self.spec.name, what, sorted(dropped), way_out),

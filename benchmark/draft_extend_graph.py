@@ -104,9 +104,11 @@ def measure(
 def render(result: Result) -> str:
     """A table for each model, backend, overlap and length of the answers."""
     rows, parts = result["rows"], []
+    found = pairs(rows)
     for key in dict.fromkeys(_series(row) for row in rows):
         parts += [f"**{key}**", "", _part([row for row in rows if _series(row) == key]), ""]
-        parts += [line for text in _hidden(key, rows) for line in (text, "")]
+        hidden = _hidden(found.get(key, ()))
+        parts += [hidden, ""] if hidden else []
     return "\n".join([*parts, provenance(result)])
 
 
@@ -136,23 +138,20 @@ def waits(off: dict[str, Any], on: dict[str, Any]) -> float | None:
 
     Its kernels are the same with the graph and without: what it takes longer without one is waiting.
     """
-    if not {"iteration_us"} <= off.keys() & on.keys():
+    if "iteration_us" not in off or "iteration_us" not in on:
         return None
     return 1 - on["iteration_us"] / off["iteration_us"]
 
 
-def _hidden(key: str, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What is said of the cells of a series in which there is nothing to gain."""
-    timed = [(concurrency, share) for concurrency, off, on in pairs(rows).get(key, ()) if (share := waits(off, on)) is not None]
-    hidden = [concurrency for concurrency, share in timed if share < HIDDEN]
+def _hidden(found: Sequence[tuple[int, dict[str, Any], dict[str, Any]]]) -> str:
+    """What is said of those of a series, by `pairs`, in which there is nothing to gain; "" where there are none."""
+    hidden = {concurrency: share for concurrency, off, on in found if (share := waits(off, on)) is not None and share < HIDDEN}
     if not hidden:
-        return []
-    most = max(share for concurrency, share in timed if concurrency in hidden)
-    where = ", ".join(str(concurrency) for concurrency in hidden)
-    return [
-        f"Hidden at concurrency {where}: draft-extend is launched while the GPU verifies. Without the graph the GPU waits for launches "
-        f"{percent(max(most, 0.0), 1)} of an iteration at most."
-    ]
+        return ""
+    return (
+        f"Hidden at concurrency {', '.join(map(str, hidden))}: draft-extend is launched while the GPU verifies. "
+        f"Without the graph the GPU waits for launches {percent(max(0.0, *hidden.values()), 1)} of an iteration at most."
+    )
 
 
 def _change(on: dict[str, Any], off: dict[str, Any], name: str) -> str:
@@ -180,15 +179,12 @@ def _figure(row: dict[str, Any], name: str) -> float | None:
 def pairs(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, dict[str, Any], dict[str, Any]]]]:
     """By model, backend, overlap and length: (concurrency, the row without the graph, the row with it), where both were measured."""
     found: dict[str, list[tuple[int, dict[str, Any], dict[str, Any]]]] = {}
-    for on in sorted(
-        rows,
-        key=lambda row: (
-            *(row["model"], row.get("loop", ""), row["backend"], row["overlap"] == "off"),
-            *(row.get("output_len", 0), row["concurrency"]),
-        ),
-    ):
-        same = {key: on.get(key) for key in ("model", "backend", "overlap", "loop", "output_len", "concurrency")}
-        off = pick(rows, graph="off", **same)
+
+    def place(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["model"], row.get("loop", ""), row["backend"], row["overlap"] == "off", row.get("output_len", 0), row["concurrency"]
+
+    for on in sorted(rows, key=place):
+        off = pick(rows, **{key: on.get(key) for key in KEYS} | {"graph": "off"})
         if on["graph"] == "on" and off is not None:
             found.setdefault(_series(on), []).append((on["concurrency"], off, on))
     return found

@@ -14,10 +14,11 @@ import psutil
 import torch
 
 from runtime.batch import PAD_ROW, ForwardMode, RowInit, ScheduleBatch, WorkerLimits, no_ints
+from runtime.config.server_args import RuntimeConfig
 from runtime.errors import ConfigError
 from runtime.layers.attention.registry import backend_class
+from runtime.layers.backend_selection import select_ops, select_sampling, tune_ops
 from runtime.layers.sampler import SamplingNeeds, sample, top_logprobs
-from runtime.layers.select import select_ops, select_sampling, tune_ops
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.graph_runner import CaptureReport, GraphRunner, capture_all
 from runtime.model_executor.input_buffers import InputBuffers
@@ -33,7 +34,6 @@ from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.registry import build_model
 from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
-from runtime.server_args import RuntimeConfig
 
 log = logging.getLogger(__name__)
 ReplayKind = Literal["cuda", "eager", "none"]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from runtime.batch import PAD_ROW, BatchResult, ForwardMode, Logprobs, ScheduleBatch, StepStats
-from runtime.forward_batch import ForwardBatch
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.sampler import SamplingNeeds, sample, top_logprobs
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.device_queue import Finish

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from runtime.batch import BatchResult, ForwardMode, ScheduleBatch, StepStats
-from runtime.forward_batch import ForwardBatch
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.sampler import RandomStream, SamplingNeeds, adjust, target_probs, top_logprobs
 from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers

@@ -61,7 +61,7 @@ def select_sampling(device: torch.device, backend: Literal["triton", "pytorch"])
     if backend == "pytorch":
         return TorchSampling(), "torch: --sampling-backend pytorch"
     try:
-        from runtime.layers.sampling_kernels import TritonSampling
+        from runtime.layers.kernels.sampling import TritonSampling
     except ImportError as error:
         return TorchSampling(), f"torch, which is slower: Triton cannot be loaded ({error}); install the 'cuda' extra"
     return TritonSampling(), "Triton kernels: the device is a CUDA GPU"

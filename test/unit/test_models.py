@@ -21,9 +21,9 @@ from transformers import (
 
 from runtime.batch import ForwardMode
 from runtime.errors import ConfigError
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionShape
 from runtime.layers.attention.registry import build_backend
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Int8Linear
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
@@ -296,6 +296,9 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"dtype": "int4"}, "dtype is 'int4'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"weights are quantized \(quantization_config: fp8\), which is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: an unnamed scheme"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config: compressed-tensors"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; it must be a positive number"),
         ({"rope_parameters": "absent", "rope_theta": 0}, "rope_theta is 0; it must be a positive number"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "rope_theta is nan"),

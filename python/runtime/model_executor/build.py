@@ -18,7 +18,8 @@ from runtime.config.runtime_config import RuntimeConfig
 from runtime.errors import ConfigError
 from runtime.layers.attention.registry import backend_class
 from runtime.layers.backend_selection import select_ops, select_sampling, tune_ops
-from runtime.layers.sampler import SamplingNeeds, sample, top_logprobs
+from runtime.layers.sampler import sample, top_logprobs
+from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.graph_runner import CaptureReport, GraphRunner, capture_all
 from runtime.model_executor.input_buffers import InputBuffers
@@ -201,7 +202,7 @@ def padding_prompt(parts: Parts) -> ScheduleBatch:
 def rehearse_sampling(target: Target, logits: torch.Tensor) -> None:
     """Choose a token for each row of float32 [B, V] logits with all that requests may ask for, so that the memory it takes is seen."""
     rows = torch.full((len(logits),), PAD_ROW, dtype=torch.int64, device=logits.device)
-    needs = SamplingNeeds.every()
+    needs = SamplingNeeds.every(len(logits))
     tokens = sample(logits, target.rows.tables, rows, rows, needs)
     HostCopy(*top_logprobs(logits, tokens, MAX_TOP_LOGPROBS)).wait()
 

@@ -14,6 +14,14 @@ from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 CAPS = AttentionCaps(tree_mask=True, page_sizes=None, head_dims=None, cuda_graph=False, sliding_window=True)
 
+# What the result of one query depends on in torch's CPU kernel, beside its own keys: it attends in blocks of 32 queries (64 and 256 for
+# long prompts) and 512 keys, one GEMM per block. Measured bitwise on AVX-512: GEMMs of three and more rows agree; a GEMM over up to 256
+# keys agrees with one over 512 of which the rest is masked, others may not; keys beyond a multiple of 16 take another exponential.
+MIN_ROWS = 3
+ROW_BLOCK = 32
+KEY_BLOCK = 512
+KEY_VECTOR = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -21,7 +29,8 @@ class Segment:
 
     Attributes:
         tokens: the rows of the pass that they cover, B' * q of them.
-        pages: int64 [B' * S / page_size], the pages of each request in turn; one run of neighbouring pages as a slice, read in place.
+        pages: int64 [B' * pages per request], the pages of each request in turn; one run of neighbouring pages as a slice, read in place.
+        num_keys: S.
         query_pos: int64 [B', q], the index of each query's own key.
         masks: by window, what is added to scores: [B', 1, q, S] in the KV dtype; None for a plain causal prompt. Beside it the tree mask
             that it was made from.
@@ -83,16 +92,18 @@ class TorchNativeAttention:
             start += width
         return segments
 
-    def _pages(self, rows: torch.Tensor, num_keys: int) -> tuple[torch.Tensor | slice, int]:
-        """The pages that hold positions 0..num_keys-1 of each row, and how many positions those pages hold."""
+    def _pages(self, rows: torch.Tensor, written: int) -> tuple[torch.Tensor | slice, int]:
+        """The pages that hold positions 0..written-1 of each row and those read beyond them, and how many positions are read."""
         size = self._table.page_size
-        count = min(-(-num_keys // size), self._table.max_pages)
+        num_keys = min(stable_key_count(written), self._table.max_pages * size)
+        count, used = -(-num_keys // size), -(-written // size)
         pages = self._table.pages[:, :count].index_select(0, rows).reshape(-1).to(torch.int64)
         if len(rows) == 1 and pages.device.type == "cpu":
             first = int(pages[0])
-            if torch.equal(pages, torch.arange(first, first + count)):
-                return slice(first, first + count), count * size
-        return pages, count * size
+            in_pool = first + count <= len(self._pool.k[0])
+            if in_pool and torch.equal(pages[:used], torch.arange(first, first + used)):
+                return slice(first, first + count), num_keys
+        return pages, num_keys
 
     def _mask_for(self, segment: Segment, window: int, batch: ForwardBatch) -> torch.Tensor | None:
         """The mask of a layer, made once for all layers that share it."""
@@ -116,20 +127,55 @@ class TorchNativeAttention:
         requests, width = segment.query_pos.shape
         shape, window = self._shape, self._shape.window[layer_id]
         mask = self._mask_for(segment, window, batch)
-        # A prompt without prefix, and nothing else, may ask for causality instead of a mask: then S must be q.
-        num_keys = width if mask is None else segment.num_keys
-        k, v = (gather(pool[layer_id], segment, requests, num_keys) for pool in (self._pool.k, self._pool.v))
-        queries = q[segment.tokens].view(requests, width, shape.num_q_heads, shape.head_dim).transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            queries.to(self._dtype), k, v, attn_mask=mask, is_causal=mask is None, scale=shape.scale, enable_gqa=True
-        )
-        return out.transpose(1, 2).reshape(requests * width, shape.num_q_heads * shape.head_dim).to(q.dtype)
+        k, v = (gather(pool[layer_id], segment, requests) for pool in (self._pool.k, self._pool.v))
+        queries = q[segment.tokens].view(requests, width, shape.num_q_heads, shape.head_dim).to(self._dtype)
+        out = attend(queries, k, v, mask, shape.scale)
+        return out.reshape(requests * width, shape.num_q_heads * shape.head_dim).to(q.dtype)
 
 
-def gather(cache: torch.Tensor, segment: Segment, requests: int, num_keys: int) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """Attend so that on a CPU a query's result is the same bits whatever other queries and masked keys come along.
+
+    Few queries are attended with all query heads of a KV head as rows of one GEMM, or beside rows of zeros where there are too few heads.
+
+    Args:
+        q: [B, q, H, head_dim].
+        k, v: [B, G, S, head_dim], S from `stable_key_count`.
+        mask: [B, 1, q, S], added to the scores; None for causal attention from position 0.
+
+    Returns:
+        [B, q, H, head_dim].
+    """
+    batch, width, num_heads, head_dim = q.shape
+    group = num_heads // k.shape[1]
+    if not width < MIN_ROWS <= width * group:
+        group = 1
+    rows = q.view(batch, width, num_heads // group, group, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    extra = missing_rows(rows.shape[2])
+    if mask is not None and width > 1:
+        mask = F.pad(mask.repeat(1, 1, group, 1), (0, 0, 0, extra))
+    rows = F.pad(rows, (0, 0, 0, extra))
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+    return out[:, :, : width * group].unflatten(2, (group, width)).permute(0, 3, 1, 2, 4)
+
+
+def missing_rows(rows: int) -> int:
+    """Rows to add so that no block of queries is left with fewer than `MIN_ROWS`."""
+    last = rows % ROW_BLOCK
+    return max(0, MIN_ROWS - last) if last else 0
+
+
+def stable_key_count(num_keys: int) -> int:
+    """Keys to attend over, at least `num_keys`, so that the masked ones change no bit of the result."""
+    num_keys = -(-num_keys // KEY_VECTOR) * KEY_VECTOR
+    last = num_keys % KEY_BLOCK
+    return num_keys if last <= KEY_BLOCK // 2 else num_keys + KEY_BLOCK - last
+
+
+def gather(cache: torch.Tensor, segment: Segment, requests: int) -> torch.Tensor:
     """The first `num_keys` keys or values of each request, [B', G, S, head_dim]: a view, of the pool itself where pages are neighbours."""
     pages = cache[segment.pages] if isinstance(segment.pages, slice) else cache.index_select(0, segment.pages)
-    return pages.view(requests, segment.num_keys, *cache.shape[2:])[:, :num_keys].transpose(1, 2)
+    return pages.view(requests, -1, *cache.shape[2:])[:, : segment.num_keys].transpose(1, 2)
 
 
 def query_positions(seq_lens: torch.Tensor, width: int) -> torch.Tensor:

@@ -20,8 +20,8 @@ from benchmark.sweep import arguments, names, numbers
 from runtime import Engine
 from runtime.bench.datasets import embedded_prompts
 from runtime.bench.metrics import verified_tokens
-from runtime.resolve import EMBEDDED_DRAFT
-from runtime.tokenizer import Tokenizer
+from runtime.config.resolve import EMBEDDED_DRAFT
+from runtime.text.tokenizer import Tokenizer
 
 NAME = "embedded_speculation"
 KEYS = ("device", "dtype", "quantization", "speculation", "batch")

@@ -71,8 +71,8 @@ def model(layers: int) -> tuple[list[DecoderLayer], Linear]:
 
 def choices(ops: CudaOps, rows: int) -> dict[str, str]:
     """How each product of so many rows is computed; what was not timed is left out."""
-    from runtime.layers.gemm_choice import describe, row_class
-    from runtime.layers.small_gemm import MAX_ROWS
+    from runtime.layers.gemm.autotune import describe, row_class
+    from runtime.layers.gemm.triton_gemm import MAX_ROWS
 
     if rows > MAX_ROWS:
         return {}

@@ -8,8 +8,8 @@ import torch
 from benchmark.machine import Machine, slug
 from benchmark.shapes import READ_BYTES_PER_SECOND, TARGET, Shape
 from runtime.batch import ForwardMode
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionShape
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 

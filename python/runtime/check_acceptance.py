@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from runtime import log as logging_setup
+from runtime.config.flag_parser import parse
+from runtime.config.resolve import default_graph_sizes
+from runtime.config.server_args import RuntimeConfig
 from runtime.entrypoints.processes import prepare
 from runtime.errors import ConfigError, RequestError, ServingError
-from runtime.flag_parser import parse
-from runtime.managers.io_struct import GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
+from runtime.managers.messages import GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
 from runtime.managers.scheduler import Scheduler
 from runtime.models.config import ModelConfig
-from runtime.resolve import default_graph_sizes
 from runtime.sampling_params import SamplingParams
-from runtime.server_args import RuntimeConfig
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from runtime.speculative.parity import Outcome, SpeculativeWorker

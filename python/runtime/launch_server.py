@@ -21,14 +21,14 @@ import setproctitle
 import uvloop
 
 from runtime import log as logging_setup
+from runtime.config.flag_parser import dump, parse
+from runtime.config.resolve import check
+from runtime.config.server_args import RuntimeConfig
 from runtime.entrypoints.collector import spare_start
 from runtime.entrypoints.processes import Runtime, prepare
 from runtime.errors import ConfigError, ServingError
-from runtime.flag_parser import dump, parse
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.models.config import ModelConfig
-from runtime.resolve import check
-from runtime.server_args import RuntimeConfig
 
 log = logging.getLogger(__name__)
 

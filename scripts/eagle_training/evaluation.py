@@ -14,7 +14,7 @@ import runtime
 from eagle_training.conversations import loop_period
 from runtime import Engine
 from runtime.speculative.acceptance import AcceptanceCounters
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 CHAT_PROMPTS = Path(runtime.__file__).parent / "assets" / "chat_prompts.jsonl"
 

@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from runtime.batch import ForwardMode
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionCaps
-from runtime.layers.select import select_ops
+from runtime.layers.backend_selection import select_ops
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.model_executor.weight_loader import safetensors_weights
 from runtime.models.config import ModelConfig

@@ -12,12 +12,12 @@ import torch
 
 from gpu.attention_kinds import BF16, CAUSAL_KINDS, FP16, MAX_LEN, TREE_KINDS, Kind
 from runtime.batch import ForwardMode
+from runtime.config.resolve import resolve
 from runtime.errors import ConfigError
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionBackend, AttentionShape
 from runtime.layers.attention.registry import backend_class, build_backend
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
-from runtime.resolve import resolve
 from unit.test_server_args import HOPPER, LLAMA, args
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -42,7 +42,7 @@ def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     """Under the name "fa3 split" split attention runs all fixed-width passes that it takes, under "fa3" none. Lists those that it ran."""
     name, ran = request.node.callspec.params["name"], list[object]()
     if name.startswith("fa3"):
-        from runtime.layers.attention import flash_attention
+        from runtime.layers.attention import fa3 as flash_attention
 
         split_attention = flash_attention.split_attention
 

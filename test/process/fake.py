@@ -27,10 +27,10 @@ import psutil
 
 from fake_worker import FakeWorker
 from runtime.batch import BatchResult, Pending, ScheduleBatch, Worker, WorkerLimits
+from runtime.config.server_args import RuntimeConfig
 from runtime.entrypoints import child
 from runtime.errors import ConfigError
 from runtime.models.config import ModelConfig
-from runtime.server_args import RuntimeConfig
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 1024

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from runtime.batch import ForwardMode
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionShape
 from runtime.layers.attention.registry import build_backend
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import safetensors_weights
-from runtime.model_source import ModelSource, resolve_model
+from runtime.model_files.model_source import ModelSource, resolve_model
 from runtime.models.hf_config import load_hf_config
 from runtime.models.registry import build_model
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
@@ -113,7 +113,7 @@ def test_its_weights_are_the_dequantised_ones_of_the_file(source: ModelSource, t
     import gguf
 
     from runtime.model_files.embedded import find_gguf
-    from runtime.model_source import default_cache_dir
+    from runtime.model_files.model_source import default_cache_dir
 
     reader = gguf.GGUFReader(find_gguf(default_cache_dir()))
     stored = next(tensor for tensor in reader.tensors if tensor.name == "blk.7.attn_k.weight")

@@ -193,7 +193,7 @@ def test_a_row_of_a_product_has_every_time_the_fastest_first() -> None:
 
 def test_cuts_are_configurations_of_the_kernel() -> None:
     pytest.importorskip("triton")
-    from runtime.layers.small_gemm import padded_rows
+    from runtime.layers.gemm.triton_gemm import padded_rows
 
     for product in products.PRODUCTS:
         for rows in (1, 16, 128):
@@ -292,7 +292,7 @@ def test_the_choice_is_the_least_and_the_mean_by_width_and_batch() -> None:
 
 def test_cuts_of_split_attention_are_configurations_of_the_kernel() -> None:
     pytest.importorskip("triton")
-    from runtime.layers.attention.split_decode import SplitConfig
+    from runtime.layers.attention.kernels.split_decode import SplitConfig
 
     found = split_attention.configs()
     assert found["128x3 1/SM"] == SplitConfig(128, 4, 3, 1, alone=2)

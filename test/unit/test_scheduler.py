@@ -15,7 +15,7 @@ import pytest
 
 from fake_worker import FakeWorker, alone, logprob
 from runtime.batch import ForwardMode, ScheduleBatch, WorkerLimits
-from runtime.managers.io_struct import (
+from runtime.managers.messages import (
     AbortReq,
     ControlReply,
     ControlReq,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from runtime.batch import ForwardMode, ScheduleBatch, StepStats
-from runtime.managers.scheduler_state import LOG_PERIOD, Gauges, SchedulerState
+from runtime.managers.telemetry.scheduler_stats import LOG_PERIOD, Gauges, SchedulerState
 
 GAUGES = Gauges(num_running_reqs=3, num_queue_reqs=1, pages_used=1, pages_total=4, pages_free=3, tokens_used=16, max_total_num_tokens=64)
 

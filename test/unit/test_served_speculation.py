@@ -14,10 +14,10 @@ import torch
 from msgspec import structs
 
 from runtime.batch import BatchResult, ForwardMode, Pending, ScheduleBatch
-from runtime.managers.io_struct import AbortReq, GenerateReq, TokensOut, TokensOutBatch
-from runtime.managers.metrics import graph_hit_rate, padding_waste
+from runtime.managers.messages import AbortReq, GenerateReq, TokensOut, TokensOutBatch
 from runtime.managers.scheduler import Scheduler
-from runtime.managers.step_tally import StepTally
+from runtime.managers.telemetry.metrics import graph_hit_rate, padding_waste
+from runtime.managers.telemetry.step_stats import StepTally
 from runtime.sampling_params import SamplingParams
 from unit.driver import Driver
 from unit.predicting import VOCAB, plain, speculating

@@ -13,13 +13,21 @@ from pathlib import Path
 import pytest
 
 from runtime.batch import WorkerLimits
-from runtime.device import KERNEL_PACKAGES, Gpu, MachineFacts, probe
+from runtime.config.flag_parser import build_parser, dump, flags, from_fields, parse
+from runtime.config.machine import KERNEL_PACKAGES, Gpu, MachineFacts, probe
+from runtime.config.resolve import (
+    EMBEDDED_DRAFT,
+    EMBEDDED_DRAFT_STEPS,
+    check,
+    default_graph_sizes,
+    resolve,
+    synthetic_acceptance,
+    with_own_draft,
+)
+from runtime.config.server_args import ModelFacts, RuntimeConfig, ServerArgs, SpeculativeConfig
 from runtime.entrypoints import processes
 from runtime.errors import ConfigError
-from runtime.flag_parser import build_parser, dump, flags, from_fields, parse
 from runtime.managers.schedule_policy import PrefillBudget
-from runtime.resolve import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS, check, default_graph_sizes, resolve, synthetic_acceptance, with_own_draft
-from runtime.server_args import ModelFacts, RuntimeConfig, ServerArgs, SpeculativeConfig
 
 SGLANG_FLAGS = re.findall(
     r"\S+",
@@ -703,9 +711,8 @@ def test_the_machine_is_probed_without_torch() -> None:
     facts = probe()
     assert facts.cores >= 1
     assert facts.memory > 1 << 28
-    code = (
-        "import sys; from runtime.device import probe; probe(); import runtime.flag_parser, runtime.resolve; print('torch' in sys.modules)"
-    )
+    probing = "from runtime.config.machine import probe; probe(); import runtime.config.flag_parser, runtime.config.resolve"
+    code = f"import sys; {probing}; print('torch' in sys.modules)"
     env = {"PYTHONPATH": str(Path(__file__).parents[2] / "python")}
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     assert made.stdout.strip() == "False"

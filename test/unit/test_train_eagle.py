@@ -26,9 +26,9 @@ from eagle_training.vocabulary import answer_counts, coverage, draft_to_target, 
 from safetensors.torch import save_file
 
 from runtime.batch import ForwardMode
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionShape
 from runtime.layers.attention.torch_native import TorchNativeAttention
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import safetensors_weights
@@ -38,7 +38,7 @@ from runtime.models.draft_config import load_draft_config
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
 from runtime.models.hf_config import load_hf_config
 from runtime.models.registry import build_model
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 from unit.small_tokenizer import write_small_tokenizer
 
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from runtime.config.server_args import RuntimeConfig, SpeculativeConfig
 from runtime.models.config import ModelConfig
-from runtime.server_args import RuntimeConfig, SpeculativeConfig
 
 
 def tiny_model(**changes: object) -> ModelConfig:

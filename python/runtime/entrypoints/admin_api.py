@@ -16,7 +16,15 @@ from runtime.entrypoints.page import ChatPage
 from runtime.entrypoints.responses import error_form, json_response, status_response
 from runtime.entrypoints.sse import until_gone
 from runtime.errors import InvalidField, QueueFull, RequestError, ServingError
-from runtime.managers.metrics import Metrics, State, accept_length, accept_rate, accept_rate_by_position, graph_hit_rate, padding_waste
+from runtime.managers.telemetry.metrics import (
+    Metrics,
+    State,
+    accept_length,
+    accept_rate,
+    accept_rate_by_position,
+    graph_hit_rate,
+    padding_waste,
+)
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingParams
 

@@ -17,14 +17,14 @@ import setproctitle
 
 from runtime import log as logging_setup
 from runtime.batch import Worker, WorkerLimits
+from runtime.config.server_args import RuntimeConfig
 from runtime.entrypoints.collector import spare_start
 from runtime.errors import ConfigError
 from runtime.managers.detokenizer_manager import DetokenizerManager
-from runtime.managers.io_struct import DrainReq, Heartbeat, ToDetokenizer, ToScheduler
 from runtime.managers.ipc import Inbox, Outbox
+from runtime.managers.messages import DrainReq, Heartbeat, ToDetokenizer, ToScheduler
 from runtime.models.config import ModelConfig
-from runtime.server_args import RuntimeConfig
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from concurrent.futures import Future
 from typing import Any, TypedDict, TypeGuard, TypeVar
 
 from runtime import log as logging_setup
+from runtime.config.flag_parser import from_fields
 from runtime.entrypoints.meta_info import meta_info
 from runtime.entrypoints.processes import Runtime, prepare
 from runtime.errors import InvalidField, ServingError
-from runtime.flag_parser import from_fields
-from runtime.managers.io_struct import TokenLogprobs
+from runtime.managers.messages import TokenLogprobs
 from runtime.managers.tokenizer_manager import Generation, GenerationUpdate
 from runtime.sampling_params import SamplingParams
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
-from runtime.managers.io_struct import TokenLogprobs
+from runtime.managers.messages import TokenLogprobs
 from runtime.managers.tokenizer_manager import Generation, GenerationUpdate
 
 MAX_UNREAD = 256

@@ -26,9 +26,9 @@ from runtime.entrypoints.openai_api import OpenAIApi
 from runtime.entrypoints.openai_protocol import CHAT, COMPLETION
 from runtime.entrypoints.responses import error_response, internal_error, json_response, status_response
 from runtime.errors import ServingError
-from runtime.managers.metrics import Metrics
+from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.tokenizer_manager import TokenizerManager
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from runtime.entrypoints.responses import json_response
 from runtime.entrypoints.sse import DONE, EventStream, event, until_gone
 from runtime.errors import InvalidField, RequestError
 from runtime.managers.tokenizer_manager import Generation, TokenizerManager
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 Json = dict[str, object]
 

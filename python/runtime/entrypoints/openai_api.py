@@ -19,7 +19,7 @@ from runtime.entrypoints.responses import json_response
 from runtime.entrypoints.sse import DONE, EventStream, event, until_gone
 from runtime.errors import InvalidField, ModelNotFound, RequestError
 from runtime.managers.tokenizer_manager import Generation, GenerationUpdate, TokenizerManager
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 LONG_CHAT = 2048
 """Characters of a conversation from which its template runs in a thread."""

@@ -18,21 +18,21 @@ import msgspec
 import psutil
 
 from runtime.batch import WorkerLimits
-from runtime.device import probe
+from runtime.config.machine import probe
+from runtime.config.resolve import check, resolve, with_own_draft
+from runtime.config.server_args import ModelFacts, RuntimeConfig, ServerArgs
 from runtime.entrypoints.child import Failed, Orders, Ready, Report, Role
 from runtime.errors import ConfigError, ServerDraining, ServingError
-from runtime.managers.health import Health
-from runtime.managers.io_struct import ToTokenizer
 from runtime.managers.ipc import AsyncInbox, Outbox
+from runtime.managers.messages import ToTokenizer
+from runtime.managers.telemetry.health import Health
 from runtime.managers.tokenizer_manager import TokenizerManager
-from runtime.model_source import DRAFT_FLAGS, resolve_model, resolve_weights
+from runtime.model_files.model_source import DRAFT_FLAGS, resolve_model, resolve_weights
 from runtime.models.config import ModelConfig
 from runtime.models.draft_config import load_draft_config
 from runtime.models.hf_config import load_hf_config
-from runtime.resolve import check, resolve, with_own_draft
 from runtime.sampling_params import SamplingParams
-from runtime.server_args import ModelFacts, RuntimeConfig, ServerArgs
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

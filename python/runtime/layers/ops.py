@@ -19,8 +19,8 @@ from typing import Protocol
 
 import torch
 
+from runtime.layers.gemm.deferred_norm import NormAhead
 from runtime.layers.linear import Linear
-from runtime.layers.norm_ahead import NormAhead
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from runtime.layers.argmax import argmax
+from runtime.layers.kernels.argmax import argmax
 from runtime.layers.linear import Linear
 from runtime.layers.ops import HeadLayout, RMSNorm, Rope, Stream
 

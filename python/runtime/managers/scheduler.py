@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from runtime.batch import BatchResult, Pending, RowInit, ScheduleBatch, Worker
+from runtime.config.server_args import RuntimeConfig
 from runtime.errors import QueueFull, RequestError, ServerDraining, ServingError, StepFailed
 from runtime.managers import schedule_policy as policy
 from runtime.managers.batching import Chunk, PageWrites, decode_batch, extend_batch
-from runtime.managers.io_struct import (
+from runtime.managers.messages import (
     AbortReq,
     ControlReply,
     ControlReq,
@@ -28,13 +29,12 @@ from runtime.managers.io_struct import (
     TokensOutBatch,
     ToScheduler,
 )
-from runtime.managers.pulse import Pulse
+from runtime.managers.replies import collect_prompt_logprobs, failure, is_due, refusal, request_info, token_out
 from runtime.managers.req import Phase, Req
-from runtime.managers.scheduler_state import Gauges, SchedulerState
-from runtime.managers.spec_tally import SpecTally
-from runtime.managers.token_outs import collect_prompt_logprobs, failure, is_due, refusal, request_info, token_out
-from runtime.mem_cache.page_ledger import PageLedger
-from runtime.server_args import RuntimeConfig
+from runtime.managers.telemetry.heartbeat import Pulse
+from runtime.managers.telemetry.scheduler_stats import Gauges, SchedulerState
+from runtime.managers.telemetry.spec_stats import SpecTally
+from runtime.mem_cache.kv_page_manager import PageLedger
 
 log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from runtime.batch import WorkerLimits
+from runtime.config.server_args import RuntimeConfig
 from runtime.errors import (
     ContextTooLong,
     InvalidField,
@@ -27,8 +28,7 @@ from runtime.errors import (
     StepFailed,
     WorkerDied,
 )
-from runtime.managers.health import Health
-from runtime.managers.io_struct import (
+from runtime.managers.messages import (
     AbortReq,
     ControlReply,
     ControlReq,
@@ -43,10 +43,10 @@ from runtime.managers.io_struct import (
     ToScheduler,
     ToTokenizer,
 )
-from runtime.managers.step_tally import StepTally
+from runtime.managers.telemetry.health import Health
+from runtime.managers.telemetry.step_stats import StepTally
 from runtime.models.config import ModelConfig
 from runtime.sampling_params import MAX_N, MAX_TOP_LOGPROBS, SamplingParams
-from runtime.server_args import RuntimeConfig
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,12 @@ import psutil
 import torch
 
 from runtime.batch import PAD_ROW, ForwardMode, RowInit, ScheduleBatch, WorkerLimits, no_ints
+from runtime.config.server_args import RuntimeConfig
 from runtime.errors import ConfigError
 from runtime.layers.attention.registry import backend_class
-from runtime.layers.sampler import SamplingNeeds, sample, top_logprobs
-from runtime.layers.select import select_ops, select_sampling, tune_ops
+from runtime.layers.backend_selection import select_ops, select_sampling, tune_ops
+from runtime.layers.sampler import sample, top_logprobs
+from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.graph_runner import CaptureReport, GraphRunner, capture_all
 from runtime.model_executor.input_buffers import InputBuffers
@@ -33,7 +35,6 @@ from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.registry import build_model
 from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
-from runtime.server_args import RuntimeConfig
 
 log = logging.getLogger(__name__)
 ReplayKind = Literal["cuda", "eager", "none"]
@@ -201,7 +202,7 @@ def padding_prompt(parts: Parts) -> ScheduleBatch:
 def rehearse_sampling(target: Target, logits: torch.Tensor) -> None:
     """Choose a token for each row of float32 [B, V] logits with all that requests may ask for, so that the memory it takes is seen."""
     rows = torch.full((len(logits),), PAD_ROW, dtype=torch.int64, device=logits.device)
-    needs = SamplingNeeds.every()
+    needs = SamplingNeeds.every(len(logits))
     tokens = sample(logits, target.rows.tables, rows, rows, needs)
     HostCopy(*top_logprobs(logits, tokens, MAX_TOP_LOGPROBS)).wait()
 

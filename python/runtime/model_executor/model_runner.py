@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from runtime.batch import ForwardMode
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionBackend, AttentionShape
 from runtime.layers.attention.registry import build_backend
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.models.config import ModelConfig
 from runtime.models.registry import DecoderModel

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from runtime.batch import BatchResult, ForwardMode, ScheduleBatch, StepStats, WorkerLimits
-from runtime.forward_batch import ForwardBatch
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.sampler import sample, top_logprobs
 from runtime.model_executor.device_queue import Finish
 from runtime.model_executor.device_worker import DeviceWorker

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from runtime.errors import ConfigError
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionBackend
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Int8Linear, Linear
 from runtime.layers.ops import BlockOps, HeadLayout, RMSNorm, Stream
 from runtime.mem_cache.kv_pool import KVPool

@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 
+from runtime.config.server_args import RuntimeConfig, SpeculativeConfig
 from runtime.errors import ConfigError
 from runtime.layers.linear import Linear
 from runtime.model_executor.build import (
@@ -40,7 +41,6 @@ from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
 from runtime.models.registry import build_model, linear_class
 from runtime.models.standalone import StandaloneDraft
-from runtime.server_args import RuntimeConfig, SpeculativeConfig
 from runtime.speculative.draft_decode_graph_runner import draft_decode_forward, draft_decode_spec
 from runtime.speculative.draft_extend_graph_runner import draft_extend_forward, draft_extend_spec
 from runtime.speculative.draft_rows import DraftRows

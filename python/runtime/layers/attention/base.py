@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from runtime.forward_batch import ForwardBatch
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 

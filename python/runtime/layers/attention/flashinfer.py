@@ -11,11 +11,11 @@ from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
 from runtime.batch import Int32
 from runtime.errors import ConfigError
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionCaps, AttentionShape
-from runtime.layers.attention.fixed_lengths import FixedLengths, first_tail
-from runtime.layers.attention.plan_fixup import PageLists, WorkItems, correct_plan, gather_pages
-from runtime.layers.attention.tree_tail import TailKeys, merge_tree_tail
+from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
+from runtime.layers.attention.kernels.flashinfer_plan import PageLists, WorkItems, correct_plan, gather_pages
+from runtime.layers.attention.kernels.tree_tail import TailKeys, merge_tree_tail
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 PINNED_BUFFERS = 32

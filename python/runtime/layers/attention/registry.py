@@ -10,7 +10,7 @@ from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 BACKENDS = {
     "torch_native": "runtime.layers.attention.torch_native:TorchNativeAttention",
-    "fa3": "runtime.layers.attention.flash_attention:FlashAttention",
+    "fa3": "runtime.layers.attention.fa3:FlashAttention",
     "flashinfer": "runtime.layers.attention.flashinfer:FlashInferAttention",
 }
 """Module and class of each backend; a module is imported only when its backend is asked for."""

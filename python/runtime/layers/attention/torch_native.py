@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionCaps, AttentionShape
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 CAPS = AttentionCaps(tree_mask=True, page_sizes=None, head_dims=None, cuda_graph=False, sliding_window=True)

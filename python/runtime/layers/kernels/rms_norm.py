@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.layers.small_gemm import start_early
+from runtime.layers.gemm.triton_gemm import start_early
 
 WIDE = 2048
 """From this many columns on, eight warps a row."""

@@ -7,7 +7,7 @@ from copy import copy
 from runtime.batch import BatchResult
 from runtime.errors import ServingError
 from runtime.managers.batching import Chunk
-from runtime.managers.io_struct import Finish, GenerateReq, RequestInfo, TokensOut
+from runtime.managers.messages import Finish, GenerateReq, RequestInfo, TokensOut
 from runtime.managers.req import Req
 
 

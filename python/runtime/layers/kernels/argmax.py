@@ -14,7 +14,7 @@ def argmax(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
     """
     if not logits.is_cuda:
         return torch.argmax(logits, dim=-1) if out is None else torch.argmax(logits, dim=-1, out=out)
-    from runtime.layers.argmax_kernel import argmax_rows
+    from runtime.layers.kernels.argmax_kernel import argmax_rows
 
     if out is None:
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.layers.largest import LEAST_KEY, NO_COLUMN, first_of_largest
-from runtime.layers.small_gemm import start_early
+from runtime.layers.gemm.triton_gemm import start_early
+from runtime.layers.kernels.argmax_reduce import LEAST_KEY, NO_COLUMN, first_of_largest
 
 FEW_ROWS = 8
 """Up to this many rows, short chunks are needed to occupy the machine."""

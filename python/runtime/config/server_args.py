@@ -121,7 +121,7 @@ def _flag(
 class ServerArgs:
     """What the user asked for: one field is one flag, spelled as SGLang spells it. None (or False) means "not asked".
 
-    `runtime.flag_parser` makes the command line of it, `runtime.resolve` the `RuntimeConfig`.
+    `runtime.config.flag_parser` makes the command line of it, `runtime.config.resolve` the `RuntimeConfig`.
     """
 
     model_path: str | None = _flag(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.layers.norm_ahead import NormAhead, RowScale
+from runtime.layers.gemm.deferred_norm import NormAhead, RowScale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from runtime.batch import ForwardMode, ScheduleBatch, StepStats
-from runtime.managers.io_struct import SpecStats
-from runtime.managers.spec_tally import SpecTally
-from runtime.managers.step_tally import StepTally
+from runtime.managers.messages import SpecStats
+from runtime.managers.telemetry.spec_stats import SpecTally
+from runtime.managers.telemetry.step_stats import StepTally
 
 log = logging.getLogger(__name__)
 

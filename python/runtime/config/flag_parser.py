@@ -15,8 +15,8 @@ from typing import NoReturn
 import shtab
 import yaml
 
+from runtime.config.server_args import Flag, ServerArgs
 from runtime.errors import ConfigError
-from runtime.server_args import Flag, ServerArgs
 
 PROGRAM = "talon"
 """The installed command, the same as `python -m runtime.launch_server`."""

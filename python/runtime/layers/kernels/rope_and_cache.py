@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from runtime.layers.gemm.triton_gemm import start_early
 from runtime.layers.ops import HeadLayout, RMSNorm, Rope
-from runtime.layers.small_gemm import start_early
 
 MAX_HEADS = 8
 """Heads of one program."""

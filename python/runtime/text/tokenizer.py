@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from runtime.chat_template import ChatTemplate, ControlTokens, Rendered
 from runtime.errors import ConfigError, RequestError
+from runtime.text.chat_template import ChatTemplate, ControlTokens, Rendered
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _BRACKETED = re.compile(r"[<\[{].*[>\]}]", re.DOTALL)

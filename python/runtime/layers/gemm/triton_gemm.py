@@ -13,8 +13,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from runtime.layers.epilogue import NOTHING, Epilogue
-from runtime.layers.largest import first_of_largest
+from runtime.layers.gemm.epilogue import NOTHING, Epilogue
+from runtime.layers.kernels.argmax_reduce import first_of_largest
 
 MAX_ROWS = 128
 """Above this, arithmetic and not weights sets the time: cuBLAS."""

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from triton.runtime.errors import OutOfResources
 
-from runtime.layers.graph_clock import replay_times
-from runtime.layers.small_gemm import MAX_ROWS, GemmConfig
-from runtime.layers.streamed_gemm import MAX_TILE, StreamedConfig
+from runtime.layers.gemm.triton_gemm import MAX_ROWS, GemmConfig
+from runtime.layers.gemm.wgmma_gemm import MAX_TILE, StreamedConfig
+from runtime.layers.kernels.graph_timer import replay_times
 
 GemmOp = Literal["linear", "linear_add", "gate_up", "logits"]
 Choice = GemmConfig | StreamedConfig | None

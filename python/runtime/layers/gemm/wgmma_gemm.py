@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import torch
 
-from runtime.layers import cuda_driver
-from runtime.layers.epilogue import NOTHING, Epilogue
-from runtime.layers.norm_ahead import NormAhead, RowScale
+from runtime.layers.gemm.deferred_norm import NormAhead, RowScale
+from runtime.layers.gemm.epilogue import NOTHING, Epilogue
+from runtime.layers.kernels import cuda_driver
 
 MAX_ROWS = 128
 COLUMNS = 64
@@ -235,7 +235,7 @@ def source(config: StreamedConfig, variant: _Variant) -> str:
             "typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;",
             *(f"#define {name} {value}" for name, value in constants.items()),
             _multiply(config.tile, "bf16" if v.dtype is torch.bfloat16 else "f16"),
-            (Path(__file__).parent / "streamed_gemm.cu").read_text(encoding="utf-8"),
+            (Path(__file__).parent / "wgmma_gemm.cu").read_text(encoding="utf-8"),
         ]
     )
 

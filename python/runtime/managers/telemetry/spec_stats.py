@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.managers.io_struct import SpecStats
+from runtime.managers.messages import SpecStats
 
 
 class SpecTally:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from runtime.layers.attention.deal import MAX_SHARES, Deal, deal, unpack
+from runtime.layers.attention.kernels.split_schedule import MAX_SHARES, Deal, deal, unpack
 
 MAX_WIDTH = 8
 """Queries of a request."""

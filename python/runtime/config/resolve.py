@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
-from runtime.device import MachineFacts
-from runtime.errors import ConfigError
-from runtime.server_args import (
+from runtime.config.machine import MachineFacts
+from runtime.config.server_args import (
     AttentionName,
     DeviceKind,
     ModelFacts,
@@ -21,6 +20,7 @@ from runtime.server_args import (
     SpecAlgorithm,
     SpeculativeConfig,
 )
+from runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ every batch measured.
 Measured with and without drafts side by side, on real text (`benchmark/results/cpu-2/embedded_speculation.json`): in int8 drafts gave 1.24
 times the tokens at 2 together, 0.93 to 1.02 times at 4 and 0.81 times at 8; in float32 1.17 times at 8, the most that were measured.
 """
-EMBEDDED_DRAFT = Path(__file__).parent / "assets" / "smollm2-eagle3"
+EMBEDDED_DRAFT = Path(__file__).parents[1] / "assets" / "smollm2-eagle3"
 """The embedded model's EAGLE-3 head."""
 CPU_RUNNING_REQUESTS = 16
 LEAST_CAPABILITY = (8, 0)

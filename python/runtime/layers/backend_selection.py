@@ -9,7 +9,8 @@ import torch
 
 from runtime.layers.linear import Linear
 from runtime.layers.ops import BlockOps
-from runtime.layers.sampler import SamplingOps, TorchSampling
+from runtime.layers.sampler import TorchSampling
+from runtime.layers.sampling_tables import SamplingOps
 from runtime.layers.torch_ops import TorchOps
 
 
@@ -61,7 +62,7 @@ def select_sampling(device: torch.device, backend: Literal["triton", "pytorch"])
     if backend == "pytorch":
         return TorchSampling(), "torch: --sampling-backend pytorch"
     try:
-        from runtime.layers.sampling_kernels import TritonSampling
+        from runtime.layers.kernels.sampling import TritonSampling
     except ImportError as error:
         return TorchSampling(), f"torch, which is slower: Triton cannot be loaded ({error}); install the 'cuda' extra"
     return TritonSampling(), "Triton kernels: the device is a CUDA GPU"

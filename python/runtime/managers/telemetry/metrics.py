@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from runtime.managers.io_struct import Finish
+from runtime.managers.messages import Finish
 
 State = Mapping[str, object]
 """The scheduler's gauges and counters, as its heartbeat carries them."""

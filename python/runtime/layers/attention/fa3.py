@@ -10,11 +10,9 @@ import torch
 from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 
 from runtime.errors import ConfigError
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionCaps, AttentionShape
-from runtime.layers.attention.deal import Deal, deal
-from runtime.layers.attention.fixed_lengths import FixedLengths, first_tail
-from runtime.layers.attention.split_decode import (
+from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
+from runtime.layers.attention.kernels.split_decode import (
     MAX_WIDTH,
     SplitKeys,
     SplitShape,
@@ -25,7 +23,9 @@ from runtime.layers.attention.split_decode import (
     split_attention,
     takes,
 )
-from runtime.layers.attention.tree_tail import TailKeys, merge_tree_tail
+from runtime.layers.attention.kernels.split_schedule import Deal, deal
+from runtime.layers.attention.kernels.tree_tail import TailKeys, merge_tree_tail
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 SPLIT_BATCHES = (range(1, 17), range(25, 33))

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from runtime.managers.step_tally import StepTally
+from runtime.managers.telemetry.step_stats import StepTally
 from runtime.sampling_params import SamplingParams
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.errors import ConfigError
-from runtime.forward_batch import ForwardBatch
+from runtime.layers.forward_batch import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     """
     batch, width, num_heads, head_dim = q.shape
     group = num_heads // k.shape[1]
-    if not width < MIN_ROWS <= width * group:
+    if mask is None or not width < MIN_ROWS <= width * group:
         group = 1
     rows = q.view(batch, width, num_heads // group, group, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
     extra = missing_rows(rows.shape[2])

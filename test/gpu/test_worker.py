@@ -14,7 +14,7 @@ import torch
 from msgspec import structs
 
 from runtime.batch import ForwardMode, ScheduleBatch
-from runtime.config.server_args import SpeculativeConfig
+from runtime.config.runtime_config import SpeculativeConfig
 from runtime.sampling_params import SamplingParams
 from unit.driver import GREEDY, Driver
 from unit.tiny import tiny_model, tiny_runtime, tiny_speculative, write_head

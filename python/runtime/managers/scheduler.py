@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from runtime.batch import BatchResult, Pending, RowInit, ScheduleBatch, Worker
-from runtime.config.server_args import RuntimeConfig
+from runtime.config.runtime_config import RuntimeConfig
 from runtime.errors import QueueFull, RequestError, ServerDraining, ServingError, StepFailed
 from runtime.managers import schedule_policy as policy
 from runtime.managers.batching import Chunk, PageWrites, decode_batch, extend_batch
@@ -99,22 +99,23 @@ class Scheduler:
         send: Callable[[ToDetokenizer], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
+        self._config = config.scheduler
         self._worker = worker
         self._eos_ids = eos_ids
         self._receive = receive
         self._send = send
         self._clock = clock
         self.limits = limits = worker.limits
-        self.ledger = PageLedger(limits.max_total_tokens // limits.page_size, limits.page_size, limits.prefix_lookahead, config.radix_cache)
+        num_pages, radix_cache = limits.max_total_tokens // limits.page_size, config.cache.radix_cache
+        self.ledger = PageLedger(num_pages, limits.page_size, limits.prefix_lookahead, radix_cache)
         self.queue: list[Req] = []  # sorted by policy.queue_key
         self.running: list[Req] = []  # those with a row, in the order of admission
         self.state = SchedulerState(clock())
         self._reqs: dict[str, Req] = {}
         self._free_rows = list(range(limits.max_running_requests, 0, -1))
         self._flights: deque[Flight] = deque()
-        self._outlook = policy.Outlook.start(config.schedule_conservativeness)
-        self._overlap = limits.overlap and config.overlap
+        self._outlook = policy.Outlook.start(self._config.schedule_conservativeness)
+        self._overlap = limits.overlap and self._config.overlap
         self._prompt_tokens = 0  # run since the last decode step
         self._draining = False
         self._failures: deque[float] = deque()

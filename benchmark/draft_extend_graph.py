@@ -26,7 +26,7 @@ from benchmark.record import Record
 from benchmark.server import apart, parse_or_answer
 from benchmark.shapes import READ_BYTES_PER_SECOND, Model
 from benchmark.sweep import Setup, add_model, arguments, names, numbers, random_ids, roof_share, served_model, sweep
-from runtime.speculative.acceptance import AcceptanceCounters
+from runtime.model_executor.acceptance import AcceptanceCounters
 
 NAME = "draft_extend_graph"
 KEYS = ("model", "backend", "overlap", "loop", "output_len", "graph", "concurrency")
@@ -93,7 +93,7 @@ def measure(
                 extend.use = "graphs" if graph == "on" else "plain"
                 EngineLoop(config, worker, overlap == "on").serve(concurrency, concurrency, lens[0], 16)
                 runs[graph].append(EngineLoop(config, worker, overlap == "on").serve(requests, concurrency, *lens))
-                counts[graph].merge(worker.verifier.counted())
+                counts[graph].merge(worker.parts.monitor.counted())
                 with phases[graph]:
                     EngineLoop(config, worker, overlap == "on").serve(concurrency, concurrency, lens[0], min(WATCHED, lens[1]))
                 worker.reset()

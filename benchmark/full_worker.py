@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from runtime.speculative.verifier import ORACLE_EVERY
 
 from benchmark.engine_loop import build
 from runtime.batch import RowInit, ScheduleBatch, no_ints
 from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
-from runtime.speculative.verifier import ORACLE_EVERY
 
 MIB = 1 << 20
 PAGES_AT_ONCE = 1 << 18
@@ -76,7 +76,7 @@ class FullWorker:
         limits = self.limits
         room = min(self.pages * limits.page_size, limits.max_context_len) - (steps + 2) * limits.tokens_per_step
         self.kv[1:] = np.maximum(self.kv[1:], room)
-        self.worker._target.rows.kv_lens[1:] = torch.from_numpy(self.kv[1:]).to(self.worker._target.device)
+        self.worker.parts.target.rows.kv_lens[1:] = torch.from_numpy(self.kv[1:]).to(self.worker.parts.target.device)
 
     def decode(self, new_rows: list[RowInit]) -> None:
         """One step of all rows, with all log-probabilities where they are sampled."""
@@ -94,9 +94,9 @@ class FullWorker:
         zeros, which = np.zeros(len(rows), dtype=np.int32), np.array(rows, dtype=np.int32)
         for start in range(0, len(row_of), PAGES_AT_ONCE):
             part = slice(start, start + PAGES_AT_ONCE)
-            self.worker._target.page_table.write(
-                *(torch.from_numpy(a).to(self.worker._target.device, torch.int64) for a in (row_of[part], columns[part])),
-                torch.from_numpy((row_of[part] - 1) * self.pages + columns[part] + 1).to(self.worker._target.device, torch.int32),
+            self.worker.parts.target.page_table.write(
+                *(torch.from_numpy(a).to(self.worker.parts.target.device, torch.int64) for a in (row_of[part], columns[part])),
+                torch.from_numpy((row_of[part] - 1) * self.pages + columns[part] + 1).to(self.worker.parts.target.device, torch.int32),
             )
         batch = ScheduleBatch(
             step=self._tick(), rows=which, len_bounds=zeros,

@@ -74,7 +74,7 @@ def test_sizes_that_cannot_be_captured_run_eagerly_with_a_warning_and_the_same_a
     answers = generate(worker)
     ran = [runner.runs() for runner in worker.runners]
     assert all(int(str(r["eager"])) > 0 for r in ran), "five requests have no graph"
-    worker._target.reset()
+    worker.parts.target.reset()
     for runner in worker.runners:
         runner.use = "plain"
     assert generate(worker) == answers

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from runtime.speculative.acceptance import AcceptanceCounters, DriftAlarm, compare, side_by_side
+from runtime.model_executor.acceptance import AcceptanceCounters, DriftAlarm, compare, side_by_side
 
 
 def draw_lens(rng: np.random.Generator, rates: tuple[float, ...], count: int) -> np.ndarray:

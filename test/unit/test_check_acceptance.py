@@ -18,6 +18,7 @@ from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.short_prompts import ShortPrompts, prompt_forward, prompt_spec
 from runtime.speculative import build as speculative_build
 from runtime.speculative.parity import check_parity, eagerly, run_scratch
+from runtime.worker_info import RunnerRuns
 from unit.predicting import calm, draft_folder, speculating, teach
 from unit.small_tokenizer import write_small_tokenizer
 from unit.storm import runners
@@ -29,8 +30,8 @@ def change_builds(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], objec
     """From now on every worker is changed so when it is built."""
     build = speculative_build.build_speculative_worker
 
-    def changed(*args: Any) -> Any:
-        worker: Any = build(*args)
+    def changed(*args: Any, **more: Any) -> Any:
+        worker: Any = build(*args, **more)
         change(worker)
         return worker
 
@@ -45,7 +46,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     write_small_tokenizer(target)
     draft_folder(head, "EAGLE", vocab_size=VOCAB)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Tell me a tale."}\nplain words\n{"prompt": "one, two, three"}\n')
-    change_builds(monkeypatch, lambda worker: (calm(worker._target.runner.model, 1.0), teach(worker._draft.model)))
+    change_builds(monkeypatch, lambda worker: (calm(worker.parts.target.runner.model, 1.0), teach(worker.parts.drafter.model)))
     flags = [
         "--model-path", str(target), "--load-format", "dummy", "--device", "cpu", "--random-seed", "0", "--cpu-threads", "1",
         "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "24",
@@ -85,7 +86,7 @@ def test_where_drafting_pauses_graphs_with_drafts_and_without_are_compared(
     assert check_acceptance.main([*command, "--speculative-disable-by-batch-size", "2"]) == 0
     out = capsys.readouterr().out
     runs = {name: int(count) for name, count in re.findall(r"^([a-z ]+): (\d+) replays$", out, re.MULTILINE)}
-    assert list(runs) == ["draft decode", "verify", "draft extend", "paused verify", "paused extend"]
+    assert list(runs) == ["verify", "draft decode", "draft extend", "target decode", "draft extend K=0"]
     assert min(runs.values()) > 3
 
 
@@ -204,11 +205,11 @@ def make_stale(runner: Any, name: str) -> None:
 def test_sound_workers_start_and_nothing_of_the_check_is_left(tmp_path: Path, spec: dict[str, Any]) -> None:
     worker = speculating(tmp_path, replay="eager", sizes=[1, 2, 4, 8], **spec)
     check_parity(worker)
-    acceptance: Any = worker.info()["acceptance"]
-    assert [acceptance[ran]["iterations"] for ran in ("graph", "eager_sample", "eager")] == [0, 0, 0]
-    assert [worker.verifier._alarm.recent(oracle).iterations for oracle in (False, True)] == [0, 0]
-    assert worker._target.rows.kv_lens.sum() == 0
-    assert worker._target.page_table.pages.sum() == 0
+    acceptance: Any = worker.info().acceptance
+    assert [ran.iterations for ran in (acceptance.graph, acceptance.eager_sample, acceptance.eager)] == [0, 0, 0]
+    assert [worker.parts.monitor.alarm.recent(sample).iterations for sample in (False, True)] == [0, 0]
+    assert worker.parts.target.rows.kv_lens.sum() == 0
+    assert worker.parts.target.page_table.pages.sum() == 0
     assert all(runner.use == "graphs" for runner in worker.runners)
 
 
@@ -239,7 +240,7 @@ def test_the_runner_at_fault_is_named(tmp_path: Path, name: str) -> None:
 def test_graphs_of_short_prompts_are_compared_too(tmp_path: Path, fault: str) -> None:
     """What a draft is fed of a prompt costs acceptance alone when it is wrong."""
     worker = speculating(tmp_path, algorithm="EAGLE3", replay="eager", sizes=[4])
-    target, layers = worker._target, worker._draft.model.aux_layers
+    target, layers = worker.parts.target, worker.parts.drafter.model.aux_layers
     hidden = target.runner.config.hidden_size
     spec = prompt_spec(hidden, len(layers) * hidden, torch.float32, 0)
     inputs = InputBuffers(32, 1, torch.device("cpu"), one_request=True)
@@ -250,7 +251,7 @@ def test_graphs_of_short_prompts_are_compared_too(tmp_path: Path, fault: str) ->
     if fault == "nothing":
         check_parity(worker)
         assert prompts.replayed == prompts.run_eagerly == 4
-        assert [run["runner"] for run in worker.info()["graph_runs"]][-1] == "short prompts"
+        assert [run.runner for run in worker.info().graph_runs][-1] == "short prompts"
         return
     replay = prompts._replays[32, ""]
 
@@ -308,4 +309,4 @@ def test_a_reference_runs_eagerly_and_ends(tmp_path: Path) -> None:
         assert all(r.size_for(3) == 3 for r in worker.runners)
     run_scratch(worker)
     assert all(r.replayed > 0 for r in worker.runners)
-    assert worker.info()["graph_runs"][0] == {"runner": "draft decode", "replayed": 16, "eager": 16}
+    assert worker.info().graph_runs[0] == RunnerRuns("verify", replayed=16, eager=16)

@@ -28,7 +28,7 @@ from runtime.model_executor.short_prompts import (
     prompt_spec,
     replays_win,
 )
-from runtime.model_executor.target import Target
+from runtime.model_executor.target_model import Target
 from unit.driver import Driver
 from unit.tiny import tiny_model, tiny_runtime
 
@@ -49,7 +49,7 @@ def worker() -> Any:
 
 @pytest.fixture
 def target(worker: Any) -> Target:
-    return worker._target
+    return worker.parts.target
 
 
 def short_prompts(target: Target, layers: tuple[int, ...] = (), free: int = PLENTY) -> ShortPrompts:
@@ -287,7 +287,7 @@ def test_a_pass_is_bound_by_computing_from_twice_what_is_hidden() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_token_is_multiplied_with_the_blocks_matrices_alone(tied: bool) -> None:
     worker: Any = build_worker(tiny_runtime(), tiny_model(tie_embeddings=tied, qkv_bias=True, qk_norm=True), "none")
-    model = worker._target.runner.model
+    model = worker.parts.target.runner.model
     blocks = [shape for name, shape in model.expected_weights().items() if ".layers." in name and len(shape) == 2]
     assert len(blocks) == 3 * 7
     assert model.block_parameters == sum(math.prod(shape) for shape in blocks)
@@ -363,7 +363,7 @@ def test_a_batch_of_short_prompts_is_answered_as_if_run_eagerly(worker: Any, mon
     prompts = {r: np.random.default_rng(r).integers(2, 90, 3 + 9 * r).tolist() for r in (5, 1, 3)}
     expected = Driver(worker)
     expected.prefill(prompts, chunk=20)
-    target = worker._target
+    target = worker.parts.target
     target.reset()
     runners = add_as_on_a_gpu(target, monkeypatch)
     with torch.inference_mode():

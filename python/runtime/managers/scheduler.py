@@ -114,7 +114,7 @@ class Scheduler:
         self._prompt_tokens = 0  # run since the last decode step
         self._draining = False
         self._failures: deque[float] = deque()
-        self._startup_seconds = worker.info().get("startup_seconds", {})
+        self._startup_seconds = worker.info().startup_seconds
         self._arrivals = self._steps = self._beats = 0
         self._moved_at = time.monotonic()
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runtime.layers.attention.torch_native import TorchNativeAttention
 from runtime.layers.linear import Linear
 from runtime.model_executor import build as executor_build
+from runtime.model_executor.graph_capture import CallPool
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.staging import HostCopy
@@ -179,7 +180,7 @@ def test_2_a_result_from_the_pool_is_noticed(tmp_path: Path, reference: Any) -> 
         outputs.update(private)
 
     runner._forward = from_the_pool
-    runner.capture(None)
+    runner.capture(CallPool())
     with noticed():
         same_life(reference(), storm(worker))
 

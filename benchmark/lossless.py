@@ -1,6 +1,6 @@
-"""Greedy answers with drafts beside those without, token for token: the embedded model in float32 on a CPU, chains and trees.
+"""Greedy answers with and without drafts, compared token by token: the embedded model in float32 on a CPU, chains and trees.
 
-float32 is where equality can be asked for: in narrower types a product over more rows rounds otherwise, and near-ties flip.
+Equality can be required in float32 only. In narrower types a pass over several rows may round differently, and near-ties may flip.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def answers(shape: str, common: Mapping[str, Any], prompts: int, new_tokens: int
 
 
 def compare(plain: Sequence[Mapping[str, Any]], drafted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Figures of a row: how many answers differ, and where each begins to."""
+    """The figures of a row: which answers differ, and from which token on."""
     differences = []
     for number, (one, other) in enumerate(zip(plain, drafted, strict=True)):
         a, b = one["output_ids"], other["output_ids"]
@@ -46,20 +46,25 @@ def compare(plain: Sequence[Mapping[str, Any]], drafted: Sequence[Mapping[str, A
 
 
 def options(device: str, threads: int | None) -> dict[str, Any]:
-    """Of every engine of a run."""
+    """The options of all engines of a run."""
     found: dict[str, Any] = {"device": device, "dtype": "float32", "quantization": "none", "context_length": 1024}
     return found if threads is None else found | {"cpu_threads": threads}
 
 
 def render(result: Result) -> str:
-    """One line a shape."""
+    """The table and where it comes from."""
+    return "\n".join([summary(result), "", provenance(result)])
+
+
+def summary(result: Result) -> str:
+    """One row per shape."""
     lines = [[row["shape"], row["prompts"], row["tokens"], row["accept_length"], len(row["differences"])] for row in result["rows"]]
     head = ["steps/topk/draft tokens", "prompts", "tokens", "accept length", "answers that differ"]
-    return "\n".join([table(head, lines), "", provenance(result)])
+    return table(head, lines)
 
 
 def plot(result: Result, file: Path) -> None:
-    """Accept length by shape, and how many answers differ."""
+    """Accept length and number of differing answers by shape."""
     rows = result["rows"]
     lengths = {row["shape"]: {"accept length": row["accept_length"]} for row in rows}
     differ = {row["shape"]: {"answers that differ": len(row["differences"])} for row in rows}
@@ -69,19 +74,19 @@ def plot(result: Result, file: Path) -> None:
         return f"{len(row['differences'])} of {row['prompts']}"
 
     panels = [
-        plots.bars(lengths, "Accept length, by steps/topk/draft tokens", "tokens a window"),
+        plots.bars(lengths, "Accept length, by steps/topk/draft tokens", "tokens per window"),
         plots.bars(differ, "Answers that differ, by steps/topk/draft tokens", "answers", text=text),
     ]
-    picture.draw(result, file, "Greedy answers with drafts beside those without: SmolLM2-135M, float32", panels)
+    picture.draw(result, file, "Greedy answers with and without drafts: SmolLM2-135M, float32", panels)
 
 
 def main() -> None:
-    """Compare, keep, print; exits with 1 where an answer differs."""
+    """Compare, record and print; exit with 1 if an answer differs."""
     parser = arguments(__doc__)
-    parser.add_argument("--shapes", type=names, default=list(SHAPES), help="steps/topk/draft tokens, with commas")
+    parser.add_argument("--shapes", type=names, default=list(SHAPES), help="comma-separated list of steps/topk/draft tokens")
     parser.add_argument("--prompts", type=int, default=80)
     parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--threads", type=int, help="default: the cores there are")
+    parser.add_argument("--threads", type=int, help="default: all cores")
     args = parser.parse_args()
     if args.quick:
         args.prompts, args.new_tokens, args.threads = 2, 8, 1

@@ -14,7 +14,7 @@ import torch
 from msgspec import structs
 
 from runtime.batch import ForwardMode, ScheduleBatch
-from runtime.config.server_args import SpeculativeConfig
+from runtime.config.runtime_config import SpeculativeConfig
 from runtime.sampling_params import SamplingParams
 from unit.driver import GREEDY, Driver
 from unit.tiny import tiny_model, tiny_runtime, tiny_speculative, write_head
@@ -299,7 +299,7 @@ def test_a_steady_iteration_never_waits_for_the_device(
 
 @pytest.mark.parametrize("synthetic", [False, True])
 def test_the_fused_acceptance_is_the_plain_one(synthetic: bool) -> None:
-    from runtime.layers.sampler import RandomStream, uniforms
+    from runtime.layers.random_streams import RandomStream, uniforms
     from runtime.speculative.accept_kernel import accept_chain
     from runtime.speculative.verify import verify_chain_greedy, verify_chain_synthetic
 

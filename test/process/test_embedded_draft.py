@@ -21,7 +21,7 @@ EXACT = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "context_length"
 
 def answers(shape: str) -> list[Sequence[int]]:
     with Engine(**EXACT, **speculation(shape)) as engine:
-        assert engine.config.quantization is None, "who names a type gets it"
+        assert engine.config.model.quantization is None, "who names a type gets it"
         outputs = engine.generate(input_ids=chat_prompts(engine)[:6], sampling_params=GREEDY)
     if shape != "off":
         tokens, windows = sum(len(o["output_ids"]) for o in outputs), sum(o["meta_info"]["spec_verify_ct"] for o in outputs)

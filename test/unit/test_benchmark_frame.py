@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import random
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -159,9 +160,9 @@ def test_time_alone_is_of_the_kernel_that_began_first_at_every_moment(seed: int)
         ("void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>", "attention"),
         ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...>>>", "attention"),
         ("_merge_kernel", "attention"),
-        ("nvjet_sm90_tss_128x64_64x8_1x2_h_bx_splitK_TNT", "products"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "products"),
-        ("_small_gemm_kernel", "products"),
+        ("nvjet_sm90_tss_128x64_64x8_1x2_h_bx_splitK_TNT", "GEMMs"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "GEMMs"),
+        ("_small_gemm_kernel", "GEMMs"),
         ("_rope_kernel", "norms, positions"),
         ("Memcpy DtoH (Device -> Pinned)", trace.OTHER_KIND),
     ],
@@ -282,12 +283,13 @@ def test_the_graph_table_has_the_columns_of_the_table_that_it_answers() -> None:
     assert not [name for name in ("median", "p99", "input") if name in short], "a column that no row has is left out"
 
 
-def test_what_a_step_takes_above_its_roof_adds_up_to_the_step() -> None:
-    spent = {"products": 3700.0, "attention": 250.0, "norms, positions": 120.0, trace.OTHER_KIND: 60.0}
+@pytest.mark.parametrize("gemms", ["GEMMs", "products"])
+def test_parts_above_the_roof_add_up_to_the_step(gemms: str) -> None:
+    spent = {gemms: 3700.0, "attention": 250.0, "norms, positions": 120.0, trace.OTHER_KIND: 60.0}
     row = served(mode="plain", graphs="on", batch=1, step_ms=4.2, idle=0.1, traced_idle=0.1, busy_ms=4.13, kernels=300.0, spent_us=spent)
     known = row | {"roof_ms": 3.5, "weights_ms": 3.47}
     lost = modes.above_roof(known)
-    assert lost == pytest.approx({"products": 230, "attention": 220, "norms, positions": 120, trace.OTHER_KIND: 60, modes.IDLE: 70})
+    assert lost == pytest.approx({"GEMMs": 230, "attention": 220, "norms, positions": 120, trace.OTHER_KIND: 60, modes.IDLE: 70})
     assert sum(lost.values()) + 3500 == pytest.approx(4200)
     assert "| m, plain, fa3, batch 1 | 4200 | 3500 | 230.0 | 220.0 | 120.0 | 60.00 | 70.00 |" in modes.render(result([known]))
     assert modes.above_roof(row) is None
@@ -431,6 +433,7 @@ def test_tables_are_written_between_their_markers_and_nowhere_else(tmp_path: Pat
     ("text", "why"),
     [
         (page(name="guesses"), "no such benchmark"),
+        (page(name="capture:plot"), "the only form"),
         ("<!-- begin:capture -->\n", "without an end"),
     ],
 )
@@ -464,8 +467,26 @@ def test_what_is_said_of_mixed_chunks_is_so_in_the_two_matrices() -> None:
     assert changes("mean_ttft_ms") == later | {("eagle", 1): 0, ("plain", 1): 2}
 
 
-def test_every_table_and_plot_of_the_pages_is_that_of_its_file() -> None:
+def test_committed_pages_equal_what_the_report_generates() -> None:
     assert report.main(["--check"]) == 0
+    assert sorted(report.PAGES.iterdir()) == sorted(report.script_pages()), "a page per script and no other file"
+
+
+def test_a_summary_has_no_provenance_and_links_to_the_page(tmp_path: Path) -> None:
+    file = tmp_path / "nvidia-h200" / "serving_matrix.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(result([served(mode="plain")])))
+    filled = report.fill(page(name="serving_matrix:summary"), report.ROOT / "docs", tmp_path)
+    assert "Plain decoding" in filled
+    assert "abc" not in filled, "the commit"
+    assert "](benchmarks/serving_matrix.md)\n<!-- end" in filled
+
+
+@pytest.mark.parametrize("script", report.SCRIPTS)
+def test_every_figure_of_a_summary_is_on_the_page(script: str) -> None:
+    summary, whole = (report.render(f"{script}{form}", RESULTS, report.PAGES) for form in (":summary", ""))
+    figures = {form: set(re.findall(r"\d+\.\d+", text)) for form, text in (("summary", summary), ("whole", whole))}
+    assert figures["summary"] <= figures["whole"]
 
 
 def test_check_fails_on_a_stale_table_and_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,8 @@ import torch
 
 from runtime.batch import ForwardMode, ScheduleBatch
 from runtime.layers.linear import Linear
-from runtime.layers.sampler import RandomStream, draw, uniforms
+from runtime.layers.random_streams import RandomStream, uniforms
+from runtime.layers.sampler import draw
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.graph_runner import Outputs
 from runtime.sampling_params import SamplingParams

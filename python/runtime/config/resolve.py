@@ -9,22 +9,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
+from runtime.config.attention_caps import ATTENTION_CAPS, MAX_TREE_BITS
 from runtime.config.machine import MachineFacts
-from runtime.config.server_args import (
+from runtime.config.model_facts import ModelFacts
+from runtime.config.runtime_config import (
     AttentionName,
+    CacheConfig,
+    DeviceConfig,
     DeviceKind,
-    ModelFacts,
+    DType,
+    GraphConfig,
+    ParallelConfig,
     RuntimeConfig,
     SamplingName,
-    ServerArgs,
+    SchedulerConfig,
+    ServedModelConfig,
+    ServerConfig,
     SpecAlgorithm,
     SpeculativeConfig,
 )
+from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-DType = Literal["float32", "bfloat16", "float16"]
 
 EMBEDDED_CPU_QUANTIZATION: Literal["int8"] | None = "int8"
 """How the embedded model runs on a CPU when neither a type nor a quantization is asked for."""
@@ -45,12 +52,9 @@ EMBEDDED_DRAFT = Path(__file__).parents[1] / "assets" / "smollm2-eagle3"
 CPU_RUNNING_REQUESTS = 16
 LEAST_CAPABILITY = (8, 0)
 """Of a GPU: older ones have no bfloat16, and neither FA3 nor FlashInfer's kernels."""
-MAX_VERIFY_WIDTH = 64
-"""Most nodes of one draft tree: a row of the tree mask is one 64-bit word."""
 MAX_THREADS = 1024
 
 _DTYPES: dict[str, DType] = {"float": "float32", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
-_HEAD_DIMS = {"fa3": (64, 128, 256), "flashinfer": (64, 128, 256)}
 _DEFAULT_PAGE = {"torch_native": 16, "fa3": 64, "flashinfer": 16}
 MAX_PAGE = 1024
 
@@ -81,48 +85,58 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
     quantization = _quantization(args, device, model)
     speculative = _speculative(args, device, dtype, quantization, backend, bool(graph_sizes), machine, model, draft)
     return RuntimeConfig(
-        model_path=model.path,
-        load_format=model.load_format,
-        tokenizer_path=model.tokenizer_path,
-        served_model_name=args.served_model_name or model.name,
-        revision=args.revision,
-        dtype=dtype,
-        quantization=quantization,
-        context_length=context,
-        chat_template=args.chat_template,
-        device=device,
-        attention_backend=backend,
-        sampling_backend=_sampling(args, device),
-        page_size=_page_size(args, backend, context),
-        mem_fraction_static=args.mem_fraction_static,
-        max_total_tokens=args.max_total_tokens,
-        max_running_requests=running,
-        cpu_threads=_threads(args, machine),
-        cuda_graph_bs=graph_sizes,
-        cuda_graph_padding=not args.disable_cuda_graph_padding,
-        chunked_prefill_size=chunk,
-        max_prefill_tokens=_prefill_tokens(args, device, chunk, context),
-        max_queued_requests=args.max_queued_requests,
-        schedule_policy=cast('Literal["fcfs", "lpm"]', args.schedule_policy),
-        schedule_conservativeness=args.schedule_conservativeness,
-        radix_cache=not args.disable_radix_cache,
-        overlap=not args.disable_overlap_schedule,
-        mixed_chunk=_mixed_chunk(args, backend, speculative),
-        stream_interval=args.stream_interval,
-        random_seed=_seed(args),
-        watchdog_timeout=args.watchdog_timeout,
+        model=ServedModelConfig(
+            model_path=model.path,
+            load_format=model.load_format,
+            tokenizer_path=model.tokenizer_path,
+            served_model_name=args.served_model_name or model.name,
+            revision=args.revision,
+            quantization=quantization,
+            context_length=context,
+            chat_template=args.chat_template,
+            random_seed=_seed(args),
+        ),
+        device=DeviceConfig(
+            device=device,
+            dtype=dtype,
+            attention_backend=backend,
+            sampling_backend=_sampling(args, device),
+            cpu_threads=_threads(args, machine),
+        ),
+        cache=CacheConfig(
+            page_size=_page_size(args, backend, context),
+            mem_fraction_static=args.mem_fraction_static,
+            max_total_tokens=args.max_total_tokens,
+            radix_cache=not args.disable_radix_cache,
+        ),
+        scheduler=SchedulerConfig(
+            max_running_requests=running,
+            chunked_prefill_size=chunk,
+            max_prefill_tokens=_prefill_tokens(args, device, chunk, context),
+            max_queued_requests=args.max_queued_requests,
+            schedule_policy=cast('Literal["fcfs", "lpm"]', args.schedule_policy),
+            schedule_conservativeness=args.schedule_conservativeness,
+            overlap=not args.disable_overlap_schedule,
+            mixed_chunk=_mixed_chunk(args, backend, speculative),
+            stream_interval=args.stream_interval,
+            watchdog_timeout=args.watchdog_timeout,
+        ),
+        graphs=GraphConfig(cuda_graph_bs=graph_sizes, cuda_graph_padding=not args.disable_cuda_graph_padding),
+        parallel=ParallelConfig(),
         speculative=speculative,
-        host=args.host,
-        port=args.port,
-        api_key=args.api_key,
-        admin_api_key=args.admin_api_key,
-        trust_request_chat_template=args.trust_request_chat_template,
-        enable_metrics=args.enable_metrics,
-        log_level=args.log_level,
-        log_requests=args.log_requests,
-        shutdown_timeout=args.shutdown_timeout,
-        skip_server_warmup=args.skip_server_warmup,
-        profile_folder=args.profile,
+        server=ServerConfig(
+            host=args.host,
+            port=args.port,
+            api_key=args.api_key,
+            admin_api_key=args.admin_api_key,
+            trust_request_chat_template=args.trust_request_chat_template,
+            enable_metrics=args.enable_metrics,
+            log_level=args.log_level,
+            log_requests=args.log_requests,
+            shutdown_timeout=args.shutdown_timeout,
+            skip_server_warmup=args.skip_server_warmup,
+            profile_folder=args.profile,
+        ),
     )
 
 
@@ -221,9 +235,9 @@ def _check_ranges(args: ServerArgs) -> None:
         ("random_seed", 0, (1 << 63) - 1),
         ("cuda_graph_max_bs", 1, 4096),
         ("cpu_threads", 1, MAX_THREADS),
-        ("speculative_num_steps", 1, MAX_VERIFY_WIDTH - 1),
-        ("speculative_eagle_topk", 1, MAX_VERIFY_WIDTH),
-        ("speculative_num_draft_tokens", 2, MAX_VERIFY_WIDTH),
+        ("speculative_num_steps", 1, MAX_TREE_BITS - 1),
+        ("speculative_eagle_topk", 1, MAX_TREE_BITS),
+        ("speculative_num_draft_tokens", 2, MAX_TREE_BITS),
         ("speculative_disable_by_batch_size", 1, 1 << 16),
     ):
         value = getattr(args, name)
@@ -352,10 +366,11 @@ def _package_gap(name: str, machine: MachineFacts) -> str:
 
 def _kernel_gap(name: str, dtype: DType, model: ModelFacts) -> str:
     """Why kernels `name` cannot serve this model, or an empty text."""
-    if dtype == "float32":
-        return "its kernels take 16-bit types only, not float32"
-    if model.head_dim not in _HEAD_DIMS[name]:
-        return f"its kernels take head dimensions {_HEAD_DIMS[name]}, not {model.head_dim}"
+    caps = ATTENTION_CAPS[name]
+    if caps.dtypes is not None and dtype not in caps.dtypes:
+        return f"its kernels support {' and '.join(sorted(caps.dtypes))}, not {dtype}"
+    if caps.head_dims is not None and model.head_dim not in caps.head_dims:
+        return f"its kernels support head dimensions {', '.join(map(str, sorted(caps.head_dims)))}, not {model.head_dim}"
     return ""
 
 
@@ -588,13 +603,13 @@ def _draft_shape(args: ServerArgs, device: DeviceKind) -> _DraftShape:
     if args.speculative_algorithm == "STANDALONE":
         raise ConfigError("--speculative-eagle-topk: STANDALONE drafts a chain; leave it out, or use an EAGLE head for trees")
     nodes = 1 + topk + (steps - 1) * topk * topk
-    if (steps - 1) * topk > MAX_VERIFY_WIDTH:
+    if (steps - 1) * topk > MAX_TREE_BITS:
         raise ConfigError(
             f"--speculative-eagle-topk {topk} with --speculative-num-steps {steps}: "
-            f"(steps - 1) * topk may be {MAX_VERIFY_WIDTH} at most; lower one"
+            f"(steps - 1) * topk may be {MAX_TREE_BITS} at most; lower one"
         )
     if asked is None:
-        asked = min(nodes, MAX_VERIFY_WIDTH, 2 * steps * topk)
+        asked = min(nodes, MAX_TREE_BITS, 2 * steps * topk)
         log.info("speculative num draft tokens %d: for %d steps with %d branches", asked, steps, topk)
     if asked > nodes:
         raise ConfigError(

@@ -9,7 +9,8 @@ import torch
 
 from runtime.layers.linear import Linear
 from runtime.layers.ops import BlockOps
-from runtime.layers.sampler import SamplingOps, TorchSampling
+from runtime.layers.sampler import TorchSampling
+from runtime.layers.sampling_tables import SamplingOps
 from runtime.layers.torch_ops import TorchOps
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from runtime.batch import WorkerLimits
-from runtime.config.server_args import RuntimeConfig
+from runtime.config.runtime_config import SchedulerConfig
 from runtime.managers import schedule_policy as policy
 from runtime.managers.new_token_ratio import NewTokenRatio
 from runtime.managers.prefill_budget import PrefillBudget
@@ -22,7 +22,8 @@ class Admission:
     """Owns the waiting queue, the rows and the KV pages.
 
     Args:
-        config: the server's configuration.
+        config: the scheduler's configuration.
+        cache_prefixes: whether KV of earlier prompts is reused.
         limits: what the worker can hold.
         stats: where admissions and retractions are counted.
         clock: monotonic seconds.
@@ -34,11 +35,13 @@ class Admission:
         new_token_ratio: the estimate of how far running requests will grow.
     """
 
-    def __init__(self, config: RuntimeConfig, limits: WorkerLimits, stats: SchedulerStats, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cache_prefixes: bool, limits: WorkerLimits, stats: SchedulerStats, clock: Callable[[], float]
+    ) -> None:
         self.queue: list[Req] = []
         self.running: list[Req] = []
         pages = limits.max_total_tokens // limits.page_size
-        self.kv_pages = KVPageManager(pages, limits.page_size, limits.prefix_lookahead, config.radix_cache)
+        self.kv_pages = KVPageManager(pages, limits.page_size, limits.prefix_lookahead, cache_prefixes)
         self.new_token_ratio = NewTokenRatio(config.schedule_conservativeness)
         self._config = config
         self._limits = limits

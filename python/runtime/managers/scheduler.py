@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from runtime.batch import BatchResult, Worker
-from runtime.config.server_args import RuntimeConfig
+from runtime.config.runtime_config import RuntimeConfig
 from runtime.errors import CacheBusy, QueueFull, RequestError, ServerDraining, ServingError, StepFailed
 from runtime.managers import schedule_policy as policy
 from runtime.managers.admission import Admission
@@ -68,7 +68,7 @@ class Scheduler:
         send: Callable[[ToDetokenizer], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
+        self._config = config.scheduler
         self._worker = worker
         self._eos_ids = eos_ids
         self._receive = receive
@@ -76,11 +76,11 @@ class Scheduler:
         self._clock = clock
         self.limits = worker.limits
         self.stats = SchedulerStats(startup_seconds=dict(worker.info().get("startup_seconds", {})))
-        self.admission = Admission(config, self.limits, self.stats, clock)
+        self.admission = Admission(config.scheduler, config.cache.radix_cache, self.limits, self.stats, clock)
         self._stats_log = StatsLog(self.current_stats, clock())
         self._reqs: dict[str, Req] = {}
         self._in_flight: deque[InFlightStep] = deque()
-        self._overlap = self.limits.overlap and config.overlap
+        self._overlap = self.limits.overlap and config.scheduler.overlap
         self._prompt_tokens = 0  # run since the last decode step
         self._draining = False
         self._failures: deque[float] = deque()

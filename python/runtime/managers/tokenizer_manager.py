@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from runtime.batch import WorkerLimits
-from runtime.config.server_args import RuntimeConfig
+from runtime.config.runtime_config import RuntimeConfig
 from runtime.errors import InvalidField, QueueFull, RequestError, ServerDraining, ServingError, SlowReader, StepFailed, WorkerDied
 from runtime.managers.generation import Generation, GenerationUpdate
 from runtime.managers.messages import (
@@ -114,7 +114,7 @@ class TokenizerManager:
         self.tokenizer = tokenizer
         self.model_config = model_config
         self.limits = limits
-        self.max_context_len = min(config.context_length, limits.max_request_len)
+        self.max_context_len = min(config.model.context_length, limits.max_request_len)
         """Prompt and output tokens of one request together: the context length, or less if the KV cache is smaller."""
         self.health = health or Health()
         self.state: dict[str, object] = {}
@@ -128,7 +128,7 @@ class TokenizerManager:
         self._calls: dict[str, asyncio.Future[dict[str, object]]] = {}
         self._trace_calls = 0
         self._serial = itertools.count(1)
-        self._seeds = random.Random(config.random_seed)
+        self._seeds = random.Random(config.model.random_seed)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._idle = asyncio.Event()
         self._idle.set()
@@ -234,9 +234,9 @@ class TokenizerManager:
 
     def _check_queue(self, n: int) -> None:
         waiting = max(0, len(self._open) - self.limits.max_running_requests)
-        room = self.limits.max_running_requests + self.config.max_queued_requests - len(self._open)
-        if waiting >= self.config.max_queued_requests or n > room:
-            raise QueueFull(self.config.max_queued_requests)
+        room = self.limits.max_running_requests + self.config.scheduler.max_queued_requests - len(self._open)
+        if waiting >= self.config.scheduler.max_queued_requests or n > room:
+            raise QueueFull(self.config.scheduler.max_queued_requests)
 
     # ---- administration
 
@@ -362,7 +362,7 @@ class TokenizerManager:
         seconds = time.monotonic() - choice.arrived
         if self.observer is not None:
             self.observer.ended(seconds, update)
-        if self.config.log_requests:
+        if self.config.server.log_requests:
             _log_request(generation, choice, update, seconds)
 
     def _observe(self, choice: _Choice, update: GenerationUpdate, now: float) -> None:

@@ -13,7 +13,8 @@ import torch
 
 from runtime.batch import PAD_ROW, BatchResult, ForwardMode, Logprobs, ScheduleBatch, StepStats
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.layers.sampler import SamplingNeeds, sample, top_logprobs
+from runtime.layers.sampler import sample, top_logprobs
+from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.device_queue import Finish
 from runtime.model_executor.graph_runner import GraphRunner

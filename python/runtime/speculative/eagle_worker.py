@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from runtime.batch import ForwardMode, ScheduleBatch, WorkerLimits
-from runtime.layers.sampler import SamplingTables
+from runtime.layers.sampling_tables import SamplingTables
 from runtime.model_executor.device_queue import Finish
 from runtime.model_executor.device_worker import DeviceWorker
 from runtime.model_executor.graph_runner import GraphRunner, Outputs

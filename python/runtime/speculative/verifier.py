@@ -14,7 +14,10 @@ import torch
 
 from runtime.batch import BatchResult, ForwardMode, ScheduleBatch, StepStats
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.layers.sampler import RandomStream, SamplingNeeds, adjust, target_probs, top_logprobs
+from runtime.layers.logits_processors import LogitsContext, process_logits
+from runtime.layers.random_streams import RandomStream
+from runtime.layers.sampler import target_probs, top_logprobs
+from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.staging import HostCopy
@@ -294,7 +297,7 @@ class Verifier:
         size, device = len(drafted["tokens"]), drafted["tokens"].device
         none = np.zeros(size, dtype=np.int32)
         batch = ScheduleBatch(0, ForwardMode.DECODE, rows=none, len_bounds=none, top_logprobs=none + MAX_TOP_LOGPROBS)
-        needs = SamplingNeeds.every()
+        needs = SamplingNeeds.every(size)
         turn = Iteration(batch, *self._course(size), size, torch.zeros(size, dtype=torch.int64, device=device), none, needs, False, False)
         verified = turn.runner.outputs(size)
         lens, tokens, path = self._decide(turn, drafted, verified)
@@ -475,7 +478,7 @@ class Verifier:
         """float32 [size, D, V]: logits after penalties that count the drafts before each position as if they stood."""
         window = logits.view(turn.size, turn.width, -1)
         path = _ancestor_tokens(drafted["tokens"], drafted.get("mask")) if turn.needs.penalised else None
-        return adjust(window, self._target.rows.tables, turn.rows, positions, turn.needs, path)
+        return process_logits(window, LogitsContext(self._target.rows.tables, turn.rows, positions, path), turn.needs)
 
 
 def _widen(path: torch.Tensor, width: int) -> torch.Tensor:

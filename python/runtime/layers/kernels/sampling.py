@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.layers.sampler import POSITION_STEP, STREAM_STEP, signed
+from runtime.layers.random_streams import POSITION_STEP, STREAM_STEP, signed
 
 GROUPS = tl.constexpr(4096)
 """Columns are taken in so many groups, by their number modulo this; the largest of each says where the likely tokens end."""

@@ -29,7 +29,7 @@ from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.config.server_args import ServerArgs
 from runtime.entrypoints import processes
 from runtime.errors import ConfigError
-from runtime.managers.schedule_policy import PrefillBudget
+from runtime.managers.prefill_budget import PrefillBudget
 
 SGLANG_FLAGS = re.findall(
     r"\S+",

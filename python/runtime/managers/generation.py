@@ -88,9 +88,7 @@ class Generation:
         wires: names of the choices under way, as the scheduler knows them.
     """
 
-    def __init__(
-        self, rid: str, call: str, prompt_ids: list[int], n: int, max_unread: int, release: Callable[[Generation], None]
-    ) -> None:
+    def __init__(self, rid: str, call: str, prompt_ids: list[int], n: int, max_unread: int, release: Callable[[Generation], None]) -> None:
         self.rid = rid
         self.call = call
         self.prompt_ids = prompt_ids

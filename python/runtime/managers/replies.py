@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from runtime.batch import BatchResult
 from runtime.errors import ServingError
-from runtime.managers.batching import Chunk
 from runtime.managers.messages import Finish, GenerateReq, RequestInfo, TokensOut
 from runtime.managers.req import Req
+from runtime.managers.step_plan import Chunk
 from runtime.managers.telemetry.progress import Progress
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -13,17 +14,17 @@ MAX_RID = 256
 """Characters of a request's name."""
 
 
+@dataclass(frozen=True, slots=True)
 class RequestLimits:
     """Checks one request against the model and the memory.
 
-    Args:
+    Attributes:
         vocab_size: token ids are 0..vocab_size - 1.
         max_context_len: prompt and output tokens of one request together.
     """
 
-    def __init__(self, vocab_size: int, max_context_len: int) -> None:
-        self.vocab_size = vocab_size
-        self.max_context_len = max_context_len
+    vocab_size: int
+    max_context_len: int
 
     def check_call(self, n: int, top_logprobs: int, rid: str | None) -> None:
         """Raise `InvalidField` if a parameter of the call is out of bounds."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import msgspec
 
@@ -75,7 +76,8 @@ class Scheduler:
         self._send = send
         self._clock = clock
         self.limits = worker.limits
-        self.stats = SchedulerStats(startup_seconds=dict(worker.info().get("startup_seconds", {})))
+        startup = worker.info().get("startup_seconds")
+        self.stats = SchedulerStats(startup_seconds=startup if isinstance(startup, dict) else {})
         self.admission = Admission(config.scheduler, config.cache.radix_cache, self.limits, self.stats, clock)
         self._stats_log = StatsLog(self.current_stats, clock())
         self._reqs: dict[str, Req] = {}
@@ -84,6 +86,7 @@ class Scheduler:
         self._prompt_tokens = 0  # run since the last decode step
         self._draining = False
         self._failures: deque[float] = deque()
+        self._replies: list[TokensOut] = []
         self._arrivals = self._steps = self._beats = 0
         self._moved_at = time.monotonic()
 
@@ -105,6 +108,11 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether no request is alive and no step is in flight."""
         return not self._reqs and not self._in_flight
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps that were submitted and not read yet."""
+        return len(self._in_flight)
 
     def step(self, wait: float = 0.0) -> None:
         """One iteration of the loop; an idle scheduler waits up to `wait` seconds for a message."""
@@ -153,7 +161,8 @@ class Scheduler:
                 raise QueueFull(self._config.max_queued_requests)
         except ServingError as error:
             self.stats.num_aborted_requests_total += 1
-            self._send(TokensOutBatch(outs=[refusal(request, error)]))
+            self._replies.append(refusal(request, error))
+            self._send_replies()
             return
         self._arrivals += 1
         req = Req(request, self._arrivals, self._eos_ids, self.limits.max_context_len, self._clock())
@@ -237,24 +246,18 @@ class Scheduler:
         except Exception as error:  # as in `_submit`
             self._step_failed(plan.reqs, error)
             return
-        outs: list[TokensOut] = []
-        tokens, accept_lens = result.token_ids.tolist(), result.accept_lens.tolist()
-        used = self._apply_chunks(plan, result, tokens, accept_lens, outs)
+        tokens, starts = result.token_ids.tolist(), [0, *result.accept_lens.cumsum().tolist()]
+        self._apply_chunks(plan, result, tokens, starts)
         if plan.decodes:
-            self._apply_decodes(plan, result, tokens, accept_lens, used, outs)
-        if outs:
-            self._send(TokensOutBatch(outs=outs))
+            self._apply_decodes(plan, result, tokens, starts[len(plan.chunks) :])
+        self._send_replies()
 
-    def _apply_chunks(
-        self, plan: StepPlan, result: BatchResult, tokens: list[int], accept_lens: list[int], outs: list[TokensOut]
-    ) -> int:
-        """Apply the results of the prompt chunks; returns how many of the step's tokens are theirs."""
+    def _apply_chunks(self, plan: StepPlan, result: BatchResult, tokens: list[int], starts: list[int]) -> None:
+        """Apply the results of the prompt chunks. The tokens of chunk i begin at `starts[i]` and end at `starts[i + 1]`."""
         if plan.chunks:
             self.stats.extend_steps += 1
             self.stats.mixed_steps += bool(plan.decodes)
-        at = 0
         for index, chunk in enumerate(plan.chunks):
-            start, at = at, at + accept_lens[index]
             req = chunk.req
             if not req.alive:
                 continue
@@ -263,38 +266,34 @@ class Scheduler:
             if not chunk.is_last:
                 continue
             req.emits_in_flight -= 1
-            self._emit(req, tokens[start:at], start, result, outs)
+            self._emit(req, tokens[starts[index] : starts[index + 1]], starts[index], result)
             if req.alive:
                 self.admission.kv_pages.publish(req.pages, req.ids, req.kv_len)
-        return at
 
-    def _apply_decodes(
-        self, plan: StepPlan, result: BatchResult, tokens: list[int], accept_lens: list[int], at: int, outs: list[TokensOut]
-    ) -> None:
-        """Apply the results of the decode rows, whose tokens begin at `at`."""
-        stats, ran = self.stats, result.stats
+    def _apply_decodes(self, plan: StepPlan, result: BatchResult, tokens: list[int], starts: list[int]) -> None:
+        """Apply the results of the decode rows; `starts` as in `_apply_chunks`."""
+        stats, ran, max_accept_len = self.stats, result.stats, self.limits.max_accept_len
         live, padded = len(plan.decodes), max(0, ran.padded_size - len(plan.decodes))
-        pure, max_accept_len = not plan.chunks, self.limits.max_accept_len
+        pure = not plan.chunks
         if pure:
             stats.decode.add(ran.graph, live, padded)
         stats.spec_paused_steps_total += max_accept_len > 1 and not ran.draft_tokens
-        for req, count in zip(plan.decodes, accept_lens[len(plan.chunks) :], strict=True):
-            start, at = at, at + count
+        for req, (start, end) in zip(plan.decodes, pairwise(starts), strict=True):
             if not req.alive:
                 continue
-            req.decode_collected(count, max_accept_len)
+            req.decode_collected(end - start, max_accept_len)
             progress = req.progress
             if pure:
                 progress.decode.add(ran.graph, live, padded)
             if ran.draft_tokens:
                 progress.spec = spec = progress.spec or SpecStats()
-                spec.add(count, ran.draft_tokens, max_accept_len)
-                stats.spec.add(count, ran.draft_tokens, max_accept_len)
-            self._emit(req, tokens[start:at], start, result, outs)
+                spec.add(end - start, ran.draft_tokens, max_accept_len)
+                stats.spec.add(end - start, ran.draft_tokens, max_accept_len)
+            self._emit(req, tokens[start:end], start, result)
         self.admission.new_token_ratio.decay()
 
-    def _emit(self, req: Req, tokens: list[int], start: int, result: BatchResult, outs: list[TokensOut]) -> None:
-        """Commit `tokens`, which begin at entry `start` of the result, and add the reply to `outs` if one is due."""
+    def _emit(self, req: Req, tokens: list[int], start: int, result: BatchResult) -> None:
+        """Commit `tokens`, which begin at entry `start` of the result, and reply if that is due."""
         before = req.length
         finish = req.commit(tokens)
         kept = req.length - before
@@ -302,25 +301,32 @@ class Scheduler:
         if req.top_logprobs >= 0 and result.logprobs is not None:
             req.logprobs.add(result.logprobs, start, start + kept, req.top_logprobs)
         if finish is not None:
-            outs.append(self._end(req, finish))
+            self._end(req, finish)
         elif is_due(req, self._config.stream_interval):
-            outs.append(tokens_out(req, None))
+            self._replies.append(tokens_out(req, None))
+
+    def _send_replies(self) -> None:
+        """Send the replies collected since the last call."""
+        if self._replies:
+            self._send(TokensOutBatch(outs=self._replies))
+            self._replies = []
 
     # ---- endings
 
-    def _end(self, req: Req, finish: Finish, keep: bool = True) -> TokensOut:
-        """Free the row and pages of `req`; returns its last message."""
+    def _end(self, req: Req, finish: Finish, keep: bool = True) -> None:
+        """Free the row and pages of `req`, and reply for the last time; with `keep`, its committed KV stays cached."""
         del self._reqs[req.rid]
         self.admission.remove(req, keep)
         self.stats.num_aborted_requests_total += finish.reason == "abort"
-        return tokens_out(req, finish)
+        self._replies.append(tokens_out(req, finish))
 
-    def _end_all(self, reqs: Sequence[Req], finish: Finish, keep: bool = True) -> None:
-        outs = [self._end(req, finish, keep) for req in reqs if req.alive]
-        if outs:
-            self._send(TokensOutBatch(outs=outs))
+    def _end_all(self, reqs: Iterable[Req], finish: Finish, keep: bool = True) -> None:
+        for req in reqs:
+            if req.alive:
+                self._end(req, finish, keep)
+        self._send_replies()
 
-    def _step_failed(self, reqs: Sequence[Req], error: Exception) -> None:
+    def _step_failed(self, reqs: Iterable[Req], error: Exception) -> None:
         """End the requests of a failed step; raise if too many steps failed."""
         log.error("a forward step failed", exc_info=error)
         self._end_all(reqs, failure(StepFailed()), keep=False)

@@ -114,15 +114,12 @@ class TokenizerManager:
         self.tokenizer = tokenizer
         self.model_config = model_config
         self.limits = limits
-        self.max_context_len = min(config.model.context_length, limits.max_request_len)
-        """Prompt and output tokens of one request together: the context length, or less if the KV cache is smaller."""
         self.health = health or Health()
         self.state: dict[str, object] = {}
         self.observer: Observer | None = None
         self.max_unread = MAX_UNREAD
         self.beats = {"scheduler": 0, "detokenizer": 0}
         self._send = to_scheduler
-        self._request_limits = RequestLimits(model_config.vocab_size, self.max_context_len)
         self._open: dict[str, _Choice] = {}
         self._named: dict[str, Generation] = {}
         self._calls: dict[str, asyncio.Future[dict[str, object]]] = {}
@@ -137,6 +134,11 @@ class TokenizerManager:
     def open_requests(self) -> int:
         """Choices under way."""
         return len(self._open)
+
+    @property
+    def max_context_len(self) -> int:
+        """Prompt and output tokens of one request together: the context length, or less if the KV cache is smaller."""
+        return min(self.config.model.context_length, self.limits.max_request_len)
 
     # ---- requests
 
@@ -177,10 +179,11 @@ class TokenizerManager:
             QueueFull, ServerDraining, WorkerDied: the server cannot take the request now.
         """
         self._check_open()
-        self._request_limits.check_call(n, top_logprobs, rid)
+        limits = RequestLimits(self.model_config.vocab_size, self.max_context_len)
+        limits.check_call(n, top_logprobs, rid)
         prompt_ids = await self.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else list(prompt)
-        self._request_limits.check_prompt(prompt_ids)
-        sampling = self._request_limits.fit(sampling, len(prompt_ids), fill_context)
+        limits.check_prompt(prompt_ids)
+        sampling = limits.fit(sampling, len(prompt_ids), fill_context)
         self._check_open()  # tokenising may have taken a while
         self._check_queue(n)
         name = rid if rid is not None else f"talon-{next(self._serial)}"

@@ -32,9 +32,7 @@ class _Mark:
 
     @classmethod
     def of(cls, stats: SchedulerStats, now: float) -> _Mark:
-        return cls(
-            now, stats.generation_tokens_total, stats.steps, stats.prompt_tokens_total, copy(stats.decode), stats.spec.copy()
-        )
+        return cls(now, stats.generation_tokens_total, stats.steps, stats.prompt_tokens_total, copy(stats.decode), stats.spec.copy())
 
 
 class StatsLog:

@@ -154,13 +154,14 @@ def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
     table, lens, pool = keys.paged(page, size, case.longest), case.lens(), keys.pool
     q = torch.randn((size * width, H, D), device="cuda").to(BF16)
     rows = torch.arange(1, size + 1, dtype=torch.int32, device="cuda")
-    backend = FlashAttention(attention_shape(LAYERS, size, width, case.longest), pool, table)
+    shape = attention_shape(LAYERS, size, width, case.longest)
+    backend = FlashAttention(shape, pool, table)
     batch = decode_batch(size, width, case.longest)
     batch.seq_lens.copy_(lens)
     backend.plan(batch)
 
     def fa3() -> list[torch.Tensor]:
-        return [backend.forward(q, layer, batch).view(q.shape) for layer in range(LAYERS)]
+        return [backend.forward(q, layer, batch).view(q.shape) for layer in shape.layers]
 
     def split(config: SplitConfig) -> Callable[[], list[torch.Tensor]]:
         cut = split_shape(size, width, config)

@@ -18,6 +18,7 @@ from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import safetensors_weights
 from runtime.model_files.model_source import ModelSource, resolve_model
+from runtime.models.attention_specs import attention_specs
 from runtime.models.hf_config import load_hf_config
 from runtime.models.registry import build_model
 from runtime.text.tokenizer import Tokenizer
@@ -71,10 +72,11 @@ class OneRequest:
         c = load_hf_config(folder)
         self.model = build_model(c, TorchOps(), torch.float32, CPU)
         self.model.load(safetensors_weights(folder, CPU, progress=False))
-        pool = KVPool(c.num_layers, MAX_LEN // PAGE, PAGE, c.num_kv_heads, c.head_dim, torch.float32, CPU)
+        layers = attention_specs(c, torch.float32)
+        pool = KVPool([layer.kv for layer in layers], MAX_LEN // PAGE, PAGE, CPU)
         self.table = PageTable(1, MAX_LEN, PAGE, CPU)
         self.table.pages[0] = torch.arange(1, MAX_LEN // PAGE + 1, dtype=torch.int32)
-        shape = AttentionShape(c.num_q_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, c.window, 1, 1, 1, MAX_LEN)
+        shape = AttentionShape(layers, 1, 1, 1, MAX_LEN)
         self.backend = build_backend("torch_native", shape, pool, self.table)
         self.model.bind(pool, self.backend)
 

@@ -128,7 +128,7 @@ def test_requests_of_a_batch_own_disjoint_slots(page_size: int) -> None:
     slots = table.slots(batch.req_pool_indices[:, None].expand(size, length), positions).flatten()
     assert len(set(slots.tolist())) == size * length
     assert page_size <= int(slots.min()) <= int(slots.max()) < pool.num_slots
-    assert len(pool.k) == len(shape.window) == 2
+    assert len(pool.k) == len(shape.layers) == 2
     assert batch.positions.tolist() == [46, 47, 48, 49] * size
     assert batch.seq_lens.tolist() == [length] * size
     assert batch.qo_indptr.tolist() == [0, 4, 8, 12]

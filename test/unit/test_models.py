@@ -28,6 +28,7 @@ from runtime.layers.linear import Int8Linear
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
+from runtime.models.attention_specs import attention_specs
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.hf_config import load_hf_config
@@ -102,13 +103,14 @@ class Runner:
 
     def __init__(self, model: DecoderModel, page_size: int) -> None:
         c, pages = model.config, MAX_LEN // page_size
-        pool = KVPool(c.num_layers, 3 * pages, page_size, c.num_kv_heads, c.head_dim, model.dtype, CPU)
+        layers = attention_specs(c, model.dtype)
+        pool = KVPool([layer.kv for layer in layers], 3 * pages, page_size, CPU)
         for cache in (*pool.k, *pool.v):
             cache.fill_(77.0)  # what a slot held before must not matter
         self.table = PageTable(3, MAX_LEN, page_size, CPU)
         ids = np.random.default_rng(page_size).permutation(3 * pages)[:pages] + 1
         self.table.pages[2] = torch.from_numpy(ids.astype(np.int32))
-        shape = AttentionShape(c.num_q_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, c.window, 4, 4, 1, MAX_LEN)
+        shape = AttentionShape(layers, 4, 4, 1, MAX_LEN)
         self.backend = build_backend("torch_native", shape, pool, self.table)
         self.model = model
         model.bind(pool, self.backend)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
+from runtime.config.attention_caps import ATTENTION_CAPS, MAX_TREE_BITS
 from runtime.config.machine import MachineFacts
 from runtime.config.server_args import (
     AttentionName,
@@ -45,12 +46,9 @@ EMBEDDED_DRAFT = Path(__file__).parents[1] / "assets" / "smollm2-eagle3"
 CPU_RUNNING_REQUESTS = 16
 LEAST_CAPABILITY = (8, 0)
 """Of a GPU: older ones have no bfloat16, and neither FA3 nor FlashInfer's kernels."""
-MAX_VERIFY_WIDTH = 64
-"""Most nodes of one draft tree: a row of the tree mask is one 64-bit word."""
 MAX_THREADS = 1024
 
 _DTYPES: dict[str, DType] = {"float": "float32", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
-_HEAD_DIMS = {"fa3": (64, 128, 256), "flashinfer": (64, 128, 256)}
 _DEFAULT_PAGE = {"torch_native": 16, "fa3": 64, "flashinfer": 16}
 MAX_PAGE = 1024
 
@@ -221,9 +219,9 @@ def _check_ranges(args: ServerArgs) -> None:
         ("random_seed", 0, (1 << 63) - 1),
         ("cuda_graph_max_bs", 1, 4096),
         ("cpu_threads", 1, MAX_THREADS),
-        ("speculative_num_steps", 1, MAX_VERIFY_WIDTH - 1),
-        ("speculative_eagle_topk", 1, MAX_VERIFY_WIDTH),
-        ("speculative_num_draft_tokens", 2, MAX_VERIFY_WIDTH),
+        ("speculative_num_steps", 1, MAX_TREE_BITS - 1),
+        ("speculative_eagle_topk", 1, MAX_TREE_BITS),
+        ("speculative_num_draft_tokens", 2, MAX_TREE_BITS),
         ("speculative_disable_by_batch_size", 1, 1 << 16),
     ):
         value = getattr(args, name)
@@ -352,10 +350,11 @@ def _package_gap(name: str, machine: MachineFacts) -> str:
 
 def _kernel_gap(name: str, dtype: DType, model: ModelFacts) -> str:
     """Why kernels `name` cannot serve this model, or an empty text."""
-    if dtype == "float32":
-        return "its kernels take 16-bit types only, not float32"
-    if model.head_dim not in _HEAD_DIMS[name]:
-        return f"its kernels take head dimensions {_HEAD_DIMS[name]}, not {model.head_dim}"
+    caps = ATTENTION_CAPS[name]
+    if caps.dtypes is not None and dtype not in caps.dtypes:
+        return f"its kernels support {' and '.join(sorted(caps.dtypes))}, not {dtype}"
+    if caps.head_dims is not None and model.head_dim not in caps.head_dims:
+        return f"its kernels support head dimensions {', '.join(map(str, sorted(caps.head_dims)))}, not {model.head_dim}"
     return ""
 
 
@@ -588,13 +587,13 @@ def _draft_shape(args: ServerArgs, device: DeviceKind) -> _DraftShape:
     if args.speculative_algorithm == "STANDALONE":
         raise ConfigError("--speculative-eagle-topk: STANDALONE drafts a chain; leave it out, or use an EAGLE head for trees")
     nodes = 1 + topk + (steps - 1) * topk * topk
-    if (steps - 1) * topk > MAX_VERIFY_WIDTH:
+    if (steps - 1) * topk > MAX_TREE_BITS:
         raise ConfigError(
             f"--speculative-eagle-topk {topk} with --speculative-num-steps {steps}: "
-            f"(steps - 1) * topk may be {MAX_VERIFY_WIDTH} at most; lower one"
+            f"(steps - 1) * topk may be {MAX_TREE_BITS} at most; lower one"
         )
     if asked is None:
-        asked = min(nodes, MAX_VERIFY_WIDTH, 2 * steps * topk)
+        asked = min(nodes, MAX_TREE_BITS, 2 * steps * topk)
         log.info("speculative num draft tokens %d: for %d steps with %d branches", asked, steps, topk)
     if asked > nodes:
         raise ConfigError(

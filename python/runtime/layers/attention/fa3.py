@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 
-from runtime.errors import ConfigError
-from runtime.layers.attention.base import AttentionCaps, AttentionShape
+from runtime.config.attention_caps import ATTENTION_CAPS
+from runtime.layers.attention.base import AttentionShape, AttentionSpec
 from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
 from runtime.layers.attention.kernels.split_decode import (
     MAX_WIDTH,
@@ -84,13 +84,7 @@ class FlashAttention:
     A tree pass is full attention to the keys before the tail, then the tail under the mask.
     """
 
-    caps = AttentionCaps(
-        tree_mask=True,
-        page_sizes=None,
-        head_dims=frozenset((64, 128, 256)),
-        cuda_graph=True,
-        sliding_window=True,
-    )
+    caps = ATTENTION_CAPS["fa3"]
 
     def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> None:
         self._shape = shape
@@ -98,13 +92,9 @@ class FlashAttention:
         self._table = page_table
         self._dtype = kv_pool.k[0].dtype
         self._device = kv_pool.k[0].device
-        self._windows = tuple(sorted(set(shape.window)))
+        self._windows = shape.windows
         self._fixed: dict[tuple[int, int, int, int], _FixedPlan] = {}
         self._plan: _FixedPlan | _ExtendPlan | None = None
-        if self._dtype not in (torch.bfloat16, torch.float16):
-            raise ConfigError(
-                f"--attention-backend fa3 works in bfloat16 or float16, not {self._dtype}; use --attention-backend torch_native"
-            )
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._pdl = torch.cuda.get_device_capability(self._device)[0] >= 9
         self._workspace = self._split_workspace()
@@ -113,15 +103,15 @@ class FlashAttention:
         """Outside the graph: copy rows and lengths in place, and compute the tile schedules. No host read."""
         self._plan = self._plan_fixed(batch, num_steps) if batch.tokens_per_req else self._plan_extend(batch)
 
-    def forward(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         """Inside the graph. q [T, H, head_dim] -> [T, H * head_dim]."""
         assert self._plan is not None, "plan comes before forward"
         if isinstance(self._plan, _ExtendPlan):
-            return self._extend(q, layer_id, self._plan).flatten(1)
+            return self._extend(q, layer, self._plan).flatten(1)
         at = self._plan.at
         assert (batch.batch_size, batch.tokens_per_req) == (at.size, at.width), "forward of another batch than planned"
         attend = self._tree if at.tail else self._causal
-        return attend(q, layer_id, self._plan, batch).flatten(1)
+        return attend(q, layer, self._plan, batch).flatten(1)
 
     def first_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """One for each kernel of split attention; FA3 is compiled."""
@@ -195,40 +185,41 @@ class FlashAttention:
         else:
             static.copy_(fresh)
 
-    def _causal(self, q: torch.Tensor, layer_id: int, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
-        window, at = self._shape.window[layer_id], plan.at
+    def _causal(self, q: torch.Tensor, layer: AttentionSpec, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
+        window, at = layer.window, plan.at
         if plan.split is not None:
-            return self._split(q, layer_id, plan, plan.split, at.seq_lens[batch.step], window=window)
+            return self._split(q, layer, plan, plan.split, at.seq_lens[batch.step], window=window)
         return flash_attn_with_kvcache(
-            q, self._pool.k[layer_id], self._pool.v[layer_id], cache_seqlens=at.seq_lens[batch.step], page_table=self._table.pages,
-            cache_batch_idx=at.rows, cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=at.width, softmax_scale=self._shape.scale,
-            causal=True, window_size=_window_size(window), scheduler_metadata=plan.metadata[batch.step, window], num_splits=0,
+            q, self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], cache_seqlens=at.seq_lens[batch.step],
+            page_table=self._table.pages, cache_batch_idx=at.rows, cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=at.width,
+            softmax_scale=layer.scale, causal=True, window_size=_window_size(window),
+            scheduler_metadata=plan.metadata[batch.step, window], num_splits=0,
         )  # fmt: skip
 
-    def _tree(self, q: torch.Tensor, layer_id: int, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
+    def _tree(self, q: torch.Tensor, layer: AttentionSpec, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
         at = plan.at
         tail = at.tail + batch.step * at.width
         assert batch.tree_mask is not None, "forward of another batch than planned"
         assert batch.tree_tail == tail, "forward of another batch than planned"
-        k_cache, v_cache = self._pool.k[layer_id], self._pool.v[layer_id]
+        k_cache, v_cache = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
         if plan.split is not None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-            out = self._split(q, layer_id, plan, plan.split, at.key_lens[0], lse=lse)
+            out = self._split(q, layer, plan, plan.split, at.key_lens[0], lse=lse)
         else:
             out, lse, *_ = flash_attn_with_kvcache(
                 q, k_cache, v_cache, cache_seqlens=at.key_lens[0], page_table=self._table.pages, cache_batch_idx=at.rows,
-                cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=at.width, softmax_scale=self._shape.scale, causal=False,
+                cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=at.width, softmax_scale=layer.scale, causal=False,
                 scheduler_metadata=plan.metadata[0, -1], num_splits=0, return_softmax_lse=True,
             )  # fmt: skip
             lse = lse.transpose(0, 1)
         keys = TailKeys(self._table.pages, at.rows, at.seq_lens[batch.step], self._table.page_size, tail)
         in_bits = plan.split is not None
-        return merge_tree_tail(q, k_cache, v_cache, keys, batch.tree_mask, self._shape.scale, out, lse, lse_in_bits=in_bits)
+        return merge_tree_tail(q, k_cache, v_cache, keys, batch.tree_mask, layer.scale, out, lse, lse_in_bits=in_bits)
 
     def _split(
         self,
         q: torch.Tensor,
-        layer_id: int,
+        layer: AttentionSpec,
         plan: _FixedPlan,
         shape: SplitShape,
         lens: torch.Tensor,
@@ -239,15 +230,15 @@ class FlashAttention:
         assert self._workspace is not None, "the pass is larger than the shape that the backend was built for"
         keys = SplitKeys(self._table.pages, plan.at.rows, lens, self._table.page_size, plan.deal)
         return split_attention(
-            q.contiguous(), self._pool.k[layer_id], self._pool.v[layer_id], keys, shape, self._workspace, self._shape.scale,
+            q.contiguous(), self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], keys, shape, self._workspace, layer.scale,
             causal=lse is None, window=window, lse=lse, pdl=self._pdl,
         )  # fmt: skip
 
-    def _extend(self, q: torch.Tensor, layer_id: int, plan: _ExtendPlan) -> torch.Tensor:
+    def _extend(self, q: torch.Tensor, layer: AttentionSpec, plan: _ExtendPlan) -> torch.Tensor:
         return flash_attn_with_kvcache(
-            q, self._pool.k[layer_id], self._pool.v[layer_id], cache_seqlens=plan.seq_lens, page_table=plan.pages,
-            cache_batch_idx=plan.rows, cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=plan.max_queries, softmax_scale=self._shape.scale,
-            causal=True, window_size=_window_size(self._shape.window[layer_id]), num_splits=0,
+            q, self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], cache_seqlens=plan.seq_lens, page_table=plan.pages,
+            cache_batch_idx=plan.rows, cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=plan.max_queries, softmax_scale=layer.scale,
+            causal=True, window_size=_window_size(layer.window), num_splits=0,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Attention in plain torch over gathered pages: the CPU's own backend, and the reference twin of the others."""
+"""Attention in plain torch over gathered pages: the CPU's backend, and the reference for the others."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from runtime.layers.attention.base import AttentionCaps, AttentionShape
+from runtime.config.attention_caps import ATTENTION_CAPS
+from runtime.layers.attention.base import AttentionShape, AttentionSpec
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
-
-CAPS = AttentionCaps(tree_mask=True, page_sizes=None, head_dims=None, cuda_graph=False, sliding_window=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +20,12 @@ class Segment:
 
     Attributes:
         tokens: the rows of the pass that they cover, B' * q of them.
-        pages: int64 [B' * S / page_size], the pages of each request in turn; one run of neighbouring pages as a slice, read in place.
+        pages: int64 [B' * S / page_size], the pages of each request in order; a slice when they are consecutive, so
+            that they are read in place.
+        num_keys: S.
         query_pos: int64 [B', q], the index of each query's own key.
-        masks: by window, what is added to scores: [B', 1, q, S] in the KV dtype; None for a plain causal prompt. Beside it the tree mask
-            that it was made from.
+        masks: by window, the value added to scores, [B', 1, q, S] in the KV dtype, or None for a plain causal prompt;
+            paired with the tree mask it was made from.
     """
 
     tokens: slice
@@ -35,39 +36,38 @@ class Segment:
 
 
 class TorchNativeAttention:
-    """`AttentionBackend` of gathered pages and `scaled_dot_product_attention`. Eager only: `plan` allocates, and reads `seq_len_bounds`.
+    """`AttentionBackend` of gathered pages and `scaled_dot_product_attention`.
 
-    A pass of fixed width is one padded batch; an EXTEND pass is one segment per request.
+    Eager only: `plan` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch; an EXTEND pass is
+    one segment per request. Layers with a softcap or sinks use the written-out formula in float32.
     """
 
-    caps = CAPS
+    caps = ATTENTION_CAPS["torch_native"]
 
     def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> None:
-        self._shape = shape
         self._pool = kv_pool
         self._table = page_table
-        self._dtype = kv_pool.k[0].dtype
-        self._windows = tuple(sorted(set(shape.window)))
+        self._windows = shape.windows
         self._steps: list[list[Segment]] = []
 
     def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Find the pages of `num_steps` passes. Masks follow in the first layer that asks: a draft's tree is known only by then."""
+        """Find the pages of `num_steps` passes. The first layer that needs a mask makes it: a draft's tree is known only then."""
         if not batch.tokens_per_req:
             self._steps = [self._extend_segments(batch)]
             return
-        width, everything = batch.tokens_per_req, slice(0, batch.num_tokens)
+        width, tokens = batch.tokens_per_req, slice(0, batch.num_tokens)
         pages, num_keys = self._pages(batch.req_pool_indices, int(batch.seq_len_bounds.max()) + (num_steps - 1) * width)
         self._steps = [
-            [Segment(everything, pages, num_keys, query_positions(batch.seq_lens + step * width, width), {})] for step in range(num_steps)
+            [Segment(tokens, pages, num_keys, query_positions(batch.seq_lens + step * width, width), {})] for step in range(num_steps)
         ]
 
-    def forward(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
-        """Attend. q [T, H, head_dim] -> [T, H * head_dim]."""
-        outs = [self._attend(q, layer_id, segment, batch) for segment in self._steps[batch.step]]
+    def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
+        """Attend. q [T, H, key_dim] -> [T, H * value_dim]."""
+        outs = [self._attend(q, layer, segment, batch) for segment in self._steps[batch.step]]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def first_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
-        """None: nothing is compiled."""
+        """An empty list: nothing is compiled."""
         return []
 
     def _extend_segments(self, batch: ForwardBatch) -> list[Segment]:
@@ -95,7 +95,7 @@ class TorchNativeAttention:
         return pages, count * size
 
     def _mask_for(self, segment: Segment, window: int, batch: ForwardBatch) -> torch.Tensor | None:
-        """The mask of a layer, made once for all layers that share it."""
+        """The mask of a layer; layers with the same window share it."""
         made = segment.masks.get(window)
         if made is None or made[0] is not batch.tree_mask:
             made = (batch.tree_mask, self._mask(segment, window, batch))
@@ -103,31 +103,53 @@ class TorchNativeAttention:
         return made[1]
 
     def _mask(self, segment: Segment, window: int, batch: ForwardBatch) -> torch.Tensor:
-        """What to add to the scores, [B', 1, q, S]; finite, so that a row without any key stays finite too."""
+        """The value to add to scores, [B', 1, q, S]; finite, so that the softmax of a row without keys is finite."""
         keys = torch.arange(segment.num_keys, device=segment.query_pos.device)
         if batch.tree_mask is None:
             seen = visible_keys(segment.query_pos, keys, window)
         else:
             seen = tree_visible_keys(segment.query_pos, keys, window, batch, segment.tokens)
-        floor = torch.finfo(self._dtype).min / 2
-        return torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(~seen, floor).unsqueeze(1)
+        dtype = self._pool.k[0].dtype
+        floor = torch.finfo(dtype).min / 2
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, floor).unsqueeze(1)
 
-    def _attend(self, q: torch.Tensor, layer_id: int, segment: Segment, batch: ForwardBatch) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, layer: AttentionSpec, segment: Segment, batch: ForwardBatch) -> torch.Tensor:
         requests, width = segment.query_pos.shape
-        shape, window = self._shape, self._shape.window[layer_id]
-        mask = self._mask_for(segment, window, batch)
-        # A prompt without prefix, and nothing else, may ask for causality instead of a mask: then S must be q.
+        mask = self._mask_for(segment, layer.window, batch)
+        # Without a mask the pass is a prompt without prefix, and S must be q.
         num_keys = width if mask is None else segment.num_keys
-        k, v = (gather(pool[layer_id], segment, requests, num_keys) for pool in (self._pool.k, self._pool.v))
-        queries = q[segment.tokens].view(requests, width, shape.num_q_heads, shape.head_dim).transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            queries.to(self._dtype), k, v, attn_mask=mask, is_causal=mask is None, scale=shape.scale, enable_gqa=True
-        )
-        return out.transpose(1, 2).reshape(requests * width, shape.num_q_heads * shape.head_dim).to(q.dtype)
+        k, v = (gather(pool[layer.layer_id], segment, requests, num_keys) for pool in (self._pool.k, self._pool.v))
+        queries = q[segment.tokens].view(requests, width, layer.num_q_heads, -1).transpose(1, 2).to(k.dtype)
+        if layer.softcap or layer.sinks is not None:
+            if mask is None:
+                mask = self._mask(segment, layer.window, batch)[..., :width]
+            out = explicit_attention(queries, k, v, mask, layer)
+        else:
+            out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, is_causal=mask is None, scale=layer.scale, enable_gqa=True)
+        return out.transpose(1, 2).reshape(requests * width, -1).to(q.dtype)
+
+
+def explicit_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: AttentionSpec) -> torch.Tensor:
+    """Attention by its formula in float32, with softcap and sinks. [B, H, q, value_dim].
+
+    Args:
+        q: [B, H, q, key_dim].
+        k, v: [B, G, S, key_dim] and [B, G, S, value_dim].
+        mask: [B, 1, q, S], added to the capped scores.
+    """
+    group = q.shape[1] // k.shape[1]
+    keys, values = (part.float().repeat_interleave(group, dim=1) for part in (k, v))
+    scores = q.float() @ keys.transpose(2, 3) * layer.scale
+    if layer.softcap:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    scores = scores + mask
+    if layer.sinks is not None:
+        scores = torch.cat([scores, layer.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=3)
+    return scores.softmax(dim=3)[..., : keys.shape[2]] @ values
 
 
 def gather(cache: torch.Tensor, segment: Segment, requests: int, num_keys: int) -> torch.Tensor:
-    """The first `num_keys` keys or values of each request, [B', G, S, head_dim]: a view, of the pool itself where pages are neighbours."""
+    """The first `num_keys` keys or values of each request, [B', G, S, dim]; a view of the pool when pages are consecutive."""
     pages = cache[segment.pages] if isinstance(segment.pages, slice) else cache.index_select(0, segment.pages)
     return pages.view(requests, segment.num_keys, *cache.shape[2:])[:, :num_keys].transpose(1, 2)
 
@@ -147,7 +169,7 @@ def visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int) -> to
 def tree_visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int, batch: ForwardBatch, tokens: slice) -> torch.Tensor:
     """Visibility under `batch.tree_mask`, bool [B, q, S]: every key before the tail, and those of the tail whose bit is set.
 
-    A window limits the keys before the tail, measured from the token's position in the text, not in the batch.
+    A window limits the keys before the tail. It is measured from the token's position in the text, not in the batch.
     """
     assert batch.tree_mask is not None
     bits = batch.tree_mask[tokens].view(query_pos.shape)

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-MAX_TAIL = 64
-"""Bits of a mask."""
+from runtime.config.attention_caps import MAX_TREE_BITS
+
 LN_2 = 0.6931471805599453
 
 
@@ -61,7 +61,7 @@ def merge_tree_tail(
     Returns:
         `prefix_out`, now over all visible keys. The merge is the one of split softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
     """
-    assert 0 < keys.tail <= MAX_TAIL, f"a tree tail of {keys.tail} keys; a mask has {MAX_TAIL} bits"
+    assert 0 < keys.tail <= MAX_TREE_BITS, f"a tree tail of {keys.tail} keys; a mask has {MAX_TREE_BITS} bits"
     B, (T, H, D), G = keys.rows.shape[0], q.shape, k_cache.shape[2]
     width, group = T // B, H // G
     block_m = min(max(triton.next_power_of_2(width * group), 16), 64)

@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("embedded_gpu", [], 1),
         ("embedded_speculation", [], 4),
         ("lossless", [], 2),
+        ("lossless", ["--default-start"], 6),
         ("memory_limits", [], 2),
     ],
 )

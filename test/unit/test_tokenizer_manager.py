@@ -12,8 +12,10 @@ import pytest
 
 from runtime.batch import WorkerLimits
 from runtime.config.machine import MachineFacts
+from runtime.config.model_facts import ModelFacts
 from runtime.config.resolve import resolve
-from runtime.config.server_args import ModelFacts, RuntimeConfig, ServerArgs
+from runtime.config.runtime_config import RuntimeConfig
+from runtime.config.server_args import ServerArgs
 from runtime.errors import (
     ContextTooLong,
     InvalidField,

@@ -10,22 +10,29 @@ from pathlib import Path
 from typing import Literal, cast
 
 from runtime.config.attention_caps import ATTENTION_CAPS, MAX_TREE_BITS
+from runtime.config.device_tuning import CPU, log_tuning
 from runtime.config.machine import MachineFacts
-from runtime.config.server_args import (
+from runtime.config.model_facts import ModelFacts
+from runtime.config.runtime_config import (
     AttentionName,
+    CacheConfig,
+    DeviceConfig,
     DeviceKind,
-    ModelFacts,
+    DType,
+    GraphConfig,
+    ParallelConfig,
     RuntimeConfig,
     SamplingName,
-    ServerArgs,
+    SchedulerConfig,
+    ServedModelConfig,
+    ServerConfig,
     SpecAlgorithm,
     SpeculativeConfig,
 )
+from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-DType = Literal["float32", "bfloat16", "float16"]
 
 EMBEDDED_CPU_QUANTIZATION: Literal["int8"] | None = "int8"
 """How the embedded model runs on a CPU when neither a type nor a quantization is asked for."""
@@ -43,7 +50,6 @@ times the tokens at 2 together, 0.93 to 1.02 times at 4 and 0.81 times at 8; in 
 """
 EMBEDDED_DRAFT = Path(__file__).parents[1] / "assets" / "smollm2-eagle3"
 """The embedded model's EAGLE-3 head."""
-CPU_RUNNING_REQUESTS = 16
 LEAST_CAPABILITY = (8, 0)
 """Of a GPU: older ones have no bfloat16, and neither FA3 nor FlashInfer's kernels."""
 MAX_THREADS = 1024
@@ -79,48 +85,59 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
     quantization = _quantization(args, device, model)
     speculative = _speculative(args, device, dtype, quantization, backend, bool(graph_sizes), machine, model, draft)
     return RuntimeConfig(
-        model_path=model.path,
-        load_format=model.load_format,
-        tokenizer_path=model.tokenizer_path,
-        served_model_name=args.served_model_name or model.name,
-        revision=args.revision,
-        dtype=dtype,
-        quantization=quantization,
-        context_length=context,
-        chat_template=args.chat_template,
-        device=device,
-        attention_backend=backend,
-        sampling_backend=_sampling(args, device),
-        page_size=_page_size(args, backend, context),
-        mem_fraction_static=args.mem_fraction_static,
-        max_total_tokens=args.max_total_tokens,
-        max_running_requests=running,
-        cpu_threads=_threads(args, machine),
-        cuda_graph_bs=graph_sizes,
-        cuda_graph_padding=not args.disable_cuda_graph_padding,
-        chunked_prefill_size=chunk,
-        max_prefill_tokens=_prefill_tokens(args, device, chunk, context),
-        max_queued_requests=args.max_queued_requests,
-        schedule_policy=cast('Literal["fcfs", "lpm"]', args.schedule_policy),
-        schedule_conservativeness=args.schedule_conservativeness,
-        radix_cache=not args.disable_radix_cache,
-        overlap=not args.disable_overlap_schedule,
-        mixed_chunk=_mixed_chunk(args, backend, speculative),
-        stream_interval=args.stream_interval,
-        random_seed=_seed(args),
-        watchdog_timeout=args.watchdog_timeout,
+        model=ServedModelConfig(
+            model_path=model.path,
+            load_format=model.load_format,
+            tokenizer_path=model.tokenizer_path,
+            served_model_name=args.served_model_name or model.name,
+            revision=args.revision,
+            quantization=quantization,
+            context_length=context,
+            chat_template=args.chat_template,
+            random_seed=_seed(args),
+        ),
+        device=DeviceConfig(
+            device=device,
+            dtype=dtype,
+            attention_backend=backend,
+            sampling_backend=_sampling(args, device),
+            cpu_threads=_threads(args, machine),
+            gpu=machine.gpus[0] if device == "cuda" else None,
+        ),
+        cache=CacheConfig(
+            page_size=_page_size(args, backend, context),
+            mem_fraction_static=args.mem_fraction_static,
+            max_total_tokens=args.max_total_tokens,
+            radix_cache=not args.disable_radix_cache,
+        ),
+        scheduler=SchedulerConfig(
+            max_running_requests=running,
+            chunked_prefill_size=chunk,
+            max_prefill_tokens=_prefill_tokens(args, device, chunk, context),
+            max_queued_requests=args.max_queued_requests,
+            schedule_policy=cast('Literal["fcfs", "lpm"]', args.schedule_policy),
+            schedule_conservativeness=args.schedule_conservativeness,
+            overlap=not args.disable_overlap_schedule,
+            mixed_chunk=_mixed_chunk(args, backend, speculative),
+            stream_interval=args.stream_interval,
+            watchdog_timeout=args.watchdog_timeout,
+        ),
+        graphs=GraphConfig(cuda_graph_bs=graph_sizes, cuda_graph_padding=not args.disable_cuda_graph_padding),
+        parallel=ParallelConfig(),
         speculative=speculative,
-        host=args.host,
-        port=args.port,
-        api_key=args.api_key,
-        admin_api_key=args.admin_api_key,
-        trust_request_chat_template=args.trust_request_chat_template,
-        enable_metrics=args.enable_metrics,
-        log_level=args.log_level,
-        log_requests=args.log_requests,
-        shutdown_timeout=args.shutdown_timeout,
-        skip_server_warmup=args.skip_server_warmup,
-        profile_folder=args.profile,
+        server=ServerConfig(
+            host=args.host,
+            port=args.port,
+            api_key=args.api_key,
+            admin_api_key=args.admin_api_key,
+            trust_request_chat_template=args.trust_request_chat_template,
+            enable_metrics=args.enable_metrics,
+            log_level=args.log_level,
+            log_requests=args.log_requests,
+            shutdown_timeout=args.shutdown_timeout,
+            skip_server_warmup=args.skip_server_warmup,
+            profile_folder=args.profile,
+        ),
     )
 
 
@@ -270,6 +287,7 @@ def _device(args: ServerArgs, machine: MachineFacts) -> DeviceKind:
         return "cpu"
     if gpu is not None:
         log.info("device cuda: %s, compute capability %d.%d, %.0f GiB", gpu.name, *gpu.capability, gpu.memory / 2**30)
+        log_tuning(gpu)
         return "cuda"
     log.info("device cpu: no GPU here; %d cores, %.0f GiB", machine.cores, machine.memory / 2**30)
     return "cpu"
@@ -386,7 +404,7 @@ def _context_length(args: ServerArgs, model: ModelFacts) -> int:
 def _chunk(args: ServerArgs, device: DeviceKind) -> int:
     if args.chunked_prefill_size == -1:
         return -1
-    chunk = args.chunked_prefill_size or (512 if device == "cpu" else 2048)
+    chunk = args.chunked_prefill_size or (CPU.chunked_prefill_size if device == "cpu" else 2048)
     if args.max_prefill_tokens is not None and args.max_prefill_tokens < chunk:
         log.info("chunked prefill %d: not more than --max-prefill-tokens", args.max_prefill_tokens)
         return args.max_prefill_tokens
@@ -427,7 +445,7 @@ def _unmixed_because(args: ServerArgs, backend: AttentionName, speculative: Spec
 
 def _running_requests(args: ServerArgs, device: DeviceKind) -> int | None:
     if args.max_running_requests is None and device == "cpu":
-        return CPU_RUNNING_REQUESTS
+        return CPU.max_running_requests
     return args.max_running_requests
 
 

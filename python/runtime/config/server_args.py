@@ -1,97 +1,9 @@
-"""What the user asked for (`ServerArgs`, whose fields are the flags), and what came of it (`RuntimeConfig`)."""
+"""What the user asked for: `ServerArgs`, whose fields are the flags."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import msgspec
-
-DeviceKind = Literal["cpu", "cuda"]
-AttentionName = Literal["torch_native", "fa3", "flashinfer"]
-SamplingName = Literal["triton", "pytorch"]
-SpecAlgorithm = Literal["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"]
-
-
-class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How drafts are made and verified. K = `num_steps`, D = `num_draft_tokens`.
-
-    `synthetic_accept` fixes acceptance by position (probability that draft position i is accepted given the ones before were),
-    whatever the weights say; for benchmarks with dummy weights. Steps of more than `disable_by_batch_size` requests have no drafts.
-    """
-
-    algorithm: SpecAlgorithm
-    draft_model_path: str | None
-    draft_load_format: str
-    num_steps: int
-    topk: int
-    num_draft_tokens: int
-    token_map: str | None
-    attention_backend: AttentionName
-    draft_decode_graph: bool
-    draft_extend_graph: bool
-    disable_by_batch_size: int | None
-    accept_threshold_single: float
-    accept_threshold_acc: float
-    synthetic_accept: tuple[float, ...] | None
-    check_parity: bool
-
-
-class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything decided before the first process starts. Field names are the flags' where there is one.
-
-    `max_total_tokens` is None where the memory plan decides, `max_running_requests` where the largest graph does; `chunked_prefill_size`
-    is -1 where no prompt is cut.
-    """
-
-    # model
-    model_path: str
-    load_format: Literal["safetensors", "gguf", "dummy"]
-    tokenizer_path: str
-    served_model_name: str
-    revision: str | None
-    dtype: Literal["float32", "bfloat16", "float16"]
-    quantization: Literal["int8"] | None
-    context_length: int
-    chat_template: str | None
-    # device and memory
-    device: DeviceKind
-    attention_backend: AttentionName
-    sampling_backend: SamplingName
-    page_size: int
-    mem_fraction_static: float | None
-    max_total_tokens: int | None
-    max_running_requests: int | None
-    cpu_threads: int
-    # graphs
-    cuda_graph_bs: tuple[int, ...]
-    cuda_graph_padding: bool
-    # scheduling
-    chunked_prefill_size: int
-    max_prefill_tokens: int
-    max_queued_requests: int
-    schedule_policy: Literal["fcfs", "lpm"]
-    schedule_conservativeness: float
-    radix_cache: bool
-    overlap: bool
-    mixed_chunk: bool
-    stream_interval: int
-    random_seed: int
-    watchdog_timeout: float
-    # speculation
-    speculative: SpeculativeConfig | None
-    # server
-    host: str
-    port: int
-    api_key: str | None
-    admin_api_key: str | None
-    trust_request_chat_template: bool
-    enable_metrics: bool
-    log_level: str
-    log_requests: bool
-    shutdown_timeout: float
-    skip_server_warmup: bool
-    profile_folder: str | None
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -322,28 +234,3 @@ class ServerArgs:
     log_requests: bool = _flag(False, "observing", "Log each request's lengths and times, never its text.")
     enable_metrics: bool = _flag(True, "observing", "Serve Prometheus metrics at /metrics; on unless set to false.")
     profile: str | None = _flag(None, "observing", "Folder for traces of /start_profile.", metavar="FOLDER")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFacts:
-    """What `resolve` must know of a model before it is loaded.
-
-    Attributes:
-        path: its folder on this machine.
-        load_format: whether its weights are read or made up.
-        tokenizer_path: the folder of its tokenizer.
-        name: what to call it in the API.
-        dtype: the type its weights are kept in.
-        max_context_len, vocab_size, head_dim: its shape.
-        embedded: whether it is the default that comes with the server.
-    """
-
-    path: str
-    load_format: Literal["safetensors", "gguf", "dummy"]
-    tokenizer_path: str
-    name: str
-    dtype: Literal["float32", "bfloat16", "float16"]
-    max_context_len: int
-    vocab_size: int
-    head_dim: int
-    embedded: bool = False

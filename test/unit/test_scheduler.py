@@ -219,10 +219,7 @@ def test_storms_reach_what_they_are_meant_to_reach(mixed: bool) -> None:
 
 def steps_of(house: House) -> list[tuple[int, int]]:
     """(prompt tokens, requests that decode) of every step so far."""
-    batches = house.worker.batches
-    return [
-        (0, b.size) if b.mode is ForwardMode.DECODE else (len(b.token_ids), b.decode.size if b.decode is not None else 0) for b in batches
-    ]
+    return [(len(b.token_ids), b.num_decodes) for b in house.worker.batches]
 
 
 def test_running_requests_decode_beside_every_chunk_of_a_long_prompt() -> None:
@@ -292,7 +289,7 @@ def test_a_worker_that_does_not_mix_is_given_no_mixed_step() -> None:
         house.ask(f"r{i}", [i] * 20, max_new_tokens=9, ignore_eos=True)
         house.step(2)
     house.settle()
-    assert all(batch.decode is None for batch in house.worker.batches)
+    assert not any(batch.num_prompts and batch.num_decodes for batch in house.worker.batches)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -320,7 +317,7 @@ def test_a_failed_mixed_step_answers_its_prompts_and_those_who_decode(where: str
     house = House(limits_of(mixed=True), chunked_prefill_size=16, max_prefill_tokens=16)
 
     def fail(batch: ScheduleBatch) -> None:
-        if batch.decode is not None and batch.decode.size == 2:
+        if batch.num_prompts and batch.num_decodes == 2:
             raise Injected
 
     setattr(house.worker, where, fail)

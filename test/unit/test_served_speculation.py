@@ -13,7 +13,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from runtime.batch import BatchResult, ForwardMode, Pending, ScheduleBatch
+from runtime.batch import BatchResult, Pending, ScheduleBatch
 from runtime.managers.messages import AbortReq, GenerateReq, TokensOut, TokensOutBatch
 from runtime.managers.scheduler import Scheduler
 from runtime.managers.telemetry.metrics import graph_hit_rate, padding_waste
@@ -183,7 +183,7 @@ class Witness:
 
     def submit(self, batch: ScheduleBatch) -> Pending:
         self._owners |= {init.row: str(init.seed) for init in batch.new_rows}
-        riders = [self._owners[row] for row in batch.rows.tolist()] if batch.mode is ForwardMode.DECODE else []
+        riders = [self._owners[row] for row in batch.rows.tolist()] if not batch.num_prompts else []
         return Watched(self, riders, self._worker.submit(batch))
 
     def count(self, riders: list[str], result: BatchResult) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import torch
 
-from runtime.batch import PAD_ROW, ForwardMode, RowInit, ScheduleBatch, WorkerLimits, no_ints
+from runtime.batch import PAD_ROW, RowInit, ScheduleBatch, WorkerLimits, no_ints
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.errors import ConfigError
 from runtime.layers.attention.registry import backend_class
@@ -170,10 +170,11 @@ def measure_activations(
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with torch.inference_mode():
-        done, result = target.extend(padding_prompt(parts), aux_layers)
+        batch = padding_prompt(parts)
+        done, result = target.extend(batch, target.stage_rows(batch)[0], aux_layers)
         follow(done)
         result.collect()
-        if not parts.config.scheduler.mixed_chunk:  # else those who ride along choose their tokens beside what the prompts left
+        if not parts.config.scheduler.mixed_chunk:  # else decode rows of the pass choose their tokens beside what the prompts left
             del done, result
         rehearse()
         target.rows.admit([RowInit(PAD_ROW, 0, GREEDY, 0, no_ints())])
@@ -193,7 +194,7 @@ def padding_prompt(parts: Parts) -> ScheduleBatch:
         left -= more
     zeros = np.zeros(count, dtype=np.int32)
     return ScheduleBatch(
-        step=0, mode=ForwardMode.EXTEND, rows=zeros + PAD_ROW, len_bounds=zeros, top_logprobs=zeros + MAX_TOP_LOGPROBS,
+        step=0, rows=zeros + PAD_ROW, len_bounds=zeros, top_logprobs=zeros + MAX_TOP_LOGPROBS,
         new_rows=[RowInit(PAD_ROW, 1, FILTERED, 0, no_ints())], prefix_lens=zeros, extend_lens=lens,
         token_ids=np.zeros(int(lens.sum()), dtype=np.int32), next_tokens=zeros - 1, prompt_logprobs=zeros == np.arange(count),
     )  # fmt: skip

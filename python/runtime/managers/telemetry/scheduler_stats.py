@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from runtime.batch import ForwardMode, ScheduleBatch, StepStats
+from runtime.batch import ScheduleBatch, StepStats
 from runtime.managers.messages import SpecStats
 from runtime.managers.telemetry.spec_stats import SpecTally
 from runtime.managers.telemetry.step_stats import StepTally
@@ -87,9 +87,9 @@ class SchedulerState:
 
     def step_done(self, batch: ScheduleBatch, stats: StepStats, decoding: Iterable[StepTally]) -> None:
         """A step's result was read; `decoding` are the tallies of those who decoded in it."""
-        if batch.mode is ForwardMode.EXTEND:
+        if batch.num_prompts:
             self.extend_steps += 1
-            self.mixed_steps += batch.decode is not None
+            self.mixed_steps += batch.num_decodes > 0
             return
         live, padded = batch.size, max(0, stats.padded_size - batch.size)
         self.decode.add(stats.graph, live, padded)

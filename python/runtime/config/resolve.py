@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from runtime.config.attention_caps import ATTENTION_CAPS, MAX_TREE_BITS
+from runtime.config.device_tuning import CPU, log_tuning
 from runtime.config.machine import MachineFacts
 from runtime.config.model_facts import ModelFacts
 from runtime.config.runtime_config import (
@@ -49,7 +50,6 @@ times the tokens at 2 together, 0.93 to 1.02 times at 4 and 0.81 times at 8; in 
 """
 EMBEDDED_DRAFT = Path(__file__).parents[1] / "assets" / "smollm2-eagle3"
 """The embedded model's EAGLE-3 head."""
-CPU_RUNNING_REQUESTS = 16
 LEAST_CAPABILITY = (8, 0)
 """Of a GPU: older ones have no bfloat16, and neither FA3 nor FlashInfer's kernels."""
 MAX_THREADS = 1024
@@ -102,6 +102,7 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
             attention_backend=backend,
             sampling_backend=_sampling(args, device),
             cpu_threads=_threads(args, machine),
+            gpu=machine.gpus[0] if device == "cuda" else None,
         ),
         cache=CacheConfig(
             page_size=_page_size(args, backend, context),
@@ -286,6 +287,7 @@ def _device(args: ServerArgs, machine: MachineFacts) -> DeviceKind:
         return "cpu"
     if gpu is not None:
         log.info("device cuda: %s, compute capability %d.%d, %.0f GiB", gpu.name, *gpu.capability, gpu.memory / 2**30)
+        log_tuning(gpu)
         return "cuda"
     log.info("device cpu: no GPU here; %d cores, %.0f GiB", machine.cores, machine.memory / 2**30)
     return "cpu"
@@ -402,7 +404,7 @@ def _context_length(args: ServerArgs, model: ModelFacts) -> int:
 def _chunk(args: ServerArgs, device: DeviceKind) -> int:
     if args.chunked_prefill_size == -1:
         return -1
-    chunk = args.chunked_prefill_size or (512 if device == "cpu" else 2048)
+    chunk = args.chunked_prefill_size or (CPU.chunked_prefill_size if device == "cpu" else 2048)
     if args.max_prefill_tokens is not None and args.max_prefill_tokens < chunk:
         log.info("chunked prefill %d: not more than --max-prefill-tokens", args.max_prefill_tokens)
         return args.max_prefill_tokens
@@ -443,7 +445,7 @@ def _unmixed_because(args: ServerArgs, backend: AttentionName, speculative: Spec
 
 def _running_requests(args: ServerArgs, device: DeviceKind) -> int | None:
     if args.max_running_requests is None and device == "cpu":
-        return CPU_RUNNING_REQUESTS
+        return CPU.max_running_requests
     return args.max_running_requests
 
 

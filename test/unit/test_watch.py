@@ -23,7 +23,7 @@ class Named:
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, silent: Role, trace_turns: int) -> tuple[list[str], int]:
-    """Watch two children, one of them `silent`, during a trace of `trace_turns` turns; returns those that hang, and the turns until then."""
+    """Watch two children, one of them `silent`, during a trace of `trace_turns` turns; returns what hangs, and after how many turns."""
     runtime: Any = Runtime.__new__(Runtime)
     beats = {"scheduler": 0, "detokenizer": 0}
     runtime.manager = SimpleNamespace(beats=beats, writes_trace=True)

@@ -24,7 +24,7 @@ from runtime.config.speculative import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS, wit
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.entrypoints import processes
 from runtime.errors import ConfigError
-from runtime.managers.schedule_policy import PrefillBudget
+from runtime.managers.prefill_budget import PrefillBudget
 
 SGLANG_FLAGS = re.findall(
     r"\S+",

@@ -20,7 +20,7 @@ from benchmark.sweep import arguments, names, numbers
 from runtime import Engine
 from runtime.bench.datasets import embedded_prompts
 from runtime.bench.metrics import verified_tokens
-from runtime.config.resolve import EMBEDDED_DRAFT
+from runtime.config.speculative import EMBEDDED_DRAFT
 from runtime.text.tokenizer import Tokenizer
 
 NAME = "embedded_speculation"
@@ -86,7 +86,7 @@ def speculation(shape: str, head: str = str(EMBEDDED_DRAFT)) -> dict[str, Any]:
 
 def chat_prompts(engine: Engine) -> list[list[int]]:
     """The hand-made chat prompts as token ids, each a user's turn; neighbours are of different kinds."""
-    tokenizer = Tokenizer.load(engine.config.tokenizer_path)
+    tokenizer = Tokenizer.load(engine.config.model.tokenizer_path)
     return [tokenizer.encode_chat([{"role": "user", "content": line["prompt"]}]) for line in embedded_prompts()]
 
 

@@ -318,7 +318,7 @@ def test_what_a_backend_takes_is_what_resolve_lets_through(name: str) -> None:
     for head_dim in range(16, 576, 16):
         asked = replace(LLAMA, head_dim=head_dim)
         if head_dim in taken:
-            assert resolve(args(attention_backend=name), HOPPER, asked).attention_backend == name
+            assert resolve(args(attention_backend=name), HOPPER, asked).device.attention_backend == name
         else:
             with pytest.raises(ConfigError, match=f"--attention-backend {name}: .*not {head_dim}; use torch_native"):
                 resolve(args(attention_backend=name), HOPPER, asked)

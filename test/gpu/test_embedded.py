@@ -45,7 +45,7 @@ class Answers:
 def answers(flags: list[str]) -> tuple[Answers, Tokenizer]:
     """Run the held-out prompts through a worker built by the server's flags."""
     config, model_config = prepare(parse(["--model-path", GGUF, "--random-seed", "1", *flags]).args)
-    tokenizer = Tokenizer.load(config.tokenizer_path)
+    tokenizer = Tokenizer.load(config.model.tokenizer_path)
     ids = tokenised(tokenizer, read_prompts(Options(EMBEDDED_PROMPTS, PROMPTS, TOKENS)))
     worker: Any = build_worker(config, model_config)
     driver = Driver(worker)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from msgspec import structs
 
-from runtime.batch import ForwardMode, ScheduleBatch
-from runtime.config.server_args import SpeculativeConfig
+from runtime.batch import ScheduleBatch
+from runtime.config.runtime_config import SpeculativeConfig
 from runtime.sampling_params import SamplingParams
 from unit.driver import GREEDY, Driver
 from unit.tiny import tiny_model, tiny_runtime, tiny_speculative, write_head
@@ -286,7 +286,7 @@ def test_a_steady_iteration_never_waits_for_the_device(
     none = np.full(len(rows), -1, dtype=np.int32)
     # NGRAM looks drafts up in the text on the host, so that its steps are submitted one by one, each after the one before it was read
     ahead = range(2 if driver.limits.overlap else 1)
-    batches = [ScheduleBatch(step=99 + i, mode=ForwardMode.DECODE, rows=rows, len_bounds=bounds + 4 * i, top_logprobs=none) for i in ahead]
+    batches = [ScheduleBatch(step=99 + i, rows=rows, len_bounds=bounds + 4 * i, top_logprobs=none) for i in ahead]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

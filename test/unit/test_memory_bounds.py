@@ -92,7 +92,7 @@ def test_a_rehearsal_of_sampling_and_of_the_largest_prompt_step_leaves_the_rows_
     assert batch.rows.max() == 0
     before = [t.clone() for t in (target.rows.kv_lens, target.rows.tables.output_counts)]
     with torch.inference_mode():
-        result = target.extend(batch)[1].collect()
+        result = target.extend(batch, target.stage_rows(batch)[0])[1].collect()
         assert result.logprobs is not None
         assert result.logprobs.top.shape == (8, 20)
         assert result.prompt_logprobs[0].chosen.shape == (31,)

@@ -315,7 +315,7 @@ def parts_of(**changes: object) -> Any:
         dtype=torch.float32,
         replay="eager",
         running=8,
-        extend_tokens=config.chunked_prefill_size,
+        extend_tokens=config.scheduler.chunked_prefill_size,
         config=config,
     )
 

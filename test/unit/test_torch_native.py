@@ -17,6 +17,7 @@ from runtime.model_executor.window import prompts_and_windows
 CPU = torch.device("cpu")
 H, G, HEAD = 6, 2, 8
 MAX_LEN = 64
+LONG = 1104
 GQA = KVSpec("gqa", G, HEAD, HEAD, torch.float32)
 
 
@@ -259,3 +260,43 @@ def test_layers_may_differ_and_latent_caches_hold_keys_and_values_in_one_row() -
     world.pool.move(source, target, 2)
     for cache, old in zip((*world.pool.k, *world.pool.v), before, strict=True):
         assert torch.equal(cache.flatten(0, 1)[target], old[source])
+
+
+def long_world(num_kv_heads: int) -> World:
+    """One request per row over a pool of noise, with the embedded model's head size; the rows' pages lie side by side."""
+    rng = np.random.default_rng(0)
+    pages = LONG // 16
+    layers = (AttentionSpec(0, 9, KVSpec("gqa", num_kv_heads, 64, 64, torch.float32), 0.125),)
+    pool = KVPool([layers[0].kv], 2 * pages, 16, CPU)
+    for cache in (*pool.k, *pool.v):
+        cache.copy_(torch.from_numpy(rng.standard_normal(cache.shape).astype(np.float32)))
+    table = PageTable(3, LONG, 16, CPU)
+    table.pages[1:] = torch.arange(1, 2 * pages + 1, dtype=torch.int32).view(2, pages)
+    return World(pool, table, TorchNativeAttention(AttentionShape(layers, 8, 8, 4, LONG), pool, table), layers)
+
+
+@pytest.mark.parametrize("num_kv_heads", [3, 9])
+@pytest.mark.parametrize("length", [1, 2, 5, 34, 97, 257, 300, 417, 513, 770, 1090])
+def test_a_query_gets_the_same_bits_in_every_pass(length: int, num_kv_heads: int) -> None:
+    """Alone, in a window, beside a longer request, in a prompt, and in a prompt behind a cached prefix."""
+    world = long_world(num_kv_heads)
+    queries = torch.from_numpy(np.random.default_rng(1).standard_normal((LONG, 9, 64)).astype(np.float32))
+
+    def run(mode: ForwardMode, rows: list[int], seq_lens: list[int], widths: list[int]) -> torch.Tensor:
+        batch = make_batch(mode, rows, seq_lens, widths, world.table)
+        plan_pass(world.backend, batch)
+        return world.backend.forward(queries[batch.positions], world.layers[0], batch)
+
+    prompt = run(ForwardMode.EXTEND, [1], [length], [length])
+    both = run(ForwardMode.EXTEND, [2, 1], [40, length], [40, length])
+    assert torch.equal(both[40:], prompt)
+    for position in sorted({0, length // 2, max(0, length - 2), length - 1}):
+        ends = position + 1
+        assert torch.equal(run(ForwardMode.DECODE, [1], [ends], [1]), prompt[position:ends]), position
+        assert torch.equal(run(ForwardMode.DECODE, [1, 2], [ends, 1000], [1, 1])[:1], prompt[position:ends]), position
+        if position >= 3:
+            assert torch.equal(run(ForwardMode.TARGET_VERIFY, [1], [ends], [4]), prompt[position - 3 : ends]), position
+            assert torch.equal(run(ForwardMode.TARGET_VERIFY, [1], [ends], [2]), prompt[position - 1 : ends]), position
+    for prefix in (16, 48, 256):
+        if prefix < length:
+            assert torch.equal(run(ForwardMode.EXTEND, [1], [length], [length - prefix]), prompt[prefix:]), prefix

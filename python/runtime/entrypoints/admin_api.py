@@ -107,7 +107,7 @@ class AdminApi:
 
     async def server_info(self, request: Request) -> Response:
         """GET /get_server_info: the resolved configuration without its keys, and the scheduler's figures."""
-        config = msgspec.to_builtins(self.manager.config)
+        config = self.manager.config.by_flag()
         state = await self._fresh_state()
         shown = {name: value for name, value in config.items() if name not in SECRETS}
         figures = {**state, **derived(state)}
@@ -134,9 +134,9 @@ class AdminApi:
         config, model = self.manager.config, self.manager.model_config
         return json_response(
             {
-                "model_path": config.model_path,
-                "tokenizer_path": config.tokenizer_path,
-                "served_model_name": config.served_model_name,
+                "model_path": config.model.model_path,
+                "tokenizer_path": config.model.tokenizer_path,
+                "served_model_name": config.model.served_model_name,
                 "is_generation": True,
                 "architecture": model.architecture,
                 "vocab_size": model.vocab_size,
@@ -146,7 +146,7 @@ class AdminApi:
 
     async def scrape(self, request: Request) -> Response:
         """GET /metrics."""
-        if not self.manager.config.enable_metrics:
+        if not self.manager.config.server.enable_metrics:
             return status_response(404, "metrics are off; start the server with --enable-metrics")
         text, media_type = self.metrics.render(await self._fresh_state())
         return Response(text, media_type=media_type)
@@ -169,7 +169,7 @@ class AdminApi:
     async def start_profile(self, request: Request) -> Response:
         """POST /start_profile: begin a trace in the folder of --profile."""
         PROFILE.read(await read_json(request))
-        folder = self.manager.config.profile_folder
+        folder = self.manager.config.server.profile_folder
         if folder is None:
             raise RequestError("profiling needs a folder: start the server with --profile FOLDER")
         return json_response({"success": True, **await self.manager.control("start_profile", folder)})

@@ -132,12 +132,12 @@ class Engine:
         runtime = self._alive()
         state = self._wait(runtime.manager.control("state"))
         return {
-            "model_path": self.config.model_path,
-            "served_model_name": self.config.served_model_name,
-            "device": self.config.device,
-            "dtype": self.config.dtype,
-            "attention_backend": self.config.attention_backend,
-            "context_length": self.config.context_length,
+            "model_path": self.config.model.model_path,
+            "served_model_name": self.config.model.served_model_name,
+            "device": self.config.device.device,
+            "dtype": self.config.device.dtype,
+            "attention_backend": self.config.device.attention_backend,
+            "context_length": self.config.model.context_length,
             "internal_states": [state],
         }
 

@@ -43,14 +43,14 @@ Handler = Callable[[Request], Awaitable[Response]]
 def create_app(manager: TokenizerManager) -> FastAPI:
     """Build the HTTP application around a manager, and make its metrics the manager's observer."""
     config = manager.config
-    metrics = Metrics(config.served_model_name)
+    metrics = Metrics(config.model.served_model_name)
     manager.observer = metrics
     app = FastAPI(title="Talon", version=__version__, docs_url=None, redoc_url=None)
     _add_routes(app, manager, metrics)
     _add_failures(app)
     # The last one added sees a request first: the key is checked before the body is looked at.
     app.add_middleware(BodyLimit)
-    app.add_middleware(KeyGate, api_key=config.api_key, admin_api_key=config.admin_api_key)
+    app.add_middleware(KeyGate, api_key=config.server.api_key, admin_api_key=config.server.admin_api_key)
     return app
 
 
@@ -145,7 +145,7 @@ async def serve(manager: TokenizerManager, listener: socket.socket, stopping: as
             ws="none",
             lifespan="off",
             log_config=None,
-            access_log=manager.config.log_requests,
+            access_log=manager.config.server.log_requests,
             server_header=False,
             proxy_headers=False,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,

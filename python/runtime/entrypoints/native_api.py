@@ -49,7 +49,7 @@ class NativeApi:
 
     async def _start(self, asked: NativeRequest) -> Generations:
         """Start all or none."""
-        limit = self.manager.config.max_queued_requests + self.manager.limits.max_running_requests
+        limit = self.manager.config.scheduler.max_queued_requests + self.manager.limits.max_running_requests
         if len(asked.prompts) * asked.n > limit:
             raise InvalidField("text", f"{len(asked.prompts)} prompts times {asked.n}", f"at most {limit} texts in one call")
         rids = asked.rids or [uuid.uuid4().hex for _ in asked.prompts]

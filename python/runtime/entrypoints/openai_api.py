@@ -35,7 +35,7 @@ class OpenAIApi:
     def __init__(self, manager: TokenizerManager, tokenizer: Tokenizer) -> None:
         self.manager = manager
         self.tokenizer = tokenizer
-        self.model = manager.config.served_model_name
+        self.model = manager.config.model.served_model_name
         self.created = int(time.time())
 
     # ---- models
@@ -68,7 +68,7 @@ class OpenAIApi:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        asked = parse_chat(await read_json(request), trust_template=self.manager.config.trust_request_chat_template)
+        asked = parse_chat(await read_json(request), trust_template=self.manager.config.server.trust_request_chat_template)
         self.check_model(asked.model)
         name = f"chatcmpl-{uuid.uuid4().hex}"
         with spelled({**CHAT_NAMES, "max_new_tokens": asked.limit_name}):
@@ -246,7 +246,7 @@ class OpenAIApi:
         self, asked: OpenAIRequest, prompts: Sequence[str | list[int]], n: int, name: str, *, prompt_logprobs: bool = False
     ) -> Generations:
         """Start all or none."""
-        limit = self.manager.config.max_queued_requests + self.manager.limits.max_running_requests
+        limit = self.manager.config.scheduler.max_queued_requests + self.manager.limits.max_running_requests
         if len(prompts) * n > limit:
             raise InvalidField("prompt", f"{len(prompts)} prompts times {n}", f"at most {limit} texts in one call")
         group = Generations()

@@ -19,8 +19,11 @@ import psutil
 
 from runtime.batch import WorkerLimits
 from runtime.config.machine import probe
-from runtime.config.resolve import check, resolve, with_own_draft
-from runtime.config.server_args import ModelFacts, RuntimeConfig, ServerArgs
+from runtime.config.model_facts import ModelFacts
+from runtime.config.resolve import check, resolve
+from runtime.config.runtime_config import RuntimeConfig
+from runtime.config.server_args import ServerArgs
+from runtime.config.speculative import with_embedded_draft
 from runtime.entrypoints.child import Failed, Orders, Ready, Report, Role
 from runtime.errors import ConfigError, ServerDraining, ServingError
 from runtime.managers.ipc import AsyncInbox, Outbox
@@ -57,7 +60,7 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
     """
     check(args)
     source = resolve_model(args.model_path, load_format=args.load_format, tokenizer_path=args.tokenizer_path, revision=args.revision)
-    args = with_own_draft(args, source.is_embedded)
+    args = with_embedded_draft(args, source.is_embedded)
     model_config = load_hf_config(source.weights_folder)
     facts = ModelFacts(
         path=source.weights_folder,
@@ -214,21 +217,21 @@ class Runtime:
         self._children.append(scheduler)
         detokenizer = Child("detokenizer", self._own_command, orders)
         self._children.append(detokenizer)
-        load = asyncio.to_thread(Tokenizer.load, self.config.tokenizer_path, chat_template=self.config.chat_template)
+        load = asyncio.to_thread(Tokenizer.load, self.config.model.tokenizer_path, chat_template=self.config.model.chat_template)
         tokenizer, limits, _ = await asyncio.gather(load, scheduler.ready, detokenizer.ready)
         assert limits is not None
         self.manager = TokenizerManager(self.config, tokenizer, self.model_config, limits, self._outbox.send, self.health)
-        if self.manager.max_context_len < self.config.context_length:
+        if self.manager.max_context_len < self.config.model.context_length:
             log.warning(
                 "KV holds %d tokens: a request may have %d of the context's %d; raise --max-total-tokens for more",
-                limits.max_total_tokens, self.manager.max_context_len, self.config.context_length,
+                limits.max_total_tokens, self.manager.max_context_len, self.config.model.context_length,
             )  # fmt: skip
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
         self._tasks += [asyncio.create_task(self._await_end(child)) for child in self._children]
 
     async def warm_up(self) -> None:
         """Make the first tokens, so that the first user does not wait for them."""
-        if not self.config.skip_server_warmup:
+        if not self.config.server.skip_server_warmup:
             sampling = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
             async with await self.manager.generate([0, 1, 2, 3], sampling) as generation:
                 async for _ in generation:
@@ -237,7 +240,7 @@ class Runtime:
 
     async def drain(self) -> None:
         """Take no new work, give what is open `shutdown_timeout` seconds, then abort it."""
-        if not await self.manager.drain(self.config.shutdown_timeout):
+        if not await self.manager.drain(self.config.server.shutdown_timeout):
             log.warning("%d requests are still open; aborting them", self.manager.open_requests)
             self.manager.abort(all=True)
             await self.manager.drain(1.0)

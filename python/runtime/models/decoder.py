@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from runtime.batch import ForwardMode
 from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
@@ -106,7 +107,7 @@ class DecoderModel:
         Returns:
             Hidden states after the final norm [T, hidden], and the streams [T, len(aux_layers) * hidden] side by side, both in `dtype`.
         """
-        stream = Stream(F.embedding(batch.input_ids, self.embed).float())
+        stream = Stream(F.embedding(batch.input_ids, self.embed).float(), in_prompt=batch.mode is ForwardMode.EXTEND)
         aux = []
         for i, layer in enumerate(self.layers):
             if i in aux_layers:

@@ -13,6 +13,15 @@ from runtime.layers.attention.base import AttentionShape, AttentionSpec
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
+# What torch's CPU kernel computes for a query depends on more than the query and its keys. It attends in blocks of 32
+# queries (64 and 256 for long prompts) and 512 keys, with one GEMM per block. Measured bit for bit on AVX-512: GEMMs of
+# three rows and more agree; a GEMM over at most 256 keys agrees with one over 512 keys of which the rest is masked, but
+# one over 257 to 511 keys may not; keys beyond a multiple of 16 go through another exponential.
+MIN_ROWS = 3
+ROW_BLOCK = 32
+KEY_BLOCK = 512
+KEY_VECTOR = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -20,7 +29,7 @@ class Segment:
 
     Attributes:
         tokens: the rows of the pass that they cover, B' * q of them.
-        pages: int64 [B' * S / page_size], the pages of each request in order; a slice when they are consecutive, so
+        pages: int64 [B' * pages per request], the pages of each request in order; a slice when they are consecutive, so
             that they are read in place.
         num_keys: S.
         query_pos: int64 [B', q], the index of each query's own key.
@@ -86,16 +95,18 @@ class TorchNativeAttention:
             start += width
         return segments
 
-    def _pages(self, rows: torch.Tensor, num_keys: int) -> tuple[torch.Tensor | slice, int]:
-        """The pages that hold positions 0..num_keys-1 of each row, and how many positions those pages hold."""
+    def _pages(self, rows: torch.Tensor, written: int) -> tuple[torch.Tensor | slice, int]:
+        """The pages to read for each row, of which positions 0..written-1 count, and how many positions to read."""
         size = self._table.page_size
-        count = min(-(-num_keys // size), self._table.max_pages)
+        num_keys = min(stable_key_count(written), self._table.max_pages * size)
+        count, used = -(-num_keys // size), -(-written // size)
         pages = self._table.pages[:, :count].index_select(0, rows).reshape(-1).to(torch.int64)
         if len(rows) == 1 and pages.device.type == "cpu":
             first = int(pages[0])
-            if torch.equal(pages, torch.arange(first, first + count)):
-                return slice(first, first + count), count * size
-        return pages, count * size
+            in_pool = first + count <= len(self._pool.k[0])
+            if in_pool and torch.equal(pages[:used], torch.arange(first, first + used)):
+                return slice(first, first + count), num_keys
+        return pages, num_keys
 
     def _mask_for(self, segment: Segment, window: int, batch: ForwardBatch) -> torch.Tensor | None:
         """The mask of a layer; layers with the same window share it."""
@@ -119,17 +130,52 @@ class TorchNativeAttention:
     def _attend(self, q: torch.Tensor, layer: AttentionSpec, segment: Segment, batch: ForwardBatch) -> torch.Tensor:
         requests, width = segment.query_pos.shape
         mask = self._mask_for(segment, layer.window, batch)
-        # Without a mask the pass is a prompt without prefix, and S must be q.
-        num_keys = width if mask is None else segment.num_keys
-        k, v = (gather(pool[layer.layer_id], segment, requests, num_keys) for pool in (self._pool.k, self._pool.v))
-        queries = q[segment.tokens].view(requests, width, layer.num_q_heads, -1).transpose(1, 2).to(k.dtype)
+        k, v = (gather(pool[layer.layer_id], segment, requests) for pool in (self._pool.k, self._pool.v))
+        queries = q[segment.tokens].view(requests, width, layer.num_q_heads, -1).to(k.dtype)
         if layer.softcap or layer.sinks is not None:
             if mask is None:
-                mask = self._mask(segment, layer.window, batch)[..., :width]
-            out = explicit_attention(queries, k, v, mask, layer)
+                mask = self._mask(segment, layer.window, batch)
+            out = explicit_attention(queries.transpose(1, 2), k, v, mask, layer).transpose(1, 2)
         else:
-            out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, is_causal=mask is None, scale=layer.scale, enable_gqa=True)
-        return out.transpose(1, 2).reshape(requests * width, -1).to(q.dtype)
+            out = stable_attention(queries, k, v, mask, layer.scale)
+        return out.reshape(requests * width, -1).to(q.dtype)
+
+
+def stable_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """Attend so that on a CPU the result of a query has the same bits in every pass. [B, q, H, value_dim].
+
+    One or two queries become rows of one GEMM with all query heads of their KV head. If there are too few heads for
+    that, rows of zeros are added.
+
+    Args:
+        q: [B, q, H, key_dim].
+        k, v: [B, G, S, key_dim] and [B, G, S, value_dim], S from `stable_key_count`.
+        mask: [B, 1, q, S], added to the scores; None for causal attention from position 0.
+    """
+    batch, width, num_heads, key_dim = q.shape
+    group = num_heads // k.shape[1]
+    if mask is None or not width < MIN_ROWS <= width * group:
+        group = 1
+    rows = q.view(batch, width, num_heads // group, group, key_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    missing = missing_rows(rows.shape[2])
+    if mask is not None and width > 1:
+        mask = F.pad(mask.repeat(1, 1, group, 1), (0, 0, 0, missing))
+    rows = F.pad(rows, (0, 0, 0, missing))
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+    return out[:, :, : width * group].unflatten(2, (group, width)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def missing_rows(rows: int) -> int:
+    """Rows to add so that no block of queries has fewer than `MIN_ROWS`."""
+    last = rows % ROW_BLOCK
+    return max(0, MIN_ROWS - last) if last else 0
+
+
+def stable_key_count(num_keys: int) -> int:
+    """Keys to attend over, at least `num_keys`, so that the masked ones do not change the result."""
+    num_keys = -(-num_keys // KEY_VECTOR) * KEY_VECTOR
+    last = num_keys % KEY_BLOCK
+    return num_keys if last <= KEY_BLOCK // 2 else num_keys + KEY_BLOCK - last
 
 
 def explicit_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: AttentionSpec) -> torch.Tensor:
@@ -151,10 +197,10 @@ def explicit_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
     return scores.softmax(dim=3)[..., : keys.shape[2]] @ values
 
 
-def gather(cache: torch.Tensor, segment: Segment, requests: int, num_keys: int) -> torch.Tensor:
+def gather(cache: torch.Tensor, segment: Segment, requests: int) -> torch.Tensor:
     """The first `num_keys` keys or values of each request, [B', G, S, dim]; a view of the pool when pages are consecutive."""
     pages = cache[segment.pages] if isinstance(segment.pages, slice) else cache.index_select(0, segment.pages)
-    return pages.view(requests, segment.num_keys, *cache.shape[2:])[:, :num_keys].transpose(1, 2)
+    return pages.view(requests, -1, *cache.shape[2:])[:, : segment.num_keys].transpose(1, 2)
 
 
 def query_positions(seq_lens: torch.Tensor, width: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypedDict, TypeGuard, TypeVar
 
 from runtime import log as logging_setup
-from runtime.entrypoints.meta_info import meta_info
+from runtime.entrypoints.native.meta_info import meta_info
 from runtime.entrypoints.processes import Runtime, prepare
 from runtime.errors import InvalidField, ServingError
 from runtime.flag_parser import from_fields

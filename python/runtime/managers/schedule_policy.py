@@ -38,15 +38,15 @@ def check_request(req: GenerateReq, limits: WorkerLimits) -> None:
     """Raise the `RequestError` that says why this request can never run; else return."""
     ids = req.input_ids
     if not ids:
-        raise InvalidField("input_ids", [], "at least one token long")
+        raise InvalidField("input_ids", [], "an array of at least 1 token id")
     if min(ids) < 0 or max(ids) >= limits.vocab_size:
         wrong = next(i for i in ids if not 0 <= i < limits.vocab_size)
-        raise InvalidField("input_ids", wrong, f"made of token ids from 0 to {limits.vocab_size - 1}")
+        raise InvalidField("input_ids", wrong, f"an integer between 0 and {limits.vocab_size - 1}", subject="A token id")
     req.sampling.check(limits.vocab_size)
     if not -1 <= req.top_logprobs <= MAX_TOP_LOGPROBS:
-        raise InvalidField("top_logprobs", req.top_logprobs, f"a whole number from -1 to {MAX_TOP_LOGPROBS}")
+        raise InvalidField("top_logprobs", req.top_logprobs, f"an integer between -1 and {MAX_TOP_LOGPROBS}")
     if not -(1 << 63) <= req.seed < 1 << 63:
-        raise InvalidField("seed", req.seed, "a signed 64-bit number")
+        raise InvalidField("seed", req.seed, "a signed 64-bit integer")
     if len(ids) >= limits.max_context_len:
         raise ContextTooLong(len(ids), limits.max_context_len)
     total = min(len(ids) + req.sampling.max_new_tokens, limits.max_context_len)

@@ -277,7 +277,7 @@ class TokenizerManager:
         self._check_queue(n)
         name = rid if rid is not None else f"talon-{next(self._serial)}"
         if name in self._named:
-            raise InvalidField("rid", name, "unique among open requests")
+            raise InvalidField("rid", name, "unique among the open requests")
         generation = Generation(self, name, call, prompt_ids, n)
         self._named[name] = generation
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
@@ -474,16 +474,16 @@ class TokenizerManager:
 
     def _check_envelope(self, n: int, top_logprobs: int, rid: str | None) -> None:
         if type(n) is not int or not 1 <= n <= MAX_N:
-            raise InvalidField("n", n, f"a whole number from 1 to {MAX_N}")
+            raise InvalidField("n", n, f"an integer between 1 and {MAX_N}")
         if type(top_logprobs) is not int or not -1 <= top_logprobs <= MAX_TOP_LOGPROBS:
-            raise InvalidField("top_logprobs", top_logprobs, f"a whole number from 0 to {MAX_TOP_LOGPROBS}")
+            raise InvalidField("top_logprobs", top_logprobs, f"an integer between 0 and {MAX_TOP_LOGPROBS}")
         if rid is not None and not 1 <= len(rid) <= MAX_RID:
-            raise InvalidField("rid", rid, f"1 to {MAX_RID} characters long")
+            raise InvalidField("rid", rid, f"a string of 1 to {MAX_RID} characters")
 
     async def _prompt_ids(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
         ids = await self.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else list(prompt)
         if not ids:
-            raise InvalidField("prompt", "empty", "at least one token long")
+            raise InvalidField("prompt", 0, "at least 1", subject="The number of prompt tokens")
         if len(ids) >= self.max_context_len:
             raise ContextTooLong(len(ids), self.max_context_len)
         _check_ids(ids, self.model_config.vocab_size)
@@ -501,7 +501,8 @@ class TokenizerManager:
             sampling = msgspec.structs.replace(sampling, max_new_tokens=room)
         sampling.check(self.model_config.vocab_size)
         if sampling.max_new_tokens > self.max_context_len:
-            raise InvalidField("max_new_tokens", sampling.max_new_tokens, f"at most the context, {self.max_context_len}")
+            limit = f"at most {self.max_context_len}, the context length"
+            raise InvalidField("max_new_tokens", sampling.max_new_tokens, limit, subject="The number of output tokens")
         if sampling.max_new_tokens > room:
             shortest = min(sampling.min_new_tokens, room)
             sampling = msgspec.structs.replace(sampling, max_new_tokens=room, min_new_tokens=shortest)
@@ -511,7 +512,7 @@ class TokenizerManager:
 def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise InvalidField("input_ids", token, f"a token id from 0 to {vocab_size - 1}")
+            raise InvalidField("input_ids", token, f"an integer between 0 and {vocab_size - 1}", subject="A token id")
 
 
 def _update(index: int, out: TextOut) -> GenerationUpdate:

@@ -1,6 +1,6 @@
-"""What starting costs: seconds of each phase, seconds and MiB of each graph runner, reserved against used memory.
+"""Start-up: seconds by phase, and the seconds and the memory of each graph runner.
 
-Each server is started twice: with an empty cache of kernels, which the first start on a machine compiles, and with what that one left.
+Each server starts twice: once with an empty kernel cache, as on a new machine, and once with the cache that the first start left.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, provenance, table
+from benchmark.markdown import Result, label, provenance, table
 from benchmark.record import Record
 from benchmark.server import Server
 from benchmark.serving_matrix import model_name, setups
@@ -35,28 +35,25 @@ def measure(record: Record, labels: dict[str, Any], flags: list[str]) -> None:
 
 
 def render(result: Result) -> str:
-    """Time to ready by phase, then a line for each runner."""
-    phases = list(dict.fromkeys(phase for row in result["rows"] for phase in row["startup_seconds"] or {}))
-    times = [
-        [
-            f"{row['mode']}, {row['backend']}",
-            *((row["startup_seconds"] or {}).get(phase) for phase in phases),
-            row["ready_seconds"],
-            row.get("first_ready_seconds"),
-        ]
-        for row in result["rows"]
-    ]
+    """Time to ready by phase, then one row per graph runner."""
     runners = [
         [f"{row['mode']}, {row['backend']}", graph["runner"], len(graph["sizes"]), max(graph["sizes"], default=None), graph["seconds"],
          graph["reserved_mib"], graph["used_mib"]]
         for row in result["rows"] for graph in row["graphs"] or []
     ]  # fmt: skip
     header = ["server", "runner", "batch sizes", "largest", "seconds", "reserved MiB", "used MiB"]
-    parts = [
-        table(["server", *(f"{phase.replace('_', ' ')} (s)" for phase in phases), "ready (s)", "ready, kernels compiled (s)"], times),
-        "",
+    return "\n".join([summary(result), "", table(header, runners), "", provenance(result)])
+
+
+def summary(result: Result) -> str:
+    """Time to ready by phase."""
+    known = [_reported(row) for row in result["rows"]]
+    phases = list(dict.fromkeys(phase for times in known for phase in times))
+    lines = [
+        [f"{row['mode']}, {row['backend']}", *map(times.get, phases), row["ready_seconds"], row.get("first_ready_seconds")]
+        for row, times in zip(result["rows"], known, strict=True)
     ]
-    return "\n".join([*parts, table(header, runners), "", provenance(result)])
+    return table(["server", *(f"{phase} (s)" for phase in phases), "ready (s)", "ready, kernels compiled (s)"], lines)
 
 
 def plot(result: Result, file: Path) -> None:
@@ -75,9 +72,14 @@ def plot(result: Result, file: Path) -> None:
     picture.draw(result, file, f"Start-up: {models}", panels)
 
 
+def _reported(row: dict[str, Any]) -> dict[str, float]:
+    """Seconds by phase, as the server reports them."""
+    return {label(phase): seconds for phase, seconds in (row["startup_seconds"] or {}).items()}
+
+
 def _phases(row: dict[str, Any]) -> dict[str, float]:
-    """What the server says of its start, and the rest: processes, imports, sockets."""
-    known = {phase.replace("_", " "): seconds for phase, seconds in (row["startup_seconds"] or {}).items()}
+    """The phases that the server reports and the rest: processes, imports, sockets."""
+    known = _reported(row)
     return known | {"processes, imports": max(row["ready_seconds"] - sum(known.values()), 0.0)}
 
 

@@ -1,4 +1,4 @@
-"""The embedded model on a CPU: batch 1 and 8, float32 and int8, beside `transformers.generate` on the same weights in the same run."""
+"""The embedded model on a CPU at batch 1 and 8, in float32 and int8, next to `transformers.generate` on the same weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,12 @@ def transformers_rows(folder: str, threads: int, tokens: int) -> list[dict[str, 
 
 
 def render(result: Result) -> str:
-    """Rates, ratios, and how far int8's greedy answers are those of float32."""
+    """The table and where it comes from."""
+    return "\n".join([summary(result), "", provenance(result)])
+
+
+def summary(result: Result) -> str:
+    """Rates, ratios, and the share of int8's greedy tokens that equal those of float32."""
     rows = result["rows"]
     base = pick(rows, system="transformers", batch=1)
     lines: list[list[Any]] = []
@@ -68,7 +73,7 @@ def render(result: Result) -> str:
         kind = "float32" if quantization == "none" else quantization
         lines.append([f"{system}, {kind}", *rates, gain, against, percent(agreement, 2)])
     header = ["", "batch 1 (tok/s)", "batch 8 (tok/s)", "8 against 1", "batch 1 against transformers", "greedy tokens as in float32"]
-    return "\n".join([table(header, lines), "", provenance(result)])
+    return table(header, lines)
 
 
 def plot(result: Result, file: Path) -> None:

@@ -1,7 +1,8 @@
-"""Where speculation stops paying: with and without it over concurrency, at synthetic accept lengths on random text and at the real one.
+"""Throughput with and without speculation by concurrency, and the concurrency at which drafts stop paying off.
 
-The real one is that of the weights: `--model` and its trained `--head` answer the shipped chat prompts, greedily and to the end that the
-model sets, so that with and without drafts the same texts are written. Every prompt is asked equally often at every concurrency.
+Synthetic accept lengths run on random tokens. The real accept length comes from `--model` and its trained `--head`. They answer the shipped
+chat prompts greedily until the model ends, so that the texts are the same with and without drafts. Every prompt is sent equally often at
+every concurrency.
 """
 
 from __future__ import annotations
@@ -88,6 +89,18 @@ def render(result: Result) -> str:
         parts += [table(["acceptance", "accept length", *(f"c={column}" for column in columns), "crossover"], lines), ""]
         parts += [line for line in [same_texts(rows)] if line]
     return "\n".join([*parts, provenance(result)])
+
+
+def summary(result: Result) -> str:
+    """The ratios of all models in one table."""
+    columns, lines = sorted({row["concurrency"] for row in result["rows"]}), []
+    for name in dict.fromkeys(row["model"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["model"] == name]
+        for speculation, text in _series(rows):
+            points = ratios(rows, speculation, text)
+            length = cell(measured(rows, speculation, text))
+            lines.append([f"{name}, {_title(speculation, text)}", length, *map(dict(points).get, columns), _where(points)])
+    return table(["throughput with / without drafts", "accept length", *(f"c={c}" for c in columns), "crossover"], lines)
 
 
 def _series(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The embedded model on a GPU at batch 1: tokens a second of the server, beside `transformers.generate` on the same weights."""
+"""The embedded model on a GPU at batch 1: tokens per second of the server and of `transformers.generate` on the same weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT_LEN = 32
 
 
 def server_row(flags: Sequence[str], backend: str, tokens: int) -> tuple[Row, str]:
-    """The decode rate that one HTTP client sees, the prompt's time not in it; and the folder of the weights."""
+    """The decode rate that one HTTP client sees, without prompt time, and the folder of the weights."""
     with Server([*flags, "--attention-backend", backend]) as server:
         figures = bench(server, random_ids(1, PROMPT_LEN, tokens, 4).flags)
         folder = server.get("/get_model_info")["model_path"]
@@ -32,7 +32,7 @@ def server_row(flags: Sequence[str], backend: str, tokens: int) -> tuple[Row, st
 
 
 def transformers_row(folder: str, dtype: str, device: str, tokens: int) -> Row:
-    """The decode rate of `transformers.generate`, the prompt's time not in it."""
+    """The decode rate of `transformers.generate`, without prompt time."""
     command = [sys.executable, "-m", "benchmark.transformers_decode", "--folder", folder, "--threads", "4", "--tokens", str(tokens)]
     command += ["--batches", "1", "--device", device, "--dtype", dtype]
     print("+", " ".join(command[1:]), flush=True)
@@ -48,14 +48,19 @@ def best(rows: Sequence[dict[str, Any]], system: str) -> float | None:
 
 
 def render(result: Result) -> str:
-    """Rates, and how many times the best of `transformers` each is."""
+    """The table and where it comes from."""
+    return "\n".join([summary(result), "", provenance(result)])
+
+
+def summary(result: Result) -> str:
+    """Rates, and each as a multiple of the best of `transformers`."""
     base = best(result["rows"], "transformers")
     lines = [
         [row["system"], row["dtype"], row["tokens_per_second"], row["tokens_per_second"] / base if base else None, row.get("mean_ttft_ms")]
         for row in result["rows"]
     ]
     header = ["batch 1", "weights", "tokens/s", "times the best of transformers", "TTFT (ms)"]
-    return "\n".join([table(header, lines), "", provenance(result)])
+    return table(header, lines)
 
 
 def plot(result: Result, file: Path) -> None:

@@ -1,6 +1,6 @@
-"""The embedded model with its own draft and without, on real text: tokens a second by requests together, and where drafting stops paying.
+"""The embedded model with and without its own draft head on real text: tokens per second by batch size, and the crossover.
 
-All servers of one run stand side by side and answer in turn, so that a machine that changes its pace changes it for all.
+All servers of one run are up at the same time and take turns, so that a change of the machine's speed affects all of them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from benchmark.sweep import arguments, names, numbers
 from runtime import Engine
 from runtime.bench.datasets import embedded_prompts
 from runtime.bench.metrics import verified_tokens
-from runtime.resolve import EMBEDDED_DRAFT
-from runtime.tokenizer import Tokenizer
+from runtime.config.resolve import EMBEDDED_DRAFT
+from runtime.text.tokenizer import Tokenizer
 
 NAME = "embedded_speculation"
 KEYS = ("device", "dtype", "quantization", "speculation", "batch")
@@ -86,7 +86,7 @@ def speculation(shape: str, head: str = str(EMBEDDED_DRAFT)) -> dict[str, Any]:
 
 def chat_prompts(engine: Engine) -> list[list[int]]:
     """The hand-made chat prompts as token ids, each a user's turn; neighbours are of different kinds."""
-    tokenizer = Tokenizer.load(engine.config.tokenizer_path)
+    tokenizer = Tokenizer.load(engine.config.model.tokenizer_path)
     return [tokenizer.encode_chat([{"role": "user", "content": line["prompt"]}]) for line in embedded_prompts()]
 
 
@@ -135,18 +135,32 @@ def render(result: Result) -> str:
     parts = []
     for kind, rows in kinds(result["rows"]).items():
         batches = sorted({row["batch"] for row in rows})
-        rates = {row["batch"]: row["tokens_per_second"] for row in rows if row["speculation"] == OFF}
-        lines: list[list[Any]] = [["off, tok/s", *(rates.get(batch) for batch in batches), None, None]]
-        for shape in dict.fromkeys(row["speculation"] for row in rows if row["speculation"] != OFF):
-            points = ratios(rows, shape)
-            crossed = crossing(points)
-            where = f"never below 1 up to {batches[-1]}" if points and min(r for _, r in points) >= 1.0 else cell(crossed)
-            length = next((row["accept_length"] for row in rows if row["speculation"] == shape), None)
-            by = dict(points)
-            lines.append([f"{shape}, ratio", *(by.get(batch) for batch in batches), length, where])
-        head = ["steps/topk/draft tokens", *(f"{batch} together" for batch in batches), "accept length", "crossover"]
-        parts += [f"**{kind}**", "", table(head, lines), ""]
+        parts += [f"**{kind}**", "", table(_header(batches), _lines(rows, batches)), ""]
     return "\n".join([*parts, provenance(result)])
+
+
+def summary(result: Result) -> str:
+    """The same in one table for all devices and weights."""
+    batches = sorted({row["batch"] for row in result["rows"]})
+    lines = [[f"{kind}: {name}", *cells] for kind, rows in kinds(result["rows"]).items() for name, *cells in _lines(rows, batches)]
+    return table(_header(batches), lines)
+
+
+def _header(batches: Sequence[int]) -> list[str]:
+    return ["steps/topk/draft tokens", *(f"batch {batch}" for batch in batches), "accept length", "crossover"]
+
+
+def _lines(rows: Sequence[Mapping[str, Any]], batches: Sequence[int]) -> list[list[Any]]:
+    """One row without drafts, then one per shape, for rows of one device and one kind of weights."""
+    rates = {row["batch"]: row["tokens_per_second"] for row in rows if row["speculation"] == OFF}
+    lines: list[list[Any]] = [["off, tok/s", *map(rates.get, batches), None, None]]
+    for shape in dict.fromkeys(row["speculation"] for row in rows if row["speculation"] != OFF):
+        points = ratios(rows, shape)
+        most = max((batch for batch, _ in points), default=None)
+        where = f"never below 1 up to {most}" if points and min(r for _, r in points) >= 1.0 else cell(crossing(points))
+        length = next((row["accept_length"] for row in rows if row["speculation"] == shape), None)
+        lines.append([f"{shape}, ratio", *map(dict(points).get, batches), length, where])
+    return lines
 
 
 def plot(result: Result, file: Path) -> None:

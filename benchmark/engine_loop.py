@@ -14,13 +14,13 @@ from msgspec import structs
 
 from runtime import log as logging_setup
 from runtime.bench.metrics import Figures, percentiles
+from runtime.config.flag_parser import parse
+from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.child import build_worker
 from runtime.entrypoints.processes import prepare
-from runtime.flag_parser import parse
-from runtime.managers.io_struct import AbortReq, GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
+from runtime.managers.messages import AbortReq, GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
 from runtime.managers.scheduler import Scheduler
 from runtime.sampling_params import SamplingParams
-from runtime.server_args import RuntimeConfig
 
 
 def build(flags: Sequence[str]) -> tuple[RuntimeConfig, Any]:
@@ -72,7 +72,7 @@ class EngineLoop:
 
     def __init__(self, config: RuntimeConfig, worker: Any, overlap: bool) -> None:
         self._inbox: deque[ToScheduler] = deque()
-        config = structs.replace(config, overlap=overlap)
+        config = structs.replace(config, scheduler=structs.replace(config.scheduler, overlap=overlap))
         self._scheduler = Scheduler(config, worker, (), lambda wait: self._inbox.popleft() if self._inbox else None, self._sent)
         self._times: dict[str, _Times] = {}
         self.tokens = 0

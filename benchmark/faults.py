@@ -1,4 +1,4 @@
-"""How long faults take to show and to heal: seconds and milliseconds, each beside the bound that it must keep."""
+"""How fast the server detects faults and recovers from them; each time has an upper bound."""
 
 from __future__ import annotations
 
@@ -230,9 +230,22 @@ def orphans(server: Server) -> dict[str, Any]:
 
 
 def render(result: Result) -> str:
-    """Each fault, what was measured, and the bound."""
-    rows = [[row["what"], f"{row['value']:.2f} {row['unit']}", f"{row['bound']:.4g} {row['unit']}"] for row in result["rows"]]
+    """One row per effect of a fault: the measured time and its bound."""
+    rows = [[row["what"], _time(row, "value"), _time(row, "bound")] for row in result["rows"]]
     return "\n".join([table(["fault", "measured", "at most"], rows), "", provenance(result)])
+
+
+def summary(result: Result) -> str:
+    """One row per fault, with all its effects."""
+    effects: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        fault, _, effect = row["what"].partition(": ")
+        effects.setdefault(fault, []).append(f"{effect} {_time(row, 'value')} (at most {_time(row, 'bound')})".strip())
+    return table(["fault", "measured"], [[fault, "; ".join(texts)] for fault, texts in effects.items()])
+
+
+def _time(row: dict[str, Any], name: str) -> str:
+    return f"{row[name]:.2f} {row['unit']}" if name == "value" else f"{row[name]:.4g} {row['unit']}"
 
 
 def plot(result: Result, file: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from benchmark.engine_loop import build
-from runtime.batch import ForwardMode, RowInit, ScheduleBatch, no_ints
+from runtime.batch import RowInit, ScheduleBatch, no_ints
 from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from runtime.speculative.verifier import ORACLE_EVERY
 
@@ -82,7 +82,7 @@ class FullWorker:
         """One step of all rows, with all log-probabilities where they are sampled."""
         k = MAX_TOP_LOGPROBS if new_rows or self.sampled else -1
         batch = ScheduleBatch(
-            step=self._tick(), mode=ForwardMode.DECODE, rows=self.rows, len_bounds=self.kv[self.rows],
+            step=self._tick(), rows=self.rows, len_bounds=self.kv[self.rows],
             top_logprobs=np.full(len(self.rows), k, dtype=np.int32), new_rows=new_rows,
         )  # fmt: skip
         self.sampled = k >= 0
@@ -99,7 +99,7 @@ class FullWorker:
                 torch.from_numpy((row_of[part] - 1) * self.pages + columns[part] + 1).to(self.worker._target.device, torch.int32),
             )
         batch = ScheduleBatch(
-            step=self._tick(), mode=ForwardMode.EXTEND, rows=which, len_bounds=zeros,
+            step=self._tick(), rows=which, len_bounds=zeros,
             top_logprobs=zeros + MAX_TOP_LOGPROBS, new_rows=[self._init(r, PLAIN) for r in rows], prefix_lens=zeros, extend_lens=lens,
             token_ids=np.random.default_rng(0).integers(10, self.limits.vocab_size - 10, int(lens.sum())).astype(np.int32),
             next_tokens=zeros - 1, prompt_logprobs=np.arange(len(rows)) == 0,

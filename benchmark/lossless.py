@@ -1,11 +1,13 @@
-"""Greedy answers with drafts beside those without, token for token: the embedded model in float32 on a CPU, chains and trees.
+"""Greedy answers with and without drafts, compared token by token: the embedded model on a CPU.
 
-float32 is where equality can be asked for: in narrower types a product over more rows rounds otherwise, and near-ties flip.
+By default in float32, chains and trees. With --default-start as the server starts without options (int8), with drafts and without, at
+1, 4 and 16 requests together: every answer must be the plain answer to the same prompt alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from runtime import Engine
 NAME = "lossless"
 KEYS = ("shape",)
 SHAPES = ("3/1/4", "4/3/8")
+TOGETHER = (1, 4, 16)
 
 
 def answers(shape: str, common: Mapping[str, Any], prompts: int, new_tokens: int) -> list[Mapping[str, Any]]:
@@ -28,39 +31,69 @@ def answers(shape: str, common: Mapping[str, Any], prompts: int, new_tokens: int
 
 
 def compare(plain: Sequence[Mapping[str, Any]], drafted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Figures of a row: how many answers differ, and where each begins to."""
+    """The figures of a row: which answers differ, and from which token on."""
     differences = []
     for number, (one, other) in enumerate(zip(plain, drafted, strict=True)):
         a, b = one["output_ids"], other["output_ids"]
         if a != b:
             differences.append({"prompt": number, "token": next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))})
-    windows = sum(int(output["meta_info"]["spec_verify_ct"]) for output in drafted)
+    windows = sum(int(output["meta_info"].get("spec_verify_ct", 0)) for output in drafted)
     tokens = sum(len(output["output_ids"]) for output in drafted)
     return {
         "prompts": len(plain),
         "tokens": tokens,
         "windows": windows,
-        "accept_length": (tokens - len(plain)) / windows,
+        "accept_length": (tokens - len(plain)) / windows if windows else None,
         "differences": differences,
     }
 
 
+def shape_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One row per shape: drafted answers against plain ones, in float32."""
+    common = options("cpu", args.threads)
+    plain = answers(OFF, common, args.prompts, args.new_tokens)
+    for shape in args.shapes:
+        yield {"shape": shape, "dtype": "float32"} | compare(plain, answers(shape, common, args.prompts, args.new_tokens))
+
+
+def default_start_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One row per server and number of requests together: answers of the default start against those of plain decoding, one by one."""
+    threads = {} if args.threads is None else {"cpu_threads": args.threads}
+    sampling = {"temperature": 0.0, "max_new_tokens": args.new_tokens}
+    alone: list[Mapping[str, Any]] = []
+    for name, drafts in (("plain", {"speculative_algorithm": "none"}), ("drafts", {})):
+        with Engine(device="cpu", context_length=1024, **threads, **drafts) as engine:
+            prompts = chat_prompts(engine)[: args.prompts]
+            for together in TOGETHER:
+                engine.flush_cache()
+                groups = [prompts[start : start + together] for start in range(0, len(prompts), together)]
+                outputs = [output for group in groups for output in engine.generate(input_ids=group, sampling_params=sampling)]
+                alone = alone or outputs
+                dtype = engine.config.quantization or engine.config.dtype
+                yield {"shape": f"default start, {name}, {together} together", "dtype": dtype} | compare(alone, outputs)
+
+
 def options(device: str, threads: int | None) -> dict[str, Any]:
-    """Of every engine of a run."""
+    """The options of all engines of a run."""
     found: dict[str, Any] = {"device": device, "dtype": "float32", "quantization": "none", "context_length": 1024}
     return found if threads is None else found | {"cpu_threads": threads}
 
 
 def render(result: Result) -> str:
-    """One line a shape."""
+    """The table and where it comes from."""
+    return "\n".join([summary(result), "", provenance(result)])
+
+
+def summary(result: Result) -> str:
+    """One row per shape."""
     lines = [[row["shape"], row["prompts"], row["tokens"], row["accept_length"], len(row["differences"])] for row in result["rows"]]
     head = ["steps/topk/draft tokens", "prompts", "tokens", "accept length", "answers that differ"]
-    return "\n".join([table(head, lines), "", provenance(result)])
+    return table(head, lines)
 
 
 def plot(result: Result, file: Path) -> None:
-    """Accept length by shape, and how many answers differ."""
-    rows = result["rows"]
+    """Accept length and number of differing answers by shape, in float32."""
+    rows = [row for row in result["rows"] if row["dtype"] == "float32"]
     lengths = {row["shape"]: {"accept length": row["accept_length"]} for row in rows}
     differ = {row["shape"]: {"answers that differ": len(row["differences"])} for row in rows}
 
@@ -69,30 +102,32 @@ def plot(result: Result, file: Path) -> None:
         return f"{len(row['differences'])} of {row['prompts']}"
 
     panels = [
-        plots.bars(lengths, "Accept length, by steps/topk/draft tokens", "tokens a window"),
+        plots.bars(lengths, "Accept length, by steps/topk/draft tokens", "tokens per window"),
         plots.bars(differ, "Answers that differ, by steps/topk/draft tokens", "answers", text=text),
     ]
-    picture.draw(result, file, "Greedy answers with drafts beside those without: SmolLM2-135M, float32", panels)
+    picture.draw(result, file, "Greedy answers with and without drafts: SmolLM2-135M, float32", panels)
 
 
 def main() -> None:
-    """Compare, keep, print; exits with 1 where an answer differs."""
+    """Compare, record and print; exit with 1 if an answer differs."""
     parser = arguments(__doc__)
-    parser.add_argument("--shapes", type=names, default=list(SHAPES), help="steps/topk/draft tokens, with commas")
-    parser.add_argument("--prompts", type=int, default=80)
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--threads", type=int, help="default: the cores there are")
+    parser.add_argument("--shapes", type=names, default=list(SHAPES), help="comma-separated list of steps/topk/draft tokens")
+    parser.add_argument("--default-start", action="store_true", help="check the server's default start in place of float32 shapes")
+    parser.add_argument("--prompts", type=int, help="default: 80, of the default start 64")
+    parser.add_argument("--new-tokens", type=int, help="default: 48, of the default start 64")
+    parser.add_argument("--threads", type=int, help="default: all cores")
     args = parser.parse_args()
+    prompts, new_tokens = (64, 64) if args.default_start else (80, 48)
+    args.prompts, args.new_tokens = args.prompts or prompts, args.new_tokens or new_tokens
     if args.quick:
         args.prompts, args.new_tokens, args.threads = 2, 8, 1
-    record, common = Record(NAME, KEYS, args.out, args.quick), options("cpu", args.threads)
-    plain = answers(OFF, common, args.prompts, args.new_tokens)
-    for shape in args.shapes:
-        found = compare(plain, answers(shape, common, args.prompts, args.new_tokens))
-        record.add({"shape": shape, "dtype": "float32", "new_tokens": args.new_tokens} | found)
-        for difference in found["differences"]:
-            print(f"{shape}: prompt {difference['prompt']} differs from token {difference['token']} on")
-    plot(record.data, record.file.with_suffix(".png"))
+    record = Record(NAME, KEYS, args.out, args.quick)
+    for row in default_start_rows(args) if args.default_start else shape_rows(args):
+        record.add(row | {"new_tokens": args.new_tokens})
+        for difference in row["differences"]:
+            print(f"{row['shape']}: prompt {difference['prompt']} differs from token {difference['token']} on")
+    if not args.default_start:
+        plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
     if any(row["differences"] for row in record.rows):
         raise SystemExit(1)

@@ -7,16 +7,24 @@ from typing import Any
 
 Result = dict[str, Any]
 
+_LABELS = {"tune_products": "autotune", "autotune_gemms": "autotune", "products": "GEMMs"}
+"""What tables call recorded keys, where that differs from the key."""
+
+
+def label(key: str) -> str:
+    """A key of a result row as tables and plots show it."""
+    return _LABELS.get(key, key.replace("_", " "))
+
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table; numbers are aligned right."""
+    """A table; all columns but the first are aligned right."""
     lines = ["| " + " | ".join(header) + " |", "|" + "|".join(" --- " if i == 0 else " ---: " for i in range(len(header))) + "|"]
     lines += ["| " + " | ".join(cell(value) for value in row) + " |" for row in rows]
     return "\n".join(lines)
 
 
 def cell(value: Any) -> str:
-    """A figure with as many digits as it deserves; a dash for what was not measured."""
+    """A value with three or four significant digits; a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -25,22 +33,22 @@ def cell(value: Any) -> str:
 
 
 def percent(value: float | None, digits: int = 0) -> str:
-    """A share as per cent."""
+    """A share in per cent."""
     return "-" if value is None else f"{value * 100:.{digits}f} %"
 
 
 def change(new: float | None, old: float | None) -> str:
-    """How much `new` is above `old`, in per cent with its sign."""
+    """The change from `old` to `new` in per cent, signed."""
     return "-" if not new or not old else f"{(new / old - 1) * 100:+.1f} %"
 
 
 def signed(value: float | None) -> str:
-    """A difference with its sign; a dash for none."""
+    """A signed difference; a dash for None."""
     return "-" if value is None else f"{value:+.2f}"
 
 
 def provenance(result: Result, rows: Sequence[dict[str, Any]] | None = None) -> str:
-    """One line: machine, versions, commits and commands of the rows shown."""
+    """One line with machine, versions, commits and commands of the rows shown."""
     shown = result["rows"] if rows is None else rows
     machine = result["machine"]
     versions = ", ".join(f"{name} {machine['packages'][name]}" for name in ("torch", "sglang-kernel") if name in machine["packages"])

@@ -1,7 +1,7 @@
-"""Memory at its limits: workers of several sizes filled to the last page and asked for everything at once, and what is left then.
+"""Planned and used memory of workers that are filled to the last page.
 
-Each case is a process. Its worker runs the largest prompt step, then decodes the largest batch with KV full to the last page: greedy, then
-with every filter, penalties and 20 log-probabilities for all.
+Each case is a process. Its worker runs the largest prompt step. Then it decodes the largest batch with the KV pool full to the last page:
+first greedy, then with every filter, penalties and 20 log-probabilities for all requests.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def fill(flags: Sequence[str]) -> Row:
     return FullWorker(flags).row(STEPS, PENALISED)
 
 
-def judged(row: Row) -> list[str]:
-    """What is wrong with a row."""
+def faults(row: Row) -> list[str]:
+    """What is wrong with a row; empty if the case fits."""
     if "error" in row:
         return [row["error"]]
     found = []
@@ -102,22 +102,27 @@ def judged(row: Row) -> list[str]:
 
 
 def render(result: Result) -> str:
-    """A line for each case, then one for each runner."""
-    columns = ("weights_and_context_mib", "activations_mib", "peak_mib", "kv_mib", "outside_mib", "unused_mib")
-    lines = [
-        [row["case"], *(row.get(name) for name in columns), percent(row.get("unused"), 2), "; ".join(judged(row)) or "fits"]
-        for row in result["rows"]
-    ]
-    header = ["case", "weights, context (MiB)", "activations: planned", "used", "KV", "outside torch", "unused", "of the GPU", "verdict"]
+    """One row per case, then one per graph runner."""
     runners = [
         [row["case"], g["runner"], max(g["sizes"], default=None), g["seconds"], g["reserved_mib"], g["used_mib"]]
         for row in result["rows"]
         for g in row.get("graphs", [])
     ]
-    parts = [table(header, lines), ""]
+    parts = [summary(result), ""]
     if runners:
         parts += [table(["case", "runner", "largest batch", "seconds", "reserved MiB", "used MiB"], runners), ""]
     return "\n".join([*parts, provenance(result)])
+
+
+def summary(result: Result) -> str:
+    """One row per case."""
+    columns = ("weights_and_context_mib", "activations_mib", "peak_mib", "kv_mib", "outside_mib", "unused_mib")
+    lines = [
+        [row["case"], *(row.get(name) for name in columns), percent(row.get("unused"), 2), "; ".join(faults(row)) or "fits"]
+        for row in result["rows"]
+    ]
+    header = ["case", "weights, context (MiB)", "activations: planned", "used", "KV", "outside torch", "unused", "of the GPU", "result"]
+    return table(header, lines)
 
 
 def plot(result: Result, file: Path) -> None:
@@ -162,7 +167,7 @@ def main() -> int:
         record.add(row)
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
-    return 1 if any(map(judged, rows)) and not args.quick else 0
+    return 1 if any(map(faults, rows)) and not args.quick else 0
 
 
 if __name__ == "__main__":

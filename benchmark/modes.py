@@ -1,7 +1,7 @@
-"""One steady decode step by mode: graph against eager, overlap against none, FA3 against FlashInfer, and how long the GPU is idle in it.
+"""One steady decode step: graphs against eager, overlap on against off, FA3 against FlashInfer, and the GPU's idle time.
 
-Scheduler and worker run in this process. A step is timed without a profiler; a trace of a few more steps, of which only the summary is
-kept, says how long the GPU was busy in one. Idle is what is left: the profiler makes gaps longer, but not kernels.
+The scheduler and the worker run in one process. Steps are timed without a profiler. A trace of a few more steps gives the time in which the
+GPU is busy; the rest of a step is idle time. The profiler makes gaps longer, but not kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmark import picture, plots
 from benchmark.machine import slug
-from benchmark.markdown import Result, change, percent, pick, provenance, table
+from benchmark.markdown import Result, change, label, percent, pick, provenance, table
 from benchmark.record import Record, Row
 from benchmark.server import apart, parse_or_answer
 from benchmark.shapes import READ_BYTES_PER_SECOND, Model, eagle_roof_ms, plain_roof_ms
@@ -29,9 +29,9 @@ TRACED_STEPS = 12
 TOP = 16
 IDLE = "GPU idle"
 ABOVE_ROOF = """\
-Where each microsecond above the roof goes. A moment in which several kernels run is that of the first of them; products read weights and
-attention reads keys and values at the roof's speed, and what they take beyond that is theirs. Kernels are traced and steps are not: where
-tracing slows kernels down, idle comes out too small, even below zero."""
+Where each microsecond above the roof goes. When several kernels run at once, the time counts for the one that started first. The time to
+read weights is subtracted from GEMMs, and the time to read keys and values from attention, both at the roof's bandwidth. Kernel times come
+from a trace and step times do not: where tracing slows kernels down, idle time comes out too small, even below zero."""
 
 
 def server_flags(served: Model, mode: str, backend: str, most: int) -> list[str]:
@@ -104,21 +104,53 @@ def roof(served: Model, mode: str, row: Row, bytes_per_second: float | None) -> 
 def above_roof(row: Row) -> dict[str, float] | None:
     """Microseconds of a step above its roof, by where they go; None where the roof or the trace is not known.
 
-    Products read weights and attention reads keys and values: what they take beyond that is theirs. With the roof they add up to the step.
+    GEMMs read weights and attention reads keys and values; only the time beyond these reads counts. Together with the roof, the parts add
+    up to the step.
     """
     if not (row.get("roof_ms") and row.get("weights_ms") and row.get("spent_us")):
         return None
     spent, weights = row["spent_us"], row["weights_ms"] * 1e3
-    reads = {"products": weights, "attention": row["roof_ms"] * 1e3 - weights}
-    found = {name: us - reads.get(name, 0.0) for name, us in spent.items()}
+    reads = {"GEMMs": weights, "attention": row["roof_ms"] * 1e3 - weights}
+    found = {label(name): us - reads.get(label(name), 0.0) for name, us in spent.items()}
     return found | {IDLE: row["step_ms"] * 1e3 - sum(spent.values())}
 
 
 def render(result: Result) -> str:
-    """One table: a line for each way to run, a column for each batch size; then the GPU's idle time."""
-    rows = result["rows"]
-    batches = sorted({row["batch"] for row in rows})
-    lines, idle = [], []
+    """The step times, the GPU's idle time, and the time above the roof."""
+    rows, idle = result["rows"], []
+    for row in rows:
+        if "idle" in row:
+            figures = [row["step_ms"], row["busy_ms"], percent(row["idle"], 1), percent(row["traced_idle"], 1), row["kernels"]]
+            share = row["roof_ms"] / row["step_ms"] if row.get("roof_ms") else None
+            idle.append([_steady(row), *figures, row.get("roof_ms"), percent(share)])
+    parts = [_steps(rows), ""]
+    if idle:
+        header = ["steady decode", "step (ms)", "GPU busy (ms)", "GPU idle", "idle under the profiler", "kernels", "roof (ms)"]
+        parts += [table([*header, "share of the roof"], idle), ""]
+    if lost := [(row, found) for row in rows if (found := above_roof(row)) is not None]:
+        names = ("GEMMs", "attention", *(name for name in KINDS if name not in ("GEMMs", "attention")), OTHER_KIND, IDLE)
+        lines = [[_steady(row), row["step_ms"] * 1e3, row["roof_ms"] * 1e3, *(found[name] for name in names)] for row, found in lost]
+        parts += [ABOVE_ROOF, "", table(["above the roof (µs)", "step", "roof", *names], lines), ""]
+    return "\n".join([*parts, provenance(result)])
+
+
+def summary(result: Result) -> str:
+    """Step times: one row per model, mode and backend, one column per batch size and way to run."""
+    rows, names = result["rows"], {("on", "on"): "as served", ("on", "off"): "without overlap", ("off", "on"): "without graphs"}
+    columns = [(batch, *variant) for batch in sorted({row["batch"] for row in rows}) for variant in VARIANTS]
+    lines = []
+    for model, mode, backend in dict.fromkeys((row["model"], row["mode"], row["backend"]) for row in rows):
+        found = [
+            pick(rows, model=model, mode=mode, backend=backend, batch=batch, graphs=graphs, overlap=overlap)
+            for batch, graphs, overlap in columns
+        ]
+        lines.append([f"{model}, {mode}, {backend}", *(row and f"{row['step_ms']:.3f}" for row in found)])
+    return table(["step (ms)", *(f"batch {batch}, {names[graphs, overlap]}" for batch, graphs, overlap in columns)], lines)
+
+
+def _steps(rows: Sequence[Row]) -> str:
+    """Step times: one row per way to run, one column per batch size."""
+    lines, batches = [], sorted({row["batch"] for row in rows})
     for key in dict.fromkeys(tuple(row[name] for name in KEYS[:-1]) for row in rows):
         same = dict(zip(KEYS[:-1], key, strict=True))
         model, mode, backend, graphs, overlap = key
@@ -129,21 +161,7 @@ def render(result: Result) -> str:
             against = f" ({change(row['step_ms'], first['step_ms'])})" if row and first and row is not first else ""
             cells.append(f"{row['step_ms']:.3f}{against}" if row else None)
         lines.append([f"{model}, {mode}", backend, graphs, overlap, *cells])
-    for row in rows:
-        if "idle" in row:
-            figures = [row["step_ms"], row["busy_ms"], percent(row["idle"], 1), percent(row["traced_idle"], 1), row["kernels"]]
-            share = row["roof_ms"] / row["step_ms"] if row.get("roof_ms") else None
-            idle.append([_steady(row), *figures, row.get("roof_ms"), percent(share)])
-    header = ["step (ms)", "attention", "graphs", "overlap", *(f"batch {batch}" for batch in batches)]
-    parts = [table(header, lines), ""]
-    if idle:
-        header = ["steady decode", "step (ms)", "GPU busy (ms)", "GPU idle", "idle under the profiler", "kernels", "roof (ms)"]
-        parts += [table([*header, "share of the roof"], idle), ""]
-    if lost := [(row, found) for row in rows if (found := above_roof(row)) is not None]:
-        names = ("products", "attention", *(name for name in KINDS if name not in ("products", "attention")), OTHER_KIND, IDLE)
-        lines = [[_steady(row), row["step_ms"] * 1e3, row["roof_ms"] * 1e3, *(found[name] for name in names)] for row, found in lost]
-        parts += [ABOVE_ROOF, "", table(["above the roof (µs)", "step", "roof", *names], lines), ""]
-    return "\n".join([*parts, provenance(result)])
+    return table(["step (ms)", "attention", "graphs", "overlap", *(f"batch {batch}" for batch in batches)], lines)
 
 
 def _steady(row: Row) -> str:

@@ -1,7 +1,7 @@
-"""Whether `bench_serving` finds its own figures again: the same burst several times in a row on one server with real model compute.
+"""The repeatability of `bench_serving`: the same burst several times in a row on one server with real model compute.
 
-Every request names the same seed. Drafts are then accepted by the token's place alone, so that runs take the same steps; requests without a
-seed would draw theirs from the server's, and each run would accept differently.
+All requests use the same seed. Synthetic acceptance then depends on the token's position only, and all runs take the same steps. Without a
+seed each run would accept differently.
 """
 
 from __future__ import annotations
@@ -48,14 +48,19 @@ def spread(runs: Sequence[Run]) -> dict[str, float | None]:
 
 
 def render(result: Result) -> str:
-    """A row for each server and concurrency: per cent by figure, and what was accepted in each run."""
+    """The table and where it comes from."""
+    return "\n".join([summary(result), "", provenance(result)])
+
+
+def summary(result: Result) -> str:
+    """One row per server and concurrency: per cent by figure, and the accept length of each run."""
     lines = []
     for row in result["rows"]:
         title = f"{row['mode']}, {row['backend']}, {row['concurrency']} at a time"
         cells = [signed(row["spread"][name]) for name in FIGURES]
         lines.append([title, *cells, f"**{signed(farthest(row['spread']))}**", len(row["runs"]), _accepted(row["runs"])])
     header = ["farthest run from the median, %", *FIGURES.values(), "farthest", "runs", "accept length"]
-    return "\n".join([table(header, lines), "", provenance(result)])
+    return table(header, lines)
 
 
 def _accepted(runs: Sequence[Run]) -> str | None:

@@ -1,17 +1,20 @@
-"""Writes the README's tables and plots between their markers from the result files: no figure is typed by hand.
+"""Writes the benchmark tables and plots of the documentation from the result files: no figure is typed by hand.
 
-A marker is `<!-- begin:NAME -->` ... `<!-- end:NAME -->`, where NAME is a script's name, or NAME@MACHINE for one machine's folder.
+`docs/benchmarks/NAME.md` is generated as a whole, one page per script. In README.md and docs/*.md the text between the markers
+`<!-- begin:NAME -->` and `<!-- end:NAME -->` is generated. NAME is a script; `NAME@MACHINE` shows one machine only, and `NAME:summary`
+shows a short table and a plot that links to the page.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -20,70 +23,109 @@ from benchmark.machine import ROOT
 from benchmark.markdown import Result
 from benchmark.record import RESULTS
 
-SCRIPTS = (
-    "serving_matrix",
-    "draft_extend_graph",
-    "step_profile",
-    "crossover",
-    "capture",
-    "verify_exact",
-    "cpu_serving",
-    "faults",
-    "client_agreement",
-    "repeat",
-    "modes",
-    "sampling",
-    "embedded_gpu",
-    "embedded_speculation",
-    "lossless",
-    "memory_limits",
-)
-_MARKER = re.compile(r"<!-- begin:(?P<name>[\w@-]+) -->\n(?P<body>.*?)<!-- end:(?P=name) -->", re.DOTALL)
-_BEGIN = re.compile(r"<!-- begin:([\w@-]+) -->")
+SCRIPTS = {
+    "serving_matrix": "Serving an 8B model",
+    "draft_extend_graph": "The draft-extend graph",
+    "step_profile": "One iteration in detail",
+    "crossover": "Where speculation stops paying off",
+    "capture": "Start-up",
+    "verify_exact": "Acceptance rules with sampling",
+    "cpu_serving": "The embedded model on a CPU",
+    "faults": "Faults",
+    "client_agreement": "bench_serving against SGLang's client",
+    "repeat": "Repeatability",
+    "modes": "Graphs, overlap and attention backends",
+    "sampling": "The cost of sampling",
+    "embedded_gpu": "The embedded model on a GPU",
+    "embedded_speculation": "The embedded model with its own draft",
+    "lossless": "Greedy output with and without drafts",
+    "memory_limits": "Memory at its limits",
+}
+"""Titles of the generated pages by script."""
+PAGES = ROOT / "docs" / "benchmarks"
+
+_NAME = r"[\w@:-]+"
+_MARKER = re.compile(rf"<!-- begin:(?P<name>{_NAME}) -->\n(?P<body>.*?)<!-- end:(?P=name) -->", re.DOTALL)
+_BEGIN = re.compile(rf"<!-- begin:({_NAME}) -->")
 
 
 class ReportError(Exception):
-    """A table cannot be written; the message says what to run."""
+    """A marker is wrong; the message says how."""
 
 
 def result_files(name: str, results: Path) -> list[Path]:
-    """The files of a marker's name: one machine's, or every machine's; none before the first run.
+    """The result files of NAME or NAME@MACHINE; empty before the first run.
 
     Raises:
-        ReportError: the name is no script's.
+        ReportError: there is no such script.
     """
     script, _, machine = name.partition("@")
     if script not in SCRIPTS:
-        raise ReportError(f"marker {name!r}: no such benchmark; there are {', '.join(SCRIPTS)}")
+        raise ReportError(f"marker {name!r}: no such benchmark; choose from {', '.join(SCRIPTS)}")
     return sorted(results.glob(f"{machine or '*'}/{script}.json"))
 
 
-def render(name: str, results: Path, page: Path) -> str:
-    """The markdown of a marker in a file of the folder `page`; without a result file it holds no figure and says so."""
-    files = result_files(name, results)
-    if not files:
-        return f"Not measured yet: `python -m benchmark.{name.partition('@')[0]}` writes the figures.\n"
-    return "\n\n".join(f"{_module(name).render(_read(file))}\n\n{_link(file, page)}" for file in files) + "\n"
-
-
-def _link(file: Path, page: Path) -> str:
-    picture_file = Path(os.path.relpath(_picture(file), page)).as_posix()
-    return f"![{file.stem.replace('_', ' ')}, {file.parent.name}]({picture_file})"
-
-
-def fill(text: str, page: Path, results: Path = RESULTS) -> str:
-    """`text` of a file in the folder `page`, with every marked part written anew.
+def render(name: str, results: Path, folder: Path) -> str:
+    """The markdown of a marker on a page in `folder`.
 
     Raises:
-        ReportError: a marker has no end, or its name is no script's.
+        ReportError: there is no such script, or no such form of its tables.
+    """
+    source, _, form = name.partition(":")
+    if form not in ("", "summary"):
+        raise ReportError(f"marker {name!r}: the only form is 'summary'")
+    files, module = result_files(source, results), _module(source)
+    if not files:
+        return f"Not measured yet: `python -m benchmark.{module.NAME}` writes the figures.\n"
+    show = _summary if form else _whole
+    return "\n\n".join(show(module, file, folder) for file in files) + "\n"
+
+
+def _whole(module: ModuleType, file: Path, folder: Path) -> str:
+    return f"{module.render(_read(file))}\n\n{_plot_link(file, folder)}"
+
+
+def _summary(module: ModuleType, file: Path, folder: Path) -> str:
+    """The short table, and a plot that links to the script's page."""
+    page = _relative(PAGES / f"{module.NAME}.md", folder)
+    return f"{module.summary(_read(file))}\n\n[{_plot_link(file, folder)}]({page})"
+
+
+def _plot_link(file: Path, folder: Path) -> str:
+    return f"![{file.stem.replace('_', ' ')}, {file.parent.name}]({_relative(_picture(file), folder)})"
+
+
+def _relative(file: Path, folder: Path) -> str:
+    return Path(os.path.relpath(file, folder)).as_posix()
+
+
+def fill(text: str, folder: Path, results: Path = RESULTS) -> str:
+    """`text` of a page in `folder`, with the text between markers replaced.
+
+    Raises:
+        ReportError: a marker has no end or names nothing that can be shown.
     """
     filled = _MARKER.sub(
-        lambda match: f"<!-- begin:{match['name']} -->\n{render(match['name'], results, page)}<!-- end:{match['name']} -->", text
+        lambda match: f"<!-- begin:{match['name']} -->\n{render(match['name'], results, folder)}<!-- end:{match['name']} -->", text
     )
     open_markers = set(_BEGIN.findall(text)) - {match["name"] for match in _MARKER.finditer(text)}
     if open_markers:
         raise ReportError(f"markers without an end: {', '.join(sorted(open_markers))}")
     return filled
+
+
+def script_pages(results: Path = RESULTS, folder: Path = PAGES) -> dict[Path, str]:
+    """The generated pages: text by file in `folder`."""
+    return {folder / f"{script}.md": _script_page(script, results, folder) for script in SCRIPTS}
+
+
+def _script_page(script: str, results: Path, folder: Path) -> str:
+    files = result_files(script, results)
+    machines = {file.parent.name: f"## {file.parent.name}\n\n" if len(files) > 1 else "" for file in files}
+    parts = [heading + render(f"{script}@{machine}", results, folder) for machine, heading in machines.items()]
+    note = f"Generated by `python -m benchmark.report`; do not edit. [Discussion]({_relative(ROOT / 'docs' / 'performance.md', folder)})."
+    about = inspect.cleandoc(_module(script).__doc__ or "")
+    return "\n".join([f"# {SCRIPTS[script]}\n", f"{note}\n", f"{about}\n", *(parts or [render(script, results, folder)])])
 
 
 def redraw(results: Path) -> None:
@@ -93,7 +135,7 @@ def redraw(results: Path) -> None:
 
 
 def picture_faults(results: Path) -> list[str]:
-    """A line for each result file whose plot is missing or shows other rows."""
+    """One line per result file whose plot is missing or shows other rows."""
     found = ((_picture(file), picture.fault(_read(file), _picture(file))) for file in _plotted(results))
     return [f"{file}: {fault}" for file, fault in found if fault]
 
@@ -115,17 +157,19 @@ def _module(name: str) -> ModuleType:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when all is written or up to date; 1 when `--check` found a difference or a marker is wrong."""
-    parser = argparse.ArgumentParser(description="Write the tables of markdown files and draw the plots, from the result files.")
-    parser.add_argument("files", nargs="*", type=Path, help="default: README.md and docs/*.md")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail when a table or a plot is not that of its file")
+    """Return 0 when everything is written or up to date, 1 when `--check` found a difference or a marker is wrong."""
+    parser = argparse.ArgumentParser(description="Write the tables of markdown files and draw the plots from the result files.")
+    parser.add_argument("files", nargs="*", type=Path, help="pages with markers; default: README.md, docs/*.md and docs/benchmarks")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files (default %(default)s)")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a table or a plot is out of date")
     args = parser.parse_args(argv)
     try:
-        stale = _pages(args.files or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], args.results, write=not args.check)
+        pages = {} if args.files else script_pages(args.results.resolve())
+        pages |= _filled(args.files or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], args.results.resolve())
     except ReportError as error:
         print(f"report: {error}", file=sys.stderr)
         return 1
+    stale = _write(pages, write=not args.check)
     for file in stale:
         print(f"{file}: {'differs from its result files' if args.check else 'written'}")
     if not args.check:
@@ -138,16 +182,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if stale or faults else 0
 
 
-def _pages(files: Sequence[Path], results: Path, write: bool) -> list[Path]:
-    """The markdown files that differ from the result files; they are written anew if asked."""
-    stale = []
-    for file in files:
-        text = file.read_text(encoding="utf-8")
-        filled = fill(text, file.resolve().parent, results.resolve())
-        if filled != text:
-            stale.append(file)
-            if write:
-                file.write_text(filled, encoding="utf-8")
+def _filled(files: Sequence[Path], results: Path) -> dict[Path, str]:
+    return {file: fill(file.read_text(encoding="utf-8"), file.resolve().parent, results) for file in files}
+
+
+def _write(pages: Mapping[Path, str], write: bool) -> list[Path]:
+    """The pages that differ from their files, which are written if `write`."""
+    stale = [file for file, text in pages.items() if not file.is_file() or file.read_text(encoding="utf-8") != text]
+    for file in stale if write else ():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(pages[file], encoding="utf-8")
     return stale
 
 

@@ -1,7 +1,7 @@
-"""What sampling costs: one steady decode step by the way tokens are chosen, with the sampling kernels and with their torch twin.
+"""One steady decode step by sampling parameters, with the sampling kernels and with their torch reference.
 
-Scheduler and worker run in one process, with graphs and overlap. Acceptance is never forced: forced drafts are not judged by their
-probabilities.
+The scheduler and the worker run in one process, with graphs and overlap. Acceptance is not synthetic, because synthetic acceptance does not
+read the drafts' probabilities.
 """
 
 from __future__ import annotations
@@ -74,6 +74,19 @@ def render(result: Result) -> str:
         lines.append([f"{model}, {mode}, {choice}", sampler, *cells])
     header = ["step (ms)", "sampling", *(f"batch {batch}" for batch in batches)]
     return "\n".join([table(header, lines), "", provenance(result)])
+
+
+def summary(result: Result) -> str:
+    """Step times: one row per mode and sampling parameters, one column per batch size and sampler."""
+    rows = result["rows"]
+    samplers = list(dict.fromkeys(row["sampler"] for row in rows if row["sampler"]))
+    columns = [(batch, sampler) for batch in sorted({row["batch"] for row in rows}) for sampler in samplers]
+    lines = []
+    for model, mode, choice in dict.fromkeys((row["model"], row["mode"], row["choice"]) for row in rows):
+        same = {"model": model, "mode": mode, "choice": choice}
+        found = [pick(rows, **same, batch=b, sampler=None if choice == GREEDY else sampler) for b, sampler in columns]
+        lines.append([f"{model}, {mode}, {choice}", *(row and f"{row['step_ms']:.3f}" for row in found)])
+    return table(["step (ms)", *(f"batch {batch}, {sampler}" for batch, sampler in columns)], lines)
 
 
 def plot(result: Result, file: Path) -> None:

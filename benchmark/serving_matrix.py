@@ -1,4 +1,4 @@
-"""Throughput and latency of the 8B shape with and without EAGLE over concurrency, beside SGLang and vLLM on the same kind of machine."""
+"""Throughput and latency of the 8B shape with and without EAGLE by concurrency, next to SGLang and vLLM on the same kind of machine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,14 @@ def best_peer(rivals: list[dict[str, Any]], mode: str, concurrency: int) -> dict
 
 
 def render(result: Result) -> str:
-    """One table for each mode: Talon's rows, then the peers', then how Talon's best compares."""
+    """One table per mode: Talon's rows, the peers' rows, and Talon's best against the best peer."""
+    source = peers(result)
+    peers_source = f" Peers: {source['source']}." if source["rows"] else ""
+    return f"{summary(result)}\n\nTalon: {provenance(result)}{peers_source}"
+
+
+def summary(result: Result) -> str:
+    """The tables alone."""
     known, parts = peers(result), []
     for mode in TITLES:
         rows = [row for row in result["rows"] if row["mode"] == mode]
@@ -55,8 +62,7 @@ def render(result: Result) -> str:
                 _mode_table(rows, known["rows"], mode),
                 "",
             ]
-    source = f" Peers: {known['source']}." if known["rows"] else ""
-    return "\n".join([*parts, f"Talon: {provenance(result)}{source}"])
+    return "\n".join(parts).strip()
 
 
 def _mode_table(rows: list[dict[str, Any]], rivals: list[dict[str, Any]], mode: str) -> str:

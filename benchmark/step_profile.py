@@ -1,4 +1,9 @@
-"""One EAGLE iteration taken apart, run eagerly, with the draft-decode graph only, and with both draft graphs; the traces are the proof."""
+"""One EAGLE iteration by phase: eager, with the draft-decode graph only, and with both draft graphs.
+
+Host time is what the host spends in a phase. GPU time is the sum of the kernels launched in the phase. A kernel that is launched early
+waits for the one before it, and the wait counts, so GPU phases add up to more than the iteration. The GPU's idle share counts every moment
+once.
+"""
 
 from __future__ import annotations
 
@@ -76,6 +81,20 @@ def render(result: Result) -> str:
         model, backend, overlap, concurrency = group
         parts += [f"**{model}, {backend}, overlap {overlap}, concurrency {concurrency}**: one iteration", "", _part(rows), ""]
     return "\n".join([*parts, provenance(result)])
+
+
+def summary(result: Result) -> str:
+    """Length of an iteration and host time of both draft phases, without a profiler."""
+    lines = []
+    groups = ("model", "backend", "overlap", "concurrency")
+    for group in dict.fromkeys(tuple(row[key] for key in groups) for row in result["rows"]):
+        model, backend, overlap, concurrency = group
+        found = [pick(result["rows"], **dict(zip(groups, group, strict=True)), graphs=graphs) for graphs in GRAPHS]
+        rows = [row if row and "step_us" in row else None for row in found]
+        cells = [row and _cut(row, rows[0], name) for name in ("step_us", "draft_host_us") for row in rows]
+        lines.append([f"{model}, {backend}, overlap {overlap}, c={concurrency}", *cells])
+    header = [f"{what}: {TITLES[graphs]}" for what in ("iteration (µs)", "host, draft phases (µs)") for graphs in GRAPHS]
+    return table(["without a profiler", *header], lines)
 
 
 def _part(rows: Sequence[dict[str, Any]]) -> str:

@@ -20,7 +20,7 @@ _COPIES = ("cudaMemcpyAsync", "cudaMemsetAsync")
 
 KINDS = {
     "attention": ("flash", "_split_kernel", "_merge_kernel", "_deal_kernel", "_tail_kernel"),
-    "products": ("gemm", "streamed", "nvjet", "splitKreduce", "gemv"),
+    "GEMMs": ("gemm", "streamed", "nvjet", "splitKreduce", "gemv"),
     "norms, positions": ("_norm_kernel", "_rope_kernel"),
 }
 """What kernels do, by a part of their names; what comes first counts."""

@@ -1,8 +1,8 @@
-"""Rejection sampling at temperature 1: acceptance of the strict rule, and of the probabilistic one run eagerly and through graphs.
+"""Acceptance at temperature 1: the strict rule, the probabilistic rule run eagerly, and the probabilistic rule in graphs.
 
-The strict rule accepts a draft that is the target's own draw: with probability p(draft), and the drafts are the likeliest ones. The
-probabilistic one draws drafts from q and accepts sum(min(p, q)) of them. Through graphs the draft's probabilities are outputs of captured
-passes. Where those are stale, acceptance falls while the output stays right, so the last two columns must agree.
+The strict rule accepts a draft if it equals the target's own draw; its drafts are the most likely tokens. The probabilistic rule draws the
+drafts from q and accepts each with probability min(1, p / q). In graphs, q is an output of captured passes. If it were stale, acceptance
+would fall while the output stayed correct, so the last two columns must agree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RULES = {
 
 
 def setups(served: Model) -> list[Setup]:
-    """Three servers. The strict rule is that of trees: here the two likeliest first guesses, as many nodes as the chain verifies."""
+    """Three servers. Trees use the strict rule: here the two most likely first drafts, with as many nodes as the chain verifies."""
     chain = served.eagle_flags(None, STEPS)
     tree = served.eagle_flags(None, STEPS, topk=2)
     flags = {"strict": [*tree], "eager": [*chain, "--disable-cuda-graph"], "graphs": [*chain]}
@@ -38,7 +38,7 @@ def setups(served: Model) -> list[Setup]:
 
 
 def burst(concurrency: int, num_prompts: int, output_len: int, prompts: int = PROMPTS) -> Burst:
-    """The held-out chat prompts at temperature 1, each answer by a seed of its own."""
+    """The held-out chat prompts at temperature 1, each answer with its own seed."""
     return chat_text(concurrency, num_prompts, output_len, prompts, "--temperature", "1", "--warmup-requests", "0")
 
 
@@ -49,17 +49,25 @@ def acceptance_rate(row: dict[str, object]) -> float | None:
 
 
 def standard_error(row: dict[str, Any]) -> float | None:
-    """Of the acceptance rate, windows taken as independent. Share i of `per_position_acceptance` is that of windows with i + 1 accepted."""
+    """The standard error of the acceptance rate, if windows are independent.
+
+    Entry i of `per_position_acceptance` is the share of windows with at least i + 1 accepted drafts.
+    """
     shares, length = row["per_position_acceptance"], row["accept_length"]
     if not shares or not length:
         return None
-    windows = (row["total_output_tokens"] - row["completed"]) / length  # an answer's first token comes of its prompt
+    windows = (row["total_output_tokens"] - row["completed"]) / length  # the prompt pass makes the first token of an answer
     variance = sum((2 * i + 1) * share for i, share in enumerate(shares)) - sum(shares) ** 2
     return math.sqrt(max(variance, 0.0) / windows) / STEPS if windows > 0 else None
 
 
 def render(result: Result) -> str:
-    """The three columns: acceptance rate and its standard error, accept length, throughput, acceptance by position."""
+    """The table and where it comes from."""
+    return "\n".join([summary(result), "", provenance(result)])
+
+
+def summary(result: Result) -> str:
+    """Per model: acceptance rate with its standard error, accept length, throughput and acceptance by position, one column per rule."""
     parts = []
     for name in dict.fromkeys(row["model"] for row in result["rows"]):
         rows = {rule: pick(result["rows"], model=name, rule=rule) for rule in RULES}
@@ -70,8 +78,8 @@ def render(result: Result) -> str:
             ["output tok/s", *(row["output_throughput"] for row in found.values())],
             ["acceptance by position", *(_positions(row["per_position_acceptance"]) for row in found.values())],
         ]
-        parts += [f"**{name}**", "", table(["", *(RULES[rule] for rule in found)], lines), ""]
-    return "\n".join([*parts, provenance(result)])
+        parts.append(table([name, *(RULES[rule] for rule in found)], lines))
+    return "\n\n".join(parts)
 
 
 def _rate(row: dict[str, Any]) -> str | None:

@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
     from eagle_training.trainer import Course
 
     from runtime.errors import ConfigError
-    from runtime.model_source import resolve_model
+    from runtime.model_files.model_source import resolve_model
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_cuda = device == "cuda"

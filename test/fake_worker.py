@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
-from runtime.batch import BatchResult, ForwardMode, Int32, Logprobs, RowInit, ScheduleBatch, StepStats, WorkerLimits
+from runtime.batch import BatchResult, Int32, Logprobs, RowInit, ScheduleBatch, StepStats, WorkerLimits
 from runtime.errors import RequestError
 from runtime.sampling_params import SamplingParams
 
@@ -35,6 +35,16 @@ def alone(prompt: list[int], sampling: SamplingParams, seed: int, eos_ids: tuple
         if ids[-1] in stops and len(ids) - len(prompt) > sampling.min_new_tokens:
             break
     return ids[len(prompt) :]
+
+
+@dataclass
+class Emitted:
+    """What a step emits, request after request."""
+
+    tokens: list[int] = field(default_factory=list)
+    accept_lens: list[int] = field(default_factory=list)
+    histories: list[list[int]] = field(default_factory=list)
+    prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
 
 
 class FakePending:
@@ -97,13 +107,10 @@ class FakeWorker:
         self.most_unread = max(self.most_unread, self.unread)
         self.unread += 1
         self._stage(batch)
-        if batch.mode is ForwardMode.DECODE:
-            assert batch.decode is None
-            result = self._decode(batch)
-        elif batch.decode is None:
-            result = self._extend(batch)
-        else:
-            result = self._mixed(batch, batch.decode)
+        if batch.num_prompts and batch.num_decodes:
+            assert self._limits.mixed
+            assert len(batch.token_ids) + batch.num_decodes * self._limits.tokens_per_step <= self._limits.max_extend_tokens
+        result = self._run(batch)
 
         def read() -> BatchResult:
             self.unread -= 1
@@ -123,25 +130,27 @@ class FakeWorker:
 
     # ---- steps
 
-    def _mixed(self, batch: ScheduleBatch, decode: ScheduleBatch) -> BatchResult:
-        limits = self._limits
-        assert limits.mixed
-        assert (decode.mode, decode.step, decode.decode) == (ForwardMode.DECODE, batch.step, None)
-        assert not set(batch.rows.tolist()) & set(decode.rows.tolist())
-        assert len(batch.token_ids) + decode.size * limits.tokens_per_step <= limits.max_extend_tokens
-        self._stage(decode)
-        decoded = self._decode(decode)
-        return replace(self._extend(batch), decode=decoded)
+    def _run(self, batch: ScheduleBatch) -> BatchResult:
+        step = Emitted()
+        self._extend(batch, step)
+        self._decode(batch, step)
+        k = int(batch.top_logprobs.max())
+        live = batch.num_decodes
+        return BatchResult(
+            token_ids=np.array(step.tokens, dtype=np.int32),
+            accept_lens=np.array(step.accept_lens, dtype=np.int32),
+            logprobs=self._logprobs(step.histories, k) if k >= 0 else None,
+            prompt_logprobs=step.prompt_logprobs,
+            stats=StepStats(graph=True, padded_size=live + 1, draft_tokens=self._limits.max_accept_len - 1) if live else StepStats(),
+        )
 
-    def _extend(self, batch: ScheduleBatch) -> BatchResult:
+    def _extend(self, batch: ScheduleBatch, step: Emitted) -> None:
+        E = batch.num_prompts
         assert batch.extend_lens.sum() == len(batch.token_ids) <= self._limits.max_extend_tokens
-        assert (batch.len_bounds == batch.prefix_lens).all()
-        tokens: list[int] = []
-        accept: list[int] = []
-        histories: list[list[int]] = []
-        prompt_logprobs: dict[int, Logprobs] = {}
+        assert (batch.len_bounds[:E] == batch.prefix_lens).all()
+        assert len(batch.next_tokens) == len(batch.prompt_logprobs) == E
         at = 0
-        for i, row in enumerate(batch.rows.tolist()):
+        for i, row in enumerate(batch.rows[:E].tolist()):
             prefix, count, following = (int(x[i]) for x in (batch.prefix_lens, batch.extend_lens, batch.next_tokens))
             assert count >= 1
             fresh = batch.token_ids[at : at + count].tolist()
@@ -149,28 +158,24 @@ class FakeWorker:
             history = self._read(row, prefix, fresh[0]) + fresh
             if following < 0:
                 following = next_token(history, self.inits[row].seed, self._limits.vocab_size)
-                tokens.append(following)
-                histories.append(history)
-            accept.append(int(batch.next_tokens[i] < 0))
+                step.tokens.append(following)
+                step.histories.append(history)
+            step.accept_lens.append(int(batch.next_tokens[i] < 0))
             self._write(row, prefix, [*fresh, following])
             self.length[row], self.last[row] = prefix + count, following
             if batch.prompt_logprobs[i]:
-                prompt_logprobs[i] = self._logprobs([history[: prefix + t + 1] for t in range(count)], 2)
-        return self._result(batch, tokens, accept, histories, prompt_logprobs, StepStats())
+                step.prompt_logprobs[i] = self._logprobs([history[: prefix + t + 1] for t in range(count)], 2)
 
-    def _decode(self, batch: ScheduleBatch) -> BatchResult:
-        limits = self._limits
-        tokens: list[int] = []
-        accept: list[int] = []
-        histories: list[list[int]] = []
-        for row, bound in zip(batch.rows.tolist(), batch.len_bounds.tolist(), strict=True):
+    def _decode(self, batch: ScheduleBatch, step: Emitted) -> None:
+        limits, E = self._limits, batch.num_prompts
+        for row, bound in zip(batch.rows[E:].tolist(), batch.len_bounds[E:].tolist(), strict=True):
             kv_len, last = int(self.length[row]), int(self.last[row])
             assert kv_len <= bound <= kv_len + limits.max_accept_len
             history = [*self._read(row, kv_len, last), last]
             count = 1 + zlib.crc32(bytes(str(history), "ascii")) % limits.max_accept_len
             run = [last]
             for _ in range(count):
-                histories.append(list(history))
+                step.histories.append(list(history))
                 run.append(next_token(history, self.inits[row].seed, limits.vocab_size))
                 history.append(run[-1])
             for offset in range(limits.tokens_per_step):  # rejected drafts leave their mark as well
@@ -178,10 +183,8 @@ class FakeWorker:
                 self.token[slot] = self.position[slot] = self.follower[slot] = NOTHING
             self._write(row, kv_len, run)
             self.length[row], self.last[row] = kv_len + count, run[-1]
-            tokens += run[1:]
-            accept.append(count)
-        stats = StepStats(graph=True, padded_size=batch.size + 1, draft_tokens=limits.max_accept_len - 1)
-        return self._result(batch, tokens, accept, histories, {}, stats)
+            step.tokens += run[1:]
+            step.accept_lens.append(count)
 
     # ---- KV
 
@@ -213,22 +216,4 @@ class FakeWorker:
             chosen=np.array([logprob(h, 0) for h in histories], dtype=np.float32),
             top_ids=np.tile(np.arange(k, dtype=np.int32), (n, 1)),
             top=np.array([[logprob(h, rank) for rank in range(k)] for h in histories], dtype=np.float32).reshape(n, k),
-        )
-
-    def _result(
-        self,
-        batch: ScheduleBatch,
-        tokens: list[int],
-        accept: list[int],
-        histories: list[list[int]],
-        prompt_logprobs: dict[int, Logprobs],
-        stats: StepStats,
-    ) -> BatchResult:
-        k = int(batch.top_logprobs.max())
-        return BatchResult(
-            token_ids=np.array(tokens, dtype=np.int32),
-            accept_lens=np.array(accept, dtype=np.int32),
-            logprobs=self._logprobs(histories, k) if k >= 0 else None,
-            prompt_logprobs=prompt_logprobs,
-            stats=stats,
         )

@@ -44,7 +44,7 @@ def time(case: Case) -> float:
     attention, batch = build_backend(case.backend, shape, pool, table), decode_batch(case.batch, case.width, case.length)
     q = torch.randn((case.batch * case.width, H, D), device="cuda").to(BF16)
     attention.plan(batch)
-    return median_us(lambda: [attention.forward(q, i % LAYERS, batch) for i in range(PASSES)]) / PASSES
+    return median_us(lambda: [attention.forward(q, shape.layers[i % LAYERS], batch) for i in range(PASSES)]) / PASSES
 
 
 def main(argv: Sequence[str] | None = None) -> None:

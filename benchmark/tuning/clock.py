@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
-from runtime.layers.graph_clock import replay_times
+from runtime.layers.kernels.graph_timer import replay_times
 
 
 def median_us(run: Callable[[], object]) -> float:

@@ -71,8 +71,8 @@ def model(layers: int) -> tuple[list[DecoderLayer], Linear]:
 
 def choices(ops: CudaOps, rows: int) -> dict[str, str]:
     """How each product of so many rows is computed; what was not timed is left out."""
-    from runtime.layers.gemm_choice import describe, row_class
-    from runtime.layers.small_gemm import MAX_ROWS
+    from runtime.layers.gemm.autotune import describe, row_class
+    from runtime.layers.gemm.triton_gemm import MAX_ROWS
 
     if rows > MAX_ROWS:
         return {}
@@ -99,7 +99,7 @@ def times(ops: CudaOps, layers: list[DecoderLayer], head: Linear, case: Case) ->
             qkv = ops.norm_linear(stream, layer.attn_norm, layer.qkv_proj)
             if with_rope:
                 q = ops.rope_and_cache(qkv, layout, rope, None, None, batch.positions, batch.out_cache_loc, *pool.flat(i))
-            mixed = attention.forward(q, i, batch) if with_attention else q.flatten(1)
+            mixed = attention.forward(q, shape.layers[i], batch) if with_attention else q.flatten(1)
             stream = ops.linear_add(mixed, layer.o_proj, stream, layer.mlp_norm)
             following = layers[i + 1].attn_norm if i + 1 < len(layers) else None
             stream = ops.linear_add(ops.norm_gate_up(stream, layer.mlp_norm, layer.gate_up_proj), layer.down_proj, stream, following)

@@ -23,14 +23,14 @@ from benchmark.record import Record, Row
 from benchmark.tuning.clock import best_us
 from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
 from benchmark.tuning.world import BF16, SHAPE, WEIGHTS, linear, read_rate
-from runtime.layers.epilogue import Epilogue
+from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.linear import Linear
 from runtime.layers.ops import RMSNorm
 
 if TYPE_CHECKING:  # they import Triton, which is where a GPU is
     from runtime.layers.cuda_ops import CudaOps
-    from runtime.layers.gemm_choice import Choice, GemmOp
-    from runtime.layers.small_gemm import GemmConfig
+    from runtime.layers.gemm.autotune import Choice, GemmOp
+    from runtime.layers.gemm.triton_gemm import GemmConfig
 
 NAME = "tuning/products"
 KEYS = ("product", "rows")
@@ -111,7 +111,7 @@ def cuts(product: Product, padded: Mapping[bool, int]) -> Iterator[tuple[int, in
 
 def configs(product: Product, rows: int) -> list[GemmConfig]:
     """The cuts for `rows` rows."""
-    from runtime.layers.small_gemm import GemmConfig, padded_rows
+    from runtime.layers.gemm.triton_gemm import GemmConfig, padded_rows
 
     return [GemmConfig(*cut) for cut in cuts(product, {swap: padded_rows(rows, swap) for swap in (False, True)})]
 
@@ -120,7 +120,7 @@ def compile_one(job: tuple[GemmOp, int, GemmConfig]) -> str:
     """In a process of its own: put one kernel into Triton's cache; what went wrong, if anything."""
     from triton.runtime.jit import MockTensor
 
-    from runtime.layers.small_gemm import small_gemm
+    from runtime.layers.gemm.triton_gemm import small_gemm
 
     op, rows, config = job
     out_dtype = torch.float32 if op in ("linear_add", "logits") else BF16
@@ -136,7 +136,7 @@ def compile_one(job: tuple[GemmOp, int, GemmConfig]) -> str:
 
 def compile_all(rows: Sequence[int]) -> None:
     """Compile every cut, once for all row counts that share a kernel."""
-    from runtime.layers.small_gemm import padded_rows
+    from runtime.layers.gemm.triton_gemm import padded_rows
 
     jobs = {(p.op, padded_rows(m, c.swap) if m > 8 else 1, c) for p in PRODUCTS for m in rows for c in configs(p, m)}
     start = time.perf_counter()
@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments("products", __doc__)
     parser.add_argument("--rows", type=counts, default=[1, 4, 16, 32], help="rows of x")
     args = parse_on_gpu(parser, argv)
-    from runtime.layers.small_gemm import MAX_ROWS
+    from runtime.layers.gemm.triton_gemm import MAX_ROWS
 
     if max(args.rows) > MAX_ROWS:
         parser.error(f"--rows {max(args.rows)}: the small product takes up to {MAX_ROWS} rows")

@@ -38,7 +38,7 @@ from benchmark.tuning.world import (
 from runtime.mem_cache.kv_pool import PageTable
 
 if TYPE_CHECKING:  # it imports Triton, which is where a GPU is
-    from runtime.layers.attention.split_decode import SplitConfig, SplitShape
+    from runtime.layers.attention.kernels.split_decode import SplitConfig, SplitShape
 
 NAME = "tuning/split_attention"
 LAYERS = SHAPE.layers
@@ -97,7 +97,7 @@ def that_fit(cases: Sequence[Case], free_bytes: int) -> list[Case]:
 
 def split_shape(batch: int, width: int, config: SplitConfig) -> SplitShape:
     """A kind of pass on this GPU."""
-    from runtime.layers.attention.split_decode import SplitShape
+    from runtime.layers.attention.kernels.split_decode import SplitShape
 
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     return SplitShape(batch, width, H, G, D, num_sms, config)
@@ -105,14 +105,14 @@ def split_shape(batch: int, width: int, config: SplitConfig) -> SplitShape:
 
 def configs() -> dict[str, SplitConfig]:
     """`CUTS` as the kernel takes them."""
-    from runtime.layers.attention.split_decode import SplitConfig
+    from runtime.layers.attention.kernels.split_decode import SplitConfig
 
     return {name: SplitConfig(**fields) for name, fields in CUTS.items()}
 
 
 def compile_kind(kind: tuple[int, int, int, SplitConfig]) -> None:
     """Run one kind of pass once, so that its kernel lies in the compiler's cache."""
-    from runtime.layers.attention.split_decode import first_run
+    from runtime.layers.attention.kernels.split_decode import first_run
 
     page, width, batch, config = kind
     first_run(split_shape(batch, width, config), page, BF16, CUDA, tree=False, window=-1, pdl=True)
@@ -146,21 +146,22 @@ class Keys:
 
 def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
     """FA3 and every cut, as functions that attend in all layers. All see the same queries, keys and lengths."""
-    from runtime.layers.attention.deal import deal
-    from runtime.layers.attention.flash_attention import FlashAttention
-    from runtime.layers.attention.split_decode import SplitKeys, SplitWorkspace, split_attention
+    from runtime.layers.attention.fa3 import FlashAttention
+    from runtime.layers.attention.kernels.split_decode import SplitKeys, SplitWorkspace, split_attention
+    from runtime.layers.attention.kernels.split_schedule import deal
 
     page, width, size, _, _ = case
     table, lens, pool = keys.paged(page, size, case.longest), case.lens(), keys.pool
     q = torch.randn((size * width, H, D), device="cuda").to(BF16)
     rows = torch.arange(1, size + 1, dtype=torch.int32, device="cuda")
-    backend = FlashAttention(attention_shape(LAYERS, size, width, case.longest), pool, table)
+    shape = attention_shape(LAYERS, size, width, case.longest)
+    backend = FlashAttention(shape, pool, table)
     batch = decode_batch(size, width, case.longest)
     batch.seq_lens.copy_(lens)
     backend.plan(batch)
 
     def fa3() -> list[torch.Tensor]:
-        return [backend.forward(q, layer, batch).view(q.shape) for layer in range(LAYERS)]
+        return [backend.forward(q, layer, batch).view(q.shape) for layer in shape.layers]
 
     def split(config: SplitConfig) -> Callable[[], list[torch.Tensor]]:
         cut = split_shape(size, width, config)
@@ -247,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked = cases(args)
     started = time.monotonic()
     compile_all(asked, args.workers)
-    from runtime.layers.attention import flash_attention
+    from runtime.layers.attention import fa3 as flash_attention
 
     flash_attention.split_wins = lambda batch: False  # FA3 alone is what cuts are compared with
     record = Record(NAME, Case._fields, args.out)

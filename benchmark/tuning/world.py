@@ -8,10 +8,11 @@ import torch
 from benchmark.machine import Machine, slug
 from benchmark.shapes import READ_BYTES_PER_SECOND, TARGET, Shape
 from runtime.batch import ForwardMode
-from runtime.forward_batch import ForwardBatch
-from runtime.layers.attention.base import AttentionShape
+from runtime.layers.attention.base import AttentionShape, AttentionSpec
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
 from runtime.mem_cache.kv_pool import KVPool, PageTable
+from runtime.mem_cache.kv_spec import KVSpec
 
 SHAPE = Shape.read(TARGET)
 H, G, D = SHAPE.q_heads, SHAPE.kv_heads, SHAPE.head_dim
@@ -24,6 +25,7 @@ WEIGHTS = {
 }
 """Rows and columns of each weight of a layer, and of the head."""
 BF16 = torch.bfloat16
+KV = KVSpec("gqa", G, D, D, BF16)
 CUDA = torch.device("cuda")
 
 
@@ -74,7 +76,7 @@ def page_table(size: int, length: int, page_size: int, device: torch.device = CU
 
 def kv_pool(layers: int, pages: int, page_size: int, device: torch.device = CUDA) -> KVPool:
     """Random keys and values."""
-    pool = KVPool(layers, pages, page_size, G, D, BF16, device)
+    pool = KVPool([KV] * layers, pages, page_size, device)
     for cache in (*pool.k, *pool.v):
         cache.normal_()
     return pool
@@ -82,7 +84,7 @@ def kv_pool(layers: int, pages: int, page_size: int, device: torch.device = CUDA
 
 def attention_shape(layers: int, size: int, width: int, context: int) -> AttentionShape:
     """Passes of full attention."""
-    return AttentionShape(H, G, D, D**-0.5, (-1,) * layers, size, width, 1, context)
+    return AttentionShape(tuple(AttentionSpec(i, H, KV, D**-0.5) for i in range(layers)), size, width, 1, context)
 
 
 def attention_world(

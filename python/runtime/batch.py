@@ -55,8 +55,8 @@ class WorkerLimits:
             of n tokens may be reused only by a prompt that agrees on n + 1; else 0.
         overlap: whether step n + 1 may be submitted before step n's result is read.
         needs_history: whether every `RowInit` must carry its history.
-        mixed: whether an EXTEND batch may carry a DECODE batch that runs in the same pass.
-        mixed_from: prompt tokens from which on that is worth it; fewer have a graph of their own, which takes nobody along.
+        mixed: whether a batch may hold prompt chunks and decode rows.
+        mixed_from: smallest number of prompt tokens for which that is worth it; fewer run through a graph of their own without decode rows.
         busy_tokens: prompt tokens that keep the device busy: more in one EXTEND batch take longer in proportion. 0 where that is not known.
     """
 
@@ -112,27 +112,27 @@ def no_ints() -> Int32:
 
 @dataclass(slots=True)
 class ScheduleBatch:
-    """One step for the worker. B requests, P new pages, T prompt tokens.
+    """One step for the worker: a ragged batch of B requests, P new pages, T prompt tokens.
+
+    The first E requests are prompt chunks. The other B - E are decode rows: their input token is on the device already, so that before
+    drafting their query length is 1.
 
     Attributes:
         step: the number of this step, counting up.
-        mode: EXTEND or DECODE.
         rows: int32 [B].
-        len_bounds: int32 [B]. KV length before the step: exact for EXTEND (it equals `prefix_lens`), an upper bound for DECODE.
+        len_bounds: int32 [B]. KV length before the step: exact for prompt chunks (it equals `prefix_lens`), an upper bound for decode rows.
         new_rows: rows that changed hands since the last step.
         page_rows, page_cols, page_ids: int32 [P] each. Page `page_ids[i]` holds positions from `page_cols[i] * page_size` of row
             `page_rows[i]`.
-        prefix_lens: int32 [B], EXTEND: positions whose KV is there already.
-        extend_lens: int32 [B], EXTEND: new prompt tokens of this chunk, each >= 1.
-        token_ids: int32 [T], EXTEND: those tokens, request after request.
-        next_tokens: int32 [B], EXTEND: the prompt token after this chunk; -1 where the chunk ends the prompt and a token is sampled.
+        prefix_lens: int32 [E]. Positions of each chunk's request whose KV exists.
+        extend_lens: int32 [E]. New prompt tokens of each chunk, at least 1.
+        token_ids: int32 [T]. Those tokens, request after request.
+        next_tokens: int32 [E]. The prompt token after the chunk; -1 where the chunk ends the prompt and a token is sampled.
         top_logprobs: int32 [B]. -1: no log-probabilities; k >= 0: the chosen token's and the k most likely.
-        prompt_logprobs: bool [B], EXTEND: whether log-probabilities of this chunk's prompt tokens are wanted too.
-        decode: EXTEND, where `WorkerLimits.mixed`: a DECODE batch of other rows that runs in the same pass of the target, or None.
+        prompt_logprobs: bool [E]. Whether log-probabilities of the chunk's prompt tokens are wanted too.
     """
 
     step: int
-    mode: ForwardMode
     rows: Int32
     len_bounds: Int32
     top_logprobs: Int32
@@ -145,12 +145,31 @@ class ScheduleBatch:
     token_ids: Int32 = field(default_factory=no_ints)
     next_tokens: Int32 = field(default_factory=no_ints)
     prompt_logprobs: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
-    decode: ScheduleBatch | None = None
 
     @property
     def size(self) -> int:
         """B."""
         return len(self.rows)
+
+    @property
+    def num_prompts(self) -> int:
+        """E."""
+        return len(self.extend_lens)
+
+    @property
+    def num_decodes(self) -> int:
+        """B - E."""
+        return len(self.rows) - len(self.extend_lens)
+
+    @property
+    def query_lens(self) -> Int32:
+        """int32 [B]. Input tokens of each request before drafting."""
+        return np.concatenate([self.extend_lens, np.ones(self.num_decodes, dtype=np.int32)])
+
+    @property
+    def mode(self) -> ForwardMode:
+        """EXTEND where the batch holds prompt chunks, else DECODE."""
+        return ForwardMode.EXTEND if self.num_prompts else ForwardMode.DECODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +189,11 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """How one step ran.
+    """How the decode rows of one step ran; all zero where it has none.
 
     Attributes:
         graph: whether a captured graph was replayed.
-        padded_size: requests that the graph was captured for; B when eager.
+        padded_size: requests that the graph was captured for; B - E when eager.
         draft_tokens: drafts verified per request: D - 1, or 0 without speculation and where drafting pauses.
         oracle: whether the step ran eagerly as the parity sample of a speculative worker.
     """
@@ -191,12 +210,11 @@ class BatchResult:
 
     Attributes:
         token_ids: int32 [sum(accept_lens)], request after request.
-        accept_lens: int32 [B]; 0 where an EXTEND chunk does not end its prompt. In DECODE 1..max_accept_len.
+        accept_lens: int32 [B]. Prompt chunks: 1 where the chunk ends the prompt, else 0. Decode rows: 1..max_accept_len.
         logprobs: of `token_ids`, if any request of the batch asked (k is the largest asked for); else None.
         prompt_logprobs: by index in the batch: for each prompt token of the chunk the log-probability of the token after it
             (the last one's entry is the next prompt token's, or of no meaning when a token was sampled there).
-        stats: how the step ran.
-        decode: what the batch's `decode` emitted; None where it had none.
+        stats: how the decode rows ran.
     """
 
     token_ids: Int32
@@ -204,7 +222,6 @@ class BatchResult:
     logprobs: Logprobs | None = None
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     stats: StepStats = StepStats()
-    decode: BatchResult | None = None
 
 
 class Pending(Protocol):

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from runtime import log as logging_setup
+from runtime.config.flag_parser import parse
+from runtime.config.resolve import default_graph_sizes
+from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.processes import prepare
 from runtime.errors import ConfigError, RequestError, ServingError
-from runtime.flag_parser import parse
-from runtime.managers.io_struct import GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
+from runtime.managers.messages import GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
 from runtime.managers.scheduler import Scheduler
 from runtime.models.config import ModelConfig
-from runtime.resolve import default_graph_sizes
 from runtime.sampling_params import SamplingParams
-from runtime.server_args import RuntimeConfig
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from runtime.speculative.parity import Outcome, SpeculativeWorker
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = command.args
         logging_setup.setup(args.log_level, "talon::check")
         config, model_config = prepare(args)
-        tokenizer = Tokenizer.load(config.tokenizer_path, chat_template=config.chat_template)
+        tokenizer = Tokenizer.load(config.model.tokenizer_path, chat_template=config.model.chat_template)
         prompts = fit(tokenised(tokenizer, read_prompts(options)), config, options.max_new_tokens)
         return compare(config, model_config, prompts, options.max_new_tokens)
     except ConfigError as error:
@@ -124,9 +124,9 @@ def tokenised(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
 
 def fit(prompts: list[list[int]], config: RuntimeConfig, max_new_tokens: int) -> list[list[int]]:
     """Prompts cut to what leaves room in the context. Raises `ConfigError` where nothing does."""
-    room = config.context_length - max_new_tokens
+    room = config.model.context_length - max_new_tokens
     if room < 1:
-        raise ConfigError(f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in a context of {config.context_length}")
+        raise ConfigError(f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in a context of {config.model.context_length}")
     return [ids[:room] for ids in prompts]
 
 
@@ -143,11 +143,11 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
     from runtime.speculative.parity import eagerly
 
     most = max(len(prompts), (config.speculative.disable_by_batch_size or 0) + 1)  # at once, in `run`
-    on_cpu = config.device == "cpu"
+    on_cpu = config.device.device == "cpu"
     if on_cpu:  # there nothing is captured when serving; here every runner is to run its padded buffers
         config = structs.replace(config, speculative=structs.replace(config.speculative, draft_decode_graph=True, draft_extend_graph=True))
-    config = structs.replace(config, max_queued_requests=most)
-    running = min(config.max_running_requests or most, most)
+    config = structs.replace(config, scheduler=structs.replace(config.scheduler, max_queued_requests=most))
+    running = min(config.scheduler.max_running_requests or most, most)
     sizes = [size for size in default_graph_sizes(running + 1) if size % 2 == 0 or size == 1] if on_cpu else None
     worker = build_speculative_worker(config, model_config, "eager" if on_cpu else None, sizes)
     try:

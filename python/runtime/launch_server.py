@@ -21,14 +21,14 @@ import setproctitle
 import uvloop
 
 from runtime import log as logging_setup
+from runtime.config.flag_parser import dump, parse
+from runtime.config.resolve import check
+from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.collector import spare_start
 from runtime.entrypoints.processes import Runtime, prepare
 from runtime.errors import ConfigError, ServingError
-from runtime.flag_parser import dump, parse
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.models.config import ModelConfig
-from runtime.resolve import check
-from runtime.server_args import RuntimeConfig
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
             return 0
         if command.check:
             config, _ = prepare(command.args)
-            print(f"talon: {config.served_model_name} can be served so on {config.device}")
+            print(f"talon: {config.model.served_model_name} can be served so on {config.device.device}")
             return 0
         check(command.args)
         allow_many_files()
@@ -179,7 +179,7 @@ class _Server:
         try:
             self._listener.listen(2048)
         except OSError as error:
-            raise _cannot_listen(self._config.host, self._config.port, error) from error
+            raise _cannot_listen(self._config.server.host, self._config.server.port, error) from error
 
     async def _unless_stopped(self, work: object, *others: asyncio.Task[None]) -> bool:
         """Do `work`; False when it was cut short by a signal, a death or the end of another task."""
@@ -199,13 +199,13 @@ class _Server:
         url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
         body = json.dumps(
             {
-                "model": self._config.served_model_name,
+                "model": self._config.model.served_model_name,
                 "messages": [{"role": "user", "content": "What is the capital of France?"}],
                 "temperature": 0,
             }
         )
-        key = " -H 'Authorization: Bearer YOUR_KEY'" if self._config.api_key else ""
-        print(f"talon: ready after {time.monotonic() - self._start:.1f} s, serving {self._config.served_model_name} at {url}")
+        key = " -H 'Authorization: Bearer YOUR_KEY'" if self._config.server.api_key else ""
+        print(f"talon: ready after {time.monotonic() - self._start:.1f} s, serving {self._config.model.served_model_name} at {url}")
         print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}", flush=True)
 
 

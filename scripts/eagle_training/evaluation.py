@@ -14,7 +14,7 @@ import runtime
 from eagle_training.conversations import loop_period
 from runtime import Engine
 from runtime.speculative.acceptance import AcceptanceCounters
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 CHAT_PROMPTS = Path(runtime.__file__).parent / "assets" / "chat_prompts.jsonl"
 
@@ -80,8 +80,8 @@ def measure(model: Mapping[str, Any], head: Path, shape: Shape, sets: Sequence[P
         "speculative_num_draft_tokens": shape.draft_tokens,
     }
     with Engine(**options) as engine:
-        tokenizer = Tokenizer.load(engine.config.tokenizer_path)
-        facts = {"device": engine.config.device, "dtype": engine.config.dtype, "shape": str(shape), "new_tokens": new_tokens}
+        tokenizer = Tokenizer.load(engine.config.model.tokenizer_path)
+        facts = {"device": engine.config.device.device, "dtype": engine.config.device.dtype, "shape": str(shape), "new_tokens": new_tokens}
         return [facts | _measure_set(engine, tokenizer, one, shape.steps, new_tokens) for one in sets]
 
 

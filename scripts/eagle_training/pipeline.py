@@ -26,10 +26,10 @@ from eagle_training.target import FrozenTarget
 from eagle_training.trainer import Course, Trainer
 from eagle_training.vocabulary import answer_counts, coverage, pick_vocabulary
 from runtime import Engine
-from runtime.model_source import ModelSource
+from runtime.model_files.model_source import ModelSource
 from runtime.models.draft_config import default_aux_layers
 from runtime.models.hf_config import load_hf_config
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SHOWN_SIZES = (4096, 6144, 8192, 10240, 12288, 16384)

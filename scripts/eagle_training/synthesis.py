@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from eagle_training.conversations import Conversation, ShardFolder, cut_loop, loop_period
 from eagle_training.openers import draw_openers
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 USER_TEMPERATURES = (0.7, 0.85, 1.0)
 ANSWER_TEMPERATURES = (0.3, 0.6, 0.8, 1.0)

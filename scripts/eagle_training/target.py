@@ -7,10 +7,12 @@ import torch
 from torch.nn import functional as F
 
 from runtime.batch import ForwardMode
-from runtime.forward_batch import ForwardBatch
-from runtime.layers.attention.base import AttentionCaps
-from runtime.layers.select import select_ops
+from runtime.config.attention_caps import AttentionCaps
+from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.backend_selection import select_ops
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool
+from runtime.mem_cache.kv_spec import KVSpec
 from runtime.model_executor.weight_loader import safetensors_weights
 from runtime.models.config import ModelConfig
 from runtime.models.registry import build_model
@@ -27,25 +29,24 @@ class SharedLayerPool(KVPool):
 class WholeRows:
     """Causal attention of B rows of one length, whose keys stand in slots 0..T-1 of the pool. An `AttentionBackend`."""
 
-    caps = AttentionCaps(tree_mask=False, page_sizes=None, head_dims=None, cuda_graph=False, sliding_window=True)
+    caps = AttentionCaps(tree_mask=False, cuda_graph=False)
 
-    def __init__(self, config: ModelConfig, pool: KVPool) -> None:
-        self._config, self._pool = config, pool
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
 
     def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
         """Nothing is to be prepared."""
 
-    def forward(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         """q [T, H, head_dim] -> [T, H * head_dim]."""
-        c, B = self._config, batch.batch_size
-        groups = c.num_q_heads // c.num_kv_heads
+        B, groups = batch.batch_size, layer.num_q_heads // layer.kv.num_heads
         k, v = (
             cache[: q.shape[0]].unflatten(0, (B, -1)).transpose(1, 2).repeat_interleave(groups, 1).to(q.dtype)
-            for cache in self._pool.flat(layer_id)
+            for cache in self._pool.flat(layer.layer_id)
         )
         query = q.unflatten(0, (B, -1)).transpose(1, 2)
-        mask = _window_mask(query.shape[2], c.window[layer_id], q.device)
-        out = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, is_causal=mask is None, scale=c.head_dim**-0.5)
+        mask = _window_mask(query.shape[2], layer.window, q.device)
+        out = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, is_causal=mask is None, scale=layer.scale)
         return out.transpose(1, 2).reshape(q.shape[0], -1)
 
 
@@ -73,8 +74,9 @@ class FrozenTarget:
         self.model = build_model(config, ops, dtype, device)
         with torch.no_grad():
             self.model.load(safetensors_weights(folder, device))
-        pool = SharedLayerPool(1, most_tokens, 1, config.num_kv_heads, config.head_dim, dtype, device)
-        self.model.bind(pool, WholeRows(config, pool))
+        kv = KVSpec("gqa", config.num_kv_heads, config.head_dim, config.head_dim, dtype)
+        pool = SharedLayerPool([kv], most_tokens, 1, device)
+        self.model.bind(pool, WholeRows(pool))
         self.embed = self.model.embed
 
     @torch.no_grad()

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from runtime.layers import argmax as dispatch
-from runtime.layers.argmax_kernel import argmax_rows
+from runtime.layers.kernels import argmax as dispatch
+from runtime.layers.kernels.argmax_kernel import argmax_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

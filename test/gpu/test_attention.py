@@ -12,12 +12,13 @@ import torch
 
 from gpu.attention_kinds import BF16, CAUSAL_KINDS, FP16, MAX_LEN, TREE_KINDS, Kind
 from runtime.batch import ForwardMode
+from runtime.config.resolve import resolve
 from runtime.errors import ConfigError
-from runtime.forward_batch import ForwardBatch
-from runtime.layers.attention.base import AttentionBackend, AttentionShape
+from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
 from runtime.layers.attention.registry import backend_class, build_backend
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
-from runtime.resolve import resolve
+from runtime.mem_cache.kv_spec import KVSpec
 from unit.test_server_args import HOPPER, LLAMA, args
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -28,9 +29,10 @@ TOLERANCE = {BF16: 1e-2, FP16: 2e-3}
 
 @dataclass
 class World:
-    """A pool of random keys and values over two layers, and its float32 twin under torch attention."""
+    """A pool of random keys and values over two layers, and a float32 copy for torch attention."""
 
     kind: Kind
+    layers: tuple[AttentionSpec, ...]
     fast: AttentionBackend
     slow: AttentionBackend
     pages: PageTable
@@ -42,7 +44,7 @@ def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     """Under the name "fa3 split" split attention runs all fixed-width passes that it takes, under "fa3" none. Lists those that it ran."""
     name, ran = request.node.callspec.params["name"], list[object]()
     if name.startswith("fa3"):
-        from runtime.layers.attention import flash_attention
+        from runtime.layers.attention import fa3 as flash_attention
 
         split_attention = flash_attention.split_attention
 
@@ -65,24 +67,21 @@ def make_world(name: str, kind: Kind, seed: int = 0) -> World:
     device = torch.device("cuda")
     table = PageTable(kind.batch + 1, MAX_LEN, kind.page_size, device)
     num_pages = kind.batch * table.max_pages
-    pool = KVPool(2, num_pages, kind.page_size, kind.kv_heads, kind.head_dim, kind.dtype, device)
-    twin = KVPool(2, num_pages, kind.page_size, kind.kv_heads, kind.head_dim, torch.float32, device)
-    for cache, copy in zip((*pool.k, *pool.v), (*twin.k, *twin.v), strict=True):
+    kv = KVSpec("gqa", kind.kv_heads, kind.head_dim, kind.head_dim, kind.dtype)
+    pool = KVPool([kv] * 2, num_pages, kind.page_size, device)
+    reference = KVPool([replace(kv, dtype=torch.float32)] * 2, num_pages, kind.page_size, device)
+    for cache, copy in zip((*pool.k, *pool.v), (*reference.k, *reference.v), strict=True):
         cache.normal_()
         copy.copy_(cache)
     shape = AttentionShape(
-        num_q_heads=kind.num_q_heads,
-        num_kv_heads=kind.kv_heads,
-        head_dim=kind.head_dim,
-        scale=kind.head_dim**-0.5,
-        window=kind.windows,
+        layers=tuple(AttentionSpec(i, kind.num_q_heads, kv, kind.head_dim**-0.5, kind.windows[i]) for i in range(2)),
         max_batch_size=kind.batch,
         max_tokens_per_req=kind.width,
         max_steps=kind.steps,
         max_context_len=MAX_LEN,
     )
-    fast, slow = build_backend(name.split()[0], shape, pool, table), build_backend("torch_native", shape, twin, table)
-    world = World(kind, fast, slow, table, np.random.default_rng(seed))
+    fast, slow = build_backend(name.split()[0], shape, pool, table), build_backend("torch_native", shape, reference, table)
+    world = World(kind, shape.layers, fast, slow, table, np.random.default_rng(seed))
     shuffle(world)
     return world
 
@@ -159,7 +158,7 @@ def check(world: World, batch: ForwardBatch, q: torch.Tensor, got: list[torch.Te
 
 
 def compare(world: World, batch: ForwardBatch, q: torch.Tensor, layer: int, out: torch.Tensor) -> None:
-    where, want = f"layer {layer}, pass {batch.step}", world.slow.forward(q.float(), layer, batch).double()
+    where, want = f"layer {layer}, pass {batch.step}", world.slow.forward(q.float(), world.layers[layer], batch).double()
     assert torch.isfinite(out).all(), f"{where}: not finite"
     per_token = (out.double() - want).norm(dim=1) / want.norm(dim=1)
     worst = per_token.max()
@@ -208,7 +207,7 @@ def test_a_captured_pass_follows_lengths_and_tables_that_change(name: str, head_
     q = queries(world.kind, B * width)
 
     def run() -> list[torch.Tensor]:
-        return [world.fast.forward(q, layer, batch) for layer in (0, 1)]
+        return [world.fast.forward(q, world.layers[layer], batch) for layer in (0, 1)]
 
     world.fast.plan(batch)
     graph, out = captured(run)
@@ -253,7 +252,7 @@ def test_a_ragged_extend_sees_its_prefix(name: str, page_size: int) -> None:
     batch = prompts([3, 1, 7, 2, 5], [0, 5, 700, 0, 63], [1, 300, 17, 64, 129])
     q = queries(world.kind, batch.num_tokens)
     world.fast.plan(batch)
-    check(world, batch, q, [world.fast.forward(q, layer, batch) for layer in (0, 1)])
+    check(world, batch, q, [world.fast.forward(q, world.layers[layer], batch) for layer in (0, 1)])
 
 
 def random_lengths(rng: np.random.Generator, low: int, high: int, count: int) -> list[int]:
@@ -271,7 +270,7 @@ def test_passes_of_every_kind_are_torchs_eager_and_captured(name: str, kind: Kin
 
     def run() -> list[torch.Tensor]:
         steps = [at_step(batch, step, masks) for step in range(kind.steps)]
-        return [world.fast.forward(q, layer, one) for one, q in zip(steps, qs, strict=True) for layer in (0, 1)]
+        return [world.fast.forward(q, world.layers[layer], one) for one, q in zip(steps, qs, strict=True) for layer in (0, 1)]
 
     world.fast.plan(batch, kind.steps)
     graph, out = captured(run)
@@ -309,7 +308,7 @@ def test_prompts_of_every_kind_are_torchs(name: str, kind: Kind) -> None:
         batch = prompts((world.rng.permutation(kind.batch)[:count] + 1).tolist(), prefixes, new)
         q = queries(kind, batch.num_tokens)
         world.fast.plan(batch)
-        check(world, batch, q, [world.fast.forward(q, layer, batch) for layer in (0, 1)])
+        check(world, batch, q, [world.fast.forward(q, world.layers[layer], batch) for layer in (0, 1)])
 
 
 @pytest.mark.parametrize("name", ["fa3", "flashinfer"])
@@ -319,7 +318,7 @@ def test_what_a_backend_takes_is_what_resolve_lets_through(name: str) -> None:
     for head_dim in range(16, 576, 16):
         asked = replace(LLAMA, head_dim=head_dim)
         if head_dim in taken:
-            assert resolve(args(attention_backend=name), HOPPER, asked).attention_backend == name
+            assert resolve(args(attention_backend=name), HOPPER, asked).device.attention_backend == name
         else:
             with pytest.raises(ConfigError, match=f"--attention-backend {name}: .*not {head_dim}; use torch_native"):
                 resolve(args(attention_backend=name), HOPPER, asked)
@@ -328,13 +327,13 @@ def test_what_a_backend_takes_is_what_resolve_lets_through(name: str) -> None:
 @pytest.mark.parametrize("name", ["fa3", "flashinfer"])
 @pytest.mark.parametrize("head_dim", [32, 80, 96, 192, 512])
 def test_a_head_dimension_without_kernels_is_refused_when_built(name: str, head_dim: int) -> None:
-    with pytest.raises(ConfigError, match=f"attention backend {name} takes head dimensions 64, 128, 256, not {head_dim}; use torch_native"):
+    with pytest.raises(ConfigError, match=f"Attention backend {name} does not support head dimension {head_dim}, only 64, 128, 256"):
         make_world(name, plain(head_dim, 16, 1))
 
 
 @pytest.mark.parametrize("name", ["fa3", "flashinfer"])
 def test_float32_is_refused_when_built(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} works in bfloat16 or float16, not torch.float32; use --attention-backend torch_native"):
+    with pytest.raises(ConfigError, match=f"Attention backend {name} does not support float32, only bfloat16 and float16"):
         make_world(name, replace(plain(128, 16, 1), kernel=(torch.float32, 128, "full")))
 
 
@@ -355,7 +354,7 @@ def test_prompts_planned_ahead_of_a_busy_device_keep_their_own_plans(name: str) 
     outs = []
     for batch, q in zip(batches, qs, strict=True):
         world.fast.plan(batch)
-        outs.append([world.fast.forward(q, layer, batch) for layer in (0, 1)])
+        outs.append([world.fast.forward(q, world.layers[layer], batch) for layer in (0, 1)])
     for batch, q, out in zip(batches, qs, outs, strict=True):
         check(world, batch, q, out)
 
@@ -370,7 +369,7 @@ def test_a_tree_mask_hides_branches_in_a_captured_pass(name: str, page_size: int
     load(world, batch, [tail] * B)
     q = queries(world.kind, B * width)
     world.fast.plan(batch)
-    graph, out = captured(lambda: [world.fast.forward(q, 0, batch)])
+    graph, out = captured(lambda: [world.fast.forward(q, world.layers[0], batch)])
     for lens in ([1020, 129, 2040, tail, 66, tail + 1], [2288] * B):
         q.normal_()
         load(world, batch, lens + [tail] * (B - len(lens)))
@@ -395,7 +394,7 @@ def test_one_plan_serves_every_pass_of_a_draft(name: str, tree: bool) -> None:
             one = replace(one, tree_tail=width * (step + 1))
             one = replace(one, tree_mask=random_mask(one))
         q = queries(world.kind, B * width)
-        compare(world, one, q, 0, world.fast.forward(q, 0, one))
+        compare(world, one, q, 0, world.fast.forward(q, world.layers[0], one))
 
 
 @pytest.mark.parametrize("window", [-1, 100])
@@ -405,7 +404,7 @@ def test_a_plan_serves_until_a_length_leaves_its_256(name: str, width: int, wind
     world = make_world(name, plain(128, 16, width, window))
     batch, q = fixed_batch(world.kind), queries(world.kind, B * width)
     world.fast.plan(batch)
-    graph, out = captured(lambda: [world.fast.forward(q, layer, batch) for layer in (0, 1)])
+    graph, out = captured(lambda: [world.fast.forward(q, world.layers[layer], batch) for layer in (0, 1)])
     (plan,) = world.fast._fixed.values()
     one, made, lens = next(iter(plan.passes.values())), 0, [1000, 129, 700, 255, 30, 512, 5]
     for turn in range(32):
@@ -432,7 +431,7 @@ def test_a_wider_pass_of_a_known_backend_takes_no_scratch_of_its_own(name: str) 
     world.fast.plan(batch)
     assert torch.cuda.memory_allocated() - before < 1 << 20
     q = queries(kind, batch.num_tokens)
-    check(world, batch, q, [world.fast.forward(q, 0, batch)])
+    check(world, batch, q, [world.fast.forward(q, world.layers[0], batch)])
 
 
 @pytest.mark.parametrize("name", ["fa3", "fa3 split", "flashinfer"])
@@ -449,4 +448,4 @@ def test_planning_a_known_size_never_waits_for_the_device(name: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     q = queries(world.kind, B)
-    check(world, batch, q, [world.fast.forward(q, 0, batch)])
+    check(world, batch, q, [world.fast.forward(q, world.layers[0], batch)])

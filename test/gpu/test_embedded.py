@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from runtime.check_acceptance import EMBEDDED_PROMPTS, Options, read_prompts, tokenised
+from runtime.config.flag_parser import parse
 from runtime.entrypoints.child import build_worker
 from runtime.entrypoints.processes import prepare
-from runtime.flag_parser import parse
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 from unit.driver import Driver
 
 GGUF = os.environ.get("GGUF", "")
@@ -45,7 +45,7 @@ class Answers:
 def answers(flags: list[str]) -> tuple[Answers, Tokenizer]:
     """Run the held-out prompts through a worker built by the server's flags."""
     config, model_config = prepare(parse(["--model-path", GGUF, "--random-seed", "1", *flags]).args)
-    tokenizer = Tokenizer.load(config.tokenizer_path)
+    tokenizer = Tokenizer.load(config.model.tokenizer_path)
     ids = tokenised(tokenizer, read_prompts(Options(EMBEDDED_PROMPTS, PROMPTS, TOKENS)))
     worker: Any = build_worker(config, model_config)
     driver = Driver(worker)

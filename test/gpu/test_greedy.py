@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from runtime.layers.argmax_kernel import argmax_chunks, argmax_rows
-from runtime.layers.epilogue import Epilogue
+from runtime.layers.gemm.epilogue import Epilogue
+from runtime.layers.gemm.triton_gemm import MAX_ROWS, GemmConfig, small_gemm, small_gemm_largest
+from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
 from runtime.layers.linear import Linear
-from runtime.layers.small_gemm import MAX_ROWS, GemmConfig, small_gemm, small_gemm_largest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -111,7 +111,7 @@ def test_the_chunks_of_a_row_give_the_first_of_their_largest(chunks: int) -> Non
 @pytest.mark.parametrize("rows", [1, 4, 8, 16, 32, 64, 128])
 def test_every_choice_of_the_head_gives_the_tokens_of_its_logits(rows: int, pdl: bool) -> None:
     from runtime.layers.cuda_ops import CudaOps
-    from runtime.layers.gemm_choice import candidate_configs
+    from runtime.layers.gemm.autotune import candidate_configs
 
     if pdl and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("programmatic dependent launch needs compute capability 9")
@@ -138,7 +138,7 @@ def test_every_choice_of_the_head_gives_the_tokens_of_its_logits(rows: int, pdl:
 @pytest.mark.parametrize("rows", [3, 40, 128])
 def test_a_captured_greedy_pass_reads_the_states_of_its_replay(rows: int) -> None:
     from runtime.layers.cuda_ops import CudaOps
-    from runtime.layers.gemm_choice import candidate_configs, row_class
+    from runtime.layers.gemm.autotune import candidate_configs, row_class
 
     ops, head = CudaOps(), Linear(torch.randn((50000, 512), device="cuda").bfloat16())
     ops.choices["logits", 50000, 512, row_class(rows)] = candidate_configs("logits", rows)[0]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from runtime.batch import ForwardMode
-from runtime.forward_batch import ForwardBatch
-from runtime.layers.select import select_ops
+from runtime.layers.backend_selection import select_ops
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.weight_loader import safetensors_weights

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from runtime.layers.epilogue import Epilogue
+from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.linear import Linear
 from runtime.layers.ops import BlockOps, HeadLayout, RMSNorm, Rope, Stream
 from runtime.layers.torch_ops import TorchOps
@@ -119,7 +119,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(ops: BlockOps, rows: int) -
 @pytest.mark.parametrize("rows", [1, 5, 16, 40, 128])
 def test_a_norm_left_ahead_is_the_norm(rows: int) -> None:
     from runtime.layers.cuda_ops import CudaOps
-    from runtime.layers.gemm_choice import candidate_configs, row_class, streamed_configs
+    from runtime.layers.gemm.autotune import candidate_configs, row_class, streamed_configs
 
     hidden, kinds = 1024, {"linear_add": (1024, 1536), "linear": (960, 1024), "gate_up": (3072, 1024)}
     down, qkv, gate_up, norm = layer(1024, 1536), layer(960, 1024), layer(3072, 1024), gain(hidden)
@@ -202,7 +202,7 @@ def test_kernels_compiled_side_by_side_get_their_own_launchers(monkeypatch: pyte
     from triton.runtime import driver
 
     from runtime.layers.cuda_ops import _compile
-    from runtime.layers.small_gemm import GemmConfig, _small_gemm_kernel, small_gemm
+    from runtime.layers.gemm.triton_gemm import GemmConfig, _small_gemm_kernel, small_gemm
 
     x, weight = rand(4, 128), rand(256, 128)
     configs = [GemmConfig(block_n, 32, warps, stages) for block_n in (32, 64) for warps in (4, 8) for stages in (2, 3, 4)]

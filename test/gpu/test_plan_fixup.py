@@ -19,7 +19,7 @@ def chunks_of(length: int, chunk: int, tile: int, window: int) -> int:
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("requests", "width", "chunk", "tile"), [(1, 1, 128, 16), (3, 4, 64, 16), (17, 4, 128, 64), (40, 8, 256, 64)])
 def test_one_plan_is_true_for_whatever_lengths_come(requests: int, width: int, chunk: int, tile: int, page_size: int, window: int) -> None:
-    from runtime.layers.attention.plan_fixup import PageLists, WorkItems, correct_plan, gather_pages
+    from runtime.layers.attention.kernels.flashinfer_plan import PageLists, WorkItems, correct_plan, gather_pages
 
     rng = np.random.default_rng(requests)
 

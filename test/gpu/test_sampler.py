@@ -11,9 +11,10 @@ import torch
 pytest.importorskip("triton")
 
 from runtime.batch import RowInit, no_ints
-from runtime.layers.sampler import RandomStream, TorchSampling, draw, filter_probs, sample, target_probs, uniforms
-from runtime.layers.sampling_kernels import MOST_LIKELY, PICKED, TritonSampling
-from runtime.layers.select import select_sampling
+from runtime.layers.backend_selection import select_sampling
+from runtime.layers.kernels.sampling import MOST_LIKELY, PICKED, TritonSampling
+from runtime.layers.random_streams import RandomStream, uniforms
+from runtime.layers.sampler import TorchSampling, draw, filter_probs, sample, target_probs
 from runtime.model_executor.request_rows import RequestRows
 from runtime.sampling_params import TOP_K_ALL, SamplingParams
 

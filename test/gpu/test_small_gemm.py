@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from runtime.layers.epilogue import Epilogue
+from runtime.layers.gemm.deferred_norm import NormAhead, RowScale
+from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.linear import Linear
-from runtime.layers.norm_ahead import NormAhead, RowScale
 from runtime.layers.ops import RMSNorm, Stream
 from runtime.models.decoder import DecoderLayer
 
 if TYPE_CHECKING:
-    from runtime.layers.small_gemm import GemmConfig
+    from runtime.layers.gemm.triton_gemm import GemmConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16 = torch.bfloat16
@@ -23,13 +23,13 @@ ROWS = (3, 16, 64, 128)
 
 
 def chosen_cuts(rows: int) -> list[GemmConfig]:
-    from runtime.layers.gemm_choice import candidate_configs
+    from runtime.layers.gemm.autotune import candidate_configs
 
     return [*{c for op in ("linear", "linear_add", "gate_up", "logits") for c in candidate_configs(op, rows)}]
 
 
 def odd_cuts() -> list[GemmConfig]:
-    from runtime.layers.small_gemm import GemmConfig
+    from runtime.layers.gemm.triton_gemm import GemmConfig
 
     ways = itertools.product(((32, 128, 4, 3), (64, 64, 4, 4)), (False, True), (False, True), (0, 4096), (False, True))
     return [GemmConfig(*cut, swap, tma, prefetch, late) for cut, swap, tma, prefetch, late in ways]
@@ -47,7 +47,7 @@ def few_cuts(rows: int) -> list[GemmConfig]:
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 def test_every_cut_gives_the_same_product(rows: int, pdl: bool) -> None:
-    from runtime.layers.small_gemm import small_gemm
+    from runtime.layers.gemm.triton_gemm import small_gemm
 
     if pdl and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("programmatic dependent launch needs compute capability 9")
@@ -71,7 +71,7 @@ def test_every_cut_gives_the_same_product(rows: int, pdl: bool) -> None:
 
 @pytest.mark.parametrize(("rows", "N"), zip(ROWS, (1000, 1024, 1024, 1000), strict=True))
 def test_every_cut_leaves_what_the_next_norm_needs_beside_the_same_sums(rows: int, N: int) -> None:
-    from runtime.layers.small_gemm import small_gemm
+    from runtime.layers.gemm.triton_gemm import small_gemm
 
     K = 528  # no multiple of a tile; nor is the smaller N
     x, weight, gain = (torch.randn(shape, device="cuda").to(BF16) for shape in ((rows, K), (N, K), (N,)))
@@ -92,7 +92,7 @@ def test_every_cut_leaves_what_the_next_norm_needs_beside_the_same_sums(rows: in
 
 
 def test_squares_of_another_cut_are_refused() -> None:
-    from runtime.layers.small_gemm import GemmConfig, small_gemm
+    from runtime.layers.gemm.triton_gemm import GemmConfig, small_gemm
 
     x, weight = torch.zeros((3, 64), device="cuda", dtype=BF16), torch.zeros((96, 64), device="cuda", dtype=BF16)
     h, ahead = torch.zeros((3, 96), device="cuda"), NormAhead(weight[0], torch.empty_like(x), torch.zeros((3, 3), device="cuda"))
@@ -105,7 +105,7 @@ def test_squares_of_another_cut_are_refused() -> None:
 
 @pytest.mark.parametrize(("rows", "count"), zip(ROWS, (43, 1, 344, 12), strict=True))
 def test_every_cut_and_epilogue_norms_the_rows_of_what_was_left_ahead(rows: int, count: int) -> None:
-    from runtime.layers.small_gemm import small_gemm
+    from runtime.layers.gemm.triton_gemm import small_gemm
 
     N, K, eps = 1000, 2064, 0.25  # neither is a multiple of a tile
     h = torch.randn((rows, K), device="cuda") * torch.linspace(0.1, 9, rows, device="cuda")[:, None]
@@ -136,7 +136,7 @@ def test_every_cut_and_epilogue_norms_the_rows_of_what_was_left_ahead(rows: int,
 
 @pytest.mark.parametrize("count", [5, 16, 86, 344])
 def test_rows_are_scaled_alike_in_any_company(count: int) -> None:
-    from runtime.layers.small_gemm import GemmConfig, small_gemm
+    from runtime.layers.gemm.triton_gemm import GemmConfig, small_gemm
 
     K = 2064
     h = torch.randn((128, K), device="cuda")
@@ -154,7 +154,7 @@ def test_rows_are_scaled_alike_in_any_company(count: int) -> None:
 
 @pytest.mark.parametrize("rows", [3, 64])
 def test_a_chain_that_starts_early_waits_for_what_is_left_ahead(rows: int) -> None:
-    from runtime.layers.small_gemm import GemmConfig, small_gemm
+    from runtime.layers.gemm.triton_gemm import GemmConfig, small_gemm
 
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("programmatic dependent launch needs compute capability 9")

@@ -11,8 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from runtime.layers.attention.deal import Deal, deal
-from runtime.layers.attention.split_decode import (
+from runtime.layers.attention.kernels.split_decode import (
     SplitConfig,
     SplitKeys,
     SplitShape,
@@ -23,6 +22,7 @@ from runtime.layers.attention.split_decode import (
     split_attention,
     takes,
 )
+from runtime.layers.attention.kernels.split_schedule import Deal, deal
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

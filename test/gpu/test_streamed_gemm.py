@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from runtime.layers.argmax_kernel import argmax_chunks
-from runtime.layers.epilogue import Epilogue
-from runtime.layers.gemm_choice import GemmOp, streamed_configs
-from runtime.layers.norm_ahead import NormAhead, RowScale
-from runtime.layers.streamed_gemm import StreamedConfig, _kernel, _Variant, streamed_gemm, streamed_gemm_largest, takes
+from runtime.layers.gemm.autotune import GemmOp, streamed_configs
+from runtime.layers.gemm.deferred_norm import NormAhead, RowScale
+from runtime.layers.gemm.epilogue import Epilogue
+from runtime.layers.gemm.wgmma_gemm import StreamedConfig, _kernel, _Variant, streamed_gemm, streamed_gemm_largest, takes
+from runtime.layers.kernels.argmax_kernel import argmax_chunks
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]

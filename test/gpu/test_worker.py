@@ -13,9 +13,9 @@ import pytest
 import torch
 from msgspec import structs
 
-from runtime.batch import ForwardMode, ScheduleBatch
+from runtime.batch import ScheduleBatch
+from runtime.config.runtime_config import SpeculativeConfig
 from runtime.sampling_params import SamplingParams
-from runtime.server_args import SpeculativeConfig
 from unit.driver import GREEDY, Driver
 from unit.tiny import tiny_model, tiny_runtime, tiny_speculative, write_head
 
@@ -250,7 +250,7 @@ def test_nothing_is_compiled_once_a_first_request_was_answered(
 ) -> None:
     import triton
 
-    from runtime.layers import cuda_driver
+    from runtime.layers.kernels import cuda_driver
 
     for one in gc.get_objects():
         if isinstance(one, triton.runtime.JITFunction):
@@ -286,7 +286,7 @@ def test_a_steady_iteration_never_waits_for_the_device(
     none = np.full(len(rows), -1, dtype=np.int32)
     # NGRAM looks drafts up in the text on the host, so that its steps are submitted one by one, each after the one before it was read
     ahead = range(2 if driver.limits.overlap else 1)
-    batches = [ScheduleBatch(step=99 + i, mode=ForwardMode.DECODE, rows=rows, len_bounds=bounds + 4 * i, top_logprobs=none) for i in ahead]
+    batches = [ScheduleBatch(step=99 + i, rows=rows, len_bounds=bounds + 4 * i, top_logprobs=none) for i in ahead]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -299,7 +299,7 @@ def test_a_steady_iteration_never_waits_for_the_device(
 
 @pytest.mark.parametrize("synthetic", [False, True])
 def test_the_fused_acceptance_is_the_plain_one(synthetic: bool) -> None:
-    from runtime.layers.sampler import RandomStream, uniforms
+    from runtime.layers.random_streams import RandomStream, uniforms
     from runtime.speculative.accept_kernel import accept_chain
     from runtime.speculative.verify import verify_chain_greedy, verify_chain_synthetic
 

@@ -27,10 +27,10 @@ import psutil
 
 from fake_worker import FakeWorker
 from runtime.batch import BatchResult, Pending, ScheduleBatch, Worker, WorkerLimits
+from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints import child
 from runtime.errors import ConfigError
 from runtime.models.config import ModelConfig
-from runtime.server_args import RuntimeConfig
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 1024
@@ -75,10 +75,10 @@ def fake_limits(config: RuntimeConfig) -> WorkerLimits:
     """What the fake worker holds under `config`."""
     return WorkerLimits(
         max_total_tokens=16384,
-        max_running_requests=config.max_running_requests or 16,
-        max_context_len=config.context_length,
-        max_extend_tokens=config.max_prefill_tokens,
-        page_size=config.page_size,
+        max_running_requests=config.scheduler.max_running_requests or 16,
+        max_context_len=config.model.context_length,
+        max_extend_tokens=config.scheduler.max_prefill_tokens,
+        page_size=config.cache.page_size,
         vocab_size=VOCAB,
     )
 
@@ -188,7 +188,7 @@ class Stream:
         self.first = threading.Event()
         self._thread = threading.Thread(target=self._read, args=(url, max_tokens), daemon=True)
         self._thread.start()
-        assert self.first.wait(10.0)
+        assert self.first.wait(60.0)
 
     def _read(self, url: str, max_tokens: int) -> None:
         body = {"model": "fake", "prompt": [5, 6, 7], "max_tokens": max_tokens, "stream": True, "ignore_eos": True}

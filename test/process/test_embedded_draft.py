@@ -13,7 +13,7 @@ from benchmark.embedded_speculation import chat_prompts, speculation
 
 from process.conftest import ROOT, Embedded
 from runtime import Engine
-from runtime.resolve import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS
+from runtime.config.resolve import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 24}
 EXACT = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "context_length": 512}
@@ -21,7 +21,7 @@ EXACT = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "context_length"
 
 def answers(shape: str) -> list[Sequence[int]]:
     with Engine(**EXACT, **speculation(shape)) as engine:
-        assert engine.config.quantization is None, "who names a type gets it"
+        assert engine.config.model.quantization is None, "who names a type gets it"
         outputs = engine.generate(input_ids=chat_prompts(engine)[:6], sampling_params=GREEDY)
     if shape != "off":
         tokens, windows = sum(len(o["output_ids"]) for o in outputs), sum(o["meta_info"]["spec_verify_ct"] for o in outputs)
@@ -37,6 +37,18 @@ def plain() -> list[Sequence[int]]:
 @pytest.mark.parametrize("shape", ["3/1/4", "4/3/8"], ids=["chain", "tree"])
 def test_drafts_leave_greedy_answers_as_they_are(shape: str, plain: list[Sequence[int]]) -> None:
     assert answers(shape) == plain
+
+
+def test_int8_answers_do_not_depend_on_drafts_or_company() -> None:
+    """The default start: one prompt after the other without drafts, against drafts and prompts that share their passes."""
+    found = []
+    for drafts, together in (({"speculative_algorithm": "none"}, 1), ({}, 1), ({}, 4), ({}, 8)):
+        with Engine(device="cpu", cpu_threads=1, context_length=512, **drafts) as engine:
+            assert engine.config.quantization == "int8"
+            prompts = chat_prompts(engine)[:8]
+            groups = [prompts[start : start + together] for start in range(0, 8, together)]
+            found.append([output["output_ids"] for group in groups for output in engine.generate(input_ids=group, sampling_params=GREEDY)])
+    assert found[1:] == found[:1] * 3
 
 
 def test_the_default_server_drafts_says_so_and_accepts(embedded: Embedded) -> None:

@@ -11,16 +11,17 @@ import pytest
 import torch
 
 from runtime.batch import ForwardMode
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionShape
 from runtime.layers.attention.registry import build_backend
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import safetensors_weights
-from runtime.model_source import ModelSource, resolve_model
+from runtime.model_files.model_source import ModelSource, resolve_model
+from runtime.models.attention_specs import attention_specs
 from runtime.models.hf_config import load_hf_config
 from runtime.models.registry import build_model
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
@@ -71,10 +72,11 @@ class OneRequest:
         c = load_hf_config(folder)
         self.model = build_model(c, TorchOps(), torch.float32, CPU)
         self.model.load(safetensors_weights(folder, CPU, progress=False))
-        pool = KVPool(c.num_layers, MAX_LEN // PAGE, PAGE, c.num_kv_heads, c.head_dim, torch.float32, CPU)
+        layers = attention_specs(c, torch.float32)
+        pool = KVPool([layer.kv for layer in layers], MAX_LEN // PAGE, PAGE, CPU)
         self.table = PageTable(1, MAX_LEN, PAGE, CPU)
         self.table.pages[0] = torch.arange(1, MAX_LEN // PAGE + 1, dtype=torch.int32)
-        shape = AttentionShape(c.num_q_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, c.window, 1, 1, 1, MAX_LEN)
+        shape = AttentionShape(layers, 1, 1, 1, MAX_LEN)
         self.backend = build_backend("torch_native", shape, pool, self.table)
         self.model.bind(pool, self.backend)
 
@@ -113,7 +115,7 @@ def test_its_weights_are_the_dequantised_ones_of_the_file(source: ModelSource, t
     import gguf
 
     from runtime.model_files.embedded import find_gguf
-    from runtime.model_source import default_cache_dir
+    from runtime.model_files.model_source import default_cache_dir
 
     reader = gguf.GGUFReader(find_gguf(default_cache_dir()))
     stored = next(tensor for tensor in reader.tensors if tensor.name == "blk.7.attn_k.weight")

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from runtime.batch import BatchResult, ForwardMode, Pending, RowInit, ScheduleBatch, Worker
+from runtime.batch import BatchResult, Logprobs, Pending, RowInit, ScheduleBatch, Worker
 from runtime.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
 Sampling = SamplingParams | Mapping[int, SamplingParams]
+
+
+def parts_of(result: BatchResult, prompts: int) -> tuple[BatchResult, BatchResult]:
+    """The result of the first `prompts` requests of a step, and of the decode rows after them."""
+    cut = int(result.accept_lens[:prompts].sum())
+
+    def part(requests: slice, tokens: slice) -> BatchResult:
+        found = result.logprobs
+        logprobs = None if found is None else Logprobs(found.chosen[tokens], found.top_ids[tokens], found.top[tokens])
+        return replace(result, token_ids=result.token_ids[tokens], accept_lens=result.accept_lens[requests], logprobs=logprobs)
+
+    return part(slice(0, prompts), slice(0, cut)), part(slice(prompts, None), slice(cut, None))
 
 
 class Driver:
@@ -50,8 +63,8 @@ class Driver:
         """Take rows for prompts {row: ids} and run them, at most `chunk` tokens of each at a time, all rows side by side.
 
         Args:
-            along: asked before each piece who decodes in its pass: other rows. A worker that does not mix takes them in a step before it.
-            slack: as for `launch`, of those.
+            along: asked before each piece which other rows decode in its pass. A worker that does not mix runs them in a step before it.
+            slack: as for `launch`, of those rows.
             shared: {row: (other row, n)}: the KV of the first n positions, whole pages, is the other row's.
             resumed: {row: prompt length} of requests that lost their row and come back with prompt and output so far.
         """
@@ -66,12 +79,16 @@ class Driver:
             tokens = [t for r, n in zip(rows, lens, strict=True) for t in prompts[r][done[r] : done[r] + n]]
             ends = [done[r] + n == len(prompts[r]) for r, n in zip(rows, lens, strict=True)]
             following = [-1 if e else prompts[r][done[r] + n] for r, n, e in zip(rows, lens, ends, strict=True)]
+            decoding = list(along())
+            if decoding and not self.limits.mixed:
+                self.decode(decoding, slack, logprobs)
+                decoding = []
+            bounds = self._bounds(decoding, slack)
             batch = ScheduleBatch(
                 step=self._tick(),
-                mode=ForwardMode.EXTEND,
-                rows=np.array(rows, dtype=np.int32),
-                len_bounds=np.array([done[r] for r in rows], dtype=np.int32),
-                top_logprobs=np.full(len(rows), logprobs, dtype=np.int32),
+                rows=np.array([*rows, *decoding], dtype=np.int32),
+                len_bounds=np.array([*(done[r] for r in rows), *bounds], dtype=np.int32),
+                top_logprobs=np.full(len(rows) + len(decoding), logprobs, dtype=np.int32),
                 prefix_lens=np.array([done[r] for r in rows], dtype=np.int32),
                 extend_lens=np.array(lens, dtype=np.int32),
                 token_ids=np.array(tokens, dtype=np.int32),
@@ -82,17 +99,11 @@ class Driver:
             if pages:
                 batch.page_rows, batch.page_cols, batch.page_ids = (np.array(c, dtype=np.int32) for c in zip(*pages, strict=True))
             new_rows, pages = [], []
-            riders = list(along())
-            if riders and self.limits.mixed:
-                batch.decode = self._decode_batch(batch.step, riders, slack, logprobs)
-            elif riders:
-                self.decode(riders, slack, logprobs)
             self.before()
-            result = self.worker.submit(batch).wait()
+            result, decoded = parts_of(self.worker.submit(batch).wait(), len(rows))
             results.append(result)
-            if batch.decode is not None:
-                assert result.decode is not None
-                self._take(riders, result.decode)
+            if decoding:
+                self._take(decoding, decoded)
             at = 0
             for r, n, accepted in zip(rows, lens, result.accept_lens.tolist(), strict=True):
                 done[r] += n
@@ -103,20 +114,16 @@ class Driver:
 
     def launch(self, rows: Sequence[int], slack: int = 0, logprobs: int = -1) -> Pending:
         """Submit one step for `rows`; `slack` is added to the host's length bounds, as when a step is in flight."""
-        batch = self._decode_batch(self._tick(), rows, slack, logprobs)
+        bounds = np.array(self._bounds(rows, slack), dtype=np.int32)
+        batch = ScheduleBatch(self._tick(), np.array(rows, dtype=np.int32), bounds, np.full(len(rows), logprobs, dtype=np.int32))
         self.before()
         return self.worker.submit(batch)
 
-    def _decode_batch(self, step: int, rows: Sequence[int], slack: int, logprobs: int) -> ScheduleBatch:
+    def _bounds(self, rows: Sequence[int], slack: int) -> list[int]:
+        """Upper bounds of the KV lengths of decode rows."""
         page, reach = self.limits.page_size, self.limits.tokens_per_step + slack
         assert all(self.kv[r] + reach <= len(self.pages[r]) * page for r in rows), "the test gave too little room"
-        return ScheduleBatch(
-            step=step,
-            mode=ForwardMode.DECODE,
-            rows=np.array(rows, dtype=np.int32),
-            len_bounds=np.array([self.kv[r] + slack for r in rows], dtype=np.int32),
-            top_logprobs=np.full(len(rows), logprobs, dtype=np.int32),
-        )
+        return [self.kv[r] + slack for r in rows]
 
     def collect(self, pending: Pending, rows: Sequence[int]) -> BatchResult:
         """Read a step of `rows`; those that were released meanwhile get nothing."""

@@ -16,7 +16,7 @@ from tiny import tiny_model, tiny_runtime
 
 from runtime.batch import WorkerLimits
 from runtime.entrypoints.http.server import serve
-from runtime.managers.io_struct import (
+from runtime.managers.messages import (
     AbortReq,
     ControlReply,
     ControlReq,
@@ -28,9 +28,9 @@ from runtime.managers.io_struct import (
     TokenLogprobs,
     ToScheduler,
 )
-from runtime.managers.step_tally import StepTally
+from runtime.managers.telemetry.step_stats import StepTally
 from runtime.managers.tokenizer_manager import TokenizerManager
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 VOCAB = 259
 IM_START, IM_END, END_OF_TEXT = 256, 257, 258

@@ -1,9 +1,10 @@
-"""What attention backends refuse when they are built, and that the checks on a GPU leave out no value of what they take."""
+"""What attention backends refuse at start-up, and that the GPU tests cover every supported value."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,25 +24,35 @@ from gpu.attention_kinds import (
     WINDOWS,
     Kind,
 )
+from runtime.config.attention_caps import ATTENTION_CAPS, AttentionCaps
 from runtime.errors import ConfigError
 from runtime.layers.attention import registry
-from runtime.layers.attention.base import AttentionCaps, AttentionShape
+from runtime.layers.attention.base import AttentionShape, AttentionSpec
 from runtime.layers.attention.registry import BACKENDS, backend_class, build_backend
 from runtime.mem_cache.kv_pool import KVPool, PageTable
+from runtime.mem_cache.kv_spec import KVSpec
 
+BF16 = torch.bfloat16
 CAPS = AttentionCaps(
-    tree_mask=True,
-    page_sizes=frozenset((16, 64)),
-    head_dims=frozenset((64, 128)),
-    cuda_graph=True,
+    dtypes=frozenset({"bfloat16"}),
+    page_sizes=frozenset({16, 64}),
+    head_dims=frozenset({64, 128}),
     sliding_window=False,
 )
-SHAPE = AttentionShape(8, 2, 64, 0.125, (-1, -1), 4, 1, 1, 128)
+KV = KVSpec("gqa", 2, 64, 64, BF16)
+LAYER = AttentionSpec(0, 8, KV, 0.125)
+
+
+def shape_of(*layers: AttentionSpec) -> AttentionShape:
+    return AttentionShape(tuple(replace(layer, layer_id=i) for i, layer in enumerate(layers)), 4, 1, 1, 128)
+
+
+SHAPE = shape_of(LAYER, LAYER)
 
 
 @dataclass
 class Narrow:
-    """A backend that takes what `CAPS` say."""
+    """A backend that supports what `CAPS` say."""
 
     shape: AttentionShape
     kv_pool: KVPool
@@ -50,32 +61,42 @@ class Narrow:
 
 
 def build(name: str, shape: AttentionShape, page_size: int = 16) -> object:
-    pool = KVPool(2, 8, page_size, shape.num_kv_heads, shape.head_dim, torch.float32, torch.device("cpu"))
+    pool = KVPool([layer.kv for layer in shape.layers], 8, page_size, torch.device("cpu"))
     return build_backend(name, shape, pool, PageTable(5, 128, page_size, torch.device("cpu")))
 
 
 @pytest.mark.parametrize(
     ("shape", "page_size", "words"),
     [
-        (replace(SHAPE, head_dim=96), 16, "takes head dimensions 64, 128, not 96"),
-        (SHAPE, 32, "takes page sizes 16, 64, not 32"),
-        (replace(SHAPE, window=(-1, 4095)), 16, "takes layers with full attention, not a sliding window of 4096"),
-        (replace(SHAPE, window=(0, 0)), 16, "takes layers with full attention, not a sliding window of 1"),
+        (shape_of(LAYER, replace(LAYER, kv=replace(KV, key_dim=96))), 16, "head dimension 96, only 64, 128"),
+        (SHAPE, 32, "page size 32, only 16, 64"),
+        (shape_of(LAYER, replace(LAYER, window=4095)), 16, "a sliding window of 4096"),
+        (shape_of(replace(LAYER, window=0)), 16, "a sliding window of 1"),
+        (shape_of(replace(LAYER, kv=replace(KV, dtype=torch.float16))), 16, "float16, only bfloat16"),
+        (shape_of(replace(LAYER, kv=replace(KV, kind="mla"))), 16, "mla KV caches"),
+        (shape_of(replace(LAYER, kv=replace(KV, scaled=True))), 16, "scaled KV caches"),
+        (shape_of(replace(LAYER, softcap=30.0)), 16, "capped attention scores"),
+        (shape_of(LAYER, replace(LAYER, sinks=torch.zeros(8))), 16, "attention sinks"),
+        (shape_of(LAYER, replace(LAYER, num_q_heads=4)), 16, "layers that differ in heads, head dimension or scale"),
+        (shape_of(LAYER, replace(LAYER, scale=1.0)), 16, "layers that differ in heads, head dimension or scale"),
     ],
 )
-def test_what_a_backend_does_not_take_is_refused_with_the_way_out(
+def test_unsupported_models_are_refused_with_an_alternative(
     monkeypatch: pytest.MonkeyPatch, shape: AttentionShape, page_size: int, words: str
 ) -> None:
     monkeypatch.setattr(registry, "backend_class", lambda _name: Narrow)
     assert isinstance(build("narrow", SHAPE), Narrow)
-    with pytest.raises(ConfigError, match=f"attention backend narrow {words}; use torch_native, with --attention-backend"):
+    with pytest.raises(ConfigError, match=f"Attention backend narrow does not support {words}. Use torch_native with --attention-backend"):
         build("narrow", shape, page_size)
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 96])
 @pytest.mark.parametrize("page_size", [1, 16, 32])
-def test_torch_takes_every_model(head_dim: int, page_size: int) -> None:
-    build("torch_native", replace(SHAPE, head_dim=head_dim, window=(-1, 5)), page_size)
+def test_torch_supports_every_model(head_dim: int, page_size: int) -> None:
+    kv = KVSpec("gqa", 2, head_dim, head_dim, torch.float32)
+    layers = (replace(LAYER, kv=kv), replace(LAYER, num_q_heads=4, kv=kv, window=5, softcap=9.0, sinks=torch.zeros(4)))
+    backend: Any = build("torch_native", shape_of(*layers), page_size)
+    assert backend.caps == ATTENTION_CAPS["torch_native"]
 
 
 def test_an_unknown_backend_is_refused_with_all_names() -> None:

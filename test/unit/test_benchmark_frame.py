@@ -1,4 +1,4 @@
-"""The benchmark folder: result files, shapes and their roof, traces taken apart, and tables written from files alone."""
+"""The benchmark package: result files, model shapes and roofs, trace analysis, tables and generated pages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import random
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -45,7 +46,7 @@ MADE = {"commit": "abc", "command": "python -m benchmark.x"}
 # ---- result files
 
 
-def test_a_row_measured_again_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+def test_repeated_row_replaces_the_old_one(tmp_path: Path) -> None:
     record = Record("x", ("mode", "concurrency"), tmp_path)
     for concurrency, figure in ((1, 10.0), (4, 40.0), (1, 11.0)):
         record.add({"mode": "plain", "concurrency": concurrency, "figure": figure})
@@ -55,7 +56,7 @@ def test_a_row_measured_again_takes_the_place_of_the_old_one(tmp_path: Path) -> 
     assert again.data["machine"]["python"] in sys.version
 
 
-def test_a_machine_has_one_folder_name() -> None:
+def test_machine_has_one_folder_name() -> None:
     assert machine.slug(MACHINE) == "nvidia-h200"
     assert machine.slug(MACHINE | {"gpus": [], "cores": 2}) == "cpu-2"
 
@@ -63,7 +64,7 @@ def test_a_machine_has_one_folder_name() -> None:
 # ---- the roof
 
 
-def test_the_roof_of_the_8b_shape_is_that_of_its_bytes() -> None:
+def test_roof_of_the_8b_shape_counts_its_bytes() -> None:
     shape = shapes.Shape.read(shapes.TARGET)
     assert shape.step_bytes(1, 0) == pytest.approx(15.01e9, rel=0.001)
     assert shape.kv_bytes_per_token == 131072
@@ -71,16 +72,16 @@ def test_the_roof_of_the_8b_shape_is_that_of_its_bytes() -> None:
     assert shapes.eagle_roof_ms(shape, 3, 1, 0, 4.32e12) == pytest.approx(4.55, abs=0.01)
 
 
-def test_the_share_of_the_roof_is_per_iteration_not_per_token() -> None:
+def test_roof_share_is_per_iteration() -> None:
     shape = shapes.Shape.read(shapes.TARGET)
     row = {"mean_tpot_ms": 2.0, "input_len": 0, "output_len": 0, "steps": 3, "accept_length": 2.5, "concurrency": 1}
     share = roof_share(row, shape, 4.32e12)
     assert share["iteration_ms"] == 5.0
     assert share["roof_share"] == pytest.approx(4.55 / 5.0, rel=0.01)
-    assert roof_share(row, shape, None) == {}, "a machine whose bandwidth was not measured has no share"
+    assert roof_share(row, shape, None) == {}, "no share without a measured bandwidth"
 
 
-def test_the_reference_workload_sends_two_requests_alone_and_twice_the_concurrency_else() -> None:
+def test_reference_workload_sends_twice_the_concurrency() -> None:
     assert [random_ids(c, 1000, 1000).labels["num_prompts"] for c in (1, 4, 32)] == [2, 8, 64]
 
 
@@ -111,7 +112,7 @@ def iteration(at: float, number: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_trace_is_taken_apart_into_whole_iterations(tmp_path: Path) -> None:
+def test_trace_is_split_into_whole_iterations(tmp_path: Path) -> None:
     events = [e for n in range(5) for e in iteration(1000.0 + 100 * n, n)]
     random.Random(0).shuffle(events)
     file = tmp_path / "t.json.gz"
@@ -126,13 +127,13 @@ def test_a_trace_is_taken_apart_into_whole_iterations(tmp_path: Path) -> None:
     assert profile.top_kernels[0] == ("gemm", pytest.approx(40))
 
 
-def test_a_trace_without_two_iterations_is_refused() -> None:
+def test_trace_needs_two_iterations() -> None:
     with pytest.raises(ValueError, match="1 iterations"):
         trace.analyse(iteration(0.0, 0))
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_covered_time_is_what_counting_every_moment_gives(seed: int) -> None:
+def test_covered_time_matches_brute_force(seed: int) -> None:
     rng = random.Random(seed)
     intervals = [(start, start + rng.randint(0, 8)) for start in (rng.randint(0, 60) for _ in range(12))]
     slow = sum(any(start <= moment < end for start, end in intervals) for moment in range(80))
@@ -140,7 +141,7 @@ def test_covered_time_is_what_counting_every_moment_gives(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_time_alone_is_of_the_kernel_that_began_first_at_every_moment(seed: int) -> None:
+def test_overlapping_time_counts_for_the_earliest_kernel(seed: int) -> None:
     rng = random.Random(seed)
     names = ["_small_gemm_kernel", "flash::fwd", "_norm_kernel", "_row_kernel"]
     events = [event(rng.choice(names), start, rng.randint(0, 8), "kernel") for start in rng.sample(range(60), 12)]
@@ -159,14 +160,14 @@ def test_time_alone_is_of_the_kernel_that_began_first_at_every_moment(seed: int)
         ("void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>", "attention"),
         ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...>>>", "attention"),
         ("_merge_kernel", "attention"),
-        ("nvjet_sm90_tss_128x64_64x8_1x2_h_bx_splitK_TNT", "products"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "products"),
-        ("_small_gemm_kernel", "products"),
+        ("nvjet_sm90_tss_128x64_64x8_1x2_h_bx_splitK_TNT", "GEMMs"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "GEMMs"),
+        ("_small_gemm_kernel", "GEMMs"),
         ("_rope_kernel", "norms, positions"),
         ("Memcpy DtoH (Device -> Pinned)", trace.OTHER_KIND),
     ],
 )
-def test_kernels_are_told_by_their_names(kernel: str, kind: str) -> None:
+def test_kernels_are_classified_by_name(kernel: str, kind: str) -> None:
     assert trace.kind(kernel) == kind
 
 
@@ -182,13 +183,13 @@ def served(**row: Any) -> dict[str, Any]:
     return {"model": "m", "backend": "fa3", "overlap": "on", "concurrency": 1, **figures, **row}
 
 
-def test_figures_carry_the_digits_they_deserve() -> None:
+def test_figures_have_significant_digits() -> None:
     assert [cell(value) for value in (None, 4.756, 123.45, 4417.2, "x", 3)] == ["-", "4.76", "123.5", "4417", "x", "3"]
     assert (percent(0.814), change(105.0, 100.0), change(None, 1.0)) == ("81 %", "+5.0 %", "-")
     assert table(["a", "b"], [["x", 1.0]]) == "| a | b |\n| --- | ---: |\n| x | 1.00 |"
 
 
-def test_the_matrix_shows_peers_only_of_the_same_machine() -> None:
+def test_matrix_shows_peers_of_the_same_machine_only() -> None:
     rows = [served(mode="plain", concurrency=1), served(mode="eagle", concurrency=1, output_throughput=406.35)]
     text = serving_matrix.render(result(rows))
     assert "SGLang 0.5.17, fa3 | 209 / 27.5 / 4.76" in text
@@ -197,13 +198,13 @@ def test_the_matrix_shows_peers_only_of_the_same_machine() -> None:
     assert "SGLang" not in elsewhere
 
 
-def test_the_graph_table_puts_off_on_and_change_under_each_other() -> None:
+def test_graph_table_has_off_on_and_change_rows() -> None:
     rows = [served(graph="off"), served(graph="on", output_throughput=440.0, mean_tpot_ms=2.25)]
     text = draft_extend_graph.render(result(rows))
     assert "| 1 | **change** | +10.0 % | +0.0 % | -10.0 % | +10.0 % | +0.0 % | - |" in text
 
 
-def test_a_change_stands_beside_its_error_where_rounds_were_kept() -> None:
+def test_change_has_a_standard_error_if_rounds_exist() -> None:
     off, on = ({"by_round": {"mean_tpot_ms": of}} for of in ([2.0, 4.0, 2.0, 4.0], [1.8, 4.4, 1.8, 4.4]))
     text = draft_extend_graph.render(result([served(graph="off", **off), served(graph="on", mean_tpot_ms=2.25, **on)]))
     # Ratios 0.9, 1.1, 0.9, 1.1: a deviation of 0.2 / sqrt(3), over sqrt(4) rounds.
@@ -212,7 +213,7 @@ def test_a_change_stands_beside_its_error_where_rounds_were_kept() -> None:
     assert draft_extend_graph.standard_error(*[{"by_round": {"mean_tpot_ms": [2.0]}}] * 2, "mean_tpot_ms") is None
 
 
-def test_the_graph_table_says_where_launches_are_hidden() -> None:
+def test_graph_table_lists_hidden_launches() -> None:
     def timed(concurrency: int, graph: str, iteration_us: float) -> dict[str, Any]:
         return served(concurrency=concurrency, graph=graph, iteration_us=iteration_us, draft_extend_gpu_us=90.0, draft_extend_host_us=40.0)
 
@@ -228,7 +229,7 @@ def test_the_graph_table_says_where_launches_are_hidden() -> None:
     )
 
 
-def test_phases_are_timed_where_no_prompt_comes_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_are_timed_between_consecutive_iterations_only(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(phases.time, "perf_counter", lambda: clock[0])
 
@@ -252,7 +253,7 @@ def test_phases_are_timed_where_no_prompt_comes_between(monkeypatch: pytest.Monk
     with alone:
         assert worker._iterate() == "done"
         worker._draft_prompt()
-    assert alone.figures() == {}, "no iteration follows another"
+    assert alone.figures() == {}, "there are no two consecutive iterations"
     with watched:
         for _ in range(3):
             worker._iterate()
@@ -261,7 +262,7 @@ def test_phases_are_timed_where_no_prompt_comes_between(monkeypatch: pytest.Monk
     assert watched.figures() == pytest.approx({"draft_decode_host_us": 2000, "draft_extend_host_us": 4000, "draft_host_us": 6000})
 
 
-def test_runs_in_turn_start_with_either_way_equally_often_and_count_as_one() -> None:
+def test_alternating_runs_are_balanced_and_merged() -> None:
     turns = draft_extend_graph.turns(4)
     assert turns == ["off", "on", "on", "off", "off", "on", "on", "off"]
     quick, slow = Served(1.0, 30, [0.1], [0.001]), Served(2.0, 30, [0.3, 0.5], [0.003, 0.005])
@@ -270,7 +271,7 @@ def test_runs_in_turn_start_with_either_way_equally_often_and_count_as_one() -> 
     assert (figures["mean_ttft_ms"], figures["median_tpot_ms"]) == (pytest.approx(300), pytest.approx(3)), "of requests, not of runs"
 
 
-def test_the_graph_table_has_the_columns_of_the_table_that_it_answers() -> None:
+def test_graph_table_columns() -> None:
     kinds = {f"{kind}_{name}_ms": at for at, (name, kind) in enumerate(itertools.product(("ttft", "tpot"), ("mean", "median", "p99")), 1)}
     rows = [served(graph="on", concurrency=4, input_len=1000, output_len=500, **kinds), served(model="other", graph="on")]
     full, short = draft_extend_graph.render(result(rows)).split("**other, ")
@@ -278,23 +279,24 @@ def test_the_graph_table_has_the_columns_of_the_table_that_it_answers() -> None:
         "input_throughput | output_throughput | mean_ttft_ms | median_ttft_ms | p99_ttft_ms | mean_tpot_ms | median_tpot_ms | p99_tpot_ms"
     )
     assert f"| max_concurrency | draft-extend graph | {names} | per_user_throughput |" in full
-    assert "| 4 | on | 800.0 | 400.0 | 1 | 2 | 3 | 4 | 5 | 6 | 100.0 |" in full, "by hand: 400 tokens out are 800 in, 100 a user"
-    assert not [name for name in ("median", "p99", "input") if name in short], "a column that no row has is left out"
+    assert "| 4 | on | 800.0 | 400.0 | 1 | 2 | 3 | 4 | 5 | 6 | 100.0 |" in full, "400 output tokens are 800 input tokens and 100 per user"
+    assert not [name for name in ("median", "p99", "input") if name in short], "columns without values are omitted"
 
 
-def test_what_a_step_takes_above_its_roof_adds_up_to_the_step() -> None:
-    spent = {"products": 3700.0, "attention": 250.0, "norms, positions": 120.0, trace.OTHER_KIND: 60.0}
+@pytest.mark.parametrize("gemms", ["GEMMs", "products"])
+def test_parts_above_the_roof_add_up_to_the_step(gemms: str) -> None:
+    spent = {gemms: 3700.0, "attention": 250.0, "norms, positions": 120.0, trace.OTHER_KIND: 60.0}
     row = served(mode="plain", graphs="on", batch=1, step_ms=4.2, idle=0.1, traced_idle=0.1, busy_ms=4.13, kernels=300.0, spent_us=spent)
     known = row | {"roof_ms": 3.5, "weights_ms": 3.47}
     lost = modes.above_roof(known)
-    assert lost == pytest.approx({"products": 230, "attention": 220, "norms, positions": 120, trace.OTHER_KIND: 60, modes.IDLE: 70})
+    assert lost == pytest.approx({"GEMMs": 230, "attention": 220, "norms, positions": 120, trace.OTHER_KIND: 60, modes.IDLE: 70})
     assert sum(lost.values()) + 3500 == pytest.approx(4200)
     assert "| m, plain, fa3, batch 1 | 4200 | 3500 | 230.0 | 220.0 | 120.0 | 60.00 | 70.00 |" in modes.render(result([known]))
     assert modes.above_roof(row) is None
-    assert "above the roof" not in modes.render(result([row])), "a machine whose reading speed is not known has no roof"
+    assert "above the roof" not in modes.render(result([row])), "no roof without a measured bandwidth"
 
 
-def test_the_roof_of_a_step_is_that_of_its_weights_and_of_keys_and_values() -> None:
+def test_step_roof_counts_weights_and_kv() -> None:
     served_model = shapes.big_model()
     assert served_model.shape is not None
     found = modes.roof(served_model, "plain", {"batch": 32, "context": 1000}, 4.32e12)
@@ -303,7 +305,7 @@ def test_the_roof_of_a_step_is_that_of_its_weights_and_of_keys_and_values() -> N
     assert modes.roof(shapes.named_model("m", "h"), "plain", {"batch": 1, "context": 1}, 4.32e12) == {"roof_ms": None, "weights_ms": None}
 
 
-def test_the_crossover_is_where_the_ratio_falls_through_one() -> None:
+def test_crossover_is_where_the_ratio_crosses_one() -> None:
     assert crossover.crossing([(1, 1.5), (4, 1.25), (16, 0.75)]) == pytest.approx(8.0)
     assert crossover.crossing([(1, 1.5), (4, 1.25)]) is None
     rows = [served(speculation=s, text="random", concurrency=c, output_throughput=t) for s, c, t in
@@ -311,7 +313,7 @@ def test_the_crossover_is_where_the_ratio_falls_through_one() -> None:
     assert crossover.ratios(rows, "2.5", "random") == [(1, 1.5), (4, 0.9)]
 
 
-def test_real_and_synthetic_acceptance_stand_side_by_side_with_the_length_that_was_measured() -> None:
+def test_crossover_table_shows_real_and_synthetic_acceptance() -> None:
     rows = [
         served(speculation=s, text=x, concurrency=c, output_throughput=t, accept_length=a, total_output_tokens=n)
         for s, x, c, t, a, n in (
@@ -329,7 +331,7 @@ def test_real_and_synthetic_acceptance_stand_side_by_side_with_the_length_that_w
 
 
 @pytest.mark.parametrize("asked", [5, 6, 13])
-def test_chat_text_asks_every_prompt_equally_often(asked: int) -> None:
+def test_chat_text_sends_every_prompt_equally_often(asked: int) -> None:
     burst = chat_text(2, asked, 16, 6)
     lines = Path(burst.flags[burst.flags.index("--dataset-path") + 1]).read_text().splitlines()
     times = {line: lines.count(line) for line in lines}
@@ -340,7 +342,7 @@ def test_chat_text_asks_every_prompt_equally_often(asked: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_error_of_an_acceptance_rate_follows_the_definition(seed: int) -> None:
+def test_acceptance_standard_error_matches_its_definition(seed: int) -> None:
     draw = random.Random(seed)
     accepted = [draw.randrange(verify_exact.STEPS + 1) for _ in range(500)]
     length = 1 + sum(accepted) / 500
@@ -351,7 +353,7 @@ def test_the_error_of_an_acceptance_rate_follows_the_definition(seed: int) -> No
     assert verify_exact.standard_error(row | {"per_position_acceptance": None}) is None
 
 
-def test_a_burst_is_compared_with_the_median_of_its_repeats() -> None:
+def test_spread_is_relative_to_the_median() -> None:
     runs = [dict.fromkeys(client_agreement.FIGURES, value) | {"accept_length": 2.5} for value in (100.0, 96.0, 102.0)]
     runs[0]["median_itl_ms"] = None
     found = repeat.spread(runs)
@@ -359,10 +361,10 @@ def test_a_burst_is_compared_with_the_median_of_its_repeats() -> None:
     assert found["median_itl_ms"] is None
     assert repeat.farthest(found) == pytest.approx(-4.0)
     text = repeat.render(result([served(mode="eagle", runs=[*runs, runs[0] | {"accept_length": 2.6}], spread=found)]))
-    assert "| **-4.00** | 4 | 2.500, 2.600 |" in text, "runs that accept differently are not comparable: the table says so"
+    assert "| **-4.00** | 4 | 2.500, 2.600 |" in text, "different accept lengths are shown"
 
 
-def test_the_profile_table_shows_the_host_time_that_graphs_save() -> None:
+def test_profile_table_shows_saved_host_time() -> None:
     base = {"period_us": 200.0, "gpu_busy_us": 150.0, "gpu_us": {"verify": 100.0}, "kernels": 9.0, "launches": 9.0, "graph_launches": 0.0}
     base |= {"copies": 1.0}
     eager = served(graphs="eager", host_us={"draft_decode": 60.0, "draft_extend": 40.0}, **base)
@@ -379,7 +381,7 @@ def test_the_profile_table_shows_the_host_time_that_graphs_save() -> None:
     assert "| GPU idle | 25.0 % | 25.0 % |" in text
 
 
-def test_clients_are_compared_by_the_medians_of_their_runs_and_take_turns_at_going_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_alternate_and_are_compared_by_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     took = {"ours": iter([100.0, 110.0, 500.0, 103.0, 99.0, 103.0]), "theirs": iter([100.0, 90.0, 100.0])}
     order: list[str] = []
 
@@ -402,7 +404,7 @@ def test_clients_are_compared_by_the_medians_of_their_runs_and_take_turns_at_goi
     assert "against the client" not in alone
 
 
-def test_the_acceptance_rate_is_of_drafts_not_of_the_bonus_token() -> None:
+def test_acceptance_rate_excludes_the_bonus_token() -> None:
     assert verify_exact.acceptance_rate({"accept_length": 2.5}) == pytest.approx(0.5)
     assert verify_exact.acceptance_rate({"accept_length": None}) is None
 
@@ -414,7 +416,7 @@ def page(body: str = "typed by hand\n", name: str = "serving_matrix") -> str:
     return f"# T\n<!-- begin:{name} -->\n{body}<!-- end:{name} -->\nrest\n"
 
 
-def test_tables_are_written_between_their_markers_and_nowhere_else(tmp_path: Path) -> None:
+def test_only_text_between_markers_changes(tmp_path: Path) -> None:
     file = tmp_path / "nvidia-h200" / "serving_matrix.json"
     file.parent.mkdir()
     file.write_text(json.dumps(result([served(mode="plain")])))
@@ -431,22 +433,23 @@ def test_tables_are_written_between_their_markers_and_nowhere_else(tmp_path: Pat
     ("text", "why"),
     [
         (page(name="guesses"), "no such benchmark"),
+        (page(name="capture:plot"), "the only form"),
         ("<!-- begin:capture -->\n", "without an end"),
     ],
 )
-def test_a_marker_without_meaning_is_refused(text: str, why: str, tmp_path: Path) -> None:
+def test_unknown_marker_is_refused(text: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(report.ReportError, match=why):
         report.fill(text, tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["serving_matrix", "serving_matrix@nvidia-h100"])
-def test_without_a_file_there_is_no_figure(name: str, tmp_path: Path) -> None:
+def test_missing_result_file_gives_no_figures(name: str, tmp_path: Path) -> None:
     filled = report.fill(page(name=name), tmp_path, tmp_path)
     assert "typed by hand" not in filled
     assert "Not measured yet: `python -m benchmark.serving_matrix`" in filled
 
 
-def test_what_is_said_of_mixed_chunks_is_so_in_the_two_matrices() -> None:
+def test_documented_mixed_chunk_changes_match_the_results() -> None:
     folder = RESULTS / "nvidia-h200" / "mixed_chunk"
     mixed, without = (json.loads((folder / name).read_text(encoding="utf-8")) for name in ("serving_matrix.json", "without.json"))
     assert mixed["machine"] == without["machine"]
@@ -464,11 +467,29 @@ def test_what_is_said_of_mixed_chunks_is_so_in_the_two_matrices() -> None:
     assert changes("mean_ttft_ms") == later | {("eagle", 1): 0, ("plain", 1): 2}
 
 
-def test_every_table_and_plot_of_the_pages_is_that_of_its_file() -> None:
+def test_committed_pages_equal_what_the_report_generates() -> None:
     assert report.main(["--check"]) == 0
+    assert sorted(report.PAGES.iterdir()) == sorted(report.script_pages()), "a page per script and no other file"
 
 
-def test_check_fails_on_a_stale_table_and_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_summary_has_no_provenance_and_links_to_the_page(tmp_path: Path) -> None:
+    file = tmp_path / "nvidia-h200" / "serving_matrix.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(result([served(mode="plain")])))
+    filled = report.fill(page(name="serving_matrix:summary"), report.ROOT / "docs", tmp_path)
+    assert "Plain decoding" in filled
+    assert "abc" not in filled, "the commit"
+    assert "](benchmarks/serving_matrix.md)\n<!-- end" in filled
+
+
+@pytest.mark.parametrize("script", report.SCRIPTS)
+def test_every_figure_of_a_summary_is_on_the_page(script: str) -> None:
+    summary, whole = (report.render(f"{script}{form}", RESULTS, report.PAGES) for form in (":summary", ""))
+    figures = {form: set(re.findall(r"\d+\.\d+", text)) for form, text in (("summary", summary), ("whole", whole))}
+    assert figures["summary"] <= figures["whole"]
+
+
+def test_check_fails_on_a_stale_table_without_writing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "serving_matrix.json").write_text(json.dumps(result([served(mode="plain")])))
     readme = tmp_path / "README.md"

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizer import CHATML, SPECIAL, reference, write_small_tokenizer
 
-from runtime import chat_template
 from runtime.errors import ConfigError, InvalidField, RequestError
-from runtime.tokenizer import Tokenizer
+from runtime.text import chat_template
+from runtime.text.tokenizer import Tokenizer
 
 LLAMA3 = (
     "{%- set loop_messages = messages %}{%- for message in loop_messages %}"

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from runtime.managers.detokenizer_manager import DetokenizerManager, StopFinder
-from runtime.managers.io_struct import (
+from runtime.managers.messages import (
     ControlReply,
     DrainReq,
     Finish,
@@ -20,7 +20,7 @@ from runtime.managers.io_struct import (
     TokensOut,
     TokensOutBatch,
 )
-from runtime.managers.step_tally import StepTally
+from runtime.managers.telemetry.step_stats import StepTally
 
 SPECIAL = 999
 

@@ -15,13 +15,14 @@ from torch.nn import functional as F
 
 from runtime.batch import ForwardMode
 from runtime.errors import ConfigError
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionShape
 from runtime.layers.attention.torch_native import TorchNativeAttention
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Int8Linear, Linear
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
+from runtime.models.attention_specs import attention_specs
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import default_aux_layers, load_draft_config
 from runtime.models.draft_head import DraftModel, load_token_map
@@ -170,10 +171,11 @@ class Rig:
     def __init__(self, head: DraftModel, page_size: int, dtype: torch.dtype = torch.float32) -> None:
         c = head.config
         pages = 2 * CONTEXT // page_size
-        self.pool = pool = KVPool(c.num_layers, pages, page_size, c.num_kv_heads, c.head_dim, dtype, CPU)
+        layers = attention_specs(c, dtype)
+        self.pool = pool = KVPool([layer.kv for layer in layers], pages, page_size, CPU)
         self.table = PageTable(3, CONTEXT, page_size, CPU)
         self.table.pages[1:] = (torch.randperm(pages, generator=torch.Generator().manual_seed(1)) + 1).view(2, -1).to(torch.int32)
-        shape = AttentionShape(c.num_q_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, (-1,) * c.num_layers, 2, 4, 1, CONTEXT)
+        shape = AttentionShape(layers, 2, 4, 1, CONTEXT)
         self.head, self.backend = head, TorchNativeAttention(shape, pool, self.table)
         head.bind(pool, self.backend)
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.batch import ForwardMode, ScheduleBatch
+from runtime.batch import ScheduleBatch
 from runtime.layers.linear import Linear
-from runtime.layers.sampler import RandomStream, draw, uniforms
+from runtime.layers.random_streams import RandomStream, uniforms
+from runtime.layers.sampler import draw
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.graph_runner import Outputs
 from runtime.sampling_params import SamplingParams
@@ -355,9 +356,7 @@ def branch_logits(worker: Any, row: int, kv_len: int, hidden: torch.Tensor, inpu
     for i, token in enumerate(inputs):
         at, one, none = (np.array([n], dtype=np.int32) for n in (kv_len + i, 1, -1))
         ids, which = np.array([token], dtype=np.int32), torch.tensor([row])
-        step = ScheduleBatch(
-            0, ForwardMode.EXTEND, which.numpy(), at, none, prefix_lens=at, extend_lens=one, token_ids=ids, next_tokens=none
-        )
+        step = ScheduleBatch(0, which.numpy(), at, none, prefix_lens=at, extend_lens=one, token_ids=ids, next_tokens=none)
         batch = replace(worker._target._ragged(step, which)[0], hidden_states=state)
         draft.runner.backend.plan(batch)
         state = draft.model.forward(batch)
@@ -583,8 +582,7 @@ def check_logprobs(worker: Any, beside_prompts: bool = False) -> None:
                 (prompt,) = driver.prefill({9: [5, 6, 7, 8]}, logprobs=2, along=lambda: [1, 2, 3], prompt_logprobs=True)
                 driver.release(9)
                 assert len(prompt.prompt_logprobs[0].chosen) == 4
-                result = prompt.decode
-                assert result is not None
+                result = driver.results[-1]
             else:
                 result = driver.decode([1, 2, 3], logprobs=2)
             assert result.logprobs is not None

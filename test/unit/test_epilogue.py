@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runtime.layers.epilogue import NOTHING, Epilogue
-from runtime.layers.norm_ahead import NormAhead, RowScale
-from runtime.layers.streamed_gemm import StreamedConfig, streamed_gemm
+from runtime.layers.gemm.deferred_norm import NormAhead, RowScale
+from runtime.layers.gemm.epilogue import NOTHING, Epilogue
+from runtime.layers.gemm.wgmma_gemm import StreamedConfig, streamed_gemm
 
 ROWS, WEIGHT_ROWS, PARTS = 3, 8, 2
 BF16 = torch.bfloat16

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from runtime.batch import ForwardMode
-from runtime.forward_batch import ForwardBatch
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.graph_runner import BYTES_PER_NODE, MIB, GraphPool, GraphRunner, Outputs, RunnerSpec, capture_all
 from runtime.model_executor.input_buffers import INPUTS, BufferSpec, InputBuffers

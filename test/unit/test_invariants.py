@@ -200,13 +200,13 @@ def test_3_padding_in_somebodys_row_is_noticed(tmp_path: Path, reference: Any, m
     worker = graphs(tmp_path)
     stage = worker._target.stage_rows
 
-    def careless(batch: Any, size: int) -> torch.Tensor:
-        rows = stage(batch, size)
+    def careless(batch: Any, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        chunks, rows = stage(batch, size)
         lens = worker._target.rows.kv_lens.tolist()
         alive = [r for r in range(1, 41) if 0 < lens[r] < 1 << 20]  # poison marks idle rows with more
         others = [r for r in range(1, 41) if r not in batch.rows and (r in alive) == (row == "a live one")]
-        rows[batch.size :] = others[0] if others else 0
-        return rows
+        rows[batch.num_decodes :] = others[0] if others else 0
+        return chunks, rows
 
     monkeypatch.setattr(worker._target, "stage_rows", careless)
     with noticed():
@@ -638,7 +638,7 @@ def accept_by_load(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def decided(turn: Any, *more: Any) -> Any:
         _, tokens, path = decide(turn, *more)
-        return torch.full((turn.size,), 4 if turn.batch.size == 1 else 1, dtype=torch.int32), tokens, path
+        return torch.full((turn.size,), 4 if turn.live == 1 else 1, dtype=torch.int32), tokens, path
 
     monkeypatch.setattr(worker.verifier, "_decide", decided)
 

@@ -13,9 +13,9 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.managers import io_struct as io
+from runtime.managers import messages as io
 from runtime.managers.ipc import AsyncInbox, BadFrame, Codec, Inbox, Outbox, address
-from runtime.managers.step_tally import StepTally
+from runtime.managers.telemetry.step_stats import StepTally
 from runtime.sampling_params import SamplingParams
 
 GENERATE = io.GenerateReq(rid="a", input_ids=[1, 2, 3], sampling=SamplingParams(stop=("x",), logit_bias={3: 1.5}), seed=-7)

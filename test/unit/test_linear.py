@@ -26,6 +26,14 @@ def test_an_int8_row_does_not_depend_on_the_other_tokens() -> None:
     assert torch.equal(layer(x)[3], layer(x[3:4])[0])
 
 
+@pytest.mark.parametrize(("out_features", "in_features"), [(960, 576), (576, 1536)])
+def test_an_int8_prompt_row_is_the_same_in_every_pass(out_features: int, in_features: int) -> None:
+    layer, x = Int8Linear.quantize(random(out_features, in_features)), random(300, in_features, seed=3)
+    whole = layer(x, in_prompt=True)
+    for start, stop in ((0, 1), (0, 16), (0, 17), (0, 40), (3, 131), (100, 300), (299, 300)):
+        assert torch.equal(layer(x[start:stop], in_prompt=True), whole[start:stop]), (start, stop)
+
+
 def test_quantization_is_off_by_at_most_half_a_step() -> None:
     rows = random(50, 64) * torch.logspace(-6, 3, 50)[:, None]
     values, scale = quantize_rows(rows)

@@ -47,7 +47,7 @@ def test_rows_judged_a_few_at_a_time_are_judged_as_if_together(tmp_path: Path, m
         return plain(None) if kind == "plain" else speculating(tmp_path, "EAGLE", None, **spec)
 
     together, logprobs = answers(worker())
-    monkeypatch.setattr(sampler, "PROBS_CHUNK", 2)
+    monkeypatch.setattr(sampler, "ROWS_AT_ONCE", 2)
     monkeypatch.setattr(verifier, "JUDGED_ROWS", 9)
     apart, apart_logprobs = answers(worker())
     assert together == apart
@@ -59,7 +59,7 @@ def test_draws_of_many_rows_are_those_of_each_row(monkeypatch: pytest.MonkeyPatc
     g = torch.Generator().manual_seed(0)
     probs, numbers = torch.rand((9, 50), generator=g).softmax(-1), torch.rand(9, generator=g)
     together = sampler.draw(probs, numbers)
-    monkeypatch.setattr(sampler, "PROBS_CHUNK", 4)
+    monkeypatch.setattr(sampler, "ROWS_AT_ONCE", 4)
     assert torch.equal(sampler.draw(probs, numbers), together)
 
 
@@ -92,7 +92,7 @@ def test_a_rehearsal_of_sampling_and_of_the_largest_prompt_step_leaves_the_rows_
     assert batch.rows.max() == 0
     before = [t.clone() for t in (target.rows.kv_lens, target.rows.tables.output_counts)]
     with torch.inference_mode():
-        result = target.extend(batch)[1].collect()
+        result = target.extend(batch, target.stage_rows(batch)[0])[1].collect()
         assert result.logprobs is not None
         assert result.logprobs.top.shape == (8, 20)
         assert result.prompt_logprobs[0].chosen.shape == (31,)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from runtime.managers.io_struct import Finish
-from runtime.managers.metrics import Metrics, accept_length, accept_rate, accept_rate_by_position, graph_hit_rate, padding_waste
+from runtime.managers.messages import Finish
+from runtime.managers.telemetry.metrics import Metrics, accept_length, accept_rate, accept_rate_by_position, graph_hit_rate, padding_waste
 
 SGLANG = {
     "num_running_reqs", "num_queue_reqs", "token_usage", "cache_hit_rate", "gen_throughput", "prompt_tokens_total",

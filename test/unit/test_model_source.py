@@ -26,9 +26,9 @@ from runtime.model_files.gguf_config import llama3_factors, unpermute
 from runtime.model_files.gguf_convert import converted_folder
 from runtime.model_files.gguf_file import GGUFFile
 from runtime.model_files.gguf_tokenizer import build_tokenizer
+from runtime.model_files.model_source import DRAFT_FLAGS, resolve_model, resolve_weights
 from runtime.model_files.safetensors_writer import is_whole_safetensors, to_bfloat16, write_safetensors
-from runtime.model_source import DRAFT_FLAGS, resolve_model, resolve_weights
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES = {"vocab_size": 703, "hidden_size": 64, "intermediate_size": 96, **LAYERS}

@@ -21,13 +21,14 @@ from transformers import (
 
 from runtime.batch import ForwardMode
 from runtime.errors import ConfigError
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionShape
 from runtime.layers.attention.registry import build_backend
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Int8Linear
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
+from runtime.models.attention_specs import attention_specs
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.hf_config import load_hf_config
@@ -102,13 +103,14 @@ class Runner:
 
     def __init__(self, model: DecoderModel, page_size: int) -> None:
         c, pages = model.config, MAX_LEN // page_size
-        pool = KVPool(c.num_layers, 3 * pages, page_size, c.num_kv_heads, c.head_dim, model.dtype, CPU)
+        layers = attention_specs(c, model.dtype)
+        pool = KVPool([layer.kv for layer in layers], 3 * pages, page_size, CPU)
         for cache in (*pool.k, *pool.v):
             cache.fill_(77.0)  # what a slot held before must not matter
         self.table = PageTable(3, MAX_LEN, page_size, CPU)
         ids = np.random.default_rng(page_size).permutation(3 * pages)[:pages] + 1
         self.table.pages[2] = torch.from_numpy(ids.astype(np.int32))
-        shape = AttentionShape(c.num_q_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, c.window, 4, 4, 1, MAX_LEN)
+        shape = AttentionShape(layers, 4, 4, 1, MAX_LEN)
         self.backend = build_backend("torch_native", shape, pool, self.table)
         self.model = model
         model.bind(pool, self.backend)
@@ -296,6 +298,9 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"dtype": "int4"}, "dtype is 'int4'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"weights are quantized \(quantization_config: fp8\), which is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: an unnamed scheme"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config: compressed-tensors"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; it must be a positive number"),
         ({"rope_parameters": "absent", "rope_theta": 0}, "rope_theta is 0; it must be a positive number"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "rope_theta is nan"),

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from runtime.batch import ForwardMode
+from runtime.layers.gemm.deferred_norm import NormAhead
 from runtime.layers.linear import Linear
-from runtime.layers.norm_ahead import NormAhead
 from runtime.layers.ops import BlockOps, RMSNorm, Stream
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.weight_loader import dummy_weights

@@ -13,9 +13,9 @@ import pytest
 
 from runtime.entrypoints.engine import _Growing
 from runtime.layers.linear import Linear
-from runtime.managers.io_struct import GenerateReq, SpecStats
-from runtime.managers.metrics import Metrics
+from runtime.managers.messages import GenerateReq, SpecStats
 from runtime.managers.scheduler import Scheduler
+from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.tokenizer_manager import GenerationUpdate
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.parity import check_parity, run_scratch

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runtime.batch import Int32
-from runtime.mem_cache.page_ledger import Holding, PageLedger
+from runtime.mem_cache.kv_page_manager import Holding, PageLedger
 from runtime.mem_cache.radix_cache import Node, RadixCache, agreement
 
 

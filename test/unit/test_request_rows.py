@@ -63,7 +63,7 @@ def test_a_reused_row_needs_nothing_of_its_last_owner() -> None:
         for name in read:
             assert torch.equal(getattr(rows.tables, name)[1], getattr(fresh.tables, name)[1]), name
         assert not needs.biased
-        assert not needs.at_least
+        assert not needs.min_length
 
 
 def test_needs_name_the_requests_of_the_batch_in_its_order() -> None:
@@ -78,7 +78,7 @@ def test_needs_name_the_requests_of_the_batch_in_its_order() -> None:
     rows.admit([init(i + 1, p, [1, 2, 3]) for i, p in enumerate(kinds)])
     needs = rows.needs(np.array([5, 2, 4, 1], dtype=np.int32))
     assert needs.all_greedy
-    assert (needs.filtered, needs.penalised, needs.biased, needs.at_least) == (False, [1], [2], [0])
+    assert (needs.filtered, needs.penalised, needs.biased, needs.min_length) == (False, [1], [2], [0])
     sampled = rows.needs(np.array([3, 1], dtype=np.int32))
     assert not sampled.all_greedy
     assert sampled.filtered

@@ -13,17 +13,11 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from runtime.batch import RowInit
-from runtime.layers.sampler import (
-    PROBS_CHUNK,
-    RandomStream,
-    adjust,
-    draw,
-    filter_probs,
-    sample,
-    target_probs,
-    top_logprobs,
-    uniforms,
-)
+from runtime.layers import logits_processors
+from runtime.layers.logits_processors import LOGITS_PROCESSORS, LogitsContext, process_logits
+from runtime.layers.random_streams import RandomStream, uniforms
+from runtime.layers.sampler import draw, filter_probs, sample, target_probs, top_logprobs
+from runtime.layers.sampling_tables import ROWS_AT_ONCE, SamplingNeeds
 from runtime.model_executor.request_rows import RequestRows
 from runtime.sampling_params import SamplingParams
 
@@ -101,11 +95,11 @@ def test_exactly_top_k_tokens_stay_where_all_are_alike() -> None:
 
 
 def test_many_rows_are_the_same_as_few() -> None:
-    count = 2 * PROBS_CHUNK + 5
+    count = 2 * ROWS_AT_ONCE + 5
     rows, index, _ = rows_of(*(SamplingParams(top_k=1 + i % 7, top_p=0.5 + i % 5 / 10) for i in range(count)))
     logits = logits_of(count)
     together = target_probs(logits, rows.tables, index, True)
-    for i in (0, PROBS_CHUNK - 1, PROBS_CHUNK, count - 1):
+    for i in (0, ROWS_AT_ONCE - 1, ROWS_AT_ONCE, count - 1):
         assert torch.equal(together[i], target_probs(logits[i : i + 1], rows.tables, index[i : i + 1], True)[0])
 
 
@@ -138,10 +132,10 @@ def test_no_temperature_is_too_small(temperature: float) -> None:
     assert torch.isfinite(target_probs(logits, rows.tables, index, False)).all()
 
 
-# ---- adjustments
+# ---- logits processors
 
 
-def slow_adjust(
+def slow_processed(
     logits: list[float], p: SamplingParams, prompt: list[int], output: list[int], eos: tuple[int, ...], generated: int
 ) -> list[float]:
     out = list(logits)
@@ -156,7 +150,7 @@ def slow_adjust(
     return out
 
 
-ADJUSTED = [
+PROCESSED = [
     SamplingParams(repetition_penalty=1.7),
     SamplingParams(repetition_penalty=0.5, presence_penalty=-1.0),
     SamplingParams(frequency_penalty=0.8, presence_penalty=0.4),
@@ -167,35 +161,63 @@ ADJUSTED = [
 ]
 
 
-def test_adjustments_follow_the_definition_and_spare_the_neighbours() -> None:
+def test_logits_processors_follow_the_definition() -> None:
     prompt, output, eos = [2, 3, 3, 90], [3, 7, 7, 7], (1, 5, VOCAB - 1)
-    rows, index, needs = rows_of(*ADJUSTED, prompt=prompt, output=output, eos=eos)
-    logits = logits_of(len(ADJUSTED))
+    rows, index, needs = rows_of(*PROCESSED, prompt=prompt, output=output, eos=eos)
+    logits = logits_of(len(PROCESSED))
     before = logits.clone()
-    at = torch.full((len(ADJUSTED), 1), len(prompt) + len(output))
-    got = adjust(logits[:, None], rows.tables, index, at, needs)[:, 0]
-    assert torch.equal(logits, before), "the runner's logits are its own"
-    for i, params in enumerate(ADJUSTED):
-        expected = slow_adjust(before[i].tolist(), params, prompt, output, eos, len(output))
+    at = torch.full((len(PROCESSED), 1), len(prompt) + len(output))
+    got = process_logits(logits[:, None], LogitsContext(rows.tables, index, at), needs)[:, 0]
+    assert torch.equal(logits, before), "the input logits belong to the runner"
+    for i, params in enumerate(PROCESSED):
+        expected = slow_processed(before[i].tolist(), params, prompt, output, eos, len(output))
         np.testing.assert_allclose(got[i].numpy(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(got[-1], before[-1])
 
 
-def test_drafts_count_as_output_at_the_positions_after_them() -> None:
+def test_penalties_count_drafts_before_each_position() -> None:
     prompt, output, drafts = [2, 3], [4], [9, 9, 4]
-    rows, index, needs = rows_of(*ADJUSTED, prompt=prompt, output=output)
+    rows, index, needs = rows_of(*PROCESSED, prompt=prompt, output=output)
     width = len(drafts) + 1
-    path = torch.full((len(ADJUSTED), width, width), -1)
+    path = torch.full((len(PROCESSED), width, width), -1)
     for i in range(width):
         path[:, i, 1 : i + 1] = torch.tensor(drafts[:i])
-    logits = torch.randn(len(ADJUSTED), width, VOCAB, generator=torch.Generator().manual_seed(4))
-    at = len(prompt) + len(output) + torch.arange(width).expand(len(ADJUSTED), width)
-    got = adjust(logits, rows.tables, index, at, needs, path)
-    for i, params in enumerate(ADJUSTED):
+    logits = torch.randn(len(PROCESSED), width, VOCAB, generator=torch.Generator().manual_seed(4))
+    at = len(prompt) + len(output) + torch.arange(width).expand(len(PROCESSED), width)
+    got = process_logits(logits, LogitsContext(rows.tables, index, at, path), needs)
+    for i, params in enumerate(PROCESSED):
         for j in range(width):
             said = [*output, *drafts[:j]]
-            expected = slow_adjust(logits[i, j].tolist(), params, prompt, said, (1, 5), len(said))
+            expected = slow_processed(logits[i, j].tolist(), params, prompt, said, (1, 5), len(said))
             np.testing.assert_allclose(got[i, j].numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_processors_take_more_requests_than_fit_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [PROCESSED[i % len(PROCESSED)] for i in range(20)]
+    rows, index, needs = rows_of(*params, prompt=[2, 3], output=[4, 4])
+    logits = torch.randn(20, 3, VOCAB, generator=torch.Generator().manual_seed(1))
+    context = LogitsContext(rows.tables, index, 4 + torch.arange(3).expand(20, 3))
+    together = process_logits(logits, context, needs)
+    monkeypatch.setattr(logits_processors, "ROWS_AT_ONCE", 7)
+    assert torch.equal(process_logits(logits, context, needs), together)
+
+
+def test_an_added_processor_masks_tokens_after_all_others() -> None:
+    class OnlyToken:
+        """A stand-in for a grammar: request 1 may say token 9 and nothing else."""
+
+        def selects(self, needs: SamplingNeeds) -> list[int]:
+            return [1]
+
+        def apply(self, logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
+            mask = torch.full((VOCAB,), -torch.inf)
+            mask[9] = 0.0
+            logits[selected] += mask
+
+    rows, index, needs = rows_of(SamplingParams(logit_bias={3: 90.0}), SamplingParams(logit_bias={3: 90.0}))
+    context = LogitsContext(rows.tables, index, torch.full((2, 4), 5))
+    got = process_logits(torch.zeros(2, 4, VOCAB), context, needs, [*LOGITS_PROCESSORS, OnlyToken()])
+    assert got.argmax(-1).tolist() == [[3] * 4, [9] * 4]
 
 
 # ---- draws

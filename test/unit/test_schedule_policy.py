@@ -9,7 +9,7 @@ import pytest
 
 from runtime.batch import WorkerLimits
 from runtime.managers import schedule_policy as policy
-from runtime.managers.io_struct import GenerateReq
+from runtime.managers.messages import GenerateReq
 from runtime.managers.req import Phase, Req
 from runtime.sampling_params import SamplingParams
 

@@ -15,7 +15,8 @@ import pytest
 
 from fake_worker import FakeWorker, alone, logprob
 from runtime.batch import ForwardMode, ScheduleBatch, WorkerLimits
-from runtime.managers.io_struct import (
+from runtime.config.runtime_config import RuntimeConfig
+from runtime.managers.messages import (
     AbortReq,
     ControlReply,
     ControlReq,
@@ -29,27 +30,15 @@ from runtime.managers.io_struct import (
 )
 from runtime.managers.scheduler import Scheduler
 from runtime.sampling_params import SamplingParams
+from unit.tiny import tiny_runtime
 
 EOS = (3,)
 
 
-class Settings:
-    """The fields of `RuntimeConfig` that a scheduler reads."""
-
-    def __init__(self, **changed: Any) -> None:
-        self.chunked_prefill_size = 64
-        self.max_prefill_tokens = 0  # one chunk, below
-        self.max_queued_requests = 1000
-        self.schedule_policy = "fcfs"
-        self.schedule_conservativeness = 1.0
-        self.radix_cache = True
-        self.overlap = True
-        self.stream_interval = 1
-        self.watchdog_timeout = 60.0
-        for name, value in changed.items():
-            assert hasattr(self, name), name
-            setattr(self, name, value)
-        self.max_prefill_tokens = self.max_prefill_tokens or max(self.chunked_prefill_size, 1)
+def config_of(**changed: Any) -> RuntimeConfig:
+    """A configuration whose prompt steps hold one chunk, unless the test says otherwise."""
+    options = {"max_prefill_tokens": max(changed.get("chunked_prefill_size", 64), 1), **changed}
+    return tiny_runtime(**{"max_queued_requests": 1000, "watchdog_timeout": 60.0, **options})
 
 
 def limits_of(**changed: Any) -> WorkerLimits:
@@ -74,7 +63,7 @@ class House:
         self.inbox: list[Any] = []
         self.sent: list[Any] = []
         self.scheduler = Scheduler(
-            Settings(**settings),  # pyright: ignore[reportArgumentType]
+            config_of(**settings),
             self.worker,
             EOS,
             receive=lambda wait: self.inbox.pop(0) if self.inbox else None,
@@ -230,10 +219,7 @@ def test_storms_reach_what_they_are_meant_to_reach(mixed: bool) -> None:
 
 def steps_of(house: House) -> list[tuple[int, int]]:
     """(prompt tokens, requests that decode) of every step so far."""
-    batches = house.worker.batches
-    return [
-        (0, b.size) if b.mode is ForwardMode.DECODE else (len(b.token_ids), b.decode.size if b.decode is not None else 0) for b in batches
-    ]
+    return [(len(b.token_ids), b.num_decodes) for b in house.worker.batches]
 
 
 def test_running_requests_decode_beside_every_chunk_of_a_long_prompt() -> None:
@@ -303,7 +289,7 @@ def test_a_worker_that_does_not_mix_is_given_no_mixed_step() -> None:
         house.ask(f"r{i}", [i] * 20, max_new_tokens=9, ignore_eos=True)
         house.step(2)
     house.settle()
-    assert all(batch.decode is None for batch in house.worker.batches)
+    assert not any(batch.num_prompts and batch.num_decodes for batch in house.worker.batches)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -331,7 +317,7 @@ def test_a_failed_mixed_step_answers_its_prompts_and_those_who_decode(where: str
     house = House(limits_of(mixed=True), chunked_prefill_size=16, max_prefill_tokens=16)
 
     def fail(batch: ScheduleBatch) -> None:
-        if batch.decode is not None and batch.decode.size == 2:
+        if batch.num_prompts and batch.num_decodes == 2:
             raise Injected
 
     setattr(house.worker, where, fail)
@@ -895,7 +881,7 @@ def test_run_answers_beats_and_leaves_when_drained() -> None:
         except queue.Empty:
             return None
 
-    scheduler = Scheduler(Settings(), FakeWorker(limits), EOS, receive, sent.put)  # pyright: ignore[reportArgumentType]
+    scheduler = Scheduler(config_of(), FakeWorker(limits), EOS, receive, sent.put)
     thread = threading.Thread(target=scheduler.run, daemon=True)
     thread.start()
     beats: list[Heartbeat] = []

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from runtime.batch import ForwardMode, ScheduleBatch, StepStats
-from runtime.managers.scheduler_state import LOG_PERIOD, Gauges, SchedulerState
+from runtime.batch import ScheduleBatch, StepStats
+from runtime.managers.telemetry.scheduler_stats import LOG_PERIOD, Gauges, SchedulerState
 
 GAUGES = Gauges(num_running_reqs=3, num_queue_reqs=1, pages_used=1, pages_total=4, pages_free=3, tokens_used=16, max_total_num_tokens=64)
 
 
 def decode(state: SchedulerState, accept_lens: list[int], padded_size: int, graph: bool) -> None:
     none = np.full(len(accept_lens), -1, dtype=np.int32)
-    batch = ScheduleBatch(0, ForwardMode.DECODE, np.arange(1, len(none) + 1, dtype=np.int32), none, none)
+    batch = ScheduleBatch(0, np.arange(1, len(none) + 1, dtype=np.int32), none, none)
     state.step_done(batch, StepStats(graph=graph, padded_size=padded_size, draft_tokens=3), ())
     for length in accept_lens:
         state.spec.add(length, 3, 4)

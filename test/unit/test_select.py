@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from runtime.layers import sampler
+from runtime.layers.backend_selection import select_ops, select_sampling
 from runtime.layers.sampler import TorchSampling
-from runtime.layers.select import select_ops, select_sampling
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor import build
 from runtime.sampling_params import SamplingParams
@@ -30,7 +30,7 @@ def test_a_gpu_without_the_fused_kernels_runs_plain_torch_and_says_what_is_missi
 
 def test_a_gpu_without_triton_samples_with_torch_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "runtime.layers.sampling_kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "runtime.layers.kernels.sampling", raising=False)
     ops, why = select_sampling(torch.device("cuda"), "triton")
     assert isinstance(ops, TorchSampling)
     assert "triton" in why

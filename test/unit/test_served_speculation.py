@@ -13,11 +13,11 @@ import pytest
 import torch
 from msgspec import structs
 
-from runtime.batch import BatchResult, ForwardMode, Pending, ScheduleBatch
-from runtime.managers.io_struct import AbortReq, GenerateReq, TokensOut, TokensOutBatch
-from runtime.managers.metrics import graph_hit_rate, padding_waste
+from runtime.batch import BatchResult, Pending, ScheduleBatch
+from runtime.managers.messages import AbortReq, GenerateReq, TokensOut, TokensOutBatch
 from runtime.managers.scheduler import Scheduler
-from runtime.managers.step_tally import StepTally
+from runtime.managers.telemetry.metrics import graph_hit_rate, padding_waste
+from runtime.managers.telemetry.step_stats import StepTally
 from runtime.sampling_params import SamplingParams
 from unit.driver import Driver
 from unit.predicting import VOCAB, plain, speculating
@@ -183,7 +183,7 @@ class Witness:
 
     def submit(self, batch: ScheduleBatch) -> Pending:
         self._owners |= {init.row: str(init.seed) for init in batch.new_rows}
-        riders = [self._owners[row] for row in batch.rows.tolist()] if batch.mode is ForwardMode.DECODE else []
+        riders = [self._owners[row] for row in batch.rows.tolist()] if not batch.num_prompts else []
         return Watched(self, riders, self._worker.submit(batch))
 
     def count(self, riders: list[str], result: BatchResult) -> None:

@@ -13,13 +13,23 @@ from pathlib import Path
 import pytest
 
 from runtime.batch import WorkerLimits
-from runtime.device import KERNEL_PACKAGES, Gpu, MachineFacts, probe
+from runtime.config.flag_parser import build_parser, dump, flags, from_fields, parse
+from runtime.config.machine import KERNEL_PACKAGES, Gpu, MachineFacts, probe
+from runtime.config.model_facts import ModelFacts
+from runtime.config.resolve import (
+    EMBEDDED_DRAFT,
+    EMBEDDED_DRAFT_STEPS,
+    check,
+    default_graph_sizes,
+    resolve,
+    synthetic_acceptance,
+    with_own_draft,
+)
+from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
+from runtime.config.server_args import ServerArgs
 from runtime.entrypoints import processes
 from runtime.errors import ConfigError
-from runtime.flag_parser import build_parser, dump, flags, from_fields, parse
 from runtime.managers.schedule_policy import PrefillBudget
-from runtime.resolve import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS, check, default_graph_sizes, resolve, synthetic_acceptance, with_own_draft
-from runtime.server_args import ModelFacts, RuntimeConfig, ServerArgs, SpeculativeConfig
 
 SGLANG_FLAGS = re.findall(
     r"\S+",
@@ -229,31 +239,40 @@ def test_a_list_in_a_file_is_no_value_of_a_flag_that_takes_one(tmp_path: Path, v
 
 def test_defaults_on_a_cpu() -> None:
     config = resolve(args(), CPU, LLAMA)
-    assert (config.device, config.dtype, config.attention_backend) == ("cpu", "float32", "torch_native")
-    assert (config.page_size, config.chunked_prefill_size, config.max_running_requests) == (16, 512, 16)
-    assert (config.cuda_graph_bs, config.cpu_threads, config.quantization) == ((), 2, None)
-    assert (config.context_length, config.speculative, config.served_model_name) == (8192, None, "llama")
-    assert config.sampling_backend == "pytorch"
+    assert (config.device.device, config.device.dtype, config.device.attention_backend) == ("cpu", "float32", "torch_native")
+    assert (config.cache.page_size, config.scheduler.chunked_prefill_size, config.scheduler.max_running_requests) == (16, 512, 16)
+    assert (config.graphs.cuda_graph_bs, config.device.cpu_threads, config.model.quantization) == ((), 2, None)
+    assert (config.model.context_length, config.speculative, config.model.served_model_name) == (8192, None, "llama")
+    assert config.device.sampling_backend == "pytorch"
 
 
 def test_defaults_on_hopper_and_on_other_gpus() -> None:
     hopper = resolve(args(), HOPPER, LLAMA)
-    assert (hopper.device, hopper.dtype, hopper.attention_backend, hopper.page_size) == ("cuda", "bfloat16", "fa3", 64)
-    assert (hopper.chunked_prefill_size, hopper.max_running_requests, hopper.mem_fraction_static) == (2048, None, None)
-    assert hopper.cuda_graph_bs[-1] == 256
-    assert hopper.sampling_backend == "triton"
-    assert resolve(args(sampling_backend="pytorch"), HOPPER, LLAMA).sampling_backend == "pytorch"
+    assert (hopper.device.device, hopper.device.dtype, hopper.device.attention_backend, hopper.cache.page_size) == (
+        "cuda",
+        "bfloat16",
+        "fa3",
+        64,
+    )
+    assert (hopper.scheduler.chunked_prefill_size, hopper.scheduler.max_running_requests, hopper.cache.mem_fraction_static) == (
+        2048,
+        None,
+        None,
+    )
+    assert hopper.graphs.cuda_graph_bs[-1] == 256
+    assert hopper.device.sampling_backend == "triton"
+    assert resolve(args(sampling_backend="pytorch"), HOPPER, LLAMA).device.sampling_backend == "pytorch"
     ampere = resolve(args(), AMPERE, LLAMA)
-    assert (ampere.attention_backend, ampere.page_size) == ("flashinfer", 16)
+    assert (ampere.device.attention_backend, ampere.cache.page_size) == ("flashinfer", 16)
     turing = resolve(args(), TURING, LLAMA)
-    assert (turing.device, turing.attention_backend) == ("cpu", "torch_native"), "a GPU that no kernel takes is left alone"
+    assert (turing.device.device, turing.device.attention_backend) == ("cpu", "torch_native"), "a GPU that no kernel takes is left alone"
 
 
 @pytest.mark.parametrize("machine", [CPU, HOPPER])
 def test_prompts_that_are_never_cut_stay_whole_beside_others(machine: MachineFacts) -> None:
     config = resolve(args(chunked_prefill_size=-1), machine, LLAMA)
-    limits = WorkerLimits(1 << 20, 16, config.context_length, config.context_length, config.page_size, LLAMA.vocab_size)
-    budget = PrefillBudget.start(config.chunked_prefill_size, config.max_prefill_tokens, limits)
+    limits = WorkerLimits(1 << 20, 16, config.model.context_length, config.model.context_length, config.cache.page_size, LLAMA.vocab_size)
+    budget = PrefillBudget.start(config.scheduler.chunked_prefill_size, config.scheduler.max_prefill_tokens, limits)
     assert budget.offer(5000, first=True) == 5000
     budget.take(5000)
     assert budget.offer(5000, first=False) == 0, "what is left of the pass does not hold it: it waits, and is not cut"
@@ -262,18 +281,18 @@ def test_prompts_that_are_never_cut_stay_whole_beside_others(machine: MachineFac
 
 def test_fewer_tokens_before_decoding_are_granted_where_prompts_are_never_cut() -> None:
     config = resolve(args(chunked_prefill_size=-1, max_prefill_tokens=300), CPU, LLAMA)
-    assert (config.chunked_prefill_size, config.max_prefill_tokens) == (-1, 300)
+    assert (config.scheduler.chunked_prefill_size, config.scheduler.max_prefill_tokens) == (-1, 300)
 
 
 def test_a_head_dimension_without_kernels_falls_back_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         config = resolve(args(), HOPPER, replace(LLAMA, head_dim=96))
-    assert config.attention_backend == "torch_native"
+    assert config.device.attention_backend == "torch_native"
     assert any("96" in line for line in caplog.messages)
 
 
 def test_float32_checkpoints_become_bfloat16_on_cuda() -> None:
-    assert resolve(args(), HOPPER, replace(LLAMA, dtype="float32")).dtype == "bfloat16"
+    assert resolve(args(), HOPPER, replace(LLAMA, dtype="float32")).device.dtype == "bfloat16"
 
 
 def test_each_choice_is_logged_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
@@ -292,7 +311,7 @@ def test_the_command_line_of_the_reference_table_starts_a_server(caplog: pytest.
     )
     with caplog.at_level(logging.WARNING):
         config = resolve(parse(line.split()).args, HOPPER, LLAMA, DRAFT)
-    assert (config.dtype, config.attention_backend) == ("float16", "fa3")
+    assert (config.device.dtype, config.device.attention_backend) == ("float16", "fa3")
     assert config.speculative is not None
     assert (config.speculative.num_steps, config.speculative.topk, config.speculative.draft_extend_graph) == (2, 1, True)
     assert any("code in model folders is never run" in line for line in caplog.messages), "the permission to run it goes unused"
@@ -398,13 +417,13 @@ SAME_NAME: dict[str, object] = {
 }  # fmt: skip
 """Flags that the configuration has under their own names; None for those that come from the model's facts or are tested for themselves."""
 OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object], object]] = {
-    "cuda_graph_max_bs": ({"cuda_graph_max_bs": 24}, lambda c: c.cuda_graph_bs[-1], 24),
-    "disable_cuda_graph": ({"disable_cuda_graph": True}, lambda c: c.cuda_graph_bs, ()),
-    "disable_cuda_graph_padding": ({"disable_cuda_graph_padding": True}, lambda c: c.cuda_graph_padding, False),
-    "disable_radix_cache": ({"disable_radix_cache": True}, lambda c: c.radix_cache, False),
-    "disable_overlap_schedule": ({"disable_overlap_schedule": True}, lambda c: c.overlap, False),
-    "enable_mixed_chunk": ({"enable_mixed_chunk": True}, lambda c: c.mixed_chunk, True),
-    "profile": ({"profile": "traces"}, lambda c: c.profile_folder, "traces"),
+    "cuda_graph_max_bs": ({"cuda_graph_max_bs": 24}, lambda c: c.graphs.cuda_graph_bs[-1], 24),
+    "disable_cuda_graph": ({"disable_cuda_graph": True}, lambda c: c.graphs.cuda_graph_bs, ()),
+    "disable_cuda_graph_padding": ({"disable_cuda_graph_padding": True}, lambda c: c.graphs.cuda_graph_padding, False),
+    "disable_radix_cache": ({"disable_radix_cache": True}, lambda c: c.cache.radix_cache, False),
+    "disable_overlap_schedule": ({"disable_overlap_schedule": True}, lambda c: c.scheduler.overlap, False),
+    "enable_mixed_chunk": ({"enable_mixed_chunk": True}, lambda c: c.scheduler.mixed_chunk, True),
+    "profile": ({"profile": "traces"}, lambda c: c.server.profile_folder, "traces"),
     "speculative_algorithm": ({"speculative_algorithm": "EAGLE3"}, lambda c: spec_of(c).algorithm, "EAGLE3"),
     "speculative_draft_model_path": ({}, lambda c: spec_of(c).draft_model_path, DRAFT[0]),
     "speculative_draft_load_format": ({}, lambda c: spec_of(c).draft_load_format, DRAFT[1]),
@@ -417,7 +436,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     ),
     "speculative_accept_threshold_acc": ({"speculative_accept_threshold_acc": 0.5}, lambda c: spec_of(c).accept_threshold_acc, 0.5),
     "speculative_draft_attention_backend": (
-        {"speculative_draft_attention_backend": "flashinfer"}, lambda c: (c.attention_backend, spec_of(c).attention_backend),
+        {"speculative_draft_attention_backend": "flashinfer"}, lambda c: (c.device.attention_backend, spec_of(c).attention_backend),
         ("fa3", "flashinfer"),
     ),
     "disable_draft_extend_cuda_graph": (
@@ -448,8 +467,8 @@ def test_what_is_asked_for_is_what_is_configured(name: str) -> None:
             "as without the flag"
         )
     elif (value := SAME_NAME[name]) is not None:
-        assert getattr(resolve(args(**{name: value}), HOPPER, LLAMA), name) == value
-        assert getattr(resolve(args(), HOPPER, LLAMA), name) != value, "without it too"
+        assert resolve(args(**{name: value}), HOPPER, LLAMA).by_flag()[name] == value
+        assert resolve(args(), HOPPER, LLAMA).by_flag()[name] != value, "without it too"
 
 
 def test_every_flag_is_configured_or_refused() -> None:
@@ -504,11 +523,11 @@ def test_draft_tokens_alone_leave_a_tree_its_depth() -> None:
 
 def test_prompts_and_decoding_share_a_pass_where_asked() -> None:
     for machine, given in ((CPU, {}), (HOPPER, {}), (HOPPER, {"attention_backend": "torch_native"})):
-        assert not resolve(args(**given), machine, LLAMA).mixed_chunk
-        assert resolve(args(**given, enable_mixed_chunk=True), machine, LLAMA).mixed_chunk
+        assert not resolve(args(**given), machine, LLAMA).scheduler.mixed_chunk
+        assert resolve(args(**given, enable_mixed_chunk=True), machine, LLAMA).scheduler.mixed_chunk
     for algorithm in ("EAGLE", "EAGLE3", "STANDALONE"):
         asked = {**EAGLE, "speculative_algorithm": algorithm, "enable_mixed_chunk": True}
-        assert resolve(args(**asked), HOPPER, LLAMA, DRAFT).mixed_chunk
+        assert resolve(args(**asked), HOPPER, LLAMA, DRAFT).scheduler.mixed_chunk
 
 
 @pytest.mark.parametrize("machine", [HOPPER, AMPERE])
@@ -516,7 +535,7 @@ def test_a_gpu_without_the_kernels_serves_with_torch_and_says_how_to_get_them(
     machine: MachineFacts, caplog: pytest.LogCaptureFixture
 ) -> None:
     bare = replace(machine, packages=frozenset())
-    assert resolve(args(), bare, LLAMA).attention_backend == "torch_native"
+    assert resolve(args(), bare, LLAMA).device.attention_backend == "torch_native"
     assert "'.[cuda]'" in caplog.text
     asked = "fa3" if machine is HOPPER else "flashinfer"
     with pytest.raises(ConfigError, match=f"--attention-backend {asked}.*cuda"):
@@ -563,25 +582,25 @@ def test_a_draft_is_made_up_where_its_target_is_unless_it_is_a_gguf_file(
 
 def test_attention_that_cannot_be_captured_runs_without_graphs_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        assert resolve(args(attention_backend="torch_native"), HOPPER, LLAMA).cuda_graph_bs == ()
+        assert resolve(args(attention_backend="torch_native"), HOPPER, LLAMA).graphs.cuda_graph_bs == ()
         assert "no CUDA graphs: torch_native" in caplog.text
         resolve(args(**EAGLE), HOPPER, LLAMA, DRAFT)
         assert "the draft runs eagerly" not in caplog.text
         resolve(args(**EAGLE, speculative_draft_attention_backend="torch_native"), HOPPER, LLAMA, DRAFT)
         assert "the draft runs eagerly, which is slower: torch_native attention cannot be captured" in caplog.text
     mixed = resolve(args(**EAGLE, speculative_draft_attention_backend="torch_native"), HOPPER, LLAMA, DRAFT)
-    assert mixed.cuda_graph_bs
+    assert mixed.graphs.cuda_graph_bs
     assert mixed.speculative is not None
     assert (mixed.speculative.draft_decode_graph, mixed.speculative.draft_extend_graph) == (False, False)
 
 
 def test_only_the_embedded_model_is_quantised_unasked_and_none_turns_it_off() -> None:
     embedded = replace(LLAMA, embedded=True)
-    asked = resolve(args(quantization="int8"), CPU, LLAMA).quantization
+    asked = resolve(args(quantization="int8"), CPU, LLAMA).model.quantization
     assert asked == "int8"
-    assert resolve(args(quantization="none"), CPU, embedded).quantization is None
-    assert resolve(args(), HOPPER, embedded).quantization is None
-    assert resolve(args(), CPU, LLAMA).quantization is None
+    assert resolve(args(quantization="none"), CPU, embedded).model.quantization is None
+    assert resolve(args(), HOPPER, embedded).model.quantization is None
+    assert resolve(args(), CPU, LLAMA).model.quantization is None
 
 
 @pytest.mark.parametrize(
@@ -601,8 +620,8 @@ def test_on_a_cpu_the_embedded_model_is_in_8_bits_unless_a_type_is_asked_for(
 ) -> None:
     with caplog.at_level("INFO"):
         config = resolve(args(**given), CPU, replace(LLAMA, embedded=True))
-    assert config.quantization == quantization
-    assert config.dtype == ("bfloat16" if given.get("dtype") == "bfloat16" else "float32")
+    assert config.model.quantization == quantization
+    assert config.device.dtype == ("bfloat16" if given.get("dtype") == "bfloat16" else "float32")
     assert [words for words in said if words not in caplog.text] == []
     assert ("quantization" in caplog.text) == bool(said)
 
@@ -674,9 +693,9 @@ def test_graph_sizes_reach_their_largest_and_waste_little(largest: int) -> None:
 
 
 def test_the_graphs_cover_the_admission_limit() -> None:
-    assert resolve(args(max_running_requests=37), HOPPER, LLAMA).cuda_graph_bs[-1] == 37
-    assert resolve(args(cuda_graph_bs=(4, 1, 4)), HOPPER, LLAMA).cuda_graph_bs == (1, 4)
-    assert resolve(args(disable_cuda_graph=True), HOPPER, LLAMA).cuda_graph_bs == ()
+    assert resolve(args(max_running_requests=37), HOPPER, LLAMA).graphs.cuda_graph_bs[-1] == 37
+    assert resolve(args(cuda_graph_bs=(4, 1, 4)), HOPPER, LLAMA).graphs.cuda_graph_bs == (1, 4)
+    assert resolve(args(disable_cuda_graph=True), HOPPER, LLAMA).graphs.cuda_graph_bs == ()
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 7])
@@ -703,9 +722,8 @@ def test_the_machine_is_probed_without_torch() -> None:
     facts = probe()
     assert facts.cores >= 1
     assert facts.memory > 1 << 28
-    code = (
-        "import sys; from runtime.device import probe; probe(); import runtime.flag_parser, runtime.resolve; print('torch' in sys.modules)"
-    )
+    probing = "from runtime.config.machine import probe; probe(); import runtime.config.flag_parser, runtime.config.resolve"
+    code = f"import sys; {probing}; print('torch' in sys.modules)"
     env = {"PYTHONPATH": str(Path(__file__).parents[2] / "python")}
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     assert made.stdout.strip() == "False"

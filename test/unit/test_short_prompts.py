@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runtime.batch import ForwardMode
-from runtime.forward_batch import ForwardBatch
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor import build
 from runtime.model_executor.build import add_short_prompts, build_worker, make_limits, make_runner, target_launches
 from runtime.model_executor.graph_runner import GraphRunner, capture_all
@@ -314,7 +314,7 @@ def parts_of(**changes: object) -> Any:
         dtype=torch.float32,
         replay="eager",
         running=8,
-        extend_tokens=config.chunked_prefill_size,
+        extend_tokens=config.scheduler.chunked_prefill_size,
         config=config,
     )
 

@@ -18,7 +18,7 @@ from tokenizers.models import BPE
 
 from runtime.errors import ConfigError, RequestError
 from runtime.model_files.synthetic_tokenizer import write_synthetic_tokenizer
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 TEXTS = [
     "",
@@ -212,6 +212,7 @@ def test_missing_and_broken_files_say_what_to_do(tmp_path: Path) -> None:
 def test_the_tokenizer_needs_no_torch() -> None:
     import subprocess
 
-    code = "import sys, runtime.tokenizer, runtime.model_source; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    modules = "runtime.text.tokenizer, runtime.model_files.model_source"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     environment = {"PYTHONPATH": ":".join(path for path in sys.path if path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

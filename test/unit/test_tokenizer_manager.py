@@ -11,7 +11,11 @@ import msgspec
 import pytest
 
 from runtime.batch import WorkerLimits
-from runtime.device import MachineFacts
+from runtime.config.machine import MachineFacts
+from runtime.config.model_facts import ModelFacts
+from runtime.config.resolve import resolve
+from runtime.config.runtime_config import RuntimeConfig
+from runtime.config.server_args import ServerArgs
 from runtime.errors import (
     ContextTooLong,
     InvalidField,
@@ -21,13 +25,11 @@ from runtime.errors import (
     SlowReader,
     WorkerDied,
 )
-from runtime.managers.io_struct import AbortReq, ControlReply, ControlReq, DrainReq, Finish, GenerateReq, Heartbeat, TextOut, TextOutBatch
+from runtime.managers.messages import AbortReq, ControlReply, ControlReq, DrainReq, Finish, GenerateReq, Heartbeat, TextOut, TextOutBatch
 from runtime.managers.schedule_policy import check_request
 from runtime.managers.tokenizer_manager import LONG_TEXT, Generation, GenerationUpdate, TokenizerManager
 from runtime.models.config import ModelConfig
-from runtime.resolve import resolve
 from runtime.sampling_params import SamplingParams
-from runtime.server_args import ModelFacts, RuntimeConfig, ServerArgs
 
 CONTEXT = 256
 VOCAB = 100

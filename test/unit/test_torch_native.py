@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,15 +7,18 @@ import pytest
 import torch
 
 from runtime.batch import ForwardMode
-from runtime.forward_batch import ForwardBatch
-from runtime.layers.attention.base import AttentionShape
+from runtime.layers.attention.base import AttentionShape, AttentionSpec
 from runtime.layers.attention.torch_native import TorchNativeAttention
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
+from runtime.mem_cache.kv_spec import KVSpec
 from runtime.model_executor.window import prompts_and_windows
 
 CPU = torch.device("cpu")
 H, G, HEAD = 6, 2, 8
 MAX_LEN = 64
+LONG = 1104
+GQA = KVSpec("gqa", G, HEAD, HEAD, torch.float32)
 
 
 @dataclass
@@ -26,18 +28,28 @@ class World:
     pool: KVPool
     table: PageTable
     backend: TorchNativeAttention
+    layers: tuple[AttentionSpec, ...]
 
     @classmethod
-    def make(cls, rng: np.random.Generator, page_size: int, windows: tuple[int, ...] = (-1,), neighbours: bool = False) -> World:
+    def make(
+        cls,
+        rng: np.random.Generator,
+        page_size: int,
+        windows: tuple[int, ...] = (-1,),
+        neighbours: bool = False,
+        layers: tuple[AttentionSpec, ...] | None = None,
+    ) -> World:
         rows, per_row = 5, MAX_LEN // page_size
-        pool = KVPool(len(windows), rows * per_row, page_size, G, HEAD, torch.float32, CPU)
-        for cache in (*pool.k, *pool.v):
+        if layers is None:
+            layers = tuple(AttentionSpec(i, H, GQA, HEAD**-0.5, window) for i, window in enumerate(windows))
+        pool = KVPool([layer.kv for layer in layers], rows * per_row, page_size, CPU)
+        for cache in (*pool.v, *pool.k):
             cache.copy_(torch.from_numpy(rng.standard_normal(cache.shape).astype(np.float32)))
         table = PageTable(rows + 1, MAX_LEN, page_size, CPU)
         ids = np.arange(1, rows * per_row + 1) if neighbours else rng.permutation(rows * per_row) + 1
         table.pages[1:] = torch.from_numpy(ids.reshape(rows, per_row).astype(np.int32))
-        shape = AttentionShape(H, G, HEAD, HEAD**-0.5, windows, 8, 8, 4, MAX_LEN)
-        return cls(pool, table, TorchNativeAttention(shape, pool, table))
+        shape = AttentionShape(layers, 8, 8, 4, MAX_LEN)
+        return cls(pool, table, TorchNativeAttention(shape, pool, table), layers)
 
 
 def make_batch(
@@ -68,11 +80,12 @@ def sees(query: int, key: int, seq_len: int, window: int, position: int, tail: i
     return key <= query and (window < 0 or position - key <= window)
 
 
-def slow_attention(q: torch.Tensor, world: World, layer: int, batch: ForwardBatch, step: int = 0) -> torch.Tensor:
-    """Attention by its definition: a loop over requests, queries, heads and keys."""
-    out = torch.zeros(q.shape[0], H, HEAD)
-    ends, window = batch.qo_indptr.tolist(), (world.backend._shape.window)[layer]
-    k_flat, v_flat = world.pool.flat(layer)
+def slow_attention(q: torch.Tensor, world: World, layer: AttentionSpec, batch: ForwardBatch, step: int = 0) -> torch.Tensor:
+    """Attention by its definition: a loop over requests, queries and heads."""
+    group, sinks = layer.num_q_heads // layer.kv.num_heads, layer.sinks
+    out = torch.zeros(q.shape[0], layer.num_q_heads, layer.kv.value_dim)
+    ends = batch.qo_indptr.tolist()
+    k_flat, v_flat = world.pool.flat(layer.layer_id)
     masks = [0] * q.shape[0] if batch.tree_mask is None else batch.tree_mask.tolist()
     for r, row in enumerate(batch.req_pool_indices.tolist()):
         width = ends[r + 1] - ends[r]
@@ -81,18 +94,23 @@ def slow_attention(q: torch.Tensor, world: World, layer: int, batch: ForwardBatc
         for i in range(width):
             token, query = ends[r] + i, seq_len - width + i
             position = int(batch.positions[token])
-            keys = [j for j in range(seq_len) if sees(query, j, seq_len, window, position, batch.tree_tail, masks[token])]
-            for head in range(H):
-                k, v = k_flat[slots[keys], head // (H // G)], v_flat[slots[keys], head // (H // G)]
-                weights = torch.softmax(k @ q[token, head] / math.sqrt(HEAD), dim=0)
-                out[token, head] = weights @ v
-    return out.view(q.shape[0], H * HEAD)
+            keys = [j for j in range(seq_len) if sees(query, j, seq_len, layer.window, position, batch.tree_tail, masks[token])]
+            for head in range(layer.num_q_heads):
+                k, v = k_flat[slots[keys], head // group], v_flat[slots[keys], head // group]
+                scores = k @ q[token, head] * layer.scale
+                if layer.softcap:
+                    scores = layer.softcap * torch.tanh(scores / layer.softcap)
+                weights = scores.exp()
+                total = weights.sum() + (0.0 if sinks is None else sinks[head].exp())
+                out[token, head] = weights @ v / total
+    return out.flatten(1)
 
 
-def check(world: World, batch: ForwardBatch, rng: np.random.Generator, layers: int = 1) -> None:
+def check(world: World, batch: ForwardBatch, rng: np.random.Generator) -> None:
     world.backend.plan(batch)
-    for layer in range(layers):
-        q = torch.from_numpy(rng.standard_normal((batch.num_tokens, H, HEAD)).astype(np.float32))
+    for layer in world.layers:
+        shape = (batch.num_tokens, layer.num_q_heads, layer.kv.key_dim)
+        q = torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
         torch.testing.assert_close(world.backend.forward(q, layer, batch), slow_attention(q, world, layer, batch), rtol=1e-4, atol=1e-5)
 
 
@@ -103,7 +121,7 @@ def test_extend_with_prefixes_follows_the_definition(page_size: int, seed: int) 
     world = World.make(rng, page_size, windows=(-1, 5))
     widths = rng.integers(1, 9, size=4).tolist()
     seq_lens = [w + int(p) for w, p in zip(widths, [0, *rng.integers(0, 20, size=3)], strict=True)]
-    check(world, make_batch(ForwardMode.EXTEND, [2, 5, 1, 3], seq_lens, widths, world.table), rng, layers=2)
+    check(world, make_batch(ForwardMode.EXTEND, [2, 5, 1, 3], seq_lens, widths, world.table), rng)
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -119,7 +137,7 @@ def test_prompts_and_windows_in_one_pass_follow_the_definition(width: int, page_
     assert (both.batch_size, both.num_tokens) == (5, 9 + 3 * width)
     assert both.positions.tolist() == prompts.positions.tolist() + windows.positions[: 3 * width].tolist()
     assert both.out_cache_loc.tolist() == prompts.out_cache_loc.tolist() + windows.out_cache_loc[: 3 * width].tolist()
-    check(world, both, rng, layers=2)
+    check(world, both, rng)
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -130,7 +148,7 @@ def test_fixed_width_passes_follow_the_definition(width: int, page_size: int, sl
     world = World.make(rng, page_size, windows=(-1, 3, 0))
     seq_lens = (rng.integers(width, 40, size=3)).tolist()
     batch = make_batch(ForwardMode.TARGET_VERIFY, [4, 1, 2], seq_lens, [width] * 3, world.table, slack)
-    check(world, batch, rng, layers=3)
+    check(world, batch, rng)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -164,10 +182,10 @@ def test_a_tree_of_64_nodes_uses_every_bit() -> None:
     signed = torch.tensor([m - (1 << 64) if m >> 63 else m for m in causal])
     q = torch.randn(64, H, HEAD)
     world.backend.plan(batch)
-    expected = world.backend.forward(q, 0, batch)
+    expected = world.backend.forward(q, world.layers[0], batch)
     tree = replace(batch, tree_mask=signed, tree_tail=64)
     world.backend.plan(tree)
-    torch.testing.assert_close(world.backend.forward(q, 0, tree), expected)
+    torch.testing.assert_close(world.backend.forward(q, world.layers[0], tree), expected)
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -183,7 +201,9 @@ def test_each_step_of_a_plan_sees_the_tokens_of_the_steps_before(tree: bool) -> 
             own = 1 << torch.tensor([tail - 2, tail - 1] * 2)
             batch = replace(batch, tree_mask=torch.from_numpy(rng.integers(0, 1 << tail, size=4)) | own, tree_tail=tail)
         q = torch.randn(4, H, HEAD)
-        torch.testing.assert_close(world.backend.forward(q, 0, batch), slow_attention(q, world, 0, batch, step), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            world.backend.forward(q, world.layers[0], batch), slow_attention(q, world, world.layers[0], batch, step), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_a_tree_mask_changed_in_place_is_read_again_after_the_next_plan() -> None:
@@ -205,7 +225,78 @@ def test_padding_rows_are_finite_and_change_nobody(width: int) -> None:
     padded = make_batch(ForwardMode.DECODE, [1, 0, 0], [17, width, width], [width] * 3, world.table)
     q = torch.randn(3 * width, H, HEAD)
     world.backend.plan(padded)
-    out = world.backend.forward(q, 0, padded)
+    out = world.backend.forward(q, world.layers[0], padded)
     assert torch.isfinite(out).all()
     world.backend.plan(alone)
-    torch.testing.assert_close(out[:width], world.backend.forward(q[:width], 0, alone), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out[:width], world.backend.forward(q[:width], world.layers[0], alone), rtol=1e-5, atol=1e-6)
+
+
+SINKS = torch.linspace(-2.0, 2.0, H)
+
+
+@pytest.mark.parametrize(("softcap", "sinks"), [(1.5, None), (0.0, SINKS), (0.5, SINKS)])
+@pytest.mark.parametrize("width", [1, 4])
+def test_softcap_and_sinks_follow_the_formula(softcap: float, sinks: torch.Tensor | None, width: int) -> None:
+    rng = np.random.default_rng(4)
+    layers = tuple(AttentionSpec(i, H, GQA, HEAD**-0.5, window, softcap, sinks) for i, window in enumerate((-1, 3)))
+    world = World.make(rng, 4, layers=layers)
+    check(world, make_batch(ForwardMode.TARGET_VERIFY, [4, 1, 2], [width, 17, 30], [width] * 3, world.table, 5), rng)
+    check(world, make_batch(ForwardMode.EXTEND, [2, 5, 1], [7, 9, 20], [7, 3, 1], world.table), rng)
+    tree = make_batch(ForwardMode.TARGET_VERIFY, [1, 2], [20, 9], [width, width], world.table)
+    check(world, replace(tree, tree_mask=1 << torch.arange(width).repeat(2), tree_tail=width), rng)
+
+
+def test_layers_may_differ_and_latent_caches_hold_keys_and_values_in_one_row() -> None:
+    rng = np.random.default_rng(5)
+    latent = KVSpec("mla", 1, 12, 8, torch.float32)
+    wide = KVSpec("gqa", 3, 16, 4, torch.float32)
+    layers = (AttentionSpec(0, H, GQA, 0.3), AttentionSpec(1, 5, latent, 0.2), AttentionSpec(2, 3, wide, 0.25, window=4))
+    world = World.make(rng, 4, layers=layers)
+    assert [spec.bytes_per_slot for spec in world.pool.specs] == [2 * G * HEAD * 4, 12 * 4, 3 * 20 * 4]
+    check(world, make_batch(ForwardMode.TARGET_VERIFY, [4, 1, 2], [4, 17, 30], [4] * 3, world.table, 5), rng)
+    check(world, make_batch(ForwardMode.EXTEND, [2, 5, 1], [7, 9, 20], [7, 3, 1], world.table), rng)
+    before = [cache.flatten(0, 1).clone() for cache in (*world.pool.k, *world.pool.v)]
+    source, target = torch.tensor([5, 9, 0, 40]), torch.tensor([4, 5, 0, 33])
+    world.pool.move(source, target, 2)
+    for cache, old in zip((*world.pool.k, *world.pool.v), before, strict=True):
+        assert torch.equal(cache.flatten(0, 1)[target], old[source])
+
+
+def long_world(num_kv_heads: int) -> World:
+    """One request per row over a pool of noise, with the embedded model's head size; the rows' pages lie side by side."""
+    rng = np.random.default_rng(0)
+    pages = LONG // 16
+    layers = (AttentionSpec(0, 9, KVSpec("gqa", num_kv_heads, 64, 64, torch.float32), 0.125),)
+    pool = KVPool([layers[0].kv], 2 * pages, 16, CPU)
+    for cache in (*pool.k, *pool.v):
+        cache.copy_(torch.from_numpy(rng.standard_normal(cache.shape).astype(np.float32)))
+    table = PageTable(3, LONG, 16, CPU)
+    table.pages[1:] = torch.arange(1, 2 * pages + 1, dtype=torch.int32).view(2, pages)
+    return World(pool, table, TorchNativeAttention(AttentionShape(layers, 8, 8, 4, LONG), pool, table), layers)
+
+
+@pytest.mark.parametrize("num_kv_heads", [3, 9])
+@pytest.mark.parametrize("length", [1, 2, 5, 34, 97, 257, 300, 417, 513, 770, 1090])
+def test_a_query_gets_the_same_bits_in_every_pass(length: int, num_kv_heads: int) -> None:
+    """Alone, in a window, beside a longer request, in a prompt, and in a prompt behind a cached prefix."""
+    world = long_world(num_kv_heads)
+    queries = torch.from_numpy(np.random.default_rng(1).standard_normal((LONG, 9, 64)).astype(np.float32))
+
+    def run(mode: ForwardMode, rows: list[int], seq_lens: list[int], widths: list[int]) -> torch.Tensor:
+        batch = make_batch(mode, rows, seq_lens, widths, world.table)
+        world.backend.plan(batch)
+        return world.backend.forward(queries[batch.positions], world.layers[0], batch)
+
+    prompt = run(ForwardMode.EXTEND, [1], [length], [length])
+    both = run(ForwardMode.EXTEND, [2, 1], [40, length], [40, length])
+    assert torch.equal(both[40:], prompt)
+    for position in sorted({0, length // 2, max(0, length - 2), length - 1}):
+        ends = position + 1
+        assert torch.equal(run(ForwardMode.DECODE, [1], [ends], [1]), prompt[position:ends]), position
+        assert torch.equal(run(ForwardMode.DECODE, [1, 2], [ends, 1000], [1, 1])[:1], prompt[position:ends]), position
+        if position >= 3:
+            assert torch.equal(run(ForwardMode.TARGET_VERIFY, [1], [ends], [4]), prompt[position - 3 : ends]), position
+            assert torch.equal(run(ForwardMode.TARGET_VERIFY, [1], [ends], [2]), prompt[position - 1 : ends]), position
+    for prefix in (16, 48, 256):
+        if prefix < length:
+            assert torch.equal(run(ForwardMode.EXTEND, [1], [length], [length - prefix]), prompt[prefix:]), prefix

@@ -26,19 +26,20 @@ from eagle_training.vocabulary import answer_counts, coverage, draft_to_target, 
 from safetensors.torch import save_file
 
 from runtime.batch import ForwardMode
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionShape
 from runtime.layers.attention.torch_native import TorchNativeAttention
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import safetensors_weights
+from runtime.models.attention_specs import attention_specs
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import load_draft_config
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
 from runtime.models.hf_config import load_hf_config
 from runtime.models.registry import build_model
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 from unit.small_tokenizer import write_small_tokenizer
 
 CPU = torch.device("cpu")
@@ -95,10 +96,11 @@ class ServedModel:
 
     def __init__(self, model: DecoderModel | LlamaForCausalLMEagle3) -> None:
         c: ModelConfig = model.config
-        pool = KVPool(c.num_layers, 256, 1, c.num_kv_heads, c.head_dim, torch.float32, CPU)
+        layers = attention_specs(c, torch.float32)
+        pool = KVPool([layer.kv for layer in layers], 256, 1, CPU)
         self.table = PageTable(2, 256, 1, CPU)
         self.table.pages[1] = torch.arange(1, 257)
-        shape = AttentionShape(c.num_q_heads, c.num_kv_heads, c.head_dim, c.head_dim**-0.5, c.window, 1, 4, 1, 256)
+        shape = AttentionShape(layers, 1, 4, 1, 256)
         self.model, self.backend = model, TorchNativeAttention(shape, pool, self.table)
         model.bind(pool, self.backend)
 

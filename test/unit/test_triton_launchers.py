@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from runtime.layers.triton_launchers import one_at_a_time
+from runtime.layers.kernels.triton_launchers import one_at_a_time
 
 
 class Maker:

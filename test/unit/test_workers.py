@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.batch import ForwardMode, ScheduleBatch
+from runtime.batch import ScheduleBatch
 from runtime.errors import ConfigError
 from runtime.model_executor.build import build_worker, make_parts
 from runtime.sampling_params import SamplingParams
@@ -109,7 +109,7 @@ def test_a_failed_step_raises_when_read_and_the_next_one_runs() -> None:
     driver = Driver(plain())
     driver.prefill(PROMPTS)
     bad = np.array([99], dtype=np.int32)  # a row that does not exist
-    broken = ScheduleBatch(50, ForwardMode.DECODE, bad, bad, np.array([-1], dtype=np.int32))
+    broken = ScheduleBatch(50, bad, bad, np.array([-1], dtype=np.int32))
     pending = driver.worker.submit(broken)
     with pytest.raises(IndexError):
         pending.wait()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
+
+from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.models.config import ModelConfig
-from runtime.server_args import RuntimeConfig, SpeculativeConfig
 
 
 def tiny_model(**changes: object) -> ModelConfig:
@@ -28,12 +30,17 @@ def tiny_runtime(speculative: SpeculativeConfig | None = None, **changes: object
         page_size=1, mem_fraction_static=None, max_total_tokens=4096, max_running_requests=8, cpu_threads=1, cuda_graph_bs=(),
         cuda_graph_padding=True, chunked_prefill_size=64, max_prefill_tokens=256, max_queued_requests=1024,
         schedule_policy="fcfs", schedule_conservativeness=1.0, radix_cache=True,
-        overlap=True, mixed_chunk=False, stream_interval=1, random_seed=0, watchdog_timeout=300.0, speculative=speculative,
+        overlap=True, mixed_chunk=False, stream_interval=1, random_seed=0, watchdog_timeout=300.0,
         host="127.0.0.1", port=0, api_key=None, admin_api_key=None, trust_request_chat_template=False, enable_metrics=True,
         log_level="info", log_requests=False, shutdown_timeout=30.0, skip_server_warmup=True, profile_folder=None,
     )  # fmt: skip
     values.update(changes)
-    return RuntimeConfig(**values)  # type: ignore[arg-type]
+    parts = {part.name: part.type for part in msgspec.structs.fields(RuntimeConfig) if part.name != "speculative"}
+    names = {name: {field.name for field in msgspec.structs.fields(kind)} for name, kind in parts.items()}
+    unknown = set(values) - set().union(*names.values())
+    assert not unknown, f"no such options: {unknown}"
+    nested = {name: kind(**{key: values[key] for key in names[name] & set(values)}) for name, kind in parts.items()}
+    return RuntimeConfig(**nested, speculative=speculative)
 
 
 def tiny_speculative(folder: str, **changes: object) -> SpeculativeConfig:

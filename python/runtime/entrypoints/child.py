@@ -17,14 +17,14 @@ import setproctitle
 
 from runtime import log as logging_setup
 from runtime.batch import Worker, WorkerLimits
+from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.collector import spare_start
 from runtime.errors import ConfigError
 from runtime.managers.detokenizer_manager import DetokenizerManager
-from runtime.managers.io_struct import DrainReq, Heartbeat, ToDetokenizer, ToScheduler
 from runtime.managers.ipc import Inbox, Outbox
+from runtime.managers.messages import DrainReq, Heartbeat, ToDetokenizer, ToScheduler
 from runtime.models.config import ModelConfig
-from runtime.server_args import RuntimeConfig
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def run(role: Role, report_fd: int, serve: Callable[[Orders, Reporter], None]) -
     orders = msgspec.json.decode(sys.stdin.buffer.read(), type=Orders)
     _die_with(orders.parent)
     setproctitle.setproctitle(f"talon::{role}")
-    logging_setup.setup(orders.config.log_level, f"talon::{role}")
+    logging_setup.setup(orders.config.server.log_level, f"talon::{role}")
     faulthandler.enable()  # the parent aborts a child that hangs, so that its stacks are printed
     try:
         serve(orders, reporter)
@@ -99,7 +99,7 @@ def serve_scheduler(orders: Orders, reporter: Reporter, build: BuildWorker) -> N
 
     inbox: Inbox[ToScheduler] = Inbox(orders.folder, "scheduler", ToScheduler)
     outbox = Outbox(orders.folder, "detokenizer")
-    model_config = load_hf_config(orders.config.model_path)
+    model_config = load_hf_config(orders.config.model.model_path)
     worker = build(orders.config, model_config)
     scheduler = Scheduler(orders.config, worker, model_config.eos_ids, inbox.receive, outbox.send)
     spare_start()
@@ -113,7 +113,7 @@ def serve_detokenizer(orders: Orders, reporter: Reporter) -> None:
     """Turn tokens into text until drained."""
     inbox: Inbox[ToDetokenizer] = Inbox(orders.folder, "detokenizer", ToDetokenizer)
     to_tokenizer, to_scheduler = Outbox(orders.folder, "tokenizer"), Outbox(orders.folder, "scheduler")
-    manager = DetokenizerManager(Tokenizer.load(orders.config.tokenizer_path), to_tokenizer.send, to_scheduler.send)
+    manager = DetokenizerManager(Tokenizer.load(orders.config.model.tokenizer_path), to_tokenizer.send, to_scheduler.send)
     spare_start()
     reporter.send(Ready())
     beats, beaten_at = 0, 0.0

@@ -9,11 +9,11 @@ from concurrent.futures import Future
 from typing import Any, TypedDict, TypeGuard, TypeVar
 
 from runtime import log as logging_setup
+from runtime.config.flag_parser import from_fields
 from runtime.entrypoints.native.meta_info import meta_info
 from runtime.entrypoints.processes import Runtime, prepare
 from runtime.errors import InvalidField, ServingError
-from runtime.flag_parser import from_fields
-from runtime.managers.io_struct import TokenLogprobs
+from runtime.managers.messages import TokenLogprobs
 from runtime.managers.tokenizer_manager import Generation, GenerationUpdate
 from runtime.sampling_params import SamplingParams
 
@@ -132,12 +132,12 @@ class Engine:
         runtime = self._alive()
         state = self._wait(runtime.manager.control("state"))
         return {
-            "model_path": self.config.model_path,
-            "served_model_name": self.config.served_model_name,
-            "device": self.config.device,
-            "dtype": self.config.dtype,
-            "attention_backend": self.config.attention_backend,
-            "context_length": self.config.context_length,
+            "model_path": self.config.model.model_path,
+            "served_model_name": self.config.model.served_model_name,
+            "device": self.config.device.device,
+            "dtype": self.config.device.dtype,
+            "attention_backend": self.config.device.attention_backend,
+            "context_length": self.config.model.context_length,
             "internal_states": [state],
         }
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from runtime.errors import RequestError
-from runtime.managers.io_struct import TokenLogprobs
+from runtime.managers.messages import TokenLogprobs
 from runtime.managers.tokenizer_manager import Generation, GenerationUpdate, TokenizerManager
 from runtime.sampling_params import SamplingParams
 
@@ -58,7 +58,7 @@ class Generations:
         Raises:
             RequestError, QueueFull: one of them cannot start.
         """
-        limit = manager.config.max_queued_requests + manager.limits.max_running_requests
+        limit = manager.config.scheduler.max_queued_requests + manager.limits.max_running_requests
         if len(call.prompts) * call.n > limit:
             message = f"One call may ask for at most {limit} texts; this one asks for {len(call.prompts)} prompts times {call.n}."
             raise RequestError(message, call.params.get("prompt", "prompt"))

@@ -18,21 +18,23 @@ import msgspec
 import psutil
 
 from runtime.batch import WorkerLimits
-from runtime.device import probe
+from runtime.config.machine import probe
+from runtime.config.model_facts import ModelFacts
+from runtime.config.resolve import check, resolve, with_own_draft
+from runtime.config.runtime_config import RuntimeConfig
+from runtime.config.server_args import ServerArgs
 from runtime.entrypoints.child import Failed, Orders, Ready, Report, Role
 from runtime.errors import ConfigError, ServerDraining, ServingError
-from runtime.managers.health import Health
-from runtime.managers.io_struct import ToTokenizer
 from runtime.managers.ipc import AsyncInbox, Outbox
+from runtime.managers.messages import ToTokenizer
+from runtime.managers.telemetry.health import Health
 from runtime.managers.tokenizer_manager import TokenizerManager
-from runtime.model_source import DRAFT_FLAGS, resolve_model, resolve_weights
+from runtime.model_files.model_source import DRAFT_FLAGS, resolve_model, resolve_weights
 from runtime.models.config import ModelConfig
 from runtime.models.draft_config import load_draft_config
 from runtime.models.hf_config import load_hf_config
-from runtime.resolve import check, resolve, with_own_draft
 from runtime.sampling_params import SamplingParams
-from runtime.server_args import ModelFacts, RuntimeConfig, ServerArgs
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -214,21 +216,21 @@ class Runtime:
         self._children.append(scheduler)
         detokenizer = Child("detokenizer", self._own_command, orders)
         self._children.append(detokenizer)
-        load = asyncio.to_thread(Tokenizer.load, self.config.tokenizer_path, chat_template=self.config.chat_template)
+        load = asyncio.to_thread(Tokenizer.load, self.config.model.tokenizer_path, chat_template=self.config.model.chat_template)
         tokenizer, limits, _ = await asyncio.gather(load, scheduler.ready, detokenizer.ready)
         assert limits is not None
         self.manager = TokenizerManager(self.config, tokenizer, self.model_config, limits, self._outbox.send, self.health)
-        if self.manager.max_context_len < self.config.context_length:
+        if self.manager.max_context_len < self.config.model.context_length:
             log.warning(
                 "KV holds %d tokens: a request may have %d of the context's %d; raise --max-total-tokens for more",
-                limits.max_total_tokens, self.manager.max_context_len, self.config.context_length,
+                limits.max_total_tokens, self.manager.max_context_len, self.config.model.context_length,
             )  # fmt: skip
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
         self._tasks += [asyncio.create_task(self._await_end(child)) for child in self._children]
 
     async def warm_up(self) -> None:
         """Make the first tokens, so that the first user does not wait for them."""
-        if not self.config.skip_server_warmup:
+        if not self.config.server.skip_server_warmup:
             sampling = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
             async with await self.manager.generate([0, 1, 2, 3], sampling) as generation:
                 async for _ in generation:
@@ -237,7 +239,7 @@ class Runtime:
 
     async def drain(self) -> None:
         """Take no new work, give what is open `shutdown_timeout` seconds, then abort it."""
-        if not await self.manager.drain(self.config.shutdown_timeout):
+        if not await self.manager.drain(self.config.server.shutdown_timeout):
             log.warning("%d requests are still open; aborting them", self.manager.open_requests)
             self.manager.abort(all=True)
             await self.manager.drain(1.0)

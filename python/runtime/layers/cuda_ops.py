@@ -16,9 +16,7 @@ from torch.nn import functional as F
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
-from runtime.layers.argmax_kernel import argmax_chunks, argmax_rows
-from runtime.layers.epilogue import Epilogue
-from runtime.layers.gemm_choice import (
+from runtime.layers.gemm.autotune import (
     Choice,
     GemmOp,
     Key,
@@ -30,14 +28,16 @@ from runtime.layers.gemm_choice import (
     row_class,
     streamed_configs,
 )
+from runtime.layers.gemm.deferred_norm import NormAhead, RowScale
+from runtime.layers.gemm.epilogue import Epilogue
+from runtime.layers.gemm.triton_gemm import MAX_ROWS, GemmConfig, small_gemm, small_gemm_largest
+from runtime.layers.gemm.wgmma_gemm import StreamedConfig, streamed_gemm, streamed_gemm_largest, takes
+from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
+from runtime.layers.kernels.rms_norm import rms_norm_rows
+from runtime.layers.kernels.rope_and_cache import rope_into_cache
+from runtime.layers.kernels.triton_launchers import one_at_a_time
 from runtime.layers.linear import Linear
-from runtime.layers.norm_ahead import NormAhead, RowScale
 from runtime.layers.ops import HeadLayout, RMSNorm, Rope, Stream
-from runtime.layers.rms_norm import rms_norm_rows
-from runtime.layers.rope_cache import rope_into_cache
-from runtime.layers.small_gemm import MAX_ROWS, GemmConfig, small_gemm, small_gemm_largest
-from runtime.layers.streamed_gemm import StreamedConfig, streamed_gemm, streamed_gemm_largest, takes
-from runtime.layers.triton_launchers import one_at_a_time
 
 log = logging.getLogger(__name__)
 PROBE_TOLERANCE = 1e-2

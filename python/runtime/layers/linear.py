@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
+
 import torch
 from torch.nn import functional as F
 
@@ -43,8 +46,8 @@ class Linear:
         """Store `rows` [n, in] of any float dtype from row `start` on."""
         self.weight[start : start + len(rows)].copy_(rows)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in] -> [T, out], the dtype of `x`."""
+    def __call__(self, x: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
+        """[T, in] -> [T, out], the dtype of `x`. `in_prompt`: rows of a prompt pass."""
         return F.linear(x, self.weight, self.bias)
 
 
@@ -86,15 +89,35 @@ class Int8Linear(Linear):
         """The float32 weight that this layer computes with."""
         return self.weight.float() * self.scale.float()[:, None]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in] -> [T, out], the dtype of `x`."""
-        out = self._product(x.to(torch.bfloat16)).to(x.dtype)
+    def __call__(self, x: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
+        """[T, in] -> [T, out], the dtype of `x`.
+
+        A row's result is the same bits whatever other rows come along: of a prompt, and of up to `INT8_DIRECT_ROWS` rows otherwise.
+        """
+        out = self._matmul(x.to(torch.bfloat16), in_prompt).to(x.dtype)
         return out if self.bias is None else out.add_(self.bias)
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if self._packable and x.shape[0] <= INT8_DIRECT_ROWS:
+    def _matmul(self, x: torch.Tensor, in_prompt: bool) -> torch.Tensor:
+        if self._packable and x.shape[0] <= INT8_DIRECT_ROWS and not in_prompt:
             return torch.ops.aten._weight_int8pack_mm(x.contiguous(), self.weight, self.scale)
-        return F.linear(x, self.weight.to(torch.bfloat16)).mul_(self.scale)
+        weight = self.weight.to(torch.bfloat16)
+        return (blocked_matmul(x, weight) if in_prompt else F.linear(x, weight)).mul_(self.scale)
+
+
+def blocked_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` for bfloat16 `x` [T, in], by GEMMs of one size: how the CPU sums a row depends on how many rows a GEMM has."""
+    size = block_rows()
+    out = x.new_empty(-(-x.shape[0] // size) * size, weight.shape[0])
+    for rows, block in zip(F.pad(x, (0, 0, 0, len(out) - len(x))).split(size), out.split(size), strict=True):
+        torch.mm(rows, weight.T, out=block)
+    return out[: x.shape[0]]
+
+
+@functools.cache
+def block_rows() -> int:
+    """Rows of the GEMMs that a prompt is cut into: more where AMX makes rows of padding nearly free."""
+    cpu = Path("/proc/cpuinfo")
+    return 128 if cpu.is_file() and "amx_bf16" in cpu.read_text() else 32
 
 
 def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,8 +19,8 @@ from typing import Protocol
 
 import torch
 
+from runtime.layers.gemm.deferred_norm import NormAhead
 from runtime.layers.linear import Linear
-from runtime.layers.norm_ahead import NormAhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,13 @@ class Stream:
         h: float32 [T, hidden].
         norm: the norm that reads `h` next, where something was left for it.
         ahead: what the operation that wrote `h` left for `norm`; only the operations look at either.
+        in_prompt: whether the rows are of a prompt pass; int8 on a CPU computes these alike however many share the pass.
     """
 
     h: torch.Tensor
     norm: RMSNorm | None = None
     ahead: NormAhead | None = None
+    in_prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)

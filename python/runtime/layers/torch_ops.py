@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from runtime.layers.argmax import argmax
+from runtime.layers.kernels.argmax import argmax
 from runtime.layers.linear import Linear
 from runtime.layers.ops import HeadLayout, RMSNorm, Rope, Stream
 
@@ -23,11 +23,11 @@ class TorchOps:
 
     def norm_linear(self, stream: Stream, norm: RMSNorm, linear: Linear) -> torch.Tensor:
         """`linear(norm(h))`, [T, out] in the model's dtype."""
-        return linear(rms_norm(stream.h, norm).to(norm.weight.dtype))
+        return linear(rms_norm(stream.h, norm).to(norm.weight.dtype), stream.in_prompt)
 
     def linear_add(self, x: torch.Tensor, linear: Linear, stream: Stream, following: RMSNorm | None = None) -> Stream:
         """`h + linear(x)` in float32, in the storage of `h`."""
-        return Stream(stream.h.add_(linear(x)))
+        return Stream(stream.h.add_(linear(x, stream.in_prompt)), in_prompt=stream.in_prompt)
 
     def norm_gate_up(self, stream: Stream, norm: RMSNorm, gate_up: Linear) -> torch.Tensor:
         """`silu(gate) * up` of the normed stream, [T, intermediate]."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from runtime.batch import ForwardMode, Int32, RowInit, ScheduleBatch, WorkerLimits, no_ints
+from runtime.batch import Int32, RowInit, ScheduleBatch, WorkerLimits, no_ints
 from runtime.managers.req import Req
 
 
@@ -55,44 +55,27 @@ class PageWrites:
         return as_int32(np.repeat(self.rows, sizes)), as_int32(np.repeat(self.cols, sizes) + within), ids
 
 
-def extend_batch(
-    step: int, chunks: Sequence[Chunk], new_rows: list[RowInit], writes: PageWrites, decode: ScheduleBatch | None
+def make_batch(
+    step: int, chunks: Sequence[Chunk], decoding: Sequence[Req], new_rows: list[RowInit], writes: PageWrites, limits: WorkerLimits
 ) -> ScheduleBatch:
-    """One EXTEND step over `chunks`, with `decode` in the same pass."""
-    reqs = [chunk.req for chunk in chunks]
+    """One step of the prompt `chunks` and the requests that are `decoding`."""
+    reqs = [*(chunk.req for chunk in chunks), *decoding]
     starts = as_int32([chunk.start for chunk in chunks])
     page_rows, page_cols, page_ids = writes.arrays()
     return ScheduleBatch(
         step=step,
-        mode=ForwardMode.EXTEND,
         rows=as_int32([req.row for req in reqs]),
-        len_bounds=starts,
+        len_bounds=np.concatenate([starts, as_int32([req.kv_bound(limits.max_accept_len) for req in decoding])]),
         top_logprobs=as_int32([req.source.top_logprobs for req in reqs]),
         new_rows=new_rows,
         page_rows=page_rows,
         page_cols=page_cols,
         page_ids=page_ids,
-        prefix_lens=starts.copy(),
+        prefix_lens=starts,
         extend_lens=as_int32([chunk.count for chunk in chunks]),
-        token_ids=np.concatenate([chunk.req.ids[chunk.start : chunk.end] for chunk in chunks]),
+        token_ids=np.concatenate([no_ints(), *(chunk.req.ids[chunk.start : chunk.end] for chunk in chunks)]),
         next_tokens=as_int32([-1 if chunk.is_last else int(chunk.req.ids[chunk.end]) for chunk in chunks]),
-        prompt_logprobs=np.array([req.wants_prompt_logprobs for req in reqs], dtype=np.bool_),
-        decode=decode,
-    )
-
-
-def decode_batch(step: int, reqs: Sequence[Req], limits: WorkerLimits, writes: PageWrites) -> ScheduleBatch:
-    """One DECODE step of `reqs`."""
-    page_rows, page_cols, page_ids = writes.arrays()
-    return ScheduleBatch(
-        step=step,
-        mode=ForwardMode.DECODE,
-        rows=as_int32([req.row for req in reqs]),
-        len_bounds=as_int32([req.kv_bound(limits.max_accept_len) for req in reqs]),
-        top_logprobs=as_int32([req.source.top_logprobs for req in reqs]),
-        page_rows=page_rows,
-        page_cols=page_cols,
-        page_ids=page_ids,
+        prompt_logprobs=np.array([chunk.req.wants_prompt_logprobs for chunk in chunks], dtype=np.bool_),
     )
 
 

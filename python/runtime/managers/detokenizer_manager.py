@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from runtime.managers.io_struct import (
+from runtime.managers.messages import (
     DrainReq,
     Finish,
     RequestInfo,

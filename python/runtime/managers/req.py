@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from runtime.batch import Int32, Logprobs, RowInit
-from runtime.managers.io_struct import Finish, GenerateReq, TokenLogprobs
-from runtime.managers.spec_tally import SpecTally
-from runtime.managers.step_tally import StepTally
-from runtime.mem_cache.page_ledger import Holding
+from runtime.managers.messages import Finish, GenerateReq, TokenLogprobs
+from runtime.managers.telemetry.spec_stats import SpecTally
+from runtime.managers.telemetry.step_stats import StepTally
+from runtime.mem_cache.kv_page_manager import Holding
 
 
 class Phase(enum.Enum):

@@ -9,7 +9,7 @@ from typing import Literal
 
 from runtime.batch import WorkerLimits
 from runtime.errors import ContextTooLong, InvalidField, NeverFits
-from runtime.managers.io_struct import GenerateReq
+from runtime.managers.messages import GenerateReq
 from runtime.managers.req import Req
 from runtime.mem_cache.radix_cache import agreement
 from runtime.sampling_params import MAX_TOP_LOGPROBS

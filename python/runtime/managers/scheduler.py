@@ -7,14 +7,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import msgspec
 
 from runtime.batch import BatchResult, Pending, RowInit, ScheduleBatch, Worker
+from runtime.config.runtime_config import RuntimeConfig
 from runtime.errors import QueueFull, RequestError, ServerDraining, ServingError, StepFailed
 from runtime.managers import schedule_policy as policy
-from runtime.managers.batching import Chunk, PageWrites, decode_batch, extend_batch
-from runtime.managers.io_struct import (
+from runtime.managers.batching import Chunk, PageWrites, make_batch
+from runtime.managers.messages import (
     AbortReq,
     ControlReply,
     ControlReq,
@@ -28,13 +30,12 @@ from runtime.managers.io_struct import (
     TokensOutBatch,
     ToScheduler,
 )
-from runtime.managers.pulse import Pulse
+from runtime.managers.replies import collect_prompt_logprobs, failure, is_due, refusal, request_info, token_out
 from runtime.managers.req import Phase, Req
-from runtime.managers.scheduler_state import Gauges, SchedulerState
-from runtime.managers.spec_tally import SpecTally
-from runtime.managers.token_outs import collect_prompt_logprobs, failure, is_due, refusal, request_info, token_out
-from runtime.mem_cache.page_ledger import PageLedger
-from runtime.server_args import RuntimeConfig
+from runtime.managers.telemetry.heartbeat import Pulse
+from runtime.managers.telemetry.scheduler_stats import Gauges, SchedulerState
+from runtime.managers.telemetry.spec_stats import SpecTally
+from runtime.mem_cache.kv_page_manager import PageLedger
 
 log = logging.getLogger(__name__)
 
@@ -56,22 +57,16 @@ class Flight:
 
 @dataclass(slots=True)
 class Plan:
-    """A step about to be submitted: prompts, those who decode, or both in one pass.
-
-    Attributes:
-        chunks, new_rows, writes: of the prompts.
-        decoding, decode_writes: of the others.
-    """
+    """A step about to be submitted: prompt chunks, decoding requests, or both in one pass."""
 
     chunks: list[Chunk] = field(default_factory=list)
     new_rows: list[RowInit] = field(default_factory=list)
     writes: PageWrites = field(default_factory=PageWrites)
     decoding: list[Req] = field(default_factory=list)
-    decode_writes: PageWrites = field(default_factory=PageWrites)
 
     @property
     def reqs(self) -> list[Req]:
-        """Everyone in it."""
+        """All requests in this step, in the order of the batch."""
         return [*(chunk.req for chunk in self.chunks), *self.decoding]
 
 
@@ -99,22 +94,23 @@ class Scheduler:
         send: Callable[[ToDetokenizer], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
+        self._config = config.scheduler
         self._worker = worker
         self._eos_ids = eos_ids
         self._receive = receive
         self._send = send
         self._clock = clock
         self.limits = limits = worker.limits
-        self.ledger = PageLedger(limits.max_total_tokens // limits.page_size, limits.page_size, limits.prefix_lookahead, config.radix_cache)
+        num_pages, radix_cache = limits.max_total_tokens // limits.page_size, config.cache.radix_cache
+        self.ledger = PageLedger(num_pages, limits.page_size, limits.prefix_lookahead, radix_cache)
         self.queue: list[Req] = []  # sorted by policy.queue_key
         self.running: list[Req] = []  # those with a row, in the order of admission
         self.state = SchedulerState(clock())
         self._reqs: dict[str, Req] = {}
         self._free_rows = list(range(limits.max_running_requests, 0, -1))
         self._flights: deque[Flight] = deque()
-        self._outlook = policy.Outlook.start(config.schedule_conservativeness)
-        self._overlap = limits.overlap and config.overlap
+        self._outlook = policy.Outlook.start(self._config.schedule_conservativeness)
+        self._overlap = limits.overlap and self._config.overlap
         self._prompt_tokens = 0  # run since the last decode step
         self._draining = False
         self._failures: deque[float] = deque()
@@ -252,19 +248,20 @@ class Scheduler:
             return None
         config, prompts = self._config, len(filling) + len(self.queue)
         budget = policy.PrefillBudget.start(config.chunked_prefill_size, config.max_prefill_tokens, self.limits, prompts)
-        plan, riders = Plan(), self._riders(budget)
+        plan, decoding = Plan(), self._piggybacked(budget)
         for req in filling:
             self._add_chunk(plan, budget, req)
         self._admit(plan, budget)
         if not plan.chunks:
             return None
         worth_it = sum(chunk.count for chunk in plan.chunks) >= self.limits.mixed_from
-        if worth_it and self._missing_pages(riders) <= self.ledger.available:  # else the prompts go alone: nobody is retracted for this
-            plan.decoding, plan.decode_writes = riders, self._grow(riders)
+        if worth_it and self._missing_pages(decoding) <= self.ledger.available:  # else the prompts run alone: no retraction for this
+            plan.decoding = decoding
+            self._grow(decoding, plan.writes)
         return plan
 
-    def _riders(self, budget: policy.PrefillBudget) -> list[Req]:
-        """Those who may decode in the pass of a prompt batch, all or nobody; what they take of it is off the budget."""
+    def _piggybacked(self, budget: policy.PrefillBudget) -> list[Req]:
+        """The requests that may decode in the pass of a prompt batch, all or none; their tokens are taken off the budget."""
         reqs = [req for req in self.running if req.needs_decode] if self.limits.mixed else []
         if len(reqs) > budget.seats(self.limits.tokens_per_step):
             return []
@@ -335,17 +332,17 @@ class Scheduler:
                 self._collect()  # may end requests, and then nobody has to go
             else:
                 self._retract(policy.youngest(self.running))
-        return Plan(decoding=reqs, decode_writes=self._grow(reqs)) if reqs else None
+        plan = Plan(decoding=reqs)
+        self._grow(reqs, plan.writes)
+        return plan if reqs else None
 
-    def _grow(self, reqs: list[Req]) -> PageWrites:
+    def _grow(self, reqs: list[Req], writes: PageWrites) -> None:
         """Give each the pages that one more decode step needs."""
-        writes = PageWrites()
         for req in reqs:
             holding = req.holding
             assert holding is not None
             col = holding.count
             writes.add(req.row, col, self.ledger.grow(holding, self._decode_pages(req)))
-        return writes
 
     def _missing_pages(self, reqs: list[Req]) -> int:
         """Pages to be found before they decode once more."""
@@ -369,7 +366,7 @@ class Scheduler:
     def _submit(self, plan: Plan) -> bool:
         """Hand the step to the worker; False if that failed, and its requests with it."""
         self._steps += 1
-        batch = self._batch(plan)
+        batch = make_batch(self._steps, plan.chunks, plan.decoding, plan.new_rows, plan.writes, self.limits)
         self._prompt_tokens = 0 if plan.decoding else self._prompt_tokens + len(batch.token_ids)
         try:
             pending = self._worker.submit(batch)
@@ -387,13 +384,6 @@ class Scheduler:
         self._flights.append(Flight(batch, pending, plan))
         return True
 
-    def _batch(self, plan: Plan) -> ScheduleBatch:
-        decode = decode_batch(self._steps, plan.decoding, self.limits, plan.decode_writes) if plan.decoding else None
-        if plan.chunks:
-            return extend_batch(self._steps, plan.chunks, plan.new_rows, plan.writes, decode)
-        assert decode is not None, "an empty plan"
-        return decode
-
     # ---- collecting
 
     def _collect(self) -> None:
@@ -406,19 +396,18 @@ class Scheduler:
             return
         plan, outs = flight.plan, list[TokensOut]()
         self.state.step_done(flight.batch, result.stats, (req.steps for req in plan.decoding))
-        if plan.chunks:
-            self._apply_extend(plan.chunks, result, outs)
+        tokens = result.token_ids.tolist()
+        starts = [0, *result.accept_lens.cumsum().tolist()]
+        self._apply_extend(plan.chunks, result, tokens, starts, outs)
         if plan.decoding:
-            decoded = result.decode if plan.chunks else result
-            assert decoded is not None, "a mixed step without the result of those who decode"
-            self._apply_decode(plan.decoding, decoded, outs)
+            self._apply_decode(plan.decoding, result, tokens, starts[len(plan.chunks) :], outs)
         if outs:
             self._send(TokensOutBatch(outs=outs))
 
-    def _apply_extend(self, chunks: list[Chunk], result: BatchResult, outs: list[TokensOut]) -> None:
-        tokens, at = result.token_ids.tolist(), 0
-        for index, (chunk, count) in enumerate(zip(chunks, result.accept_lens.tolist(), strict=True)):
-            start, at = at, at + count
+    def _apply_extend(self, chunks: list[Chunk], result: BatchResult, tokens: list[int], starts: list[int], outs: list[TokensOut]) -> None:
+        """`starts`: where the tokens of each chunk's request begin."""
+        for index, chunk in enumerate(chunks):
+            start, at = starts[index], starts[index + 1]
             req = chunk.req
             if not req.alive:
                 continue
@@ -431,11 +420,11 @@ class Scheduler:
             if req.holding is not None:
                 self.ledger.publish(req.holding, req.ids, req.kv_len)
 
-    def _apply_decode(self, reqs: list[Req], result: BatchResult, outs: list[TokensOut]) -> None:
-        tokens, at = result.token_ids.tolist(), 0
+    def _apply_decode(self, reqs: list[Req], result: BatchResult, tokens: list[int], starts: list[int], outs: list[TokensOut]) -> None:
+        """`starts`: where the tokens of each request begin, and where those of the last one end."""
         self.state.spec.paused_steps += self.limits.max_accept_len > 1 and not result.stats.draft_tokens
-        for req, count in zip(reqs, result.accept_lens.tolist(), strict=True):
-            start, at = at, at + count
+        for req, (start, at) in zip(reqs, pairwise(starts), strict=True):
+            count = at - start
             if not req.alive:
                 continue
             req.kv_len += count

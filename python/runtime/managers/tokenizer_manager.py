@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from runtime.batch import WorkerLimits
+from runtime.config.runtime_config import RuntimeConfig
 from runtime.errors import (
     ContextTooLong,
     InvalidField,
@@ -27,8 +28,7 @@ from runtime.errors import (
     StepFailed,
     WorkerDied,
 )
-from runtime.managers.health import Health
-from runtime.managers.io_struct import (
+from runtime.managers.messages import (
     AbortReq,
     ControlReply,
     ControlReq,
@@ -43,10 +43,10 @@ from runtime.managers.io_struct import (
     ToScheduler,
     ToTokenizer,
 )
-from runtime.managers.step_tally import StepTally
+from runtime.managers.telemetry.health import Health
+from runtime.managers.telemetry.step_stats import StepTally
 from runtime.models.config import ModelConfig
 from runtime.sampling_params import MAX_N, MAX_TOP_LOGPROBS, SamplingParams
-from runtime.server_args import RuntimeConfig
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class TokenizerManager:
         self._calls: dict[str, asyncio.Future[dict[str, object]]] = {}
         self._trace_calls = 0
         self._serial = itertools.count(1)
-        self._seeds = random.Random(config.random_seed)
+        self._seeds = random.Random(config.model.random_seed)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._idle = asyncio.Event()
         self._idle.set()
@@ -446,7 +446,7 @@ class TokenizerManager:
         seconds = time.monotonic() - choice.arrived
         if self.observer is not None:
             self.observer.ended(seconds, update)
-        if self.config.log_requests:
+        if self.config.server.log_requests:
             _log_request(generation, choice, update, seconds)
 
     def _observe(self, choice: _Choice, update: GenerationUpdate, now: float) -> None:
@@ -468,9 +468,9 @@ class TokenizerManager:
 
     def _check_queue(self, n: int) -> None:
         waiting = max(0, len(self._open) - self.limits.max_running_requests)
-        room = self.limits.max_running_requests + self.config.max_queued_requests - len(self._open)
-        if waiting >= self.config.max_queued_requests or n > room:
-            raise QueueFull(self.config.max_queued_requests)
+        room = self.limits.max_running_requests + self.config.scheduler.max_queued_requests - len(self._open)
+        if waiting >= self.config.scheduler.max_queued_requests or n > room:
+            raise QueueFull(self.config.scheduler.max_queued_requests)
 
     def _check_envelope(self, n: int, top_logprobs: int, rid: str | None) -> None:
         if type(n) is not int or not 1 <= n <= MAX_N:
@@ -492,7 +492,7 @@ class TokenizerManager:
     @property
     def max_context_len(self) -> int:
         """Prompt and output tokens of one request, together: the context, or less where KV holds less."""
-        return min(self.config.context_length, self.limits.max_request_len)
+        return min(self.config.model.context_length, self.limits.max_request_len)
 
     def _fitted(self, sampling: SamplingParams, prompt_len: int, fill_context: bool) -> SamplingParams:
         """`sampling` with its length cut to the room left, checked."""

@@ -1,66 +1,72 @@
-"""The device side of the KV cache: the slots, and which page holds which positions of a request."""
+"""The device side of the KV cache: the slots, and the table of each request's pages."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from runtime.mem_cache.kv_spec import KVSpec
+
 
 class KVPool:
-    """Keys and values of every layer, by slot. Target and draft have one each, with the same slot numbers.
+    """Keys and values of every layer, by slot. Target and draft have one pool each, with the same slot numbers.
 
-    Owner of the tensors: this pool. Written by the model's attention layers, read by the attention backend, until the pool dies.
-    Page 0 belongs to nobody: padding reads and writes its slots.
+    Owner of the tensors. The model's attention layers write them; the attention backend reads them. Page 0 is padding:
+    padded tokens read and write its slots.
 
     Attributes:
-        k, v: per layer [num_pages + 1, page_size, G, head_dim].
+        specs: what each layer stores.
+        k, v: per layer [num_pages + 1, page_size, G, key_dim] and [..., value_dim]. For "mla" `v` is a view of `k`.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        shape = (num_pages + 1, page_size, num_kv_heads, head_dim)
+    def __init__(self, specs: Sequence[KVSpec], num_pages: int, page_size: int, device: torch.device) -> None:
+        self.specs = tuple(specs)
         self.page_size = page_size
         self.num_slots = (num_pages + 1) * page_size
-        self.k = [_zeros(shape, dtype, device) for _ in range(num_layers)]
-        self.v = [_zeros(shape, dtype, device) for _ in range(num_layers)]
-        self._pointers = torch.tensor([t.data_ptr() for t in (*self.k, *self.v)], dtype=torch.int64, device=device)
+        self.k: list[torch.Tensor] = []
+        self.v: list[torch.Tensor] = []
+        self._stored: dict[int, list[torch.Tensor]] = {}
+        for spec in self.specs:
+            self._add_layer(spec, (num_pages + 1, page_size, spec.num_heads), device)
+        self._pointers = {
+            row_bytes: torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
+            for row_bytes, tensors in self._stored.items()
+        }
+
+    def _add_layer(self, spec: KVSpec, shape: tuple[int, ...], device: torch.device) -> None:
+        keys = _zeros((*shape, spec.key_dim), spec.dtype, device)
+        latent = spec.kind == "mla"
+        values = keys[..., : spec.value_dim] if latent else _zeros((*shape, spec.value_dim), spec.dtype, device)
+        self.k.append(keys)
+        self.v.append(values)
+        for tensor in (keys,) if latent else (keys, values):
+            self._stored.setdefault(tensor[0, 0].nbytes, []).append(tensor)
 
     def flat(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer by slot: two views [num_slots, G, head_dim]."""
+        """Keys and values of a layer by slot: views [num_slots, G, key_dim] and [num_slots, G, value_dim]."""
         return self.k[layer_id].flatten(0, 1), self.v[layer_id].flatten(0, 1)
 
     def move(self, source: torch.Tensor, target: torch.Tensor, group: int) -> None:
         """Copy slots `source` onto slots `target`, int64 [B * group], in every layer.
 
-        Within each request's `group` sources rise and are nowhere below their targets, as an accepted tree path is.
+        Within each request's `group`, sources rise and are never below their targets, as on an accepted tree path.
         """
-        if source.is_cuda:
-            from runtime.mem_cache.kv_move import move_slots
+        for row_bytes, tensors in self._stored.items():
+            if source.is_cuda:
+                from runtime.mem_cache.kv_move import move_slots
 
-            move_slots(self._pointers, source, target, group, self.k[0][0, 0].nbytes)
-            return
-        for pool in (*self.k, *self.v):
-            flat = pool.flatten(0, 1)
-            flat[target] = flat[source]
-
-    @staticmethod
-    def bytes_per_slot(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """What one slot costs, in bytes."""
-        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+                move_slots(self._pointers[row_bytes], source, target, group, row_bytes)
+            else:
+                for tensor in tensors:
+                    flat = tensor.flatten(0, 1)
+                    flat[target] = flat[source]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on the CPU as memory that the kernel zeroes page by page when it is first touched, where torch would write 4 GiB at start."""
+    """Zeros. On the CPU the kernel zeroes each page at its first touch; `torch.zeros` would write 4 GiB at start-up."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape) * dtype.itemsize
@@ -68,10 +74,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 class PageTable:
-    """Which page holds positions [col * page_size, (col + 1) * page_size) of a row.
+    """Which page holds positions [col * page_size, (col + 1) * page_size) of a row. All layers share it.
 
-    Written by the worker from `ScheduleBatch.page_*`; read by slot computation and attention backends. Entries past a row's pages are
-    stale, but always valid page numbers. Row 0 is padding and holds page 0 only.
+    The worker writes it from `ScheduleBatch.page_*`; slot computation and attention backends read it. Entries past a
+    row's pages are stale but always valid page numbers. Row 0 is padding and holds page 0 only.
 
     Attributes:
         pages: int32 [rows, max_pages].

@@ -13,11 +13,13 @@ import numpy as np
 import psutil
 import torch
 
-from runtime.batch import PAD_ROW, ForwardMode, RowInit, ScheduleBatch, WorkerLimits, no_ints
+from runtime.batch import PAD_ROW, RowInit, ScheduleBatch, WorkerLimits, no_ints
+from runtime.config.runtime_config import RuntimeConfig
 from runtime.errors import ConfigError
 from runtime.layers.attention.registry import backend_class
-from runtime.layers.sampler import SamplingNeeds, sample, top_logprobs
-from runtime.layers.select import select_ops, select_sampling, tune_ops
+from runtime.layers.backend_selection import select_ops, select_sampling, tune_ops
+from runtime.layers.sampler import sample, top_logprobs
+from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.graph_runner import CaptureReport, GraphRunner, capture_all
 from runtime.model_executor.input_buffers import InputBuffers
@@ -33,7 +35,6 @@ from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.registry import build_model
 from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
-from runtime.server_args import RuntimeConfig
 
 log = logging.getLogger(__name__)
 ReplayKind = Literal["cuda", "eager", "none"]
@@ -70,24 +71,24 @@ class Parts:
     @property
     def extend_tokens(self) -> int:
         """Tokens of one EXTEND batch: the chunk, or the longest prompt where none is cut."""
-        chunk = self.config.chunked_prefill_size
-        return chunk if chunk > 0 else self.config.context_length
+        chunk = self.config.scheduler.chunked_prefill_size
+        return chunk if chunk > 0 else self.config.model.context_length
 
 
 def make_parts(config: RuntimeConfig, replay: ReplayKind | None = None, sizes: list[int] | None = None) -> Parts:
     """Decide device, dtype, admission limit and graph sizes. `replay` and `sizes` override the configuration's (tests, parity checks)."""
-    device = torch.device(config.device, 0) if config.device == "cuda" else torch.device("cpu")
+    device = torch.device(config.device.device, 0) if config.device.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(config.cpu_threads)
-    captured = list(config.cuda_graph_bs) if sizes is None else sizes
+        torch.set_num_threads(config.device.cpu_threads)
+    captured = list(config.graphs.cuda_graph_bs) if sizes is None else sizes
     kind: ReplayKind = replay if replay is not None else ("cuda" if captured and device.type == "cuda" else "none")
     default = max(captured, default=CPU_RUNNING) if kind == "cuda" else CPU_RUNNING
-    running = config.max_running_requests or default
+    running = config.scheduler.max_running_requests or default
     if captured and running > max(captured) and kind == "cuda":
         log.warning("batches above %d requests have no graph and run eagerly; raise --cuda-graph-max-bs to %d", max(captured), running)
-    return Parts(config, device, getattr(torch, config.dtype), running, captured, kind)
+    return Parts(config, device, getattr(torch, config.device.dtype), running, captured, kind)
 
 
 def load_model(parts: Parts, config: ModelConfig, folder: str, load_format: str, quantization: str | None) -> DecoderModel:
@@ -99,7 +100,7 @@ def load_model(parts: Parts, config: ModelConfig, folder: str, load_format: str,
     model.load(model_weights(parts, model.expected_weights(), folder, load_format))
     seconds = time.perf_counter() - started
     parts.phases["load_weights"] = parts.phases.get("load_weights", 0.0) + seconds
-    log.info("weights: %s, %.0f MiB, %s%s, %.1f s", config.architecture, model.weight_bytes / MIB, parts.config.dtype,
+    log.info("weights: %s, %.0f MiB, %s%s, %.1f s", config.architecture, model.weight_bytes / MIB, parts.config.device.dtype,
              f" with {quantization} linears" if quantization else "", seconds)  # fmt: skip
     return model
 
@@ -126,19 +127,19 @@ def tune_products(parts: Parts, target: Target, rows: Iterable[int], others: Ite
 def model_weights(parts: Parts, shapes: dict[str, tuple[int, ...]], folder: str, load_format: str):
     """The tensors of a checkpoint, or random ones."""
     if load_format == "dummy":
-        return dummy_weights(shapes, parts.dtype, parts.device, seed=parts.config.random_seed)
+        return dummy_weights(shapes, parts.dtype, parts.device, seed=parts.config.model.random_seed)
     return safetensors_weights(folder, parts.device)
 
 
 def make_page_table(parts: Parts, tokens_per_step: int) -> PageTable:
     """Rows for every request and the padding; columns for the longest context and what runs ahead of it."""
-    positions = parts.config.context_length + STEPS_AHEAD * tokens_per_step
-    return PageTable(parts.running + 1, positions, parts.config.page_size, parts.device)
+    positions = parts.config.model.context_length + STEPS_AHEAD * tokens_per_step
+    return PageTable(parts.running + 1, positions, parts.config.cache.page_size, parts.device)
 
 
 def make_target(parts: Parts, runner: ModelRunner, page_table: PageTable, tokens_per_step: int) -> Target:
     """The target side, with its rows and staging."""
-    ops, why = select_sampling(parts.device, parts.config.sampling_backend)
+    ops, why = select_sampling(parts.device, parts.config.device.sampling_backend)
     log.info("sampling: %s", why)
     rows = RequestRows(parts.running + 1, runner.config.vocab_size, parts.device, ops)
     # an EXTEND batch uploads three arrays a token and five a request; a page is three numbers: one page a token, or a decode step's reach
@@ -169,10 +170,11 @@ def measure_activations(
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with torch.inference_mode():
-        done, result = target.extend(padding_prompt(parts), aux_layers)
+        batch = padding_prompt(parts)
+        done, result = target.extend(batch, target.stage_rows(batch)[0], aux_layers)
         follow(done)
         result.collect()
-        if not parts.config.mixed_chunk:  # else those who ride along choose their tokens beside what the prompts left
+        if not parts.config.scheduler.mixed_chunk:  # else decode rows of the pass choose their tokens beside what the prompts left
             del done, result
         rehearse()
         target.rows.admit([RowInit(PAD_ROW, 0, GREEDY, 0, no_ints())])
@@ -188,11 +190,11 @@ def padding_prompt(parts: Parts) -> ScheduleBatch:
     count = max(min(parts.running, parts.extend_tokens // 2), 1)
     lens, left = np.ones(count, dtype=np.int32), parts.extend_tokens - count
     for i in range(count):
-        lens[i] += (more := min(left, parts.config.context_length - 2))
+        lens[i] += (more := min(left, parts.config.model.context_length - 2))
         left -= more
     zeros = np.zeros(count, dtype=np.int32)
     return ScheduleBatch(
-        step=0, mode=ForwardMode.EXTEND, rows=zeros + PAD_ROW, len_bounds=zeros, top_logprobs=zeros + MAX_TOP_LOGPROBS,
+        step=0, rows=zeros + PAD_ROW, len_bounds=zeros, top_logprobs=zeros + MAX_TOP_LOGPROBS,
         new_rows=[RowInit(PAD_ROW, 1, FILTERED, 0, no_ints())], prefix_lens=zeros, extend_lens=lens,
         token_ids=np.zeros(int(lens.sum()), dtype=np.int32), next_tokens=zeros - 1, prompt_logprobs=zeros == np.arange(count),
     )  # fmt: skip
@@ -201,7 +203,7 @@ def padding_prompt(parts: Parts) -> ScheduleBatch:
 def rehearse_sampling(target: Target, logits: torch.Tensor) -> None:
     """Choose a token for each row of float32 [B, V] logits with all that requests may ask for, so that the memory it takes is seen."""
     rows = torch.full((len(logits),), PAD_ROW, dtype=torch.int64, device=logits.device)
-    needs = SamplingNeeds.every()
+    needs = SamplingNeeds.every(len(logits))
     tokens = sample(logits, target.rows.tables, rows, rows, needs)
     HostCopy(*top_logprobs(logits, tokens, MAX_TOP_LOGPROBS)).wait()
 
@@ -209,20 +211,24 @@ def rehearse_sampling(target: Target, logits: torch.Tensor) -> None:
 def divide_memory(parts: Parts, activations: int, reservations: dict[str, int], bytes_per_slot: int, tokens_per_step: int) -> MemoryPlan:
     """Give KV what is left."""
     config = parts.config
-    wanted = config.max_total_tokens
-    least = min(config.context_length, 1024) + 2 * tokens_per_step + config.page_size
+    wanted = config.cache.max_total_tokens
+    least = min(config.model.context_length, 1024) + 2 * tokens_per_step + config.cache.page_size
     if parts.device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
     else:
         free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
-        if wanted is None and config.mem_fraction_static is None:
+        if wanted is None and config.cache.mem_fraction_static is None:
             most = min(int(free * CPU_KV_SHARE), CPU_KV_MOST) // bytes_per_slot
             # A step writes past the context's end: for a single short request its own context is too little.
-            wanted = min(most, max(parts.running * config.context_length, least + config.page_size))
+            wanted = min(most, max(parts.running * config.model.context_length, least + config.cache.page_size))
     plan = plan_memory(
-        Budget(total, free, activations, reservations, bytes_per_slot), config.page_size, wanted, config.mem_fraction_static, least
+        Budget(total, free, activations, reservations, bytes_per_slot),
+        config.cache.page_size,
+        wanted,
+        config.cache.mem_fraction_static,
+        least,
     )
-    log.info("KV cache: %d tokens in pages of %d", plan.num_pages * config.page_size, config.page_size)
+    log.info("KV cache: %d tokens in pages of %d", plan.num_pages * config.cache.page_size, config.cache.page_size)
     parts.facts["memory_mib"] = {name: round(size / MIB, 1) for name, size in plan.table.items()}
     return plan
 
@@ -254,9 +260,9 @@ def _free_tokens(model: DecoderModel) -> int:
 
 def make_runner(parts: Parts, model: DecoderModel, config: ModelConfig) -> ModelRunner:
     """The target's runner; on a GPU short prompts will have graphs."""
-    attention, sizes = parts.config.attention_backend, list[int]()
+    attention, sizes = parts.config.device.attention_backend, list[int]()
     if parts.device.type == "cuda" and parts.replay != "none" and backend_class(attention).caps.cuda_graph:
-        sizes = prompt_sizes(_free_tokens(model), min(parts.extend_tokens, parts.config.context_length))
+        sizes = prompt_sizes(_free_tokens(model), min(parts.extend_tokens, parts.config.model.context_length))
     return ModelRunner(model, config, attention, parts.dtype, parts.device, sizes)
 
 
@@ -325,18 +331,18 @@ def make_limits(parts: Parts, plan: MemoryPlan, target: Target, overlap: bool | 
     """The scheduler's view of the memory plan. `more`: the fields that speculation sets."""
     config, model, on_gpu = parts.config, target.runner.model, parts.device.type == "cuda"
     mixed_from = 1 if target.short_prompts is None else target.short_prompts.largest + 1
-    if config.mixed_chunk and mixed_from > parts.extend_tokens:
+    if config.scheduler.mixed_chunk and mixed_from > parts.extend_tokens:
         log.warning("--enable-mixed-chunk takes nobody along: a prompt step of this model is at most %d tokens, which have a graph of "
                     "their own", parts.extend_tokens)  # fmt: skip
     limits = WorkerLimits(
-        max_total_tokens=plan.num_pages * config.page_size,
+        max_total_tokens=plan.num_pages * config.cache.page_size,
         max_running_requests=parts.running,
-        max_context_len=config.context_length,
+        max_context_len=config.model.context_length,
         max_extend_tokens=parts.extend_tokens,
-        page_size=config.page_size,
+        page_size=config.cache.page_size,
         vocab_size=model.config.vocab_size,
-        overlap=config.overlap if overlap is None else overlap,
-        mixed=config.mixed_chunk and mixed_from <= parts.extend_tokens,
+        overlap=config.scheduler.overlap if overlap is None else overlap,
+        mixed=config.scheduler.mixed_chunk and mixed_from <= parts.extend_tokens,
         mixed_from=mixed_from,
         busy_tokens=busy_tokens(_free_tokens(model)) if on_gpu else CPU_BUSY_TOKENS,
         **more,
@@ -357,7 +363,7 @@ def build_worker(
     if config.speculative is not None:
         raise ConfigError("a plain worker cannot speculate")
     parts = make_parts(config, replay, sizes)
-    model = load_model(parts, model_config, config.model_path, config.load_format, config.quantization)
+    model = load_model(parts, model_config, config.model.model_path, config.model.load_format, config.model.quantization)
     runner = make_runner(parts, model, model_config)
     page_table = make_page_table(parts, 1)
     target = make_target(parts, runner, page_table, 1)
@@ -365,7 +371,9 @@ def build_worker(
     tune_products(parts, target, decode_sizes(parts), runner.backend.first_runs(decode_sizes(parts), 1, tree=False))
     spec = decode_spec(model_config.vocab_size, target_launches(model_config))
     inputs = InputBuffers(parts.requests, 1, parts.device)
-    decode = GraphRunner(spec, decode_forward(target), inputs, [runner.backend], parts.replay, parts.sizes, config.cuda_graph_padding)
+    decode = GraphRunner(
+        spec, decode_forward(target), inputs, [runner.backend], parts.replay, parts.sizes, config.graphs.cuda_graph_padding
+    )
     activations = measure_activations(parts, target, lambda: rehearse_sampling(target, decode.outputs(parts.running)["logits"]))
     graphs = [*add_short_prompts(parts, target), decode]
     plan = fit_memory(parts, {runner: graphs}, page_table, {runner: (1, 1)}, activations, 1)

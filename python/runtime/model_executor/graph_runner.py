@@ -26,8 +26,8 @@ import torch
 from tqdm import tqdm
 
 from runtime.batch import ForwardMode
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionBackend
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from runtime.batch import ForwardMode
-from runtime.forward_batch import ForwardBatch
+from runtime.layers.forward_batch import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)

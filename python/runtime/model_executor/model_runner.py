@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from runtime.batch import ForwardMode
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionBackend, AttentionShape
 from runtime.layers.attention.registry import build_backend
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
+from runtime.models.attention_specs import attention_specs
 from runtime.models.config import ModelConfig
 from runtime.models.registry import DecoderModel
 
@@ -39,8 +40,7 @@ class ModelRunner:
     @property
     def bytes_per_slot(self) -> int:
         """KV bytes of one position, all layers."""
-        c = self.config
-        return KVPool.bytes_per_slot(c.num_layers, c.num_kv_heads, c.head_dim, self.dtype)
+        return sum(layer.kv.bytes_per_slot for layer in attention_specs(self.config, self.dtype))
 
     def allocate(
         self,
@@ -54,14 +54,10 @@ class ModelRunner:
 
         Called again, it replaces both (a profile run uses a small pool).
         """
-        c = self.config
-        self.kv_pool = KVPool(c.num_layers, num_pages, page_table.page_size, c.num_kv_heads, c.head_dim, self.dtype, self.device)
+        layers = attention_specs(self.config, self.dtype)
+        self.kv_pool = KVPool([layer.kv for layer in layers], num_pages, page_table.page_size, self.device)
         shape = AttentionShape(
-            num_q_heads=c.num_q_heads,
-            num_kv_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            scale=c.head_dim**-0.5,
-            window=c.window,
+            layers=layers,
             max_batch_size=max_batch_size,
             max_tokens_per_req=max_width,
             max_steps=max_steps,

@@ -6,19 +6,32 @@ row of a graph reads position 0 of page 0 and no request sees it.
 
 from __future__ import annotations
 
+import enum
+
 import numpy as np
 import torch
 
 from runtime.batch import RowInit
-from runtime.layers.sampler import SamplingNeeds, SamplingOps, SamplingTables, TorchSampling
+from runtime.layers.sampler import TorchSampling
+from runtime.layers.sampling_tables import SamplingNeeds, SamplingOps, SamplingTables
 from runtime.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_IDS, TOP_K_ALL, SamplingParams
 
 MAX_EOS = MAX_STOP_IDS + 16
 GREEDY = SamplingParams(temperature=0.0)
 MOST_COUNTED = 32767
-"""Times that one token is counted: the largest int16."""
+"""The largest count of one token in the output: the largest int16."""
 LEAST_TEMPERATURE = 1e-6
-"""A smaller one means the same, and would make logits infinite and their softmax NaN."""
+"""Lower temperatures are raised to this: the draw is the same, and the logits stay finite."""
+
+
+class Stage(enum.IntFlag):
+    """Sampling stages that a request takes part in."""
+
+    GREEDY = 1
+    FILTERED = 2
+    PENALISED = 4
+    BIASED = 8
+    MIN_LENGTH = 16
 
 
 class RequestRows:
@@ -31,7 +44,7 @@ class RequestRows:
     """
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device, ops: SamplingOps | None = None) -> None:
-        """`ops`: how tokens are sampled; torch's operations where not given."""
+        """`ops`: the sampling operations; torch's by default."""
         self.device = device
         self.kv_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -48,10 +61,10 @@ class RequestRows:
             in_prompt=torch.zeros((rows, vocab_size), dtype=torch.bool, device=device),
         )
         self.tables.floats[:, :] = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 1.0])
-        self._params: list[SamplingParams] = [GREEDY] * rows
+        self._stages = np.full(rows, Stage.GREEDY, dtype=np.uint8)
 
     def admit(self, new_rows: list[RowInit]) -> None:
-        """Write what the batch says of rows that changed hands."""
+        """Write the state of rows that new requests took."""
         if not new_rows:
             return
         params = [init.sampling for init in new_rows]
@@ -67,26 +80,20 @@ class RequestRows:
         minimum = [init.prompt_len + p.min_new_tokens if p.min_new_tokens else 0 for init, p in zip(new_rows, params, strict=True)]
         t.min_positions[rows] = self._upload(np.array(minimum, dtype=np.int64))
         for init in new_rows:
-            self._params[init.row] = init.sampling
+            self._stages[init.row] = stages_of(init.sampling)
             self._admit_rare(init)
 
     def needs(self, rows: np.ndarray) -> SamplingNeeds:
-        """What the sampler has to do for these rows; known on the host, so that nothing is computed in vain."""
-        chosen = [self._params[r] for r in rows.tolist()]
-        index = lambda wanted: [i for i, p in enumerate(chosen) if wanted(p)]  # noqa: E731
-        return SamplingNeeds(
-            all_greedy=all(p.greedy for p in chosen),
-            any_greedy=any(p.greedy for p in chosen),
-            filtered=any(not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) for p in chosen),
-            penalised=index(lambda p: p.penalised),
-            biased=index(lambda p: bool(p.logit_bias)),
-            at_least=index(lambda p: p.min_new_tokens > 0),
-        )
+        """The sampling stages that these rows need; known on the host, so a stage without requests costs nothing."""
+        stages = self._stages[rows]
+        indices = [np.flatnonzero(stages & stage).tolist() for stage in (Stage.PENALISED, Stage.BIASED, Stage.MIN_LENGTH)]
+        greedy = (stages & Stage.GREEDY) > 0
+        return SamplingNeeds(bool(greedy.all()), bool(greedy.any()), bool((stages & Stage.FILTERED).any()), *indices)
 
     def count(self, rows: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor) -> None:
         """Add committed output tokens to the counts. rows int64 [N], tokens int64 [N, W], valid bool [N, W].
 
-        A count ends at `MOST_COUNTED`: one more would wrap, and make a penalty a reward.
+        A count stays at `MOST_COUNTED` instead of wrapping to a negative number.
         """
         counts, at = self.tables.output_counts, (rows.repeat_interleave(tokens.shape[1]), tokens.flatten())
         counts.index_put_(at, valid.to(torch.int16).flatten(), accumulate=True)
@@ -114,3 +121,19 @@ class RequestRows:
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+
+def stages_of(p: SamplingParams) -> Stage:
+    """The stages that a request with these parameters needs."""
+    wanted = (
+        (Stage.GREEDY, p.greedy),
+        (Stage.FILTERED, not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)),
+        (Stage.PENALISED, p.penalised),
+        (Stage.BIASED, bool(p.logit_bias)),
+        (Stage.MIN_LENGTH, p.min_new_tokens > 0),
+    )
+    stages = Stage(0)
+    for stage, needed in wanted:
+        if needed:
+            stages |= stage
+    return stages

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from runtime.batch import ForwardMode
-from runtime.forward_batch import ForwardBatch
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec

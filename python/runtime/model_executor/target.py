@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from runtime.batch import PAD_ROW, BatchResult, ForwardMode, Logprobs, ScheduleBatch, StepStats
-from runtime.forward_batch import ForwardBatch
-from runtime.layers.sampler import SamplingNeeds, sample, top_logprobs
+from runtime.batch import PAD_ROW, BatchResult, ForwardMode, Logprobs, ScheduleBatch
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.sampler import sample, top_logprobs
+from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.device_queue import Finish
 from runtime.model_executor.graph_runner import GraphRunner
@@ -50,16 +51,16 @@ class ExtendPass:
 
 
 @dataclass(frozen=True, slots=True)
-class Riders:
-    """Requests that decode in the pass of a prompt batch: their windows follow the prompts' tokens.
+class Windows:
+    """The decode rows of a ragged pass: their windows follow the prompts' tokens.
 
     Attributes:
-        windows: the filled inputs of a fixed-width pass; what pads them stays out.
-        count: requests that live, the first ones.
+        batch: the filled inputs of a fixed-width pass; its padding is left out.
+        count: requests without the padding, the first ones.
         keep: called with their share of the pass: hidden [count * width, hidden], and aux where asked.
     """
 
-    windows: ForwardBatch
+    batch: ForwardBatch
     count: int
     keep: Callable[[torch.Tensor, torch.Tensor | None], object]
 
@@ -89,27 +90,34 @@ class Target:
         """That of short prompts, where they have graphs."""
         return [] if self.short_prompts is None else [self.short_prompts.runner]
 
-    def stage_rows(self, batch: ScheduleBatch, size: int) -> torch.Tensor:
-        """Write pages and new rows; return the batch's rows, int64 [size], padded with row 0."""
+    def stage_rows(self, batch: ScheduleBatch, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write pages and new rows.
+
+        Returns:
+            int64 [E] rows of the prompt chunks, and int64 [size] those of the decode rows, padded with row 0.
+        """
         self.rows.admit(batch.new_rows)
-        rows = np.full(size, PAD_ROW, dtype=np.int32)
-        rows[: batch.size] = batch.rows
-        on_device, page_rows, page_cols, page_ids = self.staging.upload(rows, batch.page_rows, batch.page_cols, batch.page_ids)
+        decoding = np.full(size, PAD_ROW, dtype=np.int32)
+        decoding[: batch.num_decodes] = batch.rows[batch.num_prompts :]
+        chunks, decoding_d, page_rows, page_cols, page_ids = self.staging.upload(
+            batch.rows[: batch.num_prompts], decoding, batch.page_rows, batch.page_cols, batch.page_ids
+        )
         if len(batch.page_ids):
             self.page_table.write(page_rows.to(torch.int64), page_cols.to(torch.int64), page_ids)
-        return on_device.to(torch.int64)
+        return chunks.to(torch.int64), decoding_d.to(torch.int64)
 
     def extend(
-        self, batch: ScheduleBatch, aux_layers: tuple[int, ...] = (), riders: Riders | None = None
+        self, batch: ScheduleBatch, rows: torch.Tensor, aux_layers: tuple[int, ...] = (), windows: Windows | None = None
     ) -> tuple[ExtendPass, ExtendResult]:
-        """Run a chunk of prompts, sample where a prompt ends, and set the rows' lengths and last tokens.
+        """Run the prompt chunks of a batch, sample where a prompt ends, and set the rows' lengths and last tokens.
 
-        `riders` come along in the pass; what their windows mean is their owner's business.
+        Args:
+            rows: int64 [E], from `stage_rows`.
+            windows: of the decode rows, which run in the same pass.
         """
-        rows = self.stage_rows(batch, batch.size)
         forward, last, given = self._ragged(batch, rows)
-        hidden, aux = self._pass(forward, aux_layers, riders)
-        needs = self.rows.needs(batch.rows)
+        hidden, aux = self._pass(forward, aux_layers, windows)
+        needs = self.rows.needs(batch.rows[: batch.num_prompts])
         logits = self.runner.model.logits(hidden[last])
         positions = forward.seq_lens.to(torch.int64)
         sampled = sample(logits, self.rows.tables, rows, positions, needs)
@@ -124,13 +132,15 @@ class Target:
         result = ExtendResult(batch, HostCopy(next_tokens), copies, prompt)
         return ExtendPass(forward, rows, last, next_tokens, hidden, aux, needs), result
 
-    def _pass(self, prompts: ForwardBatch, aux_layers: tuple[int, ...], riders: Riders | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _pass(
+        self, prompts: ForwardBatch, aux_layers: tuple[int, ...], windows: Windows | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden and auxiliary states of the prompts."""
-        if riders is None:
+        if windows is None:
             return (self.short_prompts and self.short_prompts.run(prompts)) or self.runner.extend(prompts, aux_layers)
-        hidden, aux = self.runner.extend(prompts_and_windows(prompts, riders.windows, riders.count), aux_layers)
+        hidden, aux = self.runner.extend(prompts_and_windows(prompts, windows.batch, windows.count), aux_layers)
         T = prompts.num_tokens
-        riders.keep(hidden[T:], None if aux is None else aux[T:])
+        windows.keep(hidden[T:], None if aux is None else aux[T:])
         return hidden[:T], None if aux is None else aux[:T]
 
     def _ragged(self, batch: ScheduleBatch, rows: torch.Tensor) -> tuple[ForwardBatch, torch.Tensor, torch.Tensor]:
@@ -140,14 +150,14 @@ class Target:
         starts = np.repeat(batch.prefix_lens - indptr[:-1], lens)
         positions = (np.arange(ends[-1], dtype=np.int32) + starts).astype(np.int32)
         seq_lens = (batch.prefix_lens + lens).astype(np.int32)
-        owner = np.repeat(np.arange(batch.size, dtype=np.int32), lens)
+        owner = np.repeat(np.arange(batch.num_prompts, dtype=np.int32), lens)
         ids_d, pos_d, owner_d, indptr_d, lens_d, last_d, next_d = self.staging.upload(
             batch.token_ids, positions, owner, indptr, seq_lens, ends - 1, batch.next_tokens
         )
         position = pos_d.to(torch.int64)
         forward = ForwardBatch(
             mode=ForwardMode.EXTEND,
-            batch_size=batch.size,
+            batch_size=batch.num_prompts,
             tokens_per_req=0,
             input_ids=ids_d.to(torch.int64),
             positions=position,
@@ -196,13 +206,29 @@ class ExtendResult:
             accept_lens=ends.astype(np.int32),
             logprobs=to_logprobs(self.logprobs, ends) if self.logprobs is not None else None,
             prompt_logprobs={i: to_logprobs(copy, None) for i, copy in self.prompt_logprobs.items()},
-            stats=StepStats(padded_size=self.batch.size),
         )
 
 
-def mixed(prompts: Finish, decode: Finish) -> Finish:
-    """One result of a step's prompts and of those who decoded along."""
-    return lambda: replace(prompts(), decode=decode())
+def joined(prompts: Finish, decode: Finish) -> Finish:
+    """One result of a step's prompt chunks and decode rows."""
+
+    def finish() -> BatchResult:
+        first, second = prompts(), decode()
+        return BatchResult(
+            token_ids=np.concatenate([first.token_ids, second.token_ids]),
+            accept_lens=np.concatenate([first.accept_lens, second.accept_lens]),
+            logprobs=_concatenated(first.logprobs, second.logprobs),
+            prompt_logprobs=first.prompt_logprobs,
+            stats=second.stats,
+        )
+
+    return finish
+
+
+def _concatenated(first: Logprobs | None, second: Logprobs | None) -> Logprobs | None:
+    if first is None or second is None:
+        return None
+    return Logprobs(*(np.concatenate([getattr(one, name) for one in (first, second)]) for name in ("chosen", "top_ids", "top")))
 
 
 def _logprob_copy(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> HostCopy | None:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.forward_batch import ForwardBatch
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
 
 

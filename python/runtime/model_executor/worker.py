@@ -6,14 +6,14 @@ import numpy as np
 import torch
 
 from runtime.batch import BatchResult, ForwardMode, ScheduleBatch, StepStats, WorkerLimits
-from runtime.forward_batch import ForwardBatch
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.sampler import sample, top_logprobs
 from runtime.model_executor.device_queue import Finish
 from runtime.model_executor.device_worker import DeviceWorker
 from runtime.model_executor.graph_runner import GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.staging import HostCopy
-from runtime.model_executor.target import Riders, Target, mixed, to_logprobs
+from runtime.model_executor.target import Target, Windows, joined, to_logprobs
 from runtime.model_executor.window import fill_window
 
 
@@ -42,40 +42,34 @@ class TpWorker(DeviceWorker):
         self._target.reset()
 
     def _step(self, batch: ScheduleBatch) -> Finish:
-        if batch.mode is ForwardMode.DECODE:
-            return self._decode_step(batch)
-        if batch.decode is None:
-            return self._target.extend(batch)[1].collect
-        return self._mixed_step(batch, batch.decode)
+        live = batch.num_decodes
+        size = live if batch.num_prompts else self._decode.size_for(live)
+        chunks, rows = self._target.stage_rows(batch, size)
+        if live == 0:
+            return self._target.extend(batch, chunks)[1].collect
+        forward = self._inputs_of(batch, rows)
+        if batch.num_prompts == 0:
+            outputs, replayed = self._decode.run(forward)
+            return self._choose(batch, forward, outputs, StepStats(graph=replayed, padded_size=size))
+        outputs, model = self._decode.outputs(size), self._target.runner.model
+        windows = Windows(forward, live, lambda hidden, _: model.greedy(hidden, outputs["tokens"], outputs["logits"]))
+        _, prompts = self._target.extend(batch, chunks, windows=windows)
+        return joined(prompts.collect, self._choose(batch, forward, outputs, StepStats(padded_size=size)))
 
-    def _decode_step(self, batch: ScheduleBatch) -> Finish:
-        size = self._decode.size_for(batch.size)
-        forward = self._inputs_of(batch, size)
-        outputs, replayed = self._decode.run(forward)
-        return self._choose(batch, forward, outputs, StepStats(graph=replayed, padded_size=size))
-
-    def _mixed_step(self, batch: ScheduleBatch, decode: ScheduleBatch) -> Finish:
-        forward, outputs = self._inputs_of(decode, decode.size), self._decode.outputs(decode.size)
-        model = self._target.runner.model
-        riders = Riders(forward, decode.size, lambda hidden, _: model.greedy(hidden, outputs["tokens"], outputs["logits"]))
-        _, prompts = self._target.extend(batch, riders=riders)
-        return mixed(prompts.collect, self._choose(decode, forward, outputs, StepStats(padded_size=decode.size)))
-
-    def _inputs_of(self, batch: ScheduleBatch, size: int) -> ForwardBatch:
-        """The persistent inputs for a step of `batch`, filled and padded to `size`."""
-        target, state, live = self._target, self._target.rows, batch.size
-        forward = self._decode.batch(size)
-        rows = target.stage_rows(batch, size)
+    def _inputs_of(self, batch: ScheduleBatch, rows: torch.Tensor) -> ForwardBatch:
+        """The persistent inputs of the decode rows int64 [size], filled."""
+        target, state, live = self._target, self._target.rows, batch.num_decodes
+        forward = self._decode.batch(len(rows))
         forward.req_pool_indices.copy_(rows)
         forward.seq_len_bounds[:] = 1
-        forward.seq_len_bounds[:live] = batch.len_bounds + 1
+        forward.seq_len_bounds[:live] = batch.len_bounds[batch.num_prompts :] + 1
         fill_window(forward, target.page_table, state.kv_lens[rows], state.last_tokens[rows][:, None])
         return forward
 
     def _choose(self, batch: ScheduleBatch, forward: ForwardBatch, outputs: Outputs, stats: StepStats) -> Finish:
         """Choose each request's token after its pass, set the rows, and send the tokens to the host."""
-        state, live = self._target.rows, batch.size
-        needs = state.needs(batch.rows)
+        state, live = self._target.rows, batch.num_decodes
+        needs = state.needs(batch.rows[batch.num_prompts :])
         rows, after = forward.req_pool_indices[:live], forward.seq_lens[:live]
         if needs.all_greedy and not needs.adjusts:
             tokens = outputs["tokens"][:live].clone()

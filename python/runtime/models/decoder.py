@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from runtime.forward_batch import ForwardBatch
+from runtime.batch import ForwardMode
 from runtime.layers.attention.base import AttentionBackend
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
 from runtime.layers.ops import BlockOps, HeadLayout, RMSNorm, Stream
 from runtime.mem_cache.kv_pool import KVPool
+from runtime.models.attention_specs import attention_specs
 from runtime.models.config import ModelConfig
 from runtime.models.rotary import build_rope
 from runtime.models.weights import WeightTable
@@ -58,6 +60,7 @@ class DecoderModel:
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
         self.final_norm = self._norm("model.norm.weight", config.hidden_size)
         self.lm_head = self._head(linear)
+        self._specs = attention_specs(config, dtype)
         self._pool: KVPool | None = None
         self._attention: AttentionBackend | None = None
 
@@ -104,7 +107,7 @@ class DecoderModel:
         Returns:
             Hidden states after the final norm [T, hidden], and the streams [T, len(aux_layers) * hidden] side by side, both in `dtype`.
         """
-        stream = Stream(F.embedding(batch.input_ids, self.embed).float())
+        stream = Stream(F.embedding(batch.input_ids, self.embed).float(), in_prompt=batch.mode is ForwardMode.EXTEND)
         aux = []
         for i, layer in enumerate(self.layers):
             if i in aux_layers:
@@ -126,7 +129,7 @@ class DecoderModel:
         q = ops.rope_and_cache(
             qkv, self.layout, self.rope, layer.q_norm, layer.k_norm, batch.positions, batch.out_cache_loc, k_cache, v_cache
         )
-        stream = ops.linear_add(self._attention.forward(q, layer_id, batch), layer.o_proj, stream, layer.mlp_norm)
+        stream = ops.linear_add(self._attention.forward(q, self._specs[layer_id], batch), layer.o_proj, stream, layer.mlp_norm)
         return ops.linear_add(ops.norm_gate_up(stream, layer.mlp_norm, layer.gate_up_proj), layer.down_proj, stream, following)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -11,11 +11,12 @@ from typing import Protocol
 import torch
 
 from runtime.errors import ConfigError
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionBackend
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Int8Linear, Linear
 from runtime.layers.ops import BlockOps, HeadLayout, RMSNorm, Stream
 from runtime.mem_cache.kv_pool import KVPool
+from runtime.models.attention_specs import attention_specs
 from runtime.models.config import ModelConfig
 from runtime.models.rotary import build_rope
 from runtime.models.weights import WeightTable
@@ -117,6 +118,7 @@ class DraftBody:
         self.weights = WeightTable(dtype, device, linear)
         self.rope = build_rope(config, device)
         self._layout = HeadLayout(config.num_q_heads, config.num_kv_heads, config.head_dim)
+        self._specs = attention_specs(config, dtype)
         self._pool: KVPool | None = None
         self._attention: AttentionBackend | None = None
 
@@ -160,7 +162,7 @@ class DraftBody:
         q = ops.rope_and_cache(
             qkv, self._layout, self.rope, layer.q_norm, layer.k_norm, batch.positions, batch.out_cache_loc, k_cache, v_cache
         )
-        mixed = self._attention.forward(q, layer_id, batch)
+        mixed = self._attention.forward(q, self._specs[layer_id], batch)
         if wanted is not None:
             mixed, stream = mixed[wanted], Stream(stream.h[wanted])
         stream = ops.linear_add(mixed, layer.o_proj, stream, layer.mlp_norm)

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from runtime.errors import ConfigError
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionBackend
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
 from runtime.layers.ops import Stream
 from runtime.mem_cache.kv_pool import KVPool

@@ -85,6 +85,7 @@ def parse_hf_config(raw: Mapping[str, Any], where: str, family: Family | None = 
     family = family or FAMILIES.get(architecture)
     if family is None:
         raise ConfigError(f"{where}: architecture {architecture} is not supported; supported are {', '.join(FAMILIES)}")
+    fields.refuse_quantization()
     if fields.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{where}: hidden_act is {raw['hidden_act']!r}; only 'silu' is supported")
     hidden, num_heads, num_layers = (fields.positive(n) for n in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
@@ -171,6 +172,17 @@ class _Fields:
         if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
             raise ConfigError(f"{self._where}: architectures is {names!r}; it must name exactly one model class")
         return names[0]
+
+    def refuse_quantization(self) -> None:
+        """Raise ConfigError for weights stored in a quantisation scheme: they would load as plain numbers."""
+        for name in ("quantization_config", "compression_config"):
+            scheme = self.mapping(name)
+            if self.get(name, {}):
+                method = scheme.get("quant_method", "an unnamed scheme")
+                raise ConfigError(
+                    f"{self._where}: the weights are quantized ({name}: {method}), which is not supported; "
+                    "use a checkpoint with bfloat16, float16 or float32 weights"
+                )
 
     def dtype(self) -> Literal["float32", "bfloat16", "float16"]:
         """The dtype that the weights were saved in; float32 where none is named."""

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from runtime.forward_batch import ForwardBatch
 from runtime.layers.attention.base import AttentionBackend
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.decoder import DecoderModel
 

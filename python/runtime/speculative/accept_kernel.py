@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.layers.sampler import POSITION_STEP, STREAM_STEP, RandomStream, signed
-from runtime.layers.sampling_kernels import hashed_uniform
+from runtime.layers.kernels.sampling import hashed_uniform
+from runtime.layers.random_streams import POSITION_STEP, STREAM_STEP, RandomStream, signed
 
 
 @triton.jit(do_not_specialize=["live"])

@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 
+from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.errors import ConfigError
 from runtime.layers.linear import Linear
 from runtime.model_executor.build import (
@@ -40,7 +41,6 @@ from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
 from runtime.models.registry import build_model, linear_class
 from runtime.models.standalone import StandaloneDraft
-from runtime.server_args import RuntimeConfig, SpeculativeConfig
 from runtime.speculative.draft_decode_graph_runner import draft_decode_forward, draft_decode_spec
 from runtime.speculative.draft_extend_graph_runner import draft_extend_forward, draft_extend_spec
 from runtime.speculative.draft_rows import DraftRows
@@ -78,7 +78,7 @@ def divide_batches(parts: Parts, above: int | None) -> tuple[Batches, Batches | 
             log.info("drafting never pauses: no more than %d requests run at once", parts.running)
         return Batches(parts.running, parts.requests, parts.sizes, decode_sizes(parts)), None
     few, many = ([size for size in sorted(parts.sizes) if (size > above) == larger] for larger in (False, True))
-    if parts.config.cuda_graph_padding and above not in few:
+    if parts.config.graphs.cuda_graph_padding and above not in few:
         few = few + many[:1]  # what a batch of `above` is padded to
     drafting = Batches(above, max([above, *few]), few, few or [1, above])
     return drafting, Batches(parts.running, parts.requests, many, many or [above + 1, parts.running])
@@ -93,7 +93,7 @@ class RunnerMaker:
 
     def make(self, spec: RunnerSpec, forward: Forward, model: ModelRunner, batches: Batches, wanted: bool = True) -> GraphRunner:
         """One of passes of `model`; eager where its graphs are not `wanted`."""
-        replay, padding = self.parts.replay if wanted else "none", self.parts.config.cuda_graph_padding
+        replay, padding = self.parts.replay if wanted else "none", self.parts.config.graphs.cuda_graph_padding
         return GraphRunner(spec, forward, self.inputs, [model.backend], replay, batches.captured, padding, batches.most)
 
     def verify(self, target: Target, aux_layers: tuple[int, ...], feature: int, shape: TreeShape, batches: Batches) -> GraphRunner:
@@ -127,7 +127,7 @@ def _build_eagle(
     drafting, pausing = divide_batches(parts, speculative.disable_by_batch_size)
     shape = TreeShape(speculative.num_steps, speculative.topk, speculative.num_draft_tokens)
     ahead = max(shape.num_steps * shape.topk, shape.num_draft_tokens)
-    model = load_model(parts, model_config, config.model_path, config.load_format, config.quantization)
+    model = load_model(parts, model_config, config.model.model_path, config.model.load_format, config.model.quantization)
     head = load_head(parts, speculative, model)
     runner = make_runner(parts, model, model_config)
     draft_runner = ModelRunner(cast(DecoderModel, head), head.config, speculative.attention_backend, parts.dtype, parts.device)
@@ -202,7 +202,7 @@ def load_head(parts: Parts, speculative: SpeculativeConfig, target: DecoderModel
         return _load_standalone(parts, speculative, folder, target)
     assert speculative.algorithm != "NGRAM"
     config = load_draft_config(folder, speculative.algorithm, target.config)
-    linear: type[Linear] = linear_class(parts.config.quantization, parts.device)
+    linear: type[Linear] = linear_class(parts.config.model.quantization, parts.device)
     if speculative.algorithm == "EAGLE3":
         head: DraftModel = LlamaForCausalLMEagle3(config, target, linear)
     else:
@@ -217,7 +217,7 @@ def load_head(parts: Parts, speculative: SpeculativeConfig, target: DecoderModel
 
 def _load_standalone(parts: Parts, speculative: SpeculativeConfig, folder: str, target: DecoderModel) -> StandaloneDraft:
     config = load_draft_config(folder, "STANDALONE", target.config)
-    model = build_model(config.model, target.ops, parts.dtype, parts.device, parts.config.quantization)
+    model = build_model(config.model, target.ops, parts.dtype, parts.device, parts.config.model.quantization)
     draft = StandaloneDraft(model)
     draft.load(model_weights(parts, draft.expected_weights(), folder, speculative.draft_load_format))
     return draft
@@ -230,7 +230,7 @@ def _build_ngram(
     shape = TreeShape(speculative.num_steps, 1, speculative.num_draft_tokens)
     drafting, pausing = divide_batches(parts, speculative.disable_by_batch_size)
     D = shape.num_draft_tokens
-    model = load_model(parts, model_config, config.model_path, config.load_format, config.quantization)
+    model = load_model(parts, model_config, config.model.model_path, config.model.load_format, config.model.quantization)
     runner = make_runner(parts, model, model_config)
     page_table = make_page_table(parts, D)
     target = make_target(parts, runner, page_table, D)

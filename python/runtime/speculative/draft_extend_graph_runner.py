@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from runtime.batch import ForwardMode
-from runtime.forward_batch import ForwardBatch
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor.graph_runner import Forward, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.request_rows import RequestRows

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from runtime.layers.argmax import argmax
-from runtime.layers.sampler import TEMPERATURE, RandomStream, SamplingTables
+from runtime.layers.kernels.argmax import argmax
+from runtime.layers.random_streams import RandomStream
+from runtime.layers.sampling_tables import TEMPERATURE, SamplingTables
 from runtime.models.draft_head import DraftModel
 from runtime.speculative.draft_tree import top_log_probs
 

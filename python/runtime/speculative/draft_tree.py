@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from runtime.config.attention_caps import MAX_TREE_BITS
 from runtime.errors import ConfigError
-
-MAX_MASK_BITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +36,11 @@ class TreeShape:
                 f"--speculative-num-draft-tokens is {self.num_draft_tokens}; {self.num_steps} steps of topk {self.topk} "
                 f"give at most {self.num_candidates + 1}"
             )
-        if self.num_draft_tokens > MAX_MASK_BITS:
-            raise ConfigError(f"--speculative-num-draft-tokens is {self.num_draft_tokens}; a tree has at most {MAX_MASK_BITS}")
-        if self.draft_slots > MAX_MASK_BITS:
+        if self.num_draft_tokens > MAX_TREE_BITS:
+            raise ConfigError(f"--speculative-num-draft-tokens is {self.num_draft_tokens}; a tree has at most {MAX_TREE_BITS}")
+        if self.draft_slots > MAX_TREE_BITS:
             raise ConfigError(
-                f"(--speculative-num-steps - 1) * --speculative-eagle-topk is {self.draft_slots}; a tree has at most {MAX_MASK_BITS}"
+                f"(--speculative-num-steps - 1) * --speculative-eagle-topk is {self.draft_slots}; a tree has at most {MAX_TREE_BITS}"
             )
 
     @property

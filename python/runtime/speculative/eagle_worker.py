@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from runtime.batch import ForwardMode, ScheduleBatch, WorkerLimits
-from runtime.layers.sampler import SamplingTables
+from runtime.batch import ScheduleBatch, WorkerLimits
+from runtime.layers.sampling_tables import SamplingTables
 from runtime.model_executor.device_queue import Finish
 from runtime.model_executor.device_worker import DeviceWorker
 from runtime.model_executor.graph_runner import GraphRunner, Outputs
@@ -34,7 +34,7 @@ from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.profiler import span
 from runtime.model_executor.request_rows import RequestRows
-from runtime.model_executor.target import ExtendPass, Target, mixed
+from runtime.model_executor.target import ExtendPass, Target, joined
 from runtime.model_executor.window import fill_window
 from runtime.models.draft_head import DraftModel
 from runtime.speculative.draft_decode_graph_runner import GREEDY, SAMPLED
@@ -117,19 +117,21 @@ class EagleWorker(DeviceWorker):
     # ---- steps; all of it outside graphs but for the runners' functions
 
     def _step(self, batch: ScheduleBatch) -> Finish:
-        if batch.mode is ForwardMode.DECODE:
-            return self._iterate(batch)
-        if batch.decode is not None:
-            return self._mix(batch, batch.decode)
-        done, result = self._target.extend(batch, self._draft.model.aux_layers)
+        live = batch.num_decodes
+        chunks, rows = self._target.stage_rows(batch, self.verifier.padded_size(live) if live else 0)
+        if batch.num_prompts == 0:
+            return self._iterate(batch, rows)
+        if live:
+            return self._mix(batch, chunks, rows)
+        done, result = self._target.extend(batch, chunks, self._draft.model.aux_layers)
         self._draft_prompt(done)
         return result.collect
 
     def _draft_prompt(self, done: ExtendPass) -> None:
         draft_prompt(self._draft, self._target.rows.tables, done)
 
-    def _iterate(self, batch: ScheduleBatch) -> Finish:
-        turn = self.verifier.begin(batch)
+    def _iterate(self, batch: ScheduleBatch, rows: torch.Tensor) -> Finish:
+        turn = self.verifier.begin(batch, rows)
         variant = self._variant(turn)
         with span("draft_decode"):
             drafted = self._run_decode(turn, variant)
@@ -139,21 +141,21 @@ class EagleWorker(DeviceWorker):
             self._run_extend(turn, accepted, variant)
         return lambda: self.verifier.collect(flight)
 
-    def _mix(self, batch: ScheduleBatch, decode: ScheduleBatch) -> Finish:
-        """Prompts, and an iteration of those who decode: their windows are verified in the prompts' pass."""
-        turn = self.verifier.begin(decode, riding=True)
+    def _mix(self, batch: ScheduleBatch, chunks: torch.Tensor, rows: torch.Tensor) -> Finish:
+        """Prompt chunks, and an iteration of the decode rows, whose windows are verified in the same pass."""
+        turn = self.verifier.begin(batch, rows)
         variant = self._variant(turn)
         with span("draft_decode"):
             drafted = self._run_decode(turn, variant)
-        riders = self.verifier.ride(turn, drafted)
+        windows = self.verifier.windows(turn, drafted)
         with span("extend_and_verify"):
-            done, result = self._target.extend(batch, self._draft.model.aux_layers, riders)
-            accepted, flight = self.verifier.settle(turn, drafted, riders)
+            done, result = self._target.extend(batch, chunks, self._draft.model.aux_layers, windows)
+            accepted, flight = self.verifier.accept(turn, drafted, windows)
         with span("draft_prompt"):
             self._draft_prompt(done)
         with span("draft_extend"):
             self._run_extend(turn, accepted, variant)
-        return mixed(result.collect, lambda: self.verifier.collect(flight))
+        return joined(result.collect, lambda: self.verifier.collect(flight))
 
     def _variant(self, turn: Iteration) -> str:
         return GREEDY if turn.needs.all_greedy or self._draft.shape.topk > 1 else SAMPLED

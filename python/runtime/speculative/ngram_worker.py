@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from runtime.batch import BatchResult, ForwardMode, ScheduleBatch, WorkerLimits
+from runtime.batch import BatchResult, ScheduleBatch, WorkerLimits
 from runtime.model_executor.device_queue import Finish
 from runtime.model_executor.device_worker import DeviceWorker
 from runtime.model_executor.graph_runner import Outputs
@@ -46,9 +46,12 @@ class NgramWorker(DeviceWorker):
             assert init.history is not None, "limits.needs_history promises it"
             self._histories[init.row] = NgramHistory()
             self._histories[init.row].extend(init.history)
-        if batch.mode is ForwardMode.EXTEND:
-            return self._remember(batch, self._target.extend(batch)[1].collect)
-        turn = self.verifier.begin(batch)
+        live = batch.num_decodes
+        chunks, rows = self._target.stage_rows(batch, self.verifier.padded_size(live) if live else 0)
+        if batch.num_prompts:
+            assert live == 0, "limits.mixed is False"
+            return self._remember(batch, self._target.extend(batch, chunks)[1].collect)
+        turn = self.verifier.begin(batch, rows)
         with span("draft_decode"):
             drafted = self.verifier.bare_window(turn.rows) if turn.paused else self._look_up(turn)
         with span("verify"):
@@ -57,8 +60,8 @@ class NgramWorker(DeviceWorker):
 
     def _look_up(self, turn: Iteration) -> Outputs:
         drafts = np.zeros((turn.size, self._num_steps), dtype=np.int32)
-        histories = [self._histories[r] for r in turn.batch.rows.tolist()]
-        drafts[: turn.batch.size] = propose_batch(histories, self._num_steps)
+        histories = [self._histories[r] for r in turn.rows_on_host.tolist()]
+        drafts[: turn.live] = propose_batch(histories, self._num_steps)
         (on_device,) = self._target.staging.upload(drafts.flatten())
         last = self._target.rows.last_tokens[turn.rows]
         return {"tokens": torch.cat([last[:, None], on_device.to(torch.int64).view(turn.size, -1)], dim=1)}

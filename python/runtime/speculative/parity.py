@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from runtime.batch import ForwardMode, Int32, RowInit, ScheduleBatch
+from runtime.batch import Int32, RowInit, ScheduleBatch
 from runtime.errors import ConfigError
 from runtime.model_executor.graph_runner import GraphRunner
 from runtime.sampling_params import SamplingParams
@@ -115,7 +115,7 @@ def _iterate(worker: SpeculativeWorker, count: int, pages: int) -> list[np.ndarr
     rows, kv = np.arange(1, count + 1, dtype=np.int32), np.full(count, PROMPT_LEN, dtype=np.int32)
     out = [worker.submit(_prompt(row, pages, limits.vocab_size)).wait().token_ids.tolist() for row in rows.tolist()]
     for step in range(1, ITERATIONS + 1):
-        batch = ScheduleBatch(step, ForwardMode.DECODE, rows, kv.copy(), np.full(count, -1, dtype=np.int32))
+        batch = ScheduleBatch(step, rows, kv.copy(), np.full(count, -1, dtype=np.int32))
         if pause is not None:
             worker.verifier.pause = replace(pause, above=0 if step % PAUSED_EVERY == 0 else count)
         result = worker.submit(batch).wait()
@@ -134,7 +134,6 @@ def _prompt(row: int, pages: int, vocab_size: int) -> ScheduleBatch:
     ids = ints(*((7 * row + i % PERIOD * 11 + 3) % vocab_size for i in range(PROMPT_LEN)))
     return ScheduleBatch(
         step=0,
-        mode=ForwardMode.EXTEND,
         rows=ints(row),
         len_bounds=ints(0),
         top_logprobs=ints(-1),

@@ -13,12 +13,15 @@ import numpy.typing as npt
 import torch
 
 from runtime.batch import BatchResult, ForwardMode, ScheduleBatch, StepStats
-from runtime.forward_batch import ForwardBatch
-from runtime.layers.sampler import RandomStream, SamplingNeeds, adjust, target_probs, top_logprobs
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.logits_processors import LogitsContext, process_logits
+from runtime.layers.random_streams import RandomStream
+from runtime.layers.sampler import target_probs, top_logprobs
+from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.staging import HostCopy
-from runtime.model_executor.target import Riders, Target, to_logprobs
+from runtime.model_executor.target import Target, Windows, to_logprobs
 from runtime.model_executor.window import fill_window
 from runtime.models.decoder import DecoderModel
 from runtime.sampling_params import MAX_TOP_LOGPROBS
@@ -45,7 +48,7 @@ the sample that the drift alarm holds graphs against."""
 
 RAN = ("graph", "eager_sample", "eager")
 """How the verification of an iteration ran: replayed; eagerly in place of a replay, to be compared with those; eagerly as nothing was
-captured for it, it rode with prompts, or the sample started from it."""
+captured for it, it ran in the pass of prompts, or the sample started from it."""
 
 
 def verify_spec(shape: TreeShape, vocab: int, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
@@ -122,9 +125,11 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """One iteration under way. B requests live, `size` with padding.
+    """One iteration under way, of `size` requests with padding.
 
     Attributes:
+        rows_on_host: int32 [live]: rows of its requests.
+        top_logprobs: log-probabilities of each token; -1 for none.
         rules: how its windows are judged; D is the width of theirs.
         runner: of its verify pass.
         rows: int64 [size], on the device; padding: row 0.
@@ -133,7 +138,8 @@ class Iteration:
         feeds_oracle: whether the next iteration's are, which start from what this one's verification and draft-extend leave.
     """
 
-    batch: ScheduleBatch
+    rows_on_host: npt.NDArray[np.int32]
+    top_logprobs: int
     rules: Rules
     runner: GraphRunner
     size: int
@@ -142,6 +148,11 @@ class Iteration:
     needs: SamplingNeeds
     oracle: bool
     feeds_oracle: bool
+
+    @property
+    def live(self) -> int:
+        """Requests without the padding."""
+        return len(self.rows_on_host)
 
     @property
     def width(self) -> int:
@@ -221,23 +232,28 @@ class Verifier:
         drift = [{"position": d.position, "graph": d.graph, "eager": d.eager, "z": d.z} for d in self._alarm.check()]
         return {**{ran: counters.to_json() for ran, counters in self._counters.items()}, "drift": drift}
 
-    def begin(self, batch: ScheduleBatch, riding: bool = False) -> Iteration:
-        """Stage the batch; its rows and KV lengths go into the shared inputs, where every runner of this iteration reads them.
+    def padded_size(self, count: int) -> int:
+        """Requests that an iteration of `count` runs with, padding included."""
+        return self._course(count)[1].size_for(count)
 
-        `riding`: its windows will be verified in the pass of a prompt batch (`ride`), and not by a runner.
+    def begin(self, batch: ScheduleBatch, rows: torch.Tensor) -> Iteration:
+        """Begin an iteration of the decode rows of a batch, int64 [size] on the device, padded to `padded_size`.
+
+        Rows and KV lengths go into the shared inputs, where every runner of this iteration reads them.
         """
-        rules, runner = self._course(batch.size)
-        size = runner.size_for(batch.size)
-        rows = self._target.stage_rows(batch, size)
+        first, size = batch.num_prompts, len(rows)
+        on_host = batch.rows[first:]
+        rules, runner = self._course(len(on_host))
         self._inputs.rows(size).copy_(rows)
         torch.index_select(self._target.rows.kv_lens, 0, rows, out=self._inputs.kv_lens(size))
         bounds = np.zeros(size, dtype=np.int32)
-        bounds[: batch.size] = batch.len_bounds
+        bounds[: len(on_host)] = batch.len_bounds[first:]
         self._iterations += 1
         oracle, feeds_oracle = ((self._iterations + ahead) % ORACLE_EVERY == 0 for ahead in (0, 1))
-        replayed = size in runner.sizes and not riding  # other traffic may be accepted otherwise, and is on neither side
+        replayed = size in runner.sizes and not first  # other traffic may be accepted otherwise, and is on neither side
         compared = oracle and rules is self._rules and replayed
-        return Iteration(batch, rules, runner, size, rows, bounds, self._target.rows.needs(batch.rows), compared, feeds_oracle)
+        needs, k = self._target.rows.needs(on_host), int(batch.top_logprobs.max(initial=-1))
+        return Iteration(on_host, k, rules, runner, size, rows, bounds, needs, compared, feeds_oracle)
 
     def _course(self, count: int) -> tuple[Rules, GraphRunner]:
         """How an iteration of `count` requests goes: with drafts, or without."""
@@ -257,26 +273,26 @@ class Verifier:
         """
         window = self._window(turn, drafted)
         _, graph = turn.runner.run(window, oracle=turn.oracle or turn.feeds_oracle)
-        return self._settle(turn, drafted, window, graph)
+        return self._accept(turn, drafted, window, graph)
 
-    def ride(self, turn: Iteration, drafted: Outputs) -> Riders:
-        """The window, to be verified in the pass of a prompt batch; `settle` follows. A chain's."""
+    def windows(self, turn: Iteration, drafted: Outputs) -> Windows:
+        """The windows, to be verified in the pass of prompt chunks; `accept` follows. A chain's."""
         assert turn.rules.shape.topk == 1, "a prompt pass is causal"
-        live, outputs = turn.batch.size * turn.width, turn.runner.outputs(turn.size)
+        live, outputs = turn.live * turn.width, turn.runner.outputs(turn.size)
         model = self._target.runner.model
 
         def keep(hidden: torch.Tensor, aux: torch.Tensor | None) -> None:
             keep_window(model, hidden, aux, {name: tensor[:live] for name, tensor in outputs.items()})
             for tensor in outputs.values():
-                tensor[live:].zero_()  # padding did not ride; what is judged there only has to be valid
+                tensor[live:].zero_()  # padding was not in the pass; what is decided there only has to be valid
 
-        return Riders(self._window(turn, drafted), turn.batch.size, keep)
+        return Windows(self._window(turn, drafted), turn.live, keep)
 
-    def settle(self, turn: Iteration, drafted: Outputs, riders: Riders) -> tuple[Accepted, Flight]:
-        """As `judge`, after the pass that the window rode in."""
-        return self._settle(turn, drafted, riders.windows, graph=False)
+    def accept(self, turn: Iteration, drafted: Outputs, windows: Windows) -> tuple[Accepted, Flight]:
+        """As `judge`, after the pass of prompt chunks that the windows were in."""
+        return self._accept(turn, drafted, windows.batch, graph=False)
 
-    def _settle(self, turn: Iteration, drafted: Outputs, window: ForwardBatch, graph: bool) -> tuple[Accepted, Flight]:
+    def _accept(self, turn: Iteration, drafted: Outputs, window: ForwardBatch, graph: bool) -> tuple[Accepted, Flight]:
         """Decide over a window that was verified, commit what stands, and send it to the host."""
         verified = turn.runner.outputs(turn.size)
         fused = self._fusable(turn)
@@ -293,15 +309,14 @@ class Verifier:
         """
         size, device = len(drafted["tokens"]), drafted["tokens"].device
         none = np.zeros(size, dtype=np.int32)
-        batch = ScheduleBatch(0, ForwardMode.DECODE, rows=none, len_bounds=none, top_logprobs=none + MAX_TOP_LOGPROBS)
-        needs = SamplingNeeds.every()
-        turn = Iteration(batch, *self._course(size), size, torch.zeros(size, dtype=torch.int64, device=device), none, needs, False, False)
+        rows, needs = torch.zeros(size, dtype=torch.int64, device=device), SamplingNeeds.every(size)
+        turn = Iteration(none, MAX_TOP_LOGPROBS, *self._course(size), size, rows, none, needs, False, False)
         verified = turn.runner.outputs(size)
         lens, tokens, path = self._decide(turn, drafted, verified)
         accepted = Accepted(lens, tokens, path, drafted["tokens"], verified["features"], False)
         self._send(turn, accepted, verified["logits"]).tokens.wait()
         if turn.rows.is_cuda and turn.rules.shape.topk == 1:  # compiled now, and not when the first batch of this kind comes
-            self._decide_fused(replace(turn, batch=replace(batch, rows=none[:0])), drafted, verified)
+            self._decide_fused(replace(turn, rows_on_host=none[:0]), drafted, verified)
 
     def collect(self, flight: Flight) -> BatchResult:
         """On the host, one iteration later: wait, count, and hand over."""
@@ -419,7 +434,7 @@ class Verifier:
             target,
             self._inputs.kv_lens(turn.size),
             turn.rows,
-            turn.batch.size,
+            turn.live,
             state.kv_lens,
             state.last_tokens,
             self._vocab,
@@ -430,7 +445,7 @@ class Verifier:
 
     def _commit(self, turn: Iteration, accepted: Accepted, window: ForwardBatch) -> None:
         """Move accepted KV to the front (trees) and set the rows."""
-        state, live, D = self._target.rows, turn.batch.size, turn.width
+        state, live, D = self._target.rows, turn.live, turn.width
         rows, lens, tokens = turn.rows[:live], accepted.accept_lens[:live], accepted.tokens[:live]
         if accepted.path is not None:
             slots = window.out_cache_loc.view(-1, D)[:live]
@@ -442,15 +457,14 @@ class Verifier:
 
     def _send(self, turn: Iteration, accepted: Accepted, logits: torch.Tensor) -> Flight:
         """Start the copies to the host."""
-        live, D = turn.batch.size, turn.width
+        live, D = turn.live, turn.width
         lens, tokens = accepted.accept_lens[:live], accepted.tokens[:live]
-        k = int(turn.batch.top_logprobs.max(initial=-1))
         logprobs = None
-        if k >= 0:
+        if turn.top_logprobs >= 0:
             index = None
             if accepted.path is not None:
                 index = (torch.arange(live, device=tokens.device)[:, None] * D + accepted.path[:live]).flatten()
-            logprobs = HostCopy(*top_logprobs(logits[: live * D], tokens.flatten(), k, index))
+            logprobs = HostCopy(*top_logprobs(logits[: live * D], tokens.flatten(), turn.top_logprobs, index))
         stats = StepStats(graph=accepted.graph, padded_size=turn.size, draft_tokens=D - 1, oracle=turn.oracle)
         return Flight(HostCopy(tokens, lens), logprobs, stats)
 
@@ -475,7 +489,7 @@ class Verifier:
         """float32 [size, D, V]: logits after penalties that count the drafts before each position as if they stood."""
         window = logits.view(turn.size, turn.width, -1)
         path = _ancestor_tokens(drafted["tokens"], drafted.get("mask")) if turn.needs.penalised else None
-        return adjust(window, self._target.rows.tables, turn.rows, positions, turn.needs, path)
+        return process_logits(window, LogitsContext(self._target.rows.tables, turn.rows, positions, path), turn.needs)
 
 
 def _widen(path: torch.Tensor, width: int) -> torch.Tensor:

@@ -15,7 +15,15 @@ from runtime.entrypoints.http.responses import json_response, status_response
 from runtime.entrypoints.http.sse import until_gone
 from runtime.entrypoints.native.protocol import AbortBody, ProfileBody
 from runtime.errors import QueueFull, RequestError, ServingError
-from runtime.managers.metrics import Metrics, State, accept_length, accept_rate, accept_rate_by_position, graph_hit_rate, padding_waste
+from runtime.managers.telemetry.metrics import (
+    Metrics,
+    State,
+    accept_length,
+    accept_rate,
+    accept_rate_by_position,
+    graph_hit_rate,
+    padding_waste,
+)
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingParams
 
@@ -98,7 +106,7 @@ class AdminApi:
 
     async def server_info(self) -> Response:
         """The resolved configuration without its keys, the limits, and the scheduler's statistics."""
-        config = msgspec.to_builtins(self.manager.config)
+        config = self.manager.config.by_flag()
         state = await self._fresh_state()
         shown = {name: value for name, value in config.items() if name not in SECRETS}
         figures = {**state, **derived(state)}
@@ -125,9 +133,9 @@ class AdminApi:
         config, model = self.manager.config, self.manager.model_config
         return json_response(
             {
-                "model_path": config.model_path,
-                "tokenizer_path": config.tokenizer_path,
-                "served_model_name": config.served_model_name,
+                "model_path": config.model.model_path,
+                "tokenizer_path": config.model.tokenizer_path,
+                "served_model_name": config.model.served_model_name,
                 "is_generation": True,
                 "architecture": model.architecture,
                 "vocab_size": model.vocab_size,
@@ -137,7 +145,7 @@ class AdminApi:
 
     async def scrape(self) -> Response:
         """Metrics in Prometheus' text format."""
-        if not self.manager.config.enable_metrics:
+        if not self.manager.config.server.enable_metrics:
             return status_response(404, "Metrics are off. Start the server with --enable-metrics.")
         text, media_type = self.metrics.render(await self._fresh_state())
         return Response(text, media_type=media_type)
@@ -155,7 +163,7 @@ class AdminApi:
 
     async def start_profile(self, body: ProfileBody) -> Response:
         """Start a trace in the folder of --profile."""
-        folder = self.manager.config.profile_folder
+        folder = self.manager.config.server.profile_folder
         if folder is None:
             raise RequestError("Profiling needs a folder. Start the server with --profile FOLDER.")
         return json_response({"success": True, **await self.manager.control("start_profile", folder)})

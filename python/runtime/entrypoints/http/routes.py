@@ -18,9 +18,9 @@ from runtime.entrypoints.openai.chat import ChatApi
 from runtime.entrypoints.openai.completions import CompletionApi
 from runtime.entrypoints.openai.protocol import ChatCompletion, Completion, ModelCard, ModelList
 from runtime.entrypoints.openai.served_model import ServedModel
-from runtime.managers.metrics import Metrics
+from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.tokenizer_manager import TokenizerManager
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 Handler = Callable[..., Awaitable[Response]]
 Responses = dict[int | str, dict[str, Any]]

@@ -21,7 +21,7 @@ from runtime.entrypoints.http.limits import BodyLimit
 from runtime.entrypoints.http.responses import error_response, internal_error, json_response, status_response
 from runtime.entrypoints.http.routes import add_routes, describe
 from runtime.errors import ServingError
-from runtime.managers.metrics import Metrics
+from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.tokenizer_manager import TokenizerManager
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ CLIENT_CLOSED = 499
 def create_app(manager: TokenizerManager) -> FastAPI:
     """Build the HTTP application of a manager; its metrics become the manager's observer."""
     config = manager.config
-    metrics = Metrics(config.served_model_name)
+    metrics = Metrics(config.model.served_model_name)
     manager.observer = metrics
     app = FastAPI(title="Talon", version=__version__, docs_url=None, redoc_url=None)
     add_routes(app, manager, metrics)
@@ -46,7 +46,7 @@ def create_app(manager: TokenizerManager) -> FastAPI:
     app.add_exception_handler(Exception, _internal_error)
     # The last one added sees a request first: the key is checked before the body is read.
     app.add_middleware(BodyLimit)
-    app.add_middleware(KeyGate, api_key=config.api_key, admin_api_key=config.admin_api_key)
+    app.add_middleware(KeyGate, api_key=config.server.api_key, admin_api_key=config.server.admin_api_key)
     return app
 
 
@@ -89,7 +89,7 @@ async def serve(manager: TokenizerManager, listener: socket.socket, stopping: as
             ws="none",
             lifespan="off",
             log_config=None,
-            access_log=manager.config.log_requests,
+            access_log=manager.config.server.log_requests,
             server_header=False,
             proxy_headers=False,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,

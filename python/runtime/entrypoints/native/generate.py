@@ -17,7 +17,7 @@ from runtime.entrypoints.native.meta_info import meta_info
 from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.logprobs import Top, aligned, finite
 from runtime.managers.tokenizer_manager import Generation, TokenizerManager
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 

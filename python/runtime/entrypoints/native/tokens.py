@@ -12,7 +12,7 @@ from runtime.entrypoints.native.protocol import DetokenizeBody, TokenizeBody
 from runtime.entrypoints.openai.protocol import Message
 from runtime.errors import InvalidField, RequestError
 from runtime.managers.tokenizer_manager import TokenizerManager
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 
 class TokenApi:

@@ -21,7 +21,7 @@ from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.entrypoints.openai.usage import UsageCounter
 from runtime.errors import RequestError, UnsupportedField
 from runtime.managers.tokenizer_manager import GenerationUpdate, TokenizerManager
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 LONG_CHAT = 2048
 """Characters of a conversation from which its template runs in a thread."""
@@ -66,7 +66,7 @@ class ChatApi:
 
     async def _prompt_ids(self, body: ChatBody) -> list[int]:
         """Token ids of the conversation; a long one is rendered in a thread."""
-        if body.chat_template is not None and not self._manager.config.trust_request_chat_template:
+        if body.chat_template is not None and not self._manager.config.server.trust_request_chat_template:
             raise UnsupportedField("chat_template", TEMPLATE_REFUSED)
         if not self._tokenizer.has_chat_template and body.chat_template is None:
             raise RequestError(

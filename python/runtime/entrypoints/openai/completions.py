@@ -18,7 +18,7 @@ from runtime.entrypoints.openai.protocol import CompletionBody
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.entrypoints.openai.usage import UsageCounter
 from runtime.managers.tokenizer_manager import Generation, GenerationUpdate, TokenizerManager
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 

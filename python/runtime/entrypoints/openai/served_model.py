@@ -16,7 +16,7 @@ class ServedModel:
     """Answers /v1/models and heads every completion."""
 
     def __init__(self, manager: TokenizerManager) -> None:
-        self.name = manager.config.served_model_name
+        self.name = manager.config.model.served_model_name
         self._card = {
             "id": self.name,
             "object": "model",

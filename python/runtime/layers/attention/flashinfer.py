@@ -10,12 +10,12 @@ import torch
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
 from runtime.batch import Int32
-from runtime.errors import ConfigError
-from runtime.forward_batch import ForwardBatch
-from runtime.layers.attention.base import AttentionCaps, AttentionShape
-from runtime.layers.attention.fixed_lengths import FixedLengths, first_tail
-from runtime.layers.attention.plan_fixup import PageLists, WorkItems, correct_plan, gather_pages
-from runtime.layers.attention.tree_tail import TailKeys, merge_tree_tail
+from runtime.config.attention_caps import ATTENTION_CAPS
+from runtime.layers.attention.base import AttentionShape, AttentionSpec
+from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
+from runtime.layers.attention.kernels.flashinfer_plan import PageLists, WorkItems, correct_plan, gather_pages
+from runtime.layers.attention.kernels.tree_tail import TailKeys, merge_tree_tail
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 PINNED_BUFFERS = 32
@@ -71,13 +71,7 @@ class FlashInferAttention:
     A tree pass is full attention to the keys before the tail, then the tail under the mask (`tree_tail.py`).
     """
 
-    caps = AttentionCaps(
-        tree_mask=True,
-        page_sizes=None,
-        head_dims=frozenset((64, 128, 256)),
-        cuda_graph=True,
-        sliding_window=True,
-    )
+    caps = ATTENTION_CAPS["flashinfer"]
 
     def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> None:
         self._shape = shape
@@ -85,11 +79,8 @@ class FlashInferAttention:
         self._table = page_table
         self._dtype = kv_pool.k[0].dtype
         self._device = kv_pool.k[0].device
-        if self._dtype not in (torch.bfloat16, torch.float16):
-            raise ConfigError(
-                f"--attention-backend flashinfer works in bfloat16 or float16, not {self._dtype}; use --attention-backend torch_native"
-            )
-        self._windows = tuple(sorted(set(shape.window)))
+        self._windows = shape.windows
+        self._scale = shape.layers[0].scale
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         # Of the widest pass, from the start: wrappers keep theirs, and one made anew for a later pass would be a second.
         widest = (shape.max_batch_size, shape.max_tokens_per_req), (1, max(shape.max_prompt, LARGEST_TILE))
@@ -110,9 +101,9 @@ class FlashInferAttention:
             self._plan = None
             self._plan_extend(batch)
 
-    def forward(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         """Inside the graph. q [T, H, head_dim] -> [T, H * head_dim]."""
-        kv, window, plan = (self._pool.k[layer_id], self._pool.v[layer_id]), self._shape.window[layer_id], self._plan
+        kv, window, plan = (self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]), layer.window, self._plan
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan is None:
             self._eager[window].run(q, kv, out=out)
@@ -127,7 +118,7 @@ class FlashInferAttention:
         assert batch.tree_tail == tail, "forward of another batch than planned"
         _, lse = plan.passes[0, window].wrapper.run(q, kv, out=out, return_lse=True)
         keys = TailKeys(self._table.pages, at.rows, at.seq_lens[batch.step], self._table.page_size, tail)
-        return merge_tree_tail(q, *kv, keys, batch.tree_mask, self._shape.scale, out, lse, lse_in_bits=True).flatten(1)
+        return merge_tree_tail(q, *kv, keys, batch.tree_mask, layer.scale, out, lse, lse_in_bits=True).flatten(1)
 
     def first_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """None: FlashInfer's modules are compiled when they are first asked for, and kept on disk."""
@@ -152,7 +143,7 @@ class FlashInferAttention:
             wrapper._pin_memory_int_workspace_buffer, event = self._eager_pinned.take()
             wrapper.plan(
                 qo_indptr, kv_indptr, indices[:total], last_page_len, shape.num_q_heads, shape.num_kv_heads, shape.head_dim,
-                self._table.page_size, causal=True, sm_scale=shape.scale, window_left=window, q_data_type=self._dtype,
+                self._table.page_size, causal=True, sm_scale=self._scale, window_left=window, q_data_type=self._dtype,
                 kv_data_type=self._dtype,
             )  # fmt: skip
             event.record()
@@ -189,7 +180,7 @@ class FlashInferAttention:
         qo_indptr, causal = torch.arange(B + 1, dtype=torch.int32) * width, width > 1 and not at.tail
         wrapper.plan(
             qo_indptr, offsets, one.lists.indices[:total], torch.ones(B, dtype=torch.int32), shape.num_q_heads, shape.num_kv_heads,
-            shape.head_dim, self._table.page_size, causal=causal, sm_scale=shape.scale, window_left=one.window,
+            shape.head_dim, self._table.page_size, causal=causal, sm_scale=self._scale, window_left=one.window,
             q_data_type=self._dtype, kv_data_type=self._dtype,
         )  # fmt: skip
         module, workspace = wrapper._cached_module, wrapper._float_workspace_buffer

@@ -1,26 +1,28 @@
-"""Attention backends by the name of their flag."""
+"""Attention backends by the name of their flag value."""
 
 from __future__ import annotations
 
 import importlib
 
+from runtime.config.attention_caps import ATTENTION_CAPS, AttentionCaps
 from runtime.errors import ConfigError
-from runtime.layers.attention.base import AttentionBackend, AttentionCaps, AttentionShape
+from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 BACKENDS = {
     "torch_native": "runtime.layers.attention.torch_native:TorchNativeAttention",
-    "fa3": "runtime.layers.attention.flash_attention:FlashAttention",
+    "fa3": "runtime.layers.attention.fa3:FlashAttention",
     "flashinfer": "runtime.layers.attention.flashinfer:FlashInferAttention",
 }
-"""Module and class of each backend; a module is imported only when its backend is asked for."""
+"""Module and class of each backend. A module is imported only when its backend is used."""
+assert BACKENDS.keys() == ATTENTION_CAPS.keys(), "every backend has capabilities, and the reverse"
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
     """The class behind a name.
 
     Raises:
-        ConfigError: the name is unknown, or what the backend needs is not installed.
+        ConfigError: the name is unknown, or a package that the backend needs is not installed.
     """
     if name not in BACKENDS:
         raise ConfigError(f"--attention-backend {name!r} is unknown; it must be one of {', '.join(BACKENDS)}")
@@ -29,7 +31,7 @@ def backend_class(name: str) -> type[AttentionBackend]:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         raise ConfigError(
-            f"--attention-backend {name} cannot be used here: {error}; install the 'cuda' extra, or use --attention-backend torch_native"
+            f"--attention-backend {name} is not available: {error}; install the 'cuda' extra, or use --attention-backend torch_native"
         ) from error
 
 
@@ -37,22 +39,47 @@ def build_backend(name: str, shape: AttentionShape, kv_pool: KVPool, page_table:
     """A backend over `kv_pool` and `page_table`, prepared for passes up to `shape`.
 
     Raises:
-        ConfigError: the name is unknown, something is not installed, or the backend cannot serve this model or page size.
+        ConfigError: the name is unknown, a package is not installed, or the backend does not support this model or page size.
     """
     backend = backend_class(name)
-    if limit := limit_passed(backend.caps, shape, page_table.page_size):
+    if limit := unsupported(backend.caps, shape, page_table.page_size):
         raise ConfigError(
-            f"attention backend {name} takes {limit}; use torch_native, with --attention-backend, or for a draft model with "
-            "--speculative-draft-attention-backend"
+            f"Attention backend {name} does not support {limit}. Use torch_native with --attention-backend, or with "
+            "--speculative-draft-attention-backend for a draft model."
         )
     return backend(shape, kv_pool, page_table)
 
 
-def limit_passed(caps: AttentionCaps, shape: AttentionShape, page_size: int) -> str:
-    """What a backend takes where the model or the page size is another, as "this, not that"; an empty text where it takes both."""
-    for what, taken, asked in (("head dimensions", caps.head_dims, shape.head_dim), ("page sizes", caps.page_sizes, page_size)):
-        if taken is not None and asked not in taken:
-            return f"{what} {', '.join(map(str, sorted(taken)))}, not {asked}"
-    if not caps.sliding_window and max(shape.window) >= 0:
-        return f"layers with full attention, not a sliding window of {max(shape.window) + 1}"
+def unsupported(caps: AttentionCaps, shape: AttentionShape, page_size: int) -> str:
+    """What a model or a page size needs that a backend cannot do; an empty text when it supports all of it."""
+    if caps.page_sizes is not None and page_size not in caps.page_sizes:
+        return f"page size {page_size}, only {_numbers(caps.page_sizes)}"
+    first = shape.layers[0]
+    for layer in shape.layers:
+        if limit := _unsupported_layer(caps, layer):
+            return limit
+        if not caps.mixed_heads and (layer.num_q_heads, layer.kv, layer.scale) != (first.num_q_heads, first.kv, first.scale):
+            return "layers that differ in heads, head dimension or scale"
     return ""
+
+
+def _unsupported_layer(caps: AttentionCaps, layer: AttentionSpec) -> str:
+    kv, dtype = layer.kv, str(layer.kv.dtype).removeprefix("torch.")
+    if kv.kind not in caps.kv_kinds:
+        return f"{kv.kind} KV caches"
+    if caps.head_dims is not None and not {kv.key_dim, kv.value_dim} <= caps.head_dims:
+        return f"head dimension {kv.key_dim}, only {_numbers(caps.head_dims)}"
+    if caps.dtypes is not None and dtype not in caps.dtypes:
+        return f"{dtype}, only {' and '.join(sorted(caps.dtypes))}"
+    if kv.scaled:
+        return "scaled KV caches"
+    wanted = (
+        (caps.sliding_window or layer.window < 0, f"a sliding window of {layer.window + 1}"),
+        (caps.softcap or not layer.softcap, "capped attention scores"),
+        (caps.sinks or layer.sinks is None, "attention sinks"),
+    )
+    return next((what for fine, what in wanted if not fine), "")
+
+
+def _numbers(values: frozenset[int]) -> str:
+    return ", ".join(map(str, sorted(values)))

@@ -1,4 +1,4 @@
-"""Attention in plain torch over gathered pages: the CPU's own backend, and the reference twin of the others."""
+"""Attention in plain torch over gathered pages: the CPU's backend, and the reference for the others."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from runtime.forward_batch import ForwardBatch
-from runtime.layers.attention.base import AttentionCaps, AttentionShape
+from runtime.config.attention_caps import ATTENTION_CAPS
+from runtime.layers.attention.base import AttentionShape, AttentionSpec
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
-CAPS = AttentionCaps(tree_mask=True, page_sizes=None, head_dims=None, cuda_graph=False, sliding_window=True)
+# What torch's CPU kernel computes for a query depends on more than the query and its keys. It attends in blocks of 32
+# queries (64 and 256 for long prompts) and 512 keys, with one GEMM per block. Measured bit for bit on AVX-512: GEMMs of
+# three rows and more agree; a GEMM over at most 256 keys agrees with one over 512 keys of which the rest is masked, but
+# one over 257 to 511 keys may not; keys beyond a multiple of 16 go through another exponential.
+MIN_ROWS = 3
+ROW_BLOCK = 32
+KEY_BLOCK = 512
+KEY_VECTOR = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +29,12 @@ class Segment:
 
     Attributes:
         tokens: the rows of the pass that they cover, B' * q of them.
-        pages: int64 [B' * S / page_size], the pages of each request in turn; one run of neighbouring pages as a slice, read in place.
+        pages: int64 [B' * pages per request], the pages of each request in order; a slice when they are consecutive, so
+            that they are read in place.
+        num_keys: S.
         query_pos: int64 [B', q], the index of each query's own key.
-        masks: by window, what is added to scores: [B', 1, q, S] in the KV dtype; None for a plain causal prompt. Beside it the tree mask
-            that it was made from.
+        masks: by window, the value added to scores, [B', 1, q, S] in the KV dtype, or None for a plain causal prompt;
+            paired with the tree mask it was made from.
     """
 
     tokens: slice
@@ -35,39 +45,38 @@ class Segment:
 
 
 class TorchNativeAttention:
-    """`AttentionBackend` of gathered pages and `scaled_dot_product_attention`. Eager only: `plan` allocates, and reads `seq_len_bounds`.
+    """`AttentionBackend` of gathered pages and `scaled_dot_product_attention`.
 
-    A pass of fixed width is one padded batch; an EXTEND pass is one segment per request.
+    Eager only: `plan` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch; an EXTEND pass is
+    one segment per request. Layers with a softcap or sinks use the written-out formula in float32.
     """
 
-    caps = CAPS
+    caps = ATTENTION_CAPS["torch_native"]
 
     def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> None:
-        self._shape = shape
         self._pool = kv_pool
         self._table = page_table
-        self._dtype = kv_pool.k[0].dtype
-        self._windows = tuple(sorted(set(shape.window)))
+        self._windows = shape.windows
         self._steps: list[list[Segment]] = []
 
     def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Find the pages of `num_steps` passes. Masks follow in the first layer that asks: a draft's tree is known only by then."""
+        """Find the pages of `num_steps` passes. The first layer that needs a mask makes it: a draft's tree is known only then."""
         if not batch.tokens_per_req:
             self._steps = [self._extend_segments(batch)]
             return
-        width, everything = batch.tokens_per_req, slice(0, batch.num_tokens)
+        width, tokens = batch.tokens_per_req, slice(0, batch.num_tokens)
         pages, num_keys = self._pages(batch.req_pool_indices, int(batch.seq_len_bounds.max()) + (num_steps - 1) * width)
         self._steps = [
-            [Segment(everything, pages, num_keys, query_positions(batch.seq_lens + step * width, width), {})] for step in range(num_steps)
+            [Segment(tokens, pages, num_keys, query_positions(batch.seq_lens + step * width, width), {})] for step in range(num_steps)
         ]
 
-    def forward(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
-        """Attend. q [T, H, head_dim] -> [T, H * head_dim]."""
-        outs = [self._attend(q, layer_id, segment, batch) for segment in self._steps[batch.step]]
+    def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
+        """Attend. q [T, H, key_dim] -> [T, H * value_dim]."""
+        outs = [self._attend(q, layer, segment, batch) for segment in self._steps[batch.step]]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def first_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
-        """None: nothing is compiled."""
+        """An empty list: nothing is compiled."""
         return []
 
     def _extend_segments(self, batch: ForwardBatch) -> list[Segment]:
@@ -83,19 +92,21 @@ class TorchNativeAttention:
             start += width
         return segments
 
-    def _pages(self, rows: torch.Tensor, num_keys: int) -> tuple[torch.Tensor | slice, int]:
-        """The pages that hold positions 0..num_keys-1 of each row, and how many positions those pages hold."""
+    def _pages(self, rows: torch.Tensor, written: int) -> tuple[torch.Tensor | slice, int]:
+        """The pages to read for each row, of which positions 0..written-1 count, and how many positions to read."""
         size = self._table.page_size
-        count = min(-(-num_keys // size), self._table.max_pages)
+        num_keys = min(stable_key_count(written), self._table.max_pages * size)
+        count, used = -(-num_keys // size), -(-written // size)
         pages = self._table.pages[:, :count].index_select(0, rows).reshape(-1).to(torch.int64)
         if len(rows) == 1 and pages.device.type == "cpu":
             first = int(pages[0])
-            if torch.equal(pages, torch.arange(first, first + count)):
-                return slice(first, first + count), count * size
-        return pages, count * size
+            in_pool = first + count <= len(self._pool.k[0])
+            if in_pool and torch.equal(pages[:used], torch.arange(first, first + used)):
+                return slice(first, first + count), num_keys
+        return pages, num_keys
 
     def _mask_for(self, segment: Segment, window: int, batch: ForwardBatch) -> torch.Tensor | None:
-        """The mask of a layer, made once for all layers that share it."""
+        """The mask of a layer; layers with the same window share it."""
         made = segment.masks.get(window)
         if made is None or made[0] is not batch.tree_mask:
             made = (batch.tree_mask, self._mask(segment, window, batch))
@@ -103,33 +114,90 @@ class TorchNativeAttention:
         return made[1]
 
     def _mask(self, segment: Segment, window: int, batch: ForwardBatch) -> torch.Tensor:
-        """What to add to the scores, [B', 1, q, S]; finite, so that a row without any key stays finite too."""
+        """The value to add to scores, [B', 1, q, S]; finite, so that the softmax of a row without keys is finite."""
         keys = torch.arange(segment.num_keys, device=segment.query_pos.device)
         if batch.tree_mask is None:
             seen = visible_keys(segment.query_pos, keys, window)
         else:
             seen = tree_visible_keys(segment.query_pos, keys, window, batch, segment.tokens)
-        floor = torch.finfo(self._dtype).min / 2
-        return torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(~seen, floor).unsqueeze(1)
+        dtype = self._pool.k[0].dtype
+        floor = torch.finfo(dtype).min / 2
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, floor).unsqueeze(1)
 
-    def _attend(self, q: torch.Tensor, layer_id: int, segment: Segment, batch: ForwardBatch) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, layer: AttentionSpec, segment: Segment, batch: ForwardBatch) -> torch.Tensor:
         requests, width = segment.query_pos.shape
-        shape, window = self._shape, self._shape.window[layer_id]
-        mask = self._mask_for(segment, window, batch)
-        # A prompt without prefix, and nothing else, may ask for causality instead of a mask: then S must be q.
-        num_keys = width if mask is None else segment.num_keys
-        k, v = (gather(pool[layer_id], segment, requests, num_keys) for pool in (self._pool.k, self._pool.v))
-        queries = q[segment.tokens].view(requests, width, shape.num_q_heads, shape.head_dim).transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            queries.to(self._dtype), k, v, attn_mask=mask, is_causal=mask is None, scale=shape.scale, enable_gqa=True
-        )
-        return out.transpose(1, 2).reshape(requests * width, shape.num_q_heads * shape.head_dim).to(q.dtype)
+        mask = self._mask_for(segment, layer.window, batch)
+        k, v = (gather(pool[layer.layer_id], segment, requests) for pool in (self._pool.k, self._pool.v))
+        queries = q[segment.tokens].view(requests, width, layer.num_q_heads, -1).to(k.dtype)
+        if layer.softcap or layer.sinks is not None:
+            if mask is None:
+                mask = self._mask(segment, layer.window, batch)
+            out = explicit_attention(queries.transpose(1, 2), k, v, mask, layer).transpose(1, 2)
+        else:
+            out = stable_attention(queries, k, v, mask, layer.scale)
+        return out.reshape(requests * width, -1).to(q.dtype)
 
 
-def gather(cache: torch.Tensor, segment: Segment, requests: int, num_keys: int) -> torch.Tensor:
-    """The first `num_keys` keys or values of each request, [B', G, S, head_dim]: a view, of the pool itself where pages are neighbours."""
+def stable_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """Attend so that on a CPU the result of a query has the same bits in every pass. [B, q, H, value_dim].
+
+    One or two queries become rows of one GEMM with all query heads of their KV head. If there are too few heads for
+    that, rows of zeros are added.
+
+    Args:
+        q: [B, q, H, key_dim].
+        k, v: [B, G, S, key_dim] and [B, G, S, value_dim], S from `stable_key_count`.
+        mask: [B, 1, q, S], added to the scores; None for causal attention from position 0.
+    """
+    batch, width, num_heads, key_dim = q.shape
+    group = num_heads // k.shape[1]
+    if mask is None or not width < MIN_ROWS <= width * group:
+        group = 1
+    rows = q.view(batch, width, num_heads // group, group, key_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    missing = missing_rows(rows.shape[2])
+    if mask is not None and width > 1:
+        mask = F.pad(mask.repeat(1, 1, group, 1), (0, 0, 0, missing))
+    rows = F.pad(rows, (0, 0, 0, missing))
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+    return out[:, :, : width * group].unflatten(2, (group, width)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def missing_rows(rows: int) -> int:
+    """Rows to add so that no block of queries has fewer than `MIN_ROWS`."""
+    last = rows % ROW_BLOCK
+    return max(0, MIN_ROWS - last) if last else 0
+
+
+def stable_key_count(num_keys: int) -> int:
+    """Keys to attend over, at least `num_keys`, so that the masked ones do not change the result."""
+    num_keys = -(-num_keys // KEY_VECTOR) * KEY_VECTOR
+    last = num_keys % KEY_BLOCK
+    return num_keys if last <= KEY_BLOCK // 2 else num_keys + KEY_BLOCK - last
+
+
+def explicit_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: AttentionSpec) -> torch.Tensor:
+    """Attention by its formula in float32, with softcap and sinks. [B, H, q, value_dim].
+
+    Args:
+        q: [B, H, q, key_dim].
+        k, v: [B, G, S, key_dim] and [B, G, S, value_dim].
+        mask: [B, 1, q, S], added to the capped scores.
+    """
+    group = q.shape[1] // k.shape[1]
+    keys, values = (part.float().repeat_interleave(group, dim=1) for part in (k, v))
+    scores = q.float() @ keys.transpose(2, 3) * layer.scale
+    if layer.softcap:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    scores = scores + mask
+    if layer.sinks is not None:
+        scores = torch.cat([scores, layer.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=3)
+    return scores.softmax(dim=3)[..., : keys.shape[2]] @ values
+
+
+def gather(cache: torch.Tensor, segment: Segment, requests: int) -> torch.Tensor:
+    """The first `num_keys` keys or values of each request, [B', G, S, dim]; a view of the pool when pages are consecutive."""
     pages = cache[segment.pages] if isinstance(segment.pages, slice) else cache.index_select(0, segment.pages)
-    return pages.view(requests, segment.num_keys, *cache.shape[2:])[:, :num_keys].transpose(1, 2)
+    return pages.view(requests, -1, *cache.shape[2:])[:, : segment.num_keys].transpose(1, 2)
 
 
 def query_positions(seq_lens: torch.Tensor, width: int) -> torch.Tensor:
@@ -147,7 +215,7 @@ def visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int) -> to
 def tree_visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int, batch: ForwardBatch, tokens: slice) -> torch.Tensor:
     """Visibility under `batch.tree_mask`, bool [B, q, S]: every key before the tail, and those of the tail whose bit is set.
 
-    A window limits the keys before the tail, measured from the token's position in the text, not in the batch.
+    A window limits the keys before the tail. It is measured from the token's position in the text, not in the batch.
     """
     assert batch.tree_mask is not None
     bits = batch.tree_mask[tokens].view(query_pos.shape)

@@ -1,0 +1,92 @@
+"""Compare this checkout with an older one on the same machine: throughput over concurrency, start-up time and graph memory.
+
+Servers of both checkouts run in turn (old, new, new, old), so a slow drift of the machine cancels. The client is this checkout's.
+`--old` is the `python` folder of the older checkout.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from benchmark import picture, plots
+from benchmark.markdown import Result, provenance, table
+from benchmark.record import Record
+from benchmark.server import Server, bench, environment
+from benchmark.serving_matrix import TITLES, setups
+from benchmark.sweep import Setup, arguments, names, numbers, random_ids, served_model
+
+NAME = "compare_commits"
+KEYS = ("mode", "backend")
+ORDER = ("old", "new", "new", "old")
+FIGURES = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "accept_length")
+
+
+def measure(setup: Setup, python: Path | None, concurrencies: list[int], lens: tuple[int, int]) -> dict[str, Any]:
+    """Start one server and run every concurrency on it. `python`: the package folder of the older checkout, or None for this one."""
+    variables = {} if python is None else {"PYTHONPATH": os.pathsep.join([str(python), environment()["PYTHONPATH"]])}
+    with Server([*setup.flags], variables=variables) as server:
+        facts = server.facts()
+        runs = {}
+        for concurrency in concurrencies:
+            figures = bench(server, random_ids(concurrency, *lens).flags)
+            runs[str(concurrency)] = {name: figures[name] for name in FIGURES}
+            print(f"  c={concurrency}: {figures['output_throughput']:.1f} tok/s", flush=True)
+    graphs = sum(graph["used_mib"] for graph in facts.get("graphs") or [])
+    return {"ready_seconds": server.ready_seconds, "graphs_mib": graphs, "memory_mib": facts.get("memory_mib"), "runs": runs}
+
+
+def mean(runs: list[dict[str, Any]], concurrency: str, figure: str) -> float:
+    """The mean of one figure over runs of the same checkout."""
+    return sum(run["runs"][concurrency][figure] for run in runs) / len(runs)
+
+
+def render(result: Result) -> str:
+    """A row for each mode: new throughput over old by concurrency, then start-up and graph memory."""
+    columns = sorted({int(c) for row in result["rows"] for c in row["old"][0]["runs"]})
+    lines = []
+    for row in result["rows"]:
+        old, new = row["old"], row["new"]
+        ratios = [f"{mean(new, str(c), 'output_throughput') / mean(old, str(c), 'output_throughput'):.3f}x" for c in columns]
+        ready = " / ".join(f"{min(run['ready_seconds'] for run in runs):.1f}" for runs in (old, new))
+        graphs = " / ".join(f"{runs[0]['graphs_mib']:.0f}" for runs in (old, new))
+        lines.append([f"{row['mode']}, {row['backend']}", *ratios, ready, graphs])
+    header = ["new / old output tok/s", *(f"c={c}" for c in columns), "ready s (old / new)", "graphs MiB (old / new)"]
+    return "\n".join([table(header, lines), "", provenance(result)])
+
+
+def plot(result: Result, file: Path) -> None:
+    """Throughput by concurrency of both checkouts, one panel per mode."""
+
+    def panel(row: dict[str, Any]) -> plots.Panel:
+        groups = {c: {name: mean(row[name], c, "output_throughput") for name in ("old", "new")} for c in row["old"][0]["runs"]}
+        return plots.bars(groups, TITLES[row["mode"]], "output tokens/s", kind="concurrency")
+
+    picture.draw(result, file, "Two checkouts on one machine", [panel(row) for row in result["rows"]], columns=2)
+
+
+def main() -> None:
+    """Measure, keep, plot."""
+    parser = arguments(__doc__)
+    parser.add_argument("--old", type=Path, required=True, help="the python folder of the older checkout")
+    parser.add_argument("--old-commit", required=True, help="its commit, for the record")
+    parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16, 32, 64])
+    parser.add_argument("--modes", type=names, default=list(TITLES))
+    parser.add_argument("--backend", default="fa3")
+    args = parser.parse_args()
+    record = Record(NAME, KEYS, args.out, args.quick)
+    backend, lens = ("torch_native", (16, 8)) if args.quick else (args.backend, (1000, 1000))
+    for setup in setups(served_model(args), args.modes, [backend]):
+        found: dict[str, list[dict[str, Any]]] = {"old": [], "new": []}
+        for which in ORDER:
+            print(which, flush=True)
+            concurrencies = [1, 2] if args.quick else args.concurrency
+            found[which].append(measure(setup, args.old.resolve() if which == "old" else None, concurrencies, lens))
+        record.add({**setup.labels, **found, "old_commit": args.old_commit, "server_flags": " ".join(setup.flags)})
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+
+
+if __name__ == "__main__":
+    main()

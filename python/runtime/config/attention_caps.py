@@ -1,0 +1,50 @@
+"""What each attention backend can do. No torch: flag checks and backends read the same table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_TREE_BITS = 64
+"""Most nodes of a draft tree: one row of the tree mask is a 64-bit word."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCaps:
+    """What a backend can do. A model or a flag that needs more is refused at start-up.
+
+    Attributes:
+        dtypes: names of the KV dtypes it takes; None for any.
+        head_dims: head dimensions it takes; None for any.
+        page_sizes: page sizes it takes; None for any.
+        kv_kinds: values of `KVSpec.kind` it takes.
+        tree_mask: whether passes with a tree mask work when every layer has full attention.
+        cuda_graph: whether `forward` may be captured.
+        sliding_window: whether layers with a sliding window work.
+        softcap: whether layers with capped scores work.
+        sinks: whether layers with attention sinks work.
+        mixed_heads: whether layers may differ in heads, head dimension or scale.
+        plan_on_device: whether `plan_on_device` does all planning, so that it can be captured with the pass.
+    """
+
+    dtypes: frozenset[str] | None = None
+    head_dims: frozenset[int] | None = None
+    page_sizes: frozenset[int] | None = None
+    kv_kinds: frozenset[str] = frozenset({"gqa"})
+    tree_mask: bool = True
+    cuda_graph: bool = True
+    sliding_window: bool = True
+    softcap: bool = False
+    sinks: bool = False
+    mixed_heads: bool = False
+    plan_on_device: bool = True
+
+
+_HALF = frozenset({"bfloat16", "float16"})
+ATTENTION_CAPS = {
+    "torch_native": AttentionCaps(
+        kv_kinds=frozenset({"gqa", "mla"}), cuda_graph=False, softcap=True, sinks=True, mixed_heads=True, plan_on_device=False
+    ),
+    "fa3": AttentionCaps(dtypes=_HALF, head_dims=frozenset({64, 128, 256})),
+    "flashinfer": AttentionCaps(dtypes=_HALF, head_dims=frozenset({64, 128, 256}), plan_on_device=False),
+}
+"""Capabilities by the name of the backend's flag value."""

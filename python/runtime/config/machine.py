@@ -1,0 +1,110 @@
+"""What this machine can do: cores, memory and CUDA devices, asked without torch."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_CC_MAJOR, _CC_MINOR, _NUM_SMS, _MEMORY_KHZ, _BUS_BITS = 75, 76, 16, 36, 37
+"""Of the CUDA driver API's CU_DEVICE_ATTRIBUTE_*: COMPUTE_CAPABILITY_MAJOR and _MINOR, MULTIPROCESSOR_COUNT, MEMORY_CLOCK_RATE,
+GLOBAL_MEMORY_BUS_WIDTH."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One CUDA device.
+
+    Attributes:
+        name: as the driver reports it.
+        capability: compute capability, major and minor.
+        memory: bytes.
+        num_sms: multiprocessors; 0 where the driver does not say.
+        bandwidth: bytes per second of its memory; 0 where the driver does not say.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    memory: int
+    num_sms: int = 0
+    bandwidth: int = 0
+
+
+KERNEL_PACKAGES = ("sgl_kernel", "flashinfer")
+"""Where attention kernels come from, besides torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What `resolve` may build on.
+
+    Attributes:
+        cores: CPU cores that this process may use, at least 1.
+        memory: bytes of main memory that this process may use.
+        gpus: CUDA devices in the driver's order, after CUDA_VISIBLE_DEVICES.
+        packages: of `KERNEL_PACKAGES` those that are installed.
+    """
+
+    cores: int
+    memory: int
+    gpus: tuple[Gpu, ...]
+    packages: frozenset[str]
+
+
+def probe() -> MachineFacts:
+    """Ask the machine. Never fails: what cannot be asked counts as absent."""
+    packages = frozenset(name for name in KERNEL_PACKAGES if importlib.util.find_spec(name) is not None)
+    return MachineFacts(cores=_cores(), memory=_memory(), gpus=_gpus(), packages=packages)
+
+
+def _cores() -> int:
+    allowed = len(os.sched_getaffinity(0))
+    quota, _, period = _cgroup("cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit() and int(period) > 0:
+        allowed = min(allowed, -(-int(quota) // int(period)))
+    return max(1, allowed)
+
+
+def _memory() -> int:
+    total = psutil.virtual_memory().total
+    limit = _cgroup("memory.max")
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _cgroup(name: str) -> str:
+    try:
+        return (Path("/sys/fs/cgroup") / name).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    count = ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    return tuple(_gpu(cuda, index) for index in range(count.value))
+
+
+def _gpu(cuda: ctypes.CDLL, index: int) -> Gpu:
+    device = ctypes.c_int()
+    cuda.cuDeviceGet(ctypes.byref(device), index)
+    name = ctypes.create_string_buffer(128)
+    cuda.cuDeviceGetName(name, len(name), device)
+    memory = ctypes.c_size_t()
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+
+    def ask(attribute: int) -> int:
+        value = ctypes.c_int()
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        return value.value
+
+    bandwidth = 2 * 1000 * ask(_MEMORY_KHZ) * ask(_BUS_BITS) // 8  # two transfers per clock
+    return Gpu(name.value.decode(errors="replace"), (ask(_CC_MAJOR), ask(_CC_MINOR)), memory.value, ask(_NUM_SMS), bandwidth)

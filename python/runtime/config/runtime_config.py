@@ -1,0 +1,153 @@
+"""What the server decided: `RuntimeConfig`, one frozen struct for each component that reads a part of it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from runtime.config.device_tuning import DeviceTuning, tuning_of
+from runtime.config.machine import Gpu
+
+DeviceKind = Literal["cpu", "cuda"]
+DType = Literal["float32", "bfloat16", "float16"]
+AttentionName = Literal["torch_native", "fa3", "flashinfer"]
+SamplingName = Literal["triton", "pytorch"]
+SpecAlgorithm = Literal["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"]
+Quantization = Literal["int8"]
+LoadFormat = Literal["safetensors", "gguf", "dummy"]
+
+
+class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which model is served, and how its weights are stored.
+
+    `random_seed` seeds dummy weights and the requests that bring no seed of their own.
+    """
+
+    model_path: str
+    load_format: LoadFormat
+    tokenizer_path: str
+    served_model_name: str
+    revision: str | None
+    quantization: Quantization | None
+    context_length: int
+    chat_template: str | None
+    random_seed: int
+
+
+class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the model runs, in which type, and with which kernels. `gpu` is None on a CPU."""
+
+    device: DeviceKind
+    dtype: DType
+    attention_backend: AttentionName
+    sampling_backend: SamplingName
+    cpu_threads: int
+    gpu: Gpu | None = None
+
+    @property
+    def tuning(self) -> DeviceTuning:
+        """The device's measured values."""
+        return tuning_of(self.gpu)
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cache. `max_total_tokens` is None where the memory plan decides."""
+
+    page_size: int
+    mem_fraction_static: float | None
+    max_total_tokens: int | None
+    radix_cache: bool
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How requests share the device.
+
+    `max_running_requests` is None where the largest graph decides. `chunked_prefill_size` is -1 where prompts are never cut.
+    Sizes are in tokens; `watchdog_timeout` is in seconds.
+    """
+
+    max_running_requests: int | None
+    chunked_prefill_size: int
+    max_prefill_tokens: int
+    max_queued_requests: int
+    schedule_policy: Literal["fcfs", "lpm"]
+    schedule_conservativeness: float
+    overlap: bool
+    mixed_chunk: bool
+    stream_interval: int
+    watchdog_timeout: float
+
+
+class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which batch sizes are captured (none: every step runs eagerly), and whether smaller batches are padded to them."""
+
+    cuda_graph_bs: tuple[int, ...]
+    cuda_graph_padding: bool
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How many devices share the work: tensor, data and expert parallel ranks."""
+
+    tp_size: int = 1
+    dp_size: int = 1
+    ep_size: int = 1
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How drafts are made and verified. K = `num_steps`, D = `num_draft_tokens`.
+
+    `synthetic_accept` holds the probability that each draft position is accepted, given that the positions before it were. It overrides the
+    models and serves benchmarks with dummy weights. Steps of more than `disable_by_batch_size` requests run without drafts.
+    """
+
+    algorithm: SpecAlgorithm
+    draft_model_path: str | None
+    draft_load_format: str
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+    token_map: str | None
+    attention_backend: AttentionName
+    draft_decode_graph: bool
+    draft_extend_graph: bool
+    disable_by_batch_size: int | None
+    accept_threshold_single: float
+    accept_threshold_acc: float
+    synthetic_accept: tuple[float, ...] | None
+    check_parity: bool
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP server and what it logs. `shutdown_timeout` is in seconds."""
+
+    host: str
+    port: int
+    api_key: str | None
+    admin_api_key: str | None
+    trust_request_chat_template: bool
+    enable_metrics: bool
+    log_level: str
+    log_requests: bool
+    shutdown_timeout: float
+    skip_server_warmup: bool
+    profile_folder: str | None
+
+
+class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Every decision made before the first process starts. Fields have the names of their flags where there is one."""
+
+    model: ServedModelConfig
+    device: DeviceConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    graphs: GraphConfig
+    parallel: ParallelConfig
+    speculative: SpeculativeConfig | None
+    server: ServerConfig
+
+    def by_flag(self) -> dict[str, object]:
+        """All options by field name, without their parts, in JSON types; drafting stays nested under `speculative`."""
+        parts = msgspec.to_builtins(self)
+        speculative = parts.pop("speculative")
+        return {name: value for part in parts.values() for name, value in part.items()} | {"speculative": speculative}

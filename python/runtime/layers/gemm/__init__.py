@@ -1,0 +1,1 @@
+"""GEMM kernels, their epilogues and their autotuning."""

@@ -1,0 +1,291 @@
+"""Matrix products of few rows: one Triton kernel that reads each weight once, with what follows the product folded in."""
+
+# pyright: reportIndexIssue=false
+# A kernel is launched as kernel[grid](...), which only Triton's own types explain.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from runtime.layers.gemm.epilogue import NOTHING, Epilogue
+from runtime.layers.kernels.argmax_reduce import first_of_largest
+
+MAX_ROWS = 128
+"""Above this, arithmetic and not weights sets the time: cuBLAS."""
+CHUNK = tl.constexpr(512)
+"""Columns of a weight row that one instruction asks into L2."""
+SQUARES = tl.constexpr(16)
+"""Partial sums that a row's sums of squares are added to and that are kept during the product: fixed, so that the order is."""
+SQUARES_IN_FLIGHT = 64
+"""Sums of squares that a thread loads before it waits for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemmConfig:
+    """How the product is cut: tiles of `block_n` weight rows by `block_k` columns, `stages` of them in flight.
+
+    Attributes:
+        swap: the tile of weights is the tensor cores' left operand and x the right one, which need not be padded to 16 rows.
+        tma: tiles come by descriptor (Hopper's copy engine) and not by the threads' own loads.
+        prefetch: columns of each weight row asked into L2 while the kernel before still runs.
+        late: let the kernel after start at the end of this one's loop, not at its beginning.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    stages: int
+    swap: bool = False
+    tma: bool = False
+    prefetch: int = 1024
+    late: bool = False
+
+    def parts(self, weight_rows: int) -> int:
+        """The columns of `NormAhead.squares` that a product with so many weight rows writes."""
+        return triton.cdiv(weight_rows, self.block_n)
+
+    def __str__(self) -> str:
+        marks = f"{' swap' if self.swap else ''}{' tma' if self.tma else ''}{' late' if self.late else ''}"
+        return f"{self.block_n}x{self.block_k} warps {self.num_warps} stages {self.stages}{marks} prefetch {self.prefetch}"
+
+
+def padded_rows(rows: int, swap: bool = False) -> int:
+    """The rows that the kernel computes for `rows` of input: a power of two from 16, or with `swap` from 8 on."""
+    return max(triton.next_power_of_2(rows), 8 if swap else 16)
+
+
+def small_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    config: GemmConfig,
+    epilogue: Epilogue = NOTHING,
+    *,
+    pdl: bool = False,
+    launch: bool = True,
+) -> torch.Tensor:
+    """`out = epilogue(x @ weight.T)`.
+
+    Args:
+        x: [M, K] contiguous, M <= 128, K a multiple of 16, the weight's dtype.
+        weight: [N, K] contiguous, bfloat16 or float16.
+        out: [M, `epilogue.columns(N)`] contiguous, any float dtype; written.
+        config: how to cut it.
+        epilogue: what is done to the sums; of squares, it writes `config.parts(N)` sums a row.
+        pdl: start before the kernel ahead has ended, prefetch weights and wait (programmatic dependent launch, Hopper).
+        launch: compile only, if not; tensors may be mock ones.
+
+    Each row of `out` depends on its own row of x only, summed in an order that N, K and `config` fix.
+    """
+    _run(x, weight, out, None, config, epilogue, pdl, launch)
+    return out
+
+
+def small_gemm_largest(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    config: GemmConfig,
+    *,
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """The largest of `x @ weight.T + bias` in each row and each tile of columns, for `argmax_chunks`; arguments as in `small_gemm`.
+
+    Args:
+        out: float32 [M, N], written where given: the same numbers as `small_gemm` writes.
+
+    Returns:
+        int32 [2, M, tiles]: the key of each tile's largest entry and its first column, by `first_of_largest`.
+    """
+    assert out is None or out.dtype is torch.float32, "the largest entries are those of float32"
+    tiles = triton.cdiv(weight.shape[0], config.block_n)
+    largest = torch.empty((2, x.shape[0], tiles), dtype=torch.int32, device=x.device)
+    _run(x, weight, out, largest, config, Epilogue(bias=bias), pdl, True)
+    return largest
+
+
+def _run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor | None,
+    largest: torch.Tensor | None,
+    config: GemmConfig,
+    epilogue: Epilogue,
+    pdl: bool,
+    launch: bool,
+) -> None:
+    """Cut and launch, or compile; what is written is what is given of `out` and `largest`."""
+    (M, K), N = x.shape, epilogue.columns(weight.shape[0])
+    assert M <= MAX_ROWS and K % 16 == 0, f"small_gemm takes up to {MAX_ROWS} rows of a multiple of 16 columns, not {M} x {K}"  # noqa: PT018
+    epilogue.check(out, M, weight.shape[0], config.parts(weight.shape[0]))
+    bias, silu, add, scale, ahead = epilogue.bias, epilogue.silu, epilogue.add, epilogue.scale, epilogue.ahead
+    block_n = config.block_n
+    outputs = block_n // 2 if silu else block_n
+    tiles = weight
+    if config.tma and silu:
+        tiles = TensorDescriptor(weight, [2, N, K], [N * K, K, 1], [2, outputs, config.block_k])
+    elif config.tma:
+        tiles = TensorDescriptor(weight, [N, K], [K, 1], [block_n, config.block_k])
+    gain = scaled = squares = row_squares = None
+    if ahead is not None:
+        gain, scaled, squares = ahead.gain, ahead.scaled, ahead.squares
+    count, eps, BLOCK_M = 1, 0.0, padded_rows(M, config.swap)
+    if scale is not None:
+        row_squares, count, eps = scale.squares, scale.squares.shape[1], float(scale.eps)
+    PARTS = triton.next_power_of_2(count)
+    fit = max(SQUARES_IN_FLIGHT * 32 * config.num_warps // BLOCK_M, SQUARES.value)
+    args = (
+        x, tiles, weight, out, largest, bias, row_squares, gain, scaled, squares, M, N, K, count, eps, config.prefetch, int(config.late),
+    )  # fmt: skip
+    options = dict(
+        BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=config.block_k, EVEN_N=N % outputs == 0,
+        EVEN_K=K % config.block_k == 0, BIAS=bias is not None, SILU=silu, ADD=add, LARGEST=largest is not None, STORE=out is not None,
+        SCALE=scale is not None, PARTS=PARTS, PARTS_A_TURN=min(PARTS, fit), AHEAD=ahead is not None, PDL=pdl,
+        SWAP=config.swap, TMA=config.tma, num_warps=config.num_warps, num_stages=config.stages,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    grid = (triton.cdiv(N, outputs),)
+    if launch:
+        _small_gemm_kernel[grid](*args, **options)
+    else:
+        _small_gemm_kernel.warmup(  # pyright: ignore[reportFunctionMemberAccess]
+            *args, grid=grid, **options
+        )
+
+
+@triton.jit
+def start_early(PDL: tl.constexpr):
+    """Let the next kernel start as soon as it finds room, and wait for the one before: after this, its results may be read.
+
+    Sound along a stream because every kernel waits before it reads or writes anything but weights: when one has ended, all before it have.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def prefetch_rows(rows_ptr, K, columns):
+    """Ask the first `columns` (about) of some 16-bit rows of K into L2. Source: PTX ISA, cp.async.bulk.prefetch."""
+    width = tl.minimum(K, CHUNK)
+    for start in range(0, tl.minimum(columns, K), CHUNK):
+        at = rows_ptr + tl.minimum(start, K - width)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [at.to(tl.int64), width * 2], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def load_squares(squares_ptr, m, M, parts, PARTS: tl.constexpr, PARTS_A_TURN: tl.constexpr):
+    """Sums of squares [M, parts], each row's added to `SQUARES` numbers, or to as few as there are, whose sum is still to be taken.
+
+    The order depends on `parts` alone: `PARTS` is the power of two from it on, `PARTS_A_TURN` a power of two.
+    """
+    BLOCK: tl.constexpr = min(PARTS, SQUARES)
+    part = tl.arange(0, BLOCK)
+    at = squares_ptr + m[:, None] * parts + part[None, :]
+    sums = tl.zeros((m.shape[0], BLOCK), dtype=tl.float32)
+    for turn in range(0, PARTS, PARTS_A_TURN):
+        for block in tl.static_range(0, PARTS_A_TURN, BLOCK):
+            start = turn + block
+            sums += tl.load(at + start, mask=(m < M)[:, None] & (part < parts - start)[None, :], other=0.0)
+    return sums
+
+
+@triton.jit
+def sum_rows(x):
+    """The sum of each row of x [rows, a power of two up to 256], by halves: in an order that no division among threads changes."""
+    for _ in tl.static_range(8):
+        if x.shape[1] > 1:
+            x = tl.sum(x.reshape(x.shape[0], 2, x.shape[1] // 2), 1)
+    return x.reshape(x.shape[0])
+
+
+@triton.jit(do_not_specialize=["M", "parts", "prefetch", "late"])
+def _small_gemm_kernel(
+    x_ptr, tiles, w_ptr, out_ptr, largest_ptr, bias_ptr, row_squares_ptr, gain_ptr, scaled_ptr, squares_ptr,
+    M, N, K, parts, eps, prefetch, late,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, LARGEST: tl.constexpr, STORE: tl.constexpr,
+    SCALE: tl.constexpr, PARTS: tl.constexpr, PARTS_A_TURN: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """One program: all rows of x against `BLOCK_N` weight rows (with SILU, gate rows and the up rows that belong to them in turn)."""
+    OUTPUTS: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    first = tl.program_id(0) * OUTPUTS
+    r = tl.arange(0, BLOCK_N)
+    if SILU:
+        # A tile that comes by descriptor holds its gate rows before its up rows; else they alternate.
+        n = first + (r % OUTPUTS if TMA else r // 2)
+        row = tl.minimum(n, N - 1) + (r // OUTPUTS if TMA else r % 2) * N
+    else:
+        row = tl.minimum(first + r, N - 1)
+    w_rows = w_ptr + row.to(tl.int64) * K
+    if PDL:
+        prefetch_rows(w_rows, K, prefetch)
+        if late == 0:
+            gdc_launch_dependents()
+        gdc_wait()
+
+    m = tl.arange(0, BLOCK_M)
+    m_in = m < M
+    # Asked for here and needed after the loop, these come while the product goes on.
+    sums = load_squares(row_squares_ptr, m, M, parts, PARTS, PARTS_A_TURN) if SCALE else None
+    x_rows = x_ptr + m * K
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        x_mask = m_in[:, None] if EVEN_K else m_in[:, None] & (k < K)[None, :]
+        x = tl.load(x_rows[:, None] + k[None, :], mask=x_mask, other=0.0, eviction_policy="evict_last")
+        if TMA and SILU:
+            w = tiles.load([0, first, start]).reshape(BLOCK_N, BLOCK_K)
+        elif TMA:
+            w = tiles.load([first, start])
+        elif EVEN_K:
+            w = tl.load(w_rows[:, None] + k[None, :], eviction_policy="evict_first")
+        else:
+            w = tl.load(w_rows[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+        acc = tl.dot(w, tl.trans(x), acc) if SWAP else tl.dot(x, tl.trans(w), acc)
+    if PDL:  # noqa: SIM102 - the outer condition is known when compiling, the inner is not
+        if late != 0:
+            gdc_launch_dependents()
+
+    if SWAP:
+        acc = tl.trans(acc)
+    if SCALE:
+        acc *= (1.0 / tl.sqrt(sum_rows(sums) / K + eps))[:, None]
+    if BIAS:
+        acc += tl.load(bias_ptr + row).to(tl.float32)[None, :]
+    if SILU:
+        if TMA:
+            gate, up = tl.split(tl.permute(acc.reshape(BLOCK_M, 2, OUTPUTS), (0, 2, 1)))
+        else:
+            gate, up = tl.split(acc.reshape(BLOCK_M, OUTPUTS, 2))
+        acc = gate / (1.0 + tl.exp(-gate)) * up
+    column = first + tl.arange(0, OUTPUTS)
+    if LARGEST:
+        if not EVEN_N:  # in place: what is past the last column is not stored
+            acc = tl.where((column < N)[None, :], acc, float("-inf"))
+        key, at = first_of_largest(acc, column[None, :])
+        largest_at = largest_ptr + m * tl.num_programs(0) + tl.program_id(0)
+        tl.store(largest_at, key, mask=m_in)
+        tl.store(largest_at + M * tl.num_programs(0), at, mask=m_in)
+    if STORE:
+        out_at = out_ptr + m[:, None] * N + column[None, :]
+        out_mask = m_in[:, None] if EVEN_N else m_in[:, None] & (column < N)[None, :]
+        if ADD:
+            acc += tl.load(out_at, mask=out_mask, other=0.0).to(tl.float32)
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+        if AHEAD:
+            gain = tl.load(gain_ptr + column, mask=column < N, other=0.0).to(tl.float32)
+            tl.store(scaled_ptr + m[:, None] * N + column[None, :], (acc * gain[None, :]).to(scaled_ptr.dtype.element_ty), mask=out_mask)
+            inside = acc if EVEN_N else tl.where((column < N)[None, :], acc, 0.0)
+            tl.store(squares_ptr + m * tl.num_programs(0) + tl.program_id(0), sum_rows(inside * inside), mask=m_in)

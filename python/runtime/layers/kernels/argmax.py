@@ -1,0 +1,21 @@
+"""The likeliest token of each row of logits."""
+
+from __future__ import annotations
+
+import torch
+
+
+def argmax(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """As `torch.argmax(logits, dim=-1)`, and of equal entries always the first.
+
+    Args:
+        logits: float32 [N, V], rows contiguous.
+        out: written and returned where given, int64 [N] contiguous.
+    """
+    if not logits.is_cuda:
+        return torch.argmax(logits, dim=-1) if out is None else torch.argmax(logits, dim=-1, out=out)
+    from runtime.layers.kernels.argmax_kernel import argmax_rows
+
+    if out is None:
+        out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    return argmax_rows(logits, out, pdl=torch.cuda.get_device_capability(logits.device)[0] >= 9)

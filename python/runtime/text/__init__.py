@@ -1,0 +1,1 @@
+"""Tokens and text: tokenizer and chat templates."""

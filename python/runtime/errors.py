@@ -105,6 +105,15 @@ class BodyTooLarge(ServingError):
         super().__init__(f"The request body is larger than {limit_mib} MiB.")
 
 
+class CacheBusy(RequestError):
+    """The prefix cache cannot be flushed while requests use it."""
+
+    status = 409
+
+    def __init__(self, requests: int) -> None:
+        super().__init__(f"The cache cannot be flushed while requests are running ({requests} now). Try again when they have ended.")
+
+
 class QueueFull(ServingError):
     """The waiting queue is full."""
 

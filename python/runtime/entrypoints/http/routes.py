@@ -30,6 +30,7 @@ ERRORS = {
     401: "The API key is missing or wrong.",
     404: "This server has no such model, or the endpoint is switched off.",
     408: "The body of the request did not arrive in time.",
+    409: "Requests are running, so the cache cannot be flushed.",
     413: "The body of the request is too large.",
     429: "The queue is full.",
     431: "The headers are too large.",
@@ -59,7 +60,7 @@ def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> Non
         ("/v1/models/{model:path}", model.one_model, ModelCard, (404,)),
     ):
         app.add_api_route(path, handler, response_model=answer, responses=_errors(*statuses))
-    app.add_api_route("/flush_cache", admin.flush_cache, methods=["POST"], response_model=Done, responses=_errors(503))
+    app.add_api_route("/flush_cache", admin.flush_cache, methods=["POST"], response_model=Done, responses=_errors(409, 503))
     app.add_api_route("/flush_cache", admin.flush_cache, response_model=None, include_in_schema=False)
     _add_posts(app, admin, TokenApi(manager, manager.tokenizer))
     _add_generation(app, manager, manager.tokenizer, model)

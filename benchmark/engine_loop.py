@@ -36,7 +36,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(slots=True)
 class _Times:
-    asked: float
+    started: float
     first: float = 0.0
     last: float = 0.0
     tokens: int = 0
@@ -72,8 +72,8 @@ class EngineLoop:
 
     def __init__(self, config: RuntimeConfig, worker: Any, overlap: bool) -> None:
         self._inbox: deque[ToScheduler] = deque()
-        config = structs.replace(config, scheduler=structs.replace(config.scheduler, overlap=overlap))
-        self._scheduler = Scheduler(config, worker, (), lambda wait: self._inbox.popleft() if self._inbox else None, self._sent)
+        scheduling = structs.replace(config.scheduler, overlap=overlap)
+        self._scheduler = Scheduler(scheduling, config.cache, worker, (), self._receive, self._sent)
         self._times: dict[str, _Times] = {}
         self.tokens = 0
 
@@ -88,12 +88,12 @@ class EngineLoop:
         """Run a closed loop of `concurrency` clients until `requests` are answered."""
         self._times.clear()
         self.tokens = 0
-        started, asked = time.perf_counter(), 0
+        started, submitted = time.perf_counter(), 0
         while True:
             alive = sum(times.tokens < output_len for times in self._times.values())
-            while asked < requests and alive < concurrency:
-                self._ask(asked, prompt_len, output_len, GREEDY)
-                asked, alive = asked + 1, alive + 1
+            while submitted < requests and alive < concurrency:
+                self._ask(submitted, prompt_len, output_len, GREEDY)
+                submitted, alive = submitted + 1, alive + 1
             if not alive:
                 break
             self._scheduler.step()
@@ -101,7 +101,7 @@ class EngineLoop:
             self._scheduler.step()
         seconds, all_times = time.perf_counter() - started, self._times.values()
         tpots = [(t.last - t.first) / (t.tokens - 1) for t in all_times]
-        return Served(seconds, self.tokens, [t.first - t.asked for t in all_times], tpots)
+        return Served(seconds, self.tokens, [t.first - t.started for t in all_times], tpots)
 
     def _ask(self, number: int, prompt_len: int, output_len: int, sampling: SamplingParams) -> None:
         ids = np.random.default_rng(number).integers(10, self._scheduler.limits.vocab_size - 10, prompt_len).tolist()
@@ -123,6 +123,9 @@ class EngineLoop:
         self._inbox.append(AbortReq(all=True))
         while self._inbox or not self._scheduler.idle:
             self._scheduler.step()
+
+    def _receive(self, wait: float) -> ToScheduler | None:
+        return self._inbox.popleft() if self._inbox else None
 
     def _sent(self, message: ToDetokenizer) -> None:
         if not isinstance(message, TokensOutBatch):

@@ -1,4 +1,4 @@
-"""What the draft's phases take while nothing traces them: on the host, and on the GPU's own clock."""
+"""Times of the draft phases without a profiler, on the host and on the GPU's clock."""
 
 from __future__ import annotations
 
@@ -10,45 +10,47 @@ from typing import Any
 
 import torch
 
-METHODS = {"draft_decode": "_run_decode", "draft_extend": "_run_extend"}
-"""The draft's phases, and an EAGLE worker's methods that launch them."""
+METHODS = {"draft_decode": "propose", "draft_extend": "follow"}
+"""The draft phases and the methods of a drafter that launch them."""
 
 
 class Phases:
-    """While entered, times every iteration of a worker that no prompt rides with. `figures` tells what they took.
+    """A context in which every iteration of a worker without prompts is timed; `figures` gives the times.
 
-    An event costs the host a few microseconds. So what is compared to the per mille is measured without it.
+    An event costs the host a few microseconds, so precise comparisons are measured outside this context.
     """
 
     def __init__(self, worker: Any) -> None:
-        self._worker = worker
-        self._wrapped = {"_iterate": self._iterate, "_draft_prompt": self._prompt}
-        self._wrapped |= {method: self._phase(name, getattr(worker, method)) for name, method in METHODS.items()}
-        self._inner = {method: getattr(worker, method) for method in self._wrapped}
+        drafter = worker.parts.drafter
+        self._iterate_inner, self._prompt_inner = worker._iterate, drafter.follow_prompt
+        self._wrapped = [(worker, "_iterate", self._iterate), (drafter, "follow_prompt", self._prompt)]
+        self._wrapped += [(drafter, method, self._phase(name, getattr(drafter, method))) for name, method in METHODS.items()]
         self._iterations: list[dict[str, Any] | None] = []
         self._now: dict[str, Any] | None = None
 
     def __enter__(self) -> Phases:
         self._iterations.append(None)
-        for method, wrapped in self._wrapped.items():
-            setattr(self._worker, method, wrapped)
+        for owner, method, wrapped in self._wrapped:
+            setattr(owner, method, wrapped)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for method in self._wrapped:
-            delattr(self._worker, method)
+        for owner, method, _ in self._wrapped:
+            delattr(owner, method)
 
-    def _iterate(self, *args: Any) -> Any:
+    def _iterate(self, batch: Any, chunks: Any, iteration: Any) -> Any:
+        if chunks is not None:
+            return self._iterate_inner(batch, chunks, iteration)
         self._now = {}
         try:
-            return self._inner["_iterate"](*args)
+            return self._iterate_inner(batch, chunks, iteration)
         finally:
             self._iterations.append(self._now)
             self._now = None
 
     def _prompt(self, *args: Any) -> Any:
         self._iterations.append(None)
-        return self._inner["_draft_prompt"](*args)
+        return self._prompt_inner(*args)
 
     def _phase(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -64,11 +66,11 @@ class Phases:
         return run
 
     def figures(self) -> dict[str, float]:
-        """Of the iterations that another followed with no prompt between, in microseconds; empty where there were none.
+        """Microseconds of iterations that were directly followed by another one; empty if there were none.
 
-        `..._host_us` of a phase is the mean of the host's time in it, `draft_host_us` that of both. On the GPU's clock, where there is one,
-        the median of `iteration_us` reaches from the start of one draft to the start of the next, and that of `draft_extend_gpu_us` from
-        verification's end to draft-extend's: its kernels, and the waiting for them to be launched.
+        `..._host_us` is the mean host time in a phase, `draft_host_us` that of both phases. On a GPU, `iteration_us` is
+        the median time from the start of one draft to the start of the next, and `draft_extend_gpu_us` the median from
+        the end of verification to the end of draft-extend: its kernels, and the wait for their launches.
         """
         steady = [(one, after) for one, after in pairwise(self._iterations) if one is not None and after is not None]
         if not steady:

@@ -1,4 +1,4 @@
-"""`python -m runtime.bench_serving`: measure a running server over HTTP, ours or any other, by SGLang's flags and columns."""
+"""`python -m runtime.bench_serving`: measure any running server over HTTP, with SGLang's flags and columns."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from tqdm import tqdm
 
 from runtime.bench import summary
@@ -36,17 +37,17 @@ _ARGUMENTS = (
 
 
 class BenchError(Exception):
-    """The run cannot start, or nothing of it came back; the message is for the user."""
+    """The run cannot start; the message is for the user."""
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Do one run.
+    """Run the benchmark once.
 
     Returns:
-        The fields of the JSON line, details included.
+        The fields of the JSON line, including the details of each request.
 
     Raises:
-        BenchError: no server, no prompts, or every request failed.
+        BenchError: there is no server or no prompt, or the warm-up failed.
     """
     backend = BACKENDS[args.backend]
     host = f"[{args.host}]" if ":" in args.host else args.host
@@ -61,24 +62,24 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     except (ValueError, HttpFailure) as error:
         raise BenchError(str(error)) from error
     if args.dataset_name not in ("generated-shared-prefix",) and len(requests) < args.num_prompts:
-        print(f"{args.dataset_name} has {len(requests)} prompts that fit; sending those instead of {args.num_prompts}")
+        print(f"{args.dataset_name} has {len(requests)} prompts that fit; sending {len(requests)} instead of {args.num_prompts}")
     options = _generation(args, model)
     await _prepare(args, client, backend, requests[0], options)
     before = await _get(client, "/get_server_info", "/server_info")
     records, seconds = await _measure(args, client, backend, requests, options)
-    await _settle(records, vocabulary)
+    _count_tokens(records, vocabulary)
     server_info = await _get(client, "/get_server_info", "/server_info")
     figures = {name: getattr(args, name) for name in _ARGUMENTS} | {"server_info": server_info}
     if args.request_rate == float("inf"):
         figures["request_rate"] = "inf"  # JSON has no infinity
     figures |= summarize(records, seconds, goodput) | acceptance(records, before, server_info) | summary.origin(server_info)
-    figures["total_output_tokens_retokenized"] = await _retokenized(records, vocabulary)
+    figures["total_output_tokens_retokenized"] = _retokenized(records, vocabulary)
     _show(args, figures, records)
     return figures | _details(records)
 
 
 async def _prepare(args: argparse.Namespace, client: HttpClient, backend: Backend, first: BenchRequest, options: GenerationOptions) -> None:
-    """Warm up, then forget what the warm-up cached."""
+    """Warm up, then flush the cache if asked."""
     await _warm_up(args.warmup_requests, client, backend, first, options)
     if args.flush_cache:
         await _flush(client, "/reset_prefix_cache" if backend.name.startswith("vllm") else "/flush_cache")
@@ -113,15 +114,15 @@ async def _warm_up(number: int, client: HttpClient, backend: Backend, request: B
         raise BenchError(f"the warm-up failed: {records[0].error}")
 
 
-async def _settle(records: Sequence[RequestRecord], vocabulary: Vocabulary) -> None:
-    """After the run, so that counting tokens does not slow the client while it measures."""
+def _count_tokens(records: Sequence[RequestRecord], vocabulary: Vocabulary) -> None:
+    """Count the tokens of each chunk, after the run so that counting does not slow down the client while it measures."""
     counter = vocabulary.count if isinstance(vocabulary, LocalVocabulary) else None
     for record in records:
         count_chunks(record, counter)
         record.itl = spread_itl(record)
 
 
-async def _retokenized(records: Sequence[RequestRecord], vocabulary: Vocabulary) -> int | None:
+def _retokenized(records: Sequence[RequestRecord], vocabulary: Vocabulary) -> int | None:
     if not isinstance(vocabulary, LocalVocabulary):
         return None
     return sum(vocabulary.count(record.text) for record in records if record.success)
@@ -158,9 +159,9 @@ def _output_file(args: argparse.Namespace) -> Path:
 
 
 def _check_output(file: Path) -> None:
-    """Raises `BenchError` where the run could not be kept: that is to be known before it."""
+    """Raise BenchError before the run if its result could not be written."""
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise BenchError(f"--output-file {file}: cannot be written; name a file in a folder that is there")
+        raise BenchError(f"--output-file {file}: the file cannot be written; name a file in an existing folder")
 
 
 def _headers(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
@@ -193,7 +194,7 @@ def _generation(args: argparse.Namespace, model: str) -> GenerationOptions:
 
 
 async def _wait_ready(client: HttpClient, seconds: float) -> None:
-    """Poll `/ready`, or `/health` where there is none, until it answers 200."""
+    """Poll `/ready` until it answers 200, or `/health` if the server has no `/ready`."""
     if seconds <= 0:
         return
     deadline, path, last = time.monotonic() + seconds, "/ready", ""
@@ -215,11 +216,11 @@ async def _served_model(client: HttpClient) -> str:
     try:
         return (await client.json("GET", "/v1/models"))["data"][0]["id"]
     except (HttpFailure, KeyError, IndexError, TypeError) as error:
-        raise BenchError(f"the server names no model ({error}); pass --model") from error
+        raise BenchError(f"the server does not name its model ({error}); pass --model") from error
 
 
 async def _get(client: HttpClient, *paths: str) -> dict[str, Any] | None:
-    """The first of `paths` that answers with an object; None when none does: not every server has one."""
+    """The answer of the first of `paths` that returns an object; None if no path does."""
     for path in paths:
         try:
             answer = await client.json("GET", path)
@@ -231,7 +232,10 @@ async def _get(client: HttpClient, *paths: str) -> dict[str, Any] | None:
 
 
 async def _flush(client: HttpClient, path: str) -> None:
-    """Empty the prefix cache. A server refuses while the warm-up's last step is still in flight, so ask again for a while."""
+    """Flush the prefix cache.
+
+    The server refuses while the last step of the warm-up is in flight, so retry for a while.
+    """
     deadline = time.monotonic() + _FLUSH_SECONDS
     while True:
         try:
@@ -250,25 +254,23 @@ async def _control(client: HttpClient, path: str) -> None:
 
 
 def _allow_many_connections() -> None:
-    """Raise the soft limit of open files to the hard one: a thousand requests at once are a thousand sockets."""
+    """Raise the soft limit of open files to the hard limit; each request needs a socket."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; 0 when at least one request succeeded, 1 when none did, 2 when the run could not start."""
+    """Run the command line.
+
+    Returns:
+        0 if a request succeeded, 1 if all failed, 2 if the run could not start, 130 if it was interrupted.
+    """
     args = parser().parse_args(argv)
     _allow_many_connections()
-    try:
-        import uvloop
-
-        runner = uvloop.run
-    except ImportError:
-        runner = asyncio.run
     file = _output_file(args)
     try:
         _check_output(file)
-        result = runner(run(args))
+        result = uvloop.run(run(args))
     except BenchError as error:
         print(f"bench_serving: {error}", file=sys.stderr)
         return 2

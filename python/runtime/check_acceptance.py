@@ -17,7 +17,7 @@ from msgspec import structs
 
 from runtime import log as logging_setup
 from runtime.config.flag_parser import parse
-from runtime.config.resolve import default_graph_sizes
+from runtime.config.graphs import default_graph_sizes
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.processes import prepare
 from runtime.errors import ConfigError, RequestError, ServingError
@@ -149,6 +149,7 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
     if speculative is None:
         raise ConfigError("there is no acceptance without speculation; give --speculative-algorithm and its flags")
     from runtime.model_executor.acceptance import side_by_side
+    from runtime.model_executor.graph_runner import RunMode
     from runtime.speculative.build import build_speculative_worker
     from runtime.speculative.parity import eagerly
 
@@ -162,7 +163,7 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
     try:
         if not any(runner.sizes for runner in worker.all_runners):
             raise ConfigError("nothing is captured, so there is nothing to compare; leave --disable-cuda-graph out, or use another backend")
-        with eagerly(worker.all_runners, "plain" if on_cpu else "padded"):
+        with eagerly(worker.all_runners, RunMode.EAGER if on_cpu else RunMode.EAGER_PADDED):
             eager = session.run()
             plain = None if speculative.synthetic_accept is not None else session.plain_texts()
         before = [runner.replayed for runner in worker.all_runners]
@@ -254,7 +255,9 @@ class Session:
 
         self.worker.reset()
         eos_ids = self.model_config.eos_ids
-        scheduler = Scheduler(self.config, self.worker, eos_ids, lambda wait: inbox.pop(0) if inbox else None, take)
+        scheduler = Scheduler(
+            self.config.scheduler, self.config.cache, self.worker, eos_ids, lambda wait: inbox.pop(0) if inbox else None, take
+        )
         for group, most in ((asks[:few], at_once), (asks[few:], len(asks))):
             waiting = list(group)
             while waiting or inbox or not scheduler.idle:

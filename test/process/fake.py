@@ -188,7 +188,7 @@ class Stream:
         self.first = threading.Event()
         self._thread = threading.Thread(target=self._read, args=(url, max_tokens), daemon=True)
         self._thread.start()
-        assert self.first.wait(10.0)
+        assert self.first.wait(60.0)
 
     def _read(self, url: str, max_tokens: int) -> None:
         body = {"model": "fake", "prompt": [5, 6, 7], "max_tokens": max_tokens, "stream": True, "ignore_eos": True}

@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("memory_limits", [], 2),
     ],
 )
-def test_a_quick_run_leaves_rows_and_a_table(script: str, flags: list[str], rows: int, tmp_path: Path) -> None:
+def test_quick_run_writes_rows_and_a_table(script: str, flags: list[str], rows: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"benchmark.{script}", "--quick", "--out", str(tmp_path), *flags]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
@@ -52,7 +52,7 @@ def test_a_quick_run_leaves_rows_and_a_table(script: str, flags: list[str], rows
     assert not any(row.get("failed") for row in result["rows"])
 
 
-def test_a_benchmark_that_is_told_to_end_takes_its_server_along(tmp_path: Path) -> None:
+def test_terminated_benchmark_stops_its_server(tmp_path: Path) -> None:
     command = [sys.executable, "-u", "-m", "benchmark.repeat", "--quick", "--out", str(tmp_path), "--modes", "eagle", "--rounds", "50"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:

@@ -67,7 +67,7 @@ def test_a_stream_grows_to_the_output_of_the_plain_call(engine: Engine) -> None:
 def test_a_stream_that_is_left_early_frees_its_request(engine: Engine) -> None:
     for _ in engine.generate(input_ids=[8, 9], sampling_params={"max_new_tokens": 400, "ignore_eos": True}, stream=True):
         break
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + 60.0  # a limit for a hang, not a measurement
     while (state := engine.get_server_info()["internal_states"][0])["num_running_reqs"] or state["token_usage"]:  # type: ignore[index]
         assert time.monotonic() < deadline
     engine.flush_cache()

@@ -15,20 +15,21 @@ import msgspec
 from tiny import tiny_model, tiny_runtime
 
 from runtime.batch import WorkerLimits
-from runtime.entrypoints.http_server import serve
+from runtime.entrypoints.http.server import serve
 from runtime.managers.messages import (
     AbortReq,
     ControlReply,
     ControlReq,
     Finish,
     GenerateReq,
-    SpecStats,
     TextOut,
     TextOutBatch,
     TokenLogprobs,
     ToScheduler,
 )
-from runtime.managers.telemetry.step_stats import StepTally
+from runtime.managers.telemetry.decode_stats import DecodeStats
+from runtime.managers.telemetry.progress import Progress
+from runtime.managers.telemetry.spec_stats import SpecStats
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
 
@@ -107,7 +108,7 @@ class ScriptedScheduler:
         if not self.tasks[rid].done():
             self.tasks[rid].cancel()
             finish = Finish(reason="abort")
-            out = TextOut(rid=rid, text="", token_ids=[], prompt_tokens=1, cached_tokens=0, completion_tokens=0, finish=finish)
+            out = TextOut(rid=rid, text="", token_ids=[], progress=Progress(1), finish=finish)
             asyncio.get_running_loop().call_soon(self.manager.handle, TextOutBatch(outs=[out]))
 
     async def _run(self, request: GenerateReq) -> None:
@@ -132,19 +133,17 @@ class ScriptedScheduler:
             finish = Finish(reason="abort", message="the forward step of this request failed", status=500)
         wanted = request.top_logprobs >= 0
         k = max(request.top_logprobs, 0)
+        decode = DecodeStats(4, graph_steps=3, live_rows=6, padded_rows=2) if count > 1 else DecodeStats()
+        spec = SpecStats(4, 12, 8, [4, 3, 1]) if last else None
+        progress = Progress(len(request.input_ids), 2, count, 0.25, spec, decode)
         out = TextOut(
             rid=request.rid,
             text=text,
             token_ids=ids,
-            prompt_tokens=len(request.input_ids),
-            cached_tokens=2,
-            completion_tokens=count,
+            progress=progress,
             finish=finish,
             logprobs=TokenLogprobs(chosen=[logprob_of(t) for t in ids], top=[top_of(t, k) for t in ids]) if wanted else None,
             prompt_logprobs=self._of_prompt(request, k) if request.prompt_logprobs and first else None,
-            spec=SpecStats(verify_steps=4, draft_tokens=12, accepted_tokens=8, accepted_by_position=[4, 3, 1]) if last else None,
-            steps=StepTally(4, graph_steps=3, live_rows=6, padded_rows=2) if count > 1 else StepTally(),
-            queue_seconds=0.25,
         )
         self.manager.handle(TextOutBatch(outs=[out]))
 

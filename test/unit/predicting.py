@@ -76,7 +76,7 @@ def speculating(
     return worker
 
 
-def exact_product(self: Linear, x: torch.Tensor) -> torch.Tensor:
+def exact_product(self: Linear, x: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
     """`Linear.__call__` in float64, rounded once: the bits of a row no longer depend on how many rows are multiplied beside it."""
     out = (x.double() @ self.weight.double().T).to(x.dtype)
     return out if self.bias is None else out + self.bias

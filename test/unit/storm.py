@@ -59,7 +59,7 @@ class Poison:
     def _between_steps(self, free: list[int], live: set[int]) -> None:
         self.worker.parts.inputs.poison()
         for runner in self.worker.runners:
-            for buffer in runner._buffers.values():
+            for buffer in runner.buffers.values():
                 buffer.fill_(float("nan") if buffer.is_floating_point() else -1)
         rows = self.worker.parts.target.rows
         idle = torch.tensor([r for r in range(1, len(rows.kv_lens)) if r not in live], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The page allocator: every page has one holder or none."""
+"""The page allocator: every page is allocated at most once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.mem_cache.allocator import PageAllocator
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_page_is_never_in_two_hands(seed: int) -> None:
+def test_a_page_is_allocated_once(seed: int) -> None:
     rng = random.Random(seed)
     allocator, held = PageAllocator(50), []
     for _ in range(300):
@@ -41,17 +41,17 @@ def test_a_page_freed_twice_is_caught() -> None:
 def test_a_page_that_does_not_exist_is_caught(page: int) -> None:
     allocator = PageAllocator(4)
     allocator.alloc(4)
-    with pytest.raises(AssertionError, match="never handed out"):
+    with pytest.raises(AssertionError, match="never allocated"):
         allocator.free(np.array([page], dtype=np.int32))
 
 
-def test_more_than_there_is_is_caught() -> None:
+def test_allocating_more_than_available_is_caught() -> None:
     allocator = PageAllocator(4)
-    with pytest.raises(AssertionError, match="5 pages asked for, 4 are free"):
+    with pytest.raises(AssertionError, match="5 pages requested, 4 are free"):
         allocator.alloc(5)
 
 
-def test_what_is_handed_out_is_the_callers_to_keep() -> None:
+def test_allocated_ids_are_a_copy() -> None:
     allocator = PageAllocator(4)
     first = allocator.alloc(2)
     seen = first.tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -43,7 +42,7 @@ FIELDS = (
 
 @pytest.fixture
 def vocabulary(tmp_path: Path) -> LocalVocabulary:
-    """Letters and pairs of letters as tokens: cutting a text between ids changes how it is split."""
+    """Single letters and pairs as tokens, so that cutting a text between ids changes its tokenisation."""
     letters = [chr(c) for c in range(33, 127)] + ["Ġ"]
     merges = [("t", "h"), ("th", "e"), ("a", "n"), ("Ġ", "t"), ("i", "n"), ("e", "r")]
     vocab = {token: i for i, token in enumerate(letters + [a + b for a, b in merges])}
@@ -61,14 +60,14 @@ def make(vocabulary: Any, **options: Any) -> list[BenchRequest]:
 # ---- flags and fields
 
 
-def test_the_flags_are_exactly_those_promised() -> None:
+def test_the_list_of_flags_is_pinned() -> None:
     have = {flag for action in parser()._actions for flag in action.option_strings}
     aliases = {"-h", "--help", "--random-input", "--random-output", "--plot"}
     assert have - aliases == {f"--{name}" for name in FLAGS.split()}
 
 
 @pytest.mark.parametrize(("prompts", "concurrency"), [(5, 1), (20, 4), (80, 16), (160, 32)])
-def test_the_command_lines_of_the_reference_table_are_understood(prompts: int, concurrency: int) -> None:
+def test_reference_command_lines_parse(prompts: int, concurrency: int) -> None:
     line = (
         "--backend sglang-oai  --dataset-name random --random-input-len 1000 --random-output-len 1000 --random-range-ratio 1 "
         f"--num-prompts {prompts} --max-concurrency {concurrency} --output-file dsv3.jsonl"
@@ -82,12 +81,15 @@ def test_the_command_lines_of_the_reference_table_are_understood(prompts: int, c
     "flags",
     [
         "--num-prompts 0",
+        "--num-prompts many",
+        "--warmup-requests -1",
         "--port 65536",
         "--request-rate 0",
         "--request-rate nan",
         "--random-range-ratio 1.5",
         "--extra-request-body [1]",
         "--header x",
+        "--header =x",
     ],
 )
 def test_flags_out_of_range_are_refused(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +99,7 @@ def test_flags_out_of_range_are_refused(flags: str, capsys: pytest.CaptureFixtur
     assert flags.split()[0] in capsys.readouterr().err
 
 
-def test_the_json_line_has_every_promised_field_and_the_columns_are_those_of_sglang() -> None:
+def test_json_fields_and_columns_match_sglang() -> None:
     args = parser().parse_args([])
     record = settled([0.0, 0.1, 0.2])
     figures = {name: getattr(args, name, None) for name in FIELDS.split()}
@@ -121,7 +123,7 @@ def test_the_json_line_has_every_promised_field_and_the_columns_are_those_of_sgl
 REQUEST = BenchRequest("hello", 1, 8)
 
 
-def test_each_dialect_asks_in_its_own_words() -> None:
+def test_each_dialect_builds_its_own_request_body() -> None:
     options = GenerationOptions(model="m", temperature=0.5, top_p=0.9, extra_body={"min_p": 0.1})
     native = payload(BACKENDS["sglang"], REQUEST, options)
     assert native["text"] == "hello"
@@ -135,7 +137,7 @@ def test_each_dialect_asks_in_its_own_words() -> None:
     assert all(body["min_p"] == 0.1 for body in (native, completions, chat))
 
 
-def test_token_ids_go_to_endpoints_that_take_them_and_chat_refuses() -> None:
+def test_chat_dialect_refuses_token_ids() -> None:
     ids = BenchRequest([1, 2], 2, 8)
     options = GenerationOptions(model="m")
     assert payload(BACKENDS["sglang"], ids, options)["input_ids"] == [1, 2]
@@ -158,13 +160,13 @@ def choice(text: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
     return {"choices": [{"text": text, "finish_reason": reason}], **more}
 
 
-def test_a_chunk_whose_text_is_held_back_still_counts_as_a_token() -> None:
+def test_chunk_with_held_back_text_counts_as_token() -> None:
     events = [(1.0, choice("")), (2.0, choice("é")), (3.0, choice("", "length")), (3.5, {"choices": [], "usage": {"completion_tokens": 2}})]
     record = read("sglang-oai", [*events, (4.0, None)])
     assert (record.ttft, record.latency, record.output_len) == (1.0, 2.0, 2)
 
 
-def test_the_role_chunk_of_a_chat_is_no_token() -> None:
+def test_chat_role_chunk_is_not_a_token() -> None:
     def delta(**fields: Any) -> dict[str, Any]:
         return {"choices": [{"delta": fields, "finish_reason": None}]}
 
@@ -172,14 +174,14 @@ def test_the_role_chunk_of_a_chat_is_no_token() -> None:
     assert (record.ttft, record.latency, record.text) == (2.0, 4.0, "ab")
 
 
-def test_running_usage_tells_how_many_tokens_a_chunk_carried() -> None:
+def test_running_usage_gives_tokens_per_chunk() -> None:
     events = [(1.0, choice("a", usage={"completion_tokens": 1})), (2.0, choice("bcd", usage={"completion_tokens": 4}))]
     record = read("vllm", events)
     assert [chunk.tokens for chunk in record.chunks] == [1, 3]
     assert metrics.spread_itl(record) == pytest.approx([1 / 3] * 3)
 
 
-def test_usage_on_the_last_chunk_alone_is_not_taken_for_its_tokens() -> None:
+def test_final_usage_is_not_the_last_chunks_token_count() -> None:
     events = [(1.0, choice("a")), (2.0, choice("b")), (3.0, choice("c", "length", usage={"completion_tokens": 3, "prompt_tokens": 5}))]
     record = read("sglang-oai", events)
     assert (record.output_len, record.prompt_len) == (3, 5)
@@ -204,11 +206,11 @@ def test_native_text_may_be_cumulative_or_not() -> None:
         ([(1.0, None)], "without a token"),
     ],
 )
-def test_an_answer_that_went_wrong_is_an_error(events: list[tuple[float, Any]], why: str) -> None:
+def test_failed_answer_is_an_error(events: list[tuple[float, Any]], why: str) -> None:
     assert why in read("sglang-oai", events).error
 
 
-def test_the_time_to_connect_is_part_of_the_first_tokens_time() -> None:
+def test_ttft_includes_connect_time() -> None:
     class Client:
         now = 5.0
 
@@ -238,19 +240,19 @@ def test_random_ids_have_exact_lengths_and_repeat_by_seed() -> None:
     assert {token for request in requests for token in request.prompt} <= set(range(100))
 
 
-def test_random_text_encodes_to_exactly_the_length_asked_for(vocabulary: LocalVocabulary) -> None:
+def test_random_text_encodes_to_the_exact_length(vocabulary: LocalVocabulary) -> None:
     requests = make(vocabulary, name="random", num_prompts=12, random_input_len=60, random_output_len=5, random_range_ratio=0.3)
     for request in requests:
         assert isinstance(request.prompt, str)
         assert len(asyncio.run(vocabulary.encode(request.prompt))) == request.prompt_len
 
 
-def test_text_without_a_tokenizer_names_the_way_out() -> None:
+def test_text_without_tokenizer_suggests_random_ids() -> None:
     with pytest.raises(ValueError, match="random-ids"):
         make(UnknownVocabulary(100), name="random", num_prompts=1)
 
 
-def test_prompts_of_a_group_share_their_prefix(vocabulary: LocalVocabulary) -> None:
+def test_prompts_of_a_group_share_a_prefix(vocabulary: LocalVocabulary) -> None:
     sizes = {"gsp_num_groups": 3, "gsp_prompts_per_group": 4, "gsp_system_prompt_len": 50, "gsp_question_len": 10}
     requests = make(vocabulary, name="generated-shared-prefix", tokenize_prompt=True, **sizes)
     prefixes = [tuple(request.prompt[:50]) for request in requests]
@@ -259,7 +261,7 @@ def test_prompts_of_a_group_share_their_prefix(vocabulary: LocalVocabulary) -> N
     assert len({tuple(request.prompt) for request in requests}) == 12
 
 
-def test_real_text_is_sent_as_ids_where_asked(vocabulary: LocalVocabulary) -> None:
+def test_tokenize_prompt_sends_real_text_as_ids(vocabulary: LocalVocabulary) -> None:
     for sent, told in zip(make(vocabulary, name="embedded", tokenize_prompt=True), make(vocabulary, name="embedded"), strict=True):
         assert isinstance(told.prompt, str)
         assert sent.prompt == asyncio.run(vocabulary.encode(told.prompt))
@@ -268,7 +270,7 @@ def test_real_text_is_sent_as_ids_where_asked(vocabulary: LocalVocabulary) -> No
         make(UnknownVocabulary(100), name="embedded", tokenize_prompt=True)
 
 
-def test_the_embedded_prompts_are_eighty_of_eight_kinds_and_any_part_is_a_fair_sample() -> None:
+def test_any_part_of_embedded_prompts_mixes_all_kinds() -> None:
     lines = embedded_prompts()
     assert len({line["prompt"] for line in lines}) == 80
     kinds = {line["prompt"]: line["kind"] for line in lines}
@@ -277,7 +279,7 @@ def test_the_embedded_prompts_are_eighty_of_eight_kinds_and_any_part_is_a_fair_s
     assert counts == [2] * 8
 
 
-def test_conversation_files_are_read_and_a_missing_one_is_named(tmp_path: Path, vocabulary: LocalVocabulary) -> None:
+def test_conversation_files_are_read_and_missing_files_named(tmp_path: Path, vocabulary: LocalVocabulary) -> None:
     talk = {"conversations": [{"from": "human", "value": "the hen"}, {"from": "gpt", "value": "in the inn"}]}
     sharegpt, custom = tmp_path / "s.json", tmp_path / "c.jsonl"
     sharegpt.write_text(json.dumps([talk, {"conversations": []}]))
@@ -288,7 +290,7 @@ def test_conversation_files_are_read_and_a_missing_one_is_named(tmp_path: Path, 
     assert [r.prompt for r in make(vocabulary, name="custom", path=str(custom))] == ["another", "thing"]
     custom.write_text("\ufeff" + json.dumps({"prompt": "one\u2028line\x85still"}, ensure_ascii=False), encoding="utf-8")
     assert [r.prompt for r in make(vocabulary, name="custom", path=str(custom), num_prompts=1)] == ["one\u2028line\x85still"]
-    with pytest.raises(ValueError, match="nothing is downloaded"):
+    with pytest.raises(ValueError, match="requires --dataset-path"):
         make(vocabulary, name="sharegpt", path=str(tmp_path / "none.json"))
 
 
@@ -304,14 +306,14 @@ def test_conversation_files_are_read_and_a_missing_one_is_named(tmp_path: Path, 
         ("custom", '{"foo": "a"}', "no conversation of two turns"),
     ],
 )
-def test_a_file_of_something_else_is_refused_by_name(name: str, text: str, why: str, tmp_path: Path, vocabulary: LocalVocabulary) -> None:
+def test_malformed_dataset_file_is_refused(name: str, text: str, why: str, tmp_path: Path, vocabulary: LocalVocabulary) -> None:
     file = tmp_path / "file.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=f"--dataset-path {file}.*{why}"):
         make(vocabulary, name=name, path=str(file))
 
 
-def test_a_chat_template_wraps_text_without_the_first_token(tmp_path: Path, vocabulary: LocalVocabulary) -> None:
+def test_chat_template_omits_the_bos_token(tmp_path: Path, vocabulary: LocalVocabulary) -> None:
     with pytest.raises(ValueError, match="no chat template"):
         chat_template(vocabulary)
     source = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
@@ -327,7 +329,7 @@ def test_random_lengths_stay_in_range() -> None:
 # ---- load
 
 
-def test_arrivals_are_a_poisson_process_of_the_asked_rate() -> None:
+def test_arrivals_are_a_poisson_process() -> None:
     times = arrivals(4000, 50.0, seed=3)
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert statistics.mean(gaps) == pytest.approx(0.02, rel=0.05)
@@ -335,15 +337,15 @@ def test_arrivals_are_a_poisson_process_of_the_asked_rate() -> None:
     assert arrivals(3, float("inf"), seed=3) == [0.0, 0.0, 0.0]
 
 
-def test_one_seed_is_one_load_in_sglangs_client_too() -> None:
-    gaps = np.random.RandomState(7)  # SGLang seeds numpy's own generator and draws before each sleep
+def test_a_seed_gives_the_arrivals_of_sglangs_client() -> None:
+    gaps = np.random.RandomState(7)  # SGLang seeds numpy's global generator and draws before each sleep
     expected = [0.0]
     for _ in range(5):
         expected.append(expected[-1] + gaps.exponential(1.0 / 2.0))
     assert arrivals(6, 2.0, seed=7) == pytest.approx(expected)
 
 
-def test_records_come_back_in_the_order_of_the_requests_and_the_gate_holds() -> None:
+def test_records_keep_request_order_and_concurrency_limit_holds() -> None:
     open_now, most = 0, 0
 
     async def send(request: BenchRequest) -> RequestRecord:
@@ -364,14 +366,14 @@ def test_records_come_back_in_the_order_of_the_requests_and_the_gate_holds() -> 
 
 
 def settled(times: list[float], start: float = 0.0, ttft: float = 0.5) -> RequestRecord:
-    """A record whose chunks of one token came `times` after the first one."""
+    """A record with one-token chunks that arrive `times` after the first."""
     chunks = [Chunk(start + ttft + at, "x", 1) for at in times]
     record = RequestRecord(prompt_len=10, output_len=len(times), start=start, ttft=ttft, latency=ttft + times[-1], chunks=chunks)
     record.itl = metrics.spread_itl(record)
     return record
 
 
-def test_figures_follow_their_definitions() -> None:
+def test_figures_match_their_definitions() -> None:
     records = [settled([0.0, 0.1, 0.4]), settled([0.0, 0.3, 0.6], start=1.0), RequestRecord(prompt_len=99, error="lost")]
     figures = metrics.summarize(records, 2.0)
     assert (figures["completed"], figures["failed"], figures["total_input_tokens"], figures["total_output_tokens"]) == (2, 1, 20, 6)
@@ -382,7 +384,7 @@ def test_figures_follow_their_definitions() -> None:
     assert figures["median_ttft_ms"] == pytest.approx(500)
 
 
-def test_percentiles_agree_with_their_definition() -> None:
+def test_percentiles_match_their_definition() -> None:
     values = [random.Random(5).random() for _ in range(101)]
     figures = metrics.percentiles("x", values)
     assert figures["p90_x_ms"] == pytest.approx(sorted(values)[90] * 1000)
@@ -390,7 +392,7 @@ def test_percentiles_agree_with_their_definition() -> None:
 
 
 def gaps(texts: list[str], output_len: int, count: Callable[[str], int] | None) -> list[float]:
-    """The gaps of chunks that came half a second apart and did not say how many tokens they carried."""
+    """The gaps of chunks that arrive half a second apart without a token count."""
     chunks = [Chunk(0.5 * i, text, None) for i, text in enumerate(texts)]
     record = RequestRecord(prompt_len=1, output_len=output_len, chunks=chunks)
     metrics.count_chunks(record, count)
@@ -401,15 +403,15 @@ def words(text: str) -> int:
     return len(text.split())
 
 
-def test_gaps_before_chunks_are_shared_by_the_tokens_of_their_text() -> None:
+def test_chunk_gaps_are_split_by_tokens_of_text() -> None:
     texts = ["a", "b c d e f", "g"]
     assert gaps(texts, 7, words) == pytest.approx([0.1] * 5 + [0.5])
-    assert gaps(texts, 7, None) == pytest.approx([0.1] * 5 + [0.5]), "by characters where no tokenizer is at hand"
-    assert gaps(texts, 3, words) == pytest.approx([0.5, 0.5]), "as many chunks as tokens: one each, whatever the text"
+    assert gaps(texts, 7, None) == pytest.approx([0.1] * 5 + [0.5]), "by characters if there is no tokenizer"
+    assert gaps(texts, 3, words) == pytest.approx([0.5, 0.5]), "as many chunks as tokens: one token each"
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_shared_out_tokens_add_up_to_those_of_the_answer(seed: int) -> None:
+def test_split_tokens_add_up_to_the_answer(seed: int) -> None:
     rng = random.Random(seed)
     texts = ["x " * rng.randint(0, 6) for _ in range(rng.randint(2, 30))] + ["x x "]
     output_len = len(texts) + rng.randint(0, 60)
@@ -419,7 +421,7 @@ def test_shared_out_tokens_add_up_to_those_of_the_answer(seed: int) -> None:
     assert min(chunk.tokens or 0 for chunk in record.chunks) >= 1
 
 
-def test_goodput_counts_requests_within_every_limit() -> None:
+def test_goodput_counts_requests_within_all_limits() -> None:
     records = [settled([0.0, 0.1]), settled([0.0, 0.9])]
     assert metrics.summarize(records, 1.0, {"ttft": 501, "tpot": 200})["request_goodput"] == 1.0
     assert metrics.summarize(records, 1.0, {"ttft": 400})["request_goodput"] == 0.0
@@ -427,26 +429,26 @@ def test_goodput_counts_requests_within_every_limit() -> None:
 
 
 @pytest.mark.parametrize("bad", ["ttft", "speed:3", "tpot:x", "e2el:-1", "ttft:nan"])
-def test_goodput_limits_that_mean_nothing_are_refused(bad: str) -> None:
+def test_malformed_goodput_limits_are_refused(bad: str) -> None:
     with pytest.raises(ValueError, match="--goodput"):
         metrics.parse_goodput([bad])
 
 
-def test_seconds_hold_the_tokens_that_came_in_them() -> None:
+def test_tokens_are_counted_in_their_second() -> None:
     timeline = metrics.per_second([settled([0.0, 0.1, 1.0]), settled([0.0], start=1.0)])
     assert timeline.tokens == [2, 2]
     assert timeline.requests == [1, 2]
 
 
-def test_a_token_at_the_very_end_of_a_second_is_counted_however_its_time_rounds() -> None:
+def test_token_at_the_end_of_a_second_survives_rounding() -> None:
     first, ended = settled([0.0], start=8.479168751052146), 30.479168751052146
     last = settled([0.0], start=8.720086612211697, ttft=ended - 8.720086612211697)
     last.chunks[0].at = ended
-    assert last.start + last.latency < ended, "as seen: the sum is one rounding below the chunk's time"
+    assert last.start + last.latency < ended, "the sum is one rounding step below the chunk's time"
     assert sum(metrics.per_second([first, last]).tokens) == 2
 
 
-def test_positions_that_answers_do_not_tell_are_those_of_the_servers_totals() -> None:
+def test_missing_position_counts_come_from_server_totals() -> None:
     record = settled([0.0] * 5)
     record.verify_steps = 2
     before = {"spec_verify_steps_total": 100, "spec_accepted_tokens_total": 90, "spec_accepted_by_position": [60, 30]}
@@ -455,7 +457,7 @@ def test_positions_that_answers_do_not_tell_are_those_of_the_servers_totals() ->
     assert (figures["accept_length"], figures["per_position_acceptance"]) == (2.0, [1.0, 0.5])
 
 
-def test_acceptance_is_of_this_run_where_every_answer_tells() -> None:
+def test_acceptance_uses_answers_if_all_report_it() -> None:
     told = [settled([0.0] * 7), settled([0.0] * 5)]
     for record, steps, accepted in zip(told, (3, 2), ([3, 1], [1, 1]), strict=True):
         record.verify_steps, record.accepted_by_position = steps, accepted
@@ -464,14 +466,14 @@ def test_acceptance_is_of_this_run_where_every_answer_tells() -> None:
     assert figures["accept_length"] == pytest.approx((6 + 4) / 5)
     assert figures["per_position_acceptance"] == pytest.approx([4 / 5, 2 / 5])
     assert figures["padding_waste"] == 0.25
-    told[0].output_len += 40  # of steps that had no drafts
+    told[0].output_len += 40  # from steps without drafts
     assert metrics.acceptance(told, None, info)["accept_length"] == pytest.approx((7 + 4) / 5)
     told[1].verify_steps = 0
     assert metrics.acceptance(told, None, info)["accept_length"] == 9.0
     assert metrics.acceptance([], None, None)["accept_length"] is None
 
 
-def test_acceptance_by_the_servers_totals_leaves_out_what_was_before_the_run() -> None:
+def test_server_totals_exclude_steps_before_the_run() -> None:
     def info(scale: int, **means: float) -> dict[str, Any]:
         totals = {"verify_steps": 10, "accepted_tokens": 15, "accepted_by_position": [8, 7], "decode_steps": 12, "graph_hits": 9}
         totals |= {"real_rows": 30, "padding_rows": 10}
@@ -485,18 +487,18 @@ def test_acceptance_by_the_servers_totals_leaves_out_what_was_before_the_run() -
     assert figures["padding_waste"] == pytest.approx(0.25)
 
 
-def test_failures_are_grouped_by_what_went_wrong() -> None:
+def test_failures_are_grouped_by_error() -> None:
     records = [RequestRecord(prompt_len=1, error=error) for error in ("b", "a", "b", "")]
     assert summary.failures(records) == "2 x b\n1 x a"
     many = [RequestRecord(prompt_len=1, error=str(i)) for i in range(9)]
     assert "and 4 other errors" in summary.failures(many)
 
 
-def test_a_chart_of_a_long_run_stays_short() -> None:
+def test_chart_of_a_long_run_stays_short() -> None:
     assert len(summary.chart("tokens", list(range(1000))).split("\n")) <= 25
 
 
-def test_the_client_loads_neither_torch_nor_the_engine(tmp_path: Path) -> None:
+def test_client_loads_neither_torch_nor_the_engine(tmp_path: Path) -> None:
     import subprocess
     import sys
 
@@ -510,11 +512,3 @@ def test_the_client_loads_neither_torch_nor_the_engine(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(python), "PATH": ""}, timeout=60
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_bad_numbers_in_flags_are_argument_errors() -> None:
-    from runtime.bench import options
-
-    for check, bad in ((options.positive, "0"), (options.count, "-1"), (options.rate, "-3"), (options.ratio, "2"), (options.header, "=x")):
-        with pytest.raises(argparse.ArgumentTypeError):
-            check(bad)

@@ -1,4 +1,4 @@
-"""The benchmark folder: result files, shapes and their roof, traces taken apart, and tables written from files alone."""
+"""The benchmark package: result files, model shapes and roofs, trace analysis, tables and generated pages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import statistics
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ MADE = {"commit": "abc", "command": "python -m benchmark.x"}
 # ---- result files
 
 
-def test_a_row_measured_again_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+def test_repeated_row_replaces_the_old_one(tmp_path: Path) -> None:
     record = Record("x", ("mode", "concurrency"), tmp_path)
     for concurrency, figure in ((1, 10.0), (4, 40.0), (1, 11.0)):
         record.add({"mode": "plain", "concurrency": concurrency, "figure": figure})
@@ -56,7 +57,7 @@ def test_a_row_measured_again_takes_the_place_of_the_old_one(tmp_path: Path) -> 
     assert again.data["machine"]["python"] in sys.version
 
 
-def test_a_machine_has_one_folder_name() -> None:
+def test_machine_has_one_folder_name() -> None:
     assert machine.slug(MACHINE) == "nvidia-h200"
     assert machine.slug(MACHINE | {"gpus": [], "cores": 2}) == "cpu-2"
 
@@ -64,7 +65,7 @@ def test_a_machine_has_one_folder_name() -> None:
 # ---- the roof
 
 
-def test_the_roof_of_the_8b_shape_is_that_of_its_bytes() -> None:
+def test_roof_of_the_8b_shape_counts_its_bytes() -> None:
     shape = shapes.Shape.read(shapes.TARGET)
     assert shape.step_bytes(1, 0) == pytest.approx(15.01e9, rel=0.001)
     assert shape.kv_bytes_per_token == 131072
@@ -72,16 +73,16 @@ def test_the_roof_of_the_8b_shape_is_that_of_its_bytes() -> None:
     assert shapes.eagle_roof_ms(shape, 3, 1, 0, 4.32e12) == pytest.approx(4.55, abs=0.01)
 
 
-def test_the_share_of_the_roof_is_per_iteration_not_per_token() -> None:
+def test_roof_share_is_per_iteration() -> None:
     shape = shapes.Shape.read(shapes.TARGET)
     row = {"mean_tpot_ms": 2.0, "input_len": 0, "output_len": 0, "steps": 3, "accept_length": 2.5, "concurrency": 1}
     share = roof_share(row, shape, 4.32e12)
     assert share["iteration_ms"] == 5.0
     assert share["roof_share"] == pytest.approx(4.55 / 5.0, rel=0.01)
-    assert roof_share(row, shape, None) == {}, "a machine whose bandwidth was not measured has no share"
+    assert roof_share(row, shape, None) == {}, "no share without a measured bandwidth"
 
 
-def test_the_reference_workload_sends_two_requests_alone_and_twice_the_concurrency_else() -> None:
+def test_reference_workload_sends_twice_the_concurrency() -> None:
     assert [random_ids(c, 1000, 1000).labels["num_prompts"] for c in (1, 4, 32)] == [2, 8, 64]
 
 
@@ -112,7 +113,7 @@ def iteration(at: float, number: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_trace_is_taken_apart_into_whole_iterations(tmp_path: Path) -> None:
+def test_trace_is_split_into_whole_iterations(tmp_path: Path) -> None:
     events = [e for n in range(5) for e in iteration(1000.0 + 100 * n, n)]
     random.Random(0).shuffle(events)
     file = tmp_path / "t.json.gz"
@@ -127,13 +128,13 @@ def test_a_trace_is_taken_apart_into_whole_iterations(tmp_path: Path) -> None:
     assert profile.top_kernels[0] == ("gemm", pytest.approx(40))
 
 
-def test_a_trace_without_two_iterations_is_refused() -> None:
+def test_trace_needs_two_iterations() -> None:
     with pytest.raises(ValueError, match="1 iterations"):
         trace.analyse(iteration(0.0, 0))
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_covered_time_is_what_counting_every_moment_gives(seed: int) -> None:
+def test_covered_time_matches_brute_force(seed: int) -> None:
     rng = random.Random(seed)
     intervals = [(start, start + rng.randint(0, 8)) for start in (rng.randint(0, 60) for _ in range(12))]
     slow = sum(any(start <= moment < end for start, end in intervals) for moment in range(80))
@@ -141,7 +142,7 @@ def test_covered_time_is_what_counting_every_moment_gives(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_time_alone_is_of_the_kernel_that_began_first_at_every_moment(seed: int) -> None:
+def test_overlapping_time_counts_for_the_earliest_kernel(seed: int) -> None:
     rng = random.Random(seed)
     names = ["_small_gemm_kernel", "flash::fwd", "_norm_kernel", "_row_kernel"]
     events = [event(rng.choice(names), start, rng.randint(0, 8), "kernel") for start in rng.sample(range(60), 12)]
@@ -167,7 +168,7 @@ def test_time_alone_is_of_the_kernel_that_began_first_at_every_moment(seed: int)
         ("Memcpy DtoH (Device -> Pinned)", trace.OTHER_KIND),
     ],
 )
-def test_kernels_are_told_by_their_names(kernel: str, kind: str) -> None:
+def test_kernels_are_classified_by_name(kernel: str, kind: str) -> None:
     assert trace.kind(kernel) == kind
 
 
@@ -183,13 +184,13 @@ def served(**row: Any) -> dict[str, Any]:
     return {"model": "m", "backend": "fa3", "overlap": "on", "concurrency": 1, **figures, **row}
 
 
-def test_figures_carry_the_digits_they_deserve() -> None:
+def test_figures_have_significant_digits() -> None:
     assert [cell(value) for value in (None, 4.756, 123.45, 4417.2, "x", 3)] == ["-", "4.76", "123.5", "4417", "x", "3"]
     assert (percent(0.814), change(105.0, 100.0), change(None, 1.0)) == ("81 %", "+5.0 %", "-")
     assert table(["a", "b"], [["x", 1.0]]) == "| a | b |\n| --- | ---: |\n| x | 1.00 |"
 
 
-def test_the_matrix_shows_peers_only_of_the_same_machine() -> None:
+def test_matrix_shows_peers_of_the_same_machine_only() -> None:
     rows = [served(mode="plain", concurrency=1), served(mode="eagle", concurrency=1, output_throughput=406.35)]
     text = serving_matrix.render(result(rows))
     assert "SGLang 0.5.17, fa3 | 209 / 27.5 / 4.76" in text
@@ -198,13 +199,13 @@ def test_the_matrix_shows_peers_only_of_the_same_machine() -> None:
     assert "SGLang" not in elsewhere
 
 
-def test_the_graph_table_puts_off_on_and_change_under_each_other() -> None:
+def test_graph_table_has_off_on_and_change_rows() -> None:
     rows = [served(graph="off"), served(graph="on", output_throughput=440.0, mean_tpot_ms=2.25)]
     text = draft_extend_graph.render(result(rows))
     assert "| 1 | **change** | +10.0 % | +0.0 % | -10.0 % | +10.0 % | +0.0 % | - |" in text
 
 
-def test_a_change_stands_beside_its_error_where_rounds_were_kept() -> None:
+def test_change_has_a_standard_error_if_rounds_exist() -> None:
     off, on = ({"by_round": {"mean_tpot_ms": of}} for of in ([2.0, 4.0, 2.0, 4.0], [1.8, 4.4, 1.8, 4.4]))
     text = draft_extend_graph.render(result([served(graph="off", **off), served(graph="on", mean_tpot_ms=2.25, **on)]))
     # Ratios 0.9, 1.1, 0.9, 1.1: a deviation of 0.2 / sqrt(3), over sqrt(4) rounds.
@@ -213,7 +214,7 @@ def test_a_change_stands_beside_its_error_where_rounds_were_kept() -> None:
     assert draft_extend_graph.standard_error(*[{"by_round": {"mean_tpot_ms": [2.0]}}] * 2, "mean_tpot_ms") is None
 
 
-def test_the_graph_table_says_where_launches_are_hidden() -> None:
+def test_graph_table_lists_hidden_launches() -> None:
     def timed(concurrency: int, graph: str, iteration_us: float) -> dict[str, Any]:
         return served(concurrency=concurrency, graph=graph, iteration_us=iteration_us, draft_extend_gpu_us=90.0, draft_extend_host_us=40.0)
 
@@ -222,47 +223,52 @@ def test_the_graph_table_says_where_launches_are_hidden() -> None:
     text = draft_extend_graph.render(result(rows))
     assert "iteration, GPU (µs) | draft-extend, GPU (µs) | draft-extend, host (µs) |" in text
     assert "Hidden at concurrency 4, 16: " in text, "a quarter of the iteration at 1 is not"
-    assert "4.0 % of an iteration at most." in text
+    assert "in at most 4.0 % of an iteration." in text
     assert "Hidden" not in draft_extend_graph.render(result(rows[:2]))
     assert "Hidden" not in draft_extend_graph.render(result([served(graph="off"), served(graph="on")])), (
         "nothing is said of what was not timed"
     )
 
 
-def test_phases_are_timed_where_no_prompt_comes_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_are_timed_between_consecutive_iterations_only(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(phases.time, "perf_counter", lambda: clock[0])
 
-    class Worker:
-        def _iterate(self) -> str:
-            self._run_decode()
-            return self._run_extend()
-
-        def _run_decode(self) -> None:
+    class Drafter:
+        def propose(self) -> None:
             clock[0] += 0.002
 
-        def _run_extend(self) -> str:
+        def follow(self) -> str:
             clock[0] += 0.004
             return "done"
 
-        def _draft_prompt(self) -> None:
-            self._run_extend()
+        def follow_prompt(self) -> None:
+            self.follow()
+
+    class Worker:
+        def __init__(self) -> None:
+            self.parts = SimpleNamespace(drafter=Drafter())
+
+        def _iterate(self, batch: None, chunks: None, iteration: None) -> str:
+            self.parts.drafter.propose()
+            return self.parts.drafter.follow()
 
     worker = Worker()
     alone, watched = phases.Phases(worker), phases.Phases(worker)
     with alone:
-        assert worker._iterate() == "done"
-        worker._draft_prompt()
-    assert alone.figures() == {}, "no iteration follows another"
+        assert worker._iterate(None, None, None) == "done"
+        worker.parts.drafter.follow_prompt()
+    assert alone.figures() == {}, "there are no two consecutive iterations"
     with watched:
         for _ in range(3):
-            worker._iterate()
-    assert vars(worker) == {}, "the worker is as it was"
-    worker._iterate()
+            worker._iterate(None, None, None)
+    assert vars(worker) == {"parts": worker.parts}, "the worker is as it was"
+    assert vars(worker.parts.drafter) == {}
+    worker._iterate(None, None, None)
     assert watched.figures() == pytest.approx({"draft_decode_host_us": 2000, "draft_extend_host_us": 4000, "draft_host_us": 6000})
 
 
-def test_runs_in_turn_start_with_either_way_equally_often_and_count_as_one() -> None:
+def test_alternating_runs_are_balanced_and_merged() -> None:
     turns = draft_extend_graph.turns(4)
     assert turns == ["off", "on", "on", "off", "off", "on", "on", "off"]
     quick, slow = Served(1.0, 30, [0.1], [0.001]), Served(2.0, 30, [0.3, 0.5], [0.003, 0.005])
@@ -271,7 +277,7 @@ def test_runs_in_turn_start_with_either_way_equally_often_and_count_as_one() -> 
     assert (figures["mean_ttft_ms"], figures["median_tpot_ms"]) == (pytest.approx(300), pytest.approx(3)), "of requests, not of runs"
 
 
-def test_the_graph_table_has_the_columns_of_the_table_that_it_answers() -> None:
+def test_graph_table_columns() -> None:
     kinds = {f"{kind}_{name}_ms": at for at, (name, kind) in enumerate(itertools.product(("ttft", "tpot"), ("mean", "median", "p99")), 1)}
     rows = [served(graph="on", concurrency=4, input_len=1000, output_len=500, **kinds), served(model="other", graph="on")]
     full, short = draft_extend_graph.render(result(rows)).split("**other, ")
@@ -279,8 +285,8 @@ def test_the_graph_table_has_the_columns_of_the_table_that_it_answers() -> None:
         "input_throughput | output_throughput | mean_ttft_ms | median_ttft_ms | p99_ttft_ms | mean_tpot_ms | median_tpot_ms | p99_tpot_ms"
     )
     assert f"| max_concurrency | draft-extend graph | {names} | per_user_throughput |" in full
-    assert "| 4 | on | 800.0 | 400.0 | 1 | 2 | 3 | 4 | 5 | 6 | 100.0 |" in full, "by hand: 400 tokens out are 800 in, 100 a user"
-    assert not [name for name in ("median", "p99", "input") if name in short], "a column that no row has is left out"
+    assert "| 4 | on | 800.0 | 400.0 | 1 | 2 | 3 | 4 | 5 | 6 | 100.0 |" in full, "400 output tokens are 800 input tokens and 100 per user"
+    assert not [name for name in ("median", "p99", "input") if name in short], "columns without values are omitted"
 
 
 @pytest.mark.parametrize("gemms", ["GEMMs", "products"])
@@ -293,10 +299,10 @@ def test_parts_above_the_roof_add_up_to_the_step(gemms: str) -> None:
     assert sum(lost.values()) + 3500 == pytest.approx(4200)
     assert "| m, plain, fa3, batch 1 | 4200 | 3500 | 230.0 | 220.0 | 120.0 | 60.00 | 70.00 |" in modes.render(result([known]))
     assert modes.above_roof(row) is None
-    assert "above the roof" not in modes.render(result([row])), "a machine whose reading speed is not known has no roof"
+    assert "above the roof" not in modes.render(result([row])), "no roof without a measured bandwidth"
 
 
-def test_the_roof_of_a_step_is_that_of_its_weights_and_of_keys_and_values() -> None:
+def test_step_roof_counts_weights_and_kv() -> None:
     served_model = shapes.big_model()
     assert served_model.shape is not None
     found = modes.roof(served_model, "plain", {"batch": 32, "context": 1000}, 4.32e12)
@@ -305,7 +311,7 @@ def test_the_roof_of_a_step_is_that_of_its_weights_and_of_keys_and_values() -> N
     assert modes.roof(shapes.named_model("m", "h"), "plain", {"batch": 1, "context": 1}, 4.32e12) == {"roof_ms": None, "weights_ms": None}
 
 
-def test_the_crossover_is_where_the_ratio_falls_through_one() -> None:
+def test_crossover_is_where_the_ratio_crosses_one() -> None:
     assert crossover.crossing([(1, 1.5), (4, 1.25), (16, 0.75)]) == pytest.approx(8.0)
     assert crossover.crossing([(1, 1.5), (4, 1.25)]) is None
     rows = [served(speculation=s, text="random", concurrency=c, output_throughput=t) for s, c, t in
@@ -313,7 +319,7 @@ def test_the_crossover_is_where_the_ratio_falls_through_one() -> None:
     assert crossover.ratios(rows, "2.5", "random") == [(1, 1.5), (4, 0.9)]
 
 
-def test_real_and_synthetic_acceptance_stand_side_by_side_with_the_length_that_was_measured() -> None:
+def test_crossover_table_shows_real_and_synthetic_acceptance() -> None:
     rows = [
         served(speculation=s, text=x, concurrency=c, output_throughput=t, accept_length=a, total_output_tokens=n)
         for s, x, c, t, a, n in (
@@ -331,7 +337,7 @@ def test_real_and_synthetic_acceptance_stand_side_by_side_with_the_length_that_w
 
 
 @pytest.mark.parametrize("asked", [5, 6, 13])
-def test_chat_text_asks_every_prompt_equally_often(asked: int) -> None:
+def test_chat_text_sends_every_prompt_equally_often(asked: int) -> None:
     burst = chat_text(2, asked, 16, 6)
     lines = Path(burst.flags[burst.flags.index("--dataset-path") + 1]).read_text().splitlines()
     times = {line: lines.count(line) for line in lines}
@@ -342,7 +348,7 @@ def test_chat_text_asks_every_prompt_equally_often(asked: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_error_of_an_acceptance_rate_follows_the_definition(seed: int) -> None:
+def test_acceptance_standard_error_matches_its_definition(seed: int) -> None:
     draw = random.Random(seed)
     accepted = [draw.randrange(verify_exact.STEPS + 1) for _ in range(500)]
     length = 1 + sum(accepted) / 500
@@ -353,7 +359,7 @@ def test_the_error_of_an_acceptance_rate_follows_the_definition(seed: int) -> No
     assert verify_exact.standard_error(row | {"per_position_acceptance": None}) is None
 
 
-def test_a_burst_is_compared_with_the_median_of_its_repeats() -> None:
+def test_spread_is_relative_to_the_median() -> None:
     runs = [dict.fromkeys(client_agreement.FIGURES, value) | {"accept_length": 2.5} for value in (100.0, 96.0, 102.0)]
     runs[0]["median_itl_ms"] = None
     found = repeat.spread(runs)
@@ -361,10 +367,10 @@ def test_a_burst_is_compared_with_the_median_of_its_repeats() -> None:
     assert found["median_itl_ms"] is None
     assert repeat.farthest(found) == pytest.approx(-4.0)
     text = repeat.render(result([served(mode="eagle", runs=[*runs, runs[0] | {"accept_length": 2.6}], spread=found)]))
-    assert "| **-4.00** | 4 | 2.500, 2.600 |" in text, "runs that accept differently are not comparable: the table says so"
+    assert "| **-4.00** | 4 | 2.500, 2.600 |" in text, "different accept lengths are shown"
 
 
-def test_the_profile_table_shows_the_host_time_that_graphs_save() -> None:
+def test_profile_table_shows_saved_host_time() -> None:
     base = {"period_us": 200.0, "gpu_busy_us": 150.0, "gpu_us": {"verify": 100.0}, "kernels": 9.0, "launches": 9.0, "graph_launches": 0.0}
     base |= {"copies": 1.0}
     eager = served(graphs="eager", host_us={"draft_decode": 60.0, "draft_extend": 40.0}, **base)
@@ -381,7 +387,7 @@ def test_the_profile_table_shows_the_host_time_that_graphs_save() -> None:
     assert "| GPU idle | 25.0 % | 25.0 % |" in text
 
 
-def test_clients_are_compared_by_the_medians_of_their_runs_and_take_turns_at_going_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_alternate_and_are_compared_by_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     took = {"ours": iter([100.0, 110.0, 500.0, 103.0, 99.0, 103.0]), "theirs": iter([100.0, 90.0, 100.0])}
     order: list[str] = []
 
@@ -404,7 +410,7 @@ def test_clients_are_compared_by_the_medians_of_their_runs_and_take_turns_at_goi
     assert "against the client" not in alone
 
 
-def test_the_acceptance_rate_is_of_drafts_not_of_the_bonus_token() -> None:
+def test_acceptance_rate_excludes_the_bonus_token() -> None:
     assert verify_exact.acceptance_rate({"accept_length": 2.5}) == pytest.approx(0.5)
     assert verify_exact.acceptance_rate({"accept_length": None}) is None
 
@@ -416,7 +422,7 @@ def page(body: str = "typed by hand\n", name: str = "serving_matrix") -> str:
     return f"# T\n<!-- begin:{name} -->\n{body}<!-- end:{name} -->\nrest\n"
 
 
-def test_tables_are_written_between_their_markers_and_nowhere_else(tmp_path: Path) -> None:
+def test_only_text_between_markers_changes(tmp_path: Path) -> None:
     file = tmp_path / "nvidia-h200" / "serving_matrix.json"
     file.parent.mkdir()
     file.write_text(json.dumps(result([served(mode="plain")])))
@@ -437,19 +443,19 @@ def test_tables_are_written_between_their_markers_and_nowhere_else(tmp_path: Pat
         ("<!-- begin:capture -->\n", "without an end"),
     ],
 )
-def test_a_marker_without_meaning_is_refused(text: str, why: str, tmp_path: Path) -> None:
+def test_unknown_marker_is_refused(text: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(report.ReportError, match=why):
         report.fill(text, tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["serving_matrix", "serving_matrix@nvidia-h100"])
-def test_without_a_file_there_is_no_figure(name: str, tmp_path: Path) -> None:
+def test_missing_result_file_gives_no_figures(name: str, tmp_path: Path) -> None:
     filled = report.fill(page(name=name), tmp_path, tmp_path)
     assert "typed by hand" not in filled
     assert "Not measured yet: `python -m benchmark.serving_matrix`" in filled
 
 
-def test_what_is_said_of_mixed_chunks_is_so_in_the_two_matrices() -> None:
+def test_documented_mixed_chunk_changes_match_the_results() -> None:
     folder = RESULTS / "nvidia-h200" / "mixed_chunk"
     mixed, without = (json.loads((folder / name).read_text(encoding="utf-8")) for name in ("serving_matrix.json", "without.json"))
     assert mixed["machine"] == without["machine"]
@@ -489,7 +495,7 @@ def test_every_figure_of_a_summary_is_on_the_page(script: str) -> None:
     assert figures["summary"] <= figures["whole"]
 
 
-def test_check_fails_on_a_stale_table_and_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_fails_on_a_stale_table_without_writing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "serving_matrix.json").write_text(json.dumps(result([served(mode="plain")])))
     readme = tmp_path / "README.md"

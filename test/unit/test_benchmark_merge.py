@@ -1,4 +1,4 @@
-"""Result files brought into one: every row keeps its origin, the newest of a key stays, and what does not belong together is refused."""
+"""Merging result files: rows keep their origin, the newest row of a key wins, and unrelated files are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def save(file: Path, *rows: dict[str, Any], name: str = "memory_limits", **facts
     return str(file)
 
 
-def test_rows_of_all_files_stand_in_one_each_with_its_own_commit_and_command(tmp_path: Path) -> None:
+def test_merged_rows_keep_their_commit_and_command(tmp_path: Path) -> None:
     into = save(tmp_path / "into.json", row("a", "1"), row("b", "2"))
     assert merge.main([into, save(tmp_path / "x.json", row("c", "3")), save(tmp_path / "y.json", row("d", "1"))]) == 0
     rows = json.loads(Path(into).read_text())["rows"]
@@ -30,14 +30,14 @@ def test_rows_of_all_files_stand_in_one_each_with_its_own_commit_and_command(tmp
 
 
 @pytest.mark.parametrize(("old", "new"), [("2026-01-01", "2026-01-02"), ("2026-01-02", "2026-01-01")])
-def test_of_rows_with_the_same_keys_the_one_measured_last_stays_in_its_place(old: str, new: str, tmp_path: Path) -> None:
+def test_newest_row_of_a_key_wins(old: str, new: str, tmp_path: Path) -> None:
     into = save(tmp_path / "into.json", row("a", old), row("b", old))
     merge.main([into, save(tmp_path / "x.json", row("a", new))])
     rows = json.loads(Path(into).read_text())["rows"]
     assert [(r["case"], r["at"]) for r in rows] == [("a", max(old, new)), ("b", old)]
 
 
-def test_a_new_file_is_made_with_the_packages_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_file_lists_the_packages_of_all_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = save(tmp_path / "y.json", row("b", "1"), packages={"torch": "2.11.0", "transformers": "5.0"})
     into = tmp_path / "new" / "memory_limits.json"
     assert merge.main([str(into), save(tmp_path / "x.json", row("a", "1")), more]) == 0
@@ -47,7 +47,7 @@ def test_a_new_file_is_made_with_the_packages_of_all(tmp_path: Path, capsys: pyt
     assert found["machine"]["packages"] == {"torch": "2.11.0", "transformers": "5.0"}
 
 
-def test_folders_of_the_machine_do_not_reach_the_merged_file(tmp_path: Path) -> None:
+def test_merged_file_has_no_machine_paths(tmp_path: Path) -> None:
     moved = row("a", "1", server_flags="--model-path /data/models/m.gguf --speculative-num-steps 3")
     moved["command"] = "python -m benchmark.x --out /data/out --model /data/models/m.gguf --shapes 3/1/4"
     into = tmp_path / "into.json"
@@ -68,7 +68,7 @@ def test_folders_of_the_machine_do_not_reach_the_merged_file(tmp_path: Path) -> 
         ("x --shapes 3/1/4 --model benchmark/configs/llama-3-8b", "x --shapes 3/1/4 --model benchmark/configs/llama-3-8b"),
     ],
 )
-def test_a_command_is_as_a_reader_would_type_it(words: str, plain: str) -> None:
+def test_recorded_commands_are_portable(words: str, plain: str) -> None:
     assert machine.portable(words) == plain
 
 
@@ -80,9 +80,7 @@ def test_a_command_is_as_a_reader_would_type_it(words: str, plain: str) -> None:
         ({"packages": {"torch": "2.12.0"}}, "torch is '2.11.0' in one file and '2.12.0'"),
     ],
 )
-def test_files_that_do_not_belong_together_are_refused(
-    other: dict[str, Any], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unrelated_files_are_refused(other: dict[str, Any], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     into = Path(save(tmp_path / "into.json", row("a", "1")))
     before = into.read_text()
     assert merge.main([str(into), save(tmp_path / "x.json", row("b", "2"), **other)]) == 1
@@ -93,12 +91,12 @@ def test_files_that_do_not_belong_together_are_refused(
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("{", "is no result file"),
+        ("{", "is not a result file"),
         ("[]", "no name, machine and rows"),
-        ('{"name": "guess", "machine": {}, "rows": []}', "no script of a table"),
+        ('{"name": "guess", "machine": {}, "rows": []}', "is not a script"),
     ],
 )
-def test_what_is_no_result_file_is_refused(text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_are_refused(text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "x.json"
     file.write_text(text)
     assert merge.main([str(tmp_path / "into.json"), str(file)]) == 1

@@ -1,4 +1,4 @@
-"""The tools that tune kernels, as far as a CPU goes: their flags, the cuts and cases that they try, roofs, and what they write."""
+"""The kernel tuning tools on a CPU: flags, candidate configurations and cases, roofs, and result files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MEASURED = RESULTS / "nvidia-h200" / "tuning" / "split_attention.json"
 # ---- command lines
 
 
-def test_every_tool_is_told_of_and_none_is_a_script_of_a_table() -> None:
+def test_every_tool_is_listed_and_separate_from_report_scripts() -> None:
     import benchmark.tuning as package
 
     runnable = {file.stem for file in Path(package.__path__[0]).glob("*.py") if "__main__" in file.read_text(encoding="utf-8")}
@@ -40,7 +40,7 @@ def test_every_tool_is_told_of_and_none_is_a_script_of_a_table() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 @pytest.mark.parametrize("tool", TOOLS)
-def test_without_a_gpu_a_tool_ends_with_one_line(tool: ModuleType, tmp_path: Path) -> None:
+def test_tool_without_gpu_prints_one_line(tool: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as refused:
         tool.main(["--out", str(tmp_path)])
     assert str(refused.value) == f"python -m {tool.__name__}: this times kernels on a CUDA GPU, and torch finds none here"
@@ -66,7 +66,7 @@ def test_bad_flags_are_named(tool: ModuleType, flags: list[str], capsys: pytest.
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_help_shows_what_a_tool_is_for_and_how_it_is_run(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_purpose_and_command(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         tool.main(["--help"])
     assert ended.value.code == 0
@@ -75,7 +75,7 @@ def test_help_shows_what_a_tool_is_for_and_how_it_is_run(tool: ModuleType, capsy
     assert "--out" in shown
 
 
-def test_counts_are_numbers_from_1_on() -> None:
+def test_counts_start_at_one() -> None:
     assert counts("1,4,16") == [1, 4, 16]
 
 
@@ -87,13 +87,13 @@ def test_counts_are_numbers_from_1_on() -> None:
         (Path("elsewhere") / "pytest.py", "python -m benchmark.pytest --rows 1"),
     ],
 )
-def test_a_recorded_command_names_the_package_of_its_script(script: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_command_names_the_package(script: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [str(script), "--rows", "1", "--out", "folder"])
     assert machine.command() == command
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_figures_of_tools_lie_apart_from_those_of_tables(tool: ModuleType, tmp_path: Path) -> None:
+def test_tuning_results_have_their_own_folder(tool: ModuleType, tmp_path: Path) -> None:
     record = Record(tool.NAME, ("x",), tmp_path)
     record.add({"x": 1})
     (file,) = tmp_path.glob("*/tuning/*.json")
@@ -105,14 +105,14 @@ def test_figures_of_tools_lie_apart_from_those_of_tables(tool: ModuleType, tmp_p
 # ---- what is timed
 
 
-def test_weights_are_those_of_the_8b_shape() -> None:
+def test_weights_have_the_8b_shapes() -> None:
     sizes = {name: 2 * rows * columns for name, (rows, columns) in world.WEIGHTS.items()}
     assert sizes.pop("head") == world.SHAPE.head_bytes
     assert sum(sizes.values()) == world.SHAPE.layer_bytes
     assert {product.name: product.weight_bytes for product in products.PRODUCTS} == sizes | {"head": world.SHAPE.head_bytes}
 
 
-def test_a_roof_is_known_where_reading_was_measured() -> None:
+def test_roof_needs_a_measured_bandwidth() -> None:
     assert world.read_rate({"gpus": ["NVIDIA H200"], "device": "NVIDIA H200"}) == RATE
     assert world.read_rate({"gpus": [], "cores": 2}) is None
     assert world.attention_roof_us(8, 1250, None) is None
@@ -120,7 +120,7 @@ def test_a_roof_is_known_where_reading_was_measured() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_requests_of_a_batch_own_their_slots(page_size: int) -> None:
+def test_requests_of_a_batch_own_disjoint_slots(page_size: int) -> None:
     size, width, length = 3, 4, 50
     shape, pool, table = world.attention_world(size, width, length, page_size, 2, CPU)
     batch = world.decode_batch(size, width, length, CPU)
@@ -135,7 +135,7 @@ def test_requests_of_a_batch_own_their_slots(page_size: int) -> None:
     assert shape.max_context_len >= length
 
 
-def test_a_random_weight_keeps_the_size_of_what_goes_through_it() -> None:
+def test_random_weight_preserves_the_scale() -> None:
     weight = world.linear("o", CPU).weight
     assert tuple(weight.shape) == world.WEIGHTS["o"]
     out = torch.randn(4, weight.shape[1]) @ weight.float().T
@@ -147,15 +147,15 @@ def test_a_random_weight_keeps_the_size_of_what_goes_through_it() -> None:
 
 @pytest.mark.parametrize("product", products.PRODUCTS, ids=lambda product: product.name)
 @pytest.mark.parametrize("padded", [{False: 16, True: 8}, {False: 128, True: 128}], ids=["few", "many"])
-def test_cuts_fit_the_memory_of_a_multiprocessor_and_each_is_tried_once(product: products.Product, padded: dict[bool, int]) -> None:
+def test_candidates_fit_shared_memory_and_are_unique(product: products.Product, padded: dict[bool, int]) -> None:
     found = [*products.cuts(product, padded)]
     assert len(set(found)) == len(found) > 0
     assert {cut[0] for cut in found} == set(product.tiles)
     for block_n, block_k, _, stages, swap, _ in found:
         weights, inputs = 2 * stages * block_k * block_n, 2 * stages * block_k * padded[swap]
-        assert weights + inputs <= 232448, "the most that CUDA gives a program on Hopper"
+        assert weights + inputs <= 232448, "the shared-memory limit of a thread block on Hopper"
     left_out = sum(len(depths) for block_n, _, _, depths in products.CUTS if block_n in product.tiles) * 4 - len(found)
-    assert left_out > 0 or padded[False] == 16, "of many rows some cuts do not fit"
+    assert left_out > 0 or padded[False] == 16, "some candidates for many rows do not fit"
 
 
 @dataclass(frozen=True)
@@ -173,16 +173,16 @@ class Cut:
 TIMES = {None: 9.0, Cut("a"): 8.0, Cut("b"): 7.126, Cut("c", swap=True, tma=True): 7.5, Cut("d", prefetch=0): 6.0, Cut("e", late=True): 6.5}
 
 
-def test_the_fastest_cut_is_chosen_and_cublas_is_none() -> None:
+def test_best_lists_the_fastest_candidates_without_cublas() -> None:
     assert [str(cut) for cut in products.best(TIMES, 3)] == ["d", "e", "b"]
     assert products.best({None: 1.0}, 3) == []
 
 
-def test_kinds_of_cuts_are_compared_before_prefetching() -> None:
+def test_kinds_are_compared_without_prefetch() -> None:
     assert products.kinds(TIMES) == "cuBLAS 9.0; plain 7.1 (b); swap tma 7.5 (c)"
 
 
-def test_a_row_of_a_product_has_every_time_the_fastest_first() -> None:
+def test_gemm_row_lists_all_times_fastest_first() -> None:
     product = products.PRODUCTS[1]
     row = products.row(product, 4, TIMES, RATE)
     assert [*row["us"].items()] == [("d", 6.0), ("e", 6.5), ("b", 7.13), ("c", 7.5), ("a", 8.0), ("cuBLAS", 9.0)]
@@ -191,14 +191,14 @@ def test_a_row_of_a_product_has_every_time_the_fastest_first() -> None:
     assert "roof_us" not in products.row(product, 4, TIMES, None)
 
 
-def test_cuts_are_configurations_of_the_kernel() -> None:
+def test_candidates_are_valid_kernel_configurations() -> None:
     pytest.importorskip("triton")
     from runtime.layers.gemm.triton_gemm import padded_rows
 
     for product in products.PRODUCTS:
         for rows in (1, 16, 128):
             configs = products.configs(product, rows)
-            assert len({str(config) for config in configs}) == len(configs), "a row tells cuts apart by their texts"
+            assert len({str(config) for config in configs}) == len(configs), "rows identify candidates by their text"
             for c in configs:
                 assert c.stages * c.block_k * 2 * (c.block_n + padded_rows(rows, c.swap)) <= products.SHARED_MEMORY
 
@@ -206,7 +206,7 @@ def test_cuts_are_configurations_of_the_kernel() -> None:
 # ---- steps and backends
 
 
-def test_the_roof_of_a_step_is_that_of_its_layers_and_keys() -> None:
+def test_step_roof_counts_layers_and_kv() -> None:
     case = decode_step.Case(2, "fa3", 4, 4, 1000)
     layers, head = 2 * world.SHAPE.layer_bytes, world.SHAPE.head_bytes
     keys = 2 * 4 * 1000 * 2 * 2 * world.G * world.D
@@ -214,7 +214,7 @@ def test_the_roof_of_a_step_is_that_of_its_layers_and_keys() -> None:
     assert case.rows == 16
 
 
-def test_rows_of_steps_and_backends_have_their_keys_and_a_roof_where_it_is_known() -> None:
+def test_rows_have_keys_and_a_roof_if_known() -> None:
     step = decode_step.Case(32, "fa3", 1, 1, 2000)
     row = step.row(True, {"all": 3999.96}, {"linear 4096x4096": "cuBLAS"}, RATE)
     assert set(decode_step.KEYS) <= set(row)
@@ -234,7 +234,7 @@ def asked(*flags: str) -> list[Case]:
     return split_attention.cases(args)
 
 
-def test_one_request_alone_is_not_ragged() -> None:
+def test_single_request_is_not_ragged() -> None:
     flags = ("--pages", "1,64", "--widths", "1", "--batch-sizes", "1,8", "--lengths", "100")
     alike = [Case(page, 1, batch, 100, False) for page in (1, 64) for batch in (1, 8)]
     assert set(asked(*flags, "--ragged", "none")) == set(alike)
@@ -242,7 +242,7 @@ def test_one_request_alone_is_not_ragged() -> None:
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_lengths_have_the_mean_asked_for_and_fit_the_longest(ragged: bool) -> None:
+def test_lengths_have_the_requested_mean_and_maximum(ragged: bool) -> None:
     case = Case(64, 1, 16, 1200, ragged)
     lens = case.lens(CPU)
     assert lens.dtype is torch.int32
@@ -253,14 +253,14 @@ def test_lengths_have_the_mean_asked_for_and_fit_the_longest(ragged: bool) -> No
     assert case.slots >= case.batch * case.longest
 
 
-def test_cases_leave_a_fifth_of_the_memory() -> None:
+def test_cases_leave_a_fifth_of_the_memory_free() -> None:
     small, large = Case(64, 1, 1, 64, False), Case(64, 1, 2, 64, False)
     needed = world.SHAPE.kv_bytes_per_token * 128
     assert split_attention.that_fit([small, large], needed * 5 // 4) == [small, large]
     assert split_attention.that_fit([small, large], needed) == [small]
 
 
-def test_another_result_than_that_of_fa3_stops_the_run() -> None:
+def test_wrong_attention_result_stops_the_run() -> None:
     want = [torch.randn(6, 4, 8) for _ in range(2)]
     case = Case(64, 1, 6, 100, False)
     split_attention.compare("near", case, [t * 1.01 for t in want], want)
@@ -271,7 +271,7 @@ def test_another_result_than_that_of_fa3_stops_the_run() -> None:
             split_attention.compare("far", case, [want[0], got], want)
 
 
-def test_what_was_measured_has_the_form_of_what_the_tool_writes() -> None:
+def test_committed_results_have_the_written_format() -> None:
     measured = json.loads(MEASURED.read_text(encoding="utf-8"))
     assert measured["name"] == split_attention.NAME
     assert len(measured["rows"]) == 28
@@ -281,7 +281,7 @@ def test_what_was_measured_has_the_form_of_what_the_tool_writes() -> None:
         assert new | {"commit": old["commit"], "command": old["command"]} == old
 
 
-def test_the_choice_is_the_least_and_the_mean_by_width_and_batch() -> None:
+def test_choice_shows_minimum_and_mean_by_width_and_batch() -> None:
     times = [(Case(page, 1, 8, 100, ragged), fa3) for page, ragged, fa3 in ((1, False, 10.0), (64, False, 30.0), (64, True, 20.0))]
     rows = [split_attention.row(case, {"FA3": fa3, "x": 20.0, "y": 10.0}, RATE) for case, fa3 in times]
     rows.append(split_attention.row(Case(64, 4, 8, 100, False), {"FA3": 40.0, "x": 20.0, "y": 50.0}, None))
@@ -290,7 +290,7 @@ def test_the_choice_is_the_least_and_the_mean_by_width_and_batch() -> None:
     assert split_attention.line(rows[3]).endswith(" : FA3   40.0 |   20.0   50.0 | 2.00x x")
 
 
-def test_cuts_of_split_attention_are_configurations_of_the_kernel() -> None:
+def test_split_attention_candidates_are_valid_configurations() -> None:
     pytest.importorskip("triton")
     from runtime.layers.attention.kernels.split_decode import SplitConfig
 
@@ -300,11 +300,11 @@ def test_cuts_of_split_attention_are_configurations_of_the_kernel() -> None:
     assert len(set(found.values())) == len(found)
 
 
-def test_a_measured_cut_is_one_that_is_still_tried() -> None:
+def test_measured_configurations_are_still_candidates() -> None:
     measured = json.loads(MEASURED.read_text(encoding="utf-8"))
     assert {name for row in measured["rows"] for name in row["split us"]} == set(split_attention.CUTS)
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_tool_is_found_by_the_name_that_it_is_run_with(tool: ModuleType) -> None:
+def test_tool_name_matches_its_module(tool: ModuleType) -> None:
     assert importlib.import_module(f"benchmark.{tool.NAME.replace('/', '.')}") is tool

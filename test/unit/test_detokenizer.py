@@ -20,7 +20,8 @@ from runtime.managers.messages import (
     TokensOut,
     TokensOutBatch,
 )
-from runtime.managers.telemetry.step_stats import StepTally
+from runtime.managers.telemetry.decode_stats import DecodeStats
+from runtime.managers.telemetry.progress import Progress
 
 SPECIAL = 999
 
@@ -77,9 +78,7 @@ def out(tokens: bytes | list[int], total: int, finish: Finish | None = None, rid
     return TokensOut(
         rid=rid,
         token_ids=ids,
-        prompt_tokens=3,
-        cached_tokens=1,
-        completion_tokens=total,
+        progress=Progress(3, 1, total),
         finish=finish,
         logprobs=TokenLogprobs(chosen=[-0.5] * len(ids), top=[[(token, -0.5)] for token in ids]) if logprobs else None,
     )
@@ -95,7 +94,7 @@ def slow_stop(text: str, stops: tuple[str, ...]) -> str:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_stop_strings_cut_where_the_definition_cuts_whatever_the_pieces(seed: int) -> None:
+def test_stop_strings_cut_where_the_definition_cuts(seed: int) -> None:
     g = random.Random(seed)
     text = "".join(g.choice("ab\n") for _ in range(60))
     stops = tuple({"".join(g.choice("ab\n") for _ in range(g.randint(2, 6))) for _ in range(g.randint(1, 3))})
@@ -145,14 +144,14 @@ def test_held_text_comes_out_when_the_request_ends_without_the_stop() -> None:
     assert update.text == "the STO"
 
 
-def test_a_stop_string_ends_the_request_and_swallows_what_still_comes() -> None:
+def test_a_stop_string_ends_the_request_and_drops_later_tokens() -> None:
     bench = Bench()
     bench.begin(stop=("end",))
     (update,) = bench.feed(out(b"the end of", 10, logprobs=True))
     assert update.text == "the "
     assert update.finish == Finish(reason="stop", matched="end")
     assert update.token_ids == list(b"the end")
-    assert update.completion_tokens == 7
+    assert update.progress.completion_tokens == 7
     assert update.logprobs is not None
     assert len(update.logprobs.chosen) == len(update.logprobs.top) == 7
     assert bench.stopped == ["a"]
@@ -171,7 +170,7 @@ def test_the_stop_token_is_counted_and_not_shown() -> None:
     bench = Bench()
     bench.begin()
     (update,) = bench.feed(out(b"ok.", 3, Finish(reason="stop", matched=ord("."))))
-    assert (update.text, update.token_ids, update.completion_tokens) == ("ok", list(b"ok."), 3)
+    assert (update.text, update.token_ids, update.progress.completion_tokens) == ("ok", list(b"ok."), 3)
 
 
 def test_a_split_character_is_shown_whole_or_not_at_all() -> None:
@@ -196,21 +195,21 @@ def test_a_request_that_does_not_stream_is_answered_once_with_everything() -> No
     bench.begin(stream=False)
     assert bench.feed(out(b"one ", 4, logprobs=True)) == []
     (update,) = bench.feed(out(b"two", 7, Finish(reason="length"), logprobs=True))
-    assert (update.text, update.token_ids, update.completion_tokens) == ("one two", list(b"one two"), 7)
+    assert (update.text, update.token_ids, update.progress.completion_tokens) == ("one two", list(b"one two"), 7)
     assert update.logprobs is not None
     assert [row[0][0] for row in update.logprobs.top] == list(b"one two")
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_how_the_steps_ran_is_told_as_it_was_at_the_end(stream: bool) -> None:
+def test_progress_is_that_of_the_last_message(stream: bool) -> None:
     bench = Bench()
     bench.begin(stop=("d",), stream=stream)
-    first = structs.replace(out(b"ab", 2), steps=StepTally())
-    last = structs.replace(out(b"cde", 5), steps=StepTally(2, graph_steps=1, live_rows=6, padded_rows=2))
+    first = structs.replace(out(b"ab", 2), progress=Progress(3, 0, 2))
+    last = structs.replace(out(b"cde", 5), progress=Progress(3, 0, 5, 0.25, decode=DecodeStats(2, 1, 6, 2)))
     *_, shown = [*bench.feed(first), *bench.feed(last)]
     assert shown.finish == Finish(reason="stop", matched="d")
-    assert shown.steps == last.steps
-    assert shown.steps.shares() == {"graph_hit_rate": 0.5, "padding_waste": 0.25}
+    assert shown.progress == structs.replace(last.progress, completion_tokens=4)
+    assert shown.progress.decode.shares() == {"graph_hit_rate": 0.5, "padding_waste": 0.25}
 
 
 def test_requests_of_one_batch_do_not_mix() -> None:
@@ -229,7 +228,7 @@ def test_a_refusal_before_the_first_token_passes() -> None:
     assert update.finish == refusal
 
 
-def test_everything_else_passes_through_and_a_drain_stays() -> None:
+def test_other_messages_are_forwarded_except_a_drain() -> None:
     bench = Bench()
     messages = [Heartbeat(who="scheduler", count=1), ControlReply(call_id="1", ok=True)]
     for message in messages:

@@ -66,7 +66,7 @@ def test_every_name_that_dashboards_know_is_there() -> None:
     assert {f"sglang:{name}" for name in SGLANG} <= declared
 
 
-def test_the_schedulers_state_is_read_at_every_scrape() -> None:
+def test_scheduler_stats_are_read_at_every_scrape() -> None:
     state = dict(STATE)
     metrics = Metrics("m")
     assert scraped(metrics, state)["sglang:num_running_reqs", ()] == 3
@@ -86,7 +86,7 @@ def test_the_schedulers_state_is_read_at_every_scrape() -> None:
     assert samples["talon:startup_seconds", (("phase", "graphs"),)] == 2.0
 
 
-def test_drift_and_runs_of_graphs_are_shown_as_the_worker_tells_them() -> None:
+def test_graph_runs_and_acceptance_drift_are_exported() -> None:
     drift = [{"position": 1, "graph": 0.25, "eager": 0.75, "z": -9.0}]
     runs = [{"runner": "verify", "replayed": 7, "eager": 2}]
     metrics = Metrics("m")

@@ -14,10 +14,12 @@ import pytest
 from runtime.batch import StepStats
 from runtime.entrypoints.engine import _Growing
 from runtime.layers.linear import Linear
-from runtime.managers.messages import GenerateReq, SpecStats
+from runtime.managers.generation import GenerationUpdate
+from runtime.managers.messages import GenerateReq
 from runtime.managers.scheduler import Scheduler
 from runtime.managers.telemetry.metrics import Metrics
-from runtime.managers.tokenizer_manager import GenerationUpdate
+from runtime.managers.telemetry.progress import Progress
+from runtime.managers.telemetry.spec_stats import SpecStats
 from runtime.model_executor.acceptance_monitor import EAGER_SAMPLE_EVERY
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.parity import check_parity, run_scratch
@@ -92,15 +94,15 @@ def test_text_is_the_plain_workers_under_a_scheduler_that_retracts_and_shares_pr
     )
     for rid, text in got.items():
         assert text == (expected[rid][: len(text)] if rid in aborted.values() else expected[rid]), f"request {rid}"
-    state = scheduler.state
+    state = scheduler.stats
     assert state.num_failed_steps_total == 0
-    assert min(state.num_retracted_requests_total, state.cached_tokens_total, state.spec.verify_steps, state.spec.paused_steps) > 0
+    assert min(state.num_retracted_requests_total, state.cached_tokens_total, state.spec.verify_steps, state.spec_paused_steps_total) > 0
     assert (state.mixed_steps > 0) == bool(runtime)
     assert all(runner.replayed > 0 for runner in worker.runners), "with drafts and without, through every runner"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_padded_and_poisoned_buffers_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_padded_and_poisonedbuffers_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """A life of batches from 1 to 33 of which those above 8 pause, requests cut short mid-step, retracted, resumed, prefixes shared."""
     monkeypatch.setattr(Linear, "__call__", exact_product)
 
@@ -278,8 +280,8 @@ def test_the_server_counts_paused_steps_apart_and_requests_are_told_of_their_dra
     worker.parts.monitor.add = noted
     endings = [SamplingParams(temperature=0.0, max_new_tokens=4 + 6 * i, ignore_eos=True) for i in range(6)]
     asks = [GenerateReq(rid=str(i), input_ids=prompts()[i], sampling=s, seed=i) for i, s in enumerate(endings)]
-    _, scheduler = serve(worker, asks, {}, hear=lambda out: told.update({out.rid: out.spec}), chunked_prefill_size=48)
-    figures = scheduler.state.as_json(scheduler.gauges())
+    _, scheduler = serve(worker, asks, {}, hear=lambda out: told.update({out.rid: out.progress.spec}), chunked_prefill_size=48)
+    figures = scheduler.stats.figures()
     assert figures["spec_paused_steps_total"] == steps["paused"] > 3
     assert f'talon:spec_paused_steps_total{{model_name="m"}} {steps["paused"]}.0\n' in Metrics("m").render(figures)[0].decode()
     assert figures["spec_verify_steps_total"] == steps["verified"] > 3
@@ -295,7 +297,7 @@ def test_an_engines_answer_tells_the_acceptance_of_its_verified_windows() -> Non
     """And not of the tokens that came without drafts."""
     answer = _Growing(cast(Any, SimpleNamespace(rid="1")))
     spec = SpecStats(verify_steps=4, draft_tokens=12, accepted_tokens=6, accepted_by_position=[4, 2, 0])
-    answer.add(GenerationUpdate(0, "text", list(range(40)), prompt_tokens=5, cached_tokens=0, completion_tokens=40, spec=spec))
+    answer.add(GenerationUpdate(0, "text", list(range(40)), Progress(5, 0, 40, spec=spec)))
     told = {name: value for name, value in answer.output()["meta_info"].items() if name.startswith("spec_")}
     assert told == {
         "spec_verify_ct": 4, "spec_accept_length": 2.5, "spec_accept_rate": 0.5, "spec_accept_token_num": 6, "spec_draft_token_num": 12,
@@ -306,7 +308,7 @@ def test_an_engines_answer_tells_the_acceptance_of_its_verified_windows() -> Non
 def test_without_speculation_or_a_limit_no_step_is_paused(tmp_path: Path) -> None:
     for worker in (plain(), speculating(tmp_path)):
         asks = asked(SamplingParams(temperature=0.0, max_new_tokens=8), prompts()[:6])
-        assert serve(worker, asks, {})[1].state.spec.paused_steps == 0
+        assert serve(worker, asks, {})[1].stats.spec_paused_steps_total == 0
 
 
 @pytest.mark.parametrize("kind", ["chain", "standalone", "ngram"])
@@ -345,8 +347,8 @@ def test_graphs_with_drafts_are_of_small_batches_and_those_without_of_large_ones
     assert list(by_name) == ["verify", "draft decode", "draft extend", "target decode", "draft extend K=0"]
     for name, runner in by_name.items():
         assert runner.sizes == (many if name in ("target decode", "draft extend K=0") else few), name
-    assert by_name["verify"]._buffers["logits"].shape[0] == 4 * max(4, *few), "no larger than it is used"
-    assert by_name["target decode"]._buffers["logits"].shape[0] == 16
+    assert by_name["verify"].buffers["logits"].shape[0] == 4 * max(4, *few), "no larger than it is used"
+    assert by_name["target decode"].buffers["logits"].shape[0] == 16
 
 
 @pytest.mark.parametrize("above", [8, 9])
@@ -400,7 +402,7 @@ def test_a_pause_holds_under_a_scheduler_that_runs_ahead(tmp_path: Path) -> None
     asks = [GenerateReq(rid=str(i), input_ids=prompts()[i], sampling=s, seed=i) for i, s in enumerate(endings)]
 
     def flying(scheduler: Scheduler) -> None:
-        assert len(scheduler._flights) <= 1
+        assert scheduler.steps_in_flight <= 1
 
     serve(worker, asks, {}, check=flying, overlap=True)
     assert {drafts for size, drafts in seen if size > 2} == {0}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runtime.batch import Int32
-from runtime.mem_cache.kv_page_manager import Holding, PageLedger
+from runtime.mem_cache.kv_page_manager import KVPageManager, RequestPages
 from runtime.mem_cache.radix_cache import Node, RadixCache, agreement
 
 
@@ -17,7 +17,7 @@ def ints(values: list[int] | range) -> Int32:
 
 
 class SlowCache:
-    """The slow twin: one entry a page, keyed by salt and all tokens up to its end, lookahead included."""
+    """The reference: one entry per page, keyed by salt and all tokens up to its end, lookahead included."""
 
     def __init__(self, page_size: int, lookahead: int) -> None:
         self.page_size, self.lookahead = page_size, lookahead
@@ -72,7 +72,7 @@ class SlowCache:
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 3])
 @pytest.mark.parametrize("seed", range(25))
-def test_the_tree_does_what_a_plain_list_of_pages_does(seed: int, page_size: int, lookahead: int) -> None:
+def test_the_tree_agrees_with_a_plain_list_of_pages(seed: int, page_size: int, lookahead: int) -> None:
     rng = random.Random(seed)
     fast, slow = RadixCache(page_size, lookahead), SlowCache(page_size, lookahead)
     locked: list[tuple[Node | None, list[int], str, int]] = []
@@ -128,7 +128,7 @@ def test_a_page_whose_lookahead_token_is_unknown_cannot_be_inserted() -> None:
         RadixCache(4, 1).insert(ints(range(8)), ints([1, 2]), "")
 
 
-def test_a_long_prompt_is_one_edge_and_gives_back_its_end_first() -> None:
+def test_a_long_prompt_is_one_edge_and_evicts_its_end_first() -> None:
     cache = RadixCache(1, 1)
     ids = ints(range(100_001))
     cache.insert(ids, ints(range(1, 100_001)), "")
@@ -161,45 +161,45 @@ def test_agreement_counts_leading_equals() -> None:
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("seed", range(15))
-def test_every_page_is_free_cached_or_someones(seed: int, page_size: int, lookahead: int) -> None:
+def test_every_page_is_free_cached_or_owned(seed: int, page_size: int, lookahead: int) -> None:
     rng = random.Random(seed)
-    ledger = PageLedger(40, page_size, lookahead, cache_prefixes=True)
-    open_now: list[tuple[Holding, Int32]] = []
+    kv_pages = KVPageManager(40, page_size, lookahead, cache_prefixes=True)
+    open_now: list[tuple[RequestPages, Int32]] = []
     for _ in range(150):
         if rng.random() < 0.5:
             ids = ints([rng.randrange(2) for _ in range(rng.randint(1, 20))])
-            holding = ledger.open(ids, "")
-            missing = ledger.pages_for(len(ids)) - holding.count
-            if missing > ledger.available:
-                ledger.close(holding, ids, 0)
+            pages = kv_pages.open(ids, "")
+            missing = kv_pages.pages_for(len(ids)) - pages.count
+            if missing > kv_pages.available:
+                kv_pages.close(pages, ids, 0)
             else:
-                ledger.grow(holding, ledger.pages_for(len(ids)))
-                open_now.append((holding, ids))
+                kv_pages.grow([pages], [missing])
+                open_now.append((pages, ids))
         elif open_now:
-            holding, ids = open_now[rng.randrange(len(open_now))]
+            pages, ids = open_now[rng.randrange(len(open_now))]
             if rng.random() < 0.5:
-                ledger.publish(holding, ids, len(ids) - 1)
+                kv_pages.publish(pages, ids, len(ids) - 1)
             else:
-                ledger.close(holding, ids, rng.choice([0, len(ids) - 1]))
-                open_now = [(h, i) for h, i in open_now if h is not holding]
-        ledger.check()
-        assert ledger.own_pages == sum(h.count - h.shared for h, _ in open_now)
+                kv_pages.close(pages, ids, rng.choice([0, len(ids) - 1]))
+                open_now = [(h, i) for h, i in open_now if h is not pages]
+        kv_pages.check()
+        assert kv_pages.own_pages == sum(h.count - h.shared for h, _ in open_now)
         for h, _ in open_now:
-            assert len(set(h.pages.tolist())) == h.count
-    for holding, ids in open_now:
-        ledger.close(holding, ids, len(ids) - 1)
-    assert (ledger.used, ledger.own_pages) == (0, 0)
-    ledger.flush()
-    assert ledger.allocator.available == 40
+            assert len(set(h.ids.tolist())) == h.count
+    for pages, ids in open_now:
+        kv_pages.close(pages, ids, len(ids) - 1)
+    assert (kv_pages.used, kv_pages.own_pages) == (0, 0)
+    kv_pages.flush()
+    assert kv_pages.allocator.available == 40
 
 
-def test_a_ledger_without_a_cache_keeps_nothing() -> None:
-    ledger = PageLedger(8, 1, 0, cache_prefixes=False)
+def test_without_a_prefix_cache_no_page_is_kept() -> None:
+    kv_pages = KVPageManager(8, 1, 0, cache_prefixes=False)
     ids = ints(range(6))
     for _ in range(3):
-        holding = ledger.open(ids, "")
-        assert holding.count == 0
-        ledger.grow(holding, 6)
-        ledger.publish(holding, ids, 5)
-        ledger.close(holding, ids, 5)
-        assert ledger.allocator.available == 8
+        pages = kv_pages.open(ids, "")
+        assert pages.count == 0
+        kv_pages.grow([pages], [6])
+        kv_pages.publish(pages, ids, 5)
+        kv_pages.close(pages, ids, 5)
+        assert kv_pages.allocator.available == 8

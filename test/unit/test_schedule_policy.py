@@ -1,4 +1,4 @@
-"""Who runs next, as functions of requests and numbers."""
+"""Scheduling decisions as functions of requests and numbers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from runtime.batch import WorkerLimits
+from runtime.batch import CostModel, WorkerLimits
 from runtime.managers import schedule_policy as policy
 from runtime.managers.messages import GenerateReq
-from runtime.managers.req import Phase, Req
+from runtime.managers.new_token_ratio import NewTokenRatio
+from runtime.managers.prefill_budget import FEW_PROMPTS, PrefillBudget
+from runtime.managers.req import Req
 from runtime.sampling_params import SamplingParams
 
 LIMITS = WorkerLimits(
@@ -19,10 +21,10 @@ LIMITS = WorkerLimits(
 
 
 def req(seq: int, prompt: list[int] | None = None, retracted: bool = False, priority: int = 0, salt: str = "", **sampling: Any) -> Req:
-    source = GenerateReq(
+    request = GenerateReq(
         rid=f"r{seq}", input_ids=prompt or [seq], sampling=SamplingParams(**sampling), seed=0, priority=priority, cache_salt=salt
     )
-    made = Req(source, seq, (3,), LIMITS.max_context_len, 0.0)
+    made = Req(request, seq, (3,), LIMITS.max_context_len, 0.0)
     made.retracted = retracted
     return made
 
@@ -50,7 +52,7 @@ def test_lpm_leaves_a_very_long_queue_alone() -> None:
     assert policy.order(queue, "lpm", never) == queue
 
 
-def test_the_youngest_of_the_least_important_goes_first() -> None:
+def test_the_youngest_of_lowest_priority_is_retracted() -> None:
     assert policy.youngest([req(1), req(3), req(2)]).seq == 3
     assert policy.youngest([req(1, priority=-1), req(3), req(2)]).seq == 1
 
@@ -67,11 +69,11 @@ def test_the_youngest_of_the_least_important_goes_first() -> None:
     ],
 )
 def test_a_budget_offers_what_fits(chunked: int, wanted: int, first: bool, offered: int) -> None:
-    assert policy.PrefillBudget.start(chunked, 48, LIMITS).offer(wanted, first) == offered
+    assert PrefillBudget.start(chunked, 48, LIMITS).offer(wanted, first) == offered
 
 
 def test_a_budget_is_the_smallest_of_its_caps_and_runs_out() -> None:
-    budget = policy.PrefillBudget.start(1000, 1000, LIMITS)
+    budget = PrefillBudget.start(1000, 1000, LIMITS)
     assert budget.left == LIMITS.max_extend_tokens
     budget.take(60)
     assert budget.offer(10, False) == 4
@@ -79,26 +81,30 @@ def test_a_budget_is_the_smallest_of_its_caps_and_runs_out() -> None:
     assert budget.offer(10, False) == 0
 
 
-@pytest.mark.parametrize(("prompts", "offered"), [(1, 0), (policy.FEW_PROMPTS, 0), (policy.FEW_PROMPTS + 1, 10)])
-def test_with_few_prompts_a_busy_step_takes_no_other(prompts: int, offered: int) -> None:
-    budget = policy.PrefillBudget.start(64, 64, replace(LIMITS, busy_tokens=20), prompts)
+@pytest.mark.parametrize(("prompts", "offered"), [(1, 0), (FEW_PROMPTS, 0), (FEW_PROMPTS + 1, 10)])
+def test_with_few_prompts_a_saturated_step_takes_no_other(prompts: int, offered: int) -> None:
+    budget = PrefillBudget.start(64, 64, replace(LIMITS, cost_model=CostModel(saturating_tokens=20)), prompts)
     assert budget.offer(19, True) == 19
     budget.take(19)
-    assert budget.offer(10, False) == 10, "the device is not busy yet"
+    assert budget.offer(10, False) == 10, "the device is not saturated yet"
     budget.take(1)
     assert budget.offer(10, False) == offered
-    assert policy.PrefillBudget.start(64, 64, LIMITS, 1).enough == 64, "where it is not known, as many as fit"
+    budget = PrefillBudget.start(64, 64, LIMITS, 1)
+    budget.take(63)
+    assert budget.offer(10, False) == 1, "if the saturating size is unknown, as many as fit"
 
 
-def test_the_outlook_falls_while_all_goes_well_and_stops_at_a_floor() -> None:
-    outlook = policy.Outlook.start(1.0)
+def test_the_new_token_ratio_decays_to_a_floor_and_resets() -> None:
+    ratio = NewTokenRatio(1.0)
     one = req(1, max_new_tokens=90)
     slack = policy.step_slack(LIMITS)
-    assert outlook.slots(one, LIMITS) == 1 + int(90 * 0.7) + slack
+    assert ratio.slots(one, LIMITS) == 1 + int(90 * 0.7) + slack
     for _ in range(2000):
-        outlook = outlook.after_decode()
-    assert outlook.slots(one, LIMITS) == 1 + int(90 * 0.14) + slack
-    assert policy.Outlook.start(9.0).ratio == 1.0
+        ratio.decay()
+    assert ratio.slots(one, LIMITS) == 1 + int(90 * 0.14) + slack
+    ratio.reset()
+    assert ratio.slots(one, LIMITS) == 1 + int(90 * 0.7) + slack
+    assert NewTokenRatio(9.0).value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -110,28 +116,25 @@ def test_slots_alone_cover_the_last_decode_step(prompt_len: int, total: int, per
 
 
 def test_decode_slots_never_pass_the_page_table() -> None:
-    one = req(1, max_new_tokens=500)
-    one.phase, one.kv_len, one.decodes_in_flight = Phase.DECODING, 98, 1
-    assert policy.decode_slots(one, LIMITS) == 98 + 1 + 4
-    one.kv_len = 400
-    assert policy.decode_slots(one, LIMITS) == 108
+    assert policy.decode_slots(99, LIMITS) == 99 + 4
+    assert policy.decode_slots(400, LIMITS) == 108
 
 
-def test_a_twin_is_waited_for_only_if_that_saves_enough() -> None:
+def test_a_request_is_deferred_only_if_that_saves_enough() -> None:
     stem = [7] * 40
     other = req(1, [*stem, 1])
-    assert policy.waits_for_twin(req(2, [*stem, 2]), 0, [other], LIMITS)
-    assert not policy.waits_for_twin(req(2, [*stem, 2]), 20, [other], LIMITS)
-    assert not policy.waits_for_twin(req(2, [*stem, 2], salt="s"), 0, [other], LIMITS)
-    assert not policy.waits_for_twin(req(2, [7] * 20), 0, [other], LIMITS)
-    assert not policy.waits_for_twin(req(2, [8] * 40), 0, [other], LIMITS)
-    assert not policy.waits_for_twin(req(2, [*stem, 2]), 0, [], LIMITS)
+    assert policy.defer_for_shared_prefix(req(2, [*stem, 2]), 0, [other], LIMITS)
+    assert not policy.defer_for_shared_prefix(req(2, [*stem, 2]), 20, [other], LIMITS)
+    assert not policy.defer_for_shared_prefix(req(2, [*stem, 2], salt="s"), 0, [other], LIMITS)
+    assert not policy.defer_for_shared_prefix(req(2, [7] * 20), 0, [other], LIMITS)
+    assert not policy.defer_for_shared_prefix(req(2, [8] * 40), 0, [other], LIMITS)
+    assert not policy.defer_for_shared_prefix(req(2, [*stem, 2]), 0, [], LIMITS)
 
 
 @pytest.mark.parametrize(
     ("tokens", "kept", "reason"), [([5, 6], 2, None), ([5, 3, 6], 2, "stop"), ([5, 9, 6], 2, "stop"), ([5] * 9, 7, "length")]
 )
-def test_a_request_drops_what_comes_after_its_end(tokens: list[int], kept: int, reason: str | None) -> None:
+def test_tokens_after_the_end_are_dropped(tokens: list[int], kept: int, reason: str | None) -> None:
     one = req(1, max_new_tokens=7, stop_token_ids=(9,))
     finish = one.commit(tokens)
     assert one.completion_tokens == kept
@@ -144,7 +147,7 @@ def test_endings_wait_for_the_minimum_and_may_be_ignored() -> None:
     finish = late.commit([3])
     assert finish is not None
     assert finish.matched == 3
-    deaf = req(1, max_new_tokens=3, ignore_eos=True)
-    finish = deaf.commit([3, 3, 3])
+    unending = req(1, max_new_tokens=3, ignore_eos=True)
+    finish = unending.commit([3, 3, 3])
     assert finish is not None
     assert finish.reason == "length"

@@ -16,13 +16,14 @@ from msgspec import structs
 from runtime.batch import BatchResult, Pending, ScheduleBatch
 from runtime.managers.messages import AbortReq, GenerateReq, TokensOut, TokensOutBatch
 from runtime.managers.scheduler import Scheduler
+from runtime.managers.telemetry.decode_stats import DecodeStats
 from runtime.managers.telemetry.metrics import graph_hit_rate, padding_waste
-from runtime.managers.telemetry.step_stats import StepTally
 from runtime.sampling_params import SamplingParams
 from unit.driver import Driver
 from unit.predicting import VOCAB, plain, speculating
 from unit.storm import pools, runners
 from unit.tiny import tiny_runtime
+from unit.wire import as_sent
 
 EOS = (1,)
 CONTEXT = 96
@@ -53,17 +54,18 @@ def serve(
     texts: dict[str, list[int]] = {a.rid: [] for a in asks}
 
     def take(message: Any) -> None:
+        message = as_sent(message)
         for out in message.outs if isinstance(message, TokensOutBatch) else []:
             texts[out.rid] += out.token_ids
             hear(out)
 
     config = tiny_runtime(**{"context_length": CONTEXT, "chunked_prefill_size": 24, **settings})
-    scheduler = Scheduler(config, worker, EOS, lambda wait: inbox.pop(0) if inbox else None, take)
+    scheduler = Scheduler(config.scheduler, config.cache, worker, EOS, lambda wait: inbox.pop(0) if inbox else None, take)
     for turn in range(5000):
         if turn in aborted:
             inbox.append(AbortReq(rid=aborted[turn]))
         scheduler.step()
-        scheduler.ledger.check()
+        scheduler.admission.kv_pages.check()
         check(scheduler)
         if scheduler.idle and not inbox:
             return texts, scheduler
@@ -104,12 +106,12 @@ def test_text_is_the_plain_workers_when_kv_is_short_and_prefixes_are_shared(
             assert text == expected[rid][: len(text)]
         else:
             assert text == expected[rid], f"request {rid} of {len(ids[int(rid)])} tokens"
-    assert scheduler.state.num_failed_steps_total == 0
-    assert scheduler.state.num_retracted_requests_total > 0
-    assert scheduler.state.cached_tokens_total > 0
-    assert scheduler.state.decode.graph_steps > 0
-    assert scheduler.state.spec.verify_steps > 0
-    assert scheduler.state.mixed_steps == 0
+    assert scheduler.stats.num_failed_steps_total == 0
+    assert scheduler.stats.num_retracted_requests_total > 0
+    assert scheduler.stats.cached_tokens_total > 0
+    assert scheduler.stats.decode.graph_steps > 0
+    assert scheduler.stats.spec.verify_steps > 0
+    assert scheduler.stats.mixed_steps == 0
 
 
 @pytest.mark.parametrize(("algorithm", "spec"), [(None, {}), WORKERS[0], ("EAGLE3", {"num_steps": 2}), WORKERS[3]])
@@ -131,7 +133,7 @@ def test_text_is_the_plain_workers_when_prompts_and_decoding_share_a_pass(
     got, scheduler = serve(worker, asks, aborted, page_size=page, overlap=overlap, schedule_conservativeness=0.05, chunked_prefill_size=48)
     for rid, text in got.items():
         assert text == (expected[rid][: len(text)] if rid in aborted.values() else expected[rid]), f"request {rid}"
-    state = scheduler.state
+    state = scheduler.stats
     assert state.num_failed_steps_total == 0
     assert min(state.num_retracted_requests_total, state.cached_tokens_total, state.decode.graph_steps, state.mixed_steps) > 0
     assert (state.spec.verify_steps > 0) == (algorithm is not None)
@@ -147,11 +149,10 @@ def test_kv_of_both_models_is_that_of_a_prefill_behind_prefixes_aborts_and_retra
     behind_prefixes: set[str] = set()
 
     def check(scheduler: Scheduler) -> None:
-        for req in scheduler.running[-2:]:
-            assert req.holding is not None
+        for req in scheduler.admission.running[-2:]:
             if req.kv_len == 0:
                 continue
-            known, pages = req.ids[: req.kv_len + 1].tolist(), torch.from_numpy(req.holding.pages.astype(np.int64))
+            known, pages = req.ids[: req.kv_len + 1].tolist(), torch.from_numpy(req.pages.ids.astype(np.int64))
             twin.prefill({1: known}, chunk=req.kv_len)
             its_pages = torch.tensor(twin.pages[1])
             twin.release(1)
@@ -159,14 +160,14 @@ def test_kv_of_both_models_is_that_of_a_prefill_behind_prefixes_aborts_and_retra
                 for a, b in zip((*mine.k, *mine.v), (*theirs.k, *theirs.v), strict=True):
                     a, b = (pool[held].flatten(0, 1)[: req.kv_len] for pool, held in ((a, pages), (b, its_pages)))
                     torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
-            if req.cached_tokens:
+            if req.progress.cached_tokens:
                 behind_prefixes.add(req.rid)
 
     aborted = {9: "3", 14: "8", 15: "9"}
     asks = asked(GREEDY, prompts())
     _, scheduler = serve(worker, asks, aborted, check, page_size=page, overlap=False, schedule_conservativeness=0.05)
     assert len(behind_prefixes) > 3
-    assert scheduler.state.num_retracted_requests_total > 0
+    assert scheduler.stats.num_retracted_requests_total > 0
 
 
 class Witness:
@@ -227,23 +228,23 @@ def test_each_request_is_told_how_its_own_steps_ran_and_the_server_how_all_did(
         worker = speculating(tmp_path, algorithm, "eager", [1, 4], runtime=few, **spec)
     decoder = runners(worker)["target_decode" if algorithm is None else "verify"]
     witness, told = Witness(worker), dict[str, tuple[float | None, float | None]]()
-    said: list[tuple[TokensOut, StepTally]] = []
+    said: list[tuple[TokensOut, DecodeStats]] = []
     replayed = decoder.replayed
 
     def hear(out: TokensOut) -> None:
-        figures = out.steps.graph_hit_rate, out.steps.padding_waste
+        figures = out.progress.decode.graph_hit_rate, out.progress.decode.padding_waste
         assert figures == (shares(witness.seen[out.rid]) if out.rid in witness.seen else (None, None)), "so far"
-        said.append((out, copy(out.steps)))
+        said.append((out, copy(out.progress.decode)))
         if out.finish is not None:
             told[out.rid] = figures
 
     endings = [structs.replace(GREEDY, max_new_tokens=1 + 3 * i, ignore_eos=True) for i in range(24)]
     asks = [structs.replace(a, sampling=s, stream=True) for a, s in zip(asked(GREEDY, prompts()), endings, strict=True)]
     _, scheduler = serve(witness, asks, {}, hear=hear, overlap=overlap, schedule_conservativeness=0.05, chunked_prefill_size=48)
-    state, figures = scheduler.state, scheduler.state.as_json(scheduler.gauges())
+    state, figures = scheduler.stats, scheduler.stats.figures()
     assert state.num_retracted_requests_total > 0
     assert (state.mixed_steps > 0) == mixed
-    assert all(out.steps == then for out, then in said), "what was said does not change"
+    assert all(out.progress.decode == then for out, then in said), "what was said does not change"
     assert told["0"] == (None, None), "its prompt's pass made its only token"
     assert len(told) == 24
     assert len({rate for rate, _ in told.values()}) > 3
@@ -254,6 +255,6 @@ def test_each_request_is_told_how_its_own_steps_ran_and_the_server_how_all_did(
     asks = [structs.replace(asks[5], rid="alone", seed=99)]
     witness.seen.clear()
     witness.total.clear()
-    alone = serve(witness, asks, {}, hear=lambda out: said.append((out, out.steps)))[1].state.decode
-    last = said[-1][0].steps
+    alone = serve(witness, asks, {}, hear=lambda out: said.append((out, out.progress.decode)))[1].stats.decode
+    last = said[-1][0].progress.decode
     assert (last.graph_hit_rate, last.padding_waste) == (alone.graph_hit_rate, alone.padding_waste) == (1.0, 0.0)

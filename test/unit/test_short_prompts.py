@@ -15,7 +15,10 @@ from runtime.batch import ForwardMode
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor import build
 from runtime.model_executor.build import add_short_prompts, build_worker, make_limits, make_runner, target_launches
-from runtime.model_executor.graph_runner import GraphRunner, capture_all
+from runtime.model_executor.draft_window import NO_DRAFTS
+from runtime.model_executor.drafter import DrafterSpec
+from runtime.model_executor.graph_capture import CallPool, GraphKey, Replay, capture_all
+from runtime.model_executor.graph_runner import GraphOptions, GraphRunner
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.memory_plan import MemoryPlan
 from runtime.model_executor.short_prompts import (
@@ -28,7 +31,7 @@ from runtime.model_executor.short_prompts import (
     prompt_spec,
     replays_win,
 )
-from runtime.model_executor.target_model import Target
+from runtime.model_executor.target_model import TargetModel
 from unit.driver import Driver
 from unit.tiny import tiny_model, tiny_runtime
 
@@ -48,22 +51,22 @@ def worker() -> Any:
 
 
 @pytest.fixture
-def target(worker: Any) -> Target:
+def target(worker: Any) -> TargetModel:
     return worker.parts.target
 
 
-def short_prompts(target: Target, layers: tuple[int, ...] = (), free: int = PLENTY) -> ShortPrompts:
+def short_prompts(target: TargetModel, layers: tuple[int, ...] = (), free: int = PLENTY) -> ShortPrompts:
     runner = target.runner
     hidden = runner.config.hidden_size
     spec = prompt_spec(hidden, len(layers) * hidden, torch.float32, 0)
-    inputs = InputBuffers(SIZES[-1], 1, CPU, one_request=True)
-    graphs = GraphRunner(spec, prompt_forward(runner.model, layers), inputs, [runner.backend], "eager", SIZES)
+    inputs = InputBuffers(1, max_tokens=SIZES[-1], device=CPU)
+    graphs = GraphRunner(spec, prompt_forward(runner.model, layers), inputs, [runner.backend], GraphOptions(SIZES, cuda=False))
     with torch.inference_mode():
         capture_all([graphs])
     return ShortPrompts(graphs, target.page_table, free)
 
 
-def chunks(target: Target, spans: Spans) -> ForwardBatch:
+def chunks(target: TargetModel, spans: Spans) -> ForwardBatch:
     """A ragged batch of one chunk of each row's own text, in the order given; the rows' pages are in the table."""
     table = target.page_table
     for row in spans:
@@ -88,33 +91,33 @@ def chunks(target: Target, spans: Spans) -> ForwardBatch:
     )
 
 
-def chunk(target: Target, start: int, count: int) -> ForwardBatch:
+def chunk(target: TargetModel, start: int, count: int) -> ForwardBatch:
     return chunks(target, {ROW: (start, count)})
 
 
-def caches(target: Target) -> list[torch.Tensor]:
+def caches(target: TargetModel) -> list[torch.Tensor]:
     pool = target.runner.kv_pool
     return [cache.flatten(0, 1) for cache in (*pool.k, *pool.v)]
 
 
-def kv(target: Target) -> list[torch.Tensor]:
+def kv(target: TargetModel) -> list[torch.Tensor]:
     return [cache.clone() for cache in caches(target)]
 
 
 def test_sizes_without_a_graph_are_said_to_be_tokens(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, target: Target
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, target: TargetModel
 ) -> None:
-    def starved(self: GraphRunner, size: int, pool: object) -> None:
+    def starved(self: CallPool, key: GraphKey, function: Replay) -> Replay:
         raise torch.OutOfMemoryError("no memory is left")
 
-    monkeypatch.setattr(GraphRunner, "_capture_size", starved)
+    monkeypatch.setattr(CallPool, "capture", starved)
     with caplog.at_level("WARNING"):
         assert short_prompts(target).largest == 0
-    assert "short prompts: no graph for prompts of these tokens [8, 16]: those run eagerly and slower" in caplog.text
-    assert caplog.text.rstrip().endswith("lower --mem-fraction-static"), "no flag of batch sizes helps"
+    assert "short prompts: no graph for prompt lengths [8, 16]; they run eagerly and slower" in caplog.text
+    assert caplog.text.rstrip().endswith("Lower --mem-fraction-static."), "no flag of batch sizes helps"
 
 
-def check_that_replays_equal_the_ragged_pass(target: Target, spans: Spans) -> None:
+def check_that_replays_equal_the_ragged_pass(target: TargetModel, spans: Spans) -> None:
     """States in the batch's order, and KV; whatever the inputs held before."""
     prompts = short_prompts(target, LAYERS)
     for row, (start, _) in spans.items():
@@ -125,9 +128,9 @@ def check_that_replays_equal_the_ragged_pass(target: Target, spans: Spans) -> No
     after = kv(target)
     for cache, old in zip(caches(target), before, strict=True):
         cache.copy_(old)
-    prompts.runner._inputs.poison()
-    prompts.runner._inputs.tensors["positions"].zero_()
-    prompts.runner._inputs.tensors["input_ids"].zero_()
+    padded = prompts.runner.batch(prompts.largest)
+    for tensor in (padded.out_cache_loc, padded.req_pool_indices, padded.seq_lens):
+        tensor.fill_(-1)  # positions and ids of padding need only be valid
     found = prompts.run(chunks(target, spans))
     assert found is not None
     torch.testing.assert_close(found[0], want, rtol=1e-4, atol=1e-5)
@@ -141,7 +144,7 @@ def check_that_replays_equal_the_ragged_pass(target: Target, spans: Spans) -> No
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 7), (0, 8), (0, 9), (5, 3), (16, 16), (31, 10)])
-def test_a_chunk_is_what_it_is_without_padding(target: Target, start: int, count: int) -> None:
+def test_a_chunk_is_what_it_is_without_padding(target: TargetModel, start: int, count: int) -> None:
     check_that_replays_equal_the_ragged_pass(target, {ROW: (start, count)})
 
 
@@ -157,12 +160,12 @@ def test_a_chunk_is_what_it_is_without_padding(target: Target, start: int, count
     ],
     ids=str,
 )
-def test_a_few_chunks_are_replayed_one_after_the_other_and_give_what_one_ragged_pass_gives(target: Target, spans: Spans) -> None:
+def test_a_few_chunks_are_replayed_one_after_the_other_and_give_what_one_ragged_pass_gives(target: TargetModel, spans: Spans) -> None:
     check_that_replays_equal_the_ragged_pass(target, spans)
 
 
 @torch.inference_mode()
-def test_one_after_the_other_leaves_nothing_behind(target: Target) -> None:
+def test_one_after_the_other_leaves_nothing_behind(target: TargetModel) -> None:
     prompts = short_prompts(target)
     for spans in ({3: (0, 16)}, {3: (16, 2)}, {3: (0, 5), 4: (0, 16), 5: (0, 2)}, {4: (16, 1), 3: (5, 12)}, {5: (2, 7)}, {3: (0, 1)}):
         want, _ = target.runner.extend(chunks(target, spans))
@@ -173,24 +176,24 @@ def test_one_after_the_other_leaves_nothing_behind(target: Target) -> None:
 
 
 @torch.inference_mode()
-def test_a_plan_is_told_of_as_many_keys_as_there_are(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_told_of_as_many_keys_as_there_are(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the padding's too: a plan of fewer would be too small for the pass."""
     prompts, backend, seen = short_prompts(target), target.runner.backend, list[int]()
-    plan = backend.plan
+    prepare = backend.prepare
 
     def checked(batch: ForwardBatch, num_steps: int = 1) -> None:
         assert batch.seq_len_bounds.tolist() == batch.seq_lens.tolist()
         seen.extend(batch.seq_len_bounds.tolist())
-        plan(batch, num_steps)
+        prepare(batch, num_steps)
 
-    monkeypatch.setattr(backend, "plan", checked)
+    monkeypatch.setattr(backend, "prepare", checked)
     prompts.run(chunks(target, {3: (0, 5), 4: (30, 12)}))
     prompts.run(chunk(target, 16, 8))
     assert seen == [8, 46, 24]
 
 
 @torch.inference_mode()
-def test_a_single_prompt_is_not_copied(target: Target) -> None:
+def test_a_single_prompt_is_not_copied(target: TargetModel) -> None:
     prompts = short_prompts(target, LAYERS)
     found = prompts.run(chunk(target, 0, 5))
     assert found is not None
@@ -200,7 +203,7 @@ def test_a_single_prompt_is_not_copied(target: Target) -> None:
 
 
 @torch.inference_mode()
-def test_long_chunks_and_the_end_of_the_page_table_run_eagerly_all_of_the_batch(target: Target) -> None:
+def test_long_chunks_and_the_end_of_the_page_table_run_eagerly_all_of_the_batch(target: TargetModel) -> None:
     prompts, table = short_prompts(target), target.page_table
     end = table.max_pages * table.page_size
     before = kv(target)
@@ -215,7 +218,7 @@ def test_long_chunks_and_the_end_of_the_page_table_run_eagerly_all_of_the_batch(
 
 
 @torch.inference_mode()
-def test_several_prompts_are_replayed_while_that_takes_no_longer_than_launching_one_pass(target: Target) -> None:
+def test_several_prompts_are_replayed_while_that_takes_no_longer_than_launching_one_pass(target: TargetModel) -> None:
     def replayed(free: int, *lens: int) -> bool:
         return short_prompts(target, free=free).run(chunks(target, {ROW + i: (0, n) for i, n in enumerate(lens)})) is not None
 
@@ -296,7 +299,7 @@ def test_every_token_is_multiplied_with_the_blocks_matrices_alone(tied: bool) ->
 # ---- how a worker gets them
 
 
-def test_on_a_cpu_prompts_run_as_they_are(target: Target) -> None:
+def test_on_a_cpu_prompts_run_as_they_are(target: TargetModel) -> None:
     class Parts:
         device, replay, extend_tokens, dtype, config = CPU, "eager", 64, torch.float32, tiny_runtime()
 
@@ -319,18 +322,19 @@ def parts_of(**changes: object) -> Any:
     )
 
 
-def add_as_on_a_gpu(target: Target, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[GraphRunner]:
+def add_as_on_a_gpu(target: TargetModel, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[GraphRunner]:
     """`make_runner` and `add_short_prompts` for a GPU, with buffers on the CPU."""
-    monkeypatch.setattr(build, "InputBuffers", lambda most, width, _, one_request: InputBuffers(most, width, CPU, one_request))
+    monkeypatch.setattr(build, "InputBuffers", lambda most, max_tokens, device: InputBuffers(most, max_tokens=max_tokens, device=CPU))
     backend = target.runner.backend
     captured = SimpleNamespace(caps=replace(backend.caps, cuda_graph=True))
     monkeypatch.setattr(build, "backend_class", lambda _: captured)
     parts = parts_of(**changes)
     target.runner.prompt_sizes = make_runner(parts, target.runner.model, target.runner.config).prompt_sizes
-    return add_short_prompts(parts, target, LAYERS)
+    target.aux_layers = LAYERS
+    return add_short_prompts(parts, target)
 
 
-def test_attention_that_cannot_be_captured_leaves_prompts_as_they_are(target: Target) -> None:
+def test_attention_that_cannot_be_captured_leaves_prompts_as_they_are(target: TargetModel) -> None:
     assert not target.runner.backend.caps.cuda_graph
     assert make_runner(parts_of(), target.runner.model, target.runner.config).prompt_sizes == []
 
@@ -339,16 +343,16 @@ def test_attention_that_cannot_be_captured_leaves_prompts_as_they_are(target: Ta
     ("chunk", "context", "sizes"), [(64, 256, [32, 64]), (100, 256, [32, 64, 100]), (2048, 256, [32, 64, 128, 256]), (16, 256, [16])]
 )
 def test_graphs_reach_up_to_a_full_chunk_and_no_further_than_a_request_can(
-    target: Target, monkeypatch: pytest.MonkeyPatch, chunk: int, context: int, sizes: list[int]
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch, chunk: int, context: int, sizes: list[int]
 ) -> None:
     (runner,) = add_as_on_a_gpu(target, monkeypatch, chunked_prefill_size=chunk, context_length=context)
     assert runner.sizes == sizes
     buffers = [*runner.outputs(sizes[-1]).values()]
-    assert runner.spec.output_bytes(runner._most) == sum(b.nbytes for b in buffers) == sizes[-1] * 4 * 64 * (1 + len(LAYERS))
+    assert runner.spec.output_bytes(sizes[-1]) == sum(b.nbytes for b in buffers) == sizes[-1] * 4 * 64 * (1 + len(LAYERS))
     assert runner.batch(sizes[-1]).num_tokens == sizes[-1]
 
 
-def test_graphs_follow_the_size_of_the_model(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_follow_the_size_of_the_model(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = target_launches(target.runner.config)
     for free, sizes in ((150, [32, 64, 128]), (31, [])):
         parameters = round(launches * 30e-6 * 6e14 / (2 * (free + 0.5)))
@@ -375,27 +379,35 @@ def test_a_batch_of_short_prompts_is_answered_as_if_run_eagerly(worker: Any, mon
     assert runners[0].run_eagerly == 0
 
 
-def limits(target: Target, **changes: object) -> Any:
-    return make_limits(parts_of(**changes), MemoryPlan(64, {}), target)
+def limits(target: TargetModel, **changes: object) -> Any:
+    return make_limits(parts_of(**changes), MemoryPlan(64, {}), target, DrafterSpec(NO_DRAFTS))
 
 
-def test_the_scheduler_is_told_when_the_device_is_busy(target: Target) -> None:
+def test_the_scheduler_is_told_when_the_device_is_busy(target: TargetModel) -> None:
     model = target.runner.model
     free = free_tokens(model.block_parameters, target_launches(target.runner.config))
-    assert limits(target).busy_tokens == busy_tokens(free)
+    assert limits(target).cost_model.saturating_tokens == busy_tokens(free)
     on_cpu = parts_of()
     on_cpu.device = CPU
-    assert make_limits(on_cpu, MemoryPlan(64, {}), target).busy_tokens == 256
+    assert make_limits(on_cpu, MemoryPlan(64, {}), target, DrafterSpec(NO_DRAFTS)).cost_model.saturating_tokens == 256
 
 
-def test_prompts_with_graphs_of_their_own_take_nobody_along(target: Target, caplog: pytest.LogCaptureFixture) -> None:
-    assert (limits(target).mixed, limits(target).mixed_from) == (False, 1)
-    assert (limits(target, mixed_chunk=True).mixed, limits(target, mixed_chunk=True).mixed_from) == (True, 1)
+def mixing(target: TargetModel, **changes: object) -> tuple[bool, int]:
+    made = limits(target, **changes)
+    return made.mixed, made.cost_model.piggyback_min_tokens
+
+
+def test_prompts_with_graphs_of_their_own_are_not_mixed(target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
+    assert mixing(target) == (False, 1)
+    assert mixing(target, mixed_chunk=True) == (True, 1)
     target.short_prompts = short_prompts(target)
-    assert (limits(target, mixed_chunk=True).mixed, limits(target, mixed_chunk=True).mixed_from) == (True, SIZES[-1] + 1)
+    assert mixing(target, mixed_chunk=True) == (
+        True,
+        SIZES[-1] + 1,
+    )
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     with caplog.at_level("WARNING"):
         assert not limits(target, mixed_chunk=True, chunked_prefill_size=SIZES[-1]).mixed
-    assert "--enable-mixed-chunk takes nobody along: a prompt step of this model is at most 16 tokens" in caplog.text
-    target.short_prompts.runner._forget(SIZES)
-    assert limits(target, mixed_chunk=True).mixed_from == 1, "no graph fitted into memory"
+    assert "--enable-mixed-chunk has no effect: a prompt step of this model has at most 16 tokens" in caplog.text
+    target.short_prompts.runner.keep([])
+    assert limits(target, mixed_chunk=True).cost_model.piggyback_min_tokens == 1, "no graph fitted into memory"

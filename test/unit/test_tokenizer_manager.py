@@ -1,4 +1,4 @@
-"""The reader's side: what is validated, what is sent, and how every request ends."""
+"""The tokenizer manager: what it checks, what it sends, and how every request ends."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ from runtime.errors import (
     SlowReader,
     WorkerDied,
 )
+from runtime.managers.generation import Generation, GenerationUpdate
 from runtime.managers.messages import AbortReq, ControlReply, ControlReq, DrainReq, Finish, GenerateReq, Heartbeat, TextOut, TextOutBatch
 from runtime.managers.schedule_policy import check_request
-from runtime.managers.tokenizer_manager import LONG_TEXT, Generation, GenerationUpdate, TokenizerManager
+from runtime.managers.telemetry.progress import Progress
+from runtime.managers.tokenizer_manager import LONG_TEXT, TokenizerManager
 from runtime.models.config import ModelConfig
 from runtime.sampling_params import SamplingParams
 
@@ -87,7 +89,7 @@ class Letters:
 
 
 class Watcher:
-    """An observer that keeps what it was told."""
+    """An observer that records its events."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -106,7 +108,7 @@ class Watcher:
 
 
 class Desk:
-    """A manager whose messages to the scheduler are kept, and whose answers the test writes."""
+    """A manager whose messages to the scheduler are recorded; the test writes the replies."""
 
     def __init__(self, running: int = 4, slots: int = 1024, **asked: Any) -> None:
         self.sent: list[Any] = []
@@ -130,9 +132,7 @@ class Desk:
         return [message.rid for message in self.sent if isinstance(message, AbortReq)]
 
     def reply(self, wire: str, text: str = "", tokens: int = 1, finish: Finish | None = None) -> None:
-        out = TextOut(
-            rid=wire, text=text, token_ids=[5] * tokens, prompt_tokens=3, cached_tokens=0, completion_tokens=tokens, finish=finish
-        )
+        out = TextOut(rid=wire, text=text, token_ids=[5] * tokens, progress=Progress(3, 0, tokens), finish=finish)
         self.manager.handle(TextOutBatch(outs=[out]))
 
 
@@ -179,7 +179,7 @@ def test_n_choices_are_n_requests_with_their_own_seeds_and_indices() -> None:
     run(body)
 
 
-def test_requests_without_a_seed_get_different_ones_that_repeat_with_the_servers() -> None:
+def test_drawn_seeds_differ_and_repeat_with_the_server_seed() -> None:
     async def seeds() -> list[int]:
         desk = Desk(random_seed=3)
         for _ in range(3):
@@ -258,7 +258,7 @@ def test_lengths_are_cut_to_the_room_that_the_context_leaves() -> None:
     run(body)
 
 
-def test_where_kv_is_smaller_than_the_context_requests_are_cut_to_what_it_holds() -> None:
+def test_requests_are_cut_to_a_kv_cache_smaller_than_the_context() -> None:
     async def body() -> None:
         desk = Desk(slots=64)
         for prompt_len in (1, 40, 64):
@@ -303,7 +303,7 @@ def test_the_queue_has_a_bound_and_room_comes_back() -> None:
     run(body)
 
 
-def test_a_reader_who_leaves_ends_the_request_once() -> None:
+def test_a_disconnecting_client_ends_the_request_once() -> None:
     async def body() -> None:
         desk = Desk()
         async with await desk.manager.generate([1], SamplingParams(), n=2, stream=True) as generation:
@@ -354,7 +354,7 @@ def test_abort_by_name_asks_the_scheduler_and_its_last_update_arrives() -> None:
     run(body)
 
 
-def test_a_clients_name_begins_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_name_cannot_forge_log_lines(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         desk = Desk(log_requests=True)
         generation = await desk.manager.generate([1], SamplingParams(), rid="a\nE forged \x1b[31m")
@@ -382,7 +382,7 @@ def test_a_refusal_by_the_scheduler_is_raised_with_its_status(status: int, retry
     run(body)
 
 
-def test_what_was_said_before_a_failure_is_still_read() -> None:
+def test_updates_before_a_failure_are_still_delivered() -> None:
     async def body() -> None:
         desk = Desk()
         generation = await desk.manager.generate([1], SamplingParams(), stream=True)
@@ -395,7 +395,7 @@ def test_what_was_said_before_a_failure_is_still_read() -> None:
     run(body)
 
 
-def test_when_a_process_died_everything_open_fails_and_nothing_new_begins() -> None:
+def test_a_dead_process_fails_open_and_new_requests() -> None:
     async def body() -> None:
         desk = Desk()
         generation = await desk.manager.generate([1], SamplingParams())
@@ -414,7 +414,7 @@ def test_when_a_process_died_everything_open_fails_and_nothing_new_begins() -> N
     run(body)
 
 
-def test_a_slow_reader_loses_its_stream_and_nobody_elses() -> None:
+def test_a_slow_reader_loses_only_its_own_stream() -> None:
     async def body() -> None:
         desk = Desk()
         desk.manager.max_unread = 10
@@ -465,7 +465,7 @@ def test_control_calls_get_their_own_answers() -> None:
         again = asyncio.create_task(desk.manager.control("stop_profile"))
         await asyncio.sleep(0)
         call = next(m for m in reversed(desk.sent) if isinstance(m, ControlReq))
-        desk.manager.handle(ControlReply(call_id=call.call_id, ok=False, error="no profile is running", refused=True))
+        desk.manager.handle(ControlReply(call_id=call.call_id, ok=False, error="no profile is running", status=400))
         with pytest.raises(ServingError, match="no profile") as refused:
             await again
         assert refused.value.status == 400
@@ -473,7 +473,7 @@ def test_control_calls_get_their_own_answers() -> None:
     run(body)
 
 
-def test_the_latest_state_of_the_scheduler_is_kept() -> None:
+def test_the_latest_scheduler_statistics_are_kept() -> None:
     async def body() -> None:
         desk = Desk()
         desk.manager.handle(Heartbeat(who="scheduler", count=1, state=msgspec.json.encode({"num_running_reqs": 2})))
@@ -484,7 +484,7 @@ def test_the_latest_state_of_the_scheduler_is_kept() -> None:
     run(body)
 
 
-def test_the_observer_hears_of_every_choice_from_start_to_end() -> None:
+def test_the_observer_receives_every_event_of_a_choice() -> None:
     async def body() -> None:
         desk = Desk()
         watcher = desk.manager.observer = Watcher()

@@ -1,4 +1,4 @@
-"""The watch over child processes: who is silent counts as hung, but for a scheduler that writes a trace."""
+"""The supervisor of child processes: a silent process counts as hung, except a scheduler that writes a trace."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Role = Literal["scheduler", "detokenizer"]
 
 @dataclass(frozen=True)
 class Named:
-    """A child of which the watch asks only the role."""
+    """A child process of which only the role is read."""
 
     role: Role
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, silent: Role, trace_turns: int) -> tuple[list[str], int]:
-    """Watch two children of which one is silent while a trace is written for `trace_turns` turns: who counts as hung, after how many."""
+    """Watch two children, one of them `silent`, during a trace of `trace_turns` turns; returns what hangs, and after how many turns."""
     runtime: Any = Runtime.__new__(Runtime)
     beats = {"scheduler": 0, "detokenizer": 0}
     runtime.manager = SimpleNamespace(beats=beats, writes_trace=True)
@@ -47,13 +47,13 @@ def watched(monkeypatch: pytest.MonkeyPatch, silent: Role, trace_turns: int) -> 
 
 
 @pytest.mark.parametrize("trace_turns", [0, 100])
-def test_a_silent_scheduler_is_given_up_but_not_while_it_writes_a_trace(monkeypatch: pytest.MonkeyPatch, trace_turns: int) -> None:
+def test_a_silent_scheduler_is_dead_unless_it_writes_a_trace(monkeypatch: pytest.MonkeyPatch, trace_turns: int) -> None:
     hung, turns = watched(monkeypatch, "scheduler", trace_turns)
     assert hung == ["scheduler"]
-    assert turns == max(trace_turns, 1) + processes.SILENT_TURNS, "the first turn hears of everybody"
+    assert turns == max(trace_turns, 1) + processes.SILENT_TURNS, "every process is heard in the first turn"
 
 
-def test_a_trace_excuses_no_other_process_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_excuses_only_the_scheduler_and_only_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     hung, turns = watched(monkeypatch, "detokenizer", 100)
     assert (hung, turns) == (["detokenizer"], processes.SILENT_TURNS + 1)
     hung, turns = watched(monkeypatch, "scheduler", 1 << 30)

@@ -1,1 +1,3 @@
-"""The load generator behind `python -m runtime.bench_serving`: it knows servers by HTTP alone and imports no engine code."""
+"""The load generator behind `python -m runtime.bench_serving`: it knows servers by HTTP alone and imports no engine
+code.
+"""

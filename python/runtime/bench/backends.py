@@ -1,4 +1,4 @@
-"""The three dialects in which servers take a prompt and stream tokens back: `/generate`, completions, chat completions."""
+"""The three request dialects: `/generate`, completions and chat completions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One value of `--backend`: where the server listens by default and what it speaks.
+    """One value of `--backend`.
 
-    `running_usage`: the server counts tokens in every chunk when asked to (`continuous_usage_stats`).
+    Attributes:
+        port: default port of such a server.
+        running_usage: the server can count tokens in every chunk (`continuous_usage_stats`).
     """
 
     name: str
@@ -28,7 +30,7 @@ class Backend:
 
     @property
     def path(self) -> str:
-        """Of the endpoint that generates."""
+        """Path of the endpoint that generates."""
         return {"generate": "/generate", "completions": "/v1/completions", "chat": "/v1/chat/completions"}[self.dialect]
 
 
@@ -48,7 +50,7 @@ BACKENDS: dict[str, Backend] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """What every request of a run shares."""
+    """Options that all requests of a run share."""
 
     model: str
     stream: bool = True
@@ -63,7 +65,7 @@ def payload(backend: Backend, request: BenchRequest, options: GenerationOptions)
     """The JSON body of one request.
 
     Raises:
-        ValueError: token ids for a chat endpoint, which takes text alone.
+        ValueError: the prompt holds token ids and the endpoint is a chat endpoint, which takes text only.
     """
     if backend.dialect == "generate":
         return {**_generate_payload(request, options), **options.extra_body}
@@ -83,7 +85,7 @@ def payload(backend: Backend, request: BenchRequest, options: GenerationOptions)
             body["logprobs"] = 1
     else:
         if not isinstance(request.prompt, str):
-            raise ValueError(f"--backend {backend.name} takes text: choose another --dataset-name, or a completions backend for token ids")
+            raise ValueError(f"--backend {backend.name} takes text; for token ids choose a completions backend")
         body |= {"messages": [{"role": "user", "content": request.prompt}], "max_completion_tokens": request.output_len}
         if options.return_logprob:
             body["logprobs"] = True
@@ -105,31 +107,34 @@ def _generate_payload(request: BenchRequest, options: GenerationOptions) -> Json
 
 
 class Answer:
-    """One answer as it comes in: text, counts and the time of every chunk that carried a token."""
+    """One answer while it arrives: text, token counts and the time of each chunk with tokens."""
 
     def __init__(self, backend: Backend, record: RequestRecord) -> None:
         self._read = {"generate": self._generate, "completions": self._openai, "chat": self._openai}[backend.dialect]
         self._record = record
         self._texts: list[str] = []
         self._seen_text = ""
-        self._counted = 0  # tokens that the chunks so far said they carried
-        self.total: int | None = None  # tokens of the whole answer, as the server counted them
+        self._counted = 0  # tokens that the chunks so far reported
+        self.total: int | None = None  # tokens of the whole answer, counted by the server
 
     def event(self, data: bytes, at: float) -> None:
-        """Take one server-sent event."""
+        """Read one server-sent event."""
         if data == b"[DONE]" or not data:
             return
         self.message(orjson.loads(data), at)
 
     def message(self, data: Json, at: float) -> None:
-        """Take one JSON message: a chunk of a stream, or a whole answer."""
+        """Read one JSON message: a chunk of a stream, or a whole answer."""
         if error := data.get("error"):
             self._record.error = _error_text(error)
             return
         self._read(data, at)
 
     def close(self, output_len: int) -> None:
-        """Take stock once all has come; an answer without a token is a failure unless none was asked for."""
+        """Fill in the record at the end of the answer.
+
+        An answer without tokens is a failure if tokens were requested.
+        """
         record = self._record
         record.text = self._seen_text or "".join(self._texts)
         chunks = record.chunks
@@ -172,8 +177,8 @@ class Answer:
             message = choice.get("delta") or choice.get("message") or {}
             text = choice.get("text") or (message.get("reasoning_content") or "") + (message.get("content") or "")
             tokens = self._chunk_tokens(choice, usage)
-            # Text may be held back (half a character, a possible stop string):
-            # a completions chunk that ends nothing is a token all the same.
+            # The server may hold text back (half a character, a possible stop string),
+            # so a completions chunk without text is a token unless it ends the answer.
             silent_token = "text" in choice and choice.get("finish_reason") is None
             if tokens or (tokens is None and (text or silent_token)):
                 self._add(text, tokens, at)
@@ -189,7 +194,7 @@ class Answer:
     def _chunk_tokens(self, choice: Json, usage: Json) -> int | None:
         if (ids := choice.get("token_ids")) is not None:
             return len(ids)
-        # Usage on the last chunk alone says nothing of how the tokens before were spread.
+        # Usage on the last chunk alone does not say which chunk carried which token.
         running = all(chunk.tokens is not None for chunk in self._record.chunks[-1:])
         if running and "completion_tokens" in usage:
             return usage["completion_tokens"] - self._counted
@@ -203,11 +208,14 @@ class Answer:
 
 
 async def send(client: HttpClient, backend: Backend, request: BenchRequest, options: GenerationOptions) -> RequestRecord:
-    """Run one request to its end. Never raises for what the server or the network does: `error` says what went wrong."""
+    """Run one request to its end.
+
+    Faults of the server or the network do not raise; they are in the record's `error`.
+    """
     record = RequestRecord(prompt_len=request.prompt_len)
     answer = Answer(backend, record)
     body = orjson.dumps(payload(backend, request, options))
-    record.start = client.clock()  # before connecting, as SGLang's client: a user waits for that too
+    record.start = client.clock()  # before connecting, like SGLang's client
     try:
         on_event = answer.event if options.stream else None
         status, rest = await client.exchange("POST", backend.path, body, on_event)

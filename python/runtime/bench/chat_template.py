@@ -1,4 +1,4 @@
-"""A model's chat template, applied on the client for endpoints that take plain text."""
+"""A model's chat template, applied by the client for endpoints that take plain text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from runtime.bench.vocabulary import LocalVocabulary, Vocabulary
 
 
 def chat_template(vocabulary: Vocabulary) -> Callable[[str], str]:
-    """A function that wraps a user's text as the model's chat prompt.
+    """A function that turns a user message into the model's chat prompt.
 
     Raises:
-        ValueError: the tokenizer is not a local folder, or has no chat template.
+        ValueError: the tokenizer is not local or has no chat template.
     """
     if not isinstance(vocabulary, LocalVocabulary):
-        raise ValueError("--apply-chat-template needs --tokenizer FOLDER; or take --backend sglang-oai-chat, where the server does it")
+        raise ValueError("--apply-chat-template requires --tokenizer FOLDER; --backend sglang-oai-chat requires neither")
     config, source = _read(vocabulary.folder)
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(source)
@@ -26,7 +26,7 @@ def chat_template(vocabulary: Vocabulary) -> Callable[[str], str]:
 
     def apply(text: str) -> str:
         prompt = template.render(messages=[{"role": "user", "content": text}], add_generation_prompt=True, **tokens)
-        # The server adds the first token itself when it tokenises a prompt.
+        # The server adds the first token when it tokenises the prompt.
         return prompt.removeprefix(tokens["bos_token"]) if tokens["bos_token"] else prompt
 
     return apply
@@ -39,7 +39,7 @@ def _read(folder: Path) -> tuple[dict[str, object], str]:
     if source is None and (separate := folder / "chat_template.jinja").is_file():
         source = separate.read_text(encoding="utf-8")
     if not isinstance(source, str):
-        raise ValueError(f"{folder}: the tokenizer has no chat template; leave out --apply-chat-template")
+        raise ValueError(f"{folder}: the tokenizer has no chat template; remove --apply-chat-template")
     return config, source
 
 

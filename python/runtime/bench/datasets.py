@@ -1,4 +1,4 @@
-"""Where prompts come from: made from a seed, read from a file, or shipped with the package. Nothing here needs a network."""
+"""The prompts of a run: generated from a seed, read from a file, or shipped with the package. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Template = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class DatasetOptions:
-    """What to make or read; the fields are the flags of the same names."""
+    """Which prompts to make; the fields are the flags of the same names."""
 
     name: str
     path: str = ""
@@ -45,15 +45,15 @@ class DatasetOptions:
 
 
 async def load(options: DatasetOptions, vocabulary: Vocabulary, template: Template | None = None) -> list[BenchRequest]:
-    """Make the requests of one run; the same options and seed give the same requests.
+    """Make the requests of one run. The same options and seed give the same requests.
 
     Args:
-        options: what to make.
-        vocabulary: counts tokens and turns ids into text.
-        template: wraps a user's text as a chat prompt; for the datasets of real text.
+        options: which prompts to make.
+        vocabulary: encodes and decodes text.
+        template: turns a user message into a chat prompt; used for datasets of real text.
 
     Raises:
-        ValueError: a file is missing or holds nothing usable.
+        ValueError: a file is missing or has no usable prompt.
     """
     if options.name == "random-ids":
         return _random_ids(options, vocabulary)
@@ -66,17 +66,17 @@ async def load(options: DatasetOptions, vocabulary: Vocabulary, template: Templa
 
 
 def random_lens(full: int, ratio: float, count: int, rng: random.Random) -> list[int]:
-    """Lengths drawn evenly from `full * ratio` (at least 1) to `full`."""
+    """`count` lengths drawn uniformly from `full * ratio` (at least 1) to `full`."""
     return [rng.randint(max(int(full * ratio), 1), full) for _ in range(count)]
 
 
 def embedded_prompts() -> list[dict[str, str]]:
-    """The held-out chat prompts: `kind` and `prompt`, eight kinds of ten."""
+    """The held-out chat prompts, ten of each of eight kinds; keys `kind` and `prompt`."""
     return [json.loads(line) for line in (ASSETS / "chat_prompts.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def _random_ids(options: DatasetOptions, vocabulary: Vocabulary) -> list[BenchRequest]:
-    """Runs of consecutive ids from a random start: sent as ids, since a text made of them would not be read back as the same tokens."""
+    """Runs of consecutive ids from a random start, sent as ids because their text would not encode to the same tokens."""
     rng = random.Random(options.seed)
     inputs = random_lens(options.random_input_len, options.random_range_ratio, options.num_prompts, rng)
     outputs = random_lens(options.random_output_len, options.random_range_ratio, options.num_prompts, rng)
@@ -102,7 +102,7 @@ async def _random_text(options: DatasetOptions, vocabulary: Vocabulary) -> list[
 
 
 def sentences(rng: random.Random, words: int) -> str:
-    """`words` common English words as sentences of random length: text for prompts that need no meaning."""
+    """`words` common English words in sentences of random length."""
     vocabulary = (ASSETS / "words.txt").read_text(encoding="utf-8").split()
     parts: list[str] = []
     while len(parts) < words:
@@ -118,9 +118,9 @@ async def _ids_of_length(text: str, length: int, vocabulary: Vocabulary) -> list
 
 
 async def fit_text(ids: list[int], vocabulary: Vocabulary) -> str:
-    """A text that encodes to as many tokens as `ids`, or as near as cutting and filling get.
+    """A text that encodes to about `len(ids)` tokens, in most cases exactly.
 
-    Decoding ids and encoding the text again may split or join tokens at the seams, so the length is corrected until it holds.
+    Decoding and encoding again may split or join tokens, so the length is corrected a few times.
     """
     length, keep = len(ids), len(ids)
     text = await vocabulary.decode(ids)
@@ -134,7 +134,7 @@ async def fit_text(ids: list[int], vocabulary: Vocabulary) -> str:
 
 
 async def _shared_prefix(options: DatasetOptions, vocabulary: Vocabulary) -> list[BenchRequest]:
-    """Groups of prompts; those of a group begin with the same system prompt."""
+    """Groups of prompts; the prompts of a group start with the same system prompt."""
     rng = random.Random(options.seed)
     requests = []
     for _ in range(options.gsp_num_groups):
@@ -147,7 +147,7 @@ async def _shared_prefix(options: DatasetOptions, vocabulary: Vocabulary) -> lis
     return requests
 
 
-Pair = tuple[str, str | None]  # a prompt, and the answer in the file where there is one
+Pair = tuple[str, str | None]  # a prompt and the answer in the file, if any
 
 
 async def _conversations(
@@ -172,7 +172,7 @@ async def _conversations(
 async def _ids_if_known(text: str, options: DatasetOptions, vocabulary: Vocabulary) -> list[int]:
     try:
         return await vocabulary.encode(text)
-    except ValueError:  # no tokenizer: the server will say how long the prompt is
+    except ValueError:  # no tokenizer: the server reports the length of the prompt
         if options.context_len is not None or options.tokenize_prompt:
             raise
         return []
@@ -189,7 +189,7 @@ def _with_suffix(prompt: str, suffix: str) -> str:
 
 
 def _embedded(options: DatasetOptions) -> list[Pair]:
-    """Interleaved by kind, so that any number of them is a fair sample; the same order at every seed."""
+    """Prompts interleaved by kind, so that any number of them is a fair sample; the order does not depend on the seed."""
     by_kind: dict[str, list[str]] = {}
     for line in embedded_prompts():
         by_kind.setdefault(line["kind"], []).append(line["prompt"])
@@ -201,8 +201,8 @@ def _sharegpt(options: DatasetOptions) -> list[Pair]:
 
 
 def _custom(options: DatasetOptions) -> list[Pair]:
-    """JSONL: conversations as in ShareGPT, or lines with a `prompt` (and perhaps an `answer`)."""
-    # By line feeds alone: JSON may hold other separators of Unicode unescaped.
+    """JSONL: conversations as in ShareGPT, or lines with a `prompt` and an optional `answer`."""
+    # Split at line feeds only: JSON strings may contain other Unicode line separators.
     lines = [_line(options, number, text) for number, text in enumerate(_read_text(options).split("\n"), 1) if text.strip()]
     plain: list[Pair] = [(line["prompt"], line.get("answer")) for line in lines if isinstance(line.get("prompt"), str)]
     return plain or _first_turns(lines, options)
@@ -217,14 +217,14 @@ def _first_turns(conversations: Iterable[dict[str, Any]], options: DatasetOption
             if isinstance(first, str) and isinstance(second, str):
                 pairs.append((first, second))
     if not pairs:
-        raise ValueError(f"--dataset-path {options.path}: no conversation of two turns in it")
+        raise ValueError(f"--dataset-path {options.path}: there is no conversation of two turns in the file")
     random.Random(options.seed).shuffle(pairs)
     return pairs
 
 
 def _read_text(options: DatasetOptions) -> str:
     if not options.path or not Path(options.path).is_file():
-        raise ValueError(f"--dataset-name {options.name} needs --dataset-path FILE; {options.path!r} is no file (nothing is downloaded)")
+        raise ValueError(f"--dataset-name {options.name} requires --dataset-path; {options.path!r} is not a file")
     return Path(options.path).read_text(encoding="utf-8-sig")
 
 

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client that stamps every server-sent event the moment its bytes arrive.
+"""A small HTTP/1.1 client that timestamps every server-sent event when its bytes arrive.
 
-A general client spends more time per streamed token than the server under test does; this one reads a socket, splits lines, and
-calls back. One connection carries one request, as the load of independent users does.
+A general client spends more time per streamed token than the server under test. This one reads a socket, splits lines
+and calls back. Each request has its own connection, like the load of independent users.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_HEADER_BYTES = 65536
 
 
 class HttpFailure(Exception):
-    """The exchange did not end as HTTP says it must, or the server answered with an error status."""
+    """The exchange broke off, or the server answered with an error status."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class HttpFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where to connect: a base URL taken apart."""
+    """A parsed base URL."""
 
     scheme: str
     host: str
@@ -40,21 +40,21 @@ class Endpoint:
 
     @classmethod
     def parse(cls, base_url: str) -> Endpoint:
-        """Read `http://host:port/prefix`; raises ValueError for anything but http and https."""
+        """Parse `http://host:port/prefix`; raise ValueError for anything but http and https."""
         try:
             parts = urlsplit(base_url)
             host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as error:
-            raise ValueError(f"the server's address {base_url!r} is none: {error}") from error
+            raise ValueError(f"the server's address {base_url!r} is invalid: {error}") from error
         if parts.scheme not in ("http", "https") or not host:
             raise ValueError(f"the server's address {base_url!r} is not of the form http://host:port")
         return cls(parts.scheme, host, port, parts.path.rstrip("/"))
 
 
 class _Exchange(asyncio.Protocol):
-    """One request and its answer. `done` holds (status, body) once the whole answer is there.
+    """One request and its answer. `done` holds (status, body) when the answer is complete.
 
-    With `on_event`, the lines of a 200 answer go there as they come and `body` stays empty.
+    With `on_event`, the events of a 200 answer go there as they arrive and `body` stays empty.
     """
 
     def __init__(self, request: bytes, on_event: OnEvent | None, clock: Clock) -> None:
@@ -66,7 +66,7 @@ class _Exchange(asyncio.Protocol):
         self._body = bytearray()
         self._status = 0
         self._chunked = False
-        self._left = -1  # bytes of the body or of the current chunk still to come; -1: not known
+        self._left = -1  # remaining bytes of the body or of the current chunk; -1: unknown
         self._in_body = False
         self._transport: asyncio.WriteTransport | None = None
         self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
@@ -85,7 +85,7 @@ class _Exchange(asyncio.Protocol):
                 self._read_body(now)
         except HttpFailure as error:
             self._fail(error)
-        except Exception as error:  # an event loop swallows what a protocol raises: here it would leave the request waiting for ever
+        except Exception as error:  # otherwise the event loop drops it and the request hangs
             self._fail(HttpFailure(f"malformed answer: {type(error).__name__}: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -97,7 +97,7 @@ class _Exchange(asyncio.Protocol):
             self._fail(HttpFailure(f"connection closed before the answer ended{f': {exc}' if exc else ''}"))
 
     def close(self) -> None:
-        """Drop the connection, whatever is still to come."""
+        """Close the connection."""
         if self._transport is not None:
             self._transport.close()
 
@@ -179,16 +179,16 @@ class HttpClient:
 
         Args:
             method: GET or POST.
-            path: of the endpoint, below the base URL.
+            path: path of the endpoint below the base URL.
             body: JSON text.
-            on_event: called with (data, time) for every event of a 200 answer.
+            on_event: called with (data, time) for each event of a 200 answer.
             timeout: seconds for the whole exchange.
 
         Returns:
-            Status and body, which is empty when events were delivered.
+            The status and the body, which is empty if events were delivered.
 
         Raises:
-            HttpFailure: no connection, time-out, or an answer cut short.
+            HttpFailure: no connection, a time-out, or an incomplete answer.
         """
         try:
             return await asyncio.wait_for(self._exchange(self._render(method, path, body), on_event), timeout)
@@ -197,7 +197,7 @@ class HttpClient:
             raise HttpFailure(f"{self.endpoint.host}:{self.endpoint.port}: {why}") from error
 
     async def json(self, method: str, path: str, payload: Any = None, timeout: float = 60.0) -> Any:
-        """Exchange JSON; raises HttpFailure for any status but 2xx. An answer that is not JSON comes back as text."""
+        """Exchange JSON; raise HttpFailure for any status but 2xx. An answer that is not JSON is returned as text."""
         body = b"" if payload is None else json.dumps(payload).encode()
         status, answer = await self.exchange(method, path, body, timeout=timeout)
         text = answer.decode("utf-8", "replace")

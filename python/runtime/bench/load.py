@@ -1,4 +1,4 @@
-"""When each request is sent: open loop by a Poisson process, closed loop by a limit on how many are under way, or both."""
+"""When requests are sent: open loop (Poisson arrivals), closed loop (a concurrency limit), or both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Send = Callable[[BenchRequest], Awaitable[RequestRecord]]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How hard to press: requests a second (inf: all at once) and most under way (None: no limit)."""
+    """Requests per second (inf: all at once) and the concurrency limit (None: no limit)."""
 
     request_rate: float
     max_concurrency: int | None
@@ -24,9 +24,10 @@ class Load:
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Seconds after the start at which each request arrives; the gaps are exponential with mean 1 / `rate`.
+    """Arrival times in seconds after the start; the gaps are exponential with mean 1 / `rate`.
 
-    They are the draws that SGLang's client makes with the same seed for a dataset of texts, so that one seed is one load in both.
+    SGLang's client draws the same gaps from the same seed for a dataset of texts, so that a seed gives the same load in
+    both clients.
     """
     if rate == float("inf"):
         return [0.0] * count
@@ -37,10 +38,10 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
 async def run_load(
     requests: Sequence[BenchRequest], load: Load, send: Send, progress: Callable[[], object] = lambda: None
 ) -> tuple[list[RequestRecord], float]:
-    """Send every request at its time.
+    """Send each request at its arrival time.
 
     Returns:
-        One record for each request, in order, and the seconds from the first arrival to the last answer.
+        One record per request, in order, and the seconds from the first arrival to the last answer.
     """
     gate = asyncio.Semaphore(load.max_concurrency or max(len(requests), 1))
 
@@ -50,10 +51,10 @@ async def run_load(
         progress()
         return record
 
-    start = time.perf_counter()  # an event loop's own clock may count whole milliseconds
+    start = time.perf_counter()  # the event loop's clock may count whole milliseconds
     tasks: list[asyncio.Task[RequestRecord]] = []
     for request, at in zip(requests, arrivals(len(requests), load.request_rate, load.seed), strict=True):
-        # Against the clock, not the request before: sleeping late once must not slow all that follow.
+        # Relative to the start, not to the previous request, so that one late wake-up does not delay the rest.
         if (wait := start + at - time.perf_counter()) > 0:
             await asyncio.sleep(wait)
         tasks.append(asyncio.create_task(one(request)))

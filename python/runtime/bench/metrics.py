@@ -1,4 +1,4 @@
-"""The figures of a run, computed from its records; the definitions are those of SGLang's client."""
+"""The figures of a run, computed from its records with the definitions of SGLang's client."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Figures = dict[str, Any]
 
 
 def count_chunks(record: RequestRecord, count: Callable[[str], int] | None) -> None:
-    """Fill in how many tokens each chunk carried where the server did not say; they add up to `output_len`.
+    """Fill in the token count of each chunk if the server did not report them; the counts add up to `output_len`.
 
-    Every chunk carries one; where there are more tokens than chunks (speculation sends several at once) the rest is shared out by how
-    long each chunk's text is: in tokens by `count`, else in characters.
+    Each chunk gets one token. If there are more tokens than chunks (speculation sends several at once), the rest is
+    distributed by the length of each chunk's text: in tokens if `count` is given, else in characters.
     """
     if all(chunk.tokens is not None for chunk in record.chunks):
         return
@@ -35,7 +35,7 @@ def count_chunks(record: RequestRecord, count: Callable[[str], int] | None) -> N
 
 
 def spread_itl(record: RequestRecord) -> list[float]:
-    """Seconds between tokens: the gap before a chunk is shared evenly among its tokens, which are counted."""
+    """Seconds between tokens: the gap before a chunk is split evenly among the tokens of the chunk."""
     gaps: list[float] = []
     for before, chunk in itertools.pairwise(record.chunks):
         tokens = max(chunk.tokens or 1, 1)
@@ -44,10 +44,10 @@ def spread_itl(record: RequestRecord) -> list[float]:
 
 
 def summarize(records: Sequence[RequestRecord], seconds: float, goodput: Mapping[str, float] | None = None) -> Figures:
-    """The figures of the JSON line that follow from the records alone.
+    """The figures of the JSON line that depend on the records only.
 
     Args:
-        records: all of the run, failed ones too; `itl` filled in.
+        records: all records of the run, including failed ones, with `itl` filled in.
         seconds: length of the run.
         goodput: limits in ms by `ttft`, `tpot`, `e2el`.
     """
@@ -85,7 +85,7 @@ def _latencies(good: Sequence[RequestRecord]) -> dict[str, list[float]]:
 
 
 def percentiles(name: str, seconds: Sequence[float]) -> Figures:
-    """Mean, median, std, p90, p95, p99 and max of `seconds`, in ms; None for all when there is no value."""
+    """Mean, median, std, p90, p95, p99 and max of `seconds` in ms; all None if there is no value."""
     if not seconds:
         return {f"{kind}_{name}_ms": None for kind in ("mean", "median", "std", "p90", "p95", "p99", "max")}
     ms = np.asarray(seconds) * 1000.0
@@ -95,18 +95,18 @@ def percentiles(name: str, seconds: Sequence[float]) -> Figures:
 
 
 def parse_goodput(limits: Sequence[str]) -> dict[str, float]:
-    """Read `ttft:200 tpot:20 e2el:5000` (ms); raises ValueError for anything else."""
+    """Parse `ttft:200 tpot:20 e2el:5000` (ms); raise ValueError for anything else."""
     parsed = {}
     for limit in limits:
         name, _, value = limit.partition(":")
         if name not in GOODPUT_FIELDS:
-            raise ValueError(f"--goodput {limit!r}: the name is one of {', '.join(GOODPUT_FIELDS)}, as in ttft:200")
+            raise ValueError(f"--goodput {limit!r}: the name must be one of {', '.join(GOODPUT_FIELDS)}, as in ttft:200")
         try:
             parsed[name] = float(value)
         except ValueError:
-            raise ValueError(f"--goodput {limit!r}: {value!r} is no number of milliseconds") from None
+            raise ValueError(f"--goodput {limit!r}: {value!r} is not a number of milliseconds") from None
         if not (math.isfinite(parsed[name]) and parsed[name] > 0):
-            raise ValueError(f"--goodput {limit!r}: must be above 0")
+            raise ValueError(f"--goodput {limit!r}: the limit must be above 0")
     return parsed
 
 
@@ -118,7 +118,7 @@ def meets(record: RequestRecord, limits: Mapping[str, float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """By second of the run: output tokens that arrived, and requests under way."""
+    """Output tokens and open requests in each second of the run."""
 
     tokens: list[int]
     requests: list[int]
@@ -142,7 +142,7 @@ def per_second(good: Sequence[RequestRecord]) -> Timeline:
 
 
 def _token_times(record: RequestRecord) -> list[tuple[float, int]]:
-    """(time, tokens) of every chunk; what the chunks do not account for is put on the first."""
+    """(time, tokens) of each chunk; the first chunk also gets the tokens that no chunk reports."""
     counts = [chunk.tokens or 1 for chunk in record.chunks]
     if counts:
         counts[0] = max(counts[0] + record.output_len - sum(counts), 0)
@@ -158,18 +158,19 @@ COUNTERS = {
     "rows": ("real_rows", "live_rows_total"),
     "padding": ("padding_rows", "padded_rows_total"),
 }
-"""The server's running totals, by what they count: the difference of two readings is of the run alone."""
+"""Names of the server's running totals; the difference of two readings belongs to the run."""
 
 
 def acceptance(records: Sequence[RequestRecord], before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Figures:
-    """What speculation and graphs did during the run: by the answers where every one tells, else by the server's totals, else by its means.
+    """The figures of speculation and graphs during the run: from the answers if all report them, else from the server's
+    totals or means.
 
     Args:
-        records: of the run.
-        before, after: the server's information around it; None where it has none.
+        records: the records of the run.
+        before, after: the server's information before and after the run; None if it has none.
 
     Returns:
-        accept_length, per_position_acceptance, graph_hit_rate, padding_waste; None for what nobody says.
+        accept_length, per_position_acceptance, graph_hit_rate, padding_waste; None for an unknown figure.
     """
     state = _state(after)
     figures: Figures = {
@@ -178,13 +179,13 @@ def acceptance(records: Sequence[RequestRecord], before: Mapping[str, Any] | Non
         "graph_hit_rate": state.get("graph_hit_rate"),
         "padding_waste": state.get("padding_waste"),
     }
-    for told in (_from_totals(_state(before), state), _from_answers([record for record in records if record.success])):
-        figures |= {name: value for name, value in told.items() if value is not None}
+    for known in (_from_totals(_state(before), state), _from_answers([record for record in records if record.success])):
+        figures |= {name: value for name, value in known.items() if value is not None}
     return figures
 
 
 def _state(info: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The server's information in one level: SGLang keeps figures under `internal_states`."""
+    """The server's information as one flat dictionary; SGLang keeps figures under `internal_states`."""
     inner = ((info or {}).get("internal_states") or [{}])[0]
     return {**(info or {}), **{name: value for name, value in inner.items() if value is not None}}
 
@@ -202,7 +203,7 @@ def _from_totals(before: Mapping[str, Any], after: Mapping[str, Any]) -> Figures
 
 
 def _difference(before: Mapping[str, Any], after: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """How far a total rose, by position where it is a list; None where the server does not keep it."""
+    """The increase of a total, by position if it is a list; None if the server does not report it."""
     for name in names:
         new, old = after.get(name), before.get(name)
         if isinstance(new, list):
@@ -222,8 +223,11 @@ def _from_answers(good: Sequence[RequestRecord]) -> Figures:
 
 
 def verified_tokens(output_len: int, verify_steps: int, accepted_by_position: Sequence[int]) -> int:
-    """Tokens of an answer that came from verifications: not the first one, which comes from the prompt's pass, nor those of steps without
-    drafts, where the server says what was accepted."""
+    """Tokens of an answer that came from verify passes.
+
+    The first token comes from the prompt pass. Tokens of steps without drafts are excluded if the server reports what
+    was accepted.
+    """
     if not verify_steps:
         return 0
     later = output_len - 1
@@ -231,6 +235,6 @@ def verified_tokens(output_len: int, verify_steps: int, accepted_by_position: Se
 
 
 def _by_position(good: Sequence[RequestRecord], steps: int) -> list[float] | None:
-    """Share of verifications in which the draft at each position was accepted."""
+    """The share of verify passes in which the draft at each position was accepted."""
     width = min(len(record.accepted_by_position) for record in good)
     return [sum(record.accepted_by_position[i] for record in good) / steps for i in range(width)] or None

@@ -1,58 +1,40 @@
-"""The flags of `bench_serving`, spelled as SGLang's."""
+"""The flags of `bench_serving`, with SGLang's names."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 from runtime.bench.backends import BACKENDS
 from runtime.bench.datasets import DATASETS
 
 
-def positive(text: str) -> int:
-    """An int of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
+def _number(kind: type[int] | type[float], name: str, valid: Callable[[float], bool]) -> Callable[[str], float]:
+    """A converter for argparse that accepts the numbers that are `valid`; `name` describes them."""
+
+    def convert(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not valid(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {name}")
+        return value
+
+    return convert
 
 
-def count(text: str) -> int:
-    """An int of at least 0."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return value
+_positive = _number(int, "an integer of at least 1", lambda value: value >= 1)
+_count = _number(int, "an integer of at least 0", lambda value: value >= 0)
+_port = _number(int, "a port from 1 to 65535", lambda value: 1 <= value <= 65535)
+_rate = _number(float, "a number above 0 (inf sends all requests at once)", lambda value: value > 0)
+_ratio = _number(float, "a number from 0 to 1", lambda value: 0 <= value <= 1)
 
 
-def port(text: str) -> int:
-    """A TCP port that a server can listen at."""
-    value = positive(text)
-    if value > 65535:
-        raise argparse.ArgumentTypeError(f"{text} is above 65535")
-    return value
-
-
-def rate(text: str) -> float:
-    """A number above 0, or inf."""
-    value = float(text)
-    if math.isnan(value) or value <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 (inf sends all at once)")
-    return value
-
-
-def ratio(text: str) -> float:
-    """A number from 0 to 1."""
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
-    return value
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """A JSON object."""
+def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -62,8 +44,7 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def header(text: str) -> tuple[str, str]:
-    """`Key=Value`."""
+def _header(text: str) -> tuple[str, str]:
     name, sign, value = text.partition("=")
     if not sign or not name or "\n" in text or "\r" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form Key=Value")
@@ -71,10 +52,10 @@ def header(text: str) -> tuple[str, str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All flags with their help."""
+    """The parser with all flags."""
     flags = argparse.ArgumentParser(
         prog="python -m runtime.bench_serving",
-        description="Measure a running server over HTTP: throughput, time to first token, time per token, acceptance.",
+        description="Measure a running server over HTTP: throughput, TTFT, TPOT, ITL, acceptance.",
     )
     _server(flags.add_argument_group("server"))
     _dataset(flags.add_argument_group("prompts"))
@@ -86,75 +67,80 @@ def parser() -> argparse.ArgumentParser:
 
 def _server(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--backend", choices=list(BACKENDS), default="sglang", help="dialect of the server; native is /generate (default %(default)s)")
-    add("--base-url", help="any server, e.g. https://host/prefix; instead of --host and --port")
+    add("--backend", choices=list(BACKENDS), default="sglang", help="API of the server; native means /generate (default %(default)s)")
+    add("--base-url", help="URL of the server, e.g. https://host/prefix; replaces --host and --port")
     add("--host", default="127.0.0.1", help="default %(default)s")
-    add("--port", type=port, help="default 30000, for vllm 8000")
-    add("--ready-check-timeout-sec", type=count, default=60, help="seconds to wait for the server; 0: do not ask (default %(default)s)")
-    add("--model", help="model id or folder; default: what /v1/models names")
-    add("--served-model-name", help="name to send in requests; default: --model")
-    add("--tokenizer", help="folder or cached hub id with a tokenizer.json; default: the server's, or its /tokenize")
-    add("--header", type=header, nargs="+", default=[], metavar="KEY=VALUE", help="sent with every request")
+    add("--port", type=_port, help="default 30000, or 8000 for vllm")
+    add("--ready-check-timeout-sec", type=_count, default=60, help="seconds to wait for the server; 0: no check (default %(default)s)")
+    add("--model", help="model id or folder; default: the first model of /v1/models")
+    add("--served-model-name", help="model name in requests; default: --model")
+    add("--tokenizer", help="folder or cached hub id with a tokenizer.json; default: the server's tokenizer or its /tokenize")
+    add("--header", type=_header, nargs="+", default=[], metavar="KEY=VALUE", help="headers for all requests")
 
 
 def _dataset(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--dataset-name", choices=DATASETS, default="sharegpt", help="default %(default)s; embedded: 80 held-out chat prompts, shipped")
-    add("--dataset-path", default="", help="file of sharegpt (JSON) or custom (JSONL); for random: take the text from this ShareGPT file")
-    add("--num-prompts", type=positive, default=1000, help="requests to send (default %(default)s)")
-    add("--seed", type=int, default=42, help="of prompts and arrivals (default %(default)s)")
+    add("--dataset-name", choices=DATASETS, default="sharegpt", help="default %(default)s; embedded: 80 chat prompts of this package")
+    add("--dataset-path", default="", help="file for sharegpt (JSON) or custom (JSONL); with random: a ShareGPT file to take text from")
+    add("--num-prompts", type=_positive, default=1000, help="requests to send (default %(default)s)")
+    add("--seed", type=int, default=42, help="seed of prompts and arrivals (default %(default)s)")
     add(
         "--sharegpt-output-len",
-        type=positive,
-        help="tokens to generate for prompts of real text; default: as long as the file's answer, or 128",
+        type=_positive,
+        help="tokens to generate for real text; default: the length of the answer in the file, or 128",
     )
-    add("--sharegpt-context-len", type=positive, help="leave out prompts longer than this, output included")
-    add("--random-input-len", "--random-input", type=positive, default=1024, help="tokens (default %(default)s)")
-    add("--random-output-len", "--random-output", type=positive, default=1024, help="tokens (default %(default)s)")
+    add("--sharegpt-context-len", type=_positive, help="skip prompts that exceed this many tokens, output included")
+    add("--random-input-len", "--random-input", type=_positive, default=1024, help="tokens (default %(default)s)")
+    add("--random-output-len", "--random-output", type=_positive, default=1024, help="tokens (default %(default)s)")
     add(
         "--random-range-ratio",
-        type=ratio,
+        type=_ratio,
         default=0.0,
-        help="lengths are drawn from RATIO * LEN to LEN; 1: all alike (default %(default)s)",
+        help="lengths are drawn from RATIO * LEN to LEN; 1: all equal (default %(default)s)",
     )
-    add("--apply-chat-template", action="store_true", help="wrap real text by the tokenizer's chat template (for backends without chat)")
-    add("--prompt-suffix", default="", help="put at the end of every prompt of real text, and 'Assistant:' after it")
-    add("--tokenize-prompt", action="store_true", help="send token ids instead of text, so that lengths are exact")
-    add("--gsp-num-groups", type=positive, default=64, help="generated-shared-prefix: groups (default %(default)s)")
-    add("--gsp-prompts-per-group", type=positive, default=16, help="prompts with the same prefix (default %(default)s)")
-    add("--gsp-system-prompt-len", type=positive, default=2048, help="tokens of the shared prefix (default %(default)s)")
-    add("--gsp-question-len", type=positive, default=128, help="tokens of each question (default %(default)s)")
-    add("--gsp-output-len", type=positive, default=256, help="tokens to generate (default %(default)s)")
+    add("--apply-chat-template", action="store_true", help="apply the tokenizer's chat template to real text (for backends without chat)")
+    add("--prompt-suffix", default="", help="text to append to each prompt of real text, followed by 'Assistant:'")
+    add("--tokenize-prompt", action="store_true", help="send token ids instead of text, for exact lengths")
+    add("--gsp-num-groups", type=_positive, default=64, help="generated-shared-prefix: number of groups (default %(default)s)")
+    add("--gsp-prompts-per-group", type=_positive, default=16, help="prompts per shared prefix (default %(default)s)")
+    add("--gsp-system-prompt-len", type=_positive, default=2048, help="tokens of the shared prefix (default %(default)s)")
+    add("--gsp-question-len", type=_positive, default=128, help="tokens of each question (default %(default)s)")
+    add("--gsp-output-len", type=_positive, default=256, help="tokens to generate (default %(default)s)")
 
 
 def _load(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--request-rate", type=rate, default=float("inf"), help="arrivals a second, a Poisson process; inf: all at once (default)")
-    add("--max-concurrency", type=positive, help="most requests under way; the others wait at the client")
-    add("--warmup-requests", type=count, default=1, help="sent before the run and not counted (default %(default)s)")
-    add("--flush-cache", action="store_true", help="empty the server's prefix cache after the warm-up")
+    add("--request-rate", type=_rate, default=float("inf"), help="arrivals per second (Poisson); inf: all at once (default)")
+    add("--max-concurrency", type=_positive, help="maximum number of open requests; the others wait at the client")
+    add("--warmup-requests", type=_count, default=1, help="requests before the run, not counted (default %(default)s)")
+    add("--flush-cache", action="store_true", help="flush the server's prefix cache after the warm-up")
     add("--profile", action="store_true", help="profile the server during the run (/start_profile, /stop_profile)")
 
 
 def _generation(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--disable-stream", action="store_true", help="ask for whole answers; there is no time to first token then")
-    add("--disable-ignore-eos", action="store_true", help="let answers end where the model ends them")
+    add("--disable-stream", action="store_true", help="request unstreamed answers; there is no TTFT then")
+    add("--disable-ignore-eos", action="store_true", help="let the model end its answers")
     add("--temperature", type=float, default=0.0, help="default %(default)s")
     add("--top-p", type=float, default=1.0, help="default %(default)s")
-    add("--return-logprob", action="store_true", help="ask for log-probabilities")
-    add("--extra-request-body", type=json_object, default={}, metavar="JSON", help="merged into every request")
+    add("--return-logprob", action="store_true", help="request log-probabilities")
+    add("--extra-request-body", type=_json_object, default={}, metavar="JSON", help="merged into every request")
 
 
 def _output(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--output-file",
-        help="JSON lines, appended to; default: BACKEND_MMDD_N_DATASET.jsonl in this folder, INPUT_OUTPUT for DATASET where random",
+        help="JSON Lines file to append to; default: BACKEND_MMDD_N_DATASET.jsonl (INPUT_OUTPUT instead of DATASET for random)",
     )
-    add("--output-details", action="store_true", help="keep lengths, times, texts and errors of every request too")
-    add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="count requests within limits, e.g. ttft:200 tpot:20 e2el:5000")
-    add("--plot-throughput", "--plot", action="store_true", help="chart tokens and requests over time; a PNG too where matplotlib is there")
-    add("--cache-report", action="store_true", help="show how much of the prompts came from the prefix cache")
+    add("--output-details", action="store_true", help="also write lengths, times, text and error of each request")
+    add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="count requests within these limits, e.g. ttft:200 tpot:20 e2el:5000")
+    add(
+        "--plot-throughput",
+        "--plot",
+        action="store_true",
+        help="chart tokens and requests over time, with matplotlib also as PNG",
+    )
+    add("--cache-report", action="store_true", help="show the prefix cache hit rate")
     add("--disable-tqdm", action="store_true", help="no progress bar")
-    add("--tag", help="kept in the output")
+    add("--tag", help="label that is written to the output file")

@@ -1,4 +1,4 @@
-"""What one measured request asked for, and what came of it."""
+"""The request and the outcome of one measured request."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class BenchRequest:
 
     Attributes:
         prompt: text, or token ids.
-        prompt_len: tokens in the prompt as the client counts them; 0 when it cannot count.
-        output_len: most tokens to generate.
+        prompt_len: tokens in the prompt, counted by the client; 0 if it cannot count.
+        output_len: maximum number of tokens to generate.
     """
 
     prompt: str | list[int]
@@ -22,7 +22,7 @@ class BenchRequest:
 
 @dataclass(slots=True)
 class Chunk:
-    """One piece of a stream. `tokens` is how many it carried, None where the server did not say."""
+    """One piece of a stream; `tokens` is None if the server did not report how many it carried."""
 
     at: float
     text: str
@@ -31,16 +31,16 @@ class Chunk:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What happened to one request; times are seconds of the client's clock.
+    """The outcome of one request; times are seconds of the client's clock.
 
     Attributes:
-        start: when it was asked, before its connection was made.
-        latency: from asking until its last token arrived.
-        ttft: from asking until its first token arrived.
+        start: when the request began, before connecting.
+        latency: from `start` to the last token.
+        ttft: from `start` to the first token.
         itl: seconds between tokens; a chunk of n tokens counts as n equal gaps.
-        prompt_len: as the server counted it, else as the client did.
-        verify_steps: verification passes of speculation, where the server says.
-        error: why it failed; empty for a success.
+        prompt_len: counted by the server, else by the client.
+        verify_steps: verify passes of speculation, if the server reports them.
+        error: why the request failed; empty on success.
     """
 
     prompt_len: int
@@ -58,10 +58,10 @@ class RequestRecord:
 
     @property
     def success(self) -> bool:
-        """Whether the answer came to its end without an error."""
+        """Whether the answer is complete."""
         return not self.error
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first; None where the answer came in one piece."""
+        """Seconds per token after the first; None if the answer arrived in one piece."""
         return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 and len(self.chunks) > 1 else None

@@ -1,4 +1,4 @@
-"""How a run is shown: SGLang's columns, a throughput chart, and one JSON line."""
+"""The printed result of a run: SGLang's columns and a throughput chart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECTIONS = (
 
 
 def render(figures: Figures, cache_report: bool = False) -> str:
-    """The table that a run prints."""
+    """The result table."""
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}", *_totals(figures)]
     for title, label, name in _SECTIONS:
         lines.append(f"{title:-^{WIDTH}}")
@@ -75,16 +75,16 @@ def _row(label: str, value: Any) -> str:
 
 
 def failures(records: Sequence[RequestRecord], most: int = 5) -> str:
-    """The errors of a run with how often each came; empty when there was none."""
+    """The errors of a run with their counts; empty if there were none."""
     counts = Counter(record.error for record in records if record.error)
     lines = [f"{count} x {error}" for error, count in counts.most_common(most)]
     if len(counts) > most:
-        lines.append(f"and {len(counts) - most} other errors (--output-details keeps them all)")
+        lines.append(f"and {len(counts) - most} other errors (--output-details writes all of them)")
     return "\n".join(lines)
 
 
 def chart(title: str, values: Sequence[int]) -> str:
-    """A bar for every second, or for as many seconds as one bar must stand for."""
+    """A text chart with one bar per second, or per several seconds of a long run."""
     step = max(-(-len(values) // _CHART_ROWS), 1)
     bars = [sum(values[i : i + step]) / len(values[i : i + step]) for i in range(0, len(values), step)]
     top = max(bars, default=0) or 1
@@ -92,7 +92,7 @@ def chart(title: str, values: Sequence[int]) -> str:
 
 
 def plot(timeline: Timeline, file: Path) -> bool:
-    """Draw output tokens and open requests over time into a PNG; False when matplotlib is not installed."""
+    """Plot output tokens and open requests over time as PNG; return False if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -108,7 +108,7 @@ def plot(timeline: Timeline, file: Path) -> bool:
 
 
 def origin(server_info: Mapping[str, Any] | None) -> dict[str, str | None]:
-    """`commit` and `device`: what the server says of itself, else the checkout and the GPU seen from here."""
+    """`commit` and `device` as the server reports them, else those of this checkout and this machine's GPU."""
     info = server_info or {}
     return {
         "commit": info.get("commit") or _first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"),

@@ -1,4 +1,4 @@
-"""How the client counts and makes tokens: a tokenizer on this machine, else the server's own over HTTP."""
+"""Encoding and decoding for the client: a local tokenizer, else the server's over HTTP."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from runtime.bench.http_stream import HttpClient, HttpFailure
 
 
 class Vocabulary(Protocol):
-    """Text to token ids and back."""
+    """Encodes text to token ids and decodes them."""
 
     size: int
 
     async def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, special tokens added as the server adds them to a prompt."""
+        """Token ids of `text`, with the special tokens that the server adds to a prompt."""
         ...
 
     async def decode(self, ids: Sequence[int]) -> str:
@@ -27,7 +27,7 @@ class Vocabulary(Protocol):
 
 
 class LocalVocabulary:
-    """A `tokenizer.json` on this machine."""
+    """A local `tokenizer.json`."""
 
     def __init__(self, file: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(file))
@@ -35,7 +35,7 @@ class LocalVocabulary:
         self.folder = file.parent
 
     async def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, special tokens added as the server adds them to a prompt."""
+        """Token ids of `text`, with the special tokens that the server adds to a prompt."""
         return self._tokenizer.encode(text).ids
 
     async def decode(self, ids: Sequence[int]) -> str:
@@ -43,12 +43,12 @@ class LocalVocabulary:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def count(self, text: str) -> int:
-        """Tokens in generated text: no special tokens added."""
+        """Number of tokens in `text`, without special tokens."""
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 class ServerVocabulary:
-    """The server's `/tokenize` and `/detokenize`, for models whose tokenizer is not on this machine."""
+    """The server's `/tokenize` and `/detokenize`, for models without a local tokenizer."""
 
     def __init__(self, client: HttpClient, model: str, size: int) -> None:
         self._client = client
@@ -56,7 +56,7 @@ class ServerVocabulary:
         self.size = size
 
     async def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, special tokens added as the server adds them to a prompt."""
+        """Token ids of `text`, with the special tokens that the server adds to a prompt."""
         return (await self._client.json("POST", "/tokenize", {"model": self._model, "prompt": text}))["tokens"]
 
     async def decode(self, ids: Sequence[int]) -> str:
@@ -65,23 +65,26 @@ class ServerVocabulary:
         return answer["text"] if "text" in answer else answer["prompt"]
 
 
+_NO_TOKENIZER = "there is no tokenizer; pass --tokenizer FOLDER or choose --dataset-name random-ids"
+
+
 class UnknownVocabulary:
-    """Only the number of tokens is known: enough for random ids, not for text."""
+    """Only the vocabulary size is known: enough for random ids, not for text."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
     async def encode(self, text: str) -> list[int]:
         """Raises ValueError."""
-        raise ValueError("no tokenizer to make text with: pass --tokenizer FOLDER, or take --dataset-name random-ids")
+        raise ValueError(_NO_TOKENIZER)
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Raises ValueError."""
-        raise ValueError("no tokenizer to make text with: pass --tokenizer FOLDER, or take --dataset-name random-ids")
+        raise ValueError(_NO_TOKENIZER)
 
 
 def tokenizer_file(name: str) -> Path | None:
-    """Find `tokenizer.json` in a folder, or in the local cache of a hub id (never over the network)."""
+    """The `tokenizer.json` of a folder, or of a hub id in the local cache; nothing is downloaded."""
     if (file := Path(name) / "tokenizer.json").is_file():
         return file
     if Path(name).exists() or name.count("/") != 1:
@@ -93,21 +96,21 @@ def tokenizer_file(name: str) -> Path | None:
 
 
 async def open_vocabulary(client: HttpClient, tokenizer: str | None, model: str, info: dict[str, Any]) -> Vocabulary:
-    """The best vocabulary to be had: `tokenizer`, the paths that the server names, the server's endpoints, a bare size.
+    """The first vocabulary found: `tokenizer`, the paths that the server reports, the server's endpoints, a size only.
 
     Args:
-        client: of the server under test.
-        tokenizer: what the user named, else None.
+        client: client of the server under test.
+        tokenizer: value of --tokenizer or None.
         model: served model name.
-        info: the server's `/get_model_info`, `{}` where it has none.
+        info: the server's `/get_model_info`; `{}` if it has none.
 
     Raises:
-        ValueError: `tokenizer` has no tokenizer.json, or nothing tells the vocabulary's size.
+        ValueError: `tokenizer` has no tokenizer.json, or the vocabulary size is unknown.
     """
     if tokenizer is not None:
         file = tokenizer_file(tokenizer)
         if file is None:
-            raise ValueError(f"--tokenizer {tokenizer}: no tokenizer.json there")
+            raise ValueError(f"--tokenizer {tokenizer}: there is no tokenizer.json")
         return LocalVocabulary(file)
     for name in (info.get("tokenizer_path"), info.get("model_path"), model):
         if name and (file := tokenizer_file(str(name))) is not None:
@@ -118,7 +121,7 @@ async def open_vocabulary(client: HttpClient, tokenizer: str | None, model: str,
         return ServerVocabulary(client, model, size or max(tokens) + 1)
     except (HttpFailure, KeyError, TypeError):
         if size is None:
-            raise ValueError("the server tells neither its tokenizer nor its vocabulary's size: pass --tokenizer FOLDER") from None
+            raise ValueError("the server reports neither its tokenizer nor its vocabulary size; pass --tokenizer FOLDER") from None
         return UnknownVocabulary(size)
 
 

@@ -10,17 +10,28 @@ from pathlib import Path
 
 import psutil
 
-_CC_MAJOR, _CC_MINOR = 75, 76
-"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of the CUDA driver API."""
+_CC_MAJOR, _CC_MINOR, _NUM_SMS, _MEMORY_KHZ, _BUS_BITS = 75, 76, 16, 36, 37
+"""Of the CUDA driver API's CU_DEVICE_ATTRIBUTE_*: COMPUTE_CAPABILITY_MAJOR and _MINOR, MULTIPROCESSOR_COUNT, MEMORY_CLOCK_RATE,
+GLOBAL_MEMORY_BUS_WIDTH."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One CUDA device: its name, compute capability (major, minor) and memory in bytes."""
+    """One CUDA device.
+
+    Attributes:
+        name: as the driver reports it.
+        capability: compute capability, major and minor.
+        memory: bytes.
+        num_sms: multiprocessors; 0 where the driver does not say.
+        bandwidth: bytes per second of its memory; 0 where the driver does not say.
+    """
 
     name: str
     capability: tuple[int, int]
     memory: int
+    num_sms: int = 0
+    bandwidth: int = 0
 
 
 KERNEL_PACKAGES = ("sgl_kernel", "flashinfer")
@@ -95,4 +106,5 @@ def _gpu(cuda: ctypes.CDLL, index: int) -> Gpu:
         cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
         return value.value
 
-    return Gpu(name.value.decode(errors="replace"), (ask(_CC_MAJOR), ask(_CC_MINOR)), memory.value)
+    bandwidth = 2 * 1000 * ask(_MEMORY_KHZ) * ask(_BUS_BITS) // 8  # two transfers per clock
+    return Gpu(name.value.decode(errors="replace"), (ask(_CC_MAJOR), ask(_CC_MINOR)), memory.value, ask(_NUM_SMS), bandwidth)

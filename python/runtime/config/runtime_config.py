@@ -6,6 +6,9 @@ from typing import Literal
 
 import msgspec
 
+from runtime.config.device_tuning import DeviceTuning, tuning_of
+from runtime.config.machine import Gpu
+
 DeviceKind = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
 AttentionName = Literal["torch_native", "fa3", "flashinfer"]
@@ -33,13 +36,19 @@ class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the model runs, in which type, and with which kernels."""
+    """Where the model runs, in which type, and with which kernels. `gpu` is None on a CPU."""
 
     device: DeviceKind
     dtype: DType
     attention_backend: AttentionName
     sampling_backend: SamplingName
     cpu_threads: int
+    gpu: Gpu | None = None
+
+    @property
+    def tuning(self) -> DeviceTuning:
+        """The device's measured values."""
+        return tuning_of(self.gpu)
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

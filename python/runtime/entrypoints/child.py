@@ -101,7 +101,8 @@ def serve_scheduler(orders: Orders, reporter: Reporter, build: BuildWorker) -> N
     outbox = Outbox(orders.folder, "detokenizer")
     model_config = load_hf_config(orders.config.model.model_path)
     worker = build(orders.config, model_config)
-    scheduler = Scheduler(orders.config, worker, model_config.eos_ids, inbox.receive, outbox.send)
+    config = orders.config
+    scheduler = Scheduler(config.scheduler, config.cache, worker, model_config.eos_ids, inbox.receive, outbox.send)
     spare_start()
     reporter.send(Ready(worker.limits))
     scheduler.run()

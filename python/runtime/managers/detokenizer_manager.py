@@ -1,10 +1,12 @@
-"""Token ids to text: incremental decoding and stop strings of every open request."""
+"""The detokenizer manager: incremental decoding and stop strings of every open request."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec import structs
 
 from runtime.managers.messages import (
     DrainReq,
@@ -22,14 +24,14 @@ from runtime.managers.messages import (
 
 
 class TextStream(Protocol):
-    """Text of a growing run of tokens."""
+    """The text of a growing list of tokens."""
 
     def step(self, token_ids: Sequence[int]) -> str:
-        """Take tokens; return the text that is complete now, maybe none."""
+        """Add tokens; returns the text that is complete now, maybe empty."""
         ...
 
     def finish(self) -> str:
-        """Text still held back; an incomplete character is dropped."""
+        """The text still held back; an incomplete character is dropped."""
         ...
 
 
@@ -37,25 +39,25 @@ class StreamFactory(Protocol):
     """What the detokenizer needs of a tokenizer."""
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
-        """Begin the text of one request."""
+        """Start the text of one request."""
         ...
 
 
 @dataclass(slots=True)
 class StopFinder:
-    """Shows text up to the first stop string, holding back what may still become one."""
+    """Passes text on up to the first stop string, and holds back what may become one."""
 
     stops: tuple[str, ...]
     held: str = ""
     matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Take new text and return what may be shown; after a match (`matched`) that is the text before the stop."""
+        """Add text; returns what may be shown now. After a match, which sets `matched`, that is the text before the stop string."""
         if not self.stops:
             return text
         text = self.held + text
         hits = [(at + len(stop), -len(stop), stop) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if hits:  # the one that is complete first, as if the text came letter by letter; of those the longest
+        if hits:  # the stop string that is complete first, as if the text came letter by letter; among those the longest
             end, _, self.matched = min(hits)
             self.held = ""
             return text[: end - len(self.matched)]
@@ -64,13 +66,13 @@ class StopFinder:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """The text that was held back; none of it was a stop string."""
+        """Release the text that was held back; the text has ended without a stop string."""
         held, self.held = self.held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for size in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:size]):
             return size
@@ -79,19 +81,19 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclass(slots=True)
 class _Open:
-    """One request under way, and what a request that does not stream has gathered."""
+    """One open request, and the replies collected for it if it does not stream."""
 
     stream: bool
     text: TextStream
     stops: StopFinder
-    gathered: list[TextOut] = field(default_factory=list)
+    collected: list[TextOut] = field(default_factory=list)
 
 
 class DetokenizerManager:
-    """Turns each `TokensOut` into a `TextOut`; everything else passes through.
+    """Turns each `TokensOut` into a `TextOut`; forwards everything else.
 
-    A stop string never reaches the reader, nor does a part of one; on a match the text is cut, the request ends, and the scheduler is
-    told to generate no further. What it still sends of that request is swallowed.
+    No stop string, and no part of one, reaches the client. On a match the text is cut, the request ends, and the scheduler is told to
+    stop it. Tokens that the scheduler still sends for it are dropped.
     """
 
     def __init__(
@@ -104,11 +106,11 @@ class DetokenizerManager:
 
     @property
     def open_requests(self) -> int:
-        """Requests whose text is not complete."""
+        """Requests whose text has not ended."""
         return len(self._open)
 
     def handle(self, message: ToDetokenizer) -> None:
-        """Take one message and send what follows from it."""
+        """Process one message, and send the results."""
         if isinstance(message, RequestInfo):
             text = self._tokenizer.stream(skip_special_tokens=message.skip_special_tokens)
             self._open[message.rid] = _Open(message.stream, text, StopFinder(message.stop))
@@ -122,7 +124,7 @@ class DetokenizerManager:
     def _advance(self, out: TokensOut) -> TextOut | None:
         request = self._open.get(out.rid)
         if request is None:
-            # Stopped here and still on its way from there, or refused before it began; the reader knows which.
+            # Either stopped here while tokens were under way, or refused before it began.
             return _with_text(out, "", len(out.token_ids), out.finish) if out.finish is not None else None
         text, used = self._decode(request, out)
         finish = out.finish
@@ -135,15 +137,15 @@ class DetokenizerManager:
             del self._open[out.rid]
         if request.stream:
             return shown
-        request.gathered.append(shown)
-        return _joined(request.gathered) if finish is not None else None
+        request.collected.append(shown)
+        return _joined(request.collected) if finish is not None else None
 
     def _decode(self, request: _Open, out: TokensOut) -> tuple[str, int]:
-        """The text to show and how many tokens of `out` it took to get there."""
+        """The text to show, and how many tokens of `out` belong to it."""
         shown: list[str] = []
         for index, token in enumerate(out.token_ids):
             if out.finish is not None and out.finish.matched == token and out.finish.reason == "stop" and index == len(out.token_ids) - 1:
-                break  # the stop token ends the text and is no part of it
+                break  # the stop token is not part of the text
             shown.append(request.stops.push(request.text.step((token,))))
             if request.stops.matched is not None:
                 return "".join(shown), index + 1
@@ -153,41 +155,31 @@ class DetokenizerManager:
 
 
 def _with_text(out: TokensOut, text: str, used: int, finish: Finish | None) -> TextOut:
-    logprobs = out.logprobs
-    if logprobs is not None and used < len(out.token_ids):
-        logprobs = TokenLogprobs(chosen=logprobs.chosen[:used], top=logprobs.top[:used])
+    """`out` cut to its first `used` tokens, with their text."""
+    logprobs, progress, cut = out.logprobs, out.progress, len(out.token_ids) - used
+    if cut:
+        progress = structs.replace(progress, completion_tokens=progress.completion_tokens - cut)
+        if logprobs is not None:
+            logprobs = TokenLogprobs(chosen=logprobs.chosen[:used], top=logprobs.top[:used])
     return TextOut(
         rid=out.rid,
         text=text,
         token_ids=out.token_ids[:used],
-        prompt_tokens=out.prompt_tokens,
-        cached_tokens=out.cached_tokens,
-        completion_tokens=out.completion_tokens - (len(out.token_ids) - used),
+        progress=progress,
         finish=finish,
         logprobs=logprobs,
         prompt_logprobs=out.prompt_logprobs,
-        spec=out.spec,
-        steps=out.steps,
-        queue_seconds=out.queue_seconds,
     )
 
 
 def _joined(outs: list[TextOut]) -> TextOut:
-    """All that one request said, as one message with the last one's counts."""
-    last = outs[-1]
-    return TextOut(
-        rid=last.rid,
+    """All replies of one request as one message, with the counts of the last."""
+    return structs.replace(
+        outs[-1],
         text="".join(out.text for out in outs),
         token_ids=[token for out in outs for token in out.token_ids],
-        prompt_tokens=last.prompt_tokens,
-        cached_tokens=last.cached_tokens,
-        completion_tokens=last.completion_tokens,
-        finish=last.finish,
         logprobs=_joined_logprobs([out.logprobs for out in outs]),
         prompt_logprobs=_joined_logprobs([out.prompt_logprobs for out in outs]),
-        spec=last.spec,
-        steps=last.steps,
-        queue_seconds=max(out.queue_seconds for out in outs),
     )
 
 

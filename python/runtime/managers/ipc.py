@@ -1,4 +1,4 @@
-"""Typed ends of the ZMQ sockets between the processes: one inbox a process, any number of senders."""
+"""Typed ZMQ sockets between the processes: one inbox per process, any number of senders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.errors import ServingError
 log = logging.getLogger(__name__)
 
 EndName = Literal["scheduler", "detokenizer", "tokenizer"]
-"""Who reads an inbox; also the name of its socket file."""
+"""The process that reads an inbox, and the name of its socket file."""
 
 LINGER_MS = 1000
 MAX_PATH = 107  # bytes in sockaddr_un.sun_path, the final NUL aside
@@ -26,27 +26,27 @@ M = TypeVar("M")
 
 
 class BadFrame(ServingError):
-    """A frame on an internal socket is not a message of the expected types."""
+    """A frame on an internal socket is not a valid message."""
 
     def __init__(self, size: int, why: str) -> None:
-        super().__init__(f"dropped a frame of {size} bytes that is no known message: {why}")
+        super().__init__(f"dropped a frame of {size} bytes that is not a known message: {why}")
 
 
 class Codec(Generic[M]):
-    """Bytes to one of the messages of a union, and back. Only msgpack and declared types: nothing in a frame can name code to run."""
+    """Decodes the messages of a union. It accepts only msgpack of the declared types, so a frame cannot make it run code."""
 
     def __init__(self, types: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(types, strict=True)
 
     def decode(self, frame: bytes) -> M:
-        """The message in `frame`; raises `BadFrame` for anything else."""
+        """The message in `frame`; raises `BadFrame` if it is not valid."""
         try:
             return self._decoder.decode(frame)
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
             raise BadFrame(len(frame), str(error)[:200]) from error
 
     def decode_or_log(self, frame: bytes) -> M | None:
-        """The message in `frame`, or None after logging what was wrong with it."""
+        """The message in `frame`, or None after logging why it is not valid."""
         try:
             return self.decode(frame)
         except BadFrame as error:
@@ -55,7 +55,7 @@ class Codec(Generic[M]):
 
 
 def address(folder: str | os.PathLike[str], name: EndName) -> str:
-    """Where the inbox `name` listens, inside the private folder of this server."""
+    """The address of the inbox `name` in the server's private folder."""
     path = str(Path(folder) / name)
     if len(os.fsencode(path)) > MAX_PATH:
         raise ValueError(f"the socket path {path!r} is longer than {MAX_PATH} bytes; use a shorter folder")
@@ -63,11 +63,11 @@ def address(folder: str | os.PathLike[str], name: EndName) -> str:
 
 
 class Inbox(Generic[M]):
-    """The reading end of a process: a bound PULL socket. One thread reads.
+    """The inbox of a process: a bound PULL socket, read by one thread.
 
     Args:
         folder: the server's private folder (mode 0700).
-        name: who reads here.
+        name: the process that reads it.
         types: the union of messages that may arrive, e.g. `ToScheduler`.
     """
 
@@ -77,9 +77,9 @@ class Inbox(Generic[M]):
         self._socket = _pull(self._context, address(folder, name))
 
     def receive(self, timeout: float | None = 0.0) -> M | None:
-        """The next message, or None when none came within `timeout` seconds. Garbage is logged, not returned.
+        """The next message, or None if none comes within `timeout` seconds. Invalid frames are logged and skipped.
 
-        A timeout of 0 only looks; None waits for ever.
+        A timeout of 0 does not wait; None waits without limit.
         """
         wait_ms = None if timeout is None else round(timeout * 1000)
         while self._socket.poll(wait_ms, zmq.POLLIN):
@@ -95,7 +95,7 @@ class Inbox(Generic[M]):
 
 
 class AsyncInbox(Generic[M]):
-    """`Inbox` for an asyncio loop. Make it inside the running loop."""
+    """`Inbox` for an asyncio loop; create it inside the running loop."""
 
     def __init__(self, folder: str | os.PathLike[str], name: EndName, types: Any) -> None:
         self._codec: Codec[M] = Codec(types)
@@ -103,7 +103,7 @@ class AsyncInbox(Generic[M]):
         self._socket = _pull(self._context, address(folder, name))
 
     async def receive(self) -> M:
-        """The next message, as soon as there is one. Garbage is logged, not returned."""
+        """Wait for the next message. Invalid frames are logged and skipped."""
         while True:
             message = self._codec.decode_or_log(await self._socket.recv())
             if message is not None:
@@ -116,9 +116,9 @@ class AsyncInbox(Generic[M]):
 
 
 class Outbox:
-    """A writing end: a PUSH socket connected to the inbox `name`. Any thread may send, also from a coroutine: it never blocks.
+    """A PUSH socket connected to the inbox `name`. Any thread or coroutine may send; sending never blocks.
 
-    Messages queue without bound while the reader is slow or not yet there; a reader that died is noticed by whoever watches the processes.
+    Messages queue without bound while the reader is slow or not started. The process supervisor notices a reader that died.
     """
 
     def __init__(self, folder: str | os.PathLike[str], name: EndName) -> None:
@@ -131,13 +131,13 @@ class Outbox:
         self._socket.connect(address(folder, name))
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue one message."""
+        """Encode and queue one message."""
         frame = self._encoder.encode(message)
         with self._lock:
             self._socket.send(frame, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Give what is queued one second to leave, then close."""
+        """Close after giving queued messages one second to be sent."""
         with self._lock:
             self._socket.close()
         self._context.term()

@@ -1,4 +1,4 @@
-"""Every message between the processes: msgspec structs on msgpack, never pickle.
+"""The messages between the processes: msgspec structs encoded as msgpack, never pickle.
 
 TokenizerManager --ToScheduler--> Scheduler --ToDetokenizer--> DetokenizerManager --ToTokenizer--> TokenizerManager
                                       ^----------StopReq-----------|
@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from runtime.managers.telemetry.step_stats import StepTally
+from runtime.managers.telemetry.progress import Progress
 from runtime.sampling_params import SamplingParams
 
 
@@ -22,10 +22,12 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Fa
 
 
 class GenerateReq(Message, frozen=True, kw_only=True):
-    """Start one request. `rid` is unique; with `n` > 1 the tokenizer manager sends n of these.
+    """Start one request.
 
-    `top_logprobs` is -1 for no log-probabilities, else how many of the most likely to return beside the chosen one.
-    `cache_salt` separates prefix caches: prompts share cached KV only within the same salt.
+    Attributes:
+        rid: a unique name; with `n` > 1 the tokenizer manager sends n requests.
+        top_logprobs: -1: no log-probabilities; k >= 0: those of the chosen token and of the k most likely.
+        cache_salt: separates prefix caches; prompts share cached KV only within the same salt.
     """
 
     rid: str
@@ -40,14 +42,14 @@ class GenerateReq(Message, frozen=True, kw_only=True):
 
 
 class AbortReq(Message, frozen=True, kw_only=True):
-    """End a request wherever it is; `all` ends every one."""
+    """End one request, or all with `all`."""
 
     rid: str = ""
     all: bool = False
 
 
 class StopReq(Message, frozen=True, kw_only=True):
-    """The detokenizer found a stop string: generate no further. No reply is owed."""
+    """The detokenizer found a stop string: end the request without a reply."""
 
     rid: str
 
@@ -61,46 +63,32 @@ class ControlReq(Message, frozen=True, kw_only=True):
 
 
 class DrainReq(Message, frozen=True, kw_only=True):
-    """Shut down once all requests have ended; the scheduler passes it on and exits 0."""
+    """Shut down when all requests have ended; the scheduler forwards the message and exits with status 0."""
 
 
 ToScheduler = GenerateReq | AbortReq | StopReq | ControlReq | DrainReq
 
 
-# ---- from the scheduler, by way of the detokenizer
+# ---- from the scheduler, through the detokenizer
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities of a run of tokens; `top` holds (id, log-probability) pairs for each, most likely first."""
+    """Log-probabilities of consecutive tokens; `top` holds (id, log-probability) pairs per token, most likely first."""
 
     chosen: list[float | None]
     top: list[list[tuple[int, float]]]
-
-
-class SpecStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Speculation of one request so far: verify steps, drafts verified, drafts accepted, and accepted by draft position."""
-
-    verify_steps: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    accepted_by_position: list[int] = []
-
-    @property
-    def accept_length(self) -> float:
-        """Tokens of a verify step, the bonus included; 0 before the first."""
-        return 1.0 + self.accepted_tokens / self.verify_steps if self.verify_steps else 0.0
-
-    @property
-    def accept_rate(self) -> float:
-        """Share of the drafts that was accepted; 0 before the first."""
-        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request ended. `matched` is the stop token id or stop string; for an abort `message` and `status` say why."""
+    """Why a request ended.
+
+    Attributes:
+        matched: the stop token id or the stop string.
+        message, status: of an abort: the reason, and the HTTP status of the error; 0 if the client asked for it.
+    """
 
     reason: FinishReason
     matched: int | str | None = None
@@ -109,33 +97,27 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokensOut(Message, frozen=True, kw_only=True):
-    """New tokens of one request. The last one of a request carries `finish`; exactly one does.
+    """New tokens of one request. Exactly one message of a request, the last, carries `finish`.
 
-    The stop token itself is among `token_ids` when one ended the request (`finish.matched` is then its id).
-    `steps` are its decode steps so far.
+    A stop token that ended the request is part of `token_ids`; `finish.matched` is then its id.
     """
 
     rid: str
     token_ids: list[int]
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
+    progress: Progress
     finish: Finish | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
-    spec: SpecStats | None = None
-    steps: StepTally = msgspec.field(default_factory=StepTally)
-    queue_seconds: float = 0.0
 
 
 class TokensOutBatch(Message, frozen=True, kw_only=True):
-    """What one step emitted, all requests together."""
+    """The new tokens of all requests of one step."""
 
     outs: list[TokensOut]
 
 
 class RequestInfo(Message, frozen=True, kw_only=True):
-    """What the detokenizer must know of a request; the scheduler sends it ahead of the first tokens."""
+    """What the detokenizer needs to decode a request; sent before the first tokens."""
 
     rid: str
     stop: tuple[str, ...]
@@ -144,17 +126,17 @@ class RequestInfo(Message, frozen=True, kw_only=True):
 
 
 class ControlReply(Message, frozen=True, kw_only=True):
-    """The answer to a `ControlReq`: JSON in `body`, or an error message; `refused` says that the call was at fault, not the server."""
+    """The answer to a `ControlReq`: JSON in `body`, or an error message with its HTTP status."""
 
     call_id: str
     ok: bool
     body: bytes = b"{}"
     error: str = ""
-    refused: bool = False
+    status: int = 500
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """A process is alive: its counter moved. The scheduler's also carries its gauges and counters as JSON."""
+    """A sign of life of a process. The scheduler's also carries its gauges and counters as JSON."""
 
     who: Literal["scheduler", "detokenizer"]
     count: int
@@ -165,24 +147,19 @@ ToDetokenizer = RequestInfo | TokensOutBatch | ControlReply | Heartbeat | DrainR
 
 
 class TextOut(Message, frozen=True, kw_only=True):
-    """`TokensOut` with its text. `text` is the new text that is safe to show: no half character, no possible stop string."""
+    """`TokensOut` with its text: complete characters only, and no part of a stop string."""
 
     rid: str
     text: str
     token_ids: list[int]
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
+    progress: Progress
     finish: Finish | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
-    spec: SpecStats | None = None
-    steps: StepTally = msgspec.field(default_factory=StepTally)
-    queue_seconds: float = 0.0
 
 
 class TextOutBatch(Message, frozen=True, kw_only=True):
-    """What one step emitted, as text."""
+    """The new text of all requests of one step."""
 
     outs: list[TextOut]
 

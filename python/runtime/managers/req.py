@@ -1,4 +1,4 @@
-"""One request's life in the scheduler: its tokens, its lengths, and when it ends."""
+"""The state of one request in the scheduler: its tokens, its lengths, and when it ends."""
 
 from __future__ import annotations
 
@@ -9,35 +9,34 @@ import numpy as np
 
 from runtime.batch import Int32, Logprobs, RowInit
 from runtime.managers.messages import Finish, GenerateReq, TokenLogprobs
-from runtime.managers.telemetry.spec_stats import SpecTally
-from runtime.managers.telemetry.step_stats import StepTally
-from runtime.mem_cache.kv_page_manager import Holding
+from runtime.managers.telemetry.progress import Progress
+from runtime.mem_cache.kv_page_manager import RequestPages
 
 
 class Phase(enum.Enum):
     """Where a request is."""
 
     WAITING = "waiting"  # no row, no pages
-    PREFILLING = "prefilling"  # has both; some of its tokens are not submitted yet
-    DECODING = "decoding"  # all its known tokens are submitted
-    ENDED = "ended"  # has neither again
+    PREFILLING = "prefilling"  # has both; some of its tokens were not submitted yet
+    DECODING = "decoding"  # all its tokens were submitted
+    ENDED = "ended"  # its row and pages are free
 
 
 @dataclass(slots=True)
-class LogprobRun:
-    """Log-probabilities not sent yet, token after token."""
+class LogprobBuffer:
+    """Log-probabilities of tokens that were not sent yet."""
 
     chosen: list[float | None] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)
 
     def add(self, logprobs: Logprobs, start: int, stop: int, k: int) -> None:
-        """Append entries `start` to `stop` with the `k` most likely of each."""
+        """Append entries `start` to `stop`, each with its `k` most likely tokens."""
         self.chosen.extend(logprobs.chosen[start:stop].tolist())
         ids, values = logprobs.top_ids[start:stop, :k].tolist(), logprobs.top[start:stop, :k].tolist()
         self.top.extend(list(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True))
 
     def take(self) -> TokenLogprobs:
-        """All of them, as a message; none are left."""
+        """Empty the buffer into a message."""
         out = TokenLogprobs(chosen=self.chosen, top=self.top)
         self.chosen, self.top = [], []
         return out
@@ -46,81 +45,75 @@ class LogprobRun:
 class Req:
     """One request.
 
-    Lengths: of the `length` tokens known to the host (prompt and output), `kv_len` have KV that is committed and read back; `submitted` are
-    prompt positions given to the worker (after a retraction the output so far counts as prompt); `kv_bound` is what the KV length can at
-    most be once everything in flight has run.
+    Of the `length` tokens known to the host (prompt and output), `kv_len` have KV that is committed and read back. `kv_bound` is the
+    largest KV length after all steps in flight. While prefilling it is exact: the tokens given to the worker so far.
 
     Attributes:
         seq: order of arrival.
-        total_limit: tokens at which it ends by length.
+        total_limit: the length at which the request ends.
         stop_ids: tokens that end it.
-        fill_len: tokens to prefill: the prompt, after a retraction also the output so far.
-        decodes_in_flight, emits_in_flight: steps submitted and not read that decode it; that emit at least one token of it.
+        prefill_len: tokens to prefill: the prompt, and after a retraction also the output so far.
+        emits_in_flight: steps in flight that emit at least one token of it.
+        unsent: tokens that the detokenizer does not have yet.
+        progress: the counts that replies carry; messages share this instance, so `send` must encode before it returns.
     """
 
     __slots__ = (
         "_ids",
         "arrived",
-        "cached_tokens",
-        "decodes_in_flight",
         "emits_in_flight",
-        "fill_len",
-        "finish",
-        "holding",
+        "kv_bound",
         "kv_len",
         "length",
         "logprobs",
+        "pages",
         "phase",
+        "prefill_len",
+        "progress",
         "prompt_len",
         "prompt_logprobs",
-        "queue_seconds",
+        "request",
         "retracted",
         "row",
-        "sent",
         "seq",
-        "source",
-        "spec",
-        "steps",
         "stop_ids",
-        "submitted",
+        "top_logprobs",
         "total_limit",
+        "unsent",
+        "was_admitted",
     )
 
-    def __init__(self, source: GenerateReq, seq: int, eos_ids: tuple[int, ...], max_context_len: int, arrived: float) -> None:
-        sampling = source.sampling
-        self.source = source
+    def __init__(self, request: GenerateReq, seq: int, eos_ids: tuple[int, ...], max_context_len: int, arrived: float) -> None:
+        sampling = request.sampling
+        self.request = request
         self.seq = seq
         self.arrived = arrived
-        self.prompt_len = self.length = self.fill_len = len(source.input_ids)
+        self.prompt_len = self.length = self.prefill_len = len(request.input_ids)
         self.total_limit = min(self.prompt_len + sampling.max_new_tokens, max_context_len)
         self._ids: Int32 = np.empty(max(self.total_limit, self.prompt_len), dtype=np.int32)
-        self._ids[: self.prompt_len] = source.input_ids
+        self._ids[: self.prompt_len] = request.input_ids
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))
         self.phase = Phase.WAITING
         self.row = 0
-        self.holding: Holding | None = None
-        self.kv_len = self.submitted = 0
-        self.decodes_in_flight = self.emits_in_flight = 0
-        self.retracted = False
-        self.finish: Finish | None = None
-        self.sent = self.prompt_len  # tokens the detokenizer has, the prompt counted
-        self.cached_tokens = 0
-        self.queue_seconds: float | None = None
-        self.logprobs = LogprobRun()
-        self.prompt_logprobs: LogprobRun | None = LogprobRun() if source.prompt_logprobs else None
-        self.spec: SpecTally | None = None
-        self.steps = StepTally()
+        self.pages = RequestPages(request.cache_salt)
+        self.kv_len = self.kv_bound = self.emits_in_flight = 0
+        self.retracted = self.was_admitted = False
+        self.unsent: list[int] = []
+        self.progress = Progress(self.prompt_len)
+        self.top_logprobs = request.top_logprobs
+        self.logprobs = LogprobBuffer()
+        self.prompt_logprobs: LogprobBuffer | None = LogprobBuffer() if request.prompt_logprobs else None
 
-    # ---- what the policy and the batches read
+    # ---- state
 
     @property
     def rid(self) -> str:
-        """The name it came under."""
-        return self.source.rid
+        """The name of the request."""
+        return self.request.rid
 
     @property
     def ids(self) -> Int32:
-        """int32 [length]: prompt and output so far."""
+        """Its tokens so far, prompt and output, int32 [length]."""
         return self._ids[: self.length]
 
     @property
@@ -130,7 +123,7 @@ class Req:
 
     @property
     def remaining(self) -> int:
-        """Output tokens that may still come."""
+        """Output tokens up to the length limit."""
         return self.total_limit - self.length
 
     @property
@@ -140,63 +133,70 @@ class Req:
 
     @property
     def needs_decode(self) -> bool:
-        """Whether one more decode step can be of use: what is in flight does not surely reach the length limit."""
-        return self.phase is Phase.DECODING and self.emits_in_flight < self.remaining
+        """Whether one more decode step can emit tokens: the steps in flight do not surely reach the length limit."""
+        return self.phase is Phase.DECODING and self.emits_in_flight < self.total_limit - self.length
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt log-probabilities are still to be collected; cached prefixes have none."""
+        """Whether prompt log-probabilities are missing. A cached prefix has none, so such a request computes its whole prompt."""
         return self.prompt_logprobs is not None and self.completion_tokens == 0
 
-    def kv_bound(self, max_accept_len: int) -> int:
-        """The largest the KV length can be once everything in flight has run; exact while prefilling."""
-        return max(self.kv_len, self.submitted) + self.decodes_in_flight * max_accept_len
-
     def row_init(self, needs_history: bool) -> RowInit:
-        """What the worker must know of this request in its row; all its tokens where it `needs_history`."""
-        sampling = self.source.sampling
+        """What the worker needs to know about the request; with `needs_history` all its tokens."""
+        sampling = self.request.sampling
         return RowInit(
             row=self.row,
             prompt_len=self.prompt_len,
             sampling=sampling,
-            seed=self.source.seed,
+            seed=self.request.seed,
             eos_ids=np.array(sorted(self.stop_ids), dtype=np.int32),
             history=self.ids.copy() if sampling.penalised or needs_history else None,
         )
 
-    # ---- what happens to it
+    # ---- events
 
-    def begin(self, row: int, holding: Holding, prefix_len: int, now: float) -> None:
-        """It has a row and pages; `prefix_len` of its tokens have KV already."""
-        self.phase, self.row, self.holding, self.retracted = Phase.PREFILLING, row, holding, False
-        self.kv_len = self.submitted = prefix_len
-        self.fill_len = self.length
-        if self.queue_seconds is None:
-            self.queue_seconds, self.cached_tokens = now - self.arrived, prefix_len
+    def admit(self, row: int, pages: RequestPages, prefix_len: int, now: float) -> None:
+        """Start prefilling in `row`; `prefix_len` tokens have KV already."""
+        self.phase, self.row, self.pages, self.retracted = Phase.PREFILLING, row, pages, False
+        self.kv_len = self.kv_bound = prefix_len
+        self.prefill_len = self.length
+        if not self.was_admitted:
+            self.was_admitted = True
+            self.progress.queue_seconds, self.progress.cached_tokens = now - self.arrived, prefix_len
         if self.wants_prompt_logprobs:
-            self.prompt_logprobs = LogprobRun()
+            self.prompt_logprobs = LogprobBuffer()
 
-    def suspend(self) -> None:
-        """It was retracted: it has neither row nor pages, keeps its output, and waits."""
-        assert self.emits_in_flight == self.decodes_in_flight == 0, "retracted with a step in flight"
-        self.phase, self.row, self.holding, self.retracted = Phase.WAITING, 0, None, True
-        self.kv_len = self.submitted = 0
+    def chunk_submitted(self, end: int) -> None:
+        """The worker has the tokens up to `end`; after the last one the request decodes."""
+        self.kv_bound = end
+        if end == self.prefill_len:
+            self.phase = Phase.DECODING
+            self.emits_in_flight += 1
 
-    def end(self, finish: Finish | None) -> None:
-        """It is over; None if nobody is to be told why."""
-        self.phase, self.row, self.holding, self.finish = Phase.ENDED, 0, None, finish
+    def decode_collected(self, accept_len: int, max_accept_len: int) -> None:
+        """A decode step committed KV of `accept_len` tokens."""
+        self.kv_len += accept_len
+        self.kv_bound -= max_accept_len - accept_len
+        self.emits_in_flight -= 1
+
+    def retract(self) -> None:
+        """Wait again, without row and pages; the output so far is kept."""
+        assert self.emits_in_flight == 0, "retracted with a step in flight"
+        self.phase, self.row, self.retracted = Phase.WAITING, 0, True
+        self.kv_len = self.kv_bound = 0
+
+    def end(self) -> None:
+        """Leave the scheduler."""
+        self.phase, self.row = Phase.ENDED, 0
 
     def commit(self, tokens: list[int]) -> Finish | None:
-        """Append the tokens of one step until one ends the request; those after it are dropped."""
+        """Append the tokens of one step up to the one that ends the request; returns why it ended, or None."""
         for token in tokens:
             self._ids[self.length] = token
             self.length += 1
-            finish = self._ending(token)
-            if finish is not None:
-                return finish
+            self.unsent.append(token)
+            if token in self.stop_ids and self.completion_tokens > self.request.sampling.min_new_tokens:
+                return Finish(reason="stop", matched=token)
+            if self.length >= self.total_limit:
+                return Finish(reason="length")
         return None
-
-    def _ending(self, token: int) -> Finish | None:
-        if token in self.stop_ids and self.completion_tokens > self.source.sampling.min_new_tokens:
-            return Finish(reason="stop", matched=token)
-        return Finish(reason="length") if self.length >= self.total_limit else None

@@ -1,4 +1,4 @@
-"""Text in, futures out: validates and tokenises requests, hands them to the scheduler and their text back to whoever asked."""
+"""The tokenizer manager: tokenises requests, sends them to the scheduler, and routes the text back."""
 
 from __future__ import annotations
 
@@ -7,27 +7,17 @@ import itertools
 import logging
 import random
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import msgspec
 
 from runtime.batch import WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
-from runtime.errors import (
-    ContextTooLong,
-    InvalidField,
-    QueueFull,
-    RequestError,
-    ServerDraining,
-    ServingError,
-    SlowReader,
-    StepFailed,
-    WorkerDied,
-)
+from runtime.errors import InvalidField, QueueFull, RequestError, ServerDraining, ServingError, SlowReader, StepFailed, WorkerDied
+from runtime.managers.generation import Generation, GenerationUpdate
 from runtime.managers.messages import (
     AbortReq,
     ControlReply,
@@ -36,25 +26,22 @@ from runtime.managers.messages import (
     Finish,
     GenerateReq,
     Heartbeat,
-    SpecStats,
     TextOut,
     TextOutBatch,
-    TokenLogprobs,
     ToScheduler,
     ToTokenizer,
 )
+from runtime.managers.request_limits import RequestLimits
 from runtime.managers.telemetry.health import Health
-from runtime.managers.telemetry.step_stats import StepTally
 from runtime.models.config import ModelConfig
-from runtime.sampling_params import MAX_N, MAX_TOP_LOGPROBS, SamplingParams
+from runtime.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
 MAX_UNREAD = 4096
-"""Updates that one generation keeps for a reader who lags; more end it."""
+"""Updates that a generation keeps for a slow reader; one more ends it."""
 LONG_TEXT = 2048
-"""Characters from which text is tokenised in a thread, so that the event loop goes on."""
-MAX_RID = 256
+"""Texts of at least this many characters are tokenised in a thread, because it takes long enough to delay the event loop."""
 SEED_MASK = (1 << 63) - 1
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the seeds of the n choices
 
@@ -67,59 +54,29 @@ class Encoder(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationUpdate:
-    """One step of one choice.
-
-    Attributes:
-        index: the choice, 0..n - 1.
-        text: new text that is safe to show, maybe none.
-        token_ids: new tokens; a stop token that ended the choice is among them.
-        prompt_tokens, cached_tokens, completion_tokens: counts of this choice so far.
-        finish: why the choice ended; exactly one update of each choice has it.
-        logprobs, prompt_logprobs: of `token_ids` and of the prompt, where asked for.
-        spec: speculation of this choice so far.
-        steps: how the decode steps of this choice ran so far.
-        queue_seconds: how long the choice waited to be scheduled.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    finish: Finish | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: TokenLogprobs | None = None
-    spec: SpecStats | None = None
-    steps: StepTally = field(default_factory=StepTally)
-    queue_seconds: float = 0.0
-
-
 class Observer(Protocol):
-    """Told about every choice as it goes; each call is quick and raises nothing."""
+    """Receives the events of every choice. Its methods are fast and do not raise."""
 
     def started(self, prompt_tokens: int) -> None:
         """A choice was sent to the scheduler."""
         ...
 
     def first_token(self, seconds: float) -> None:
-        """Its first tokens came, so long after its arrival."""
+        """Its first tokens arrived, `seconds` after its start."""
         ...
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
-        """More tokens came, so long after the ones before."""
+        """More tokens arrived, `seconds` after the previous ones."""
         ...
 
     def ended(self, seconds: float, update: GenerationUpdate | None) -> None:
-        """It ended, so long after its arrival; None when it failed or its client left."""
+        """It ended, `seconds` after its start; `update` is None if it failed or its client disconnected."""
         ...
 
 
 @dataclass(slots=True)
 class _Choice:
-    """One of the n texts of a generation, under its own id on the wire."""
+    """One of the n texts of a generation; the scheduler knows it under a name of its own."""
 
     generation: Generation
     index: int
@@ -127,69 +84,21 @@ class _Choice:
     latest: float = 0.0
 
 
-class Generation:
-    """The answer to one request as it grows: an async iterator of `GenerationUpdate`, over once all n choices have finished.
-
-    Iterating raises the `ServingError` that ended the request early. `close()` (or leaving `async with`) tells the scheduler to stop.
-    """
-
-    def __init__(self, manager: TokenizerManager, rid: str, call: str, prompt_ids: list[int], n: int) -> None:
-        self.rid = rid
-        self.call = call
-        self.prompt_ids = prompt_ids
-        self.n = n
-        self.wires: set[str] = set()
-        self._manager = manager
-        self._unread: deque[GenerationUpdate] = deque()
-        self._error: ServingError | None = None
-        self._news = asyncio.Event()
-
-    async def __aenter__(self) -> Generation:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.close()
-
-    def __aiter__(self) -> Generation:
-        return self
-
-    async def __anext__(self) -> GenerationUpdate:
-        while not self._unread:
-            if self._error is not None:
-                raise self._error
-            if not self.wires:
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-        return self._unread.popleft()
-
-    def close(self) -> None:
-        """The client is gone: end what still runs. Harmless when nothing does."""
-        self._manager.release(self)
-
-    def put(self, update: GenerationUpdate) -> bool:
-        """Keep an update for the reader; False when too many are kept already."""
-        if len(self._unread) >= self._manager.max_unread:
-            return False
-        self._unread.append(update)
-        self._news.set()
-        return True
-
-    def fail(self, error: ServingError) -> None:
-        """End with `error` once what is unread was read."""
-        self._error = self._error or error
-        self._news.set()
-
-
 class TokenizerManager:
-    """The reader's side of the runtime. Lives in one event loop; only tokenising leaves it.
+    """The client side of the engine. It lives in one event loop; only tokenising long texts leaves it.
 
     Args:
-        config: what was decided at start.
+        config: the server's configuration.
         tokenizer: text to tokens.
         model_config: the model served.
         limits: what the worker can hold.
         to_scheduler: sends one message; never blocks.
+        health: what `/health` and `/ready` report.
+
+    Attributes:
+        state: the scheduler's latest statistics, by name; empty before its first heartbeat.
+        beats: heartbeats received, by process.
+        observer: receives the events of every choice.
     """
 
     def __init__(
@@ -227,9 +136,9 @@ class TokenizerManager:
         return len(self._open)
 
     @property
-    def draining(self) -> bool:
-        """Whether no new work is taken."""
-        return self.health.draining
+    def max_context_len(self) -> int:
+        """Prompt and output tokens of one request together: the context length, or less if the KV cache is smaller."""
+        return min(self.config.model.context_length, self.limits.max_request_len)
 
     # ---- requests
 
@@ -249,43 +158,43 @@ class TokenizerManager:
         rid: str | None = None,
         call: str = "",
     ) -> Generation:
-        """Validate one request and send it off.
+        """Check one request and send it to the scheduler.
 
         Args:
-            prompt: text, or token ids as they are.
-            sampling: how to choose tokens; `max_new_tokens` is cut to the room that the context leaves.
-            n: how many texts.
+            prompt: text, or token ids.
+            sampling: how to choose tokens; `max_new_tokens` is cut to the room in the context.
+            n: number of texts.
             fill_context: generate to the end of the context, whatever `sampling.max_new_tokens` says.
-            stream: whether to pass on text as it comes; else each choice gets one update.
-            top_logprobs: -1 for no log-probabilities, else how many beside the chosen token's.
-            prompt_logprobs: log-probabilities of the prompt too.
-            priority: higher goes first, where the policy looks at it.
+            stream: pass text on as it is generated; otherwise each choice gets one update.
+            top_logprobs: -1: no log-probabilities; k >= 0: those of the chosen token and of the k most likely.
+            prompt_logprobs: also return log-probabilities of the prompt.
+            priority: higher runs first.
             cache_salt: separates prefix caches.
-            add_special_tokens: whether the tokenizer puts its begin token before a text.
-            rid: the request's name for `abort`; drawn when not given.
+            add_special_tokens: whether the tokenizer puts its BOS token before a text.
+            rid: the request's name for `abort`; generated if None.
             call: a name for `abort` that the requests of one call share; empty for none.
 
         Raises:
             RequestError: a value is out of bounds; `param` names it as `SamplingParams` does.
-            QueueFull, ServerDraining, WorkerDied: not now.
+            QueueFull, ServerDraining, WorkerDied: the server cannot take the request now.
         """
         self._check_open()
-        self._check_envelope(n, top_logprobs, rid)
-        prompt_ids = await self._prompt_ids(prompt, add_special_tokens)
-        sampling = self._fitted(sampling, len(prompt_ids), fill_context)
+        limits = RequestLimits(self.model_config.vocab_size, self.max_context_len)
+        limits.check_call(n, top_logprobs, rid)
+        prompt_ids = await self.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else list(prompt)
+        limits.check_prompt(prompt_ids)
+        sampling = limits.fit(sampling, len(prompt_ids), fill_context)
         self._check_open()  # tokenising may have taken a while
         self._check_queue(n)
         name = rid if rid is not None else f"talon-{next(self._serial)}"
         if name in self._named:
             raise InvalidField("rid", name, "unique among open requests")
-        generation = Generation(self, name, call, prompt_ids, n)
-        self._named[name] = generation
+        generation = self._named[name] = Generation(name, call, prompt_ids, n, self.max_unread, self.release)
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         for index in range(n):
-            wire = self._register(generation, index)
             self._send(
                 GenerateReq(
-                    rid=wire,
+                    rid=self._register(generation, index),
                     input_ids=prompt_ids,
                     sampling=sampling,
                     seed=(seed + index * _SEED_STRIDE) & SEED_MASK,
@@ -309,24 +218,36 @@ class TokenizerManager:
                     self._send(AbortReq(rid=wire))
 
     def release(self, generation: Generation) -> None:
-        """Forget a generation whose reader is gone and stop what still runs of it."""
+        """Forget a generation without a reader, and abort what still runs of it."""
         for wire in list(generation.wires):
             self._send(AbortReq(rid=wire))
             self._end(wire, None)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; long texts go through a thread."""
+        """Token ids of `text`; long texts are tokenised in a thread."""
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text, add_special_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.tokenizer.encode, text, add_special_tokens)
 
+    def _check_open(self) -> None:
+        if self.health.dead is not None:
+            raise WorkerDied(self.health.dead)
+        if self.health.draining:
+            raise ServerDraining
+
+    def _check_queue(self, n: int) -> None:
+        waiting = max(0, len(self._open) - self.limits.max_running_requests)
+        room = self.limits.max_running_requests + self.config.scheduler.max_queued_requests - len(self._open)
+        if waiting >= self.config.scheduler.max_queued_requests or n > room:
+            raise QueueFull(self.config.scheduler.max_queued_requests)
+
     # ---- administration
 
     async def control(self, what: Literal["flush_cache", "state", "start_profile", "stop_profile"], folder: str = "") -> dict[str, object]:
-        """One administrative call; returns the scheduler's answer.
+        """Make one administrative call; returns the scheduler's answer.
 
         Raises:
-            RequestError: the call was at fault, a `ServingError`: the server; with the scheduler's message.
+            ServingError: with the scheduler's message and status; a `RequestError` if the call was at fault.
         """
         if not self.health.alive():
             raise WorkerDied(self.health.dead or "scheduler")
@@ -343,11 +264,11 @@ class TokenizerManager:
 
     @property
     def writes_trace(self) -> bool:
-        """Whether the scheduler was told to end a profile and has not answered: it may be silent meanwhile."""
+        """Whether the scheduler is writing a profile; it sends no heartbeats meanwhile."""
         return self._trace_calls > 0
 
     async def drain(self, timeout: float) -> bool:
-        """Take no new work and wait for what is open, at most `timeout` seconds; whether all of it ended."""
+        """Refuse new requests and wait at most `timeout` seconds for the open ones; returns whether all ended."""
         self.health.draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
@@ -356,16 +277,16 @@ class TokenizerManager:
         return True
 
     def dismiss(self) -> None:
-        """Tell the scheduler to exit once it has nothing left to do."""
+        """Tell the scheduler to exit when it has nothing left to do."""
         self._send(DrainReq())
 
-    def fail_all(self, who: str) -> None:
-        """A process is gone: every open request and call ends with `WorkerDied`."""
-        self.health.dead = self.health.dead or who
-        self.give_up(lambda: WorkerDied(who))
+    def fail_all(self, process: str) -> None:
+        """A process died: every open request and call ends with `WorkerDied`."""
+        self.health.dead = self.health.dead or process
+        self.give_up(lambda: WorkerDied(process))
 
     def give_up(self, error: Callable[[], ServingError]) -> None:
-        """Nothing will be answered any more: every open request and call ends with an `error()` of its own."""
+        """End every open request and call with an `error()` of its own."""
         for wire, choice in list(self._open.items()):
             choice.generation.fail(error())
             self._end(wire, None)
@@ -377,39 +298,37 @@ class TokenizerManager:
         """Stop the tokenising threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    # ---- what comes back
+    # ---- replies
 
     def handle(self, message: ToTokenizer) -> None:
-        """Take one message from the detokenizer."""
-        if isinstance(message, TextOutBatch):
-            now = time.monotonic()
-            for out in message.outs:
-                self._take(out, now)
-        elif isinstance(message, ControlReply):
-            self._answer(message)
-        else:
-            self._hear(message)
+        """Process one message of the detokenizer."""
+        match message:
+            case TextOutBatch():
+                now = time.monotonic()
+                for out in message.outs:
+                    self._deliver(out, now)
+            case ControlReply():
+                self._answer(message)
+            case Heartbeat():
+                self.beats[message.who] += 1
+                if message.who == "scheduler":
+                    self.state = msgspec.json.decode(message.state, type=dict[str, object])
 
-    def _hear(self, beat: Heartbeat) -> None:
-        self.beats[beat.who] += 1
-        if beat.who == "scheduler":
-            self.state = msgspec.json.decode(beat.state, type=dict[str, object])
-
-    def _take(self, out: TextOut, now: float) -> None:
+    def _deliver(self, out: TextOut, now: float) -> None:
         choice = self._open.get(out.rid)
         if choice is None:
-            return  # ended here already
-        finish = out.finish
+            return  # released already
+        generation, finish = choice.generation, out.finish
         if finish is not None and finish.reason == "abort" and finish.status >= 400:
-            choice.generation.fail(_error_of(finish))
+            generation.fail(_error_of(finish))
             self._end(out.rid, None)
-            self.release(choice.generation)
+            self.release(generation)
             return
-        update = _update(choice.index, out)
+        update = GenerationUpdate.of(choice.index, out)
         self._observe(choice, update, now)
-        if not choice.generation.put(update):
-            choice.generation.fail(SlowReader(self.max_unread))
-            self.release(choice.generation)
+        if not generation.put(update):
+            generation.fail(SlowReader(generation.max_unread))
+            self.release(generation)
         elif finish is not None:
             self._end(out.rid, update)
 
@@ -420,9 +339,9 @@ class TokenizerManager:
         if message.ok:
             reply.set_result(msgspec.json.decode(message.body, type=dict[str, object]))
         else:
-            reply.set_exception((RequestError if message.refused else ServingError)(message.error))
+            reply.set_exception(_error(message.error, message.status, ServingError))
 
-    # ---- bookkeeping
+    # ---- open choices
 
     def _register(self, generation: Generation, index: int) -> str:
         wire = str(next(self._serial))
@@ -450,109 +369,44 @@ class TokenizerManager:
             _log_request(generation, choice, update, seconds)
 
     def _observe(self, choice: _Choice, update: GenerationUpdate, now: float) -> None:
-        if self.observer is not None and update.token_ids:
+        if not update.token_ids:
+            return
+        if self.observer is not None:
             if choice.latest == 0.0:
                 self.observer.first_token(now - choice.arrived)
             else:
                 self.observer.next_tokens(now - choice.latest, len(update.token_ids))
-        if update.token_ids:
-            choice.latest = now
-
-    # ---- validation
-
-    def _check_open(self) -> None:
-        if self.health.dead is not None:
-            raise WorkerDied(self.health.dead)
-        if self.draining:
-            raise ServerDraining
-
-    def _check_queue(self, n: int) -> None:
-        waiting = max(0, len(self._open) - self.limits.max_running_requests)
-        room = self.limits.max_running_requests + self.config.scheduler.max_queued_requests - len(self._open)
-        if waiting >= self.config.scheduler.max_queued_requests or n > room:
-            raise QueueFull(self.config.scheduler.max_queued_requests)
-
-    def _check_envelope(self, n: int, top_logprobs: int, rid: str | None) -> None:
-        if type(n) is not int or not 1 <= n <= MAX_N:
-            raise InvalidField("n", n, f"a whole number from 1 to {MAX_N}")
-        if type(top_logprobs) is not int or not -1 <= top_logprobs <= MAX_TOP_LOGPROBS:
-            raise InvalidField("top_logprobs", top_logprobs, f"a whole number from 0 to {MAX_TOP_LOGPROBS}")
-        if rid is not None and not 1 <= len(rid) <= MAX_RID:
-            raise InvalidField("rid", rid, f"1 to {MAX_RID} characters long")
-
-    async def _prompt_ids(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
-        ids = await self.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise InvalidField("prompt", "empty", "at least one token long")
-        if len(ids) >= self.max_context_len:
-            raise ContextTooLong(len(ids), self.max_context_len)
-        _check_ids(ids, self.model_config.vocab_size)
-        return ids
-
-    @property
-    def max_context_len(self) -> int:
-        """Prompt and output tokens of one request, together: the context, or less where KV holds less."""
-        return min(self.config.model.context_length, self.limits.max_request_len)
-
-    def _fitted(self, sampling: SamplingParams, prompt_len: int, fill_context: bool) -> SamplingParams:
-        """`sampling` with its length cut to the room left, checked."""
-        room = self.max_context_len - prompt_len
-        if fill_context:
-            sampling = msgspec.structs.replace(sampling, max_new_tokens=room)
-        sampling.check(self.model_config.vocab_size)
-        if sampling.max_new_tokens > self.max_context_len:
-            raise InvalidField("max_new_tokens", sampling.max_new_tokens, f"at most the context, {self.max_context_len}")
-        if sampling.max_new_tokens > room:
-            shortest = min(sampling.min_new_tokens, room)
-            sampling = msgspec.structs.replace(sampling, max_new_tokens=room, min_new_tokens=shortest)
-        return sampling
-
-
-def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise InvalidField("input_ids", token, f"a token id from 0 to {vocab_size - 1}")
-
-
-def _update(index: int, out: TextOut) -> GenerationUpdate:
-    return GenerationUpdate(
-        index=index,
-        text=out.text,
-        token_ids=out.token_ids,
-        prompt_tokens=out.prompt_tokens,
-        cached_tokens=out.cached_tokens,
-        completion_tokens=out.completion_tokens,
-        finish=out.finish,
-        logprobs=out.logprobs,
-        prompt_logprobs=out.prompt_logprobs,
-        spec=out.spec,
-        steps=out.steps,
-        queue_seconds=out.queue_seconds,
-    )
+        choice.latest = now
 
 
 def _error_of(finish: Finish) -> ServingError:
-    """The error that a scheduler's abort stands for."""
-    error = RequestError(finish.message) if finish.status < 500 else StepFailed(finish.message)
-    error.status = finish.status
+    """The error of a request that the scheduler refused or failed."""
+    error = _error(finish.message, finish.status, StepFailed)
     if finish.status == QueueFull.status:
         error.kind, error.retry_after = QueueFull.kind, QueueFull.retry_after
     return error
 
 
+def _error(message: str, status: int, server_error: type[ServingError]) -> ServingError:
+    error = RequestError(message) if status < 500 else server_error(message)
+    error.status = status
+    return error
+
+
 def _log_request(generation: Generation, choice: _Choice, update: GenerationUpdate | None, seconds: float) -> None:
-    name = generation.rid.encode("unicode_escape").decode()  # the client's own words: a line feed in them would begin a line of the log
+    name = generation.rid.encode("unicode_escape").decode()  # the client chose it: a line feed must not start a line of the log
     if update is None or update.finish is None:
         log.info("%s[%d]: ended early after %.2f s", name, choice.index, seconds)
         return
+    progress = update.progress
     log.info(
         "%s[%d]: %d prompt tokens (%d cached), %d new, %s, %.2f s, queued %.2f s",
         name,
         choice.index,
-        update.prompt_tokens,
-        update.cached_tokens,
-        update.completion_tokens,
+        progress.prompt_tokens,
+        progress.cached_tokens,
+        progress.completion_tokens,
         update.finish.reason,
         seconds,
-        update.queue_seconds,
+        progress.queue_seconds,
     )

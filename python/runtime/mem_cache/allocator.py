@@ -8,9 +8,9 @@ from runtime.batch import Int32
 
 
 class PageAllocator:
-    """Hands out pages 1..num_pages; page 0 belongs to nobody. Costs depend on the pages asked for, never on the pool.
+    """Allocates pages 1..num_pages; page 0 is padding. The cost depends on the number of pages requested, not on the pool.
 
-    Pages are given last-freed first, so that a lightly used server touches little memory.
+    The page freed last is allocated first, so a lightly used server touches little memory.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -22,23 +22,23 @@ class PageAllocator:
 
     @property
     def available(self) -> int:
-        """Pages that nobody holds."""
+        """Free pages."""
         return self._top
 
     def alloc(self, count: int) -> Int32:
-        """Take `count` pages, int32 [count]. Asking for more than `available` is the caller's mistake."""
-        assert 0 <= count <= self._top, f"{count} pages asked for, {self._top} are free"
+        """Allocate `count` pages, int32 [count]; at most `available`."""
+        assert 0 <= count <= self._top, f"{count} pages requested, {self._top} are free"
         self._top -= count
         pages = self._stack[self._top : self._top + count][::-1].copy()
         self._is_free[pages] = False
         return pages
 
     def free(self, pages: Int32) -> None:
-        """Give pages back, each exactly once."""
+        """Free pages, each exactly once."""
         count = len(pages)
         if count == 0:
             return
-        assert 1 <= int(pages.min()) <= int(pages.max()) <= self.num_pages, "a page that was never handed out"
+        assert 1 <= int(pages.min()) <= int(pages.max()) <= self.num_pages, "a page that was never allocated"
         assert not self._is_free[pages].any(), "a page is freed twice"
         assert self._top + count <= self.num_pages, "a page is freed twice in one call"
         self._is_free[pages] = True

@@ -1,7 +1,8 @@
-"""Who holds which pages: every page is free, in the prefix cache, or a request's own."""
+"""The KV pages of requests: each page is free, in the radix cache, or owned by one request."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,13 +13,13 @@ from runtime.mem_cache.radix_cache import Node, RadixCache
 
 
 @dataclass(eq=False, slots=True)
-class Holding:
+class RequestPages:
     """The pages of one request, in the order of its positions.
 
     Attributes:
-        salt: the prefix cache it shares.
-        count: pages it can reach.
-        shared: how many of them, from the front, belong to the cache and are locked by `node`; the rest are the request's own.
+        salt: the prefix cache that the request shares.
+        count: number of pages.
+        shared: how many of them, from the front, belong to the cache and are locked by `node`. The request owns the rest.
     """
 
     salt: str
@@ -28,25 +29,25 @@ class Holding:
     _buffer: Int32 = field(default_factory=no_ints)
 
     @property
-    def pages(self) -> Int32:
-        """int32 [count]."""
+    def ids(self) -> Int32:
+        """Page ids, int32 [count]."""
         return self._buffer[: self.count]
 
-    def extend(self, pages: Int32) -> None:
+    def extend(self, ids: Int32) -> None:
         """Add pages at the end."""
-        end = self.count + len(pages)
+        end = self.count + len(ids)
         if end > len(self._buffer):
             grown = np.empty(max(end, 2 * len(self._buffer), 16), dtype=np.int32)
-            grown[: self.count] = self.pages
+            grown[: self.count] = self.ids
             self._buffer = grown
-        self._buffer[self.count : end] = pages
+        self._buffer[self.count : end] = ids
         self.count = end
 
 
-class PageLedger:
-    """Takes pages for requests, from the free ones or by eviction, and gets them back once.
+class KVPageManager:
+    """Allocates pages for requests, evicting cached prefixes when none are free, and frees each exactly once.
 
-    Invariant: pages free + pages in the cache + pages of requests' own = num_pages.
+    Invariant: free pages + cached pages + pages owned by requests = num_pages. `check()` proves it.
     """
 
     def __init__(self, num_pages: int, page_size: int, lookahead: int, cache_prefixes: bool) -> None:
@@ -60,7 +61,7 @@ class PageLedger:
 
     @property
     def available(self) -> int:
-        """Pages that `grow` can find: free, or cached and unlocked."""
+        """Pages that can be allocated: free, or cached and not locked."""
         return self.allocator.available + self.cache.evictable_pages
 
     @property
@@ -72,62 +73,69 @@ class PageLedger:
         """Pages that hold `slots` positions."""
         return -(-slots // self.page_size)
 
-    def open(self, ids: Int32, salt: str, reuse: bool = True) -> Holding:
-        """Begin a request with the cached prefix of its tokens `ids` int32 [n], locked; none if `reuse` is False."""
-        holding = Holding(salt)
+    def open(self, ids: Int32, salt: str, reuse: bool = True) -> RequestPages:
+        """Start a request: lock the cached prefix of its tokens `ids` int32 [n], unless `reuse` is False."""
+        pages = RequestPages(salt)
         if self.cache_prefixes and reuse:
             match = self.cache.match(ids, salt)
             self.cache.lock(match.node)
-            holding.extend(match.pages)
-            holding.node, holding.shared = match.node, holding.count
-        return holding
-
-    def cached_len(self, ids: Int32, salt: str) -> int:
-        """Tokens that `open` would find."""
-        return self.cache.match_len(ids, salt) * self.page_size if self.cache_prefixes else 0
-
-    def grow(self, holding: Holding, count: int) -> Int32:
-        """Give `holding` pages until it has `count`; returns the new ones. The caller made sure of `available`."""
-        missing = max(0, count - holding.count)
-        if missing == 0:
-            return no_ints()
-        short = missing - self.allocator.available
-        if short > 0:
-            self.allocator.free(self.cache.evict(short))
-        pages = self.allocator.alloc(missing)
-        holding.extend(pages)
-        self.own_pages += missing
+            pages.extend(match.pages)
+            pages.node, pages.shared = match.node, pages.count
         return pages
 
-    def publish(self, holding: Holding, ids: Int32, kv_len: int) -> None:
-        """Let others use the first `kv_len` positions of a request that goes on, unless the cache has them from another already."""
+    def cached_len(self, ids: Int32, salt: str) -> int:
+        """Tokens that `open` would find in the cache."""
+        return self.cache.match_len(ids, salt) * self.page_size if self.cache_prefixes else 0
+
+    def grow(self, requests: Sequence[RequestPages], counts: Sequence[int]) -> Int32:
+        """Allocate `counts[i]` more pages for request i; the caller has checked `available`.
+
+        Returns:
+            The new page ids, int32 [sum(counts)], request after request.
+        """
+        total = sum(counts)
+        short = total - self.allocator.available
+        if short > 0:
+            self.allocator.free(self.cache.evict(short))
+        ids = self.allocator.alloc(total)
+        start = 0
+        for pages, count in zip(requests, counts, strict=True):
+            pages.extend(ids[start : start + count])
+            start += count
+        self.own_pages += total
+        return ids
+
+    def publish(self, pages: RequestPages, ids: Int32, kv_len: int) -> None:
+        """Cache the first `kv_len` positions of a request that goes on, unless another request's copy is cached already."""
         if not self.cache_prefixes:
             return
         count = self._whole_pages(ids, kv_len)
-        if count <= holding.shared or self.cache.match_len(ids, holding.salt) != holding.shared:
+        if count <= pages.shared or self.cache.match_len(ids, pages.salt) != pages.shared:
             return
-        known, node = self.cache.insert(ids, holding.pages[:count], holding.salt)
-        assert known == holding.shared
+        known, node = self.cache.insert(ids, pages.ids[:count], pages.salt)
+        assert known == pages.shared
         self.cache.lock(node)
-        self.cache.unlock(holding.node)
-        self.own_pages -= count - holding.shared
-        holding.node, holding.shared = node, count
+        self.cache.unlock(pages.node)
+        self.own_pages -= count - pages.shared
+        pages.node, pages.shared = node, count
 
-    def close(self, holding: Holding, ids: Int32, kv_len: int) -> None:
-        """End a request. Its first `kv_len` positions stay in the cache (0: none do), all else is free."""
-        known, kept = holding.shared, holding.shared
+    def close(self, pages: RequestPages, ids: Int32, kv_len: int) -> None:
+        """End a request: cache its first `kv_len` positions (0: none) and free the rest."""
+        known, kept = pages.shared, pages.shared
         count = self._whole_pages(ids, kv_len)
-        if self.cache_prefixes and count > holding.shared:
-            known, _ = self.cache.insert(ids, holding.pages[:count], holding.salt)
+        if self.cache_prefixes and count > pages.shared:
+            known, _ = self.cache.insert(ids, pages.ids[:count], pages.salt)
             kept = count
-        self.cache.unlock(holding.node)
-        self.allocator.free(np.concatenate([holding.pages[holding.shared : known], holding.pages[kept:]]))
-        self.own_pages -= holding.count - holding.shared
-        holding.count, holding.shared, holding.node = 0, 0, None
+        self.cache.unlock(pages.node)
+        self.allocator.free(np.concatenate([pages.ids[pages.shared : known], pages.ids[kept:]]))
+        self.own_pages -= pages.count - pages.shared
+        pages.count, pages.shared, pages.node = 0, 0, None
 
-    def flush(self) -> None:
-        """Forget every cached prefix that no request uses."""
-        self.allocator.free(self.cache.evict(self.num_pages))
+    def flush(self) -> int:
+        """Free every cached page that no request uses; returns how many."""
+        freed = self.cache.evict(self.num_pages)
+        self.allocator.free(freed)
+        return len(freed)
 
     def check(self) -> None:
         """Assert the invariant; for tests."""
@@ -135,5 +143,5 @@ class PageLedger:
         assert self.allocator.available + self.cache.total_pages + self.own_pages == self.num_pages
 
     def _whole_pages(self, ids: Int32, kv_len: int) -> int:
-        """Pages that may be cached: full, with KV, and with the token after them known."""
+        """Pages that may be cached: full, with KV, and with the lookahead tokens known."""
         return max(0, min(kv_len, len(ids) - self.lookahead)) // self.page_size

@@ -1,4 +1,4 @@
-"""A tree of token prefixes whose KV is kept: least recently used goes first, what a request uses is locked."""
+"""A radix tree of token prefixes whose KV is cached; LRU eviction skips the prefixes that requests use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.batch import Int32, no_ints
 
 
 class Node:
-    """An edge of the tree with what hangs below it.
+    """An edge of the tree and the subtree below it.
 
     Attributes:
         tokens: int32 [pages * page_size + lookahead]: the edge's tokens, and the `lookahead` tokens after them.
@@ -42,11 +42,11 @@ class Match:
 
 
 class RadixCache:
-    """Which pages hold which prefixes. It owns the pages in it; who frees what it returns is the caller.
+    """Maps token prefixes to pages. The cache owns the pages in it; the caller frees the pages that it returns.
 
-    The unit is a page. A page's key is its `page_size` tokens and the `lookahead` tokens that follow: with EAGLE, the draft's KV
-    at a position depends on the next token, so a prefix of n tokens may serve only a prompt that agrees on n + 1. Runs of
-    pages without a branch are one edge, compared as one array.
+    The unit is a page. The key of a page is its `page_size` tokens and the `lookahead` tokens that follow: with EAGLE, the
+    draft's KV at a position depends on the next token, so a prompt can reuse a prefix of n tokens only if it agrees on n + 1.
+    Pages without a branch between them form one edge, compared as one array.
     """
 
     def __init__(self, page_size: int, lookahead: int) -> None:
@@ -55,19 +55,19 @@ class RadixCache:
         self.total_pages = 0
         self.evictable_pages = 0
         self._roots: dict[str, Node] = {}
-        self._heap: list[tuple[int, int, Node]] = []  # every evictable leaf, at its last use or earlier
+        self._heap: list[tuple[int, int, Node]] = []  # every evictable leaf, keyed by its last use or an earlier one
         self._clock = 0
 
     # ---- reading
 
     def match_len(self, ids: Int32, salt: str) -> int:
-        """Pages of the longest cached prefix of `ids` int32 [n] that leaves a token to compute. Changes nothing."""
-        path = self._walk(self._askable(ids), salt)
+        """Pages of the longest cached prefix of `ids` int32 [n] that leaves a token to compute. Read-only."""
+        path = self._walk(self._reusable(ids), salt)
         return sum(count for _, count in path)
 
     def match(self, ids: Int32, salt: str) -> Match:
-        """The longest cached prefix of `ids` int32 [n] that leaves a token to compute; marks it as used."""
-        path = self._walk(self._askable(ids), salt)
+        """The longest cached prefix of `ids` int32 [n] that leaves a token to compute; marks it as used now."""
+        path = self._walk(self._reusable(ids), salt)
         if not path:
             return Match(no_ints(), None)
         node = self._use(path)
@@ -81,8 +81,8 @@ class RadixCache:
         """Add the prefix that `pages` int32 [n] holds; `ids` has at least n * page_size + lookahead tokens.
 
         Returns:
-            how many leading pages the cache had already (those of `pages` stay the caller's; the rest are now the cache's), and the
-            node that ends the prefix (None when n is 0).
+            How many leading pages were cached already (the caller keeps those of `pages`; the cache owns the rest from now on),
+            and the node that ends the prefix (None when n is 0).
         """
         if len(pages) == 0:
             return 0, None
@@ -102,7 +102,7 @@ class RadixCache:
         return known, leaf
 
     def lock(self, node: Node | None) -> None:
-        """Keep `node` and all above it until unlocked as often as locked."""
+        """Protect `node` and its ancestors from eviction until `unlock` was called as often as `lock`."""
         while node is not None and node.parent is not None:
             if node.locks == 0:
                 self.evictable_pages -= len(node.pages)
@@ -120,7 +120,7 @@ class RadixCache:
             node = node.parent
 
     def evict(self, count: int) -> Int32:
-        """Forget up to `count` unlocked pages, least recently used first and ends before beginnings; they are the caller's to free."""
+        """Remove up to `count` unlocked pages, least recently used first and leaves before their parents; the caller frees them."""
         freed: list[Int32] = []
         while count > 0 and self._heap:
             stamp, _, node = heapq.heappop(self._heap)
@@ -138,7 +138,7 @@ class RadixCache:
     # ---- checking
 
     def check(self) -> None:
-        """Assert what must always hold; for tests, it walks the whole tree."""
+        """Assert the invariants by a walk over the whole tree; for tests."""
         total = evictable = 0
         stack = list(self._roots.values())
         assert all(root.children for root in stack), "an empty root is left over"
@@ -156,7 +156,7 @@ class RadixCache:
 
     # ---- inside
 
-    def _askable(self, ids: Int32) -> Int32:
+    def _reusable(self, ids: Int32) -> Int32:
         return ids[: max(0, len(ids) - 1 + self.lookahead)]
 
     def _key(self, tokens: Int32) -> bytes:
@@ -166,7 +166,7 @@ class RadixCache:
         return self._roots.setdefault(salt, Node(None, no_ints(), no_ints(), salt))
 
     def _walk(self, ids: Int32, salt: str) -> list[tuple[Node, int]]:
-        """The edges that agree with `ids` from the root on, and how many pages of each do (all, but for the last)."""
+        """The edges that match `ids` from the root, and how many pages of each match: all, except on the last edge."""
         path: list[tuple[Node, int]] = []
         node, at, width = self._roots.get(salt), 0, self.page_size + self.lookahead
         while node is not None and len(ids) - at >= width:
@@ -181,7 +181,7 @@ class RadixCache:
         return path
 
     def _cut(self, node: Node, count: int) -> Node:
-        """The node that ends after the first `count` pages of `node`: itself, or a new one put above it."""
+        """Split `node` after its first `count` pages if needed; returns the node that ends there."""
         if count == len(node.pages):
             return node
         size, parent = self.page_size, node.parent
@@ -194,7 +194,7 @@ class RadixCache:
         return upper
 
     def _use(self, path: list[tuple[Node, int]]) -> Node | None:
-        """Mark a walked path as used now, no page more; returns the node that ends it."""
+        """Mark exactly the pages of a walked path as used now; returns the node that ends it."""
         self._clock += 1
         if not path:
             return None
@@ -204,13 +204,13 @@ class RadixCache:
         return end
 
     def _offer(self, node: Node) -> None:
-        """Let eviction find `node` if it may go."""
+        """Make `node` a candidate for eviction if it is an unlocked leaf."""
         if not (node.in_heap or node.locks or node.children or node.parent is None):
             node.in_heap = True
             heapq.heappush(self._heap, (node.last_use, id(node), node))
 
     def _trim(self, leaf: Node, count: int) -> Int32:
-        """Take up to `count` pages off the end of an evictable leaf."""
+        """Remove up to `count` pages from the end of an evictable leaf."""
         left = max(0, len(leaf.pages) - count)
         taken = leaf.pages[left:]
         self.total_pages -= len(taken)
@@ -242,6 +242,6 @@ def agreement(a: Int32, b: Int32) -> int:
 
 
 def compact(view: Int32) -> Int32:
-    """The same numbers without an array more than twice as large kept alive behind them."""
+    """`view`, copied if it keeps an array of more than twice its size alive."""
     base = view.base
     return view.copy() if isinstance(base, np.ndarray) and base.size > 2 * view.size else view

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import psutil
 import torch
 
-from runtime.batch import WorkerLimits
+from runtime.batch import CostModel, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.layers.attention.registry import backend_class
 from runtime.layers.backend_selection import select_ops, select_sampling, tune_ops
@@ -21,7 +22,8 @@ from runtime.model_executor.context import ReplayKind, WorkerContext, make_conte
 from runtime.model_executor.depth import DepthBatches, DepthControl, split_batch_sizes
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, ModelPasses, NoDrafter
 from runtime.model_executor.dry_run import measure_activations, sample_padding
-from runtime.model_executor.graph_runner import Forward, GraphRunner, RunnerSpec, capture_all
+from runtime.model_executor.graph_capture import capture_all
+from runtime.model_executor.graph_runner import Forward, GraphOptions, GraphRunner, RunnerSpec
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.memory_plan import MIB, Budget, MemoryPlan, plan_memory
 from runtime.model_executor.model_runner import ModelRunner
@@ -125,7 +127,7 @@ def make_parts(
     spec = drafter.spec
     runner = make_runner(context, model, config)
     target = make_target(context, runner, spec)
-    inputs = InputBuffers(context.requests, spec.max_width, context.device)
+    inputs = InputBuffers(context.requests, max_tokens=context.requests * spec.max_width, device=context.device)
     runner.allocate(1, target.page_table, context.requests, spec.shape.num_draft_tokens, 1)
     make = partial(_make_graph_runner, context, inputs)
     verify = {depth: make_verify_runner(target, spec, depth, batches, make) for depth, batches in depths.items()}
@@ -174,9 +176,14 @@ def _make_graph_runner(
     wanted: bool = True,
 ) -> GraphRunner:
     """A graph runner of a model's passes at one depth; eager where its graphs are not `wanted`."""
-    replay: ReplayKind = context.replay if wanted else "none"
-    padding = context.config.graphs.cuda_graph_padding
-    return GraphRunner(spec, forward, inputs, [model.backend], replay, batches.captured, padding, batches.padded)
+    options = graph_options(context, model, batches.captured if wanted else (), batches.padded)
+    return GraphRunner(spec, forward, inputs, [model.backend], options)
+
+
+def graph_options(context: WorkerContext, model: ModelRunner, sizes: Sequence[int], max_size: int | None = None) -> GraphOptions:
+    """Options of a graph runner of `model` that captures `sizes`."""
+    captured = () if context.replay == "none" else tuple(sizes)
+    return GraphOptions(captured, context.config.graphs.cuda_graph_padding, max_size, context.replay == "cuda", model.arena)
 
 
 def make_verify_runner(
@@ -212,7 +219,7 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
         at_depth = shape.at_depth(depth)
         rows.update(batches.tuned, (size * at_depth.num_draft_tokens for size in batches.tuned))
         if batches.tuned:
-            warmup_runs += backend.first_runs(batches.tuned, at_depth.num_draft_tokens, tree=at_depth.topk > 1)
+            warmup_runs += backend.warmup_runs(batches.tuned, at_depth.num_draft_tokens, tree=at_depth.topk > 1)
     with torch.inference_mode(), context.timed("autotune_gemms"):
         warmup_runs.append(partial(sample_padding, target, torch.zeros((1, model.config.vocab_size), device=context.device)))
         context.info.gemms = tune_ops(model.ops, model, sorted(rows), timed=True, others=warmup_runs)
@@ -272,8 +279,9 @@ def add_short_prompts(context: WorkerContext, target: TargetModel) -> list[Graph
     if not sizes:
         return []
     spec = prompt_spec(hidden, len(target.aux_layers) * hidden, context.dtype, launches)
-    inputs = InputBuffers(sizes[-1], 1, context.device, one_request=True)
-    graphs = GraphRunner(spec, prompt_forward(runner.model, target.aux_layers), inputs, [runner.backend], context.replay, sizes)
+    inputs = InputBuffers(1, max_tokens=sizes[-1], device=context.device)
+    options = replace(graph_options(context, runner, sizes), padding=True)
+    graphs = GraphRunner(spec, prompt_forward(runner.model, target.aux_layers), inputs, [runner.backend], options)
     target.short_prompts = ShortPrompts(graphs, target.page_table, _free_tokens(runner.model))
     return [graphs]
 
@@ -345,8 +353,7 @@ def make_limits(context: WorkerContext, plan: MemoryPlan, target: TargetModel, s
         overlap=config.scheduler.overlap and spec.overlap,
         needs_history=spec.needs_history,
         mixed=mixed,
-        mixed_from=mixed_from,
-        busy_tokens=busy_tokens(_free_tokens(model)) if on_gpu else CPU_BUSY_TOKENS,
+        cost_model=CostModel(busy_tokens(_free_tokens(model)) if on_gpu else CPU_BUSY_TOKENS, mixed_from),
     )
     log.info("admission: at most %d requests at once, %d tokens of KV, %d tokens a prompt step", limits.max_running_requests,
              limits.max_total_tokens, limits.max_extend_tokens)  # fmt: skip

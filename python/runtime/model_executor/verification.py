@@ -83,7 +83,7 @@ class Verifier:
     def run(self, iteration: Iteration, batch: ForwardBatch) -> VerifyResult:
         """Run the target over filled inputs."""
         eager = iteration.eager_sample or iteration.precedes_eager_sample
-        outputs, graph = self.runners[iteration.depth].run(batch, oracle=eager)
+        outputs, graph = self.runners[iteration.depth].run(batch, eager=eager)
         return _result(iteration, outputs, graph)
 
     def result_of(self, iteration: Iteration, states: States) -> VerifyResult:

@@ -26,15 +26,14 @@ from runtime.speculative.draft_state import DraftState, first_guesses
 def draft_extend_spec(full: TreeShape, shape: TreeShape, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
     """The runner over windows of `shape`; `full` is the shape at full depth.
 
-    Outputs: `features` [B * width, feature], the target's hidden states, and `accept_lens` int32 [B].
-
-    Both are inputs that the owner fills before the run, held here because no other runner reads them; the results go to `DraftState`.
+    Inputs: `features` [B * D, feature], the target's hidden states, and `accept_lens` int32 [B]. No outputs: results go to `DraftState`.
     """
     return RunnerSpec(
         name="draft extend" if shape == full else f"draft extend K={shape.num_steps}",
         mode=ForwardMode.DRAFT_EXTEND,
         width=shape.num_draft_tokens,
-        outputs=(BufferSpec("features", "token", dtype, 0, (feature,)), BufferSpec("accept_lens", "req", torch.int32, 1)),
+        outputs=(),
+        inputs=(BufferSpec("features", "token", dtype, 0, (feature,)), BufferSpec("accept_lens", "req", torch.int32, 1)),
         variants=(GREEDY, SAMPLED) if full.topk == 1 else (GREEDY,),
         launches=launches + LAUNCHES_A_PASS,
     )
@@ -45,9 +44,9 @@ def draft_extend_forward(draft: DraftModel, rows: RequestRows, state: DraftState
 
     def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
         index, D = batch.req_pool_indices, batch.tokens_per_req
-        accepted = outputs["accept_lens"].to(torch.int64)
+        accepted = inputs.named("accept_lens", batch.batch_size).to(torch.int64)
         last = torch.arange(batch.batch_size, device=accepted.device) * D + accepted - 1
-        hidden = draft.forward(replace(batch, hidden_states=outputs["features"]), last)
+        hidden = draft.forward(replace(batch, hidden_states=inputs.named("features", batch.num_tokens)), last)
         if draft.lookahead:
             positions = inputs.kv_lens(batch.batch_size).to(torch.int64) + accepted + 1 if variant == SAMPLED else None
             state.hidden[index] = hidden

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from runtime.layers.attention.base import plan_pass
 from runtime.model_executor.depth import DepthBatches
 from runtime.model_executor.draft_window import DraftWindow
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, ModelPasses
@@ -108,9 +109,9 @@ class EagleWorker(Drafter):
         for depth, batches in self._depths.items():
             shape, backend = self.spec.shape.at_depth(depth), self.runner.backend
             if depth:
-                runs += backend.first_runs(batches.tuned, shape.topk, shape.topk > 1)
+                runs += backend.warmup_runs(batches.tuned, shape.topk, shape.topk > 1)
             if batches.tuned:
-                runs += backend.first_runs(batches.tuned, shape.num_draft_tokens, tree=False)
+                runs += backend.warmup_runs(batches.tuned, shape.num_draft_tokens, tree=False)
         return runs
 
     def reset(self) -> None:
@@ -145,16 +146,16 @@ class EagleWorker(Drafter):
     def follow(self, iteration: Iteration, accepted: Accepted) -> None:
         """Run draft-extend over the whole window, rejected positions included."""
         runner, result = self.graphs[iteration.depth].extend, accepted.result
-        batch, held, D = runner.batch(iteration.size), runner.outputs(iteration.size), result.tokens.shape[1]
+        batch, inputs, D = runner.batch(iteration.size), runner.inputs(iteration.size), result.tokens.shape[1]
         batch.seq_len_bounds[:] = iteration.bounds + D
         tokens = result.tokens if self.model.lookahead else accepted.window
         fill_window(batch, self._target.page_table, iteration.kv_lens, tokens)
-        held["accept_lens"].copy_(result.accept_lens)
+        inputs["accept_lens"].copy_(result.accept_lens)
         features = accepted.features
         if result.path is not None:
             first = torch.arange(iteration.size, device=features.device)[:, None] * D
             features = features[(first + result.path).flatten()]
-        held["features"].copy_(features)
+        inputs["features"].copy_(features)
         runner.run(batch, self._variant(iteration), iteration.precedes_eager_sample)
 
     def follow_prompt(self, extend: ExtendPass) -> None:
@@ -167,7 +168,7 @@ class EagleWorker(Drafter):
             tokens = torch.cat([batch.input_ids[1:], batch.input_ids[:1]])
             tokens[extend.chunks.last] = extend.next_tokens
             batch = replace(batch, input_ids=tokens, hidden_states=extend.states.features)
-        self.runner.backend.plan(batch)
+        plan_pass(self.runner.backend, batch)
         hidden = self.model.forward(batch, extend.chunks.last)
         if self.model.lookahead:
             state.hidden[rows] = hidden

@@ -6,14 +6,13 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from runtime.batch import Int32, RowInit, ScheduleBatch
 from runtime.errors import ConfigError
 from runtime.model_executor.acceptance import AcceptanceCounters, not_compared, side_by_side
-from runtime.model_executor.graph_runner import GraphRunner
+from runtime.model_executor.graph_runner import GraphRunner, RunMode
 from runtime.model_executor.worker import Worker
 from runtime.sampling_params import SamplingParams
 
@@ -27,19 +26,19 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @contextmanager
-def eagerly(runners: Sequence[GraphRunner], how: Literal["padded", "plain"] = "padded") -> Iterator[None]:
+def eagerly(runners: Sequence[GraphRunner], mode: RunMode = RunMode.EAGER_PADDED) -> Iterator[None]:
     """Within, `runners` run eagerly.
 
-    "padded" reads the same inputs as a graph: GEMMs have the same shapes, hence the same kernels and bits, and only the replay differs.
-    "plain" runs without padding and shows its effect too, where shapes do not change the rounding of a GEMM.
+    EAGER_PADDED reads the same inputs as a graph: GEMMs have the same shapes, hence the same kernels and bits, and only the replay differs.
+    EAGER runs without padding and shows its effect too, where shapes do not change the rounding of a GEMM.
     """
     for runner in runners:
-        runner.use = how
+        runner.mode = mode
     try:
         yield
     finally:
         for runner in runners:
-            runner.use = "graphs"
+            runner.mode = RunMode.REPLAY
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,30 @@
-"""Whether the server can answer: its processes, its start and its end."""
+"""Whether the server can answer requests."""
 
 from __future__ import annotations
 
 
 class Health:
-    """What `/health` and `/ready` report; written by whoever watches the processes, read by everyone. One event loop."""
+    """What `/health` and `/ready` report. The process supervisor writes it, in the event loop of its readers."""
 
     def __init__(self) -> None:
         self.dead: str | None = None
-        """The process that died or hangs."""
+        """The process that died or hangs, if one did."""
         self.warm = False
-        """Whether the server has started and made its first token."""
+        """Whether the server has started and generated its first token."""
         self.draining = False
         """Whether it is shutting down."""
 
     def alive(self) -> bool:
-        """Whether every process is there and responds."""
+        """Whether every process responds."""
         return self.dead is None
 
     def ready(self) -> bool:
-        """Whether a new request would be taken."""
+        """Whether a new request would be accepted."""
         return self.alive() and self.warm and not self.draining
 
     @property
     def reason(self) -> str:
-        """Why not ready, or an empty text."""
+        """Why the server is not ready; empty if it is."""
         if self.dead is not None:
             return f"the {self.dead} process died"
         if self.draining:

@@ -1,4 +1,4 @@
-"""The heartbeat: a thread that sends one while the loop it watches still moves."""
+"""The heartbeat thread: signs of life while the loop that it watches makes progress."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 PERIOD = 0.5
-"""Seconds between two beats."""
+"""Seconds between two heartbeats."""
 
 
-class Pulse:
-    """Calls `beat` every half second on its own thread, so that one long step does not look like death.
+class HeartbeatThread:
+    """Calls `beat` every half second on a thread, so one long step does not look like a dead process.
 
     Args:
         beat: sends one heartbeat; must be safe to call from another thread.
-        moved_at: when the loop last came round, in `time.monotonic` seconds.
-        stall: seconds without a move after which the stacks are written to stderr and the beat stops, until the loop moves again.
+        moved_at: when the loop last began an iteration, in `time.monotonic` seconds.
+        stall: seconds without progress after which the stacks are written to stderr and the heartbeat stops until the loop goes on.
     """
 
     def __init__(self, beat: Callable[[], None], moved_at: Callable[[], float], stall: float) -> None:
@@ -30,9 +30,9 @@ class Pulse:
         self._stall = stall
         self._stalled = False
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
-    def __enter__(self) -> Pulse:
+    def __enter__(self) -> HeartbeatThread:
         self._thread.start()
         return self
 

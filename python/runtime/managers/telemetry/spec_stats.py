@@ -1,25 +1,26 @@
-"""What became of the drafts: counted per request, and for the server."""
+"""How many drafts were accepted: counted per request, and for the server."""
 
 from __future__ import annotations
 
-from runtime.managers.messages import SpecStats
+import msgspec
 
 
-class SpecTally:
-    """Drafts verified and accepted, in all and by draft position.
+class SpecStats(msgspec.Struct, array_like=True):
+    """Verify steps and their drafts.
 
     Attributes:
-        paused_steps: of the server, steps that ran without drafts because so many decoded together. They are in no other figure here.
+        verify_steps: verify steps, counted per request.
+        draft_tokens, accepted_tokens: drafts verified, and accepted.
+        accepted_by_position: drafts accepted, by position in the window; empty before the first verify step.
     """
 
-    __slots__ = ("accepted_by_position", "accepted_tokens", "draft_tokens", "paused_steps", "verify_steps")
-
-    def __init__(self) -> None:
-        self.verify_steps = self.draft_tokens = self.accepted_tokens = self.paused_steps = 0
-        self.accepted_by_position: list[int] = []
+    verify_steps: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_by_position: list[int] = []
 
     def add(self, accept_len: int, draft_tokens: int, max_accept_len: int) -> None:
-        """Count one verify step that committed `accept_len` tokens, the bonus included, of `draft_tokens` drafts."""
+        """Count one verify step of `draft_tokens` drafts that committed `accept_len` tokens, bonus included."""
         if not self.accepted_by_position:
             self.accepted_by_position = [0] * (max_accept_len - 1)
         self.verify_steps += 1
@@ -28,11 +29,34 @@ class SpecTally:
         for position in range(accept_len - 1):
             self.accepted_by_position[position] += 1
 
-    def stats(self) -> SpecStats:
-        """As a message."""
+    def copy(self) -> SpecStats:
+        """A snapshot."""
+        return SpecStats(self.verify_steps, self.draft_tokens, self.accepted_tokens, [*self.accepted_by_position])
+
+    def since(self, earlier: SpecStats) -> SpecStats:
+        """The difference to `earlier`, a copy of this one."""
+        before = earlier.accepted_by_position or [0] * len(self.accepted_by_position)
         return SpecStats(
-            verify_steps=self.verify_steps,
-            draft_tokens=self.draft_tokens,
-            accepted_tokens=self.accepted_tokens,
-            accepted_by_position=list(self.accepted_by_position),
+            self.verify_steps - earlier.verify_steps,
+            self.draft_tokens - earlier.draft_tokens,
+            self.accepted_tokens - earlier.accepted_tokens,
+            [now - then for now, then in zip(self.accepted_by_position, before, strict=True)],
         )
+
+    @property
+    def accept_length(self) -> float | None:
+        """Mean tokens that a verify step commits, bonus included; None before the first one.
+
+        Source: `accept_len` of Li et al. 2024, arXiv:2401.15077.
+        """
+        return 1.0 + self.accepted_tokens / self.verify_steps if self.verify_steps else None
+
+    @property
+    def accept_rate(self) -> float | None:
+        """Share of the verified drafts that was accepted; None before the first one."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else None
+
+    @property
+    def accept_rate_by_position(self) -> list[float]:
+        """For each draft position, the share of verify steps that accepted it."""
+        return [count / self.verify_steps for count in self.accepted_by_position] if self.verify_steps else []

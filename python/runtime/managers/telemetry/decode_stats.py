@@ -5,14 +5,12 @@ from __future__ import annotations
 import msgspec
 
 
-class StepTally(msgspec.Struct, array_like=True):
-    """Decode steps, those that replayed a graph, and the rows they computed. Steps over prompts do not count, nor who decodes along.
-
-    On the wire four numbers: what a request's reader is shown follows from them where it is shown.
+class DecodeStats(msgspec.Struct, array_like=True):
+    """Decode steps, graph replays and padding. Steps that hold prompt tokens are not counted.
 
     Attributes:
         steps, graph_steps: decode steps, and those of them that replayed a captured graph.
-        live_rows, padded_rows: requests in those steps, and rows that only filled up a captured graph.
+        live_rows, padded_rows: requests in those steps, and rows that only padded the batch to a captured size.
     """
 
     steps: int = 0
@@ -21,30 +19,32 @@ class StepTally(msgspec.Struct, array_like=True):
     padded_rows: int = 0
 
     def add(self, graph: bool, live_rows: int, padded_rows: int) -> None:
-        """Count one decode step of so many rows."""
+        """Count one decode step."""
         self.steps += 1
         self.graph_steps += graph
         self.live_rows += live_rows
         self.padded_rows += padded_rows
 
-    def since(self, earlier: StepTally) -> StepTally:
-        """What was counted after `earlier`, a copy of this one."""
-        late = StepTally()
-        for name in self.__struct_fields__:
-            setattr(late, name, getattr(self, name) - getattr(earlier, name))
-        return late
+    def since(self, earlier: DecodeStats) -> DecodeStats:
+        """The difference to `earlier`, a copy of this one."""
+        return DecodeStats(
+            self.steps - earlier.steps,
+            self.graph_steps - earlier.graph_steps,
+            self.live_rows - earlier.live_rows,
+            self.padded_rows - earlier.padded_rows,
+        )
 
     @property
     def graph_hit_rate(self) -> float | None:
-        """Share of the steps that replayed a graph; None before the first one."""
+        """Share of the steps that replayed a graph; None before the first step."""
         return self.graph_steps / self.steps if self.steps else None
 
     @property
     def padding_waste(self) -> float | None:
-        """Share of the rows computed that were padding; None before the first one."""
+        """Share of the computed rows that were padding; None before the first step."""
         computed = self.padded_rows + self.live_rows
         return self.padded_rows / computed if computed else None
 
     def shares(self) -> dict[str, float | None]:
-        """Both, as `meta_info` of an answer names them."""
+        """Both rates, by the names of `meta_info`."""
         return {"graph_hit_rate": self.graph_hit_rate, "padding_waste": self.padding_waste}

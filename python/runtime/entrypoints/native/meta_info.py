@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.managers.messages import SpecStats
+from runtime.managers.telemetry.spec_stats import SpecStats
 from runtime.managers.tokenizer_manager import GenerationUpdate
 
 

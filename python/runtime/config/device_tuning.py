@@ -1,0 +1,185 @@
+"""What was measured per GPU: costs that scheduling and graphs depend on, and the kernels' default cuts. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+
+from runtime.config.kernel_configs import GemmConfig, SplitConfig
+from runtime.config.machine import Gpu
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTuning:
+    """Defaults of a machine without a GPU.
+
+    Attributes:
+        max_running_requests: requests that run together.
+        chunked_prefill_size: prompt tokens of one step.
+        kv_share: share of the free memory that the KV cache may take.
+        kv_bytes: most bytes of the KV cache.
+        saturating_tokens: prompt tokens below which a pass takes longer per token, because reading (and widening) the weights dominates.
+    """
+
+    max_running_requests: int = 16
+    chunked_prefill_size: int = 512
+    kv_share: float = 0.25
+    kv_bytes: int = 4 << 30
+    saturating_tokens: int = 256
+
+
+CPU = CpuTuning()
+
+
+@dataclass(frozen=True, slots=True)
+class GemmCandidates:
+    """Triton GEMM configurations worth timing against cuBLAS, the likeliest first.
+
+    Attributes:
+        op: `linear`, `linear_add`, `gate_up` or `logits`.
+        max_rows: the entry holds up to this many rows of input, above the entry before it.
+    """
+
+    op: str
+    max_rows: int
+    configs: tuple[GemmConfig, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTuning:
+    """Measured values of one GPU.
+
+    Attributes:
+        launch_seconds: time of one kernel in a pass that is launched kernel by kernel, at least.
+        gemm_flops: FLOP/s of a prompt's GEMMs in 16-bit weights.
+        weight_read_tokens: tokens whose GEMMs take as long as reading the weights once, at two bytes per parameter.
+        graph_node_bytes: device memory of one kernel node of an instantiated graph.
+        draft_step_launches: kernels of one draft pass beside those of the draft model.
+        split_kv_batches: batch sizes, first and last, whose fixed-width passes run by split-KV attention rather than FA3.
+        split_kv: (largest batch, configuration for head dimensions up to 128), ascending; the last holds for any batch.
+        gemm_candidates: by operation and number of rows.
+        untimed_gemm_rows: up to this many rows, a GEMM that was not timed takes the first candidate, above it cuBLAS.
+        wgmma_only_rows: above this many rows, Triton's candidates are not timed where the WGMMA GEMM takes the weights.
+    """
+
+    launch_seconds: float
+    gemm_flops: float
+    weight_read_tokens: int
+    graph_node_bytes: int
+    draft_step_launches: int
+    split_kv_batches: tuple[tuple[int, int], ...]
+    split_kv: tuple[tuple[int, SplitConfig], ...]
+    gemm_candidates: tuple[GemmCandidates, ...]
+    untimed_gemm_rows: int
+    wgmma_only_rows: int
+
+    def split_wins(self, batch: int) -> bool:
+        """Whether a fixed-width pass of `batch` requests runs by split-KV attention."""
+        return any(first <= batch <= last for first, last in self.split_kv_batches)
+
+    def split_config(self, head_dim: int, batch: int) -> SplitConfig:
+        """The cut of split-KV attention for a head dimension and a batch size. Tiles halve above a head dimension of 128."""
+        config = next((config for largest, config in self.split_kv if batch <= largest), self.split_kv[-1][1])
+        return config if head_dim <= 128 else dataclasses.replace(config, tile=config.tile // 2)
+
+    def gemm_configs(self, op: str, rows: int) -> tuple[GemmConfig, ...]:
+        """The candidates for `rows` rows of input, 1..128."""
+        return next(entry.configs for entry in self.gemm_candidates if entry.op == op and rows <= entry.max_rows)
+
+
+_DEEP_128 = GemmConfig(64, 128, 4, 6, swap=True, prefetch=0), GemmConfig(32, 256, 4, 4, swap=True, prefetch=512)
+_LINEAR_128 = GemmConfig(32, 128, 4, 4, prefetch=0), GemmConfig(64, 64, 4, 6, swap=True, prefetch=0)
+_WIDE_128 = GemmConfig(256, 64, 8, 4, swap=True, prefetch=0), GemmConfig(128, 64, 8, 4, swap=True, prefetch=0)
+_WIDE, _SHALLOW = GemmConfig(128, 128, 4, 4, swap=True, prefetch=0), GemmConfig(128, 64, 8, 4, swap=True, prefetch=0)
+_HALF_UP, _HALF_LOGITS = GemmConfig(64, 128, 4, 4, swap=True, prefetch=0), GemmConfig(64, 128, 4, 5, swap=True, prefetch=0)
+
+H200 = DeviceTuning(
+    # A step launched kernel by kernel takes 30 to 60 µs per kernel.
+    launch_seconds=30e-6,
+    # Prompts of an 8B model in bfloat16.
+    gemm_flops=6e14,
+    weight_read_tokens=128,
+    # CUDA 13: 52 graphs of 300 nodes took 88 MiB.
+    graph_node_bytes=5800,
+    draft_step_launches=45,
+    # Up to 1.5 times as fast as FA3 with one request, 10 to 25 % faster up to 16. At 32, 12 % faster where lengths are
+    # alike, 10 % slower where they differ by a factor of seven. With other batch sizes FA3 is as fast.
+    split_kv_batches=((1, 16), (25, 32)),
+    # A tile of 64 keys and values is 32 KiB at most, so two or three programs share a multiprocessor's memory. Few
+    # requests have less to merge with one program, whose tiles may be twice as long. With many requests a program takes
+    # whole ones, which a schedule balances.
+    split_kv=(
+        (4, SplitConfig(128, num_warps=4, stages=3, programs_per_sm=1, alone=2)),
+        (8, SplitConfig(64, num_warps=4, stages=4, programs_per_sm=2)),
+        (16, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3)),
+        (1 << 16, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3, scheduled=True)),
+    ),
+    # The fastest of a sweep over Llama-3-8B's GEMMs. Long prefetches slow the chain of kernels where a GEMM is large;
+    # where it is small, the first columns are worth it. Deeper tiles do not fit beside 64 rows of input.
+    gemm_candidates=(
+        GemmCandidates("linear", 8, (GemmConfig(16, 256, 2, 6, swap=True, prefetch=512), GemmConfig(16, 256, 2, 4, swap=True, prefetch=0))),
+        GemmCandidates("linear", 32, (GemmConfig(64, 128, 4, 6, swap=True, prefetch=0), GemmConfig(64, 256, 4, 4, swap=True, prefetch=0))),
+        GemmCandidates("linear", 64, _DEEP_128),
+        GemmCandidates("linear", 128, _LINEAR_128),
+        GemmCandidates("linear_add", 16, (GemmConfig(16, 256, 2, 6, prefetch=512), GemmConfig(16, 256, 2, 6, swap=True, prefetch=512))),
+        GemmCandidates(
+            "linear_add",
+            32,
+            (GemmConfig(32, 512, 4, 3, swap=True, prefetch=512), GemmConfig(32, 256, 4, 5, swap=True, tma=True, prefetch=0)),
+        ),
+        GemmCandidates("linear_add", 64, _DEEP_128),
+        GemmCandidates("linear_add", 128, _LINEAR_128),
+        GemmCandidates("gate_up", 8, (GemmConfig(64, 256, 4, 3, prefetch=0), GemmConfig(64, 256, 4, 3, tma=True, late=True, prefetch=0))),
+        GemmCandidates("gate_up", 16, (_HALF_UP, _WIDE)),
+        GemmCandidates("gate_up", 32, (_WIDE, _HALF_UP)),
+        GemmCandidates("gate_up", 64, (_WIDE, _HALF_UP, _SHALLOW)),
+        GemmCandidates("gate_up", 128, _WIDE_128),
+        GemmCandidates("logits", 8, (GemmConfig(32, 128, 2, 6, prefetch=0), GemmConfig(64, 256, 4, 4, swap=True, tma=True, prefetch=0))),
+        GemmCandidates("logits", 16, (_HALF_LOGITS, _WIDE)),
+        GemmCandidates("logits", 32, (_WIDE, _HALF_LOGITS)),
+        GemmCandidates("logits", 64, (_WIDE, _HALF_LOGITS, _SHALLOW)),
+        GemmCandidates("logits", 128, _WIDE_128),
+    ),
+    untimed_gemm_rows=32,
+    wgmma_only_rows=64,
+)
+
+_LISTED = {"H200": H200}
+_H200_SMS = 132
+_FLOPS_PER_SM = {(8, 0): 0.5, (9, 0): 1.0, (10, 0): 2.0, (10, 3): 2.0}
+"""Tensor-core FLOP per clock and multiprocessor in 16 bits, relative to Hopper; 0.25 for other capabilities (consumer GPUs)."""
+
+
+def tuning_of(gpu: Gpu | None) -> DeviceTuning:
+    """The values of this GPU: the measured ones where it is listed, else estimates from its multiprocessors and memory bandwidth.
+
+    Without a GPU the H200's, which then only tests read.
+    """
+    if gpu is None:
+        return H200
+    listed = next((tuning for name, tuning in _LISTED.items() if name in gpu.name.split()), None)
+    return listed or _estimate(gpu)
+
+
+def log_tuning(gpu: Gpu) -> None:
+    """Log which values hold for this GPU."""
+    tuning = tuning_of(gpu)
+    if tuning in _LISTED.values():
+        log.info("device tuning: measured values of this GPU")
+    else:
+        log.info(
+            "device tuning: %s is not listed; estimated %.0f TFLOP/s and %d tokens per weight read from %d SMs and %.2f TB/s; "
+            "kernel defaults are those of an H200",
+            *(gpu.name, tuning.gemm_flops / 1e12, tuning.weight_read_tokens, gpu.num_sms, gpu.bandwidth / 1e12),
+        )
+
+
+def _estimate(gpu: Gpu) -> DeviceTuning:
+    if not gpu.num_sms or not gpu.bandwidth:
+        return H200
+    flops = H200.gemm_flops * gpu.num_sms / _H200_SMS * _FLOPS_PER_SM.get(gpu.capability, 0.25)
+    # 2 FLOP per parameter and token, 2 bytes per parameter.
+    return dataclasses.replace(H200, gemm_flops=flops, weight_read_tokens=max(16, round(flops / gpu.bandwidth / 16) * 16))

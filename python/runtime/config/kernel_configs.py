@@ -1,0 +1,57 @@
+"""How the hand-written kernels cut their work: plain data, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GemmConfig:
+    """How the Triton GEMM is cut: tiles of `block_n` weight rows by `block_k` columns, `stages` of them in flight.
+
+    Attributes:
+        swap: the weight tile is the tensor cores' left operand and x the right one, which need not be padded to 16 rows.
+        tma: tiles come by descriptor (Hopper's copy engine), not by the threads' own loads.
+        prefetch: columns of each weight row that are prefetched into L2 while the previous kernel still runs.
+        late: the next kernel may start at the end of the main loop, not at its beginning.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    stages: int
+    swap: bool = False
+    tma: bool = False
+    prefetch: int = 1024
+    late: bool = False
+
+    def parts(self, weight_rows: int) -> int:
+        """How many partial sums of squares a GEMM with `weight_rows` rows of weights writes per row of output."""
+        return -(-weight_rows // self.block_n)
+
+    def __str__(self) -> str:
+        marks = f"{' swap' if self.swap else ''}{' tma' if self.tma else ''}{' late' if self.late else ''}"
+        return f"{self.block_n}x{self.block_k} warps {self.num_warps} stages {self.stages}{marks} prefetch {self.prefetch}"
+
+
+@dataclass(frozen=True, slots=True)
+class SplitConfig:
+    """How split-KV attention cuts its work.
+
+    Attributes:
+        tile: keys of one step; a power of two.
+        num_warps: warps of a program.
+        stages: tiles in flight.
+        programs_per_sm: programs that the split aims at for each multiprocessor.
+        max_partial_rows: splits times rows that a request and KV head may have to merge; wide passes get fewer splits.
+        alone: up to this many tiles, one program takes all of them and nothing is merged.
+        scheduled: programs follow a `WorkSchedule` made from the lengths of the pass; otherwise each request has its own programs.
+    """
+
+    tile: int
+    num_warps: int
+    stages: int
+    programs_per_sm: int
+    max_partial_rows: int = 512
+    alone: int = 4
+    scheduled: bool = False

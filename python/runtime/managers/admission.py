@@ -1,0 +1,196 @@
+"""Admission: waiting requests get a row, KV pages and a share of a prompt step, and give them back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from runtime.batch import WorkerLimits
+from runtime.config.runtime_config import SchedulerConfig
+from runtime.managers import schedule_policy as policy
+from runtime.managers.new_token_ratio import NewTokenRatio
+from runtime.managers.prefill_budget import PrefillBudget
+from runtime.managers.req import Phase, Req
+from runtime.managers.step_plan import Chunk, StepPlan
+from runtime.managers.telemetry.scheduler_stats import SchedulerStats
+from runtime.mem_cache.kv_page_manager import KVPageManager
+
+log = logging.getLogger(__name__)
+
+
+class Admission:
+    """Owns the waiting queue, the rows and the KV pages.
+
+    Args:
+        config: the scheduler's configuration.
+        cache_prefixes: whether KV of earlier prompts is reused.
+        limits: what the worker can hold.
+        stats: where admissions and retractions are counted.
+        clock: monotonic seconds.
+
+    Attributes:
+        queue: waiting requests, sorted by `policy.queue_key`.
+        running: requests with a row, in the order of admission.
+        kv_pages: the pages of both.
+        new_token_ratio: the estimate of how far running requests will grow.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, cache_prefixes: bool, limits: WorkerLimits, stats: SchedulerStats, clock: Callable[[], float]
+    ) -> None:
+        self.queue: list[Req] = []
+        self.running: list[Req] = []
+        pages = limits.max_total_tokens // limits.page_size
+        self.kv_pages = KVPageManager(pages, limits.page_size, limits.prefix_lookahead, cache_prefixes)
+        self.new_token_ratio = NewTokenRatio(config.schedule_conservativeness)
+        self._config = config
+        self._limits = limits
+        self._stats = stats
+        self._clock = clock
+        self._free_rows = list(range(limits.max_running_requests, 0, -1))
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that no request has."""
+        return len(self._free_rows)
+
+    @property
+    def queue_is_full(self) -> bool:
+        """Whether one more request would wait too many; requests that get a row at once do not count."""
+        return len(self.queue) - len(self._free_rows) >= self._config.max_queued_requests
+
+    def enqueue(self, req: Req) -> None:
+        """Let `req` wait for a row."""
+        policy.enqueue(self.queue, req)
+
+    # ---- prompts
+
+    def plan_prompts(self) -> StepPlan | None:
+        """The next prompt step: chunks of admitted prompts, then new admissions, and decode rows if that pays off. None without prompts."""
+        prefilling = [req for req in self.running if req.phase is Phase.PREFILLING]
+        if not prefilling and not self.queue:
+            return None
+        config, prompts = self._config, len(prefilling) + len(self.queue)
+        budget = PrefillBudget.start(config.chunked_prefill_size, config.max_prefill_tokens, self._limits, prompts)
+        plan, decodes = StepPlan(), self._piggyback(budget)
+        for req in prefilling:
+            _add_chunk(plan, budget, req)
+        self._admit(plan, budget)
+        if not plan.chunks:
+            return None
+        if decodes and self._limits.cost_model.piggyback_pays(plan.prompt_tokens):
+            self.add_decodes(plan, decodes)  # without pages for all of them the prompts run alone: no retraction for this
+        return plan
+
+    def _piggyback(self, budget: PrefillBudget) -> list[Req]:
+        """The requests that may decode in a prompt step, all or none. Their tokens are reserved in the budget."""
+        reqs = [req for req in self.running if req.needs_decode] if self._limits.mixed else []
+        if len(reqs) > budget.decode_rows(self._limits.tokens_per_step):
+            return []
+        budget.reserve(len(reqs) * self._limits.tokens_per_step)
+        return reqs
+
+    def _admit(self, plan: StepPlan, budget: PrefillBudget) -> None:
+        """Admit waiting requests in order while rows, pages and the budget last. A request that lacks pages blocks those behind it."""
+        if not self.queue or not self._free_rows or budget.left == 0:
+            return
+        ordered = policy.order(self.queue, self._config.schedule_policy, self._cached_len)
+        unfinished = [other for other in self.running if other.kv_len < other.prefill_len]
+        reserved: int | None = None
+        for req in ordered:
+            if not self._free_rows or budget.left == 0:
+                return
+            cached = self._cached_len(req)
+            shares = self.kv_pages.cache_prefixes and not req.wants_prompt_logprobs
+            if shares and policy.defer_for_shared_prefix(req, cached, unfinished, self._limits):
+                continue
+            if budget.offer(req.length - cached, first=not plan.chunks) == 0:
+                return
+            if reserved is None:
+                reserved = sum(map(self._missing_pages, self.running))
+            if not self._allocate_row(plan, req, reserved):
+                return
+            reserved += self._missing_pages(req)
+            unfinished.append(req)
+            _add_chunk(plan, budget, req)
+
+    def _cached_len(self, req: Req) -> int:
+        return 0 if req.wants_prompt_logprobs else self.kv_pages.cached_len(req.ids, req.request.cache_salt)
+
+    def _missing_pages(self, req: Req) -> int:
+        """Pages that `req` is expected to need beyond those it has."""
+        return max(0, self.kv_pages.pages_for(self.new_token_ratio.slots(req, self._limits)) - req.pages.count)
+
+    def _allocate_row(self, plan: StepPlan, req: Req, reserved: int) -> bool:
+        """Give `req` a row and pages for all its tokens; False if that leaves less than `reserved` pages for those that run."""
+        kv_pages = self.kv_pages
+        req.pages = pages = kv_pages.open(req.ids, req.request.cache_salt, reuse=not req.wants_prompt_logprobs)
+        missing = kv_pages.pages_for(req.length) - pages.count
+        if (reserved + self._missing_pages(req) if self.running else missing) > kv_pages.available:
+            assert self.running, "a request that fits alone does not fit alone"
+            kv_pages.close(pages, req.ids, 0)
+            return False
+        prefix_len = pages.count * kv_pages.page_size
+        kv_pages.grow([pages], [missing])
+        first_time = not req.was_admitted
+        req.admit(self._free_rows.pop(), pages, prefix_len, self._clock())
+        if first_time:
+            self._stats.admitted(req.progress)
+        self.queue.remove(req)
+        self.running.append(req)
+        plan.new_rows.append(req.row_init(self._limits.needs_history))
+        plan.writes.add([req.row], [0], [pages.count], pages.ids.copy())
+        return True
+
+    # ---- decode rows
+
+    def add_decodes(self, plan: StepPlan, reqs: list[Req]) -> bool:
+        """Add `reqs` to the plan, with the pages for one more decode step; False, and no change, if there are not enough pages."""
+        limits, kv_pages = self._limits, self.kv_pages
+        growing = [req for req in reqs if policy.decode_slots(req.kv_bound, limits) > req.pages.count * kv_pages.page_size]
+        if growing:
+            pages = [req.pages for req in growing]
+            counts = [kv_pages.pages_for(policy.decode_slots(req.kv_bound, limits)) - req.pages.count for req in growing]
+            if sum(counts) > kv_pages.available:
+                return False
+            cols = [each.count for each in pages]
+            plan.writes.add([req.row for req in growing], cols, counts, kv_pages.grow(pages, counts))
+        plan.decodes = reqs
+        return True
+
+    # ---- endings
+
+    def retract_youngest(self) -> None:
+        """Take the row and pages of one request; it goes to the front of the queue and resumes from where it was."""
+        assert len(self.running) > 1, "a request that fits alone does not fit alone"
+        req = policy.youngest(self.running)
+        self._free(req, keep=True)
+        req.retract()
+        self.enqueue(req)
+        self.new_token_ratio.reset()
+        self._stats.num_retracted_requests_total += 1
+        log.info("KV cache is full: retracted a request of %d tokens; %d requests are running", req.length, len(self.running))
+
+    def remove(self, req: Req, keep: bool) -> None:
+        """End `req`, waiting or running; with `keep`, its committed KV stays in the prefix cache."""
+        if req.phase is Phase.WAITING:
+            self.queue.remove(req)
+        else:
+            self._free(req, keep)
+        req.end()
+
+    def _free(self, req: Req, keep: bool) -> None:
+        """Free the row and pages.
+
+        A step in flight may still write there. It does so before any step that is submitted from now on, and only past `kv_len`.
+        """
+        self.kv_pages.close(req.pages, req.ids, min(req.kv_len, req.length - 1) if keep else 0)
+        self.running.remove(req)
+        self._free_rows.append(req.row)
+
+
+def _add_chunk(plan: StepPlan, budget: PrefillBudget, req: Req) -> None:
+    count = budget.offer(req.prefill_len - req.kv_bound, first=not plan.chunks)
+    if count:
+        plan.chunks.append(Chunk(req, req.kv_bound, count))
+        budget.take(count)

@@ -1,0 +1,41 @@
+"""The estimate of how far running requests will grow."""
+
+from __future__ import annotations
+
+from runtime.batch import WorkerLimits
+from runtime.managers.req import Req
+from runtime.managers.schedule_policy import step_slack
+
+MAX_RESERVED_TOKENS = 4096
+"""Output tokens of one request beyond this are not reserved: few requests use all that they may."""
+INITIAL_RATIO = 0.7
+"""The ratio at start and after a retraction, at conservativeness 1."""
+FINAL_SHARE = 0.2
+"""The ratio falls to this share of the initial one while nothing is retracted."""
+DECAY_STEPS = 600
+"""Decode steps from the initial to the final ratio."""
+
+
+class NewTokenRatio:
+    """The share of their remaining output that is kept free for running requests.
+
+    The ratio starts at 0.7 * conservativeness (at most 1), falls with each decode step, and returns to its start when a request is
+    retracted.
+    """
+
+    def __init__(self, conservativeness: float) -> None:
+        self._initial = min(1.0, INITIAL_RATIO * conservativeness)
+        self.value = self._initial
+
+    def decay(self) -> None:
+        """A decode step ran without a retraction."""
+        final = self._initial * FINAL_SHARE
+        self.value = max(final, self.value - (self._initial - final) / DECAY_STEPS)
+
+    def reset(self) -> None:
+        """A request was retracted."""
+        self.value = self._initial
+
+    def slots(self, req: Req, limits: WorkerLimits) -> int:
+        """KV slots that `req` is expected to need, including those that a decode step writes in advance."""
+        return req.length + int(min(req.remaining, MAX_RESERVED_TOKENS) * self.value) + step_slack(limits)

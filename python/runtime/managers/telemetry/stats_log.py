@@ -1,0 +1,91 @@
+"""The log line about the scheduler's recent steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+
+from runtime.managers.telemetry.decode_stats import DecodeStats
+from runtime.managers.telemetry.scheduler_stats import SchedulerStats
+from runtime.managers.telemetry.spec_stats import SpecStats
+
+log = logging.getLogger(__name__)
+
+RATE_PERIOD = 1.0
+"""Seconds over which `gen_throughput` is measured."""
+LOG_PERIOD = 5.0
+"""Least seconds between two log lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Counters at one moment, to take rates from."""
+
+    time: float
+    generation: int
+    steps: int
+    prompt: int
+    decode: DecodeStats
+    spec: SpecStats
+
+    @classmethod
+    def of(cls, stats: SchedulerStats, now: float) -> _Mark:
+        return cls(now, stats.generation_tokens_total, stats.steps, stats.prompt_tokens_total, copy(stats.decode), stats.spec.copy())
+
+
+class StatsLog:
+    """Renews `gen_throughput` each second, and logs a line every few seconds in which steps ran.
+
+    Args:
+        stats: returns the scheduler's statistics with its gauges up to date.
+        now: the start, in seconds of the scheduler's clock.
+    """
+
+    def __init__(self, stats: Callable[[], SchedulerStats], now: float) -> None:
+        self._stats = stats
+        self._rate_mark = self._log_mark = _Mark.of(stats(), now)
+
+    def tick(self, now: float) -> None:
+        """Called once per step; does nothing until a period is over."""
+        if now - self._rate_mark.time >= RATE_PERIOD:
+            stats, mark = self._stats(), self._rate_mark
+            stats.gen_throughput = (stats.generation_tokens_total - mark.generation) / (now - mark.time)
+            self._rate_mark = _Mark.of(stats, now)
+        if now - self._log_mark.time >= LOG_PERIOD:
+            stats = self._stats()
+            if stats.steps > self._log_mark.steps:
+                log.info("%s", _line(stats, self._log_mark, now))
+                self._log_mark = _Mark.of(stats, now)
+
+
+def _line(stats: SchedulerStats, mark: _Mark, now: float) -> str:
+    seconds = now - mark.time
+    return ", ".join(
+        [
+            f"Decode batch, #running-req: {stats.num_running_reqs}",
+            f"token usage: {stats.token_usage:.2f}",
+            *_of_drafts(stats.spec.since(mark.spec)),
+            *_of_graphs(stats.decode.since(mark.decode)),
+            f"gen throughput (token/s): {(stats.generation_tokens_total - mark.generation) / seconds:.2f}",
+            f"prompt (token/s): {(stats.prompt_tokens_total - mark.prompt) / seconds:.2f}",
+            f"#queue-req: {stats.num_queue_reqs}",
+        ]
+    )
+
+
+def _of_drafts(spec: SpecStats) -> list[str]:
+    """Acceptance; by position as the share of verify steps that accepted the draft."""
+    if not spec.verify_steps:
+        return []
+    return [
+        f"accept len: {spec.accept_length:.2f}",
+        f"accepted by position: {' '.join(f'{rate:.2f}' for rate in spec.accept_rate_by_position)}",
+        f"accepted/drafted: {spec.accepted_tokens}/{spec.draft_tokens}",
+    ]
+
+
+def _of_graphs(decode: DecodeStats) -> list[str]:
+    """Share of decode steps that replayed a graph, and of computed rows that were padding."""
+    return [f"graph hits: {decode.graph_hit_rate or 0.0:.2f}", f"padding: {decode.padding_waste or 0.0:.2f}"] if decode.steps else []

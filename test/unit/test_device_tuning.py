@@ -1,0 +1,57 @@
+"""Device tuning: the table of measured values, and the rule for GPUs that are not listed."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from runtime.config.device_tuning import H200, log_tuning, tuning_of
+from runtime.config.kernel_configs import SplitConfig
+from runtime.config.machine import Gpu
+
+H200_GPU = Gpu("NVIDIA H200", (9, 0), 141 << 30, 132, 4_800_000_000_000)
+A100_GPU = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 80 << 30, 108, 2_039_000_000_000)
+
+
+def test_a_listed_gpu_gets_its_measured_values(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        log_tuning(H200_GPU)
+    assert tuning_of(H200_GPU) is H200
+    assert "measured values" in caplog.text
+
+
+def test_an_unlisted_gpu_is_estimated_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        log_tuning(A100_GPU)
+    tuning = tuning_of(A100_GPU)
+    assert 2e14 < tuning.gemm_flops < 3.2e14, "an A100 peaks at 312 TFLOP/s"
+    assert tuning.weight_read_tokens == 128
+    assert "A100-SXM4-80GB is not listed" in caplog.text
+
+
+def test_the_rule_reproduces_the_measured_device() -> None:
+    unlisted = tuning_of(Gpu("GH900", H200_GPU.capability, H200_GPU.memory, H200_GPU.num_sms, H200_GPU.bandwidth))
+    assert unlisted == H200
+
+
+def test_a_gpu_of_unknown_size_takes_the_reference() -> None:
+    assert tuning_of(Gpu("unknown", (9, 0), 1 << 30)) is H200
+    assert tuning_of(None) is H200
+
+
+@pytest.mark.parametrize("op", ["linear", "linear_add", "gate_up", "logits"])
+def test_every_row_count_has_gemm_candidates(op: str) -> None:
+    bounds = [entry.max_rows for entry in H200.gemm_candidates if entry.op == op]
+    assert bounds == sorted(set(bounds))
+    assert bounds[-1] == 128
+    for rows in range(1, 129):
+        assert len(set(H200.gemm_configs(op, rows))) == len(H200.gemm_configs(op, rows)) >= 2
+
+
+def test_split_kv_cuts_by_batch_and_head_dimension() -> None:
+    assert H200.split_config(128, 1) == SplitConfig(128, 4, 3, 1, alone=2)
+    assert H200.split_config(256, 1).tile == 64
+    assert [H200.split_config(64, batch).programs_per_sm for batch in (4, 5, 8, 9, 16, 17, 300)] == [1, 2, 2, 3, 3, 3, 3]
+    assert [H200.split_config(64, batch).scheduled for batch in (16, 17, 300)] == [False, True, True]
+    assert [batch for batch in range(1, 40) if H200.split_wins(batch)] == [*range(1, 17), *range(25, 33)]

@@ -221,8 +221,10 @@ class Session:
 
         limits, count = self.worker.parts.depths.limits, len(self.prompts)
         with_drafts = min(limits.values())
-        many = count if with_drafts >= self.worker.limits.max_running_requests else max(count // 2, with_drafts + 1)
-        few = 0 if many == count else max(count - many, 1)
+        few, many = 0, count
+        if with_drafts < self.worker.limits.max_running_requests:
+            many = max(count // 2, with_drafts + 1)
+            few = max(count - many, 1)
         order = [*range(few), *(i % count for i in range(count - many, count))]
         answers = self._serve(order, few, with_drafts)
         texts = [[token for at, answer in zip(order, answers, strict=True) if at == i for token in answer.tokens] for i in range(count)]

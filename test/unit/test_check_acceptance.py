@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runtime.model_executor.inputbuffers import InputBuffers
 
 from runtime import check_acceptance
 from runtime.errors import ConfigError
 from runtime.model_executor.graph_capture import capture_all
 from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, RunMode
+from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.short_prompts import ShortPrompts, prompt_forward, prompt_spec
 from runtime.speculative import build as speculative_build
 from runtime.speculative.parity import check_parity, eagerly, run_scratch
@@ -86,7 +87,7 @@ def test_where_drafting_pauses_graphs_with_drafts_and_without_are_compared(
     (tmp_path / "prompts.jsonl").write_text("\n".join(f"number {i} of them" for i in range(7)))
     assert check_acceptance.main([*command, "--speculative-disable-by-batch-size", "2"]) == 0
     out = capsys.readouterr().out
-    runs = {name: int(count) for name, count in re.findall(r"^([a-z ]+): (\d+) replays$", out, re.MULTILINE)}
+    runs = {name: int(count) for name, count in re.findall(r"^([a-zK=0 ]+): (\d+) replays$", out, re.MULTILINE)}
     assert list(runs) == ["verify", "draft decode", "draft extend", "target decode", "draft extend K=0"]
     assert min(runs.values()) > 3
 
@@ -153,6 +154,49 @@ def test_padding_that_writes_where_somebody_reads_fails(
     change_builds(monkeypatch, break_padding)
     assert check_acceptance.main(command) == check_acceptance.DIFFERENT
     assert "prompts differs, first of prompt 1" in capsys.readouterr().out
+
+
+def accept_one_more(worker: Any) -> None:
+    """Every window commits one draft more than the target accepts."""
+    decide = worker.parts.accepter.decide
+
+    def too_many(iteration: Any, draft: Any, verified: Any) -> Any:
+        result = decide(iteration, draft, verified)
+        lens = (result.accept_lens + 1).clamp(max=draft.width)
+        tokens = torch.where(torch.arange(draft.width) < lens[:, None] - 1, draft.tokens.roll(-1, 1), result.tokens)
+        return replace(result, accept_lens=lens, tokens=tokens)
+
+    worker.parts.accepter.decide = too_many
+
+
+def heed_context(model: Any) -> None:
+    """Make text depend more on what attention reads."""
+    for layer in model.layers:
+        layer.o_proj.weight.mul_(4.0)
+
+
+TREE = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "6"]
+SABOTAGES: dict[str, tuple[Callable[[Any], object], list[str]]] = {
+    "one draft too many": (accept_one_more, []),
+    "tree KV never moved": (lambda worker: setattr(worker.parts.target.runner.kv_pool, "move", lambda *args, **more: None), TREE),
+}
+
+
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_text_that_is_not_plain_decodings_fails(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Graphs and eager passes agree here: both are wrong."""
+    sabotage, flags = SABOTAGES[name]
+    flags = [*flags, "--max-new-tokens", "96"]
+    change_builds(monkeypatch, lambda worker: heed_context(worker.parts.target.runner.model))
+    assert check_acceptance.main([*command, *flags]) == 0
+    assert "the text is that of plain decoding for 3 of 3 prompts" in capsys.readouterr().out
+    change_builds(monkeypatch, sabotage)
+    assert check_acceptance.main([*command, *flags]) == check_acceptance.DIFFERENT
+    out = capsys.readouterr().out
+    assert "prompts is not that of plain decoding, first of prompt" in out
+    assert "acceptance and text are the same, eager and through graphs" in out
 
 
 def test_a_runner_that_replayed_nothing_was_not_compared(

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runtime.model_executor.inputbuffers import InputBuffers
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,6 +20,7 @@ from runtime.model_executor import acceptance_monitor
 from runtime.model_executor.context import make_context
 from runtime.model_executor.graph_capture import CallPool
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
+from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.staging import HostCopy
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.parity import eagerly

@@ -117,7 +117,7 @@ def test_the_draft_has_the_attention_that_was_asked_for_it(tmp_path: Path, monke
     for module in (build, target_build):
         monkeypatch.setattr(module, "ModelRunner", noted)
     speculating(tmp_path, attention_backend="flashinfer", runtime={"attention_backend": "fa3"})
-    assert asked == ["fa3", "flashinfer"]
+    assert sorted(asked) == ["fa3", "flashinfer"]
 
 
 def test_thresholds_below_one_accept_what_is_likely_enough(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from benchmark.sweep import arguments, names, numbers
 from runtime import Engine
 from runtime.bench.datasets import embedded_prompts
 from runtime.bench.metrics import verified_tokens
-from runtime.config.resolve import EMBEDDED_DRAFT
+from runtime.config.speculative import EMBEDDED_DRAFT
 from runtime.text.tokenizer import Tokenizer
 
 NAME = "embedded_speculation"

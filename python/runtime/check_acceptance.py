@@ -14,7 +14,7 @@ from msgspec import structs
 
 from runtime import log as logging_setup
 from runtime.config.flag_parser import parse
-from runtime.config.resolve import default_graph_sizes
+from runtime.config.graphs import default_graph_sizes
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.processes import prepare
 from runtime.errors import ConfigError, RequestError, ServingError

@@ -13,7 +13,7 @@ from benchmark.embedded_speculation import chat_prompts, speculation
 
 from process.conftest import ROOT, Embedded
 from runtime import Engine
-from runtime.config.resolve import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS
+from runtime.config.speculative import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 24}
 EXACT = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "context_length": 512}

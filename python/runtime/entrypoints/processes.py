@@ -20,9 +20,10 @@ import psutil
 from runtime.batch import WorkerLimits
 from runtime.config.machine import probe
 from runtime.config.model_facts import ModelFacts
-from runtime.config.resolve import check, resolve, with_own_draft
+from runtime.config.resolve import check, resolve
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.server_args import ServerArgs
+from runtime.config.speculative import with_embedded_draft
 from runtime.entrypoints.child import Failed, Orders, Ready, Report, Role
 from runtime.errors import ConfigError, ServerDraining, ServingError
 from runtime.managers.ipc import AsyncInbox, Outbox
@@ -59,7 +60,7 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
     """
     check(args)
     source = resolve_model(args.model_path, load_format=args.load_format, tokenizer_path=args.tokenizer_path, revision=args.revision)
-    args = with_own_draft(args, source.is_embedded)
+    args = with_embedded_draft(args, source.is_embedded)
     model_config = load_hf_config(source.weights_folder)
     facts = ModelFacts(
         path=source.weights_folder,

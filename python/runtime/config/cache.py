@@ -1,0 +1,33 @@
+"""The cache part of the configuration: pages and size of the KV cache."""
+
+from __future__ import annotations
+
+from runtime.config.refusals import check_ranges
+from runtime.config.runtime_config import AttentionName, CacheConfig
+from runtime.config.server_args import ServerArgs
+from runtime.errors import ConfigError
+
+DEFAULT_PAGE_SIZE: dict[AttentionName, int] = {"torch_native": 16, "fa3": 64, "flashinfer": 16}
+MAX_PAGE_SIZE = 1024
+
+
+def check_cache(args: ServerArgs) -> None:
+    """Refuse values that no machine can use."""
+    check_ranges(args, max_total_tokens=(1, 1 << 31))
+    share, size = args.mem_fraction_static, args.page_size
+    if share is not None and not 0.0 < share < 1.0:
+        raise ConfigError(f"--mem-fraction-static must be above 0 and below 1; got {share}.")
+    if size is not None and (not 1 <= size <= MAX_PAGE_SIZE or size & (size - 1)):
+        raise ConfigError(f"--page-size must be a power of two of at most {MAX_PAGE_SIZE}; got {size}.")
+
+
+def resolve_cache(args: ServerArgs, backend: AttentionName, context_length: int) -> CacheConfig:
+    """Choose the page size of the attention backend."""
+    if args.page_size is not None and args.page_size > context_length:
+        raise ConfigError(f"--page-size must be at most the context length, {context_length}; got {args.page_size}.")
+    return CacheConfig(
+        page_size=args.page_size or DEFAULT_PAGE_SIZE[backend],
+        mem_fraction_static=args.mem_fraction_static,
+        max_total_tokens=args.max_total_tokens,
+        radix_cache=not args.disable_radix_cache,
+    )

@@ -1,0 +1,97 @@
+"""The device part of the configuration: where the model runs, in which type, with which kernels."""
+
+from __future__ import annotations
+
+import logging
+from typing import cast
+
+from runtime.config.attention import resolve_attention
+from runtime.config.device_tuning import log_tuning
+from runtime.config.machine import Gpu, MachineFacts
+from runtime.config.model_facts import ModelFacts
+from runtime.config.refusals import check_ranges
+from runtime.config.runtime_config import DeviceConfig, DeviceKind, DType, SamplingName
+from runtime.config.server_args import ServerArgs
+from runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+MIN_CAPABILITY = (8, 0)
+"""Of a GPU: older ones have no bfloat16, and neither FA3 nor FlashInfer's kernels."""
+MAX_THREADS = 1024
+_SPELLINGS: dict[str, DType] = {"float": "float32", "half": "float16"}
+
+
+def check_device(args: ServerArgs) -> None:
+    """Refuse values that no machine can use."""
+    check_ranges(args, cpu_threads=(1, MAX_THREADS))
+
+
+def resolve_device(args: ServerArgs, machine: MachineFacts, model: ModelFacts) -> DeviceConfig:
+    """Choose device, type and kernels."""
+    device = _device(args, machine)
+    dtype = _dtype(args, device, model)
+    if args.sampling_backend == "triton" and device == "cpu":
+        raise ConfigError("--sampling-backend triton needs CUDA. On a CPU use pytorch, or leave the flag out.")
+    sampling = args.sampling_backend or ("triton" if device == "cuda" else "pytorch")
+    return DeviceConfig(
+        device=device,
+        dtype=dtype,
+        attention_backend=resolve_attention(args.attention_backend, "--attention-backend", device, dtype, machine, model.head_dim),
+        sampling_backend=cast(SamplingName, sampling),
+        cpu_threads=args.cpu_threads or machine.cores,
+        gpu=machine.gpus[0] if device == "cuda" else None,
+    )
+
+
+def asked_dtype(args: ServerArgs) -> DType | None:
+    """The type that --dtype names; None for auto."""
+    return None if args.dtype == "auto" else _SPELLINGS.get(args.dtype, cast(DType, args.dtype))
+
+
+def _device(args: ServerArgs, machine: MachineFacts) -> DeviceKind:
+    gpu = machine.gpus[0] if machine.gpus else None
+    too_old = _too_old(gpu)
+    if args.device == "cuda" and gpu is None:
+        raise ConfigError(
+            "--device cuda needs a GPU, but the driver reports none. Check CUDA_VISIBLE_DEVICES and the driver, or use --device cpu."
+        )
+    if args.device == "cuda" and too_old:
+        raise ConfigError(f"--device cuda is not possible: {too_old}. Use --device cpu.")
+    if args.device is not None:
+        return args.device
+    if gpu is None:
+        log.info("device cpu: no GPU found; %d cores, %.0f GiB", machine.cores, machine.memory / 2**30)
+        return "cpu"
+    if too_old:
+        log.warning("device cpu: %s", too_old)
+        return "cpu"
+    log.info("device cuda: %s, compute capability %d.%d, %.0f GiB", gpu.name, *gpu.capability, gpu.memory / 2**30)
+    log_tuning(gpu)
+    return "cuda"
+
+
+def _too_old(gpu: Gpu | None) -> str:
+    if gpu is None or gpu.capability >= MIN_CAPABILITY:
+        return ""
+    return "{} has compute capability {}.{}; the minimum is {}.{}".format(gpu.name, *gpu.capability, *MIN_CAPABILITY)
+
+
+def _dtype(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> DType:
+    dtype = asked_dtype(args)
+    if dtype == "float16" and device == "cpu":
+        raise ConfigError("--dtype float16 is not possible on a CPU: its range is too small for hidden states. Use bfloat16 or float32.")
+    if dtype is None:
+        dtype, why = _default_dtype(device, model)
+        log.info("dtype %s: %s", dtype, why)
+    if args.kv_cache_dtype not in ("auto", dtype):
+        raise ConfigError(f"--kv-cache-dtype must be the model's type, {dtype}; got {args.kv_cache_dtype}. Use auto, or leave it out.")
+    return dtype
+
+
+def _default_dtype(device: DeviceKind, model: ModelFacts) -> tuple[DType, str]:
+    if device == "cpu":
+        return "float32", "exact, and the fastest for one token on most CPUs"
+    if model.dtype == "float32":
+        return "bfloat16", "half the memory traffic of the checkpoint's float32"
+    return model.dtype, "the checkpoint's"

@@ -1,0 +1,70 @@
+"""The graph part of the configuration: which batch sizes are captured."""
+
+from __future__ import annotations
+
+import logging
+
+from runtime.config.attention_caps import ATTENTION_CAPS
+from runtime.config.refusals import check_ranges, flag_of
+from runtime.config.runtime_config import DeviceConfig, GraphConfig
+from runtime.config.server_args import ServerArgs
+from runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+MAX_SIZE, DEFAULT_LARGEST = 4096, 256
+
+
+def check_graphs(args: ServerArgs) -> None:
+    """Refuse batch sizes out of range."""
+    check_ranges(args, cuda_graph_max_bs=(1, MAX_SIZE))
+
+
+def resolve_graphs(args: ServerArgs, device: DeviceConfig) -> GraphConfig:
+    """Choose the batch sizes to capture; none if the device or the attention backend cannot capture."""
+    return GraphConfig(cuda_graph_bs=_sizes(args, device), cuda_graph_padding=not args.disable_cuda_graph_padding)
+
+
+def default_graph_sizes(largest: int) -> tuple[int, ...]:
+    """Batch sizes up to and including `largest`, in steps of 1, 2, 4, 8 and then 16, so that little is padded."""
+    ladder = [*range(1, 9), *range(10, 33, 2), *range(36, 65, 4), *range(72, 257, 8), *range(272, largest + 16, 16)]
+    return tuple(sorted({size for size in ladder if size < largest} | {largest}))
+
+
+def _sizes(args: ServerArgs, device: DeviceConfig) -> tuple[int, ...]:
+    if problem := _no_graphs(args, device):
+        if args.cuda_graph_bs is not None or args.cuda_graph_max_bs is not None or args.disable_cuda_graph_padding:
+            raise ConfigError(
+                f"--cuda-graph-bs, --cuda-graph-max-bs and --disable-cuda-graph-padding have no effect: {problem}. Leave them out."
+            )
+        return ()
+    if args.cuda_graph_bs is not None:
+        return _given_sizes(args, args.cuda_graph_bs)
+    running = args.max_running_requests
+    largest = args.cuda_graph_max_bs or min(DEFAULT_LARGEST, running or DEFAULT_LARGEST)
+    if running is not None and largest < running:
+        log.warning("batches above %d run eagerly: --max-running-requests is %d", largest, running)
+    return default_graph_sizes(largest)
+
+
+def _no_graphs(args: ServerArgs, device: DeviceConfig) -> str:
+    """Why nothing is captured, or an empty text."""
+    if device.device == "cpu":
+        # Command lines written for a GPU may turn off what a CPU does not have.
+        for name in ("disable_cuda_graph", "disable_draft_extend_cuda_graph", "disable_draft_decode_cuda_graph"):
+            if getattr(args, name):
+                log.warning("%s: no effect, there are no graphs on a CPU", flag_of(name))
+        return "CUDA graphs need CUDA, and this server runs on a CPU"
+    if not ATTENTION_CAPS[device.attention_backend].cuda_graph:
+        log.info("no CUDA graphs: %s attention cannot be captured", device.attention_backend)
+        return f"--attention-backend {device.attention_backend} cannot be captured, unlike fa3 and flashinfer"
+    return "--disable-cuda-graph turns all graphs off" if args.disable_cuda_graph else ""
+
+
+def _given_sizes(args: ServerArgs, given: tuple[int, ...]) -> tuple[int, ...]:
+    sizes = tuple(sorted(set(given)))
+    if not sizes or sizes[0] < 1 or sizes[-1] > MAX_SIZE:
+        raise ConfigError(f"--cuda-graph-bs must list batch sizes between 1 and {MAX_SIZE}; got {' '.join(map(str, given))}.")
+    if args.cuda_graph_max_bs is not None and sizes[-1] > args.cuda_graph_max_bs:
+        raise ConfigError(f"--cuda-graph-bs lists {sizes[-1]}, above --cuda-graph-max-bs {args.cuda_graph_max_bs}. Give one of the two.")
+    return sizes

@@ -1,0 +1,48 @@
+"""Checks that every part of the configuration shares: flags that are not supported, and ranges."""
+
+from __future__ import annotations
+
+import math
+
+from runtime.config.server_args import ServerArgs
+from runtime.errors import ConfigError
+
+_ONE_DEVICE = "A server runs on one device; start one server per device, or leave the flag out."
+UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
+    "tp_size": ((1,), _ONE_DEVICE),
+    "dp_size": ((1,), _ONE_DEVICE),
+    "ep_size": ((1,), _ONE_DEVICE),
+    "grammar_backend": ((None, "none"), "Grammars are not implemented yet; leave the flag out."),
+    "tool_call_parser": ((None,), "Tool calls are not parsed yet; leave the flag out."),
+    "reasoning_parser": ((None,), "Reasoning is not parsed yet; leave the flag out."),
+    "sampling_backend": ((None, "triton", "pytorch"), "Use triton or pytorch, or leave the flag out."),
+}
+"""Flags of SGLang that exist here to be refused: the accepted values, and why the others are not."""
+
+
+def check_supported(args: ServerArgs) -> None:
+    """Refuse the flags of `UNSUPPORTED`."""
+    for name, (accepted, why) in UNSUPPORTED.items():
+        if (value := getattr(args, name)) not in accepted:
+            raise ConfigError(f"{flag_of(name)} {value} is not supported. {why}")
+
+
+def check_ranges(args: ServerArgs, **bounds: tuple[int, int]) -> None:
+    """Refuse given values outside of `bounds`, both included, by field name."""
+    for name, (low, high) in bounds.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value <= high:
+            raise ConfigError(f"{flag_of(name)} must be between {low} and {high}; got {value}.")
+
+
+def check_positive(args: ServerArgs, **limits: float) -> None:
+    """Refuse given values that are not above 0 or pass their limit."""
+    for name, limit in limits.items():
+        value = getattr(args, name)
+        if value is not None and not (math.isfinite(value) and 0.0 < value <= limit):
+            raise ConfigError(f"{flag_of(name)} must be above 0 and at most {limit:g}; got {value}.")
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")

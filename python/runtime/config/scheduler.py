@@ -1,0 +1,86 @@
+"""The scheduler part of the configuration: how many requests run, and how prompts and decoding share the device."""
+
+from __future__ import annotations
+
+import logging
+
+from runtime.config.device_tuning import CPU
+from runtime.config.refusals import check_positive, check_ranges
+from runtime.config.runtime_config import AttentionName, DeviceConfig, DeviceKind, SchedulerConfig, SpeculativeConfig
+from runtime.config.server_args import ServerArgs
+from runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+CUDA_CHUNK, CUDA_PREFILL_TOKENS = 2048, 8192
+MIN_CHUNK = 16
+
+
+def check_scheduler(args: ServerArgs) -> None:
+    """Refuse values out of range."""
+    check_ranges(
+        args,
+        max_queued_requests=(1, 1 << 20),
+        max_running_requests=(1, 1 << 16),
+        max_prefill_tokens=(1, 1 << 31),
+        stream_interval=(1, 1 << 16),
+    )
+    check_positive(args, watchdog_timeout=86400.0, schedule_conservativeness=100.0)
+    chunk = args.chunked_prefill_size
+    if chunk is not None and chunk != -1 and chunk < MIN_CHUNK:
+        raise ConfigError(f"--chunked-prefill-size must be at least {MIN_CHUNK}, or -1 for no chunks; got {chunk}.")
+
+
+def resolve_scheduler(
+    args: ServerArgs, device: DeviceConfig, context_length: int, speculative: SpeculativeConfig | None
+) -> SchedulerConfig:
+    """Choose the sizes that suit the device."""
+    chunk = _chunk(args, device.device)
+    if args.enable_mixed_chunk and (problem := _unmixable(args, device.attention_backend, speculative)):
+        raise ConfigError(f"--enable-mixed-chunk is not possible: {problem}. Leave it out.")
+    return SchedulerConfig(
+        max_running_requests=args.max_running_requests or (CPU.max_running_requests if device.device == "cpu" else None),
+        chunked_prefill_size=chunk,
+        max_prefill_tokens=_prefill_tokens(args, device.device, chunk, context_length),
+        max_queued_requests=args.max_queued_requests,
+        schedule_policy=args.schedule_policy,
+        schedule_conservativeness=args.schedule_conservativeness,
+        overlap=not args.disable_overlap_schedule,
+        mixed_chunk=args.enable_mixed_chunk,
+        stream_interval=args.stream_interval,
+        watchdog_timeout=args.watchdog_timeout,
+    )
+
+
+def _chunk(args: ServerArgs, device: DeviceKind) -> int:
+    if args.chunked_prefill_size == -1:
+        return -1
+    chunk = args.chunked_prefill_size or (CPU.chunked_prefill_size if device == "cpu" else CUDA_CHUNK)
+    if args.max_prefill_tokens is not None and args.max_prefill_tokens < chunk:
+        log.info("chunked prefill size %d: limited by --max-prefill-tokens", args.max_prefill_tokens)
+        return args.max_prefill_tokens
+    return chunk
+
+
+def _prefill_tokens(args: ServerArgs, device: DeviceKind, chunk: int, context_length: int) -> int:
+    """Several chunks on a GPU, where a decode step is much shorter than a prompt step; one on a CPU, to keep streams moving.
+
+    If prompts are never cut, the number asked for, or at least the longest prompt.
+    """
+    if chunk == -1 and args.max_prefill_tokens is not None:
+        return args.max_prefill_tokens
+    longest = context_length if chunk == -1 else chunk
+    return max(longest, args.max_prefill_tokens or (0 if device == "cpu" else CUDA_PREFILL_TOKENS))
+
+
+def _unmixable(args: ServerArgs, backend: AttentionName, speculative: SpeculativeConfig | None) -> str:
+    """Why decoding cannot share a pass with prompts, or an empty text."""
+    if args.chunked_prefill_size == -1:
+        return "with --chunked-prefill-size -1 prompts are never cut to make room"
+    if backend == "flashinfer":
+        return "flashinfer plans a prompt pass from exact lengths, which the host does not know for decoding requests"
+    if speculative is not None and speculative.algorithm == "NGRAM":
+        return "NGRAM looks up its drafts between two steps"
+    if speculative is not None and speculative.topk > 1:
+        return "a draft tree needs a mask, and a prompt pass is causal"
+    return ""

@@ -1,0 +1,70 @@
+"""The model part of the configuration: which model is served, how it is stored, and how long its context is."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from pathlib import Path
+
+from runtime.config.device import asked_dtype
+from runtime.config.model_facts import ModelFacts
+from runtime.config.refusals import check_ranges
+from runtime.config.runtime_config import DeviceKind, Quantization, ServedModelConfig
+from runtime.config.server_args import ServerArgs
+from runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+EMBEDDED_CPU_QUANTIZATION: Quantization = "int8"
+"""How the embedded model runs on a CPU if neither a type nor a quantization is given."""
+
+
+def check_model(args: ServerArgs) -> None:
+    """Refuse values that no model can use."""
+    check_ranges(args, random_seed=(0, (1 << 63) - 1))
+    template = args.chat_template
+    if template is not None and "{" not in template and not Path(template).is_file():
+        raise ConfigError(f"--chat-template {template} is neither a file nor the text of a template.")
+
+
+def resolve_model(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> ServedModelConfig:
+    """Combine the model's facts with what was asked of it."""
+    if args.trust_remote_code:  # command lines written for other servers carry it
+        log.warning("--trust-remote-code has no effect: code in model folders is never run")
+    return ServedModelConfig(
+        model_path=model.path,
+        load_format=model.load_format,
+        tokenizer_path=model.tokenizer_path,
+        served_model_name=args.served_model_name or model.name,
+        revision=args.revision,
+        quantization=_quantization(args, device, model),
+        context_length=_context_length(args, model),
+        chat_template=args.chat_template,
+        random_seed=_seed(args),
+    )
+
+
+def _quantization(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> Quantization | None:
+    if args.quantization == "int8" and device == "cuda":
+        raise ConfigError("--quantization int8 runs on CPUs only. Leave it out, or use --device cpu.")
+    if args.quantization is not None or not model.embedded or device == "cuda":
+        return "int8" if args.quantization == "int8" else None
+    default, dtype = EMBEDDED_CPU_QUANTIZATION, asked_dtype(args)
+    if dtype is not None:
+        log.info("quantization none: --dtype %s asks for %s weights; --quantization %s makes them smaller", args.dtype, dtype, default)
+        return None
+    log.info("quantization %s: the embedded model's default on a CPU; --dtype float32 or --quantization none turns it off", default)
+    return default
+
+
+def _context_length(args: ServerArgs, model: ModelFacts) -> int:
+    check_ranges(args, context_length=(2, model.max_context_len))
+    return args.context_length or model.max_context_len
+
+
+def _seed(args: ServerArgs) -> int:
+    if args.random_seed is not None:
+        return args.random_seed
+    seed = secrets.randbelow(1 << 31)
+    log.info("random seed %d: drawn for this start", seed)
+    return seed

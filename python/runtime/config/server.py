@@ -1,0 +1,45 @@
+"""The server part of the configuration: address, keys, logs and profiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runtime.config.refusals import check_positive, check_ranges, flag_of
+from runtime.config.runtime_config import ServerConfig
+from runtime.config.server_args import ServerArgs
+from runtime.errors import ConfigError
+
+
+def check_server(args: ServerArgs) -> None:
+    """Refuse values out of range, keys that no client can send, and a profile folder that is a file."""
+    check_ranges(args, port=(0, 65535))
+    check_positive(args, shutdown_timeout=86400.0)
+    for name in ("api_key", "admin_api_key"):
+        if (key := getattr(args, name)) is not None:
+            _check_key(flag_of(name), key)
+    if args.profile is not None and (not args.profile or Path(args.profile).is_file()):
+        raise ConfigError(f"--profile must name a folder for the traces; got {args.profile!r}. A missing folder is created.")
+
+
+def resolve_server(args: ServerArgs) -> ServerConfig:
+    """Take over what was asked for."""
+    return ServerConfig(
+        host=args.host,
+        port=args.port,
+        api_key=args.api_key,
+        admin_api_key=args.admin_api_key,
+        trust_request_chat_template=args.trust_request_chat_template,
+        enable_metrics=args.enable_metrics,
+        log_level=args.log_level,
+        log_requests=args.log_requests,
+        shutdown_timeout=args.shutdown_timeout,
+        skip_server_warmup=args.skip_server_warmup,
+        profile_folder=args.profile,
+    )
+
+
+def _check_key(flag: str, key: str) -> None:
+    if not key:
+        raise ConfigError(f"{flag} is empty, which would leave the server open. Give a key, or leave the flag out.")
+    if not all("!" <= letter <= "~" for letter in key):
+        raise ConfigError(f"{flag} has a character that an Authorization header cannot carry. Use printable ASCII without spaces.")

@@ -1,0 +1,236 @@
+"""The speculative part of the configuration: how drafts are made, and the embedded model's own draft."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import cast
+
+from runtime.config.attention import resolve_attention
+from runtime.config.attention_caps import ATTENTION_CAPS, MAX_TREE_BITS
+from runtime.config.machine import MachineFacts
+from runtime.config.model_facts import ModelFacts
+from runtime.config.refusals import check_positive, check_ranges, flag_of
+from runtime.config.runtime_config import AttentionName, DeviceConfig, DeviceKind, Quantization, SpecAlgorithm, SpeculativeConfig
+from runtime.config.server_args import SPECULATION, ServerArgs
+from runtime.config.synthetic_acceptance import synthetic_acceptance
+from runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+EMBEDDED_DRAFT = Path(__file__).parents[1] / "assets" / "smollm2-eagle3"
+"""The embedded model's EAGLE-3 head."""
+EMBEDDED_DRAFT_STEPS: dict[DeviceKind, int] = {"cpu": 3, "cuda": 4}
+"""Default depth of the embedded model's draft, a chain.
+
+Measured for one request: on a CPU in int8 against depths 1, 2 and 5, on an H200 against 2, 3 and 5.
+"""
+EMBEDDED_DRAFT_MAX_BATCH: dict[tuple[DeviceKind, str], int] = {("cpu", "int8"): 4, ("cpu", "float32"): 8}
+"""Largest batch size at which the embedded model's draft is not slower, by device and type of weights. Elsewhere it is faster at every
+batch size we measured.
+
+Measured with and without drafts side by side, on real text (`benchmark/results/cpu-2/embedded_speculation.json`): in int8, drafts gave
+1.24 times the tokens at batch size 2, 0.93 to 1.02 times at 4 and 0.81 times at 8; in float32, 1.17 times at 8, the largest measured.
+"""
+DEFAULT_STEPS = 3
+
+
+@dataclass(frozen=True)
+class _DraftShape:
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+
+
+def check_speculative(args: ServerArgs) -> None:
+    """Refuse values out of range."""
+    if args.speculative_disable_by_batch_size == 0:
+        raise ConfigError("--speculative-disable-by-batch-size 0 leaves no step with drafts. Use --speculative-algorithm none.")
+    check_ranges(
+        args,
+        speculative_num_steps=(1, MAX_TREE_BITS - 1),
+        speculative_eagle_topk=(1, MAX_TREE_BITS),
+        speculative_num_draft_tokens=(2, MAX_TREE_BITS),
+        speculative_disable_by_batch_size=(1, 1 << 16),
+    )
+    check_positive(args, speculative_accept_threshold_single=1.0, speculative_accept_threshold_acc=1.0)
+
+
+def check_draft(args: ServerArgs) -> None:
+    """Refuse drafting flags without an algorithm, and those that the algorithm cannot use."""
+    if args.speculative_algorithm in (None, "none"):
+        _refuse(args, "has no effect without --speculative-algorithm. Add that flag, or leave this one out.", *_draft_flags())
+    else:
+        _check_draft_source(args, args.speculative_algorithm)
+
+
+def with_embedded_draft(args: ServerArgs, embedded: bool) -> ServerArgs:
+    """Add the embedded model's own head, if that model is served and no other draft, or none, was asked for."""
+    if not embedded or not asks_for_embedded_draft(args):
+        return args
+    return replace(args, speculative_algorithm="EAGLE3", speculative_draft_model_path=str(EMBEDDED_DRAFT))
+
+
+def asks_for_embedded_draft(args: ServerArgs) -> bool:
+    """Whether the embedded model would draft with its own head."""
+    return args.speculative_algorithm in (None, "EAGLE3") and args.speculative_draft_model_path is None
+
+
+def resolve_speculative(
+    args: ServerArgs,
+    device: DeviceConfig,
+    quantization: Quantization | None,
+    graphs: bool,
+    machine: MachineFacts,
+    model: ModelFacts,
+    draft: tuple[str, str] | None,
+) -> SpeculativeConfig | None:
+    """Choose the shape of the drafts, the draft's kernels and graphs; None without an algorithm.
+
+    Args:
+        graphs: whether the target has graphs.
+        draft: folder of the draft model and its load format, if there is one.
+    """
+    if args.speculative_algorithm in (None, "none"):
+        return None
+    algorithm = cast(SpecAlgorithm, args.speculative_algorithm)
+    path, draft_format = draft or (None, model.load_format)
+    shape = _draft_shape(args, device.device)
+    max_batch = args.speculative_disable_by_batch_size
+    if path == str(EMBEDDED_DRAFT):
+        max_batch = max_batch or EMBEDDED_DRAFT_MAX_BATCH.get((device.device, quantization or device.dtype))
+        _log_embedded(algorithm, shape, device.device, max_batch)
+    attention = _draft_attention(args, device, machine)
+    if graphs and not ATTENTION_CAPS[attention].cuda_graph and algorithm != "NGRAM":
+        log.warning("the draft runs eagerly, which is slower: %s attention cannot be captured", attention)
+        graphs = False
+    return SpeculativeConfig(
+        algorithm=algorithm,
+        draft_model_path=path,
+        draft_load_format=draft_format,
+        num_steps=shape.num_steps,
+        topk=shape.topk,
+        num_draft_tokens=shape.num_draft_tokens,
+        token_map=args.speculative_token_map,
+        attention_backend=attention,
+        draft_decode_graph=graphs and not args.disable_draft_decode_cuda_graph,
+        draft_extend_graph=graphs and not args.disable_draft_extend_cuda_graph,
+        disable_by_batch_size=max_batch,
+        accept_threshold_single=_threshold(args, "speculative_accept_threshold_single"),
+        accept_threshold_acc=_threshold(args, "speculative_accept_threshold_acc"),
+        synthetic_accept=_synthetic(args, shape),
+        check_parity=args.speculative_check_parity,
+    )
+
+
+def _draft_flags() -> list[str]:
+    own = [field.name for field in fields(ServerArgs) if field.metadata["group"] == SPECULATION]
+    return [name for name in own if name != "speculative_algorithm"]
+
+
+def _refuse(args: ServerArgs, why: str, *names: str) -> None:
+    for field in fields(args):
+        if field.name in names and getattr(args, field.name) != field.default:
+            raise ConfigError(f"{flag_of(field.name)} {why}")
+
+
+def _check_draft_source(args: ServerArgs, algorithm: str) -> None:
+    if algorithm == "NGRAM":
+        _refuse(
+            args,
+            "has no effect: NGRAM copies from the text so far and has no draft model. Leave it out.",
+            *("speculative_draft_model_path", "speculative_draft_load_format", "speculative_draft_attention_backend"),
+            *("disable_draft_decode_cuda_graph", "disable_draft_extend_cuda_graph"),
+        )
+    elif args.speculative_draft_model_path is None:
+        raise ConfigError(f"--speculative-algorithm {algorithm} needs a draft model. Name it with --speculative-draft-model-path.")
+    token_map = args.speculative_token_map
+    if token_map is not None and algorithm != "EAGLE":
+        raise ConfigError(f"--speculative-token-map works with EAGLE only; {algorithm} drafts from its own vocabulary. Leave it out.")
+    if token_map is not None and not Path(token_map).is_file():
+        raise ConfigError(
+            f"--speculative-token-map {token_map} must be a file on this machine in which torch.save wrote a list or a tensor of "
+            "token ids. Download a file of the hub first."
+        )
+
+
+def _draft_shape(args: ServerArgs, device: DeviceKind) -> _DraftShape:
+    topk = args.speculative_eagle_topk or 1
+    asked = args.speculative_num_draft_tokens
+    steps = args.speculative_num_steps or _default_steps(args, device, topk)
+    if topk > 1:
+        return _tree_shape(args, steps, topk)
+    if asked is not None and asked != steps + 1:
+        log.warning("speculative num draft tokens %d, not %d: a chain of %d steps verifies one token more", steps + 1, asked, steps)
+    return _DraftShape(steps, 1, steps + 1)
+
+
+def _tree_shape(args: ServerArgs, steps: int, topk: int) -> _DraftShape:
+    if args.speculative_algorithm in ("NGRAM", "STANDALONE"):
+        raise ConfigError(f"--speculative-eagle-topk must be 1: {args.speculative_algorithm} drafts chains. Trees need an EAGLE head.")
+    if (steps - 1) * topk > MAX_TREE_BITS:
+        raise ConfigError(
+            f"--speculative-num-steps {steps} with --speculative-eagle-topk {topk} is too large: (steps - 1) * topk must be at most "
+            f"{MAX_TREE_BITS}. Lower one of them."
+        )
+    nodes, asked = 1 + topk + (steps - 1) * topk * topk, args.speculative_num_draft_tokens
+    if asked is None:
+        asked = min(nodes, MAX_TREE_BITS, 2 * steps * topk)
+        log.info("speculative num draft tokens %d: for %d steps with %d branches", asked, steps, topk)
+    if asked > nodes:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens must be at most {nodes} nodes for {steps} steps with {topk} branches; got {asked}."
+        )
+    return _DraftShape(steps, topk, asked)
+
+
+def _default_steps(args: ServerArgs, device: DeviceKind, topk: int) -> int:
+    """The depth if it is not given; the width of a chain determines it."""
+    asked = args.speculative_num_draft_tokens
+    if topk == 1 and asked is not None:
+        log.info("speculative num steps %d: a chain of %d draft tokens has one step less", asked - 1, asked)
+        return asked - 1
+    return EMBEDDED_DRAFT_STEPS[device] if args.speculative_draft_model_path == str(EMBEDDED_DRAFT) else DEFAULT_STEPS
+
+
+def _log_embedded(algorithm: SpecAlgorithm, shape: _DraftShape, device: DeviceKind, max_batch: int | None) -> None:
+    log.info(
+        "speculative decoding %s %d/%d/%d (steps, topk, draft tokens) with the embedded model's own head, %s; the default on %s is a chain "
+        "of %d drafts; --speculative-disable-by-batch-size sets the limit, --speculative-algorithm none turns drafting off",
+        *(algorithm, shape.num_steps, shape.topk, shape.num_draft_tokens),
+        "at every batch size" if max_batch is None else f"up to a batch size of {max_batch}",
+        *(device, EMBEDDED_DRAFT_STEPS[device]),
+    )
+
+
+def _draft_attention(args: ServerArgs, device: DeviceConfig, machine: MachineFacts) -> AttentionName:
+    asked = args.speculative_draft_attention_backend
+    if asked is None or asked == device.attention_backend:
+        return device.attention_backend
+    # The backend checks the draft's head dimension when it is built.
+    flag = "--speculative-draft-attention-backend"
+    return resolve_attention(asked, flag, device.device, device.dtype, machine, head_dim=None)
+
+
+def _threshold(args: ServerArgs, name: str) -> float:
+    value = getattr(args, name)
+    if value is not None and value < 1.0:
+        log.warning("%s %g: the output no longer follows the target's distribution", flag_of(name), value)
+    return 1.0 if value is None else value
+
+
+def _synthetic(args: ServerArgs, shape: _DraftShape) -> tuple[float, ...] | None:
+    if args.speculative_synthetic_accept_length is None:
+        return None
+    if shape.topk != 1:
+        raise ConfigError("--speculative-synthetic-accept-length needs a chain. Use --speculative-eagle-topk 1.")
+    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        if (getattr(args, name) or 1.0) < 1.0:
+            raise ConfigError(
+                f"{flag_of(name)} has no effect: --speculative-synthetic-accept-length alone decides what is accepted. "
+                "Please leave one of the two out."
+            )
+    by_position = synthetic_acceptance(args.speculative_synthetic_accept_length, shape.num_steps)
+    log.warning("synthetic acceptance: the output is not the model's; for benchmarks only")
+    return by_position

@@ -1,0 +1,40 @@
+"""Acceptance probabilities by draft position, read from --speculative-synthetic-accept-length."""
+
+from __future__ import annotations
+
+from runtime.errors import ConfigError
+
+FLAG = "--speculative-synthetic-accept-length"
+
+
+def synthetic_acceptance(text: str, num_steps: int) -> tuple[float, ...]:
+    """Conditional acceptance by draft position, from a mean accept length X or from K probabilities with commas.
+
+    X counts the bonus token, so 1 <= X <= K + 1. Every position gets the same p, where p + p^2 + ... + p^K = X - 1.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    try:
+        values = [float(part) for part in text.removesuffix(",").split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{FLAG} must be a number, or {num_steps} probabilities with commas; got {text!r}.") from error
+    if "," not in text:
+        if not 1.0 <= values[0] <= num_steps + 1:
+            raise ConfigError(f"{FLAG} must be from 1 to {num_steps + 1} with {num_steps} steps; got {text}.")
+        return (_equal_acceptance(values[0] - 1.0, num_steps),) * num_steps
+    if len(values) != num_steps or not all(0.0 <= value <= 1.0 for value in values):
+        raise ConfigError(f"{FLAG} with commas must list {num_steps} probabilities, one per step; got {text!r}.")
+    return tuple(values)
+
+
+def _equal_acceptance(drafts: float, num_steps: int) -> float:
+    """The p whose powers 1..K add up to `drafts`, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(middle**i for i in range(1, num_steps + 1)) < drafts:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2

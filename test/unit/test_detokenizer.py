@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from msgspec import structs
@@ -52,8 +53,10 @@ class ByteStream:
 
 
 class ByteTokenizer:
-    def stream(self, skip_special_tokens: bool = True) -> ByteStream:
-        return ByteStream(skip_special_tokens)
+    def stream(self, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()) -> ByteStream:
+        stream = ByteStream(skip_special_tokens)
+        stream.step(tuple(prompt_tail))
+        return stream
 
 
 class Bench:
@@ -242,3 +245,11 @@ def test_looking_for_stops_is_linear_in_the_text() -> None:
     shown = sum(len(finder.push("ab" * 50 + "c")) for _ in range(2000))
     assert shown + len(finder.held) == 2000 * 101
     assert len(finder.held) < 256
+
+
+def test_the_text_of_a_request_continues_the_end_of_its_prompt() -> None:
+    bench = Bench()
+    first, *rest = "é".encode()
+    bench.manager.handle(RequestInfo(rid="a", stop=(), skip_special_tokens=True, stream=True, prompt_tail=[ord("x"), first]))
+    (shown,) = bench.feed(out([*rest, ord("y")], 2))
+    assert shown.text == "éy"

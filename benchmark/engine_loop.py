@@ -1,4 +1,4 @@
-"""The scheduler and its worker in one process, without sockets and text: the server's own loop, driven step by step."""
+"""The scheduler and its worker in one process, without sockets and text: the server's own loop, run step by step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(slots=True)
 class _Times:
-    asked: float
+    started: float
     first: float = 0.0
     last: float = 0.0
     tokens: int = 0
@@ -44,7 +44,7 @@ class _Times:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What requests of a closed loop saw, in seconds, and the tokens of all."""
+    """Latencies of a closed loop of requests, in seconds, and the tokens of all."""
 
     seconds: float
     tokens: int
@@ -53,47 +53,47 @@ class Served:
 
     @staticmethod
     def together(runs: Sequence[Served]) -> Served:
-        """As one run, of the requests of all."""
+        """Several runs as one."""
         ttfts, tpots = [one for run in runs for one in run.ttfts], [one for run in runs for one in run.tpots]
         return Served(sum(run.seconds for run in runs), sum(run.tokens for run in runs), ttfts, tpots)
 
     def figures(self) -> Figures:
-        """By `bench_serving`'s names and definitions."""
+        """The figures by `bench_serving`'s names and definitions."""
         rate = self.tokens / self.seconds
         return {"duration": self.seconds, "output_throughput": rate, **percentiles("ttft", self.ttfts), **percentiles("tpot", self.tpots)}
 
 
 class EngineLoop:
-    """Requests of random tokens on a worker, all decoding, until told to stop.
+    """Requests of random tokens on a worker, all decoding, until `stop`.
 
     Attributes:
-        tokens: generated so far, by all.
+        tokens: generated so far, by all requests.
     """
 
     def __init__(self, config: RuntimeConfig, worker: Any, overlap: bool) -> None:
         self._inbox: deque[ToScheduler] = deque()
-        config = structs.replace(config, scheduler=structs.replace(config.scheduler, overlap=overlap))
-        self._scheduler = Scheduler(config, worker, (), lambda wait: self._inbox.popleft() if self._inbox else None, self._sent)
+        scheduling = structs.replace(config.scheduler, overlap=overlap)
+        self._scheduler = Scheduler(scheduling, config.cache, worker, (), self._receive, self._sent)
         self._times: dict[str, _Times] = {}
         self.tokens = 0
 
     def start(self, requests: int, prompt_len: int, room: int, sampling: SamplingParams = GREEDY) -> None:
-        """Let `requests` in and run until each has a few tokens; they end after `room` tokens."""
+        """Start `requests` and run until each has a few tokens; they end after `room` tokens."""
         for i in range(requests):
             self._ask(i, prompt_len, room, sampling)
         while min(times.tokens for times in self._times.values()) < 8:
             self._scheduler.step()
 
     def serve(self, requests: int, concurrency: int, prompt_len: int, output_len: int) -> Served:
-        """A closed loop of `concurrency` clients until `requests` are answered."""
+        """Run a closed loop of `concurrency` clients until `requests` have ended."""
         self._times.clear()
         self.tokens = 0
-        started, asked = time.perf_counter(), 0
+        started, submitted = time.perf_counter(), 0
         while True:
             alive = sum(times.tokens < output_len for times in self._times.values())
-            while asked < requests and alive < concurrency:
-                self._ask(asked, prompt_len, output_len, GREEDY)
-                asked, alive = asked + 1, alive + 1
+            while submitted < requests and alive < concurrency:
+                self._ask(submitted, prompt_len, output_len, GREEDY)
+                submitted, alive = submitted + 1, alive + 1
             if not alive:
                 break
             self._scheduler.step()
@@ -101,7 +101,7 @@ class EngineLoop:
             self._scheduler.step()
         seconds, all_times = time.perf_counter() - started, self._times.values()
         tpots = [(t.last - t.first) / (t.tokens - 1) for t in all_times]
-        return Served(seconds, self.tokens, [t.first - t.asked for t in all_times], tpots)
+        return Served(seconds, self.tokens, [t.first - t.started for t in all_times], tpots)
 
     def _ask(self, number: int, prompt_len: int, output_len: int, sampling: SamplingParams) -> None:
         ids = np.random.default_rng(number).integers(10, self._scheduler.limits.vocab_size - 10, prompt_len).tolist()
@@ -110,7 +110,7 @@ class EngineLoop:
         self._inbox.append(GenerateReq(rid=str(number), input_ids=ids, sampling=sampling, seed=number, stream=True))
 
     def run(self, steps: int) -> float:
-        """Run so many steps; returns seconds of one."""
+        """Run `steps` steps; returns the seconds per step."""
         _wait()
         started = time.perf_counter()
         for _ in range(steps):
@@ -119,10 +119,13 @@ class EngineLoop:
         return (time.perf_counter() - started) / steps
 
     def stop(self) -> None:
-        """End all requests and read what is in flight."""
+        """End all requests and read the steps in flight."""
         self._inbox.append(AbortReq(all=True))
         while self._inbox or not self._scheduler.idle:
             self._scheduler.step()
+
+    def _receive(self, wait: float) -> ToScheduler | None:
+        return self._inbox.popleft() if self._inbox else None
 
     def _sent(self, message: ToDetokenizer) -> None:
         if not isinstance(message, TokensOutBatch):

@@ -39,6 +39,28 @@ class ForwardMode(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class CostModel:
+    """What steps cost on the worker's device; admission asks it.
+
+    Attributes:
+        saturating_tokens: prompt tokens that saturate the device: longer steps take proportionally longer. 0 if unknown.
+        piggyback_min_tokens: prompt tokens from which decode rows are cheaper in a prompt step than in a step of their own. Shorter prompts
+            run through graphs that hold no decode rows.
+    """
+
+    saturating_tokens: int = 0
+    piggyback_min_tokens: int = 1
+
+    def saturates(self, prompt_tokens: int) -> bool:
+        """Whether a step of `prompt_tokens` leaves nothing to gain from more prompts in it."""
+        return 0 < self.saturating_tokens <= prompt_tokens
+
+    def piggyback_pays(self, prompt_tokens: int) -> bool:
+        """Whether decode rows should run in a step of `prompt_tokens`."""
+        return prompt_tokens >= self.piggyback_min_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLimits:
     """What the device side can hold; admission follows from it.
 
@@ -56,8 +78,7 @@ class WorkerLimits:
         overlap: whether step n + 1 may be submitted before step n's result is read.
         needs_history: whether every `RowInit` must carry its history.
         mixed: whether a batch may hold prompt chunks and decode rows.
-        mixed_from: smallest number of prompt tokens for which that is worth it; fewer run through a graph of their own without decode rows.
-        busy_tokens: prompt tokens that keep the device busy: more in one EXTEND batch take longer in proportion. 0 where that is not known.
+        cost_model: what steps cost on the device.
     """
 
     max_total_tokens: int
@@ -72,8 +93,7 @@ class WorkerLimits:
     overlap: bool = True
     needs_history: bool = False
     mixed: bool = False
-    mixed_from: int = 1
-    busy_tokens: int = 0
+    cost_model: CostModel = CostModel()
 
     @property
     def max_request_len(self) -> int:

@@ -192,7 +192,8 @@ def run(
                 alive.discard(out.rid)
 
     worker.reset()
-    scheduler = Scheduler(config, worker, model_config.eos_ids, lambda wait: inbox.pop(0) if inbox else None, take)
+    eos_ids = model_config.eos_ids
+    scheduler = Scheduler(config.scheduler, config.cache, worker, eos_ids, lambda wait: inbox.pop(0) if inbox else None, take)
     for group, most in ((asks[:few], pause.above if pause is not None else 0), (asks[few:], len(asks))):
         waiting = list(group)
         while waiting or inbox or not scheduler.idle:

@@ -1,16 +1,20 @@
-"""The error tree: every way a request or a start can fail, each with its HTTP status."""
+"""The errors that a request or a start can end with, each with its HTTP status."""
 
 from __future__ import annotations
 
+import json
+
+MAX_SHOWN = 60
+
 
 class ServingError(Exception):
-    """A failure with an answer for the person who caused or met it.
+    """A failure that has an answer for the client.
 
     Attributes:
         status: the HTTP status of the answer.
         kind: OpenAI's `error.type`.
-        param: the request field at fault, if one is.
-        retry_after: seconds for the `Retry-After` header, if waiting helps.
+        param: the request field at fault, if there is one.
+        retry_after: seconds for the `Retry-After` header, if a retry can help.
     """
 
     status = 500
@@ -30,57 +34,65 @@ class RequestError(ServingError):
 
 
 class InvalidField(RequestError):
-    """One field's value is outside what the server accepts."""
+    """The value of one field is outside its limits.
 
-    def __init__(self, field: str, value: object, limit: str) -> None:
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        super().__init__(f"{field} is {shown}; it must be {limit}", param=field)
+    Args:
+        field: its name.
+        value: what it holds.
+        limit: completes the sentence "FIELD must be ...".
+        subject: what the sentence calls the field, where the protocols have different names for it.
+    """
+
+    def __init__(self, field: str, value: object, limit: str, *, subject: str | None = None) -> None:
+        super().__init__(f"{subject or field} must be {limit}; got {shown(value)}.", field)
 
 
 class UnsupportedField(RequestError):
-    """The field belongs to the protocol, and this server does not implement it."""
+    """The field belongs to the protocol, but this server does not support it."""
 
-    def __init__(self, field: str, why: str = "this server does not support it") -> None:
-        super().__init__(f"{field}: {why}; leave it out", param=field)
+    def __init__(self, field: str, why: str) -> None:
+        super().__init__(f"{field} is not supported: {why}. Leave it out.", field)
 
 
 class ContextTooLong(RequestError):
-    """The prompt leaves no room for one output token."""
+    """The prompt leaves no room for an output token."""
 
     def __init__(self, prompt_len: int, max_context_len: int) -> None:
-        super().__init__(f"prompt has {prompt_len} tokens; the most is {max_context_len - 1}", param="prompt")
+        super().__init__(
+            f"The prompt has {prompt_len} tokens; prompt and output together may have {max_context_len}. "
+            f"Shorten the prompt to at most {max_context_len - 1} tokens.",
+            "prompt",
+        )
 
 
 class NeverFits(RequestError):
-    """The request needs more KV cache than the server owns."""
+    """The request needs more KV cache than the server has."""
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(
-            f"the request needs {needed} KV slots and the server has {available}; "
-            "shorten it, or start the server with a larger --mem-fraction-static or --max-total-tokens"
+            f"The request needs {needed} KV slots; the server has {available}. "
+            "Shorten it, or start the server with a larger --mem-fraction-static or --max-total-tokens."
         )
 
 
 class Unauthorized(ServingError):
-    """No API key, or a wrong one."""
+    """The API key is missing or wrong."""
 
     status = 401
     kind = "authentication_error"
 
     def __init__(self) -> None:
-        super().__init__("missing or wrong API key; send 'Authorization: Bearer KEY'")
+        super().__init__("The API key is missing or wrong. Send the header 'Authorization: Bearer KEY'.")
 
 
 class ModelNotFound(ServingError):
-    """The request names a model that is not served here."""
+    """The request names a model that this server does not serve."""
 
     status = 404
     kind = "not_found_error"
 
     def __init__(self, asked: str, served: str) -> None:
-        super().__init__(f"model {asked[:80]!r} is not served here; the model is {served!r}", param="model")
+        super().__init__(f"This server does not serve the model {shown(asked)}; it serves {shown(served)}.", "model")
 
 
 class BodyTooLarge(ServingError):
@@ -90,7 +102,7 @@ class BodyTooLarge(ServingError):
     kind = "invalid_request_error"
 
     def __init__(self, limit_mib: int) -> None:
-        super().__init__(f"the request body is larger than {limit_mib} MiB")
+        super().__init__(f"The request body is larger than {limit_mib} MiB.")
 
 
 class CacheBusy(RequestError):
@@ -103,58 +115,69 @@ class CacheBusy(RequestError):
 
 
 class QueueFull(ServingError):
-    """As many requests wait as the server admits."""
+    """The waiting queue is full."""
 
     status = 429
     kind = "rate_limit_error"
     retry_after = 1
 
     def __init__(self, limit: int) -> None:
-        super().__init__(f"{limit} requests are already waiting (--max-queued-requests); try again later")
+        super().__init__(f"The queue is full: {limit} requests are waiting (--max-queued-requests). Try again later.")
 
 
 class ServerDraining(ServingError):
     """The server is shutting down and takes no new work."""
 
     status = 503
-    kind = "server_error"
     retry_after = 10
 
     def __init__(self) -> None:
-        super().__init__("the server is shutting down")
+        super().__init__("The server is shutting down.")
 
 
 class WorkerDied(ServingError):
-    """A process of the server is gone; nothing can be answered any more."""
+    """A process of the server died; the server is about to stop."""
 
     status = 503
-    kind = "server_error"
 
-    def __init__(self, who: str) -> None:
-        super().__init__(f"the {who} process died; the server is stopping")
+    def __init__(self, process: str) -> None:
+        super().__init__(f"The {process} process died; the server is stopping.")
 
 
 class SlowReader(ServingError):
-    """A client reads its stream so slowly that the server gave it up."""
+    """A client reads its stream too slowly, so the server ended it."""
 
     status = 408
     kind = "invalid_request_error"
 
     def __init__(self, limit: int) -> None:
-        super().__init__(f"{limit} parts of this stream wait to be read, the most the server keeps; the stream was ended")
+        super().__init__(f"The client did not read its stream: {limit} parts are unread, the most the server keeps. The stream has ended.")
 
 
 class StepFailed(ServingError):
-    """One forward step failed; its requests are lost, the server goes on."""
+    """One forward step failed; its requests are lost, and the server continues."""
 
-    status = 500
-    kind = "server_error"
-
-    def __init__(self, detail: str = "the forward step of this request failed") -> None:
+    def __init__(self, detail: str = "The forward step of this request failed.") -> None:
         super().__init__(detail)
 
 
 class ConfigError(ServingError):
-    """What the user asked for at start cannot be done: one line, exit 2."""
+    """The server cannot start as it was asked to: one line, exit status 2."""
 
     kind = "config_error"
+
+
+def shown(value: object) -> str:
+    """`value` in JSON's words; a large value by its size."""
+    if isinstance(value, str):
+        # Lone surrogates and control characters are escaped.
+        return (
+            json.dumps(value, ensure_ascii=not value.isprintable()) if len(value) <= MAX_SHOWN else f"a string of {len(value)} characters"
+        )
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, int):
+        return str(value) if value.bit_length() <= 128 else "an integer of more than 128 bits"
+    if isinstance(value, (list, tuple)):
+        return f"an array of {len(value)} items"
+    return "an object" if isinstance(value, dict) else str(value)[:MAX_SHOWN]

@@ -136,7 +136,7 @@ class _Server:
         try:
             start = asyncio.create_task(self._runtime.start())
             await asyncio.sleep(0)  # the children are on their way; what HTTP needs is imported while they load
-            from runtime.entrypoints.http_server import serve
+            from runtime.entrypoints.http.server import serve
 
             if not await self._unless_stopped(start):
                 return 0

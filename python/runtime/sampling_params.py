@@ -1,10 +1,12 @@
-"""What one request asked for: how its tokens are chosen, and when they end."""
+"""How the tokens of one request are chosen and when they end, and the bounds of these values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
+from annotated_types import Interval
 
 from runtime.errors import InvalidField
 
@@ -14,25 +16,37 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_TOKENS = (1 << 31) - 1
 TOP_K_ALL = 1 << 30
-"""The `top_k` that keeps every token; also what a padding row holds."""
+"""The `top_k` that keeps every token; padding rows hold it too."""
+
+NewTokens = Annotated[int, Interval(ge=1, le=MAX_TOKENS)]
+MinNewTokens = Annotated[int, Interval(ge=0, le=MAX_TOKENS)]
+Temperature = Annotated[float, Interval(ge=0, le=100)]
+TopP = Annotated[float, Interval(gt=0, le=1)]
+TopK = Annotated[int, Interval(ge=-1, le=TOP_K_ALL)]
+MinP = Annotated[float, Interval(ge=0, le=1)]
+Penalty = Annotated[float, Interval(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Interval(gt=0, le=10)]
+Bias = Annotated[float, Interval(ge=-100, le=100)]
+Int64 = Annotated[int, Interval(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling of one request, named as SGLang names it.
+    """Sampling of one request, under SGLang's names.
 
-    `temperature == 0` means greedy. `top_k <= 0` means all. `seed` None lets the server pick one.
+    `temperature == 0` means greedy. `top_k <= 0` means all tokens. If `seed` is None, the server draws one.
     """
 
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    max_new_tokens: NewTokens = 128
+    min_new_tokens: MinNewTokens = 0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = -1
+    min_p: MinP = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
     logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
@@ -42,7 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether the most likely token is always chosen."""
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
@@ -51,57 +65,68 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def check(self, vocab_size: int) -> None:
-        """Raise `InvalidField` for the first value outside its bounds."""
-        _flag("ignore_eos", self.ignore_eos)
-        _flag("skip_special_tokens", self.skip_special_tokens)
-        _whole("max_new_tokens", self.max_new_tokens, 1, 1 << 31)
-        _whole("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
-        _real("temperature", self.temperature, 0.0, 100.0)
-        _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _whole("top_k", self.top_k, -1, TOP_K_ALL)
-        _real("min_p", self.min_p, 0.0, 1.0)
-        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        """Raise `InvalidField` for the first value outside its bounds; `param` is the field's name here."""
+        for name, kind in _NUMBERS.items():
+            check_number(name, getattr(self, name), kind)
         if self.seed is not None:
-            _whole("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+            check_number("seed", self.seed, Int64)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise InvalidField("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens ({self.max_new_tokens})")
+        for name, flag in (("ignore_eos", self.ignore_eos), ("skip_special_tokens", self.skip_special_tokens)):
+            if not isinstance(flag, bool):
+                raise InvalidField(name, flag, "true or false")
         self._check_stops(vocab_size)
         self._check_bias(vocab_size)
 
     def _check_stops(self, vocab_size: int) -> None:
-        _many("stop", self.stop, "texts")
-        _many("stop_token_ids", self.stop_token_ids, "token ids")
-        if len(self.stop) > MAX_STOPS:
-            raise InvalidField("stop", f"{len(self.stop)} strings", f"at most {MAX_STOPS} strings")
+        if not isinstance(self.stop, tuple) or len(self.stop) > MAX_STOPS:
+            raise InvalidField("stop", self.stop, f"an array of at most {MAX_STOPS} strings")
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
-                raise InvalidField("stop", text, f"a text of 1 to {MAX_STOP_CHARS} characters")
+                raise InvalidField("stop", text, f"a string of 1 to {MAX_STOP_CHARS} characters")
             if not _encodable(text):
-                raise InvalidField("stop", text, "made of whole characters, without half of a surrogate pair")
-        if len(self.stop_token_ids) > MAX_STOP_IDS:
-            raise InvalidField("stop_token_ids", f"{len(self.stop_token_ids)} ids", f"at most {MAX_STOP_IDS} ids")
+                raise InvalidField("stop", text, "valid Unicode, without half of a surrogate pair")
+        if not isinstance(self.stop_token_ids, tuple) or len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise InvalidField("stop_token_ids", self.stop_token_ids, f"an array of at most {MAX_STOP_IDS} token ids")
         for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0, vocab_size - 1)
+            check_token("stop_token_ids", token, vocab_size)
 
     def _check_bias(self, vocab_size: int) -> None:
-        if not isinstance(self.logit_bias, Mapping | None):
-            raise InvalidField("logit_bias", self.logit_bias, "a mapping from token ids to numbers")
-        bias = self.logit_bias or {}
-        if len(bias) > MAX_LOGIT_BIAS:
-            raise InvalidField("logit_bias", f"{len(bias)} entries", f"at most {MAX_LOGIT_BIAS} entries")
-        for token, value in bias.items():
-            _whole("logit_bias", token, 0, vocab_size - 1)
-            _real("logit_bias", value, -100.0, 100.0)
+        if not isinstance(self.logit_bias, Mapping | None) or len(self.logit_bias or {}) > MAX_LOGIT_BIAS:
+            raise InvalidField("logit_bias", self.logit_bias, f"an object of at most {MAX_LOGIT_BIAS} entries, from token id to bias")
+        for token, bias in (self.logit_bias or {}).items():
+            check_token("logit_bias", token, vocab_size)
+            check_number("logit_bias", bias, Bias)
 
 
-def _flag(field: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise InvalidField(field, value, "True or False")
+_NUMBERS: dict[str, Any] = {
+    name: hint for name, hint in get_type_hints(SamplingParams, include_extras=True).items() if get_origin(hint) is Annotated
+}
 
 
-def _many(field: str, value: object, what: str) -> None:
-    if not isinstance(value, tuple):
-        raise InvalidField(field, value, f"a tuple of {what}")
+def check_number(field: str, value: object, kind: Any) -> None:
+    """Raise `InvalidField` unless `value` is a number of `kind`, one of the types above. A boolean is not a number."""
+    whole, bounds = get_args(kind)
+    # The comparisons refuse NaN, and they hold for integers too large for a float.
+    if isinstance(value, bool) or not isinstance(value, int if whole is int else (int, float)) or not _within(value, bounds):
+        raise InvalidField(field, value, number_limit(whole is int, bounds))
+
+
+def check_token(field: str, token: object, vocab_size: int) -> None:
+    """Raise `InvalidField` unless `token` is an id of the vocabulary."""
+    check_number(field, token, Annotated[int, Interval(ge=0, le=vocab_size - 1)])
+
+
+def number_limit(whole: bool, bounds: Interval) -> str:
+    """The bounds in words, such as "a number above 0 and at most 1"."""
+    kind = "an integer" if whole else "a number"
+    return f"{kind} between {bounds.ge} and {bounds.le}" if bounds.gt is None else f"{kind} above {bounds.gt} and at most {bounds.le}"
+
+
+def _within(value: float, bounds: Interval) -> bool:
+    low: Any = bounds.ge if bounds.gt is None else bounds.gt
+    high: Any = bounds.le
+    return low <= value <= high and value != bounds.gt
 
 
 def _encodable(text: str) -> bool:
@@ -110,15 +135,3 @@ def _encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _whole(field: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidField(field, value, f"a whole number from {low} to {high}")
-
-
-def _real(field: str, value: object, low: float, high: float, open_low: bool = False) -> None:
-    # Comparisons refuse NaN too, and take whole numbers that no float holds.
-    fine = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
-    if not fine or (open_low and value == low):
-        raise InvalidField(field, value, f"a number {'above' if open_low else 'from'} {low} {'up ' if open_low else ''}to {high}")

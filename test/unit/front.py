@@ -15,7 +15,7 @@ import msgspec
 from tiny import tiny_model, tiny_runtime
 
 from runtime.batch import WorkerLimits
-from runtime.entrypoints.http_server import serve
+from runtime.entrypoints.http.server import serve
 from runtime.managers.messages import (
     AbortReq,
     ControlReply,

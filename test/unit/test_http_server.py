@@ -14,13 +14,14 @@ from typing import Any
 import httpx
 import pytest
 from front import Front, ScriptedScheduler, front, make_manager, until
+from pydantic import BaseModel
 
-from runtime.entrypoints import body_limits, connection, sse
-from runtime.entrypoints.auth import ADMIN_PATHS, OPEN_PATHS
-from runtime.entrypoints.http_server import create_app
-from runtime.entrypoints.native_protocol import GENERATE, NATIVE_SAMPLING
-from runtime.entrypoints.openai_protocol import CHAT, COMPLETION
-from runtime.entrypoints.page import ChatPage
+from runtime.entrypoints.http import connection, limits, sse
+from runtime.entrypoints.http.auth import ADMIN_PATHS, OPEN_PATHS
+from runtime.entrypoints.http.page import ChatPage
+from runtime.entrypoints.http.server import create_app
+from runtime.entrypoints.native.protocol import GenerateBody, NativeSampling
+from runtime.entrypoints.openai.protocol import ChatBody, CompletionBody
 from runtime.errors import WorkerDied
 
 HI = [{"role": "user", "content": "hi"}]
@@ -65,22 +66,26 @@ def test_malformed_bodies_are_400_in_openais_form() -> None:
     run(check())
 
 
+def integer_fields(model: type[BaseModel]) -> Iterator[tuple[str, int]]:
+    """Each integer field of a body with its highest value."""
+    for name, node in model.model_json_schema()["properties"].items():
+        for form in node.get("anyOf", [node]):
+            if form.get("type") == "integer":
+                yield name, form["maximum"]
+
+
 def integer_bodies() -> Iterator[tuple[str, str, int]]:
     """Path, body with %s for the number, and the highest number that the field takes."""
-    for path, fields, base in (
-        ("/v1/chat/completions", CHAT, '"messages":[{"role":"user","content":"x"}]'),
-        ("/v1/completions", COMPLETION, '"prompt":"x"'),
-        ("/generate", GENERATE, '"text":"x"'),
+    for path, model, base in (
+        ("/v1/chat/completions", ChatBody, '"messages":[{"role":"user","content":"x"}]'),
+        ("/v1/completions", CompletionBody, '"prompt":"x"'),
+        ("/generate", GenerateBody, '"text":"x"'),
     ):
-        for name, kind in fields.kinds.items():
-            schema = kind.schema()
-            if schema.get("type") == "integer":
-                logprobs = '"logprobs":true,' if name == "top_logprobs" else ""
-                yield path, f'{{{logprobs}{base},"{name}":%s}}', int(str(schema["maximum"]))
-    for name, kind in NATIVE_SAMPLING.kinds.items():
-        schema = kind.schema()
-        if schema.get("type") == "integer":
-            yield "/generate", f'{{"text":"x","sampling_params":{{"{name}":%s}}}}', int(str(schema["maximum"]))
+        for name, highest in integer_fields(model):
+            logprobs = '"logprobs":true,' if name == "top_logprobs" else ""
+            yield path, f'{{{logprobs}{base},"{name}":%s}}', highest
+    for name, highest in integer_fields(NativeSampling):
+        yield "/generate", f'{{"text":"x","sampling_params":{{"{name}":%s}}}}', highest
     yield "/v1/completions", '{"prompt":"x","stop_token_ids":[%s]}', 258
     yield "/v1/completions", '{"prompt":[1,%s]}', 258
     yield "/generate", '{"input_ids":[%s]}', 258
@@ -416,7 +421,7 @@ def test_a_slow_answer_is_not_cut_by_the_header_clock(monkeypatch: pytest.Monkey
 
 
 def test_a_body_that_stops_half_way_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_limits, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "BODY_SECONDS", 0.2)
 
     async def check() -> None:
         async with front() as f:
@@ -502,7 +507,7 @@ def test_a_dead_process_ends_streams_with_an_error_and_everything_else_with_503(
 
 
 def test_health_generate_makes_a_token_or_says_that_none_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.entrypoints.admin_api.GENERATE_SECONDS", 0.2)
+    monkeypatch.setattr("runtime.entrypoints.http.admin.GENERATE_SECONDS", 0.2)
 
     async def check() -> None:
         async with front() as f:
@@ -516,8 +521,8 @@ def test_health_generate_makes_a_token_or_says_that_none_came(monkeypatch: pytes
 
 
 def test_health_generate_is_content_with_the_tokens_of_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.entrypoints.admin_api.GENERATE_SECONDS", 1.0)
-    monkeypatch.setattr("runtime.entrypoints.admin_api.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("runtime.entrypoints.http.admin.GENERATE_SECONDS", 1.0)
+    monkeypatch.setattr("runtime.entrypoints.http.admin.LOOK_SECONDS", 0.05)
 
     async def probe(f: Front) -> int:
         asking = asyncio.create_task(f.client.get("/health_generate"))

@@ -11,8 +11,12 @@ from typing import Any
 import openai
 import pytest
 from front import IM_END, ScriptedScheduler, front, logprob_of, until
+from pydantic import TypeAdapter
 
-from runtime.entrypoints.openai_logprobs import LOWEST, CompletionLogprobs, aligned, chat_logprobs
+from runtime.entrypoints.http.responses import ErrorBody
+from runtime.entrypoints.native.protocol import Detokenized, Done, Generated, ModelInfo, Status, Tokenized
+from runtime.entrypoints.openai.logprobs import LOWEST, CompletionLogprobs, aligned, chat_logprobs
+from runtime.entrypoints.openai.protocol import ChatCompletion, Completion, ModelCard, ModelList
 
 HI = [{"role": "user", "content": "hi"}]
 HI_IDS = [256, *b"user\nhi", 257, *b"\n", 256, *b"assistant\n"]
@@ -422,3 +426,63 @@ def test_prompt_logprobs_are_aligned_at_the_end(given: list[float | None]) -> No
     chosen, top = aligned(3, given, [[(1, v)] if v else [] for v in given])
     assert chosen == [None, -1.0, -2.0]
     assert [list(one) for one in top] == [[], [(1, -1.0)], [(1, -2.0)]]
+
+
+def test_answers_have_the_documented_form() -> None:
+    chat = {"messages": HI, "n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    completion = {"prompt": ["a", [98]], "logprobs": 2, "echo": True, "return_token_ids": True, "max_tokens": 3}
+    native = {"text": ["a", "b"], "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}
+    cases: list[tuple[str, dict[str, Any], Any]] = [
+        ("/v1/chat/completions", chat, ChatCompletion),
+        ("/v1/chat/completions", {"messages": HI}, ChatCompletion),
+        ("/v1/completions", completion, Completion),
+        ("/v1/completions", {"prompt": "a"}, Completion),
+        ("/generate", native, list[Generated]),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2}}, Generated),
+        ("/tokenize", {"prompt": ["a", "b"]}, Tokenized),
+        ("/detokenize", {"tokens": [97]}, Detokenized),
+        ("/flush_cache", {}, Done),
+        ("/generate", {}, ErrorBody),
+    ]
+    reads: list[tuple[str, Any]] = [("/v1/models", ModelList), ("/v1/models/tiny", ModelCard), ("/get_model_info", ModelInfo)]
+    reads.append(("/health", Status))
+
+    async def check() -> None:
+        async with front() as f:
+            for path, body, form in cases:
+                TypeAdapter(form).validate_json((await f.post(path, body)).content, strict=True, extra="forbid")
+            for path, form in (
+                ("/v1/models", ModelList),
+                ("/v1/models/tiny", ModelCard),
+                ("/get_model_info", ModelInfo),
+                ("/health", Status),
+            ):
+                TypeAdapter(form).validate_json((await f.client.get(path)).content, strict=True, extra="forbid")
+
+    run(check())
+
+
+def test_unknown_fields_are_ignored_and_named() -> None:
+    async def check() -> None:
+        async with front() as f:
+            odd = {"temprature": 1, "a\x7fb, ü": 2, "metadata": {"k": 1}, "tools": [], "user": None}
+            answer = await f.post("/v1/completions", {"prompt": "x", **odd})
+            assert answer.status_code == 200
+            assert answer.headers["x-ignored-fields"] == "temprature, a%7Fb%2C%20%C3%BC"
+            stream = await f.post("/generate", {"text": "x", "stream": True, "sampling_params": {"tempo": 1}})
+            assert stream.headers["x-ignored-fields"] == "sampling_params.tempo"
+            assert "x-ignored-fields" not in (await f.post("/v1/completions", {"prompt": "x"})).headers
+
+    run(check())
+
+
+def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        async with front() as f:
+            for _ in range(3):
+                await f.post("/v1/completions", {"prompt": "x", "temprature": 1})
+
+    run(check())
+    assert [record.getMessage() for record in caplog.records if "temprature" in record.getMessage()] == [
+        "/v1/completions: ignoring unknown request fields: temprature"
+    ]

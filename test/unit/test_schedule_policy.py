@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runtime.batch import WorkerLimits
+from runtime.batch import CostModel, WorkerLimits
 from runtime.managers import schedule_policy as policy
 from runtime.managers.messages import GenerateReq
 from runtime.managers.new_token_ratio import NewTokenRatio
@@ -83,13 +83,15 @@ def test_a_budget_is_the_smallest_of_its_caps_and_runs_out() -> None:
 
 @pytest.mark.parametrize(("prompts", "offered"), [(1, 0), (FEW_PROMPTS, 0), (FEW_PROMPTS + 1, 10)])
 def test_with_few_prompts_a_saturated_step_takes_no_other(prompts: int, offered: int) -> None:
-    budget = PrefillBudget.start(64, 64, replace(LIMITS, busy_tokens=20), prompts)
+    budget = PrefillBudget.start(64, 64, replace(LIMITS, cost_model=CostModel(saturating_tokens=20)), prompts)
     assert budget.offer(19, True) == 19
     budget.take(19)
     assert budget.offer(10, False) == 10, "the device is not saturated yet"
     budget.take(1)
     assert budget.offer(10, False) == offered
-    assert PrefillBudget.start(64, 64, LIMITS, 1).enough == 64, "if the saturating size is unknown, as many as fit"
+    budget = PrefillBudget.start(64, 64, LIMITS, 1)
+    budget.take(63)
+    assert budget.offer(10, False) == 1, "if the saturating size is unknown, as many as fit"
 
 
 def test_the_new_token_ratio_decays_to_a_floor_and_resets() -> None:

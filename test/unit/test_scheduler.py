@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fake_worker import FakeWorker, alone, logprob
-from runtime.batch import ForwardMode, ScheduleBatch, WorkerLimits
+from runtime.batch import CostModel, ForwardMode, ScheduleBatch, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.managers.messages import (
     AbortReq,
@@ -63,8 +63,10 @@ class Harness:
         self.worker = FakeWorker(limits)
         self.inbox: list[Any] = []
         self.sent: list[Any] = []
+        config = config_of(**settings)
         self.scheduler = Scheduler(
-            config_of(**settings),
+            config.scheduler,
+            config.cache,
             self.worker,
             EOS,
             receive=lambda wait: self.inbox.pop(0) if self.inbox else None,
@@ -150,7 +152,7 @@ def storm_limits(rng: random.Random) -> WorkerLimits:
         prefix_lookahead=int(accept > 1 and rng.random() < 0.8),
         overlap=rng.random() < 0.7,
         mixed=rng.random() < 0.6,
-        busy_tokens=rng.choice([0, 6, 30]),
+        cost_model=CostModel(saturating_tokens=rng.choice([0, 6, 30])),
     )
 
 
@@ -246,7 +248,7 @@ def test_running_requests_decode_beside_every_chunk_of_a_long_prompt() -> None:
 
 
 def test_short_prompts_run_without_decode_rows() -> None:
-    harness = Harness(limits_of(mixed=True, mixed_from=8), chunked_prefill_size=9)
+    harness = Harness(limits_of(mixed=True, cost_model=CostModel(piggyback_min_tokens=8)), chunked_prefill_size=9)
     harness.ask("runs", [1, 2], max_new_tokens=60, ignore_eos=True)
     harness.step(3)
     harness.ask("short", list(range(7)), max_new_tokens=4, ignore_eos=True)
@@ -423,7 +425,7 @@ def test_several_prompts_share_one_extend_batch_within_its_budget() -> None:
 
 def test_few_prompts_that_saturate_the_device_run_one_per_step() -> None:
     def steps(prompts: int, **asked: Any) -> list[list[int]]:
-        harness = Harness(limits_of(max_extend_tokens=20, max_running_requests=16, busy_tokens=7), **asked)
+        harness = Harness(limits_of(max_extend_tokens=20, max_running_requests=16, cost_model=CostModel(saturating_tokens=7)), **asked)
         for i in range(prompts):
             harness.ask(f"r{i}", [i] * (8 if i else 4), max_new_tokens=1)
         harness.run_until_idle()
@@ -438,7 +440,10 @@ def test_few_prompts_that_saturate_the_device_run_one_per_step() -> None:
 
 
 def test_piggyback_candidates_do_not_keep_short_prompts_apart() -> None:
-    harness = Harness(limits_of(mixed=True, mixed_from=20, tokens_per_step=4, busy_tokens=7), chunked_prefill_size=64)
+    harness = Harness(
+        limits_of(mixed=True, tokens_per_step=4, cost_model=CostModel(saturating_tokens=7, piggyback_min_tokens=20)),
+        chunked_prefill_size=64,
+    )
     for rid in ("a", "b"):
         harness.ask(rid, [1, 2, 3], max_new_tokens=30, ignore_eos=True)
     harness.step(6)
@@ -887,7 +892,8 @@ def test_run_sends_heartheartbeats_and_returns_when_drained() -> None:
         except queue.Empty:
             return None
 
-    scheduler = Scheduler(config_of(), FakeWorker(limits), EOS, receive, lambda message: sent.put(as_sent(message)))
+    config = config_of()
+    scheduler = Scheduler(config.scheduler, config.cache, FakeWorker(limits), EOS, receive, lambda message: sent.put(as_sent(message)))
     thread = threading.Thread(target=scheduler.run, daemon=True)
     thread.start()
     heartbeats: list[Heartbeat] = []

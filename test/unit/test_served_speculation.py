@@ -60,7 +60,7 @@ def serve(
             hear(out)
 
     config = tiny_runtime(**{"context_length": CONTEXT, "chunked_prefill_size": 24, **settings})
-    scheduler = Scheduler(config, worker, EOS, lambda wait: inbox.pop(0) if inbox else None, take)
+    scheduler = Scheduler(config.scheduler, config.cache, worker, EOS, lambda wait: inbox.pop(0) if inbox else None, take)
     for turn in range(5000):
         if turn in aborted:
             inbox.append(AbortReq(rid=aborted[turn]))

@@ -382,20 +382,28 @@ def limits(target: Target, **changes: object) -> Any:
 def test_the_scheduler_is_told_when_the_device_is_busy(target: Target) -> None:
     model = target.runner.model
     free = free_tokens(model.block_parameters, target_launches(target.runner.config))
-    assert limits(target).busy_tokens == busy_tokens(free)
+    assert limits(target).cost_model.saturating_tokens == busy_tokens(free)
     on_cpu = parts_of()
     on_cpu.device = CPU
-    assert make_limits(on_cpu, MemoryPlan(64, {}), target).busy_tokens == 256
+    assert make_limits(on_cpu, MemoryPlan(64, {}), target).cost_model.saturating_tokens == 256
+
+
+def mixing(target: Target, **changes: object) -> tuple[bool, int]:
+    made = limits(target, **changes)
+    return made.mixed, made.cost_model.piggyback_min_tokens
 
 
 def test_prompts_with_graphs_of_their_own_take_nobody_along(target: Target, caplog: pytest.LogCaptureFixture) -> None:
-    assert (limits(target).mixed, limits(target).mixed_from) == (False, 1)
-    assert (limits(target, mixed_chunk=True).mixed, limits(target, mixed_chunk=True).mixed_from) == (True, 1)
+    assert mixing(target) == (False, 1)
+    assert mixing(target, mixed_chunk=True) == (True, 1)
     target.short_prompts = short_prompts(target)
-    assert (limits(target, mixed_chunk=True).mixed, limits(target, mixed_chunk=True).mixed_from) == (True, SIZES[-1] + 1)
+    assert mixing(target, mixed_chunk=True) == (
+        True,
+        SIZES[-1] + 1,
+    )
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     with caplog.at_level("WARNING"):
         assert not limits(target, mixed_chunk=True, chunked_prefill_size=SIZES[-1]).mixed
     assert "--enable-mixed-chunk takes nobody along: a prompt step of this model is at most 16 tokens" in caplog.text
     target.short_prompts.runner._forget(SIZES)
-    assert limits(target, mixed_chunk=True).mixed_from == 1, "no graph fitted into memory"
+    assert limits(target, mixed_chunk=True).cost_model.piggyback_min_tokens == 1, "no graph fitted into memory"

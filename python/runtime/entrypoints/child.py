@@ -104,7 +104,8 @@ def serve_scheduler(orders: Orders, reporter: Reporter, build: BuildWorker) -> N
     model_config = load_hf_config(orders.config.model.model_path)
     eos_ids = dict.fromkeys((*model_config.eos_ids, *tokenizer_eos_ids(Path(orders.config.model.tokenizer_path))))
     worker = build(orders.config, model_config)
-    scheduler = Scheduler(orders.config, worker, tuple(eos_ids), inbox.receive, outbox.send)
+    config = orders.config
+    scheduler = Scheduler(config.scheduler, config.cache, worker, tuple(eos_ids), inbox.receive, outbox.send)
     spare_start()
     reporter.send(Ready(worker.limits))
     scheduler.run()

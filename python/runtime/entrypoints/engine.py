@@ -10,7 +10,7 @@ from typing import Any, TypedDict, TypeGuard, TypeVar
 
 from runtime import log as logging_setup
 from runtime.config.flag_parser import from_fields
-from runtime.entrypoints.meta_info import meta_info
+from runtime.entrypoints.native.meta_info import meta_info
 from runtime.entrypoints.processes import Runtime, prepare
 from runtime.errors import InvalidField, ServingError
 from runtime.managers.messages import TokenLogprobs

@@ -1,23 +1,92 @@
-"""The generations of one HTTP request: started together, read together, ended together."""
+"""The generations of one HTTP request: they start, are read and end together."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from runtime.errors import RequestError
 from runtime.managers.messages import TokenLogprobs
-from runtime.managers.tokenizer_manager import Generation, GenerationUpdate
+from runtime.managers.tokenizer_manager import Generation, GenerationUpdate, TokenizerManager
+from runtime.sampling_params import SamplingParams
 
 MAX_UNREAD = 256
-"""Updates kept between the generations of a request and its writer; beyond it the generations' own bound counts."""
+"""Updates kept between the generations of a request and its writer; beyond it the generations' own bound applies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One HTTP request for text.
+
+    Attributes:
+        name: a name for `/abort_request` that all its generations share; empty for none.
+        prompts: texts or token ids.
+        sampling: one per prompt.
+        rids: one per prompt.
+        n: texts per prompt.
+        fill_context: generate to the end of the context.
+        top_logprobs: -1 for no log-probabilities, else how many beside each chosen token.
+        params: the protocol's names for fields that the manager calls "prompt", "input_ids" and "max_new_tokens".
+    """
+
+    name: str
+    prompts: Sequence[str | list[int]]
+    sampling: Sequence[SamplingParams]
+    rids: Sequence[str]
+    n: int
+    stream: bool
+    top_logprobs: int
+    prompt_logprobs: bool
+    priority: int
+    cache_salt: str
+    params: Mapping[str, str]
+    fill_context: bool = False
 
 
 class Generations:
-    """One generation a prompt. Leaving `async with` ends those that still run."""
+    """One generation per prompt. Leaving `async with` ends those that still run."""
 
     def __init__(self) -> None:
         self.each: list[Generation] = []
+
+    @classmethod
+    async def start(cls, manager: TokenizerManager, call: Call) -> Generations:
+        """Start all generations of a call, or none.
+
+        Raises:
+            RequestError, QueueFull: one of them cannot start.
+        """
+        limit = manager.config.scheduler.max_queued_requests + manager.limits.max_running_requests
+        if len(call.prompts) * call.n > limit:
+            message = f"One call may ask for at most {limit} texts; this one asks for {len(call.prompts)} prompts times {call.n}."
+            raise RequestError(message, call.params.get("prompt", "prompt"))
+        group = cls()
+        try:
+            for prompt, sampling, rid in zip(call.prompts, call.sampling, call.rids, strict=True):
+                generation = await manager.generate(
+                    prompt,
+                    sampling,
+                    n=call.n,
+                    fill_context=call.fill_context,
+                    stream=call.stream,
+                    top_logprobs=call.top_logprobs,
+                    prompt_logprobs=call.prompt_logprobs,
+                    priority=call.priority,
+                    cache_salt=call.cache_salt,
+                    rid=rid,
+                    call=call.name,
+                )
+                group.each.append(generation)
+        except RequestError as error:
+            group.close()
+            error.param = call.params.get(error.param or "", error.param)
+            raise
+        except BaseException:
+            group.close()
+            raise
+        return group
 
     async def __aenter__(self) -> Generations:
         return self
@@ -31,7 +100,7 @@ class Generations:
             generation.close()
 
     async def updates(self) -> AsyncGenerator[tuple[int, GenerationUpdate], None]:
-        """Updates of all as they come, each with the index of its prompt. Raises what the first of them to fail raises."""
+        """The updates of all generations as they come, each with the index of its prompt. Raises the error of the first that fails."""
         if len(self.each) == 1:
             async for update in self.each[0]:
                 yield 0, update
@@ -52,16 +121,12 @@ class Generations:
             for reader in readers:
                 reader.cancel()
 
-    async def texts(self, tally: Tally) -> list[list[Choice]]:
-        """All choices of every prompt, complete; `tally` counts them."""
+    async def texts(self) -> list[list[Choice]]:
+        """All choices of every prompt, complete."""
         done = [[Choice() for _ in range(each.n)] for each in self.each]
-        updates = self.updates()
-        try:
+        async with aclosing(self.updates()) as updates:
             async for prompt, update in updates:
-                tally.add(prompt, update)
                 done[prompt][update.index].add(update)
-        finally:
-            await updates.aclose()
         return done
 
 
@@ -77,7 +142,7 @@ async def _read(prompt: int, generation: Generation, news: asyncio.Queue[tuple[i
 
 @dataclass(slots=True)
 class Choice:
-    """One text, gathered from its updates."""
+    """One text so far, gathered from its updates."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -87,7 +152,7 @@ class Choice:
     last: GenerationUpdate | None = None
 
     def add(self, update: GenerationUpdate) -> None:
-        """Append what is new."""
+        """Append an update."""
         self.text += update.text
         self.token_ids.extend(update.token_ids)
         if update.logprobs is not None:
@@ -103,31 +168,6 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        """The score by which `best_of` ranks."""
+        """The score that ranks the candidates of `best_of`."""
         known = [value for value in self.logprobs if value is not None]
         return sum(known) / len(known) if known else float("-inf")
-
-
-class Tally:
-    """Token counts of a request while its updates come in; without `output` what is generated is nobody's to see, and counts nothing."""
-
-    def __init__(self, prompt_tokens: Sequence[int], *, output: bool = True) -> None:
-        self._output = output
-        self.prompt_tokens = sum(prompt_tokens)
-        self._cached = [0] * len(prompt_tokens)
-        self._generated: dict[tuple[int, int], int] = {}
-
-    def add(self, prompt: int, update: GenerationUpdate) -> None:
-        """Count what `update` says so far."""
-        self._cached[prompt] = max(self._cached[prompt], update.cached_tokens)
-        self._generated[prompt, update.index] = update.completion_tokens
-
-    def usage(self) -> dict[str, object]:
-        """OpenAI's `usage`."""
-        generated = sum(self._generated.values()) if self._output else 0
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": generated,
-            "total_tokens": self.prompt_tokens + generated,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
-        }

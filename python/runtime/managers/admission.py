@@ -78,7 +78,7 @@ class Admission:
         self._admit(plan, budget)
         if not plan.chunks:
             return None
-        if decodes and plan.prompt_tokens >= self._limits.mixed_from:
+        if decodes and self._limits.cost_model.piggyback_pays(plan.prompt_tokens):
             self.add_decodes(plan, decodes)  # without pages for all of them the prompts run alone: no retraction for this
         return plan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.batch import WorkerLimits
+from runtime.batch import CostModel, WorkerLimits
 
 FEW_PROMPTS = 8
 """With more prompts under way than this, they share steps even when one of them saturates the device.
@@ -22,22 +22,21 @@ class PrefillBudget:
         left: tokens that the step can still take.
         chunked: whether prompts may be cut. If not, only a prompt longer than `max_extend_tokens` is cut, into pieces of that size.
         max_extend_tokens: the worker's limit.
-        enough: prompt tokens from which no other prompt is added.
+        cost_model: says when the step saturates the device; then no other prompt is added. None if prompts share steps regardless.
         taken: prompt tokens so far.
     """
 
     left: int
     chunked: bool
     max_extend_tokens: int
-    enough: int
+    cost_model: CostModel | None
     taken: int = 0
 
     @classmethod
     def start(cls, chunked_prefill_size: int, max_prefill_tokens: int, limits: WorkerLimits, prompts: int = 0) -> PrefillBudget:
         """The budget of an empty step, with `prompts` under way. A `chunked_prefill_size` below 1 leaves prompts whole."""
         left = min(n for n in (chunked_prefill_size, max_prefill_tokens, limits.max_extend_tokens) if n > 0)
-        enough = limits.busy_tokens if limits.busy_tokens and prompts <= FEW_PROMPTS else left
-        return cls(left, chunked_prefill_size > 0, limits.max_extend_tokens, enough)
+        return cls(left, chunked_prefill_size > 0, limits.max_extend_tokens, limits.cost_model if prompts <= FEW_PROMPTS else None)
 
     def decode_rows(self, tokens_per_step: int) -> int:
         """Requests that may decode in a prompt step: they take at most half of its tokens; none if prompts are not cut to make room."""
@@ -45,7 +44,7 @@ class PrefillBudget:
 
     def offer(self, wanted: int, first: bool) -> int:
         """How many of the `wanted` tokens of the next prompt fit; 0 if it has to wait. `first`: the step is still empty."""
-        if not first and self.taken >= self.enough:
+        if not first and self.cost_model is not None and self.cost_model.saturates(self.taken):
             return 0
         if self.chunked or wanted <= self.left:
             return min(wanted, self.left)

@@ -38,12 +38,12 @@ class RequestLimits:
     def check_prompt(self, ids: Sequence[int]) -> None:
         """Raise the `RequestError` for an empty or too long prompt, or a token outside the vocabulary."""
         if not ids:
-            raise InvalidField("prompt", "", "at least one token long")
+            raise InvalidField("prompt", 0, "at least 1", subject="The number of prompt tokens")
         if len(ids) >= self.max_context_len:
             raise ContextTooLong(len(ids), self.max_context_len)
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise InvalidField("input_ids", token, f"token ids from 0 to {self.vocab_size - 1}")
+                raise InvalidField("input_ids", token, f"an integer between 0 and {self.vocab_size - 1}", subject="A token id")
 
     def fit(self, sampling: SamplingParams, prompt_len: int, fill_context: bool) -> SamplingParams:
         """`sampling`, checked, with its length cut to the context that a prompt of `prompt_len` tokens leaves.
@@ -56,7 +56,8 @@ class RequestLimits:
             sampling = msgspec.structs.replace(sampling, max_new_tokens=room)
         sampling.check(self.vocab_size)
         if sampling.max_new_tokens > self.max_context_len:
-            raise InvalidField("max_new_tokens", sampling.max_new_tokens, f"at most the context length, {self.max_context_len}")
+            limit = f"at most {self.max_context_len}, the context length"
+            raise InvalidField("max_new_tokens", sampling.max_new_tokens, limit, subject="The number of output tokens")
         if sampling.max_new_tokens > room:
             shortest = min(sampling.min_new_tokens, room)
             sampling = msgspec.structs.replace(sampling, max_new_tokens=room, min_new_tokens=shortest)

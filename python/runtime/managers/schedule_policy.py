@@ -29,7 +29,7 @@ def check_request(req: GenerateReq, limits: WorkerLimits) -> None:
         raise InvalidField("input_ids", [], "an array of at least one token id")
     if min(ids) < 0 or max(ids) >= limits.vocab_size:
         wrong = next(i for i in ids if not 0 <= i < limits.vocab_size)
-        raise InvalidField("input_ids", wrong, f"token ids from 0 to {limits.vocab_size - 1}")
+        raise InvalidField("input_ids", wrong, f"an integer between 0 and {limits.vocab_size - 1}", subject="A token id")
     req.sampling.check(limits.vocab_size)
     if not -1 <= req.top_logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidField("top_logprobs", req.top_logprobs, f"an integer between -1 and {MAX_TOP_LOGPROBS}")

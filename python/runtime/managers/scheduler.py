@@ -11,7 +11,7 @@ from itertools import pairwise
 import msgspec
 
 from runtime.batch import BatchResult, Worker
-from runtime.config.runtime_config import RuntimeConfig
+from runtime.config.runtime_config import CacheConfig, SchedulerConfig
 from runtime.errors import CacheBusy, QueueFull, RequestError, ServerDraining, ServingError, StepFailed
 from runtime.managers import schedule_policy as policy
 from runtime.managers.admission import Admission
@@ -52,7 +52,8 @@ class Scheduler:
     With overlap, step n + 1 is submitted before step n is read; when a step is planned, at most one other is in flight.
 
     Args:
-        config: the server's configuration.
+        config: how requests share the device.
+        cache: whether prefixes are cached.
         worker: the device.
         eos_ids: tokens that end a text.
         receive: returns the next message, or None if none comes within the given seconds.
@@ -62,14 +63,15 @@ class Scheduler:
 
     def __init__(
         self,
-        config: RuntimeConfig,
+        config: SchedulerConfig,
+        cache: CacheConfig,
         worker: Worker,
         eos_ids: tuple[int, ...],
         receive: Callable[[float], ToScheduler | None],
         send: Callable[[ToDetokenizer], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config.scheduler
+        self._config = config
         self._worker = worker
         self._eos_ids = eos_ids
         self._receive = receive
@@ -78,11 +80,11 @@ class Scheduler:
         self.limits = worker.limits
         startup = worker.info().get("startup_seconds")
         self.stats = SchedulerStats(startup_seconds=startup if isinstance(startup, dict) else {})
-        self.admission = Admission(config.scheduler, config.cache.radix_cache, self.limits, self.stats, clock)
+        self.admission = Admission(config, cache.radix_cache, self.limits, self.stats, clock)
         self._stats_log = StatsLog(self.current_stats, clock())
         self._reqs: dict[str, Req] = {}
         self._in_flight: deque[InFlightStep] = deque()
-        self._overlap = self.limits.overlap and config.scheduler.overlap
+        self._overlap = self.limits.overlap and config.overlap
         self._prompt_tokens = 0  # run since the last decode step
         self._draining = False
         self._failures: deque[float] = deque()

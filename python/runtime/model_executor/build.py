@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import torch
 
-from runtime.batch import PAD_ROW, RowInit, ScheduleBatch, WorkerLimits, no_ints
+from runtime.batch import PAD_ROW, CostModel, RowInit, ScheduleBatch, WorkerLimits, no_ints
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.errors import ConfigError
 from runtime.layers.attention.registry import backend_class
@@ -343,8 +343,7 @@ def make_limits(parts: Parts, plan: MemoryPlan, target: Target, overlap: bool | 
         vocab_size=model.config.vocab_size,
         overlap=config.scheduler.overlap if overlap is None else overlap,
         mixed=config.scheduler.mixed_chunk and mixed_from <= parts.extend_tokens,
-        mixed_from=mixed_from,
-        busy_tokens=busy_tokens(_free_tokens(model)) if on_gpu else CPU_BUSY_TOKENS,
+        cost_model=CostModel(busy_tokens(_free_tokens(model)) if on_gpu else CPU_BUSY_TOKENS, mixed_from),
         **more,
     )
     log.info("admission: at most %d requests at once, %d tokens of KV, %d tokens a prompt step", limits.max_running_requests,

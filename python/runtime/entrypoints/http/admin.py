@@ -10,12 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime import __version__
-from runtime.entrypoints.body_limits import read_json
-from runtime.entrypoints.native_protocol import ABORT, PROFILE
-from runtime.entrypoints.page import ChatPage
-from runtime.entrypoints.responses import error_form, json_response, status_response
-from runtime.entrypoints.sse import until_gone
-from runtime.errors import InvalidField, QueueFull, RequestError, ServingError
+from runtime.entrypoints.http.page import ChatPage
+from runtime.entrypoints.http.responses import json_response, status_response
+from runtime.entrypoints.http.sse import until_gone
+from runtime.entrypoints.native.protocol import AbortBody, ProfileBody
+from runtime.errors import QueueFull, RequestError, ServingError
 from runtime.managers.telemetry.metrics import (
     Metrics,
     State,
@@ -31,9 +30,9 @@ from runtime.sampling_params import SamplingParams
 GENERATE_SECONDS = 20.0
 """How long /health_generate waits for a token."""
 LOOK_SECONDS = 1.0
-"""How often it looks whether others got tokens meanwhile."""
+"""How often it checks whether other requests got tokens meanwhile."""
 STATE_SECONDS = 2.0
-"""How long fresh figures are waited for before those of the last heartbeat are shown."""
+"""How long a request for statistics waits before it shows those of the last heartbeat."""
 SECRETS = ("api_key", "admin_api_key")
 
 
@@ -44,38 +43,38 @@ class NotHealthy(ServingError):
 
 
 class AdminApi:
-    """The endpoints that generate nothing for a user."""
+    """The endpoints that do not generate text for a user."""
 
     def __init__(self, manager: TokenizerManager, metrics: Metrics) -> None:
         self.manager = manager
         self.metrics = metrics
         self.chat_page = ChatPage()
 
-    async def page(self, request: Request) -> Response:
-        """GET /: the chat page."""
+    async def page(self) -> Response:
+        """The chat page."""
         return self.chat_page.response()
 
     # ---- health
 
-    async def health(self, request: Request) -> Response:
-        """GET /health: every process is there and its heart beats."""
+    async def health(self) -> Response:
+        """Whether all processes are alive and send heartbeats."""
         return self._health(self.manager.health.alive())
 
-    async def ready(self, request: Request) -> Response:
-        """GET /ready: a new request would be taken."""
+    async def ready(self) -> Response:
+        """Whether the server takes new requests."""
         return self._health(self.manager.health.ready())
 
-    def _health(self, fine: bool) -> Response:
-        if fine:
-            return json_response({"status": "ok"})
-        return json_response(error_form(self.manager.health.reason, "server_error", 503, name="NotHealthy"), 503)
+    def _health(self, well: bool) -> Response:
+        if not well:
+            raise NotHealthy(self.manager.health.reason)
+        return json_response({"status": "ok"})
 
     async def health_generate(self, request: Request) -> Response:
-        """GET /health_generate: one token comes out, its own or, where many wait before it, another request's."""
+        """Whether the server generates: wait for a token of this request or, while it is queued, of any other."""
         try:
             await until_gone(request, asyncio.wait_for(self._any_token(), GENERATE_SECONDS))
         except asyncio.TimeoutError:
-            raise NotHealthy(f"no token came within {GENERATE_SECONDS:g} seconds") from None
+            raise NotHealthy(f"No token came within {GENERATE_SECONDS:g} seconds.") from None
         return json_response({"status": "ok"})
 
     async def _any_token(self) -> None:
@@ -105,8 +104,8 @@ class AdminApi:
 
     # ---- information
 
-    async def server_info(self, request: Request) -> Response:
-        """GET /get_server_info: the resolved configuration without its keys, and the scheduler's figures."""
+    async def server_info(self) -> Response:
+        """The resolved configuration without its keys, the limits, and the scheduler's statistics."""
         config = self.manager.config.by_flag()
         state = await self._fresh_state()
         shown = {name: value for name, value in config.items() if name not in SECRETS}
@@ -129,8 +128,8 @@ class AdminApi:
         except (asyncio.TimeoutError, ServingError):
             return self.manager.state
 
-    async def model_info(self, request: Request) -> Response:
-        """GET /get_model_info."""
+    async def model_info(self) -> Response:
+        """The model that is served."""
         config, model = self.manager.config, self.manager.model_config
         return json_response(
             {
@@ -144,44 +143,38 @@ class AdminApi:
             }
         )
 
-    async def scrape(self, request: Request) -> Response:
-        """GET /metrics."""
+    async def scrape(self) -> Response:
+        """Metrics in Prometheus' text format."""
         if not self.manager.config.server.enable_metrics:
-            return status_response(404, "metrics are off; start the server with --enable-metrics")
+            return status_response(404, "Metrics are off. Start the server with --enable-metrics.")
         text, media_type = self.metrics.render(await self._fresh_state())
         return Response(text, media_type=media_type)
 
     # ---- administration
 
-    async def flush_cache(self, request: Request) -> Response:
-        """POST or GET /flush_cache: forget cached prefixes; those in use stay."""
+    async def flush_cache(self) -> Response:
+        """Forget cached prefixes; those in use stay."""
         return json_response({"success": True, **await self.manager.control("flush_cache")})
 
-    async def abort_request(self, request: Request) -> Response:
-        """POST /abort_request: end one request by its `rid`, or all with `abort_all`. An unknown name is no error."""
-        given = ABORT.read(await read_json(request))
-        everything = given.get("abort_all", False) is True
-        if not everything and not given.get("rid"):
-            raise InvalidField("rid", given.get("rid"), "the name of a request, unless abort_all is true")
-        self.manager.abort(str(given.get("rid", "")), all=everything)
+    async def abort_request(self, body: AbortBody) -> Response:
+        """End one request by its `rid`, or all with `abort_all`. An unknown `rid` is not an error."""
+        self.manager.abort(body.rid, all=body.abort_all)
         return json_response({"success": True})
 
-    async def start_profile(self, request: Request) -> Response:
-        """POST /start_profile: begin a trace in the folder of --profile."""
-        PROFILE.read(await read_json(request))
+    async def start_profile(self, body: ProfileBody) -> Response:
+        """Start a trace in the folder of --profile."""
         folder = self.manager.config.server.profile_folder
         if folder is None:
-            raise RequestError("profiling needs a folder: start the server with --profile FOLDER")
+            raise RequestError("Profiling needs a folder. Start the server with --profile FOLDER.")
         return json_response({"success": True, **await self.manager.control("start_profile", folder)})
 
-    async def stop_profile(self, request: Request) -> Response:
-        """POST /stop_profile: end the trace; the answer names its file."""
-        PROFILE.read(await read_json(request))
+    async def stop_profile(self, body: ProfileBody) -> Response:
+        """End the trace; the answer names its file."""
         return json_response({"success": True, **await self.manager.control("stop_profile")})
 
 
 def derived(state: State) -> dict[str, object]:
-    """Rates that follow from the scheduler's counters, under the names that clients look for."""
+    """Rates computed from the scheduler's counters, under the names that clients look for."""
     return {
         "avg_spec_accept_length": accept_length(state),
         "spec_accept_rate": accept_rate(state),

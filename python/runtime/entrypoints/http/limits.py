@@ -9,8 +9,8 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime.entrypoints.connection import HEADERS_TOO_LARGE, MAX_HEADER_BYTES
-from runtime.entrypoints.responses import error_response
+from runtime.entrypoints.http.connection import HEADERS_TOO_LARGE, MAX_HEADER_BYTES
+from runtime.entrypoints.http.responses import error_response
 from runtime.errors import BodyTooLarge, RequestError, ServingError
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ import h11
 import orjson
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from runtime.entrypoints.responses import error_form
+from runtime.entrypoints.http.responses import error_form
 
 HEADER_SECONDS = 10.0
 """From the connection, or from the first byte of a further request, to the end of its headers."""

@@ -12,7 +12,7 @@ import hmac
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from runtime.entrypoints.responses import error_response
+from runtime.entrypoints.http.responses import error_response
 from runtime.errors import Unauthorized
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})

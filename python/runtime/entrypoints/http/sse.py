@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from runtime.entrypoints.responses import error_object, internal_error
+from runtime.entrypoints.http.responses import error_object, internal_error
 from runtime.errors import ServingError
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""The HTTP server: connections, limits, keys, request bodies, streams and administration."""

@@ -1,0 +1,120 @@
+"""The base of all request bodies, and the field types that several of them share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from annotated_types import Interval, Len
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from runtime.entrypoints.http.refused import HARMLESS, REFUSED
+from runtime.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_STOP_CHARS,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+    MAX_TOKENS,
+    MAX_TOP_LOGPROBS,
+    Bias,
+    Int64,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    SamplingParams,
+    Temperature,
+    TopK,
+    TopP,
+)
+
+MAX_PROMPTS = 256
+
+
+def items(low: int, high: int | None = None) -> Any:
+    """Bounds of an array. Validation stops at its first wrong item, so that a large wrong body costs little."""
+    return Field(min_length=low, max_length=high, fail_fast=True)
+
+
+def entries(count: int) -> BeforeValidator:
+    """Refuse an object of more than `count` entries before looking at any of them."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise PydanticCustomError("too_long", "too many entries")
+        return value
+
+    return BeforeValidator(check)
+
+
+Name = Annotated[str, Len(0, 256)]
+Text = Annotated[str, Len(1)]
+TokenId = Annotated[int, Interval(ge=0, le=MAX_TOKENS)]
+TokenIds = Annotated[list[TokenId], items(1)]
+Choices = Annotated[int, Interval(ge=1, le=MAX_N)]
+TopLogprobs = Annotated[int, Interval(ge=0, le=MAX_TOP_LOGPROBS)]
+StopText = Annotated[str, Len(1, MAX_STOP_CHARS)]
+Unused = Annotated[Any, Field(description="Accepted without effect.")]
+
+
+class Body(BaseModel):
+    """A JSON object. null counts as left out; unknown fields are ignored; types are never converted."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        for name in given.keys() & REFUSED.keys() - cls.model_fields.keys():
+            if given[name] not in HARMLESS.get(name, ()):
+                raise PydanticCustomError("unsupported", "{field} is not supported", {"field": name, "why": REFUSED[name]})
+        return given
+
+
+LogitBias = Annotated[
+    dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias],
+    Field(description=f"an object of at most {MAX_LOGIT_BIAS} entries, from a token id to a number between -100 and 100"),
+    Len(0, MAX_LOGIT_BIAS),
+    entries(MAX_LOGIT_BIAS),
+]
+
+
+class SamplingFields(Body):
+    """The sampling fields that all generating endpoints share, with the bounds of `SamplingParams`."""
+
+    frequency_penalty: Penalty = 0.0
+    ignore_eos: bool = False
+    logit_bias: LogitBias = {}
+    min_p: MinP = 0.0
+    presence_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    seed: Int64 | None = None
+    skip_special_tokens: bool = True
+    stop: StopText | Annotated[list[StopText], items(0, MAX_STOPS)] = []
+    stop_token_ids: Annotated[list[TokenId], items(0, MAX_STOP_IDS)] = []
+    temperature: Temperature = 1.0
+    top_k: TopK = -1
+    top_p: TopP = 1.0
+
+    def sampling(self, max_new_tokens: int, min_new_tokens: int) -> SamplingParams:
+        """The parameters as the engine takes them."""
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias={int(token): bias for token, bias in self.logit_bias.items()} or None,
+            seed=self.seed,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
+        )

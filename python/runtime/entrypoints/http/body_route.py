@@ -1,0 +1,74 @@
+"""A FastAPI route whose JSON body is read within the server's limits and refused in plain sentences."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine
+from itertools import islice
+from typing import Any, get_type_hints
+from urllib.parse import quote
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.entrypoints.http.body_schema import BodySchema
+from runtime.entrypoints.http.limits import read_json
+
+log = logging.getLogger(__name__)
+
+IGNORED_HEADER = "X-Ignored-Fields"
+"""Names the unknown fields of a request, percent-encoded and separated by commas."""
+MAX_NAMED = 32
+MAX_NAME_CHARS = 64
+MAX_LOGGED = 256
+"""Names of unknown fields that are logged, each once."""
+
+
+class BodyRoute(APIRoute):
+    """A route with one parameter `body`, a pydantic model. FastAPI validates it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Wrap FastAPI's handler."""
+        handle = super().get_route_handler()
+        schema = BodySchema(get_type_hints(self.endpoint)["body"])
+        logged: set[str] = set()
+
+        async def route(request: Request) -> Response:
+            value = await read_json(request)
+            try:
+                response = await handle(_ParsedRequest(request, value))
+            except RequestValidationError as error:
+                raise schema.refusal([{**one, "loc": one["loc"][1:]} for one in error.errors()]) from None
+            names = list(islice(dict.fromkeys(quote(name[:MAX_NAME_CHARS]) for name in schema.unknown(value)), MAX_NAMED))
+            if names:
+                response.headers[IGNORED_HEADER] = ", ".join(names)
+                _log_once(self.path, names, logged)
+            return response
+
+        return route
+
+
+class _ParsedRequest(Request):
+    """A request whose body is parsed; FastAPI takes it for JSON whatever its Content-Type says."""
+
+    def __init__(self, request: Request, value: object) -> None:
+        headers = [(name, text) for name, text in request.scope["headers"] if name != b"content-type"]
+        super().__init__({**request.scope, "headers": [*headers, (b"content-type", b"application/json")]}, request.receive)
+        self._value = value
+
+    async def body(self) -> bytes:
+        """Not empty, so that FastAPI asks for the JSON value."""
+        return b"parsed"
+
+    async def json(self) -> Any:
+        """The value."""
+        return self._value
+
+
+def _log_once(path: str, names: list[str], logged: set[str]) -> None:
+    new = [name for name in names if name not in logged][: MAX_LOGGED - len(logged)]
+    if new:
+        logged.update(new)
+        log.warning("%s: ignoring unknown request fields: %s", path, ", ".join(new))

@@ -1,0 +1,106 @@
+"""The JSON schema of a request body: refusals are worded from it, and unknown fields are those that it lacks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from annotated_types import Interval
+from pydantic import BaseModel
+
+from runtime.entrypoints.http.refused import REFUSED
+from runtime.errors import InvalidField, RequestError, UnsupportedField
+from runtime.sampling_params import number_limit
+
+Json = dict[str, Any]
+
+
+class BodySchema:
+    """What one request body may hold. A `description` completes the sentence "FIELD must be ..."."""
+
+    def __init__(self, model: type[BaseModel]) -> None:
+        self._root: Json = {**model.model_json_schema(), "description": ""}
+        self._definitions: Json = self._root.get("$defs", {})
+
+    def refusal(self, errors: Sequence[Any]) -> RequestError:
+        """The error for the client, from pydantic's errors without the leading "body" in each `loc`."""
+        error = max(errors, key=lambda one: len(one["loc"]))  # inside a union, the branch that came furthest
+        node, path, param = self._root, "", ""
+        for part in error["loc"]:
+            child = None if node.get("description") else self._child(node, part)
+            if child is None:
+                continue  # the name of a union's branch
+            node = child
+            path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+            param = path if isinstance(part, str) else param
+        if error["type"] == "unsupported":
+            return UnsupportedField(f"{path}.{error['ctx']['field']}".lstrip("."), error["ctx"]["why"])
+        if not path:
+            return RequestError("The body must be a JSON object.", "body")
+        if error["type"] == "missing":
+            return RequestError(f"{path} is required.", param)
+        if node.get("description"):
+            return RequestError(f"{path} must be {node['description']}.", param)
+        refusal = InvalidField(path, error["input"], " or ".join(map(_limit, self._forms(node))))
+        refusal.param = param
+        return refusal
+
+    def unknown(self, value: object, node: Json | None = None, path: str = "") -> Iterator[str]:
+        """Names of the fields that the accepted body `value` has and the schema lacks; those of array items without the index."""
+        node = self._root if node is None else node
+        if isinstance(value, dict) and self._has_fields(node):
+            for name, inner in value.items():
+                child = self._child(node, name)
+                if child is not None:
+                    yield from self.unknown(inner, child, f"{path}{name}.")
+                elif inner is not None and name not in REFUSED:
+                    yield path + name
+        elif isinstance(value, list) and (items := self._child(node, 0)) is not None and self._has_fields(items):
+            for inner in value:
+                yield from self.unknown(inner, items, path)
+
+    def _has_fields(self, node: Json) -> bool:
+        return any("properties" in form for form in self._forms(node))
+
+    def _forms(self, node: Json) -> list[Json]:
+        """The alternatives of a node, null left out."""
+        while "$ref" in node:
+            node = self._definitions[node["$ref"].rpartition("/")[2]]
+        if "anyOf" in node:
+            return [form for each in node["anyOf"] for form in self._forms(each)]
+        return [] if node.get("type") == "null" else [node]
+
+    def _child(self, node: Json, part: str | int) -> Json | None:
+        for form in self._forms(node):
+            entry = form.get("additionalProperties")
+            child = form.get("items") if isinstance(part, int) else form.get("properties", {}).get(part, entry)
+            if isinstance(child, dict):
+                return child
+        return None
+
+
+def _limit(form: Json) -> str:
+    """What a value of one form must be."""
+    match form.get("type"):
+        case "boolean":
+            return "true or false"
+        case "integer" | "number" as kind:
+            bounds = Interval(gt=form.get("exclusiveMinimum"), ge=form.get("minimum"), le=form["maximum"])
+            return number_limit(kind == "integer", bounds)
+        case "string" if "const" in form:
+            return json.dumps(form["const"])
+        case "string" if "enum" in form:
+            return "one of " + ", ".join(map(json.dumps, form["enum"]))
+        case "string":
+            return "a string" + _count(form.get("minLength", 0), form.get("maxLength"), "character")
+        case "array":
+            return "an array" + _count(form.get("minItems", 0), form.get("maxItems"), "item")
+        case _:
+            return "an object"
+
+
+def _count(low: int, high: int | None, noun: str) -> str:
+    if high is not None:
+        return f" of {low} to {high} {noun}s" if low else f" of at most {high} {noun}s"
+    return f" of at least {low} {noun}{'s' * (low > 1)}" if low else ""

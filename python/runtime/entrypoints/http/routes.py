@@ -1,0 +1,111 @@
+"""Every endpoint of the server: its path, its handler, and what it answers with."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+
+from runtime.entrypoints.http.admin import AdminApi
+from runtime.entrypoints.http.body_route import IGNORED_HEADER, BodyRoute
+from runtime.entrypoints.http.responses import ErrorBody
+from runtime.entrypoints.native.generate import GenerateApi
+from runtime.entrypoints.native.protocol import Detokenized, Done, Generated, ModelInfo, Status, Tokenized
+from runtime.entrypoints.native.tokens import TokenApi
+from runtime.entrypoints.openai.chat import ChatApi
+from runtime.entrypoints.openai.completions import CompletionApi
+from runtime.entrypoints.openai.protocol import ChatCompletion, Completion, ModelCard, ModelList
+from runtime.entrypoints.openai.served_model import ServedModel
+from runtime.managers.telemetry.metrics import Metrics
+from runtime.managers.tokenizer_manager import TokenizerManager
+from runtime.text.tokenizer import Tokenizer
+
+Handler = Callable[..., Awaitable[Response]]
+Responses = dict[int | str, dict[str, Any]]
+
+ERRORS = {
+    400: "The request is wrong; the message says what to change.",
+    401: "The API key is missing or wrong.",
+    404: "This server has no such model, or the endpoint is switched off.",
+    408: "The body of the request did not arrive in time.",
+    409: "Requests are running, so the cache cannot be flushed.",
+    413: "The body of the request is too large.",
+    429: "The queue is full.",
+    431: "The headers are too large.",
+    500: "The server failed.",
+    503: "The server is not ready, is shutting down, or has lost a process.",
+}
+OF_ALL = (400, 401, 413, 431, 500)
+"""Any endpoint can answer with these: they come from the connection, the limits, the keys, or a fault."""
+STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "Events `data: {...}`; the last one is `data: [DONE]`."}}}
+
+
+def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> None:
+    """Add all endpoints."""
+    assert isinstance(manager.tokenizer, Tokenizer)
+    admin, model = AdminApi(manager, metrics), ServedModel(manager)
+    app.add_api_route("/", admin.page, response_class=HTMLResponse, include_in_schema=False)
+    app.add_api_route("/metrics", admin.scrape, response_class=PlainTextResponse, responses=_errors(404))
+    for path, handler, answer, statuses in (
+        ("/health", admin.health, Status, (503,)),
+        ("/ready", admin.ready, Status, (503,)),
+        ("/health_generate", admin.health_generate, Status, (429, 503)),
+        ("/get_server_info", admin.server_info, dict[str, Any], ()),
+        ("/server_info", admin.server_info, dict[str, Any], ()),
+        ("/get_model_info", admin.model_info, ModelInfo, ()),
+        ("/model_info", admin.model_info, ModelInfo, ()),
+        ("/v1/models", model.models, ModelList, ()),
+        ("/v1/models/{model:path}", model.one_model, ModelCard, (404,)),
+    ):
+        app.add_api_route(path, handler, response_model=answer, responses=_errors(*statuses))
+    app.add_api_route("/flush_cache", admin.flush_cache, methods=["POST"], response_model=Done, responses=_errors(409, 503))
+    app.add_api_route("/flush_cache", admin.flush_cache, response_model=None, include_in_schema=False)
+    _add_posts(app, admin, TokenApi(manager, manager.tokenizer))
+    _add_generation(app, manager, manager.tokenizer, model)
+
+
+def _add_posts(app: FastAPI, admin: AdminApi, tokens: TokenApi) -> None:
+    for path, handler, answer in (
+        ("/tokenize", tokens.tokenize, Tokenized),
+        ("/v1/tokenize", tokens.tokenize, Tokenized),
+        ("/detokenize", tokens.detokenize, Detokenized),
+        ("/abort_request", admin.abort_request, Done),
+        ("/start_profile", admin.start_profile, Done),
+        ("/stop_profile", admin.stop_profile, Done),
+    ):
+        _add_body_route(app, path, handler, answer, _errors(408, 503))
+
+
+def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel) -> None:
+    for path, handler, answer in (
+        ("/v1/chat/completions", ChatApi(manager, tokenizer, model).create, ChatCompletion),
+        ("/v1/completions", CompletionApi(manager, tokenizer, model).create, Completion),
+        ("/generate", GenerateApi(manager, tokenizer).generate, Generated | list[Generated]),
+    ):
+        statuses = (408, 429, 503) if path == "/generate" else (404, 408, 429, 503)
+        _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(*statuses)})
+
+
+def _add_body_route(app: FastAPI, path: str, handler: Handler, answer: Any, responses: Responses) -> None:
+    ignored = {IGNORED_HEADER: {"description": "Names of unknown request fields, which were ignored.", "schema": {"type": "string"}}}
+    responses = {**responses, 200: {**responses.get(200, {}), "headers": ignored}}
+    app.router.add_api_route(path, handler, methods=["POST"], response_model=answer, responses=responses, route_class_override=BodyRoute)
+
+
+def _errors(*statuses: int) -> Responses:
+    """What an endpoint may answer besides 200."""
+    return {status: {"model": ErrorBody, "description": ERRORS[status]} for status in sorted((*OF_ALL, *statuses))}
+
+
+def describe(app: FastAPI) -> None:
+    """Make /openapi.json say how keys are sent, and leave out FastAPI's own validation error, which never occurs here."""
+    schema = app.openapi()
+    for operations in schema["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)
+    schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    schema["security"] = [{}, {"key": []}]

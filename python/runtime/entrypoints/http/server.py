@@ -1,0 +1,108 @@
+"""The HTTP server: from errors to statuses, and from start to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from runtime import __version__
+from runtime.entrypoints.http.auth import KeyGate
+from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, BoundedConnection
+from runtime.entrypoints.http.limits import BodyLimit
+from runtime.entrypoints.http.responses import error_response, internal_error, json_response, status_response
+from runtime.entrypoints.http.routes import add_routes, describe
+from runtime.errors import ServingError
+from runtime.managers.telemetry.metrics import Metrics
+from runtime.managers.tokenizer_manager import TokenizerManager
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 5
+"""How long open answers may take once the server stops."""
+CLIENT_CLOSED = 499
+"""nginx's status for a client that left; only the access log shows it."""
+
+
+def create_app(manager: TokenizerManager) -> FastAPI:
+    """Build the HTTP application of a manager; its metrics become the manager's observer."""
+    config = manager.config
+    metrics = Metrics(config.model.served_model_name)
+    manager.observer = metrics
+    app = FastAPI(title="Talon", version=__version__, docs_url=None, redoc_url=None)
+    add_routes(app, manager, metrics)
+    describe(app)
+    app.add_exception_handler(ServingError, _serving_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _client_left)
+    app.add_exception_handler(Exception, _internal_error)
+    # The last one added sees a request first: the key is checked before the body is read.
+    app.add_middleware(BodyLimit)
+    app.add_middleware(KeyGate, api_key=config.server.api_key, admin_api_key=config.server.admin_api_key)
+    return app
+
+
+async def _serving_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServingError)
+    return error_response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:200]}"
+    said = {404: f"There is no {what}. GET /openapi.json lists the endpoints.", 405: f"{what} is not allowed. Use another method."}
+    headers = dict(error.headers) if error.headers else None
+    return status_response(error.status_code, said.get(error.status_code, str(error.detail)), headers)
+
+
+async def _client_left(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED)
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    return json_response(internal_error(), 500)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers; the process that started this one handles signals."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+async def serve(manager: TokenizerManager, listener: socket.socket, stopping: asyncio.Event) -> None:
+    """Serve HTTP on a bound socket until `stopping` is set; then give open answers `CLOSE_SECONDS` to end."""
+    server = _Server(
+        uvicorn.Config(
+            create_app(manager),
+            http=BoundedConnection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=manager.config.server.log_requests,
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_graceful_shutdown=CLOSE_SECONDS,
+        )
+    )
+    watch = asyncio.create_task(_stop_when(stopping, server))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        watch.cancel()
+
+
+async def _stop_when(stopping: asyncio.Event, server: uvicorn.Server) -> None:
+    await stopping.wait()
+    server.should_exit = True

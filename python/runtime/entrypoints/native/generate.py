@@ -1,0 +1,111 @@
+"""POST /generate."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.entrypoints.generations import Call, Choice, Generations
+from runtime.entrypoints.http.responses import json_response
+from runtime.entrypoints.http.sse import DONE, EventStream, event, until_gone
+from runtime.entrypoints.native.meta_info import meta_info
+from runtime.entrypoints.native.protocol import GenerateBody
+from runtime.entrypoints.openai.logprobs import Top, aligned, finite
+from runtime.managers.tokenizer_manager import Generation, TokenizerManager
+from runtime.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+
+class GenerateApi:
+    """Generates in SGLang's native form."""
+
+    def __init__(self, manager: TokenizerManager, tokenizer: Tokenizer) -> None:
+        self._manager = manager
+        self._tokenizer = tokenizer
+
+    async def generate(self, request: Request, body: GenerateBody) -> Response:
+        """Generate: one object, an array for several prompts or n > 1, or a stream of outputs so far."""
+        began = time.monotonic()
+        group = await until_gone(request, Generations.start(self._manager, _call(body)))
+        if body.stream:
+            return EventStream(self._events(body, group, began), group.close)
+        async with group:
+            texts = await until_gone(request, group.texts())
+        pairs = [(generation, choice) for generation, choices in zip(group.each, texts, strict=True) for choice in choices]
+        outputs = [self._output(body, generation, choice, began) for generation, choice in pairs]
+        return json_response(outputs[0] if body.single else outputs)
+
+    async def _events(self, body: GenerateBody, group: Generations, began: float) -> AsyncGenerator[bytes, None]:
+        """Every event holds a whole text so far, as SGLang's do."""
+        so_far = [[Choice() for _ in range(each.n)] for each in group.each]
+        single, n = body.single, body.n
+        async with group:
+            async for prompt, update in group.updates():
+                choice = so_far[prompt][update.index]
+                choice.add(update)
+                output = self._output(body, group.each[prompt], choice, began)
+                yield event(output if single else {**output, "index": prompt * n + update.index})
+        yield DONE
+
+    def _output(self, body: GenerateBody, generation: Generation, choice: Choice, began: float) -> Json:
+        assert choice.last is not None
+        meta = meta_info(generation.rid, choice.last)
+        if choice.last.finish is not None:
+            meta["e2e_latency"] = time.monotonic() - began
+        if body.return_logprob:
+            meta.update(self._logprobs(body, choice, generation.prompt_ids))
+        return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
+
+    def _logprobs(self, body: GenerateBody, choice: Choice, prompt_ids: list[int]) -> Json:
+        meta: Json = {"output_token_logprobs": self._triples(body, choice.token_ids, choice.logprobs)}
+        known, start = choice.prompt_logprobs, body.prompt_logprobs_from
+        chosen, top = aligned(len(prompt_ids), known.chosen, known.top) if known is not None else ([], [])
+        if known is not None:
+            meta["input_token_logprobs"] = self._triples(body, prompt_ids[start:], chosen[start:])
+        if body.top > 0:
+            meta["output_top_logprobs"] = [self._top(body, each) for each in choice.top]
+            meta["input_top_logprobs"] = [self._top(body, each) or None for each in top[max(start, 0) :]]
+        return meta
+
+    def _triples(self, body: GenerateBody, ids: Sequence[int], logprobs: Sequence[float | None]) -> list[list[Any]]:
+        """(log-probability, id, text or null) of each token."""
+        return [
+            [None if value is None else finite(value), token, self._tokenizer.token_text(token) if body.return_text_in_logprobs else None]
+            for token, value in zip(ids, logprobs, strict=False)
+        ]
+
+    def _top(self, body: GenerateBody, top: Top) -> list[list[Any]]:
+        kept = top[: body.top]
+        return self._triples(body, [token for token, _ in kept], [value for _, value in kept])
+
+
+def _call(body: GenerateBody) -> Call:
+    prompts = body.prompts
+    return Call(
+        name=body.rid if isinstance(body.rid, str) else "",
+        prompts=prompts,
+        sampling=[one.params() for one in body.samplings],
+        rids=_rids(body.rid, len(prompts)),
+        n=body.n,
+        stream=body.stream,
+        top_logprobs=body.top,
+        prompt_logprobs=body.prompt_logprobs_from >= 0,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        params={"prompt": "input_ids" if body.text is None else "text", "max_new_tokens": "sampling_params.max_new_tokens"},
+    )
+
+
+def _rids(given: str | list[str] | None, count: int) -> list[str]:
+    """One name per prompt."""
+    if isinstance(given, list):
+        return given
+    if given is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    return [given] if count == 1 else [f"{given}-{index}" for index in range(count)]

@@ -1,0 +1,267 @@
+"""Request and response bodies of SGLang's native endpoints and of administration."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from annotated_types import Interval, Len
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from runtime.entrypoints.http.body import (
+    MAX_PROMPTS,
+    Body,
+    Choices,
+    Int64,
+    Name,
+    SamplingFields,
+    Text,
+    TokenIds,
+    TopLogprobs,
+    items,
+)
+from runtime.entrypoints.openai.protocol import Messages, ModelName, TemplateKwargs
+from runtime.errors import InvalidField, RequestError
+from runtime.sampling_params import MAX_TOKENS, MinNewTokens, NewTokens, SamplingParams
+
+DEFAULT_NEW_TOKENS = 128
+
+Rid = Annotated[str, Len(1, 256)]
+IdLists = Annotated[
+    TokenIds | Annotated[list[TokenIds], items(1, MAX_PROMPTS)],
+    Field(description=f"an array of token ids, or an array of 1 to {MAX_PROMPTS} of these; none may be empty"),
+]
+
+
+# ---- requests
+
+
+class NativeSampling(SamplingFields):
+    """`sampling_params` of one prompt."""
+
+    max_new_tokens: NewTokens = DEFAULT_NEW_TOKENS
+    min_new_tokens: MinNewTokens = 0
+    n: Choices = 1
+    sampling_seed: Int64 | None = None
+
+    @model_validator(mode="after")
+    def _check_min_new_tokens(self) -> NativeSampling:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise InvalidField("sampling_params.min_new_tokens", self.min_new_tokens, f"at most max_new_tokens ({self.max_new_tokens})")
+        return self
+
+    def params(self) -> SamplingParams:
+        """The parameters as the engine takes them; `sampling_seed` overrides `seed`."""
+        sampling = self.sampling(self.max_new_tokens, self.min_new_tokens)
+        return sampling if self.sampling_seed is None else msgspec.structs.replace(sampling, seed=self.sampling_seed)
+
+
+class GenerateBody(Body):
+    """A body of /generate: one prompt or several, as text or as token ids."""
+
+    text: Text | Annotated[list[Text], items(1, MAX_PROMPTS)] | None = None
+    input_ids: IdLists | None = None
+    sampling_params: NativeSampling | Annotated[list[NativeSampling], items(1, MAX_PROMPTS)] = NativeSampling()
+    cache_salt: Name = ""
+    logprob_start_len: Annotated[int, Interval(ge=-1, le=MAX_TOKENS)] = -1
+    priority: Int64 = 0
+    return_logprob: bool = False
+    return_text_in_logprobs: bool = False
+    rid: Rid | Annotated[list[Rid], items(1, MAX_PROMPTS)] | None = None
+    stream: bool = False
+    top_logprobs_num: TopLogprobs = 0
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> GenerateBody:
+        if (self.text is None) == (self.input_ids is None):
+            raise RequestError("Send either text or input_ids.", "text")
+        count = len(self.prompts)
+        for name, value in (("sampling_params", self.sampling_params), ("rid", self.rid)):
+            if isinstance(value, list) and len(value) != count:
+                raise RequestError(f"{name} must hold one item per prompt: it has {len(value)}, and there are {count} prompts.", name)
+        if len({one.n for one in self.samplings}) > 1:
+            raise RequestError("sampling_params.n must be the same for all prompts of a call.", "sampling_params.n")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt."""
+        given: Any = self.input_ids if self.text is None else self.text
+        return [given] if self.one_prompt else given
+
+    @property
+    def one_prompt(self) -> bool:
+        """Whether the prompt came alone, not in an array of prompts."""
+        return isinstance(self.text, str) or (self.input_ids is not None and isinstance(self.input_ids[0], int))
+
+    @property
+    def single(self) -> bool:
+        """Whether the answer is one object, not an array."""
+        return self.one_prompt and self.n == 1
+
+    @property
+    def samplings(self) -> list[NativeSampling]:
+        """One per prompt."""
+        given = self.sampling_params
+        return given if isinstance(given, list) else [given] * len(self.prompts)
+
+    @property
+    def n(self) -> int:
+        """Texts per prompt."""
+        return self.samplings[0].n
+
+    @property
+    def top(self) -> int:
+        """How many likely tokens to report beside each chosen one; -1 for no log-probabilities."""
+        return self.top_logprobs_num if self.return_logprob else -1
+
+    @property
+    def prompt_logprobs_from(self) -> int:
+        """The first prompt token whose log-probability is wanted; -1 for none."""
+        return self.logprob_start_len if self.return_logprob else -1
+
+
+class TokenizeBody(Body):
+    """A body of /tokenize: a text, several, or a conversation."""
+
+    prompt: str | Annotated[list[str], items(1, MAX_PROMPTS)] | None = None
+    messages: Messages | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = True
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
+    model: ModelName | None = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("Send either prompt or messages.", "prompt")
+        return self
+
+
+class DetokenizeBody(Body):
+    """A body of /detokenize."""
+
+    tokens: IdLists
+    model: ModelName | None = None
+    skip_special_tokens: bool = True
+
+
+class AbortBody(Body):
+    """A body of /abort_request."""
+
+    abort_all: bool = False
+    rid: Name = ""
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> AbortBody:
+        if not self.abort_all and not self.rid:
+            raise RequestError("rid is required unless abort_all is true.", "rid")
+        return self
+
+
+class ProfileBody(Body):
+    """A body of /start_profile and /stop_profile: no fields."""
+
+
+# ---- responses
+
+
+class StopReason(BaseModel):
+    """A stop token or a stop text ended the output."""
+
+    type: Literal["stop"]
+    matched: int | str | None
+
+
+class LengthReason(BaseModel):
+    """The output reached its longest length."""
+
+    type: Literal["length"]
+    length: int
+
+
+class AbortReason(BaseModel):
+    """The request was aborted."""
+
+    type: Literal["abort"]
+    message: str
+
+
+Triple = tuple[float | None, int, str | None]
+
+
+class MetaInfo(BaseModel):
+    """Counts, log-probabilities and speculation of one output. A triple is a log-probability, a token id, and its text or null."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str
+    finish_reason: StopReason | LengthReason | AbortReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    queue_time: float
+    graph_hit_rate: float | None
+    padding_waste: float | None
+    e2e_latency: float | None = None
+    input_token_logprobs: list[Triple] | None = None
+    output_token_logprobs: list[Triple] | None = None
+    input_top_logprobs: list[list[Triple] | None] | None = None
+    output_top_logprobs: list[list[Triple]] | None = None
+    spec_verify_ct: int | None = None
+    spec_accept_length: float | None = None
+    spec_accept_rate: float | None = None
+    spec_accept_token_num: int | None = None
+    spec_draft_token_num: int | None = None
+    spec_accepted_by_position: list[int] | None = None
+
+
+class Generated(BaseModel):
+    """One output of /generate. In a stream of several, `index` tells them apart."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | None = None
+
+
+class Tokenized(BaseModel):
+    """The answer of /tokenize: arrays for several prompts."""
+
+    tokens: list[int] | list[list[int]]
+    count: int | list[int]
+    max_model_len: int
+
+
+class Detokenized(BaseModel):
+    """The answer of /detokenize: an array for several lists."""
+
+    text: str | list[str]
+
+
+class Done(BaseModel):
+    """An administrative call succeeded; it may report more."""
+
+    model_config = ConfigDict(extra="allow")
+
+    success: Literal[True]
+
+
+class Status(BaseModel):
+    """The server is well."""
+
+    status: Literal["ok"]
+
+
+class ModelInfo(BaseModel):
+    """The model that is served."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    is_generation: bool
+    architecture: str
+    vocab_size: int
+    max_context_len: int

@@ -1,0 +1,51 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.responses import Response
+
+from runtime.entrypoints.http.responses import json_response
+from runtime.entrypoints.native.protocol import DetokenizeBody, TokenizeBody
+from runtime.entrypoints.openai.protocol import Message
+from runtime.errors import InvalidField, RequestError
+from runtime.managers.tokenizer_manager import TokenizerManager
+from runtime.text.tokenizer import Tokenizer
+
+
+class TokenApi:
+    """Turns texts and conversations into token ids, and back."""
+
+    def __init__(self, manager: TokenizerManager, tokenizer: Tokenizer) -> None:
+        self._manager = manager
+        self._tokenizer = tokenizer
+
+    async def tokenize(self, body: TokenizeBody) -> Response:
+        """Token ids of a text, of several, or of a conversation."""
+        if body.messages is not None:
+            tokens: Any = await asyncio.to_thread(self._chat_ids, body, body.messages)
+        elif isinstance(body.prompt, str):
+            tokens = await self._manager.tokenize(body.prompt, body.add_special_tokens)
+        else:
+            tokens = [await self._manager.tokenize(text, body.add_special_tokens) for text in body.prompt or ()]
+        count = [len(ids) for ids in tokens] if isinstance(body.prompt, list) else len(tokens)
+        return json_response({"tokens": tokens, "count": count, "max_model_len": self._manager.max_context_len})
+
+    def _chat_ids(self, body: TokenizeBody, messages: list[Message]) -> list[int]:
+        if not self._tokenizer.has_chat_template:
+            raise RequestError("This model has no chat template. Send a prompt, or start the server with --chat-template FILE.", "messages")
+        rendered = [message.rendered() for message in messages]
+        kwargs = body.chat_template_kwargs or None
+        return self._tokenizer.encode_chat(rendered, add_generation_prompt=body.add_generation_prompt, template_kwargs=kwargs)
+
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        """The text of one list of token ids, or the texts of several."""
+        lists: list[list[int]] = body.tokens if isinstance(body.tokens[0], list) else [body.tokens]  # pyright: ignore[reportAssignmentType]
+        highest, limit = max(max(ids) for ids in lists), self._manager.limits.vocab_size
+        if highest >= limit:
+            raise InvalidField("tokens", highest, f"an integer between 0 and {limit - 1}", subject="A token id")
+        skip = body.skip_special_tokens
+        texts = await asyncio.to_thread(lambda: [self._tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists])
+        return json_response({"text": texts if isinstance(body.tokens[0], list) else texts[0]})

@@ -1,0 +1,144 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.entrypoints.generations import Call, Choice, Generations
+from runtime.entrypoints.http.responses import json_response
+from runtime.entrypoints.http.sse import EventStream, until_gone
+from runtime.entrypoints.openai.chunks import Chunks
+from runtime.entrypoints.openai.logprobs import CompletionLogprobs, Top, aligned
+from runtime.entrypoints.openai.protocol import CompletionBody
+from runtime.entrypoints.openai.served_model import ServedModel
+from runtime.entrypoints.openai.usage import UsageCounter
+from runtime.managers.tokenizer_manager import Generation, GenerationUpdate, TokenizerManager
+from runtime.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+
+class _Piece(NamedTuple):
+    """A stretch of text with its tokens and their log-probabilities."""
+
+    text: str
+    ids: Sequence[int]
+    chosen: Sequence[float | None]
+    top: Sequence[Top]
+
+
+_NOTHING = _Piece("", [], [], [])
+
+
+class CompletionApi:
+    """Completes prompts."""
+
+    def __init__(self, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel) -> None:
+        self._manager = manager
+        self._tokenizer = tokenizer
+        self._model = model
+
+    async def create(self, request: Request, body: CompletionBody) -> Response:
+        """Complete one prompt or several, as JSON or as a stream."""
+        self._model.check(body.model)
+        call = _call(body)
+        group = await until_gone(request, Generations.start(self._manager, call))
+        if body.stream:
+            return EventStream(self._events(body, group, call.name), group.close)
+        async with group:
+            return json_response(await until_gone(request, self._answer(body, group, call.name)))
+
+    async def _answer(self, body: CompletionBody, group: Generations, name: str) -> Json:
+        texts = await group.texts()
+        counter = UsageCounter(group, output=not body.only_echo)
+        counter.add_all(texts)
+        choices: list[Json] = []
+        for prompt, (generation, candidates) in enumerate(zip(group.each, texts, strict=True)):
+            if body.candidates > body.n:
+                candidates.sort(key=lambda each: each.mean_logprob, reverse=True)
+            for choice in candidates[: body.n]:
+                choices.append(self._choice(body, prompt, generation, choice, len(choices)))
+        return {**self._model.head(name, "text_completion"), "choices": choices, "usage": counter.usage()}
+
+    def _choice(self, body: CompletionBody, prompt: int, generation: Generation, choice: Choice, index: int) -> Json:
+        assert choice.last is not None
+        piece = _Piece(choice.text, choice.token_ids, choice.logprobs, choice.top)
+        piece = self._visible(body, prompt, generation, choice.last, piece, first=True)
+        logprobs = CompletionLogprobs(self._tokenizer, body.top)
+        return _shown(body, index, piece, logprobs, choice.last, generation.prompt_ids)
+
+    async def _events(self, body: CompletionBody, group: Generations, name: str) -> AsyncGenerator[bytes, None]:
+        counter = UsageCounter(group, output=not body.only_echo)
+        chunks = Chunks(self._model.head(name, "text_completion"), body.stream_options, counter)
+        logprobs: dict[int, CompletionLogprobs] = {}
+        async with group:
+            async for prompt, update in group.updates():
+                counter.add(prompt, update)
+                shown = self._delta(body, group.each[prompt], prompt, update, logprobs)
+                if shown is not None:
+                    yield chunks.choice(shown)
+        yield chunks.end()
+
+    def _delta(
+        self, body: CompletionBody, generation: Generation, prompt: int, update: GenerationUpdate, logprobs: dict[int, CompletionLogprobs]
+    ) -> Json | None:
+        """The chunk of an update; None if it shows nothing. `logprobs` holds the text offset that each choice has reached."""
+        index = prompt * body.n + update.index
+        first = index not in logprobs
+        offsets = logprobs.setdefault(index, CompletionLogprobs(self._tokenizer, body.top))
+        chosen, top = (update.logprobs.chosen, update.logprobs.top) if update.logprobs else ([], [])
+        piece = _Piece(update.text, update.token_ids, chosen, top)
+        piece = self._visible(body, prompt, generation, update, piece, first=first)
+        if not piece.text and update.finish is None and not (piece.ids and (body.return_token_ids or body.top >= 0)):
+            return None
+        return _shown(body, index, piece, offsets, update, generation.prompt_ids if first else None)
+
+    def _visible(
+        self, body: CompletionBody, prompt: int, generation: Generation, update: GenerationUpdate, piece: _Piece, *, first: bool
+    ) -> _Piece:
+        """`piece` as the client sees it: without the output if only the prompt is wanted, and after the prompt if it is echoed."""
+        piece = _NOTHING if body.only_echo else piece
+        if not (body.echo and first):
+            return piece
+        given, ids = body.prompts[prompt], generation.prompt_ids
+        text = given if isinstance(given, str) else self._tokenizer.decode(ids, skip_special_tokens=False)
+        known = update.prompt_logprobs
+        chosen, top = aligned(len(ids), known.chosen, known.top) if known is not None else ([None] * len(ids), [()] * len(ids))
+        return _Piece(text + piece.text, [*ids, *piece.ids], [*chosen, *piece.chosen], [*top, *piece.top])
+
+
+def _call(body: CompletionBody) -> Call:
+    name, prompts = f"cmpl-{uuid.uuid4().hex}", body.prompts
+    ranked = body.candidates > body.n  # the ranking needs the log-probabilities of the chosen tokens
+    return Call(
+        name=name,
+        prompts=prompts,
+        sampling=[body.sampling(max(body.max_tokens, 1), body.min_tokens)] * len(prompts),
+        rids=[name] if len(prompts) == 1 else [f"{name}-{index}" for index in range(len(prompts))],
+        n=body.candidates,
+        stream=body.stream,
+        top_logprobs=max(body.top, 0) if ranked else body.top,
+        prompt_logprobs=body.echo and body.top >= 0,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        params={"input_ids": "prompt", "max_new_tokens": "max_tokens"},
+    )
+
+
+def _shown(
+    body: CompletionBody, index: int, piece: _Piece, logprobs: CompletionLogprobs, update: GenerationUpdate, prompt_ids: list[int] | None
+) -> Json:
+    """One choice, or the news of one."""
+    lists = logprobs.take(piece.ids, piece.chosen, piece.top) if body.top >= 0 else None
+    finish = update.finish and ("length" if body.only_echo else update.finish.reason)
+    shown: Json = {"index": index, "text": piece.text, "logprobs": lists, "finish_reason": finish}
+    if body.return_token_ids:
+        shown["token_ids"] = piece.ids
+        if prompt_ids is not None:
+            shown["prompt_token_ids"] = prompt_ids
+    return shown

@@ -1,0 +1,335 @@
+"""Request and response bodies of OpenAI's endpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Interval, Len
+from pydantic import BaseModel, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from runtime.entrypoints.http.body import (
+    MAX_PROMPTS,
+    Body,
+    Choices,
+    Int64,
+    Name,
+    SamplingFields,
+    Text,
+    TokenIds,
+    TopLogprobs,
+    Unused,
+    entries,
+    items,
+)
+from runtime.errors import InvalidField, RequestError
+from runtime.sampling_params import MAX_TOKENS, MinNewTokens, NewTokens
+
+MAX_MESSAGES = 4096
+MAX_TEMPLATE_KWARGS = 16
+MAX_TEMPLATE = 65536
+DEFAULT_COMPLETION_TOKENS = 16
+
+ModelName = Annotated[str, Len(0, 4096)]
+TemplateKwargs = Annotated[
+    dict[str, bool | int | float | Annotated[str, Len(0, 1024)]],
+    Field(
+        description=f"an object of at most {MAX_TEMPLATE_KWARGS} entries, whose values are true, false, numbers, "
+        "or strings of at most 1024 characters"
+    ),
+    Len(0, MAX_TEMPLATE_KWARGS),
+    entries(MAX_TEMPLATE_KWARGS),
+]
+Prompt = Annotated[
+    Text | TokenIds | Annotated[list[Text | TokenIds], items(1, MAX_PROMPTS)],
+    Field(description=f"a string, an array of token ids, or an array of 1 to {MAX_PROMPTS} of these; none may be empty"),
+]
+
+
+TEXT_PARTS_ONLY = "this server reads text parts only and opens no URL"
+
+
+# ---- messages
+
+
+class TextPart(Body):
+    """A part of a message. Only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else "text"
+        if kind != "text":
+            field = kind[:32] if isinstance(kind, str) else "type"
+            raise PydanticCustomError(
+                "unsupported", "not text", {"field": field, "why": "this server reads text parts only and opens no URL"}
+            )
+        return data
+
+
+class Message(Body):
+    """One message of a conversation; text parts are joined by newlines."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], items(1, MAX_MESSAGES)]
+    name: Name | None = None
+
+    def rendered(self) -> dict[str, str]:
+        """The message as chat templates know it; `developer` is the newer name of `system`."""
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return message if self.name is None else {**message, "name": self.name}
+
+
+Messages = Annotated[list[Message], items(1, MAX_MESSAGES)]
+
+
+# ---- requests
+
+
+class StreamOptions(Body):
+    """What a stream reports besides its text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class OpenAIBody(SamplingFields):
+    """The fields that chats and completions share."""
+
+    cache_salt: Name = ""
+    min_tokens: MinNewTokens = 0
+    model: ModelName | None = None
+    n: Choices = 1
+    priority: Int64 = 0
+    return_token_ids: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    metadata: Unused = None
+    prediction: Unused = None
+    prompt_cache_key: Unused = None
+    rid: Unused = None
+    safety_identifier: Unused = None
+    separate_reasoning: Unused = None
+    service_tier: Unused = None
+    store: Unused = None
+    user: Unused = None
+    verbosity: Unused = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> OpenAIBody:
+        if self.stream_options.model_fields_set and not self.stream:
+            raise RequestError("stream_options requires stream: true.", "stream_options")
+        return self
+
+    def _check_min_tokens(self, limit_name: str, limit: int) -> None:
+        if self.min_tokens > limit:
+            raise InvalidField("min_tokens", self.min_tokens, f"at most {limit_name} ({limit})")
+
+
+class ChatBody(OpenAIBody):
+    """A body of /v1/chat/completions."""
+
+    messages: Messages
+    chat_template: Annotated[str, Len(1, MAX_TEMPLATE)] | None = None
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
+    continue_final_message: bool = False
+    logprobs: bool = False
+    max_completion_tokens: NewTokens | None = None
+    max_tokens: NewTokens | None = None
+    top_logprobs: TopLogprobs | None = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs requires logprobs: true.", "top_logprobs")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise RequestError("continue_final_message requires a last message of role assistant.", "continue_final_message")
+        self._check_min_tokens(self.limit_name, self.limit)
+        return self
+
+    @property
+    def limit_name(self) -> str:
+        """The field that limits the output."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def limit(self) -> int:
+        """The most output tokens asked for; `MAX_TOKENS` if none was given."""
+        return self.max_completion_tokens or self.max_tokens or MAX_TOKENS
+
+    @property
+    def fill_context(self) -> bool:
+        """Whether the output may fill the context, because no limit was given."""
+        return self.max_completion_tokens is None and self.max_tokens is None
+
+    @property
+    def top(self) -> int:
+        """How many likely tokens to report beside each chosen one; -1 for no log-probabilities."""
+        return self.top_logprobs or 0 if self.logprobs else -1
+
+
+class CompletionBody(OpenAIBody):
+    """A body of /v1/completions."""
+
+    prompt: Prompt
+    best_of: Choices | None = None
+    echo: bool = False
+    logprobs: TopLogprobs | None = None
+    max_tokens: Annotated[int, Interval(ge=0, le=MAX_TOKENS)] = DEFAULT_COMPLETION_TOKENS
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> CompletionBody:
+        if self.only_echo and not self.echo:
+            raise RequestError("max_tokens must be at least 1; 0 requires echo: true.", "max_tokens")
+        if self.candidates < self.n:
+            raise InvalidField("best_of", self.candidates, f"at least n ({self.n})")
+        if self.candidates > self.n and self.stream:
+            raise InvalidField("best_of", self.candidates, f"equal to n ({self.n}) in a stream")
+        self._check_min_tokens("max_tokens", max(self.max_tokens, 1))
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else self.prompt  # pyright: ignore[reportReturnType]
+
+    @property
+    def candidates(self) -> int:
+        """How many texts to generate per prompt; the best `n` are returned."""
+        return self.best_of or self.n
+
+    @property
+    def only_echo(self) -> bool:
+        """Whether only the prompt is returned."""
+        return self.max_tokens == 0
+
+    @property
+    def top(self) -> int:
+        """How many likely tokens to report beside each chosen one; -1 for no log-probabilities."""
+        return -1 if self.logprobs is None else self.logprobs
+
+
+# ---- responses
+
+
+class ModelCard(BaseModel):
+    """One model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """The models that this server serves: one."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class CachedTokens(BaseModel):
+    """How many prompt tokens came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Token counts of a call."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class TokenLogprob(BaseModel):
+    """One token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenLogprob(TokenLogprob):
+    """A chosen token and the likeliest ones in its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities of a chat choice."""
+
+    content: list[ChosenLogprob]
+    refusal: None
+
+
+class ChatMessage(BaseModel):
+    """The answer of a chat."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class ChatChoice(BaseModel):
+    """One answer of a chat."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(BaseModel):
+    """The answer of /v1/chat/completions. `token_ids` and `prompt_token_ids` come with `return_token_ids`."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None = None
+    usage: Usage
+
+
+class CompletionLists(BaseModel):
+    """Log-probabilities of a completion choice, as parallel lists. A token without a value, the first of a prompt, has null."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLists | None
+    finish_reason: FinishReason
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(BaseModel):
+    """The answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage

@@ -8,9 +8,7 @@ from runtime.managers.messages import Finish, GenerateReq, RequestInfo, TokensOu
 from runtime.managers.req import Req
 from runtime.managers.step_plan import Chunk
 from runtime.managers.telemetry.progress import Progress
-
-PROMPT_TAIL = 8
-"""Tokens that give the first output token its context; no character has more."""
+from runtime.text.decode_stream import PROMPT_TAIL
 
 
 def request_info(req: GenerateReq) -> RequestInfo:

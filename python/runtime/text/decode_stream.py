@@ -8,6 +8,8 @@ from typing import Protocol
 
 import tokenizers
 
+PROMPT_TAIL = 8
+"""Tokens at the end of a prompt that give the first output token its context: as many as one character may have."""
 _MAX_HELD_TOKENS = 8
 """No character has more tokens. A longer run of bytes is invalid and is shown as such."""
 

@@ -30,6 +30,7 @@ from benchmark.record import Record
 from benchmark.server import apart, parse_or_answer
 from benchmark.shapes import READ_BYTES_PER_SECOND, Model
 from benchmark.sweep import Setup, add_model, arguments, names, numbers, random_ids, roof_share, served_model, sweep
+from runtime.model_executor.graph_runner import RunMode
 from runtime.speculative.acceptance import AcceptanceCounters
 
 NAME = "draft_extend_graph"
@@ -94,7 +95,7 @@ def measure(
             counts = {graph: AcceptanceCounters(STEPS) for graph in runs}
             phases = {graph: Phases(worker) for graph in runs}
             for graph in turns(rounds):
-                extend.use = "graphs" if graph == "on" else "plain"
+                extend.mode = RunMode.REPLAY if graph == "on" else RunMode.EAGER
                 EngineLoop(config, worker, overlap == "on").serve(concurrency, concurrency, lens[0], 16)
                 runs[graph].append(EngineLoop(config, worker, overlap == "on").serve(requests, concurrency, *lens))
                 counts[graph].merge(worker.verifier.counted())

@@ -45,12 +45,13 @@ def server_flags(served: Model, mode: str, backend: str, most: int) -> list[str]
 def measure(flags: Sequence[str], batches: Sequence[int], context: int, steps: int) -> list[Row]:
     """Measure in this process; one row per variant and batch size."""
     from benchmark.engine_loop import EngineLoop, build
+    from runtime.model_executor.graph_runner import RunMode
 
     config, worker = build(flags)
     rows = []
     for graphs, overlap in VARIANTS:
         for runner in worker.runners:
-            runner.use = "graphs" if graphs == "on" else "plain"
+            runner.mode = RunMode.REPLAY if graphs == "on" else RunMode.EAGER
         for batch in batches:
             loop = EngineLoop(config, worker, overlap == "on")
             loop.start(batch, context, 8 * (2 * steps + TRACED_STEPS + 40))

@@ -44,6 +44,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure in this process; one row per overlap and choice of graphs. `keep` is a folder for the traces."""
     from benchmark.engine_loop import EngineLoop, build
+    from runtime.model_executor.graph_runner import RunMode
 
     config, worker = build(flags)
     decode, _, extend = worker.runners
@@ -51,7 +52,8 @@ def measure(
     for overlap in overlaps:
         for name in graphs:
             for runner in (decode, extend):
-                runner.use = "graphs" if runner in {"eager": (), "decode": (decode,), "both": (decode, extend)}[name] else "plain"
+                replayed = runner in {"eager": (), "decode": (decode,), "both": (decode, extend)}[name]
+                runner.mode = RunMode.REPLAY if replayed else RunMode.EAGER
             loop = EngineLoop(config, worker, overlap == "on")
             loop.start(concurrency, PROMPT_LEN, (STEPS + 1) * (3 * steps + 40))
             loop.run(8)

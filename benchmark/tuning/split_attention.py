@@ -36,6 +36,7 @@ from benchmark.tuning.world import (
     page_table,
     read_rate,
 )
+from runtime.layers.attention.base import plan_pass
 from runtime.mem_cache.kv_pool import PageTable
 
 if TYPE_CHECKING:  # requires Triton, which is installed with a GPU only
@@ -161,7 +162,7 @@ def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
     backend = FlashAttention(shape, pool, table)
     batch = decode_batch(size, width, case.longest)
     batch.seq_lens.copy_(lens)
-    backend.plan(batch)
+    plan_pass(backend, batch)
 
     def fa3() -> list[torch.Tensor]:
         return [backend.forward(q, layer, batch).view(q.shape) for layer in shape.layers]

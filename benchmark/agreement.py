@@ -1,4 +1,4 @@
-"""How many greedy tokens of one server are those of another, given the same text before each."""
+"""The share of greedy tokens that two servers agree on, given the same preceding text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.bench.datasets import embedded_prompts
 
 @dataclass(frozen=True)
 class Answer:
-    """One greedy answer: the ids of the prompt and of what came after it."""
+    """One greedy answer: the ids of the prompt and of the output."""
 
     prompt: list[int]
     output: list[int]
@@ -19,7 +19,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Tokens compared, tokens equal, and answers equal from end to end."""
+    """Number of compared tokens, equal tokens, and answers that are equal as a whole."""
 
     tokens: int
     same: int
@@ -27,7 +27,7 @@ class Agreement:
 
 
 def greedy_answers(server: Server, count: int, max_tokens: int) -> list[Answer]:
-    """Answers to the held-out chat prompts, by the model's chat template."""
+    """Answers to the held-out chat prompts, with the model's chat template."""
     answers = []
     for line in embedded_prompts()[:: max(80 // count, 1)][:count]:
         messages = [{"role": "user", "content": line["prompt"]}]
@@ -38,9 +38,10 @@ def greedy_answers(server: Server, count: int, max_tokens: int) -> list[Answer]:
 
 
 def compare(server: Server, answers: list[Answer]) -> Agreement:
-    """The greedy choice of `server` at every position of the given answers, each after the text of the answer, not its own.
+    """Compare the greedy choice of `server` at every position of the given answers, each time after the text of the
+    given answer.
 
-    Compared so, one different token counts once; run freely, all that follows it would differ too.
+    A different token thus counts once; in a free run all tokens after it would differ too.
     """
     tokens = same = whole = 0
     for answer in answers:
@@ -50,7 +51,7 @@ def compare(server: Server, answers: list[Answer]) -> Agreement:
 
 
 def _choices(server: Server, answer: Answer) -> list[int]:
-    """The likeliest id at each position of the answer."""
+    """The most likely id at each position of the answer."""
     body: dict[str, Any] = {"input_ids": answer.prompt + answer.output, "return_logprob": True, "top_logprobs_num": 1}
     body |= {"logprob_start_len": len(answer.prompt), "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
     tops = server.post("/generate", body)["meta_info"]["input_top_logprobs"]

@@ -1,6 +1,7 @@
 """Start-up: seconds by phase, and the seconds and the memory of each graph runner.
 
-Each server starts twice: once with an empty kernel cache, as on a new machine, and once with the cache that the first start left.
+Each server starts twice: once with an empty kernel cache, as on a new machine, and once with the cache that the first
+start left.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ KEYS = ("mode", "backend")
 
 
 def measure(record: Record, labels: dict[str, Any], flags: list[str]) -> None:
-    """Start one server twice, read what it says of its second start, keep a row."""
+    """Start one server twice and record the figures of the second start."""
     with tempfile.TemporaryDirectory() as kernels:
         variables = {"TRITON_CACHE_DIR": kernels}
         with Server(flags, variables=variables) as server:
@@ -31,7 +32,7 @@ def measure(record: Record, labels: dict[str, Any], flags: list[str]) -> None:
     shown = {name: facts.get(name) for name in ("startup_seconds", "graphs", "memory_mib")}
     times = {"first_ready_seconds": first, "ready_seconds": server.ready_seconds}
     record.add({**labels, **times, **shown, "server_flags": " ".join(flags)})
-    print(f"  ready after {first:.1f} s, and then after {server.ready_seconds:.1f} s", flush=True)
+    print(f"  ready after {first:.1f} s, second start {server.ready_seconds:.1f} s", flush=True)
 
 
 def render(result: Result) -> str:
@@ -84,7 +85,7 @@ def _phases(row: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, keep, plot."""
+    """Measure, record and plot."""
     parser = arguments(__doc__)
     parser.add_argument("--modes", type=names, default=["plain", "eagle"])
     parser.add_argument("--backends", type=names, default=["fa3"])

@@ -1,4 +1,4 @@
-"""Real text as a load: the shipped chat prompts, every one asked equally often, answered to the end that the model sets."""
+"""Real text as a load: the shipped chat prompts, each sent equally often, answered until the model ends."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _A_KIND = 10
 
 
 def chat_text(concurrency: int, requests: int, output_len: int, prompts: int = PROMPTS, *more: str) -> Burst:
-    """A closed loop of the first `prompts` chat prompts by the model's own chat template, in rounds until there are at least `requests`.
+    """A closed loop over the first `prompts` chat prompts with the model's chat template, in rounds, of at least
+    `requests` requests.
 
-    Prompts come again: a server's prefix cache should be off.
+    Prompts repeat, so the server's prefix cache should be off.
     """
     rounds = max(math.ceil(requests / prompts), 1)
     flags = ["--backend", "sglang-oai-chat", "--dataset-name", "custom", "--dataset-path", str(_asked(prompts, rounds))]
@@ -27,8 +28,8 @@ def chat_text(concurrency: int, requests: int, output_len: int, prompts: int = P
 
 
 def _asked(prompts: int, rounds: int) -> Path:
-    """A file of the first `prompts` chat prompts, neighbours of different kinds, `rounds` times over."""
-    known = embedded_prompts()  # by kind
+    """A file with the first `prompts` chat prompts, interleaved by kind, repeated `rounds` times."""
+    known = embedded_prompts()  # sorted by kind
     chosen = sorted(range(len(known)), key=lambda number: number % _A_KIND)[:prompts]
     lines = [json.dumps({"prompt": known[number]["prompt"]}) for number in chosen]
     file = Path(tempfile.gettempdir()) / "talon-benchmark" / f"chat_prompts_{prompts}x{rounds}.jsonl"

@@ -1,13 +1,17 @@
-"""`bench_serving` against SGLang's own client on the same servers, and against itself: differences of the medians of the runs.
+"""`bench_serving` against SGLang's own client on the same servers, and against itself: differences of the medians of
+the runs.
 
-Both clients get the same prompts, arrivals and flags, and they take turns. The servers have steps of known length, so that only the client
-differs. Both clients start the clock before they connect, and a seed gives both the same arrivals. Requests to the mock overlap. Requests
-to Talon do not: a first token that meets another request waits for the step in flight, which varies from run to run with either client.
+Both clients get the same prompts, arrivals and flags, and they take turns. The servers have steps of known length, so
+that only the client differs. Both clients start the clock before they connect, and a seed gives both the same arrivals.
+Requests to the mock overlap. Requests
+to Talon do not: a first token that meets another request waits for the step in flight, which varies from run to run
+with either client.
 
-The remaining differences: SGLang's client takes longer to send a request, which shows in the TTFT of the fast mock, whose first token takes
-20 ms; a median gap of 5 ms is not stable for either client. `bench_serving` counts a token when it arrives, even if its text is held back
-(half a character, a special token); these servers send whole words, so this does not occur here. In an open loop SGLang's client also waits
-for the gap after the last arrival, which does not matter with many requests.
+The remaining differences: SGLang's client takes longer to send a request, which shows in the TTFT of the fast mock,
+whose first token takes 20 ms; a median gap of 5 ms is not stable for either client. `bench_serving` counts a token when
+it arrives, even if its text is held back (half a character, a special token); these servers send whole words, so this
+does not occur here. In an open loop SGLang's client also waits for the gap after the last arrival, which does not
+matter with many requests.
 """
 
 from __future__ import annotations
@@ -42,9 +46,9 @@ KEYS = ("server", "backend", "load")
 BACKENDS = ("sglang", "sglang-oai")
 SERVERS = ("timed", "mock", "fast-mock", "model")
 MOCKS = {"mock": (0.2, 0.02), "fast-mock": (0.02, 0.005)}
-"""Seconds until the first token, and between tokens."""
+"""TTFT and time between tokens, in seconds."""
 STEP = 0.1
-"""Seconds of a step of the timed worker."""
+"""Seconds per step of the timed worker."""
 FIGURES = {
     "request_throughput": "requests/s",
     "output_throughput": "tokens/s",
@@ -53,26 +57,26 @@ FIGURES = {
 }  # fmt: skip
 KINDS = ("difference", "repeat")
 _SEED = 42
-_WORDS = 1024  # ids of the timed worker
+_WORDS = 1024  # vocabulary size of the timed worker
 _LOG_TAIL = 3000
 
 Figures = dict[str, Any]
 
 
 class ClientFailed(Exception):
-    """A client did not run, or not every request of it succeeded; holds the end of what it printed."""
+    """A client did not run or a request failed; the message holds the end of its output."""
 
 
 @dataclass(frozen=True)
 class Client:
-    """A program with SGLang's flags: how it starts, and where Python finds it."""
+    """A program with SGLang's flags: its command and environment."""
 
     name: str
     command: tuple[str, ...]
     environment: dict[str, str]
 
     def run(self, flags: Sequence[str], requests: int) -> Figures:
-        """Its JSON line; raises ClientFailed."""
+        """Run the client and return its JSON line; raise ClientFailed."""
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.jsonl"
             command = [*self.command, *flags, "--num-prompts", str(requests), "--disable-tqdm", "--output-file", str(out)]
@@ -87,7 +91,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Load:
-    """One load, by the flags that both clients take."""
+    """One load, as flags for both clients."""
 
     name: str
     requests: int
@@ -96,7 +100,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Target:
-    """A running server: what the rows call it, what both clients are told, and what it is asked."""
+    """A running server: its name in the rows, the flags for both clients, and its loads."""
 
     name: str
     flags: tuple[str, ...]
@@ -104,7 +108,7 @@ class Target:
 
 
 def loads(requests: int, tokens: int, concurrency: int, rate: float) -> tuple[Load, ...]:
-    """A closed and an open loop of the same requests."""
+    """A closed loop and an open loop of the same requests."""
     length = ("--sharegpt-output-len", str(tokens))
     return (
         Load(f"{concurrency} at a time", requests, (*length, "--max-concurrency", str(concurrency))),
@@ -121,13 +125,13 @@ def sglang_client(folder: Path, python: str) -> Client:
     """SGLang's client.
 
     Args:
-        folder: holds the package `sglang`, as an unpacked wheel or a source tree's `python` does.
-        python: an interpreter that has what the client imports.
+        folder: folder of the package `sglang`: an unpacked wheel, or `python` of a source tree.
+        python: an interpreter with the client's dependencies.
 
     Raises:
-        ClientFailed: it cannot be imported; says what is missing.
+        ClientFailed: the client cannot be imported.
     """
-    python = os.path.abspath(python) if os.sep in python else python  # clients run in a folder of their own
+    python = os.path.abspath(python) if os.sep in python else python  # each client runs in its own folder
     settings = os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     program = "import sglang, sglang.benchmark.serving; print(sglang.__version__)"
     try:
@@ -140,10 +144,10 @@ def sglang_client(folder: Path, python: str) -> Client:
 
 
 def compare(ours: Client, theirs: Client | None, flags: Sequence[str], requests: int, rounds: int) -> Figures:
-    """Run ours, theirs and ours again in turn, `rounds` times.
+    """Run our client, theirs, and ours again, `rounds` times.
 
-    Each round starts with another one, so that a machine that slows down slows all alike. Returns every run's figures and the
-    differences of the medians in per cent.
+    Each round starts with a different one, so that a machine that slows down affects all alike. Returns the figures of
+    all runs and the differences of the medians in per cent.
     """
     clients = [("ours", ours), ("again", ours), *([("theirs", theirs)] if theirs else [])]
     runs: dict[str, list[Figures]] = {name: [] for name, _ in clients}
@@ -162,27 +166,27 @@ def compare(ours: Client, theirs: Client | None, flags: Sequence[str], requests:
 
 
 def median(values: Sequence[float | None]) -> float | None:
-    """Of what was measured; None where a run had no such figure."""
+    """The median; None if a run has no such figure."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if len(known) == len(values) else None
 
 
 def differences(ours: Figures, other: Figures) -> dict[str, float | None]:
-    """By figure, how far ours is above the other, in per cent."""
+    """By figure, the change from theirs to ours in per cent."""
     return {name: (ours[name] / other[name] - 1) * 100 if ours[name] and other[name] else None for name in FIGURES}
 
 
 def shared_prompts() -> str:
-    """The held-out chat prompts as a ShareGPT file, which both clients read and shuffle alike."""
+    """The held-out chat prompts as a ShareGPT file, which both clients read and shuffle in the same way."""
     turns = [[{"value": line["prompt"]}, {"value": "An answer that is not used."}] for line in embedded_prompts()]
     return json.dumps([{"conversations": conversation} for conversation in turns])
 
 
 def write_words(folder: Path) -> None:
-    """Write a tokenizer whose every id is a word.
+    """Write a tokenizer in which every id is a word.
 
-    A token whose text waits for the next one, as half a character does, is counted by `bench_serving` when it comes and by SGLang's client
-    when its text comes.
+    If the text of a token is held back (half a character), `bench_serving` counts it when the token arrives, SGLang's
+    client when its text arrives.
     """
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(_WORDS)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -192,7 +196,7 @@ def write_words(folder: Path) -> None:
 
 @contextmanager
 def mock(name: str, quick: bool) -> Iterator[Target]:
-    """The tests' server with known timings, in a process of its own."""
+    """The mock server of the tests, with known timings, in its own process."""
     ttft, gap = MOCKS[name]
     command = [sys.executable, str(ROOT / "test" / "mock_server.py"), str(ttft), str(gap)]
     with tempfile.TemporaryDirectory() as folder, subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -208,9 +212,10 @@ def mock(name: str, quick: bool) -> Iterator[Target]:
 
 @contextmanager
 def timed(quick: bool) -> Iterator[Target]:
-    """Talon's own processes around the tests' worker, whose steps take a known time, so that other work on the machine changes little.
+    """Talon's processes around the worker of the tests, whose steps take a known time.
 
-    The arrivals of this seed never meet: the first token of a request that meets another waits for the step under way, which is chance.
+    With this seed requests do not overlap: the first token of an overlapping request waits for the step in flight,
+    which is random.
     """
     with tempfile.TemporaryDirectory() as folder:
         config = json.loads((write_tiny(Path(folder))[0] / "config.json").read_text(encoding="utf-8"))
@@ -223,7 +228,7 @@ def timed(quick: bool) -> Iterator[Target]:
 
 @contextmanager
 def model(quick: bool) -> Iterator[Target]:
-    """The embedded model on one thread, so that a core is left for the client; a tiny one for a quick run."""
+    """The embedded model on one thread, which leaves a core for the client; a tiny model for a quick run."""
     with Server(tiny_model().target_flags if quick else ("--device", "cpu", "--cpu-threads", "1")) as server:
         name = "tiny model" if quick else "embedded model, its own draft"
         yield _served(name, server, loads(4, 8, 2, 8.0) if quick else loads(10, 32, 2, 0.6))
@@ -242,7 +247,7 @@ def start(name: str, quick: bool) -> AbstractContextManager[Target]:
 
 
 def measure(record: Record, target: Target, backends: Sequence[str], clients: tuple[Client, Client | None], rounds: int) -> None:
-    """Every backend and load of one server."""
+    """Measure all backends and loads of one server."""
     ours, theirs = clients
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as prompts:
         prompts.write(shared_prompts())
@@ -257,7 +262,7 @@ def measure(record: Record, target: Target, backends: Sequence[str], clients: tu
 
 
 def render(result: Result) -> str:
-    """Per cent by figure: against SGLang's client where it was there, and against ourselves."""
+    """Differences in per cent by figure: against SGLang's client if it ran, and against itself."""
     parts = []
     if compared := [row for row in result["rows"] if row["client"]]:
         clients = ", ".join(dict.fromkeys(row["client"] for row in compared))
@@ -285,12 +290,12 @@ def _table(rows: Sequence[dict[str, Any]], kind: str) -> str:
 
 
 def farthest(values: dict[str, float | None] | None) -> float | None:
-    """The difference that is farthest from none."""
+    """The difference with the largest absolute value."""
     return max((value for value in (values or {}).values() if value is not None), key=abs, default=None)
 
 
 def plot(result: Result, file: Path) -> None:
-    """The farthest figure of every row."""
+    """The largest difference of each row."""
     groups: dict[str, dict[str, float | None]] = {}
     for number, row in enumerate(result["rows"]):
         for kind, label in (("difference", "against SGLang's client"), ("repeat", "against itself")):
@@ -304,21 +309,21 @@ def plot(result: Result, file: Path) -> None:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = arguments(__doc__)
-    parser.add_argument("--sglang-client", type=Path, help="folder that holds the package sglang: an unpacked wheel will do")
-    parser.add_argument("--sglang-python", default=sys.executable, help="interpreter that has what SGLang's client imports")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each client, of which medians are compared")
+    parser.add_argument("--sglang-client", type=Path, help="folder of the package sglang, e.g. an unpacked wheel")
+    parser.add_argument("--sglang-python", default=sys.executable, help="interpreter with the dependencies of SGLang's client")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each client; medians are compared")
     parser.add_argument("--backends", type=names, default=list(BACKENDS))
     parser.add_argument("--servers", type=names, default=list(SERVERS), help=f"some of {','.join(SERVERS)}")
     args = parser.parse_args()
     if unknown := set(args.servers) - set(SERVERS):
-        parser.error(f"--servers {','.join(sorted(unknown))}: there are {', '.join(SERVERS)}")
+        parser.error(f"--servers {','.join(sorted(unknown))}: choose from {', '.join(SERVERS)}")
     if args.sglang_client is None and not args.quick:
-        parser.error("--sglang-client FOLDER is needed; only --quick may compare bench_serving with itself alone")
+        parser.error("--sglang-client FOLDER is required; only --quick runs without it")
     return args
 
 
 def main() -> None:
-    """Measure, keep, plot."""
+    """Measure, record and plot."""
     args = parse()
     record = Record(NAME, KEYS, args.out, args.quick)
     theirs = sglang_client(args.sglang_client.resolve(), args.sglang_python) if args.sglang_client else None

@@ -1,7 +1,7 @@
-"""Compare this checkout with an older one on the same machine: throughput over concurrency, start-up time and graph memory.
+"""This checkout against an older one on the same machine: throughput by concurrency, start-up time and graph memory.
 
-Servers of both checkouts run in turn (old, new, new, old), so a slow drift of the machine cancels. The client is this checkout's.
-`--old` is the `python` folder of the older checkout.
+Servers of both checkouts run in turn (old, new, new, old), so that a slow drift of the machine cancels out. The client
+is that of this checkout. `--old` is the `python` folder of the older checkout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ FIGURES = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "accept_length")
 
 
 def measure(setup: Setup, python: Path | None, concurrencies: list[int], lens: tuple[int, int]) -> dict[str, Any]:
-    """Start one server and run every concurrency on it. `python`: the package folder of the older checkout, or None for this one."""
+    """Start one server and run every concurrency on it.
+
+    `python`: the package folder of the older checkout, or None for this one.
+    """
     variables = {} if python is None else {"PYTHONPATH": os.pathsep.join([str(python), environment()["PYTHONPATH"]])}
     with Server([*setup.flags], variables=variables) as server:
         facts = server.facts()
@@ -43,7 +46,12 @@ def mean(runs: list[dict[str, Any]], concurrency: str, figure: str) -> float:
 
 
 def render(result: Result) -> str:
-    """A row for each mode: new throughput over old by concurrency, then start-up and graph memory."""
+    """The table and where it comes from."""
+    return "\n".join([summary(result), "", provenance(result)])
+
+
+def summary(result: Result) -> str:
+    """One row per mode: new throughput / old by concurrency, then start-up time and graph memory."""
     columns = sorted({int(c) for row in result["rows"] for c in row["old"][0]["runs"]})
     lines = []
     for row in result["rows"]:
@@ -53,7 +61,7 @@ def render(result: Result) -> str:
         graphs = " / ".join(f"{runs[0]['graphs_mib']:.0f}" for runs in (old, new))
         lines.append([f"{row['mode']}, {row['backend']}", *ratios, ready, graphs])
     header = ["new / old output tok/s", *(f"c={c}" for c in columns), "ready s (old / new)", "graphs MiB (old / new)"]
-    return "\n".join([table(header, lines), "", provenance(result)])
+    return table(header, lines)
 
 
 def plot(result: Result, file: Path) -> None:
@@ -67,7 +75,7 @@ def plot(result: Result, file: Path) -> None:
 
 
 def main() -> None:
-    """Measure, keep, plot."""
+    """Measure, record and plot."""
     parser = arguments(__doc__)
     parser.add_argument("--old", type=Path, required=True, help="the python folder of the older checkout")
     parser.add_argument("--old-commit", required=True, help="its commit, for the record")

@@ -1,4 +1,6 @@
-"""The embedded model on a CPU at batch 1 and 8, in float32 and int8, next to `transformers.generate` on the same weights."""
+"""The embedded model on a CPU at batch 1 and 8, in float32 and int8, next to `transformers.generate` on the same
+weights.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ BATCHES = (1, 8)
 
 
 def server_rows(server: Server, quantization: str, tokens: int) -> list[dict[str, Any]]:
-    """Decode rates of Talon, seen by its HTTP client: the time of the prompt is not in them."""
+    """Decode rates of Talon as its HTTP client sees them, without prompt time."""
     rows = []
     for batch in BATCHES:
         figures = bench(server, random_ids(batch, 32, tokens, batch).flags)
-        gap = figures["mean_tpot_ms"]  # 0 where a quick run's whole answer came at once
+        gap = figures["mean_tpot_ms"]  # 0 if the answer of a quick run arrives in one piece
         row = {"system": "Talon", "quantization": quantization, "batch": batch, "tokens_per_second": batch * 1000 / gap if gap else None}
         names = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "failed")
         rows.append(row | {name: figures[name] for name in names} | {"ready_seconds": server.ready_seconds})
@@ -77,7 +79,7 @@ def summary(result: Result) -> str:
 
 
 def plot(result: Result, file: Path) -> None:
-    """Tokens a second, one group a batch size."""
+    """Tokens per second, one group per batch size."""
     groups: dict[str, dict[str, float | None]] = {}
     for row in result["rows"]:
         kind = "float32" if row["quantization"] == "none" else row["quantization"]
@@ -86,7 +88,7 @@ def plot(result: Result, file: Path) -> None:
 
 
 def measure(record: Record, flags: Sequence[str], tokens: int, prompts: int, threads: int) -> None:
-    """float32, then transformers on its weights, then int8 with its agreement; one after the other, never two at once."""
+    """Measure float32, then transformers on its weights, then int8 and its agreement, one after the other."""
     common = [*flags, "--cpu-threads", str(threads)]
     with Server([*common, "--quantization", "none"]) as server:
         answers = greedy_answers(server, prompts, min(tokens, 64))
@@ -105,7 +107,7 @@ def measure(record: Record, flags: Sequence[str], tokens: int, prompts: int, thr
 
 
 def main() -> None:
-    """Measure, keep, plot."""
+    """Measure, record and plot."""
     parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=128, help="tokens to generate")
     parser.add_argument("--prompts", type=int, default=80, help="held-out prompts to compare greedy answers on")

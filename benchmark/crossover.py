@@ -1,8 +1,8 @@
 """Throughput with and without speculation by concurrency, and the concurrency at which drafts stop paying off.
 
-Synthetic accept lengths run on random tokens. The real accept length comes from `--model` and its trained `--head`. They answer the shipped
-chat prompts greedily until the model ends, so that the texts are the same with and without drafts. Every prompt is sent equally often at
-every concurrency.
+Synthetic accept lengths run on random tokens. The real accept length comes from `--model` and its trained `--head`.
+They answer the shipped chat prompts greedily until the model ends, so that the texts are the same with and without
+drafts. Every prompt is sent equally often at every concurrency.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ KEYS = ("model", "speculation", "text", "concurrency")
 STEPS = 3
 OFF, REAL = "off", "real"
 A_SLOT = 4
-"""Prompts of real text for each request under way, at least: answers differ in length, and of few the last run alone."""
+"""Minimum number of real prompts per concurrent request: answers differ in length, and the last ones run alone."""
 
 
 def setups(served: Model, accept_lengths: list[str], backend: str | None) -> list[Setup]:
-    """Speculation off, then on at each accept length; `real` lets the weights decide."""
+    """Speculation off, then on at each accept length; with `real` the weights decide."""
     common = (*served.target_flags, "--disable-radix-cache", *(("--attention-backend", backend) if backend else ()))
     found = [Setup({"model": served.name, "speculation": OFF, "steps": 0}, common)]
     for length in accept_lengths:
@@ -39,7 +39,7 @@ def setups(served: Model, accept_lengths: list[str], backend: str | None) -> lis
 
 
 def real_text(concurrency: int, output_len: int, prompts: int = PROMPTS) -> Burst:
-    """Chat prompts, enough of them to keep so many requests under way."""
+    """Enough chat prompts for this concurrency."""
     burst = chat_text(concurrency, A_SLOT * concurrency, output_len, prompts)
     return Burst({**burst.labels, "text": REAL}, burst.flags)
 
@@ -51,13 +51,13 @@ def random_text(concurrency: int, input_len: int, output_len: int) -> Burst:
 
 
 def measure(record: Record, served: Setup, random: list[Burst], real: list[Burst]) -> None:
-    """Random text where acceptance is synthetic, real text where it is real, both without drafts."""
+    """Run random text with synthetic acceptance, real text with real acceptance, and both without drafts."""
     loads = {OFF: [*random, *real], REAL: real}
     sweep(record, [served], loads.get(served.labels["speculation"], random))
 
 
 def ratios(rows: list[dict[str, Any]], speculation: str, text: str) -> list[tuple[int, float]]:
-    """(concurrency, throughput with speculation / without), where both were measured."""
+    """(concurrency, throughput with speculation / without) for each pair of rows."""
     found = []
     for row in rows:
         off = pick(rows, speculation=OFF, text=text, concurrency=row["concurrency"], model=row["model"])
@@ -67,7 +67,7 @@ def ratios(rows: list[dict[str, Any]], speculation: str, text: str) -> list[tupl
 
 
 def crossing(points: list[tuple[int, float]]) -> float | None:
-    """The concurrency at which the ratio falls through 1, between measured points on a logarithmic scale; None if it never does."""
+    """The concurrency at which the ratio falls below 1, interpolated on a logarithmic scale; None if it never does."""
     for (c0, r0), (c1, r1) in itertools.pairwise(points):
         if r0 >= 1.0 > r1:
             return 2 ** (math.log2(c0) + (r0 - 1.0) / (r0 - r1) * (math.log2(c1) - math.log2(c0)))
@@ -104,7 +104,7 @@ def summary(result: Result) -> str:
 
 
 def _series(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """(speculation, text) of the rows with drafts, the real ones first."""
+    """(speculation, text) of the rows with drafts, real acceptance first."""
     found = dict.fromkeys((row["speculation"], row["text"]) for row in rows if row["speculation"] != OFF)
     return sorted(found, key=lambda pair: pair[0] != REAL)
 
@@ -114,7 +114,7 @@ def _title(speculation: str, text: str) -> str:
 
 
 def _where(points: list[tuple[int, float]]) -> str:
-    """Where the ratio falls through 1, in words where it does not."""
+    """Where the ratio falls below 1, or a sentence if it does not."""
     if not points:
         return "-"
     crossed = crossing(points)
@@ -124,14 +124,14 @@ def _where(points: list[tuple[int, float]]) -> str:
 
 
 def measured(rows: list[dict[str, Any]], speculation: str, text: str) -> float | None:
-    """The accept length of all tokens of a series: the mean over its runs, each weighed by its tokens a window."""
+    """The accept length over all tokens of a series: tokens divided by windows."""
     known = [row for row in rows if (row["speculation"], row["text"]) == (speculation, text) and row.get("accept_length")]
     tokens = sum(row["total_output_tokens"] for row in known)
     return tokens / sum(row["total_output_tokens"] / row["accept_length"] for row in known) if tokens else None
 
 
 def same_texts(rows: list[dict[str, Any]]) -> str | None:
-    """Whether answers to real text are as long with drafts as without: greedy, they are the same texts but for rounding."""
+    """Whether answers to real text are equally long with and without drafts; greedy texts differ by rounding only."""
     pairs = []
     for on in rows:
         off = pick(rows, speculation=OFF, text=REAL, concurrency=on["concurrency"])
@@ -146,7 +146,7 @@ def same_texts(rows: list[dict[str, Any]]) -> str | None:
 
 
 def plot(result: Result, file: Path) -> None:
-    """The ratios over concurrency; a star where a line falls through 1, and there speculation stops paying."""
+    """The ratios by concurrency; a star marks where a line falls below 1."""
     series = {}
     for name in dict.fromkeys(row["model"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["model"] == name]
@@ -157,33 +157,33 @@ def plot(result: Result, file: Path) -> None:
     marks = {name: crossing(points) for name, points in series.items()}
     panel = plots.lines(series, "", "concurrency", "output tokens/s with speculation / without", 1.0, marks)
     models = ", ".join(dict.fromkeys(row["model"] for row in result["rows"]))
-    picture.draw(result, file, f"Where speculation stops paying: {models}", [panel])
+    picture.draw(result, file, f"Where speculation stops paying off: {models}", [panel])
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = arguments(__doc__)
     parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16, 64, 128, 256])
-    parser.add_argument("--accept-lengths", type=names, help="synthetic ones, and real; default: 1.5,2.5,3.5, with --head real too")
+    parser.add_argument("--accept-lengths", type=names, help="synthetic lengths and real; default: 1.5,2.5,3.5, and real with --head")
     parser.add_argument("--backend", default="fa3")
-    parser.add_argument("--output-len", type=int, default=256, help="tokens of an answer to random text, most of one to a chat prompt")
-    parser.add_argument("--prompts", type=int, default=PROMPTS, help="different chat prompts of real text (default %(default)s)")
+    parser.add_argument("--output-len", type=int, default=256, help="tokens per answer to random text, maximum for chat prompts")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="number of different chat prompts (default %(default)s)")
     add_model(parser)
     args = parser.parse_args()
     args.accept_lengths = args.accept_lengths or [*([REAL] if args.head else []), "1.5", "2.5", "3.5"]
     if not 1 <= args.prompts <= PROMPTS:
-        parser.error(f"--prompts {args.prompts}: there are 1 to {PROMPTS}")
+        parser.error(f"--prompts {args.prompts}: the value must be from 1 to {PROMPTS}")
     if REAL in args.accept_lengths and not (args.model and args.head and any(Path(args.head).glob("*.safetensors"))):
-        parser.error("--accept-lengths real needs --model and --head FOLDER, an EAGLE head trained for it")
+        parser.error("--accept-lengths real requires --model and --head FOLDER with an EAGLE head trained for the model")
     return args
 
 
 def main() -> None:
-    """Measure, keep, plot."""
+    """Measure, record and plot."""
     args = parse()
     record = Record(NAME, KEYS, args.out, args.quick)
     served = served_model(args)
-    if args.quick:  # a head without weights: its acceptance is real too, and almost none
+    if args.quick:  # a head with random weights: its real acceptance is close to 0
         found, random, real = setups(served, [REAL, "2.5"], None), [random_text(c, 16, 8) for c in (1, 2)], [real_text(2, 4, 4)]
     else:
         found = setups(served, args.accept_lengths, args.backend)

@@ -1,14 +1,18 @@
 """The same server with the draft-extend graph off and on, by concurrency, attention backend and overlap.
 
-With --in-process the scheduler and the worker run in one process, without HTTP and text. One worker alternates between off and on within
-seconds, so that only the graph differs. The number after ± is the standard error of a change over the rounds. Three columns are timed in
-iterations without prompts: the iteration on the GPU's clock, draft-extend on the GPU from the end of verification on, and its host time.
+With --in-process the scheduler and the worker run in one process, without HTTP and text. One worker alternates between
+off and on within seconds, so that only the graph differs. The number after ± is the standard error of a change over the
+rounds. Three columns are timed in
+iterations without prompts: the iteration on the GPU's clock, draft-extend on the GPU from the end of verification on,
+and its host time.
 
-First tokens do not run in this graph. With overlap they still arrive earlier where the host is the bottleneck, because a prompt waits for
-the step in flight. Runs of 1000 tokens have few first tokens, and one stall of the machine weighs a lot (+42.1 % ± 32.9 is one round of
-two). The answers of 128 tokens show TTFT better, because there are many more of them.
+First tokens do not run in this graph. With overlap they still arrive earlier where the host is the bottleneck, because
+a prompt waits for the step in flight. Runs of 1000 tokens have few first tokens, and one stall of the machine weighs a
+lot (+42.1 % ± 32.9 is one round of two). The answers of 128 tokens show TTFT better, because there are many more of
+them.
 
-Longer contexts make verification longer: without overlap, answers of 1000 tokens gain less at 32 requests than answers of 128.
+Longer contexts make verification longer: without overlap, answers of 1000 tokens gain less at 32 requests than answers
+of 128.
 """
 
 from __future__ import annotations
@@ -26,38 +30,39 @@ from benchmark.record import Record
 from benchmark.server import apart, parse_or_answer
 from benchmark.shapes import READ_BYTES_PER_SECOND, Model
 from benchmark.sweep import Setup, add_model, arguments, names, numbers, random_ids, roof_share, served_model, sweep
+from runtime.model_executor.graph_runner import RunMode
 from runtime.speculative.acceptance import AcceptanceCounters
 
 NAME = "draft_extend_graph"
 KEYS = ("model", "backend", "overlap", "loop", "output_len", "graph", "concurrency")
 STEPS = 2
-"""Steps 2, topk 1, draft tokens 3: the settings of the table that this one answers."""
+"""Depth of the chain: 2 steps, topk 1, 3 draft tokens."""
 
 COLUMNS = (
     *("input_throughput", "output_throughput", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms"),
     *("mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "per_user_throughput", "accept_length"),
 )
-"""The columns of that table by its names, and the accept length; one that no row of a series has is left out there."""
+"""Columns of the table; a column without values in a series is omitted."""
 
 STEADY = {
     "iteration_us": "iteration, GPU (µs)",
     "draft_extend_gpu_us": "draft-extend, GPU (µs)",
     "draft_extend_host_us": "draft-extend, host (µs)",
 }
-"""Where an iteration goes that no prompt rides with, by the names of `Phases`."""
+"""Times of iterations without prompts, by the names of `Phases`."""
 WATCHED = 64
-"""Tokens of each answer while iterations are timed."""
+"""Tokens per answer while iterations are timed."""
 HIDDEN = 0.05
-"""Launches that the GPU waits for during less of an iteration than this share are called hidden."""
+"""Launches are hidden if the GPU waits for them in less than this share of an iteration."""
 
 LEAST_TOKENS = 2048
-"""Of all answers of one run in process, where eight answers of each client have as many."""
+"""Minimum number of tokens in one run in process, up to eight answers per client."""
 REPEATED = ("mean_ttft_ms", "mean_tpot_ms")
-"""Columns of which every round is kept, so that a change is told from chance."""
+"""Columns of which the result file holds every round, for the standard error."""
 
 
 def setups(served: Model, backends: list[str], overlaps: list[str]) -> list[Setup]:
-    """For each backend and overlap two servers: the graph off, then on."""
+    """Two servers per backend and overlap: the graph off, then on."""
     found = []
     for backend in backends:
         for overlap in overlaps:
@@ -71,14 +76,14 @@ def setups(served: Model, backends: list[str], overlaps: list[str]) -> list[Setu
 
 
 def turns(rounds: int) -> list[str]:
-    """Off and on, on and off, and so on: what drifts meanwhile weighs on both alike."""
+    """Off, on, on, off, and so on, so that a drift of the machine affects both alike."""
     return [graph for number in range(rounds) for graph in (("off", "on") if number % 2 == 0 else ("on", "off"))]
 
 
 def measure(
     flags: Sequence[str], concurrencies: Sequence[int], lens: tuple[int, int], overlaps: Sequence[str], rounds: int
 ) -> list[dict[str, Any]]:
-    """In this process: a row for each concurrency, overlap, and graph off and on."""
+    """Measure in this process; one row per concurrency, overlap and graph off or on."""
     from benchmark.engine_loop import EngineLoop, Served, build
 
     config, worker = build(flags)
@@ -90,7 +95,7 @@ def measure(
             counts = {graph: AcceptanceCounters(STEPS) for graph in runs}
             phases = {graph: Phases(worker) for graph in runs}
             for graph in turns(rounds):
-                extend.use = "graphs" if graph == "on" else "plain"
+                extend.mode = RunMode.REPLAY if graph == "on" else RunMode.EAGER
                 EngineLoop(config, worker, overlap == "on").serve(concurrency, concurrency, lens[0], 16)
                 runs[graph].append(EngineLoop(config, worker, overlap == "on").serve(requests, concurrency, *lens))
                 counts[graph].merge(worker.verifier.counted())
@@ -109,7 +114,7 @@ def measure(
 
 
 def render(result: Result) -> str:
-    """A table for each model, backend, overlap and length of the answers."""
+    """One table per model, backend, overlap and answer length."""
     rows, parts = result["rows"], []
     found = pairs(rows)
     for key in dict.fromkeys(_series(row) for row in rows):
@@ -153,9 +158,10 @@ def _part(rows: list[dict[str, Any]]) -> str:
 
 
 def waits(off: dict[str, Any], on: dict[str, Any]) -> float | None:
-    """The share of an iteration without the graph in which the GPU waits for launches that the graph saves; None where it was not timed.
+    """The share of an iteration in which the GPU waits for launches that the graph would save; None if it was not
+    timed.
 
-    Its kernels are the same with the graph and without: what it takes longer without one is waiting.
+    The kernels are the same with and without the graph, so any extra time without it is waiting.
     """
     if "iteration_us" not in off or "iteration_us" not in on:
         return None
@@ -163,31 +169,36 @@ def waits(off: dict[str, Any], on: dict[str, Any]) -> float | None:
 
 
 def _hidden(found: Sequence[tuple[int, dict[str, Any], dict[str, Any]]]) -> str:
-    """What is said of those of a series, by `pairs`, in which there is nothing to gain; "" where there are none."""
+    """A sentence about the concurrencies of a series at which launches are hidden; "" if there are none."""
     hidden = {concurrency: share for concurrency, off, on in found if (share := waits(off, on)) is not None and share < HIDDEN}
     if not hidden:
         return ""
     return (
         f"Hidden at concurrency {', '.join(map(str, hidden))}: draft-extend is launched while the GPU verifies. "
-        f"Without the graph the GPU waits for launches {percent(max(0.0, *hidden.values()), 1)} of an iteration at most."
+        f"Without the graph the GPU waits for launches in at most {percent(max(0.0, *hidden.values()), 1)} of an iteration."
     )
 
 
 def _change(on: dict[str, Any], off: dict[str, Any], name: str) -> str:
-    """Of a column, with its standard error where several rounds were kept."""
+    """The change of a column, with its standard error if there are several rounds."""
     text, error = change(_figure(on, name), _figure(off, name)), standard_error(on, off, name)
     return text if error is None else f"{text} ± {error * 100:.1f}"
 
 
 def standard_error(on: dict[str, Any], off: dict[str, Any], name: str) -> float | None:
-    """Of the mean over the rounds of how much `on` is above `off`, as a share; None where fewer than two rounds were kept."""
+    """The standard error of the mean change from `off` to `on` over the rounds, as a share; None for fewer than two
+    rounds.
+    """
     kept = [row.get("by_round", {}).get(name, ()) for row in (on, off)]
     ratios = [a / b for a, b in zip(*kept, strict=True)]
     return statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None
 
 
 def _figure(row: dict[str, Any], name: str) -> float | None:
-    """A column of a row; prompts of a run are alike and so are answers, so what goes in follows from what comes out."""
+    """A column of a row.
+
+    All prompts and all answers of a run have one length, so input throughput follows from output throughput.
+    """
     if name == "per_user_throughput":
         return row["output_throughput"] / row["concurrency"]
     if name == "input_throughput" and row.get("output_len"):
@@ -196,7 +207,7 @@ def _figure(row: dict[str, Any], name: str) -> float | None:
 
 
 def pairs(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, dict[str, Any], dict[str, Any]]]]:
-    """By model, backend, overlap and length: (concurrency, the row without the graph, the row with it), where both were measured."""
+    """(concurrency, row without the graph, row with it) by series, if both were measured."""
     found: dict[str, list[tuple[int, dict[str, Any], dict[str, Any]]]] = {}
 
     def place(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -210,7 +221,9 @@ def pairs(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, dict[str,
 
 
 def plot(result: Result, file: Path) -> None:
-    """Off against on at each concurrency: throughput, with its change and that of the time per token; a panel a series."""
+    """Throughput with the graph off and on by concurrency, with the changes of throughput and TPOT; one panel per
+    series.
+    """
     panels = [_panel(key, found) for key, found in pairs(result["rows"]).items()]
     models = ", ".join(dict.fromkeys(row["model"] for row in result["rows"]))
     picture.draw(result, file, f"Draft-extend graph off and on: {models}", panels, columns=2)
@@ -236,7 +249,7 @@ def _panel(key: str, found: Sequence[tuple[int, dict[str, Any], dict[str, Any]]]
 def in_process(
     record: Record, served: Model, backends: list[str], concurrencies: list[int], lens: tuple[int, int], overlaps: list[str], rounds: int
 ) -> None:
-    """A process for each backend; its worker serves everything in turn."""
+    """Measure each backend in its own process with one worker."""
     speed = READ_BYTES_PER_SECOND.get(slug(record.data["machine"]))
     for backend in backends:
         setup = setups(served, [backend], ["on"])[-1]
@@ -248,18 +261,18 @@ def in_process(
 
 
 def main() -> None:
-    """Measure, keep, plot."""
+    """Measure, record and plot."""
     parser = arguments(__doc__)
     parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16, 32, 64])
     parser.add_argument("--backends", type=names, default=["fa3", "flashinfer"])
     parser.add_argument("--overlap", type=names, default=["on", "off"])
     parser.add_argument("--output-len", type=int, default=1000)
-    parser.add_argument("--in-process", action="store_true", help="without servers: one worker for each backend")
-    parser.add_argument("--rounds", type=int, default=2, help="with --in-process: runs of each way, in turn (default %(default)s)")
+    parser.add_argument("--in-process", action="store_true", help="no servers: one worker per backend")
+    parser.add_argument("--rounds", type=int, default=2, help="with --in-process: alternating runs with off and on (default %(default)s)")
     add_model(parser)
     args = parse_or_answer(parser, measure)
     if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: at least one")
+        parser.error(f"--rounds {args.rounds}: the value must be at least 1")
     record = Record(NAME, KEYS, args.out, args.quick)
     served = served_model(args)
     backends = ["torch_native"] if args.quick else args.backends

@@ -1,4 +1,6 @@
-"""The embedded model on a GPU at batch 1: tokens per second of the server and of `transformers.generate` on the same weights."""
+"""The embedded model on a GPU at batch 1: tokens per second of the server and of `transformers.generate` on the same
+weights.
+"""
 
 from __future__ import annotations
 
@@ -64,15 +66,15 @@ def summary(result: Result) -> str:
 
 
 def plot(result: Result, file: Path) -> None:
-    """Tokens a second."""
+    """Tokens per second."""
     groups = {f"{row['system']}, {row['dtype']}": {"tokens/s": row["tokens_per_second"]} for row in result["rows"]}
     picture.draw(result, file, "Decoding with SmolLM2-135M at batch 1", [plots.bars(groups, "", "decode tokens/s")])
 
 
 def main() -> None:
-    """Measure, keep, plot."""
+    """Measure, record and plot."""
     parser = arguments(__doc__)
-    parser.add_argument("--model", default="embedded", help="its file, where it cannot be fetched")
+    parser.add_argument("--model", default="embedded", help="file of the embedded model, if it cannot be fetched")
     parser.add_argument("--backends", type=names, default=["fa3", "flashinfer"])
     parser.add_argument("--tokens", type=int, default=256)
     args = parser.parse_args()

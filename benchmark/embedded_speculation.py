@@ -1,6 +1,8 @@
-"""The embedded model with and without its own draft head on real text: tokens per second by batch size, and the crossover.
+"""The embedded model with and without its own draft head on real text: tokens per second by batch size, and the
+crossover.
 
-All servers of one run are up at the same time and take turns, so that a change of the machine's speed affects all of them.
+All servers of one run are up at the same time and take turns, so that a change of the machine's speed affects all of
+them.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ KEYS = ("device", "dtype", "quantization", "speculation", "batch")
 OFF = "off"
 CONTEXT = 1024
 NEVER_PAUSED = 1 << 16
-"""More requests than ever run."""
+"""A batch size that never occurs."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What one server wrote with so many requests together."""
+    """The output of one server at one batch size."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -42,10 +44,10 @@ class Tally:
     rates: list[float] = field(default_factory=list)
 
     def add(self, outputs: Sequence[Mapping[str, Any]], seconds: float) -> None:
-        """One burst, from its start to its last token."""
+        """Add one burst, timed from its start to its last token."""
         tokens = sum(len(output["output_ids"]) for output in outputs)
-        told = [(len(output["output_ids"]), output["meta_info"]) for output in outputs]
-        drafted = [(count, meta.get("spec_verify_ct", 0), meta.get("spec_accepted_by_position", ())) for count, meta in told]
+        answers = [(len(output["output_ids"]), output["meta_info"]) for output in outputs]
+        drafted = [(count, meta.get("spec_verify_ct", 0), meta.get("spec_accepted_by_position", ())) for count, meta in answers]
         self.tokens += tokens
         self.seconds += seconds
         self.windows += sum(windows for _, windows, _ in drafted)
@@ -53,7 +55,7 @@ class Tally:
         self.rates.append(tokens / seconds)
 
     def figures(self) -> dict[str, Any]:
-        """For a row."""
+        """The figures of a row."""
         return {
             "tokens": self.tokens,
             "tokens_per_second": self.tokens / self.seconds,
@@ -64,13 +66,15 @@ class Tally:
 
 @contextlib.contextmanager
 def servers(shapes: Sequence[str], common: Mapping[str, Any], head: str) -> Iterator[dict[str, Engine]]:
-    """An engine for each of `off` and steps/topk/draft tokens."""
+    """One engine per shape: `off` or steps/topk/draft tokens."""
     with contextlib.ExitStack() as stack:
         yield {shape: stack.enter_context(Engine(**common, **speculation(shape, head))) for shape in shapes}
 
 
 def speculation(shape: str, head: str = str(EMBEDDED_DRAFT)) -> dict[str, Any]:
-    """Options of `Engine` for `off` or steps/topk/draft tokens, with a fourth number pausing above so many requests together."""
+    """Options of `Engine` for `off` or steps/topk/draft tokens; a fourth number is the batch size above which drafting
+    pauses.
+    """
     if shape == OFF:
         return {"speculative_algorithm": "none"}
     steps, topk, draft_tokens, *most = (int(part) for part in shape.split("/"))
@@ -85,7 +89,7 @@ def speculation(shape: str, head: str = str(EMBEDDED_DRAFT)) -> dict[str, Any]:
 
 
 def chat_prompts(engine: Engine) -> list[list[int]]:
-    """The hand-made chat prompts as token ids, each a user's turn; neighbours are of different kinds."""
+    """The hand-made chat prompts as token ids, each a user turn."""
     tokenizer = Tokenizer.load(engine.config.model.tokenizer_path)
     return [tokenizer.encode_chat([{"role": "user", "content": line["prompt"]}]) for line in embedded_prompts()]
 
@@ -93,11 +97,11 @@ def chat_prompts(engine: Engine) -> list[list[int]]:
 def measure(
     engines: Mapping[str, Engine], batches: Sequence[int], prompts: int, new_tokens: int, bursts: int = 1
 ) -> dict[tuple[str, int], Tally]:
-    """Every server answers the same prompts greedily, `batch` at a time, one server after the other, burst by burst."""
+    """All servers answer the same prompts greedily, `batch` at a time, taking turns burst by burst."""
     asked = chat_prompts(next(iter(engines.values())))
     sampling = {"temperature": 0.0, "max_new_tokens": new_tokens}
     tallies = {(shape, batch): Tally() for batch in batches for shape in engines}
-    for engine in engines.values():  # pages are touched, threads are there
+    for engine in engines.values():  # warm-up: touch memory pages, start threads
         engine.generate(input_ids=asked[-2:], sampling_params=sampling)
     for batch in batches:
         count = max(prompts, bursts * batch)
@@ -112,7 +116,7 @@ def measure(
 
 
 def ratios(rows: Sequence[Mapping[str, Any]], speculated: str) -> list[tuple[int, float]]:
-    """(requests together, tokens a second with drafts / without) of rows of one kind."""
+    """(batch size, tokens per second with drafts / without) of rows of one kind."""
     found = []
     for row in rows:
         off = pick(list(map(dict, rows)), speculation=OFF, batch=row["batch"])
@@ -131,7 +135,7 @@ def kinds(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]
 
 
 def render(result: Result) -> str:
-    """Tokens a second without drafts, the ratios with them, accept length, and where each ratio falls through 1."""
+    """Tokens per second without drafts, the ratios with drafts, accept length, and where each ratio falls below 1."""
     parts = []
     for kind, rows in kinds(result["rows"]).items():
         batches = sorted({row["batch"] for row in rows})
@@ -164,29 +168,29 @@ def _lines(rows: Sequence[Mapping[str, Any]], batches: Sequence[int]) -> list[li
 
 
 def plot(result: Result, file: Path) -> None:
-    """The ratios over requests together; a star where a line falls through 1."""
+    """The ratios by batch size; a star marks where a line falls below 1."""
     series = {}
     for kind, rows in kinds(result["rows"]).items():
         for shape in dict.fromkeys(row["speculation"] for row in rows if row["speculation"] != OFF):
             series[f"{kind}, {shape}"] = ratios(rows, shape)
     marks = {name: crossing(points) for name, points in series.items()}
-    panel = plots.lines(series, "", "requests together", "tokens/s with drafts / without", 1.0, marks)
-    picture.draw(result, file, "Where drafting stops paying: SmolLM2-135M with its own draft (steps/topk/draft tokens)", [panel])
+    panel = plots.lines(series, "", "batch size", "tokens/s with drafts / without", 1.0, marks)
+    picture.draw(result, file, "Where drafting stops paying off: SmolLM2-135M with its own draft (steps/topk/draft tokens)", [panel])
 
 
 def main() -> None:
-    """Measure, keep, plot."""
+    """Measure, record and plot."""
     parser = arguments(__doc__)
-    parser.add_argument("--shapes", type=names, default=["3/1/4"], help="steps/topk/draft tokens[/most together], with commas")
-    parser.add_argument("--batch", type=numbers, default=[1, 2, 4, 8, 16], help="requests together")
-    parser.add_argument("--prompts", type=int, default=16, help="prompts a batch size, at least")
-    parser.add_argument("--bursts", type=int, default=1, help="of each batch size, at least; on a GPU one is over in a moment")
+    parser.add_argument("--shapes", type=names, default=["3/1/4"], help="comma-separated list of steps/topk/draft tokens[/largest batch]")
+    parser.add_argument("--batch", type=numbers, default=[1, 2, 4, 8, 16], help="batch sizes")
+    parser.add_argument("--prompts", type=int, default=16, help="minimum number of prompts per batch size")
+    parser.add_argument("--bursts", type=int, default=1, help="minimum number of bursts per batch size; raise it on a GPU")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, help="on a CPU; default: the cores there are")
-    parser.add_argument("--quantization", type=names, default=["int8", "none"], help="of the CPU's weights, one run for each")
-    parser.add_argument("--model", help="the embedded model's file, where it cannot be fetched")
-    parser.add_argument("--head", default=str(EMBEDDED_DRAFT), help="a head's folder in place of the model's own")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
+    parser.add_argument("--quantization", type=names, default=["int8", "none"], help="quantisation of the weights on a CPU, one run each")
+    parser.add_argument("--model", help="file of the embedded model, if it cannot be fetched")
+    parser.add_argument("--head", default=str(EMBEDDED_DRAFT), help="folder of another draft head")
     args = parser.parse_args()
     if args.quick:
         args.shapes, args.batch, args.prompts, args.new_tokens, args.threads, args.quantization = ["2/1/3"], [1, 2], 2, 8, 1, ["int8"]
@@ -205,7 +209,7 @@ def main() -> None:
 
 def _options(args: Any, quantization: str) -> dict[str, Any]:
     options: dict[str, Any] = {"device": args.device, "context_length": CONTEXT, "max_running_requests": max(args.batch)}
-    if args.device == "cuda":  # a server alone would take all of the GPU's memory
+    if args.device == "cuda":  # otherwise each server would take all of the GPU's memory
         options["max_total_tokens"] = (max(args.batch) + 1) * CONTEXT
     else:
         options["quantization"] = quantization

@@ -1,4 +1,4 @@
-"""The scheduler and its worker in one process, without sockets and text: the server's own loop, run step by step."""
+"""The scheduler and its worker in one process, without sockets and text, driven step by step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from runtime.sampling_params import SamplingParams
 
 
 def build(flags: Sequence[str]) -> tuple[RuntimeConfig, Any]:
-    """The worker that a server with these flags would have, and its configuration."""
+    """The configuration and the worker of a server with these flags."""
     args = parse([*flags]).args
     logging_setup.setup(args.log_level, "talon::bench")
     config, model_config = prepare(args)
@@ -44,7 +44,7 @@ class _Times:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Latencies of a closed loop of requests, in seconds, and the tokens of all."""
+    """Latencies of the requests of a closed loop, in seconds, and their tokens."""
 
     seconds: float
     tokens: int
@@ -53,21 +53,21 @@ class Served:
 
     @staticmethod
     def together(runs: Sequence[Served]) -> Served:
-        """Several runs as one."""
+        """Several runs merged into one."""
         ttfts, tpots = [one for run in runs for one in run.ttfts], [one for run in runs for one in run.tpots]
         return Served(sum(run.seconds for run in runs), sum(run.tokens for run in runs), ttfts, tpots)
 
     def figures(self) -> Figures:
-        """The figures by `bench_serving`'s names and definitions."""
+        """The figures, with the names and definitions of `bench_serving`."""
         rate = self.tokens / self.seconds
         return {"duration": self.seconds, "output_throughput": rate, **percentiles("ttft", self.ttfts), **percentiles("tpot", self.tpots)}
 
 
 class EngineLoop:
-    """Requests of random tokens on a worker, all decoding, until `stop`.
+    """Decoding requests of random tokens on a worker, until `stop`.
 
     Attributes:
-        tokens: generated so far, by all requests.
+        tokens: number of tokens generated so far.
     """
 
     def __init__(self, config: RuntimeConfig, worker: Any, overlap: bool) -> None:
@@ -78,14 +78,14 @@ class EngineLoop:
         self.tokens = 0
 
     def start(self, requests: int, prompt_len: int, room: int, sampling: SamplingParams = GREEDY) -> None:
-        """Start `requests` and run until each has a few tokens; they end after `room` tokens."""
+        """Admit `requests` and run until each has a few tokens; they end after `room` tokens."""
         for i in range(requests):
             self._ask(i, prompt_len, room, sampling)
         while min(times.tokens for times in self._times.values()) < 8:
             self._scheduler.step()
 
     def serve(self, requests: int, concurrency: int, prompt_len: int, output_len: int) -> Served:
-        """Run a closed loop of `concurrency` clients until `requests` have ended."""
+        """Run a closed loop of `concurrency` clients until `requests` are answered."""
         self._times.clear()
         self.tokens = 0
         started, submitted = time.perf_counter(), 0
@@ -110,7 +110,7 @@ class EngineLoop:
         self._inbox.append(GenerateReq(rid=str(number), input_ids=ids, sampling=sampling, seed=number, stream=True))
 
     def run(self, steps: int) -> float:
-        """Run `steps` steps; returns the seconds per step."""
+        """Run `steps` steps and return the mean seconds per step."""
         _wait()
         started = time.perf_counter()
         for _ in range(steps):

@@ -30,7 +30,7 @@ BODY = {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, "tempe
 
 
 class Stream:
-    """One streamed completion and when its pieces came."""
+    """One streamed completion and the arrival times of its pieces."""
 
     def __init__(self, port: int, tokens: int) -> None:
         self.times: list[float] = []
@@ -54,12 +54,12 @@ class Stream:
         self.ended = time.perf_counter()
 
     def join(self) -> Stream:
-        """Wait for its end."""
+        """Wait until the stream ends."""
         self._thread.join()
         return self
 
     def leave(self) -> None:
-        """Close the connection in the middle, without a word."""
+        """Close the connection in the middle of the stream."""
         assert self._connection.sock is not None or self._answer.fp is not None
         file = self._answer.fp.raw._sock  # type: ignore[union-attr]
         file.shutdown(socket.SHUT_RDWR)
@@ -71,22 +71,22 @@ class Stream:
 
 
 def longest(server: Server) -> int:
-    """Tokens of an answer that lasts until somebody ends it."""
+    """A token count that lasts until the stream is closed."""
     return server.get("/v1/models")["data"][0]["max_model_len"] - 64
 
 
 def wait_for(true: Callable[[], bool], seconds: float = 60.0, pause: float = 0.002) -> float:
-    """Seconds until `true`."""
+    """Seconds until `true()`."""
     started = time.perf_counter()
     while not true():
         if time.perf_counter() - started > seconds:
-            raise TimeoutError("what was waited for did not happen")
+            raise TimeoutError(f"the condition did not hold within {seconds:g} s")
         time.sleep(pause)
     return time.perf_counter() - started
 
 
 def status(server: Server, path: str) -> int:
-    """HTTP status of GET `path`; 0 when nobody answers."""
+    """HTTP status of GET `path`; 0 without an answer."""
     try:
         server.get(path)
     except urllib.error.HTTPError as error:
@@ -97,7 +97,7 @@ def status(server: Server, path: str) -> int:
 
 
 def ask_ms(port: int, path: str, count: int, body: Any = None) -> tuple[float, int]:
-    """Median milliseconds of an answer on one connection, and the last status."""
+    """Median milliseconds per answer on one connection, and the last status."""
     connection, times, code = http.client.HTTPConnection("127.0.0.1", port, timeout=30), [], 0
     for _ in range(count):
         started = time.perf_counter()
@@ -119,7 +119,7 @@ def health(server: Server) -> dict[str, Any]:
 
 
 def client_gone(server: Server) -> dict[str, Any]:
-    """From closing a stream until no KV is held; the figures are asked for without pause."""
+    """Time from closing a stream until its KV is free, polled without pause."""
     waits, gaps = [], []
     for _ in range(10):
         stream = Stream(server.port, longest(server))
@@ -132,7 +132,7 @@ def client_gone(server: Server) -> dict[str, Any]:
 
 
 def queue_full(server: Server) -> dict[str, Any]:
-    """A refusal by a server with one row and a queue of one."""
+    """Time of a refusal by a server with one row and a queue of one."""
     streams = [Stream(server.port, longest(server))]
     streams += [waiting := _Waiting(server.port)]  # type: ignore[list-item]
     wait_for(lambda: server.get("/get_server_info")["internal_states"][0]["num_queue_reqs"] == 1)
@@ -155,7 +155,7 @@ class _Waiting:
 
 
 def idle_crowd(server: Server, count: int) -> dict[str, Any]:
-    """The gap between tokens of one stream, alone and beside a crowd of silent connections and eight readers that sleep."""
+    """The gap between tokens of one stream, alone and next to `count` idle connections."""
     alone = statistics.median(Stream(server.port, 128).join().gaps_ms)
     crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(count)]
     beside = statistics.median(Stream(server.port, 128).join().gaps_ms)
@@ -165,12 +165,12 @@ def idle_crowd(server: Server, count: int) -> dict[str, Any]:
 
 
 def doubling(server: Server) -> dict[str, Any]:
-    """How much more processor time twice the text takes to tokenise, on average of the four doublings from 64 KiB to 1 MiB."""
+    """The factor of CPU time for tokenising twice the text, averaged over the four doublings from 64 KiB to 1 MiB."""
     process = psutil.Process(server.pid)
 
     def seconds(size: int) -> float:
         body = json.dumps({"prompt": "many words and a number 12 " * (size // 27)})
-        repeats = (1 << 21) // size  # the clock counts hundredths
+        repeats = (1 << 21) // size  # the clock counts hundredths of a second
         before = sum(process.cpu_times()[:2])
         ask_ms(server.port, "/tokenize", repeats, body)
         return (sum(process.cpu_times()[:2]) - before) / repeats
@@ -185,7 +185,7 @@ def doubling(server: Server) -> dict[str, Any]:
 
 
 def killed(server: Server, role: str) -> list[dict[str, Any]]:
-    """kill -9 of one child under a stream."""
+    """Kill -9 of one child while a stream runs."""
     stream = Stream(server.port, longest(server))
     (child,) = (p for p in psutil.Process(server.pid).children() if p.cmdline()[:1] == [f"talon::{role}"])
     started = time.perf_counter()
@@ -249,7 +249,7 @@ def _time(row: dict[str, Any], name: str) -> str:
 
 
 def plot(result: Result, file: Path) -> None:
-    """Measured as shares of what is allowed."""
+    """The measured values as shares of their bounds."""
     rows = {row["what"]: row for row in result["rows"]}
     shares = {what: {"share": row["value"] / row["bound"]} for what, row in rows.items()}
 
@@ -262,7 +262,7 @@ def plot(result: Result, file: Path) -> None:
 
 
 def measure(record: Record, flags: Sequence[str], crowd: int) -> None:
-    """A server that lives on, and one with a short queue."""
+    """Measure a server that survives, and one with a short queue."""
     with Server(flags) as server:
         for row in (health(server), client_gone(server), idle_crowd(server, crowd), doubling(server)):
             record.add(row)
@@ -271,7 +271,7 @@ def measure(record: Record, flags: Sequence[str], crowd: int) -> None:
 
 
 def measure_deaths(record: Record, flags: Sequence[str]) -> None:
-    """Four servers, each of which dies."""
+    """Measure four servers that are killed."""
     for role in ("scheduler", "detokenizer"):
         with Server(flags) as server:
             for row in killed(server, role):
@@ -284,7 +284,7 @@ def measure_deaths(record: Record, flags: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Measure, keep, plot."""
+    """Measure, record and plot."""
     args = arguments(__doc__).parse_args()
     record = Record(NAME, KEYS, args.out, args.quick)
     if args.quick:

@@ -1,4 +1,4 @@
-"""A worker whose KV is full to the last page, asked for everything at once."""
+"""A worker with a full KV pool that runs its largest steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PENALISED = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, repetition_pena
 
 
 class FullWorker:
-    """Owner of a worker built from the server's flags; every row gets the same share of the pages."""
+    """A worker built from server flags; all rows get the same number of pages."""
 
     def __init__(self, flags: Sequence[str]) -> None:
         self.worker: Any = build(flags)[1]
@@ -34,7 +34,7 @@ class FullWorker:
         self.sampled = False
 
     def row(self, steps: int, penalised: int) -> dict[str, Any]:
-        """Fill and run; the figures of a result row."""
+        """Fill the pool, run, and return the figures of a result row."""
         on_gpu = torch.cuda.is_available()
         before = torch.cuda.memory_allocated() if on_gpu else 0
         if on_gpu:
@@ -58,7 +58,7 @@ class FullWorker:
                 "requests": len(self.rows), "tokens_each": int(self.kv[1:].min()), "plan_mib": plan}  # fmt: skip
 
     def prompts(self) -> None:
-        """The largest prompt steps: as many rows as can be, the first with all tokens that are left."""
+        """The largest prompt steps: as many rows as possible, the first with all remaining tokens."""
         waiting = self.rows.tolist()
         while waiting:
             rows = waiting[: max(self.limits.max_extend_tokens // 2, 1)]
@@ -72,14 +72,16 @@ class FullWorker:
             self._extend(rows, lens)
 
     def lengthen(self, steps: int) -> None:
-        """Make every row as long as its pages and the context allow with `steps` decode steps to come; what KV holds does not matter."""
+        """Make all rows as long as pages and context allow with `steps` decode steps to come; the content of KV does
+        not matter.
+        """
         limits = self.limits
         room = min(self.pages * limits.page_size, limits.max_context_len) - (steps + 2) * limits.tokens_per_step
         self.kv[1:] = np.maximum(self.kv[1:], room)
         self.worker._target.rows.kv_lens[1:] = torch.from_numpy(self.kv[1:]).to(self.worker._target.device)
 
     def decode(self, new_rows: list[RowInit]) -> None:
-        """One step of all rows, with all log-probabilities where they are sampled."""
+        """One step of all rows, with all log-probabilities if they are sampled."""
         k = MAX_TOP_LOGPROBS if new_rows or self.sampled else -1
         batch = ScheduleBatch(
             step=self._tick(), rows=self.rows, len_bounds=self.kv[self.rows],

@@ -1,7 +1,7 @@
 """Greedy answers with and without drafts, compared token by token: the embedded model on a CPU.
 
-By default in float32, chains and trees. With --default-start as the server starts without options (int8), with drafts and without, at
-1, 4 and 16 requests together: every answer must be the plain answer to the same prompt alone.
+By default with float32 weights, for chains and trees. With --default-start the server runs with its defaults (int8),
+with and without drafts, at batch sizes 1, 4 and 16; each answer must equal the plain answer to the same prompt alone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def compare(plain: Sequence[Mapping[str, Any]], drafted: Sequence[Mapping[str, A
 
 
 def shape_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row per shape: drafted answers against plain ones, in float32."""
+    """One row per shape: answers with drafts against plain answers, in float32."""
     common = options("cpu", args.threads)
     plain = answers(OFF, common, args.prompts, args.new_tokens)
     for shape in args.shapes:
@@ -57,7 +57,7 @@ def shape_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def default_start_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row per server and number of requests together: answers of the default start against those of plain decoding, one by one."""
+    """One row per server and batch size: answers of the default start against plain answers to single requests."""
     threads = {} if args.threads is None else {"cpu_threads": args.threads}
     sampling = {"temperature": 0.0, "max_new_tokens": args.new_tokens}
     alone: list[Mapping[str, Any]] = []
@@ -112,9 +112,9 @@ def main() -> None:
     """Compare, record and print; exit with 1 if an answer differs."""
     parser = arguments(__doc__)
     parser.add_argument("--shapes", type=names, default=list(SHAPES), help="comma-separated list of steps/topk/draft tokens")
-    parser.add_argument("--default-start", action="store_true", help="check the server's default start in place of float32 shapes")
-    parser.add_argument("--prompts", type=int, help="default: 80, of the default start 64")
-    parser.add_argument("--new-tokens", type=int, help="default: 48, of the default start 64")
+    parser.add_argument("--default-start", action="store_true", help="check the server's default start instead of float32 shapes")
+    parser.add_argument("--prompts", type=int, help="default: 80, or 64 with --default-start")
+    parser.add_argument("--new-tokens", type=int, help="default: 48, or 64 with --default-start")
     parser.add_argument("--threads", type=int, help="default: all cores")
     args = parser.parse_args()
     prompts, new_tokens = (64, 64) if args.default_start else (80, 48)

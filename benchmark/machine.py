@@ -1,4 +1,4 @@
-"""What a figure was measured on: hardware, versions, commit."""
+"""The origin of a figure: hardware, versions, commit, command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Machine = dict[str, Any]
 
 
 def describe() -> Machine:
-    """Device, CPU, memory and versions of this machine."""
+    """Device, CPU, memory and package versions of this machine."""
     gpus = _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader").splitlines()
     cpu = _first(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo")) or platform.processor() or platform.machine()
     memory_kib = _first(r"MemTotal:\s*(\d+)", Path("/proc/meminfo"))
@@ -34,14 +34,17 @@ def describe() -> Machine:
 
 
 def slug(machine: Machine) -> str:
-    """The folder of this machine's results: the GPU's name, or cpu with its cores."""
+    """The folder name of this machine's results: the GPU's name, or `cpu-` and the number of cores."""
     if not machine["gpus"]:
         return f"cpu-{machine['cores']}"
     return re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
 
 
 def commit() -> str:
-    """What TALON_COMMIT says, where files travel without their history; else the checkout's commit, marked when files differ from it."""
+    """The commit:
+
+    TALON_COMMIT, for files without history, else that of the checkout, with `-dirty` if tracked files differ.
+    """
     if named := os.environ.get("TALON_COMMIT"):
         return named
     found = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD").strip()
@@ -52,16 +55,17 @@ def commit() -> str:
 
 
 def command() -> str:
-    """The command line of the running script, as a reader would type it."""
+    """The command line of the running script, in a portable form."""
     script, folder = Path(sys.argv[0]).resolve().with_suffix(""), ROOT / "benchmark"
     parts = script.relative_to(folder).parts if script.is_relative_to(folder) else (script.name,)
     return portable(" ".join(["python", "-m", ".".join(("benchmark", *parts)), *sys.argv[1:]]))
 
 
 def portable(words: str) -> str:
-    """A command or flags without this machine's folders.
+    """A command or flags without the paths of this machine.
 
-    Where results were written goes; a path in the checkout counts from its root; of another absolute path its last part stays.
+    `--out` is removed, paths in the checkout become relative to its root, and other absolute paths keep their last
+    part.
     """
     kept = re.sub(r"(^|\s)--out[ =]\S+", "", words)
     return re.sub(r"(?<![^\s=,])/[^\s,]+", lambda path: _portable_path(Path(path[0])), kept)
@@ -85,7 +89,7 @@ def _first(pattern: str, file: Path) -> str | None:
 
 
 def version(package: str) -> str | None:
-    """The version that is installed, or None."""
+    """The installed version, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

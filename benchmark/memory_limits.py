@@ -1,7 +1,7 @@
 """Planned and used memory of workers that are filled to the last page.
 
-Each case is a process. Its worker runs the largest prompt step. Then it decodes the largest batch with the KV pool full to the last page:
-first greedy, then with every filter, penalties and 20 log-probabilities for all requests.
+Each case is a process. Its worker runs the largest prompt step. Then it decodes the largest batch with the KV pool full
+to the last page: first greedy, then with every filter, penalties and 20 log-probabilities for all requests.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ STEPS = 4
 """Decode steps of each kind."""
 PENALISED = 8
 MOST_UNUSED = 0.02
-"""Of the device."""
+"""Maximum share of the device memory that may stay unused."""
 MOST_APART_MIB = 64.0
-"""Between what a graph runner said and what it took."""
+"""Maximum difference between the reserved and the used memory of a graph runner."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For rows and `--cases`."""
+        """The name in rows and for `--cases`."""
         spec = "eagle-" + "-".join(map(str, self.spec)) if self.spec else "plain"
         context = "-128k" if self.long_context else ""
         return f"{self.model}-{spec}-b{self.batch}-c{self.chunk}{context}" + ("" if self.backend == "fa3" else f"-{self.backend}")
@@ -68,7 +68,7 @@ CASES = (
 
 
 def flags(case: Case, served: Model, folder: Path) -> list[str]:
-    """The server's flags of a case; `folder` is for what it needs on disk."""
+    """The server's flags of a case; `folder` holds files that the case needs."""
     target = [*served.target_flags]
     if case.long_context:
         config = json.loads((TARGET / "config.json").read_text(encoding="utf-8")) | {"max_position_embeddings": LONG_CONTEXT}
@@ -83,7 +83,7 @@ def flags(case: Case, served: Model, folder: Path) -> list[str]:
 
 
 def fill(flags: Sequence[str]) -> Row:
-    """In this process: build the worker, fill it, and say what became of the memory."""
+    """Build the worker in this process, fill it, and report its memory."""
     from benchmark.full_worker import FullWorker
 
     return FullWorker(flags).row(STEPS, PENALISED)
@@ -126,7 +126,7 @@ def summary(result: Result) -> str:
 
 
 def plot(result: Result, file: Path) -> None:
-    """What is left of the GPU in each case; what each graph runner said and took."""
+    """The unused memory of each case; the reserved and the used memory of each graph runner."""
     rows = [row for row in result["rows"] if "unused" in row]
     left = {row["case"]: {"unused": row["unused"] * 100} for row in rows}
     memory = {
@@ -141,7 +141,7 @@ def plot(result: Result, file: Path) -> None:
 
 
 def run(case: Case, served: Model) -> Row:
-    """`fill` in a process of its own; a row with `error` where it failed."""
+    """`fill` in its own process; a row with `error` if it failed."""
     print("+", case.name, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -152,10 +152,10 @@ def run(case: Case, served: Model) -> Row:
 
 
 def main() -> int:
-    """Fill, keep, plot; 1 when a case does not fit or wastes memory."""
+    """Fill, record and plot; return 1 if a case does not fit or wastes memory."""
     parser = arguments(__doc__)
     parser.add_argument("--cases", type=names, help=f"some of {', '.join(case.name for case in CASES)}")
-    parser.add_argument("--model", help="the embedded model's file; without it its cases are left out")
+    parser.add_argument("--model", help="file of the embedded model; without it its cases are skipped")
     args = parse_or_answer(parser, fill)
     record = Record(NAME, KEYS, args.out, args.quick)
     models = {"8b": big_model()} | ({"embedded": named_model(args.model, None)} if args.model else {})

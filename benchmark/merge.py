@@ -1,8 +1,8 @@
-"""Brings the rows of several result files of one script and one machine into one file: runs may measure parts of a table.
+"""Merges the rows of several result files of one script and one machine into one file.
 
     python -m benchmark.merge INTO FROM...
 
-Every row keeps its own commit and command. Of rows with the same keys the one measured last stays. INTO may be new.
+Rows keep their commit and command. Of rows with equal keys the newest wins. INTO may be new.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from benchmark.record import put, write
 from benchmark.report import SCRIPTS
 
 SHARED = ("device", "cores", "python")
-"""What all rows of a file have in common, because a table says it once; versions of packages too."""
+"""Facts that all rows of a file must share, besides package versions."""
 
 
 class MergeError(Exception):
-    """These files do not belong in one; the message says why."""
+    """The files cannot be merged; the message says why."""
 
 
 def merge(results: Sequence[Result], keys: Sequence[str]) -> Result:
-    """One result with the rows of all, in the order in which keys first come.
+    """One result with all rows, in the order in which their keys first appear.
 
     Raises:
-        MergeError: another script's, or measured on another machine or with other versions.
+        MergeError: the files differ in script, machine or versions.
     """
     first, rows = results[0], []
     packages: dict[str, str] = {}
@@ -50,38 +50,38 @@ def merge(results: Sequence[Result], keys: Sequence[str]) -> Result:
 
 def _same(what: str, one: Any, other: Any) -> None:
     if one != other:
-        raise MergeError(f"{what} is {one!r} in one file and {other!r} in another: their rows cannot stand in one table")
+        raise MergeError(f"{what} is {one!r} in one file and {other!r} in another, so their rows cannot share a table")
 
 
 def keys_of(result: Result) -> Sequence[str]:
-    """What tells the rows of a script apart.
+    """The keys of the rows of a script.
 
     Raises:
-        MergeError: no script of a table has this name.
+        MergeError: there is no such script.
     """
     if result["name"] not in SCRIPTS:
-        raise MergeError(f"{result['name']!r} is no script of a table; there are {', '.join(SCRIPTS)}")
+        raise MergeError(f"{result['name']!r} is not a script; choose from {', '.join(SCRIPTS)}")
     return importlib.import_module(f"benchmark.{result['name']}").KEYS
 
 
 def read(file: Path) -> Result:
-    """A result file.
+    """The content of a result file.
 
     Raises:
-        MergeError: there is none, or it is something else.
+        MergeError: the file is missing or is not a result file.
     """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise MergeError(f"{file} is no result file: {error}") from error
+        raise MergeError(f"{file} is not a result file: {error}") from error
     if not isinstance(found, dict) or not {"name", "machine", "rows"} <= found.keys():
-        raise MergeError(f"{file} is no result file: it has no name, machine and rows")
+        raise MergeError(f"{file} is not a result file: it has no name, machine and rows")
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when INTO is written; 1 when files do not belong together, and then nothing is written."""
-    parser = argparse.ArgumentParser(description="Bring the rows of result files into one; python -m benchmark.report shows them.")
+    """Return 0 if INTO is written, 1 if the files cannot be merged."""
+    parser = argparse.ArgumentParser(description="Merge the rows of result files; python -m benchmark.report shows them.")
     parser.add_argument("into", type=Path, help="a result file, which may be new")
     parser.add_argument("sources", type=Path, nargs="+", metavar="from", help="result files of the same script and machine")
     args = parser.parse_args(argv)

@@ -1,7 +1,8 @@
-"""One steady decode step: graphs against eager, overlap on against off, FA3 against FlashInfer, and the GPU's idle time.
+"""One steady decode step: graphs against eager, overlap on against off, FA3 against FlashInfer, and the GPU's idle
+time.
 
-The scheduler and the worker run in one process. Steps are timed without a profiler. A trace of a few more steps gives the time in which the
-GPU is busy; the rest of a step is idle time. The profiler makes gaps longer, but not kernels.
+The scheduler and the worker run in one process. Steps are timed without a profiler. A trace of a few more steps gives
+the time in which the GPU is busy; the rest of a step is idle time. The profiler makes gaps longer, but not kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NAME = "modes"
 KEYS = ("model", "mode", "backend", "graphs", "overlap", "batch")
 STEPS = 3
 VARIANTS = (("on", "on"), ("on", "off"), ("off", "on"))
-"""Graphs and overlap of each line; the first is traced."""
+"""(graphs, overlap) of each way to run; the first is traced."""
 TRACED_STEPS = 12
 TOP = 16
 IDLE = "GPU idle"
@@ -42,14 +43,15 @@ def server_flags(served: Model, mode: str, backend: str, most: int) -> list[str]
 
 
 def measure(flags: Sequence[str], batches: Sequence[int], context: int, steps: int) -> list[Row]:
-    """In this process: a row for each variant and batch size."""
+    """Measure in this process; one row per variant and batch size."""
     from benchmark.engine_loop import EngineLoop, build
+    from runtime.model_executor.graph_runner import RunMode
 
     config, worker = build(flags)
     rows = []
     for graphs, overlap in VARIANTS:
         for runner in worker.runners:
-            runner.use = "graphs" if graphs == "on" else "plain"
+            runner.mode = RunMode.REPLAY if graphs == "on" else RunMode.EAGER
         for batch in batches:
             loop = EngineLoop(config, worker, overlap == "on")
             loop.start(batch, context, 8 * (2 * steps + TRACED_STEPS + 40))
@@ -67,7 +69,7 @@ def measure(flags: Sequence[str], batches: Sequence[int], context: int, steps: i
 
 
 def traced(loop: Any, worker: Any, step_seconds: float) -> Row:
-    """Trace a few steps, with nothing under way before them; returns the summary of the trace."""
+    """Trace a few steps, starting with an idle device, and return a summary of the trace."""
     with tempfile.TemporaryDirectory() as folder:
         worker.start_profile(folder)
         traced_seconds = loop.run(TRACED_STEPS)
@@ -91,7 +93,7 @@ def traced(loop: Any, worker: Any, step_seconds: float) -> Row:
 
 
 def roof(served: Model, mode: str, row: Row, bytes_per_second: float | None) -> dict[str, float | None]:
-    """What reading alone would take in this step, and what of it the weights take; the rest is keys and values."""
+    """The time to read weights, keys and values in this step (`roof_ms`), and weights alone (`weights_ms`)."""
     if served.shape is None or bytes_per_second is None:
         return {"roof_ms": None, "weights_ms": None}
     if mode == "eagle":
@@ -102,10 +104,10 @@ def roof(served: Model, mode: str, row: Row, bytes_per_second: float | None) -> 
 
 
 def above_roof(row: Row) -> dict[str, float] | None:
-    """Microseconds of a step above its roof, by where they go; None where the roof or the trace is not known.
+    """Microseconds of a step above its roof, by kind of work; None if the roof or the trace is unknown.
 
-    GEMMs read weights and attention reads keys and values; only the time beyond these reads counts. Together with the roof, the parts add
-    up to the step.
+    GEMMs read weights and attention reads keys and values; only the time beyond these reads counts. Together with the
+    roof, the parts add up to the step.
     """
     if not (row.get("roof_ms") and row.get("weights_ms") and row.get("spent_us")):
         return None
@@ -169,7 +171,7 @@ def _steady(row: Row) -> str:
 
 
 def plot(result: Result, file: Path) -> None:
-    """Step time by way to run, a panel for each model and mode."""
+    """Step time by way to run, one panel per model and mode."""
     rows = result["rows"]
 
     def panel(model: str, mode: str) -> plots.Panel:
@@ -178,7 +180,7 @@ def plot(result: Result, file: Path) -> None:
             if (row["model"], row["mode"]) == (model, mode):
                 label = f"graphs {row['graphs']}, overlap {row['overlap']}"
                 groups.setdefault(f"{row['backend']}, batch {row['batch']}", {})[label] = row["step_ms"]
-        return plots.bars(groups, f"{model}, {mode}", "ms a step")
+        return plots.bars(groups, f"{model}, {mode}", "ms per step")
 
     panels = [panel(*key) for key in dict.fromkeys((row["model"], row["mode"]) for row in rows)]
     models = ", ".join(dict.fromkeys(row["model"] for row in rows))
@@ -186,13 +188,13 @@ def plot(result: Result, file: Path) -> None:
 
 
 def main() -> None:
-    """Measure, keep, plot."""
+    """Measure, record and plot."""
     parser = arguments(__doc__)
     parser.add_argument("--modes", type=names, default=["plain", "eagle"])
     parser.add_argument("--backends", type=names, default=["fa3", "flashinfer"])
     parser.add_argument("--batch-sizes", type=numbers, default=[1, 32])
     parser.add_argument("--context", type=int, default=1000, help="prompt tokens of each request")
-    parser.add_argument("--steps", type=int, default=60, help="timed steps, twice; the faster run counts")
+    parser.add_argument("--steps", type=int, default=60, help="timed steps per run; the faster of two runs counts")
     add_model(parser)
     args = parse_or_answer(parser, measure)
     record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)

@@ -1,4 +1,4 @@
-"""What the draft's phases take while nothing traces them: on the host, and on the GPU's own clock."""
+"""Times of the draft phases without a profiler, on the host and on the GPU's clock."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 METHODS = {"draft_decode": "_run_decode", "draft_extend": "_run_extend"}
-"""The draft's phases, and an EAGLE worker's methods that launch them."""
+"""The draft phases and the methods of an EAGLE worker that launch them."""
 
 
 class Phases:
-    """While entered, times every iteration of a worker that no prompt rides with. `figures` tells what they took.
+    """A context in which every iteration of a worker without prompts is timed; `figures` gives the times.
 
-    An event costs the host a few microseconds. So what is compared to the per mille is measured without it.
+    An event costs the host a few microseconds, so precise comparisons are measured outside this context.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -64,11 +64,11 @@ class Phases:
         return run
 
     def figures(self) -> dict[str, float]:
-        """Of the iterations that another followed with no prompt between, in microseconds; empty where there were none.
+        """Microseconds of iterations that were directly followed by another one; empty if there were none.
 
-        `..._host_us` of a phase is the mean of the host's time in it, `draft_host_us` that of both. On the GPU's clock, where there is one,
-        the median of `iteration_us` reaches from the start of one draft to the start of the next, and that of `draft_extend_gpu_us` from
-        verification's end to draft-extend's: its kernels, and the waiting for them to be launched.
+        `..._host_us` is the mean host time in a phase, `draft_host_us` that of both phases. On a GPU, `iteration_us` is
+        the median time from the start of one draft to the start of the next, and `draft_extend_gpu_us` the median from
+        the end of verification to the end of draft-extend: its kernels, and the wait for their launches.
         """
         steady = [(one, after) for one, after in pairwise(self._iterations) if one is not None and after is not None]
         if not steady:

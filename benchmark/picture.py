@@ -1,4 +1,4 @@
-"""A PNG beside a result file: its panels under a title that names the machine, and in its header which rows it shows."""
+"""The plot of a result file: a PNG with a title that names the machine, and a digest of its rows in the header."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 10.0
-"""Inches of every figure, whatever it shows: a page scales them alike."""
+"""Width of every figure in inches, so that pages scale all of them alike."""
 DPI = 100
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f3f99", "#a6761d", "#8c8c8c", "#222222")
 _TITLE = 0.6
@@ -27,7 +27,7 @@ _LEGEND_COLUMNS = 4
 
 
 def draw(result: Result, file: Path, title: str, panels: Sequence[Panel], columns: int = 1) -> None:
-    """Draw `panels` into `file`, `columns` beside each other; without matplotlib there is no picture, and a line says so."""
+    """Draw `panels` into `file` in `columns` columns; without matplotlib only print a message."""
     if importlib.util.find_spec("matplotlib") is None:
         print(f"no {file.name}: matplotlib is not installed; python -m benchmark.report draws it from the JSON")
         return
@@ -39,19 +39,22 @@ def draw(result: Result, file: Path, title: str, panels: Sequence[Panel], column
 
 
 def digest(result: Result) -> str:
-    """What stands in a picture's header for the rows that it shows."""
+    """The digest of the rows that a plot shows."""
     return hashlib.sha256(json.dumps([result["machine"], result["rows"]], sort_keys=True).encode()).hexdigest()
 
 
 def fault(result: Result, file: Path) -> str | None:
-    """What is wrong with the picture of a result; None where it is there and shows these rows."""
+    """What is wrong with the plot of a result; None if it exists and shows these rows."""
     if not file.is_file():
         return "is missing"
     return None if digest(result).encode() in file.read_bytes() else "shows other rows than its result file"
 
 
 def _figure(title: str, panels: Sequence[Panel], columns: int) -> Figure:
-    """Panels row by row. A name has one colour in all of them; legends stand beside a lone column and below several."""
+    """Panels row by row.
+
+    A name has the same colour in all panels. Legends are next to a single column or below several.
+    """
     from matplotlib.figure import Figure
 
     columns = max(min(columns, len(panels)), 1)
@@ -79,7 +82,7 @@ def _paint(figure: Figure, panels: Sequence[Panel], columns: int, heights: Seque
 
 
 def _save(figure: Figure, file: Path, rows: str) -> None:
-    """With a palette: flat colours need no more, and the file is a quarter. An octree keeps the colours of small parts too."""
+    """Save with a palette, which makes the file four times smaller; an octree keeps the colours of small areas."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo

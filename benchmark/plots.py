@@ -1,4 +1,4 @@
-"""Panels of a plot: lines, bars side by side, bars of stacked parts."""
+"""Panels of a plot: lines, grouped bars and stacked bars."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ Text = Callable[[str, str], str]
 
 _BAR = 0.2
 _FRAME = 0.9
-"""Inches: of a bar, and above and below all bars of a panel."""
+"""Heights in inches: of a bar, and of the frame of a panel."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: the names in its legend, its height in inches, and what paints it with a colour for each name."""
+    """One pair of axes: the names in its legend, its height in inches, and a function that paints it with a colour per
+    name.
+    """
 
     names: Sequence[str]
     height: float
@@ -30,15 +32,15 @@ class Panel:
 
 
 def lines(series: Points, title: str, x: str, y: str, level: float | None = None, marks: Mapping[str, float | None] | None = None) -> Panel:
-    """One line for each name; x is drawn as powers of two.
+    """One line per name, with a logarithmic x axis.
 
     Args:
         series: points by name.
-        title: of the panel.
-        x: label of the axis.
-        y: label of the axis, with its unit.
-        level: where to draw a horizontal line.
-        marks: by name, where the line falls through `level`, if it does; a star and the figure stand there.
+        title: title of the panel.
+        x: label of the x axis.
+        y: label of the y axis, with its unit.
+        level: height of a horizontal line.
+        marks: by name, where the line crosses `level`; marked with a star and the value.
     """
 
     def paint(axes: Axes, colours: Mapping[str, str]) -> None:
@@ -69,16 +71,16 @@ def _mark(axes: Axes, level: float, marks: Mapping[str, float], colours: Mapping
 def bars(
     groups: Groups, title: str, unit: str, *, kind: str = "", bound: float | None = None, text: Text | None = None, room: float = 0.15
 ) -> Panel:
-    """Groups of bars that lie, with the value at the end of each: {group: {bar: length}}; what was not measured has no bar.
+    """Groups of horizontal bars with their values; None has no bar.
 
     Args:
         groups: lengths by group and bar.
-        title: of the panel.
-        unit: what lengths are, for the axis.
-        kind: what groups are, for the axis.
-        bound: where to draw a line that lengths should keep below.
-        text: of (group, bar), in place of its value.
-        room: for texts, as a share of the longest bar.
+        title: title of the panel.
+        unit: label of the length axis.
+        kind: label of the group axis.
+        bound: length of a vertical line, an upper bound for the bars.
+        text: the text of (group, bar) instead of its value.
+        room: space for texts, as a share of the longest bar.
     """
     names = _names(groups)
 
@@ -88,8 +90,8 @@ def bars(
             found = [(g, group, lengths[name]) for g, (group, lengths) in enumerate(groups.items()) if lengths.get(name) is not None]
             places = [g + (i - (len(names) - 1) / 2) * width for g, _, _ in found]
             drawn = axes.barh(places, [length for _, _, length in found], width, label=name, color=colours[name])
-            said = [text(group, name) if text else cell(length) for _, group, length in found]
-            axes.bar_label(drawn, said, padding=3, fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+            labels = [text(group, name) if text else cell(length) for _, group, length in found]
+            axes.bar_label(drawn, labels, padding=3, fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
         longest = max((length for lengths in groups.values() for length in lengths.values() if length is not None), default=0.0)
         axes.set_xlim(0, (max(longest, bound or 0.0) or 1.0) * (1 + room))
         if bound is not None:
@@ -100,7 +102,7 @@ def bars(
 
 
 def stacks(groups: Groups, title: str, unit: str, *, kind: str = "") -> Panel:
-    """One bar a group, made of its parts, with their sum at its end: {group: {part: length}}."""
+    """One stacked bar per group with the sum at its end; `groups` holds lengths by group and part."""
     names = _names(groups)
     sums = [sum(length or 0.0 for length in parts.values()) for parts in groups.values()]
 
@@ -109,8 +111,8 @@ def stacks(groups: Groups, title: str, unit: str, *, kind: str = "") -> Panel:
         for name in names:
             parts = [lengths.get(name) or 0.0 for lengths in groups.values()]
             drawn = axes.barh(range(len(groups)), parts, 0.75, left=ends, label=name, color=colours[name])
-            said = [cell(float(part)) if part > 0.06 * max(sums) else "" for part in parts]
-            axes.bar_label(drawn, said, label_type="center", fontsize=8, color="white")
+            labels = [cell(float(part)) if part > 0.06 * max(sums) else "" for part in parts]
+            axes.bar_label(drawn, labels, label_type="center", fontsize=8, color="white")
             ends = [end + part for end, part in zip(ends, parts, strict=True)]
         for g, end in enumerate(ends):
             axes.annotate(cell(end), (end, g), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8)

@@ -1,4 +1,4 @@
-"""A result file: rows of figures, each with the commit and command that made it."""
+"""A result file: rows of figures, each with its commit and command."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Row = dict[str, Any]
 
 
 class Record:
-    """The rows of one benchmark on one machine, written after every row, so that a run cut short keeps what it has.
+    """The rows of one benchmark on one machine, written after every row, so that an interrupted run keeps its rows.
 
-    A new row takes the place of the one with the same values under `keys`: parts of a table may be measured again alone.
+    A new row replaces the one with the same values under `keys`, so that parts of a table can be measured again.
     """
 
     def __init__(self, name: str, keys: Sequence[str], folder: Path | None = None, quick: bool = False) -> None:
@@ -33,18 +33,20 @@ class Record:
 
     @property
     def rows(self) -> list[Row]:
-        """All rows, earlier ones of the same file too."""
+        """All rows, including earlier ones of the same file."""
         return self.data["rows"]
 
     def add(self, figures: Mapping[str, Any]) -> None:
-        """Keep one row and write the file."""
+        """Add one row and write the file."""
         row: Row = {**figures, "commit": machine.commit(), "command": machine.command(), "at": _now()}
         put(self.rows, row, self._keys)
         write(self.data, self.file)
 
 
 def put(rows: list[Row], row: Row, keys: Sequence[str]) -> None:
-    """Add a row, or let it take the place of the one with the same values under `keys`; its commands lose this machine's folders."""
+    """Add a row or replace the one with the same values under `keys`; paths of this machine are removed from its
+    commands.
+    """
     commands = {name: machine.portable(row[name]) for name in ("command", "server_flags") if name in row}
     same = [i for i, old in enumerate(rows) if all(old.get(key) == row.get(key) for key in keys)]
     if same:
@@ -54,7 +56,7 @@ def put(rows: list[Row], row: Row, keys: Sequence[str]) -> None:
 
 
 def write(data: Mapping[str, Any], file: Path) -> None:
-    """Write a result file, whole or not at all."""
+    """Write a result file atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(".tmp")
     temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

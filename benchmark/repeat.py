@@ -1,7 +1,7 @@
 """The repeatability of `bench_serving`: the same burst several times in a row on one server with real model compute.
 
-All requests use the same seed. Synthetic acceptance then depends on the token's position only, and all runs take the same steps. Without a
-seed each run would accept differently.
+All requests use the same seed. Synthetic acceptance then depends on the token's position only, and all runs take the
+same steps. Without a seed each run would accept differently.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ KEYS = ("mode", "backend", "concurrency", "input_len", "output_len")
 SEED = {"seed": 1}
 BOUND = 3.0
 LEAST = 8
-"""Requests of a burst: the mean TTFT of a few is noise."""
+"""Minimum number of requests per burst; the mean TTFT of fewer is noise."""
 
 Run = dict[str, Any]
 
 
 def burst(server: Server, concurrency: int, lens: tuple[int, int], requests: int) -> Run:
-    """One run, warmed up by itself: the figures that are compared, and the accept length, which has to be the same in all."""
+    """One run with its own warm-up: the compared figures and the accept length, which must be equal in all runs."""
     warm = ("--warmup-requests", str(concurrency), "--extra-request-body", json.dumps(SEED))
     flags = random_ids(concurrency, *lens, requests, *warm).flags
     figures = bench(server, flags)
@@ -38,7 +38,7 @@ def burst(server: Server, concurrency: int, lens: tuple[int, int], requests: int
 
 
 def spread(runs: Sequence[Run]) -> dict[str, float | None]:
-    """By figure, how far the run that is farthest from the runs' median is from it, in per cent with its sign."""
+    """By figure, the largest deviation of a run from the median of the runs, in per cent with its sign."""
     found: dict[str, float | None] = {}
     for name in FIGURES:
         values = [run[name] for run in runs]
@@ -64,13 +64,13 @@ def summary(result: Result) -> str:
 
 
 def _accepted(runs: Sequence[Run]) -> str | None:
-    """One accept length where all runs have it, else each run's."""
+    """The accept length if all runs share it, else that of each run."""
     lengths = dict.fromkeys(f"{run['accept_length']:.3f}" for run in runs if run["accept_length"] is not None)
     return ", ".join(lengths) or None
 
 
 def plot(result: Result, file: Path) -> None:
-    """The farthest run of every figure, with the bound that runs should keep within."""
+    """The largest deviation of each figure, with its bound."""
     groups: dict[str, dict[str, float | None]] = {}
     for row in result["rows"]:
         bar = f"{row['mode']}, {row['concurrency']} at a time"
@@ -82,7 +82,7 @@ def plot(result: Result, file: Path) -> None:
 
 
 def main() -> None:
-    """Measure, keep, plot."""
+    """Measure, record and plot."""
     parser = arguments(__doc__)
     parser.add_argument("--concurrency", type=numbers, default=[1, 16])
     parser.add_argument("--modes", type=names, default=list(TITLES))
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=256)
     args = parser.parse_args()
     if args.rounds < 2:
-        parser.error(f"--rounds {args.rounds}: one run has nothing to be compared with")
+        parser.error(f"--rounds {args.rounds}: the value must be at least 2")
     record = Record(NAME, KEYS, args.out, args.quick)
     backend, lens = ("torch_native", (16, 8)) if args.quick else (args.backend, (1000, args.output_len))
     for setup in setups(served_model(args), args.modes, [backend]):

@@ -1,8 +1,8 @@
 """Writes the benchmark tables and plots of the documentation from the result files: no figure is typed by hand.
 
-`docs/benchmarks/NAME.md` is generated as a whole, one page per script. In README.md and docs/*.md the text between the markers
-`<!-- begin:NAME -->` and `<!-- end:NAME -->` is generated. NAME is a script; `NAME@MACHINE` shows one machine only, and `NAME:summary`
-shows a short table and a plot that links to the page.
+`docs/benchmarks/NAME.md` is generated as a whole, one page per script. In README.md and docs/*.md the text between the
+markers `<!-- begin:NAME -->` and `<!-- end:NAME -->` is generated. NAME is a script; `NAME@MACHINE` shows one machine
+only, and `NAME:summary` shows a short table and a plot that links to the page.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ SCRIPTS = {
     "embedded_speculation": "The embedded model with its own draft",
     "lossless": "Greedy output with and without drafts",
     "memory_limits": "Memory at its limits",
+    "compare_commits": "Two checkouts on one machine",
 }
 """Titles of the generated pages by script."""
 PAGES = ROOT / "docs" / "benchmarks"

@@ -1,7 +1,7 @@
 """One steady decode step by sampling parameters, with the sampling kernels and with their torch reference.
 
-The scheduler and the worker run in one process, with graphs and overlap. Acceptance is not synthetic, because synthetic acceptance does not
-read the drafts' probabilities.
+The scheduler and the worker run in one process, with graphs and overlap. Acceptance is not synthetic, because synthetic
+acceptance does not read the drafts' probabilities.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ CHOICES: dict[str, dict[str, float]] = {
     "temperature 0.8, top_p 0.9, top_k 50": {"temperature": 0.8, "top_p": 0.9, "top_k": 50},
     "temperature 0.8, top_p 0.9": {"temperature": 0.8, "top_p": 0.9},
 }
-"""Sampling parameters by what the rows call them. Greedy steps do not sample: they are timed once, with the first sampler."""
+"""Sampling parameters by their name in the rows.
+
+Greedy steps do not sample; they are timed once, with the first sampler.
+"""
 
 
 def server_flags(served: Model, mode: str, sampler: str, batches: Sequence[int], on_cpu: bool) -> list[str]:
@@ -38,7 +41,7 @@ def server_flags(served: Model, mode: str, sampler: str, batches: Sequence[int],
 
 
 def measure(flags: Sequence[str], choices: Sequence[str], batches: Sequence[int], context: int, steps: int) -> list[Row]:
-    """In this process: a row for each choice and batch size."""
+    """Measure in this process; one row per choice and batch size."""
     from benchmark.engine_loop import EngineLoop, build
     from runtime.sampling_params import SamplingParams
 
@@ -60,7 +63,7 @@ def measure(flags: Sequence[str], choices: Sequence[str], batches: Sequence[int]
 
 
 def render(result: Result) -> str:
-    """One table: a line for each way to choose, a column for each batch size, against greedy steps."""
+    """One row per mode, parameters and sampler, one column per batch size, relative to greedy steps."""
     rows = result["rows"]
     batches = sorted({row["batch"] for row in rows})
     lines = []
@@ -90,7 +93,7 @@ def summary(result: Result) -> str:
 
 
 def plot(result: Result, file: Path) -> None:
-    """Step time by the way tokens are chosen, a panel for each model, mode and batch size."""
+    """Step time by sampling parameters, one panel per model, mode and batch size."""
     rows = result["rows"]
 
     def panel(model: str, mode: str, batch: int) -> plots.Panel:
@@ -98,20 +101,20 @@ def plot(result: Result, file: Path) -> None:
         for row in rows:
             if (row["model"], row["mode"], row["batch"]) == (model, mode, batch):
                 groups.setdefault(row["choice"], {})[row["sampler"] or GREEDY] = row["step_ms"]
-        return plots.bars(groups, f"{model}, {mode}, batch {batch}", "ms a step")
+        return plots.bars(groups, f"{model}, {mode}, batch {batch}", "ms per step")
 
     panels = [panel(*key) for key in dict.fromkeys((row["model"], row["mode"], row["batch"]) for row in rows)]
-    picture.draw(result, file, "One steady decode step by the way tokens are chosen", panels, columns=2)
+    picture.draw(result, file, "One steady decode step by sampling parameters", panels, columns=2)
 
 
 def main() -> None:
-    """Measure, keep, plot."""
+    """Measure, record and plot."""
     parser = arguments(__doc__)
     parser.add_argument("--modes", type=names, default=["plain", "eagle"])
     parser.add_argument("--samplers", type=names, default=["triton", "pytorch"])
     parser.add_argument("--batch-sizes", type=numbers, default=[1, 32])
     parser.add_argument("--context", type=int, default=250, help="prompt tokens of each request")
-    parser.add_argument("--steps", type=int, default=25, help="timed steps, twice; the faster run counts")
+    parser.add_argument("--steps", type=int, default=25, help="timed steps per run; the faster of two runs counts")
     add_model(parser)
     args = parse_or_answer(parser, measure)
     record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)

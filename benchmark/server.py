@@ -1,4 +1,4 @@
-"""A server under test: started with given flags, waited for, asked, ended."""
+"""A server under test: start, wait, request, stop."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _LOG_TAIL = 3000
 
 
 class ServerFailed(Exception):
-    """The server ended, or did not get ready in time; holds the end of its log."""
+    """The server ended or was not ready in time; the message holds the end of its log."""
 
 
 def end_as_on_interrupt() -> None:
-    """Let SIGTERM unwind this process as Ctrl-C does: a server has a session of its own, and would outlive whoever is killed."""
+    """Make SIGTERM unwind this process like Ctrl-C; otherwise the server, which has its own session, would survive."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def environment() -> dict[str, str]:
-    """The environment of child processes: the package of this checkout is found first; the tests' servers are found too."""
+    """The environment of child processes, in which this checkout's package and tests come first."""
     paths = [str(ROOT / "python"), str(ROOT), str(ROOT / "test"), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
@@ -44,8 +44,8 @@ class Server:
     """`python -m runtime.launch_server FLAGS`, or another `program`, on a free port, for the length of a `with` block.
 
     Attributes:
-        port: where it listens.
-        ready_seconds: from starting the process until `/ready` answered 200.
+        port: its TCP port.
+        ready_seconds: time from the start of the process until `/ready` answered 200.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Server:
         program: Sequence[str] = ("-m", "runtime.launch_server"),
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`variables`: set in its environment."""
+        """`variables` are added to its environment."""
         self.flags = list(flags)
         self._variables = dict(variables or {})
         self._program = list(program)
@@ -86,11 +86,11 @@ class Server:
         self._end()
 
     def get(self, path: str) -> dict[str, Any]:
-        """The JSON that GET `path` answers."""
+        """The JSON answer of GET `path`."""
         return self._call(urllib.request.Request(self._url(path)))
 
     def post(self, path: str, body: Any = None, timeout: float = 600.0) -> dict[str, Any]:
-        """The JSON that POST `path` answers."""
+        """The JSON answer of POST `path`."""
         data = json.dumps({} if body is None else body).encode()
         return self._call(urllib.request.Request(self._url(path), data, {"Content-Type": "application/json"}), timeout)
 
@@ -101,17 +101,17 @@ class Server:
         return self._process.pid
 
     def wait(self) -> int:
-        """Wait until it has ended by itself; its exit status."""
+        """Wait until it exits by itself; return its exit status."""
         assert self._process is not None
         return self._process.wait(timeout=60)
 
     def facts(self) -> dict[str, Any]:
-        """What the worker says of itself: memory, graphs, seconds of each phase of the start."""
+        """The worker's facts: memory, graphs, start-up seconds by phase."""
         state = self.get("/get_server_info")["internal_states"][0]
         return state.get("worker") or state
 
     def log_tail(self) -> str:
-        """The end of what the server has printed."""
+        """The end of the server's output."""
         self._log.seek(0)
         return self._log.read().decode("utf-8", "replace")[-_LOG_TAIL:]
 
@@ -151,7 +151,7 @@ class Server:
 
 
 def bench(server: Server, flags: Sequence[str]) -> dict[str, Any]:
-    """Run `bench_serving` against `server` and return its JSON line; raises ServerFailed when no request succeeded."""
+    """Run `bench_serving` against `server` and return its JSON line; raise ServerFailed if no request succeeded."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.jsonl"
         command = [sys.executable, "-m", "runtime.bench_serving", "--port", str(server.port), "--output-file", str(out), *flags]
@@ -165,12 +165,12 @@ def bench(server: Server, flags: Sequence[str]) -> dict[str, Any]:
 
 
 def apart(script: str, order: dict[str, Any]) -> Any:
-    """Run `python -m benchmark.SCRIPT --child ORDER` in a process of its own, so that it finds an empty device; returns what it answers.
+    """Run `python -m benchmark.SCRIPT --child ORDER` in its own process, with an empty device, and return its answer.
 
-    The child's command line is read by `parse_or_answer`.
+    The child reads its command line with `parse_or_answer`.
 
     Raises:
-        ServerFailed: with the end of what it printed.
+        ServerFailed: the child failed; the message holds the end of its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "answer.json"
@@ -183,9 +183,10 @@ def apart(script: str, order: dict[str, Any]) -> Any:
 
 
 def parse_or_answer(parser: argparse.ArgumentParser, measure: Callable[..., Any]) -> argparse.Namespace:
-    """The command line of a script that runs parts of itself by `apart`.
+    """Parse the command line of a script that runs parts of itself with `apart`.
 
-    As a child it answers its order and exits: `measure` with the order's entries, its result as JSON in the file that the order names.
+    A child calls `measure` with the entries of its order, writes the result as JSON to the file named in the order, and
+    exits.
     """
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()

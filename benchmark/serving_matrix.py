@@ -1,4 +1,6 @@
-"""Throughput and latency of the 8B shape with and without EAGLE by concurrency, next to SGLang and vLLM on the same kind of machine."""
+"""Throughput and latency of the 8B shape with and without EAGLE by concurrency, next to SGLang and vLLM on the same
+kind of machine.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ TITLES = {"plain": "Plain decoding", "eagle": "EAGLE 3/1/4, synthetic accept len
 
 
 def peers(result: Result) -> dict[str, Any]:
-    """The peers' figures and where they come from; no rows where Talon ran on another kind of machine."""
+    """The peers' figures and their source; no rows if Talon ran on another kind of machine."""
     data = json.loads((Path(__file__).parent / "peers.json").read_text(encoding="utf-8"))
     return data if slug(result["machine"]) == data["device"] else data | {"rows": []}
 
 
 def setups(served: Model, modes: list[str], backends: list[str]) -> list[Setup]:
-    """A server for each mode and attention backend; the prefix cache is off, as it was for the peers."""
+    """One server per mode and attention backend, without prefix cache, like the peers."""
     found = []
     for backend in backends:
         for mode in modes:
@@ -38,7 +40,7 @@ def setups(served: Model, modes: list[str], backends: list[str]) -> list[Setup]:
 
 
 def best_peer(rivals: list[dict[str, Any]], mode: str, concurrency: int) -> dict[str, Any] | None:
-    """The peer with the highest throughput in this column."""
+    """The peer with the highest throughput at this concurrency."""
     same = [row for row in rivals if (row["mode"], row["concurrency"]) == (mode, concurrency)]
     return max(same, key=lambda row: row["output_throughput"], default=None)
 
@@ -91,13 +93,13 @@ def _against(rows: list[dict[str, Any]], rivals: list[dict[str, Any]], mode: str
 
 
 def model_name(row: dict[str, Any]) -> str:
-    """What a server was given as its model: the folder's name."""
+    """The folder name of the served model."""
     words = row.get("server_flags", "").split()
     return Path(words[words.index("--model-path") + 1]).name if "--model-path" in words else "embedded model"
 
 
 def plot(result: Result, file: Path) -> None:
-    """Throughput by concurrency and system, one panel a mode."""
+    """Throughput by concurrency and system, one panel per mode."""
     known = [row | {"system": "Talon"} for row in result["rows"]] + peers(result)["rows"]
 
     def panel(mode: str) -> plots.Panel:
@@ -112,7 +114,7 @@ def plot(result: Result, file: Path) -> None:
 
 
 def main() -> None:
-    """Measure, keep, plot."""
+    """Measure, record and plot."""
     parser = arguments(__doc__)
     parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16, 32])
     parser.add_argument("--modes", type=names, default=["plain", "eagle"])

@@ -1,4 +1,4 @@
-"""The benchmarked model shapes, what they must read per step, and how near to that a measurement is."""
+"""The benchmarked model shapes and the bytes that each step must read."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ TARGET = CONFIGS / "llama-3-8b"
 EAGLE_HEAD = CONFIGS / "llama-3-8b-eagle"
 
 READ_BYTES_PER_SECOND = {"nvidia-h200": 4.32e12}
-"""Measured with a kernel that only reads, by machine; a machine that is not here gets no share of a roof."""
+"""Memory bandwidth by machine, measured with a kernel that only reads; other machines have no roof."""
 
 _BYTES = 2  # bf16
-_SEED = ("--random-seed", "1")  # dummy weights are drawn from it, and the seeds of requests without one
+_SEED = ("--random-seed", "1")  # for dummy weights and for requests without a seed
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a Llama-like decoder, and the bytes that a decode step cannot avoid reading."""
+    """Sizes of a Llama-like decoder and the bytes that a decode step must read."""
 
     layers: int
     hidden: int
@@ -33,7 +33,7 @@ class Shape:
 
     @classmethod
     def read(cls, folder: Path) -> Shape:
-        """From a folder's config.json."""
+        """Read the config.json of a folder."""
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         heads = raw["num_attention_heads"]
         return cls(
@@ -54,26 +54,28 @@ class Shape:
 
     @property
     def head_bytes(self) -> int:
-        """The LM head."""
+        """Weights of the LM head."""
         return _BYTES * self.hidden * self.vocab
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of keys and values of one token in all layers."""
         return _BYTES * 2 * self.layers * self.kv_heads * self.head_dim
 
     def step_bytes(self, batch: int, context: float) -> float:
-        """What one decode step of `batch` requests at a mean `context` reads: layers, LM head, KV."""
+        """Bytes that a decode step of `batch` requests at a mean `context` reads: layers, LM head, KV."""
         return self.layers * self.layer_bytes + self.head_bytes + batch * context * self.kv_bytes_per_token
 
 
 def plain_roof_ms(shape: Shape, batch: int, context: float, bytes_per_second: float) -> float:
-    """Milliseconds for a plain decode step if reading were all there is."""
+    """Milliseconds to read the bytes of a plain decode step."""
     return shape.step_bytes(batch, context) / bytes_per_second * 1000
 
 
 def eagle_roof_ms(shape: Shape, steps: int, batch: int, context: float, bytes_per_second: float) -> float:
-    """Milliseconds for one EAGLE iteration: a verify pass and `steps` passes of a one-layer head with `fc` and LM head."""
+    """Milliseconds to read the bytes of an EAGLE iteration: a verify pass and `steps` passes of a one-layer head with
+    `fc` and LM head.
+    """
     fc = _BYTES * 2 * shape.hidden * shape.hidden
     draft_kv = batch * context * shape.kv_bytes_per_token / shape.layers
     draft = steps * (shape.layer_bytes + fc + shape.head_bytes + draft_kv)
@@ -81,7 +83,7 @@ def eagle_roof_ms(shape: Shape, steps: int, batch: int, context: float, bytes_pe
 
 
 def write_tiny(folder: Path) -> tuple[Path, Path]:
-    """A target and an EAGLE head small enough to smoke-run every script on a CPU; returns their folders."""
+    """Write a target and an EAGLE head small enough for smoke runs on a CPU; return their folders."""
     target: dict[str, Any] = json.loads((TARGET / "config.json").read_text(encoding="utf-8"))
     target |= {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     target |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "torch_dtype": "float32"}
@@ -95,7 +97,7 @@ def write_tiny(folder: Path) -> tuple[Path, Path]:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a script serves: its name in the rows, the target's flags, the head's folder, the shape where a roof is known for it."""
+    """A served model: its name in the rows, the target's flags, the head's folder, the shape if its roof is known."""
 
     name: str
     target_flags: tuple[str, ...]
@@ -103,7 +105,9 @@ class Model:
     shape: Shape | None
 
     def eagle_flags(self, accept_length: str | None, steps: int = 3, topk: int = 1, draft_tokens: int | None = None) -> tuple[str, ...]:
-        """A chain of `steps` drafts, or a tree of `topk` and `draft_tokens`; `accept_length` is synthetic, None lets the weights decide."""
+        """Flags for a chain of `steps` drafts or a tree with `topk` and `draft_tokens`; `accept_length` None means real
+        acceptance.
+        """
         architecture = json.loads((Path(self.head) / "config.json").read_text(encoding="utf-8"))["architectures"][0]
         flags = ("--speculative-algorithm", "EAGLE3" if "Eagle3" in architecture else "EAGLE", "--speculative-draft-model-path", self.head)
         flags += ("--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(topk))
@@ -114,7 +118,7 @@ class Model:
 
 
 def tiny_model() -> Model:
-    """A model that a CPU serves at once."""
+    """The tiny model for smoke runs on a CPU."""
     target, head = write_tiny(Path(tempfile.gettempdir()) / "talon-benchmark")
     flags = ("--model-path", str(target), "--load-format", "dummy", "--device", "cpu", "--max-total-tokens", "4096", *_SEED)
     return Model("tiny", (*flags, "--max-running-requests", "8", "--cpu-threads", "1"), str(head), None)
@@ -127,10 +131,10 @@ def big_model() -> Model:
 
 
 def named_model(path: str, head: str | None) -> Model:
-    """The embedded model, by the name `embedded`, or the one in a folder with weights.
+    """The embedded model (`embedded`) or the model of a folder.
 
-    A head without weights is drawn at random: then acceptance must be synthetic. The embedded model's own draft is off unless flags that
-    follow say otherwise.
+    A head without weights gets random ones; acceptance must then be synthetic. The embedded model's own head is off
+    unless later flags turn it on.
     """
     flags = ("--speculative-algorithm", "none") if path == "embedded" else ("--model-path", path)
     return Model(Path(path).stem, (*flags, *_SEED), head or str(CONFIGS / "smollm2-eagle"), None)

@@ -1,8 +1,8 @@
 """One EAGLE iteration by phase: eager, with the draft-decode graph only, and with both draft graphs.
 
-Host time is what the host spends in a phase. GPU time is the sum of the kernels launched in the phase. A kernel that is launched early
-waits for the one before it, and the wait counts, so GPU phases add up to more than the iteration. The GPU's idle share counts every moment
-once.
+Host time is what the host spends in a phase. GPU time is the sum of the kernels launched in the phase. A kernel that is
+launched early waits for the one before it, and the wait counts, so GPU phases add up to more than the iteration. The
+GPU's idle share counts every moment once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAME = "step_profile"
 KEYS = ("model", "backend", "overlap", "graphs", "concurrency")
 STEPS = 3
 GRAPHS = ("eager", "decode", "both")
-"""Which of the draft's graphs are used; the target's verify graph is in all of them."""
+"""The draft graphs in use; the target's verify graph is always used."""
 PROMPT_LEN = 256
 TITLES = {"eager": "draft eager", "decode": "draft-decode graph", "both": "both draft graphs"}
 PHASES = ("draft_decode", "verify", "accept", "draft_extend", "plan", "sample")
@@ -42,8 +42,9 @@ def flags(served: Model, backend: str, concurrency: int) -> list[str]:
 def measure(
     flags: Sequence[str], overlaps: Sequence[str], graphs: Sequence[str], concurrency: int, steps: int, keep: str | None
 ) -> list[dict[str, Any]]:
-    """In this process: a row for each overlap and graphs. `keep`: a folder for the traces."""
+    """Measure in this process; one row per overlap and choice of graphs. `keep` is a folder for the traces."""
     from benchmark.engine_loop import EngineLoop, build
+    from runtime.model_executor.graph_runner import RunMode
 
     config, worker = build(flags)
     decode, _, extend = worker.runners
@@ -51,7 +52,8 @@ def measure(
     for overlap in overlaps:
         for name in graphs:
             for runner in (decode, extend):
-                runner.use = "graphs" if runner in {"eager": (), "decode": (decode,), "both": (decode, extend)}[name] else "plain"
+                replayed = runner in {"eager": (), "decode": (decode,), "both": (decode, extend)}[name]
+                runner.mode = RunMode.REPLAY if replayed else RunMode.EAGER
             loop = EngineLoop(config, worker, overlap == "on")
             loop.start(concurrency, PROMPT_LEN, (STEPS + 1) * (3 * steps + 40))
             loop.run(8)
@@ -73,7 +75,7 @@ def measure(
 
 
 def render(result: Result) -> str:
-    """A table for each model, backend, overlap and concurrency."""
+    """One table per model, backend, overlap and concurrency."""
     parts = []
     groups = ("model", "backend", "overlap", "concurrency")
     for group in dict.fromkeys(tuple(row[key] for key in groups) for row in result["rows"]):
@@ -127,7 +129,7 @@ def _part(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def draft_host_us(row: dict[str, Any]) -> float:
-    """Host time of the draft's phases."""
+    """Host time of both draft phases."""
     return row["host_us"].get("draft_decode", 0.0) + row["host_us"].get("draft_extend", 0.0)
 
 
@@ -142,7 +144,7 @@ def _draft_host(row: dict[str, Any], eager: dict[str, Any] | None) -> str:
 
 
 def plot(result: Result, file: Path) -> None:
-    """For each model an iteration's phases on the host and on the GPU, then what it takes without a profiler."""
+    """Per model: the phases of an iteration on the host and on the GPU, then its time without a profiler."""
     models = list(dict.fromkeys(row["model"] for row in result["rows"]))
     panels = [panel for name in models for panel in _panels(name, [row for row in result["rows"] if row["model"] == name])]
     picture.draw(result, file, f"One EAGLE iteration: {', '.join(models)}", panels)
@@ -161,21 +163,21 @@ def _panels(model: str, rows: Sequence[dict[str, Any]]) -> list[plots.Panel]:
         if "step_us" in row
     }
     return [
-        plots.stacks(phases("host_us"), f"{model}, host: phases, under the profiler", "µs an iteration"),
-        plots.stacks(phases("gpu_us"), f"{model}, GPU: phases, sums of kernels that may overlap", "µs an iteration"),
-        plots.bars(alone, f"{model}, without a profiler", "µs an iteration"),
+        plots.stacks(phases("host_us"), f"{model}, host: phases, under the profiler", "µs per iteration"),
+        plots.stacks(phases("gpu_us"), f"{model}, GPU: phases, sums of kernels that may overlap", "µs per iteration"),
+        plots.bars(alone, f"{model}, without a profiler", "µs per iteration"),
     ]
 
 
 def main() -> None:
-    """Measure, keep, plot."""
+    """Measure, record and plot."""
     parser = arguments(__doc__)
     parser.add_argument("--backends", type=names, default=["fa3"])
-    parser.add_argument("--overlap", type=names, default=["off"], help="on, off: off shows the host time that overlap hides")
+    parser.add_argument("--overlap", type=names, default=["off"], help="on, off; off shows the host time that overlap hides")
     parser.add_argument("--graphs", type=names, default=[*GRAPHS])
     parser.add_argument("--concurrency", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=40, help="iterations of each trace")
-    parser.add_argument("--keep-traces", action="store_true", help="keep the traces beside the results (megabytes)")
+    parser.add_argument("--steps", type=int, default=40, help="iterations per trace")
+    parser.add_argument("--keep-traces", action="store_true", help="keep the traces next to the results (megabytes)")
     add_model(parser)
     args = parse_or_answer(parser, measure)
     record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)

@@ -1,4 +1,4 @@
-"""Servers times loads: start each server once, run each load on it, keep a row of each."""
+"""Servers times loads: start each server once, run each load on it, record one row each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEPT = (
 
 @dataclass(frozen=True)
 class Setup:
-    """One server: what to call it in the rows, and its flags."""
+    """One server: its labels in the rows and its flags."""
 
     labels: Mapping[str, Any]
     flags: Sequence[str]
@@ -30,7 +30,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Burst:
-    """One load: what to call it in the rows, and the flags of `bench_serving`."""
+    """One load: its labels in the rows and the flags of `bench_serving`."""
 
     labels: Mapping[str, Any]
     flags: Sequence[str] = field(default=())
@@ -49,10 +49,10 @@ def sweep(record: Record, setups: Sequence[Setup], bursts: Sequence[Burst], roof
     """Measure every burst on every setup.
 
     Args:
-        record: where rows go; they hold the labels of both, the figures of `KEPT`, and the share of the roof.
-        setups: servers, started one after the other.
-        bursts: loads.
-        roof: the served shape, where its roof is wanted; setups name their draft depth by the label `steps` (0: plain).
+        record: receives the rows: the labels of both, the figures of `KEPT`, and the share of the roof.
+        setups: the servers, started one after the other.
+        bursts: the loads.
+        roof: the served shape, for the share of the roof; the label `steps` of a setup is its draft depth (0: plain).
     """
     for setup in setups:
         with Server([*setup.flags]) as server:
@@ -69,7 +69,7 @@ def sweep(record: Record, setups: Sequence[Setup], bursts: Sequence[Burst], roof
 
 
 def roof_share(row: Row, shape: Shape, bytes_per_second: float | None) -> Row:
-    """`iteration_ms`, `roof_ms` and `roof_share` = roof / measured, of a decode step at the mean context of the run."""
+    """`iteration_ms`, `roof_ms` and `roof_share` (roof / measured) of a decode step at the mean context of the run."""
     if bytes_per_second is None or not row["mean_tpot_ms"]:
         return {}
     context = row["input_len"] + row["output_len"] / 2
@@ -84,21 +84,21 @@ def roof_share(row: Row, shape: Shape, bytes_per_second: float | None) -> Row:
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """The flags that all scripts share."""
+    """A parser with the flags that all scripts share."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="smoke run of a tiny model on a CPU; results go to build/benchmark-quick")
-    parser.add_argument("--out", type=Path, help="folder for the result files, in place of benchmark/results")
+    parser.add_argument("--quick", action="store_true", help="smoke run with a tiny model on a CPU; results go to build/benchmark-quick")
+    parser.add_argument("--out", type=Path, help="folder for result files instead of benchmark/results")
     return parser
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """`--model` and `--head`."""
-    parser.add_argument("--model", help="another target than the 8B shape with dummy weights: a folder, or embedded")
-    parser.add_argument("--head", help="its EAGLE head's folder")
+    """Add `--model` and `--head`."""
+    parser.add_argument("--model", help="target: a folder or embedded; default: the 8B shape with dummy weights")
+    parser.add_argument("--head", help="folder of the EAGLE head")
 
 
 def served_model(args: argparse.Namespace) -> Model:
-    """What `--quick`, `--model` and `--head` ask for; the 8B shape without them."""
+    """The model chosen by `--quick`, `--model` and `--head`; the 8B shape by default."""
     if args.quick:
         return tiny_model()
     return named_model(args.model, args.head) if getattr(args, "model", None) else big_model()

@@ -1,4 +1,4 @@
-"""One decode iteration taken apart from a torch-profiler trace (Chrome's format)."""
+"""Analysis of decode iterations in a torch-profiler trace (Chrome's format)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 PREFIX = "talon::"
 FIRST_PHASE = "draft_decode"
-"""Begins every iteration."""
+"""The first phase of an iteration."""
 GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
-_DEEPEST = 16  # spans looked back at for the one around a moment
+_DEEPEST = 16  # earlier spans that are searched for the one around a moment
 _COPIES = ("cudaMemcpyAsync", "cudaMemsetAsync")
 
 KINDS = {
@@ -23,7 +23,7 @@ KINDS = {
     "GEMMs": ("gemm", "streamed", "nvjet", "splitKreduce", "gemv"),
     "norms, positions": ("_norm_kernel", "_rope_kernel"),
 }
-"""What kernels do, by a part of their names; what comes first counts."""
+"""Kinds of work by parts of kernel names; the first match counts."""
 OTHER_KIND = "choosing tokens, state, copies"
 
 Event = dict[str, Any]
@@ -32,15 +32,15 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Profile:
-    """Means of one iteration, in microseconds; by phase for those named in the trace.
+    """Means over the iterations of a trace, in microseconds.
 
     Attributes:
-        iterations: how many whole ones the figures are of.
-        period_us: from the start of one to the start of the next.
-        gpu_busy_us: while at least one kernel or copy ran.
-        host_us: spent by the host inside each phase.
-        gpu_us: of kernels launched in each phase, wherever they ran.
-        kernels, launches, graph_launches, copies: how many.
+        iterations: number of whole iterations.
+        period_us: time from the start of an iteration to the start of the next.
+        gpu_busy_us: time in which at least one kernel or copy runs.
+        host_us: host time by phase.
+        gpu_us: time of the kernels launched in each phase, whenever they run.
+        kernels, launches, graph_launches, copies: counts per iteration.
     """
 
     iterations: int
@@ -56,7 +56,7 @@ class Profile:
 
     @property
     def gpu_idle(self) -> float:
-        """Share of the period in which the GPU did nothing."""
+        """The share of the period in which the GPU is idle."""
         return 1.0 - self.gpu_busy_us / self.period_us
 
 
@@ -69,17 +69,18 @@ def load(file: Path) -> list[Event]:
 
 
 def analyse(events: Sequence[Event]) -> Profile:
-    """Take the iterations of a trace apart.
+    """Analyse the iterations of a trace.
 
-    The window runs from the first whole iteration's start to the last one's start, so that it holds whole iterations only.
+    The window reaches from the start of the first to the start of the last iteration, so that it holds whole iterations
+    only.
 
     Raises:
-        ValueError: the trace holds fewer than two iterations.
+        ValueError: the trace has fewer than two iterations.
     """
     phases = sorted((e for e in events if _is_phase(e)), key=lambda e: e["ts"])
     starts = [e["ts"] for e in phases if e["name"] == PREFIX + FIRST_PHASE]
     if len(starts) < 2:
-        raise ValueError(f"the trace holds {len(starts)} iterations ({PREFIX}{FIRST_PHASE}); two or more are needed")
+        raise ValueError(f"the trace has {len(starts)} iterations ({PREFIX}{FIRST_PHASE}); at least two are required")
     begin, end, count = starts[0], starts[-1], len(starts) - 1
     inside = [e for e in events if begin <= e["ts"] < end]
     gpu = [e for e in inside if e.get("cat") in GPU_EVENTS]
@@ -112,10 +113,10 @@ def covered(intervals: Iterable[Interval]) -> float:
 
 
 def alone(events: Sequence[Event]) -> dict[str, float]:
-    """GPU time by kind of work, each moment counted once: for the kernel that began first of those that run.
+    """GPU time by kind of work. Each moment counts once, for the running kernel that started first.
 
-    A kernel that is launched early waits for the one before it, so that durations add up to more than the time that passes; these add up
-    to the time in which the GPU was busy.
+    A kernel that is launched early waits for the one before it, so durations add up to more than the elapsed time.
+    These times add up to the time in which the GPU is busy.
     """
     spent = dict.fromkeys((*KINDS, OTHER_KIND), 0.0)
     reach = float("-inf")
@@ -127,12 +128,12 @@ def alone(events: Sequence[Event]) -> dict[str, float]:
 
 
 def kind(kernel: str) -> str:
-    """What a kernel of this name does."""
+    """The kind of work of a kernel with this name."""
     return next((name for name, words in KINDS.items() if any(word in kernel for word in words)), OTHER_KIND)
 
 
 def _is_phase(event: Event) -> bool:
-    """Host-side spans only: the profiler mirrors each onto the GPU's track."""
+    """Whether the event is a host-side span; the profiler mirrors each span onto the GPU's track."""
     return event["name"].startswith(PREFIX) and event.get("cat") != "gpu_user_annotation"
 
 
@@ -141,7 +142,7 @@ def _phase(event: Event) -> str:
 
 
 def _gpu_by_phase(gpu: Sequence[Event], events: Sequence[Event], phases: Sequence[Event]) -> dict[str, float]:
-    """GPU time by the phase whose call launched it; `other` for what was launched between phases."""
+    """GPU time by the phase that launched the work; `other` for launches between phases."""
     launched_at = {e["args"]["correlation"]: e["ts"] for e in events if _is_call(e)}
     starts = [e["ts"] for e in phases]
     times: dict[str, float] = {}
@@ -152,7 +153,7 @@ def _gpu_by_phase(gpu: Sequence[Event], events: Sequence[Event], phases: Sequenc
 
 
 def _phase_at(at: float | None, phases: Sequence[Event], starts: Sequence[float]) -> str:
-    """The innermost phase around a moment of the host; spans may hold shorter ones."""
+    """The innermost phase around a moment on the host; spans may be nested."""
     if at is None:
         return "other"
     last = bisect_right(starts, at) - 1

@@ -1,4 +1,4 @@
-"""How fast `transformers.generate` decodes the weights in a folder; run by other scripts in a process of its own."""
+"""The decode rate of `transformers.generate` on the weights of a folder; other scripts run it in its own process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMPT_LEN = 32
 
 
 def tokens_per_second(model: torch.nn.Module, batch: int, tokens: int) -> float:
-    """Decode rate of greedy `generate` over a batch, prefill taken off by a run that makes one token only."""
+    """The decode rate of greedy `generate` for a batch; the time of a run with one token is subtracted as prefill."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(100, 40000, (batch, PROMPT_LEN), generator=generator).to(next(model.parameters()).device)
     mask = torch.ones_like(ids)

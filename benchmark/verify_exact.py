@@ -1,8 +1,10 @@
-"""Acceptance at temperature 1: the strict rule, the probabilistic rule run eagerly, and the probabilistic rule in graphs.
+"""Acceptance at temperature 1: the strict rule, the probabilistic rule run eagerly, and the probabilistic rule in
+graphs.
 
-The strict rule accepts a draft if it equals the target's own draw; its drafts are the most likely tokens. The probabilistic rule draws the
-drafts from q and accepts each with probability min(1, p / q). In graphs, q is an output of captured passes. If it were stale, acceptance
-would fall while the output stayed correct, so the last two columns must agree.
+The strict rule accepts a draft if it equals the target's own draw; its drafts are the most likely tokens. The
+probabilistic rule draws the drafts from q and accepts each with probability min(1, p / q). In graphs, q is an output of
+captured passes. If it were stale, acceptance would fall while the output stayed correct, so the last two columns must
+agree.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ RULES = {
 
 
 def setups(served: Model) -> list[Setup]:
-    """Three servers. Trees use the strict rule: here the two most likely first drafts, with as many nodes as the chain verifies."""
+    """Three servers.
+
+    Trees use the strict rule: here the two most likely first drafts, with as many nodes as the chain verifies.
+    """
     chain = served.eagle_flags(None, STEPS)
     tree = served.eagle_flags(None, STEPS, topk=2)
     flags = {"strict": [*tree], "eager": [*chain, "--disable-cuda-graph"], "graphs": [*chain]}
@@ -56,7 +61,7 @@ def standard_error(row: dict[str, Any]) -> float | None:
     shares, length = row["per_position_acceptance"], row["accept_length"]
     if not shares or not length:
         return None
-    windows = (row["total_output_tokens"] - row["completed"]) / length  # the prompt pass makes the first token of an answer
+    windows = (row["total_output_tokens"] - row["completed"]) / length  # first tokens come from prompt passes
     variance = sum((2 * i + 1) * share for i, share in enumerate(shares)) - sum(shares) ** 2
     return math.sqrt(max(variance, 0.0) / windows) / STEPS if windows > 0 else None
 
@@ -67,7 +72,9 @@ def render(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """Per model: acceptance rate with its standard error, accept length, throughput and acceptance by position, one column per rule."""
+    """Per model: acceptance rate with its standard error, accept length, throughput and acceptance by position, one
+    column per rule.
+    """
     parts = []
     for name in dict.fromkeys(row["model"] for row in result["rows"]):
         rows = {rule: pick(result["rows"], model=name, rule=rule) for rule in RULES}
@@ -92,7 +99,7 @@ def _positions(shares: list[float] | None) -> str | None:
 
 
 def plot(result: Result, file: Path) -> None:
-    """Acceptance of all drafts and by position, one bar a rule, a panel for each model."""
+    """Acceptance of all drafts and by position, one bar per rule, one panel per model."""
 
     def panel(name: str) -> plots.Panel:
         groups: dict[str, dict[str, float | None]] = {}
@@ -108,16 +115,16 @@ def plot(result: Result, file: Path) -> None:
 
 
 def main() -> None:
-    """Measure, keep, plot."""
+    """Measure, record and plot."""
     parser = arguments(__doc__)
     add_model(parser)
     parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--num-prompts", type=int, default=5 * PROMPTS, help="at least, in whole rounds (default %(default)s)")
-    parser.add_argument("--prompts", type=int, default=PROMPTS, help="different chat prompts, a round (default %(default)s)")
-    parser.add_argument("--output-len", type=int, default=256, help="most tokens of an answer (default %(default)s)")
+    parser.add_argument("--num-prompts", type=int, default=5 * PROMPTS, help="minimum, rounded up to whole rounds (default %(default)s)")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="different chat prompts per round (default %(default)s)")
+    parser.add_argument("--output-len", type=int, default=256, help="maximum tokens per answer (default %(default)s)")
     args = parser.parse_args()
     if not args.quick and not (args.model and args.head):
-        parser.error("--model embedded --head FOLDER: this needs a target with weights and an EAGLE head trained for it")
+        parser.error("--model and --head FOLDER are required: a target with weights and an EAGLE head trained for it")
     record = Record(NAME, KEYS, args.out, args.quick)
     load = burst(2, 4, 8, 4) if args.quick else burst(args.concurrency, args.num_prompts, args.output_len, args.prompts)
     sweep(record, setups(served_model(args)), [load])

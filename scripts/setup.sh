@@ -1,32 +1,32 @@
 # shellcheck shell=bash
-# Sourced by serve.sh and test.sh: defines `talon_setup [EXTRA,EXTRA]`, which activates a .venv in the project's root that holds the package
-# and the extras named.
+# Sourced by serve.sh and test.sh. Defines `talon_setup [EXTRA,EXTRA]`, which activates a .venv in the project's root with the package and
+# the named extras.
 #
-# Installs only when pyproject.toml or the extras changed since the last time; needs python3 >= 3.10 with venv, and a network the first time.
+# Installs only if pyproject.toml or the extras changed since the last time. Needs python3 >= 3.10 with venv, and a network the first time.
 
 talon_setup() {
   local extras=${1:-} stamp wanted python
   python=${PYTHON:-python3}
   "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || {
-    echo "talon: $("$python" --version) cannot be used; install Python 3.10 to 3.13, or set PYTHON to one" >&2
+    echo "talon: $("$python" --version) is not supported; install Python 3.10 to 3.13, or set PYTHON to one" >&2
     return 2
   }
   if [ ! -x .venv/bin/python ]; then
     "$python" -m venv .venv || {
-      echo "talon: no virtual environment could be made; on Debian: apt-get install python3-venv" >&2
+      echo "talon: the virtual environment could not be created; on Debian: apt-get install python3-venv" >&2
       return 2
     }
   fi
   # shellcheck disable=SC1091
   source .venv/bin/activate
-  # An environment with more extras serves one that needs fewer.
+  # An environment with more extras also satisfies a request for fewer.
   stamp=.venv/talon-setup
   wanted="$(sha256sum <pyproject.toml | cut -c 1-16) $extras"
   if [ -e "$stamp" ] && grep -qxF "$wanted" "$stamp"; then
     return 0
   fi
-  echo "talon: installing into .venv (once; some minutes)" >&2
-  # The torch that the measurements name; without this line a GPU build of the newest release would come.
+  echo "talon: installing into .venv (takes a few minutes, once)" >&2
+  # The version that the benchmarks name; otherwise pip would install a GPU build of the newest release.
   python -c 'import torch' 2>/dev/null || python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" || return
   python -m pip install --quiet --disable-pip-version-check -e ".${extras:+[$extras]}" || return
   { grep -s "^$(cut -d ' ' -f 1 <<<"$wanted") " "$stamp" || true; echo "$wanted"; [ -z "$extras" ] || echo "${wanted%% *} "; } >"$stamp.new"

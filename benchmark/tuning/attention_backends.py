@@ -16,6 +16,7 @@ from benchmark.sweep import names
 from benchmark.tuning.clock import median_us
 from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
 from benchmark.tuning.world import BF16, D, H, attention_roof_us, attention_world, decode_batch, read_rate
+from runtime.layers.attention.base import plan_pass
 from runtime.layers.attention.registry import build_backend
 
 NAME = "tuning/attention_backends"
@@ -43,7 +44,7 @@ def time(case: Case) -> float:
     shape, pool, table = attention_world(case.batch, case.width, case.length, case.page, LAYERS)
     attention, batch = build_backend(case.backend, shape, pool, table), decode_batch(case.batch, case.width, case.length)
     q = torch.randn((case.batch * case.width, H, D), device="cuda").to(BF16)
-    attention.plan(batch)
+    plan_pass(attention, batch)
     return median_us(lambda: [attention.forward(q, shape.layers[i % LAYERS], batch) for i in range(PASSES)]) / PASSES
 
 

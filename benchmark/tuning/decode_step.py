@@ -20,6 +20,7 @@ from benchmark.sweep import names
 from benchmark.tuning.clock import median_us
 from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
 from benchmark.tuning.world import BF16, SHAPE, D, G, H, attention_world, decode_batch, linear, read_rate
+from runtime.layers.attention.base import plan_pass
 from runtime.layers.attention.registry import build_backend
 from runtime.layers.linear import Linear
 from runtime.layers.ops import HeadLayout, RMSNorm, Rope, Stream
@@ -90,7 +91,7 @@ def times(ops: CudaOps, layers: list[DecoderLayer], head: Linear, case: Case) ->
     start = torch.randn((tokens, SHAPE.hidden), device="cuda")
     q_only = torch.randn((tokens, H, D), device="cuda").to(BF16)
     scores = torch.empty((tokens, SHAPE.vocab), device="cuda")
-    attention.plan(batch)
+    plan_pass(attention, batch)
 
     def run(with_rope: bool, with_attention: bool, with_head: bool) -> None:
         stream = Stream(start.clone())

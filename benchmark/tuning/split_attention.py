@@ -35,6 +35,7 @@ from benchmark.tuning.world import (
     page_table,
     read_rate,
 )
+from runtime.layers.attention.base import plan_pass
 from runtime.mem_cache.kv_pool import PageTable
 
 if TYPE_CHECKING:  # it imports Triton, which is where a GPU is
@@ -158,7 +159,7 @@ def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
     backend = FlashAttention(shape, pool, table)
     batch = decode_batch(size, width, case.longest)
     batch.seq_lens.copy_(lens)
-    backend.plan(batch)
+    plan_pass(backend, batch)
 
     def fa3() -> list[torch.Tensor]:
         return [backend.forward(q, layer, batch).view(q.shape) for layer in shape.layers]

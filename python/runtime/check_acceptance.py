@@ -20,6 +20,7 @@ from runtime.entrypoints.processes import prepare
 from runtime.errors import ConfigError, RequestError, ServingError
 from runtime.managers.messages import GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
 from runtime.managers.scheduler import Scheduler
+from runtime.model_executor.graph_runner import RunMode
 from runtime.models.config import ModelConfig
 from runtime.sampling_params import SamplingParams
 from runtime.text.tokenizer import Tokenizer
@@ -153,7 +154,7 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
     try:
         if not any(runner.sizes for runner in worker.all_runners):
             raise ConfigError("nothing is captured, so there is nothing to compare; leave --disable-cuda-graph out, or use another backend")
-        with eagerly(worker.all_runners, "plain" if on_cpu else "padded"):
+        with eagerly(worker.all_runners, RunMode.EAGER if on_cpu else RunMode.EAGER_PADDED):
             eager = run(worker, config, model_config, prompts, max_new_tokens)
         before = [runner.replayed for runner in worker.all_runners]
         graphs = run(worker, config, model_config, prompts, max_new_tokens)

@@ -33,26 +33,26 @@ from runtime.models.config import ModelConfig
 log = logging.getLogger(__name__)
 
 BAD_USE = 2
-"""Exit status when the user asked for what cannot be done."""
+"""Exit status for a mistake in the flags."""
 DEATH_GRACE = 1.5
-"""Seconds that the HTTP side goes on answering 503 after a process died, so that every client learns of it."""
+"""Seconds during which the HTTP side still answers 503 after a process died, so that clients get an error."""
 CLOSE_SECONDS = 5.0
-"""How long open connections may take to close at the end."""
+"""Seconds that open connections may take to close at shutdown."""
 DEATH_CLOSE = 1.5
-"""The same after a process died; the answers have failed by then."""
+"""The same after a process died; all requests have failed by then."""
 LAST_RESORT = 4.0
-"""Seconds after a process died when this one ends, whatever still holds it up."""
+"""Seconds after a process died when this process exits, even if the event loop is stuck."""
 
 
 def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | None = None) -> int:
-    """Run the server until it is told to stop.
+    """Run the server until a signal stops it.
 
     Args:
         argv: the command line without the program.
-        scheduler_command: what to run in place of this package's scheduler process.
+        scheduler_command: replaces the command of the scheduler process.
 
     Returns:
-        The exit status: 0 after a shutdown that was asked for, 2 for what cannot be served, 1 when something broke.
+        The exit status: 0 after a signal, 2 for a mistake in the flags or the model, 1 after a failure.
     """
     start = time.monotonic()
     try:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
             return 0
         if command.check:
             config, _ = prepare(command.args)
-            print(f"talon: {config.model.served_model_name} can be served so on {config.device.device}")
+            print(f"talon: {config.model.served_model_name} can be served on {config.device.device}")
             return 0
         check(command.args)
         allow_many_files()
@@ -82,14 +82,14 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
 
 
 def allow_many_files() -> None:
-    """Use all descriptors that this process may have: every connection takes one, and the customary 1024 are few."""
+    """Raise the limit of open files to the maximum: each connection takes one, and the usual limit is 1024."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, before anything slow happens. Raises `ConfigError` when it is taken or not ours."""
+    """Bind a socket before anything slow happens. Raises `ConfigError` if the address is taken or not of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -103,15 +103,15 @@ def bind(host: str, port: int) -> socket.socket:
 
 def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     why = error.strerror or str(error)
-    return ConfigError(f"cannot listen at {host} port {port}: {why.lower()}; choose another --port or --host")
+    return ConfigError(f"Cannot listen at {host} port {port}: {why.lower()}. Choose another --port or --host.")
 
 
 Serve = Callable[[TokenizerManager, socket.socket, asyncio.Event], Coroutine[Any, Any, None]]
-"""Answers HTTP on a listening socket until the event is set."""
+"""Serves HTTP on a listening socket until the event is set."""
 
 
 class _Server:
-    """One run of the server, from loading to the last process's end."""
+    """One run of the server, from loading to the end of the last process."""
 
     def __init__(
         self,
@@ -130,15 +130,15 @@ class _Server:
 
     async def run(self) -> int:
         self._runtime = Runtime(self._config, self._model_config, self._scheduler_command)
-        self._asked_to_stop = asyncio.Event()
+        self._stop_requested = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         try:
             start = asyncio.create_task(self._runtime.start())
-            await asyncio.sleep(0)  # the children are on their way; what HTTP needs is imported while they load
+            await asyncio.sleep(0)  # starts the children; HTTP's modules are imported while they load
             from runtime.entrypoints.http.server import serve
 
-            if not await self._unless_stopped(start):
+            if not await self._finished(start):
                 return 0
             return await self._answer(serve)
         finally:
@@ -149,18 +149,18 @@ class _Server:
         if self._signals > 1:
             self._runtime.kill()
             os._exit(128 + number)
-        log.info("%s: shutting down; once more to end at once", signal.Signals(number).name)
-        self._asked_to_stop.set()
+        log.info("%s: shutting down; send it again to exit at once", signal.Signals(number).name)
+        self._stop_requested.set()
 
     async def _answer(self, serve: Serve) -> int:
         self._listen()
         runtime = self._runtime
         http = asyncio.create_task(serve(runtime.manager, self._listener, runtime.stopping))
         try:
-            if await self._unless_stopped(runtime.warm_up(), http):
+            if await self._finished(runtime.warm_up(), http):
                 spare_start()
-                self._say_ready()
-                await _first(self._asked_to_stop.wait(), runtime.died.wait(), http)
+                self._print_ready()
+                await _first(self._stop_requested.wait(), runtime.died.wait(), http)
             if runtime.died.is_set():
                 _end_process_after(LAST_RESORT)
                 await asyncio.sleep(DEATH_GRACE)
@@ -181,10 +181,10 @@ class _Server:
         except OSError as error:
             raise _cannot_listen(self._config.server.host, self._config.server.port, error) from error
 
-    async def _unless_stopped(self, work: object, *others: asyncio.Task[None]) -> bool:
-        """Do `work`; False when it was cut short by a signal, a death or the end of another task."""
+    async def _finished(self, work: object, *others: asyncio.Task[None]) -> bool:
+        """Await `work`; False if a signal, the death of a process or the end of another task came first."""
         task = asyncio.ensure_future(work)  # type: ignore[arg-type]
-        await _first(task, self._asked_to_stop.wait(), self._runtime.died.wait(), *others)
+        await _first(task, self._stop_requested.wait(), self._runtime.died.wait(), *others)
         if task.done() and not self._runtime.died.is_set():
             task.result()
             return True
@@ -193,7 +193,7 @@ class _Server:
             await task
         return False
 
-    def _say_ready(self) -> None:
+    def _print_ready(self) -> None:
         host, port = (str(part) for part in self._listener.getsockname()[:2])
         shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
@@ -210,7 +210,7 @@ class _Server:
 
 
 async def _first(*work: object) -> None:
-    """Wait until one of `work` is done; what this call made of coroutines is cancelled, tasks given are left alone."""
+    """Wait until one of `work` is done. Cancels the coroutines among the others and leaves tasks running."""
     tasks = [asyncio.ensure_future(one) for one in work]  # type: ignore[arg-type]
     ours = [task for task, one in zip(tasks, work, strict=True) if task is not one]
     try:
@@ -222,7 +222,7 @@ async def _first(*work: object) -> None:
 
 
 def _end_process_after(seconds: float) -> None:
-    """End with status 1 even if the event loop is stuck by then."""
+    """Exit with status 1 after `seconds`, even if the event loop is stuck."""
     timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""Logging, set up once per process."""
+"""Logging: one format for all processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Title(logging.Filter):
 
 
 def setup(level: str, title: str) -> None:
-    """Send every record of level `level` and above to stderr, marked with the process's `title`."""
+    """Send records of `level` and above to stderr, marked with the title of the process. Call it once per process."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(FORMAT, datefmt="%H:%M:%S"))
     handler.addFilter(_Title(title))

@@ -14,7 +14,7 @@ from gpu.attention_kinds import BF16, CAUSAL_KINDS, FP16, MAX_LEN, TREE_KINDS, K
 from runtime.batch import ForwardMode
 from runtime.config.resolve import resolve
 from runtime.errors import ConfigError
-from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
+from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec, plan_pass
 from runtime.layers.attention.registry import backend_class, build_backend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
@@ -152,7 +152,7 @@ def at_step(batch: ForwardBatch, step: int, masks: list[torch.Tensor]) -> Forwar
 
 
 def check(world: World, batch: ForwardBatch, q: torch.Tensor, got: list[torch.Tensor]) -> None:
-    world.slow.plan(batch)
+    plan_pass(world.slow, batch)
     for layer, out in enumerate(got):
         compare(world, batch, q, layer, out)
 
@@ -209,17 +209,17 @@ def test_a_captured_pass_follows_lengths_and_tables_that_change(name: str, head_
     def run() -> list[torch.Tensor]:
         return [world.fast.forward(q, world.layers[layer], batch) for layer in (0, 1)]
 
-    world.fast.plan(batch)
+    plan_pass(world.fast, batch)
     graph, out = captured(run)
     for lens in LENGTHS:
         q.normal_()
         load(world, batch, lens)
-        world.fast.plan(batch)
+        plan_pass(world.fast, batch)
         torch.cuda.synchronize()  # in a model other kernels lie between a plan and its first use, and early launches may count on it
         eager = [layer.clone() for layer in run()]
         for layer in out:
             layer.fill_(float("nan"))
-        world.fast.plan(batch)
+        plan_pass(world.fast, batch)
         graph.replay()
         check(world, batch, q, out)
         assert all(torch.equal(a, b) for a, b in zip(eager, out, strict=True)), "replay differs from the same pass run eagerly"
@@ -251,7 +251,7 @@ def test_a_ragged_extend_sees_its_prefix(name: str, page_size: int) -> None:
     world = make_world(name, plain(128, page_size, 1))
     batch = prompts([3, 1, 7, 2, 5], [0, 5, 700, 0, 63], [1, 300, 17, 64, 129])
     q = queries(world.kind, batch.num_tokens)
-    world.fast.plan(batch)
+    plan_pass(world.fast, batch)
     check(world, batch, q, [world.fast.forward(q, world.layers[layer], batch) for layer in (0, 1)])
 
 
@@ -272,7 +272,7 @@ def test_passes_of_every_kind_are_torchs_eager_and_captured(name: str, kind: Kin
         steps = [at_step(batch, step, masks) for step in range(kind.steps)]
         return [world.fast.forward(q, world.layers[layer], one) for one, q in zip(steps, qs, strict=True) for layer in (0, 1)]
 
-    world.fast.plan(batch, kind.steps)
+    plan_pass(world.fast, batch, kind.steps)
     graph, out = captured(run)
     for turn in range(4):
         count = int(world.rng.integers(1, kind.batch + 1)) if turn else kind.batch
@@ -282,14 +282,14 @@ def test_passes_of_every_kind_are_torchs_eager_and_captured(name: str, kind: Kin
             q.normal_()
         for step, mask in enumerate(masks[1:], 1):
             mask.copy_(random_mask(at_step(batch, step, masks)))
-        world.fast.plan(batch, kind.steps)
+        plan_pass(world.fast, batch, kind.steps)
         torch.cuda.synchronize()  # as in a model, where other kernels lie between a plan and its first use
         eager = run()
         for layer in out:
             layer.fill_(float("nan"))
-        world.fast.plan(batch, kind.steps)
+        plan_pass(world.fast, batch, kind.steps)
         graph.replay()
-        world.slow.plan(batch, kind.steps)
+        plan_pass(world.slow, batch, kind.steps)
         for at, (one, again) in enumerate(zip(out, eager, strict=True)):
             compare(world, at_step(batch, at // 2, masks), qs[at // 2], at % 2, one)
             assert torch.equal(one, again), "replay differs from the same pass run eagerly"
@@ -307,7 +307,7 @@ def test_prompts_of_every_kind_are_torchs(name: str, kind: Kind) -> None:
         shuffle(world)
         batch = prompts((world.rng.permutation(kind.batch)[:count] + 1).tolist(), prefixes, new)
         q = queries(kind, batch.num_tokens)
-        world.fast.plan(batch)
+        plan_pass(world.fast, batch)
         check(world, batch, q, [world.fast.forward(q, world.layers[layer], batch) for layer in (0, 1)])
 
 
@@ -342,7 +342,7 @@ def test_float32_is_refused_when_built(name: str) -> None:
 def test_a_tree_beside_a_window_is_refused_when_planned(name: str, masked: str) -> None:
     world = make_world(name, replace(plain(128, 16, 4, tail=4), kernel=(BF16, 128, masked), window=100))
     with pytest.raises(ConfigError, match=f"full attention in every layer with {name.split()[0]}; use --speculative-eagle-topk 1"):
-        world.fast.plan(fixed_batch(world.kind))
+        plan_pass(world.fast, fixed_batch(world.kind))
 
 
 @pytest.mark.parametrize("name", ["fa3", "flashinfer"])
@@ -353,7 +353,7 @@ def test_prompts_planned_ahead_of_a_busy_device_keep_their_own_plans(name: str) 
     torch.cuda._sleep(200_000_000)  # about a tenth of a second, in which the host plans all three
     outs = []
     for batch, q in zip(batches, qs, strict=True):
-        world.fast.plan(batch)
+        plan_pass(world.fast, batch)
         outs.append([world.fast.forward(q, world.layers[layer], batch) for layer in (0, 1)])
     for batch, q, out in zip(batches, qs, outs, strict=True):
         check(world, batch, q, out)
@@ -368,12 +368,12 @@ def test_a_tree_mask_hides_branches_in_a_captured_pass(name: str, page_size: int
     batch = fixed_batch(world.kind)
     load(world, batch, [tail] * B)
     q = queries(world.kind, B * width)
-    world.fast.plan(batch)
+    plan_pass(world.fast, batch)
     graph, out = captured(lambda: [world.fast.forward(q, world.layers[0], batch)])
     for lens in ([1020, 129, 2040, tail, 66, tail + 1], [2288] * B):
         q.normal_()
         load(world, batch, lens + [tail] * (B - len(lens)))
-        world.fast.plan(batch)
+        plan_pass(world.fast, batch)
         out[0].fill_(float("nan"))
         graph.replay()
         check(world, batch, q, out)
@@ -386,8 +386,8 @@ def test_one_plan_serves_every_pass_of_a_draft(name: str, tree: bool) -> None:
     world = make_world(name, plain(128, 16, width, steps=steps, tail=width if tree else 0))
     batch = fixed_batch(world.kind)
     load(world, batch, [1020, 129, 700, width, 257])
-    world.fast.plan(batch, steps)
-    world.slow.plan(batch, steps)
+    plan_pass(world.fast, batch, steps)
+    plan_pass(world.slow, batch, steps)
     for step in range(steps):
         one = replace(batch, step=step, seq_lens=batch.seq_lens + step * width, positions=batch.positions + step * width)
         if tree:
@@ -403,14 +403,14 @@ def test_one_plan_serves_every_pass_of_a_draft(name: str, tree: bool) -> None:
 def test_a_plan_serves_until_a_length_leaves_its_256(name: str, width: int, window: int) -> None:
     world = make_world(name, plain(128, 16, width, window))
     batch, q = fixed_batch(world.kind), queries(world.kind, B * width)
-    world.fast.plan(batch)
+    plan_pass(world.fast, batch)
     graph, out = captured(lambda: [world.fast.forward(q, world.layers[layer], batch) for layer in (0, 1)])
     (plan,) = world.fast._fixed.values()
     one, made, lens = next(iter(plan.passes.values())), 0, [1000, 129, 700, 255, 30, 512, 5]
     for turn in range(32):
         before = one.planned
         load(world, batch, lens)  # each turn in other rows, and with other bounds
-        world.fast.plan(batch)
+        plan_pass(world.fast, batch)
         again = one.planned is not before
         assert again == (-(-batch.seq_len_bounds // 256) * 256 != before[0]).any()
         made += again
@@ -425,10 +425,10 @@ def test_a_wider_pass_of_a_known_backend_takes_no_scratch_of_its_own(name: str) 
     """Partial results of 128 requests of 8 queries take a third of a GiB, and graphs hold on to what they were captured with."""
     kind = replace(plain(128, 16, 8), group=4, kv_heads=8, batch=64)
     world = make_world(name, kind)
-    world.fast.plan(fixed_batch(replace(kind, width=4)))
+    plan_pass(world.fast, fixed_batch(replace(kind, width=4)))
     before = torch.cuda.memory_allocated()
     batch = fixed_batch(kind)
-    world.fast.plan(batch)
+    plan_pass(world.fast, batch)
     assert torch.cuda.memory_allocated() - before < 1 << 20
     q = queries(kind, batch.num_tokens)
     check(world, batch, q, [world.fast.forward(q, world.layers[0], batch)])
@@ -439,12 +439,12 @@ def test_planning_a_known_size_never_waits_for_the_device(name: str) -> None:
     world = make_world(name, plain(128, 16, 1))
     batch = fixed_batch(world.kind)
     load(world, batch, [700, 30])
-    world.fast.plan(batch)
+    plan_pass(world.fast, batch)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            world.fast.plan(batch)
+            plan_pass(world.fast, batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     q = queries(world.kind, B)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from gpu.test_worker import BACKENDS, PROMPTS, build, speculation
-from runtime.model_executor.graph_runner import WARM_UPS, GraphPool, GraphRunner, Replay
+from runtime.model_executor.graph_capture import WARMUP_RUNS, GraphKey, GraphPool, Replay
+from runtime.model_executor.graph_runner import RunMode
 from runtime.sampling_params import SamplingParams
 from unit.driver import Driver
 
@@ -21,27 +22,20 @@ FITS = 2
 
 def fail_above(monkeypatch: pytest.MonkeyPatch, most: int, error: type[RuntimeError]) -> None:
     """Captures of more than `most` requests raise when all of the pass is recorded, as an allocation in its midst would."""
-    capture_size, capture = GraphRunner._capture_size, GraphPool.capture
-    size = 0
+    capture = GraphPool.capture
 
-    def remember(self: GraphRunner, batch_size: int, pool: GraphPool | None) -> None:
-        nonlocal size
-        size = batch_size
-        capture_size(self, batch_size, pool)
-
-    def starve(self: GraphPool, function: Callable[[], None]) -> Replay:
+    def starve(self: GraphPool, key: GraphKey, function: Callable[[], None]) -> Replay:
         calls = 0
 
         def starving() -> None:
             nonlocal calls
             function()
             calls += 1
-            if size > most and calls > WARM_UPS:
+            if key[0] > most and calls > WARMUP_RUNS:
                 raise error("nothing is left")
 
-        return capture(self, starving)
+        return capture(self, key, starving)
 
-    monkeypatch.setattr(GraphRunner, "_capture_size", remember)
     monkeypatch.setattr(GraphPool, "capture", starve)
 
 
@@ -66,15 +60,15 @@ def test_sizes_that_cannot_be_captured_run_eagerly_with_a_warning_and_the_same_a
         worker: Any = build(backend, "cuda", speculation(tmp_path, algorithm, backend, 1) if algorithm else None)
     assert all(runner.sizes == [1, FITS] for runner in worker.runners)
     assert (
-        f"no graph for batch sizes [4, 8]: those run eagerly and slower; lower --mem-fraction-static or --cuda-graph-max-bs to {FITS}"
+        f"no graph for batch sizes [4, 8]; they run eagerly and slower. Lower --mem-fraction-static or --cuda-graph-max-bs to {FITS}."
         in (caplog.text)
     )
     if error is RuntimeError:
-        assert "graph capture failed at batch size 8 (nothing is left); this size runs eagerly" in caplog.text
+        assert "graph capture failed at size 8 (nothing is left)" in caplog.text
     answers = generate(worker)
     ran = [runner.runs() for runner in worker.runners]
     assert all(int(str(r["eager"])) > 0 for r in ran), "five requests have no graph"
     worker._target.reset()
     for runner in worker.runners:
-        runner.use = "plain"
+        runner.mode = RunMode.EAGER
     assert generate(worker) == answers

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from runtime.batch import ForwardMode
+from runtime.layers.attention.base import plan_pass
 from runtime.layers.backend_selection import select_ops
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
@@ -111,7 +112,7 @@ class OneRequest:
             seq_len_bounds=np.array([start + n], dtype=np.int32),
             extend_lens=np.array([n], dtype=np.int32) if width == 0 else None,
         )
-        self.runner.backend.plan(batch)
+        plan_pass(self.runner.backend, batch)
         return self.runner.model.logits(self.runner.model.forward(batch)[0]).double()
 
 

@@ -25,7 +25,7 @@ def launch(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def assert_one_line(made: subprocess.CompletedProcess[str], *words: str) -> None:
-    """It ended with status 2 and one line that holds these words."""
+    """It exits with status 2 and one line that contains these words."""
     assert made.returncode == 2, made.stderr
     assert made.stdout == ""
     assert made.stderr.startswith("talon: ")
@@ -33,19 +33,19 @@ def assert_one_line(made: subprocess.CompletedProcess[str], *words: str) -> None
     assert all(word in made.stderr for word in words), made.stderr
 
 
-def test_a_bad_flag_is_one_line_and_exit_2() -> None:
+def test_an_unknown_flag_prints_one_line_and_exits_with_2() -> None:
     assert_one_line(launch("--attention-backand", "fa3"), "--attention-backand", "--attention-backend")
 
 
-def test_a_missing_model_folder_is_one_line_and_exit_2(tmp_path: Path) -> None:
+def test_a_missing_model_folder_prints_one_line_and_exits_with_2(tmp_path: Path) -> None:
     assert_one_line(launch("--port", "0", "--model-path", str(tmp_path / "nowhere")), "nowhere")
 
 
-def test_a_folder_that_is_no_model_is_one_line_and_exit_2(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_prints_one_line_and_exits_with_2(tmp_path: Path) -> None:
     assert_one_line(launch("--port", "0", "--model-path", str(tmp_path)), "config.json")
 
 
-def test_a_port_in_use_is_one_line_and_exit_2_before_the_model_is_looked_for(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_before_the_model_is_read(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -54,24 +54,24 @@ def test_a_port_in_use_is_one_line_and_exit_2_before_the_model_is_looked_for(tmp
 
 
 @pytest.mark.parametrize("port", ["65536", "-1"])
-def test_a_port_that_is_none_is_one_line_and_exit_2(port: str) -> None:
+def test_a_port_out_of_range_prints_one_line_and_exits_with_2(port: str) -> None:
     assert_one_line(launch(f"--port={port}"), "--port", port, "65535")
 
 
-def test_an_address_of_another_machine_is_one_line_and_exit_2() -> None:
+def test_an_address_of_another_machine_is_refused() -> None:
     assert_one_line(launch("--host", "192.0.2.1"), "192.0.2.1")
     assert_one_line(launch("--host", "no such host"), "no such host")
 
 
-def test_check_decides_everything_and_loads_nothing(model: Path) -> None:
+def test_check_resolves_all_options_without_loading(model: Path) -> None:
     made = launch("--check", "--model", str(model), "--load-format", "dummy", "--device", "cpu", "--log-level", "info")
     assert made.returncode == 0, made.stderr
     assert "dtype float32" in made.stderr
-    assert made.stdout == "talon: tiny can be served so on cpu\n"
+    assert made.stdout == "talon: tiny can be served on cpu\n"
     assert_one_line(launch("--check", "--model", str(model), "--load-format", "dummy", "--context-length", "100000"), "--context-length")
 
 
-def test_check_refuses_a_draft_of_another_algorithm_or_another_vocabulary(model: Path, tmp_path: Path) -> None:
+def test_check_refuses_a_draft_that_does_not_match(model: Path, tmp_path: Path) -> None:
     shape = json.loads((model / "config.json").read_text())
 
     def draft(name: str, **changes: object) -> list[str]:
@@ -88,7 +88,7 @@ def test_check_refuses_a_draft_of_another_algorithm_or_another_vocabulary(model:
     assert_one_line(launch(*other, "--speculative-algorithm", "STANDALONE"), "vocabulary of 9")
 
 
-def test_dump_config_prints_yaml_that_config_takes(tmp_path: Path) -> None:
+def test_dump_config_prints_yaml_that_config_reads(tmp_path: Path) -> None:
     first = launch("--dump-config", "--port", "1234", "--cuda-graph-bs", "1", "2")
     assert first.returncode == 0
     file = tmp_path / "talon.yaml"
@@ -107,7 +107,7 @@ def test_help_lists_the_flags_without_loading_torch() -> None:
     assert light.stdout.strip() == "False"
 
 
-def test_the_ready_line_names_the_address_and_the_curl_works(model: Path) -> None:
+def test_the_ready_line_names_a_working_request(model: Path) -> None:
     with serving(model, "--chat-template", "{% for m in messages %}{{ m['content'] }}{% endfor %}") as server:
         curl = next(line for line in server.output if line.startswith("curl "))
         assert server.url in curl

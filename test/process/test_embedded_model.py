@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from runtime.batch import ForwardMode
-from runtime.layers.attention.base import AttentionShape
+from runtime.layers.attention.base import AttentionShape, plan_pass
 from runtime.layers.attention.registry import build_backend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.torch_ops import TorchOps
@@ -98,7 +98,7 @@ class OneRequest:
             extend_lens=np.array([n], dtype=np.int32) if mode == ForwardMode.EXTEND else None,
         )
         with torch.inference_mode():
-            self.backend.plan(batch)
+            plan_pass(self.backend, batch)
             return self.model.logits(self.model.forward(batch)[0])
 
 

@@ -62,7 +62,7 @@ class Poison:
         inputs = self.worker.verifier._inputs if hasattr(self.worker, "verifier") else self.worker._inputs
         inputs.poison()
         for runner in self.worker.runners:
-            for buffer in runner._buffers.values():
+            for buffer in runner.buffers.values():
                 buffer.fill_(float("nan") if buffer.is_floating_point() else -1)
         rows = self.worker._target.rows
         idle = torch.tensor([r for r in range(1, len(rows.kv_lens)) if r not in live], dtype=torch.int64)

@@ -222,7 +222,7 @@ def test_graph_table_lists_hidden_launches() -> None:
     text = draft_extend_graph.render(result(rows))
     assert "iteration, GPU (µs) | draft-extend, GPU (µs) | draft-extend, host (µs) |" in text
     assert "Hidden at concurrency 4, 16: " in text, "a quarter of the iteration at 1 is not"
-    assert "4.0 % of an iteration at most." in text
+    assert "in at most 4.0 % of an iteration." in text
     assert "Hidden" not in draft_extend_graph.render(result(rows[:2]))
     assert "Hidden" not in draft_extend_graph.render(result([served(graph="off"), served(graph="on")])), (
         "nothing is said of what was not timed"

@@ -91,9 +91,9 @@ def test_unrelated_files_are_refused(other: dict[str, Any], why: str, tmp_path: 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("{", "is no result file"),
+        ("{", "is not a result file"),
         ("[]", "no name, machine and rows"),
-        ('{"name": "guess", "machine": {}, "rows": []}', "no script of a table"),
+        ('{"name": "guess", "machine": {}, "rows": []}', "is not a script"),
     ],
 )
 def test_other_files_are_refused(text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,8 @@ def graph(runner: str) -> dict[str, Any]:
     return {"runner": runner, "sizes": [1, 2], "seconds": 0.5, "reserved_mib": 100.0, "used_mib": 90.0}
 
 
+CHECKOUT = {"ready_seconds": 9.0, "graphs_mib": 700.0, "runs": {"1": {"output_throughput": 400.0}}}
+
 ROWS: dict[str, list[dict[str, Any]]] = {
     "serving_matrix": [served(mode=mode, server_flags="--model-path a/b") for mode in ("plain", "eagle")],
     "draft_extend_graph": [
@@ -126,7 +128,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"device": "cpu", "dtype": "float32", "quantization": "int8", "speculation": s, "batch": b, "tokens_per_second": 1.0}
         for s in ("off", "3/1/4") for b in (1, 2)
     ],
-    "lossless": [{"shape": "3/1/4", "prompts": 8, "accept_length": 2.0, "differences": []}],
+    "lossless": [{"shape": "3/1/4", "dtype": "float32", "prompts": 8, "accept_length": 2.0, "differences": []}],
+    "compare_commits": [{"mode": "plain", "backend": "fa3", "old": [CHECKOUT], "new": [CHECKOUT]}],
     "memory_limits": [{"case": "8b-plain", "unused": 0.01, "graphs": [graph("target decode")]}, {"case": "bad", "error": "out of memory"}],
 }  # fmt: skip
 

@@ -13,7 +13,8 @@ import torch
 
 from runtime import check_acceptance
 from runtime.errors import ConfigError
-from runtime.model_executor.graph_runner import GraphRunner, capture_all
+from runtime.model_executor.graph_capture import capture_all
+from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, RunMode
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.short_prompts import ShortPrompts, prompt_forward, prompt_spec
 from runtime.speculative import build as speculative_build
@@ -146,7 +147,7 @@ def test_padding_that_writes_where_somebody_reads_fails(
             batch.out_cache_loc[padding] = batch.out_cache_loc[0]
             return run(batch, *more)
 
-        monkeypatch.setattr(verify, "run", lambda batch, variant="", oracle=False: careless(batch, variant, oracle))
+        monkeypatch.setattr(verify, "run", lambda batch, variant="", eager=False: careless(batch, variant, eager))
 
     change_builds(monkeypatch, break_padding)
     assert check_acceptance.main(command) == check_acceptance.DIFFERENT
@@ -182,7 +183,7 @@ def test_the_embedded_prompts_are_the_default() -> None:
 def make_stale(runner: Any, name: str) -> None:
     """What every replay of `runner` reads as `name` is what the first one read."""
     for key, replay in list(runner._replays.items()):
-        buffer = runner._buffers[name]
+        buffer = {**runner.buffers, **runner.inputs(runner.sizes[-1])}[name]
         first: list[Any] = []
 
         def stale(replay: Any = replay, buffer: Any = buffer, first: list[Any] = first) -> None:
@@ -209,7 +210,7 @@ def test_sound_workers_start_and_nothing_of_the_check_is_left(tmp_path: Path, sp
     assert [worker.verifier._alarm.recent(oracle).iterations for oracle in (False, True)] == [0, 0]
     assert worker._target.rows.kv_lens.sum() == 0
     assert worker._target.page_table.pages.sum() == 0
-    assert all(runner.use == "graphs" for runner in worker.runners)
+    assert all(runner.mode is RunMode.REPLAY for runner in worker.runners)
 
 
 def test_positions_that_no_window_of_the_check_reached_are_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -242,8 +243,10 @@ def test_graphs_of_short_prompts_are_compared_too(tmp_path: Path, fault: str) ->
     target, layers = worker._target, worker._draft.model.aux_layers
     hidden = target.runner.config.hidden_size
     spec = prompt_spec(hidden, len(layers) * hidden, torch.float32, 0)
-    inputs = InputBuffers(32, 1, torch.device("cpu"), one_request=True)
-    prompts = GraphRunner(spec, prompt_forward(target.runner.model, layers), inputs, [target.runner.backend], "eager", [32])
+    inputs = InputBuffers(1, max_tokens=32, device=torch.device("cpu"))
+    prompts = GraphRunner(
+        spec, prompt_forward(target.runner.model, layers), inputs, [target.runner.backend], GraphOptions([32], cuda=False)
+    )
     with torch.inference_mode():
         capture_all([prompts])
     target.short_prompts = ShortPrompts(prompts, target.page_table, 1 << 20)
@@ -252,13 +255,13 @@ def test_graphs_of_short_prompts_are_compared_too(tmp_path: Path, fault: str) ->
         assert prompts.replayed == prompts.run_eagerly == 4
         assert [run["runner"] for run in worker.info()["graph_runs"]][-1] == "short prompts"
         return
-    replay = prompts._replays[32, ""]
+    replay = prompts._replays[1, 32, ""]
 
     def blurred() -> None:
         replay()
-        prompts._buffers["aux"].normal_(0.0, 30.0, generator=torch.Generator().manual_seed(0))
+        prompts.buffers["aux"].normal_(0.0, 30.0, generator=torch.Generator().manual_seed(0))
 
-    prompts._replays[32, ""] = blurred
+    prompts._replays[1, 32, ""] = blurred
     with pytest.raises(ConfigError, match="graphs of short prompts do not"):
         check_parity(worker)
 
@@ -275,9 +278,9 @@ def _lose_results(runner: Any) -> None:
     for key, replay in list(runner._replays.items()):
 
         def lost(replay: Any = replay) -> None:
-            before = {n: b.clone() for n, b in runner._buffers.items()}
+            before = {n: b.clone() for n, b in runner.buffers.items()}
             replay()
-            for n, b in runner._buffers.items():
+            for n, b in runner.buffers.items():
                 b.copy_(before[n])
 
         runner._replays[key] = lost
@@ -304,7 +307,7 @@ def test_a_reference_runs_eagerly_and_ends(tmp_path: Path) -> None:
         run_scratch(worker)
     assert [r.replayed for r in worker.runners] == [0, 0, 0]
     assert all(r.size_for(3) == 8 for r in worker.runners)
-    with eagerly(worker.runners, "plain"):
+    with eagerly(worker.runners, RunMode.EAGER):
         assert all(r.size_for(3) == 3 for r in worker.runners)
     run_scratch(worker)
     assert all(r.replayed > 0 for r in worker.runners)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from runtime.batch import ForwardMode
 from runtime.errors import ConfigError
-from runtime.layers.attention.base import AttentionShape
+from runtime.layers.attention.base import AttentionShape, plan_pass
 from runtime.layers.attention.torch_native import TorchNativeAttention
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Int8Linear, Linear
@@ -201,7 +201,7 @@ class Rig:
             hidden_states=torch.cat(states),
         )
         given = torch.cat(states)
-        self.backend.plan(batch)
+        plan_pass(self.backend, batch)
         out = self.head.forward(batch)
         assert batch.hidden_states is not None
         assert torch.equal(batch.hidden_states, given), "the caller's hidden states were overwritten"

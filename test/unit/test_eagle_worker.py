@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from runtime.batch import ScheduleBatch
+from runtime.layers.attention.base import plan_pass
 from runtime.layers.linear import Linear
 from runtime.layers.random_streams import RandomStream, uniforms
 from runtime.layers.sampler import draw
@@ -358,7 +359,7 @@ def branch_logits(worker: Any, row: int, kv_len: int, hidden: torch.Tensor, inpu
         ids, which = np.array([token], dtype=np.int32), torch.tensor([row])
         step = ScheduleBatch(0, which.numpy(), at, none, prefix_lens=at, extend_lens=one, token_ids=ids, next_tokens=none)
         batch = replace(worker._target._ragged(step, which)[0], hidden_states=state)
-        draft.runner.backend.plan(batch)
+        plan_pass(draft.runner.backend, batch)
         state = draft.model.forward(batch)
     return draft.model.logits(state)[0]
 

@@ -16,8 +16,10 @@ import torch
 from runtime.batch import ForwardMode
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
-from runtime.model_executor.graph_runner import BYTES_PER_NODE, MIB, GraphPool, GraphRunner, Outputs, RunnerSpec, capture_all
-from runtime.model_executor.input_buffers import INPUTS, BufferSpec, InputBuffers
+from runtime.model_executor.graph_capture import CallPool, GraphKey, GraphPool, Replay, capture_all
+from runtime.model_executor.graph_runner import BYTES_PER_NODE, MIB, GraphOptions, GraphRunner, Outputs, RunMode, RunnerSpec
+from runtime.model_executor.input_buffers import ROW_WIDTH, BufferSpec, InputBuffers
+from runtime.model_executor.output_arena import OutputArena
 from runtime.model_executor.staging import HostCopy, StagingRing
 from runtime.model_executor.window import fill_window
 
@@ -28,6 +30,7 @@ SPEC = RunnerSpec(
     mode=ForwardMode.TARGET_VERIFY,
     width=WIDTH,
     outputs=(BufferSpec("sums", "token", torch.int64, 0), BufferSpec("rows", "req", torch.float32, 0, (2,))),
+    inputs=(BufferSpec("bias", "req", torch.int64, 5),),
     num_steps=2,
     variants=("", "twice"),
 )
@@ -40,14 +43,19 @@ class Recorder:
         self.plans: list[tuple[int, int, list[int]]] = []
         self.bounds: list[list[int]] = []
         self.collecting: list[bool] = []
+        self.planned = 0
 
-    def first_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
+    def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         return []
 
-    def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        assert len(self.plans) == self.planned, "a pass is prepared, then planned"
         self.plans.append((batch.batch_size, num_steps, batch.seq_lens.tolist()))
         self.bounds.append(batch.seq_len_bounds.tolist())
         self.collecting.append(gc.isenabled())
+
+    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        self.planned = len(self.plans)
 
 
 def probe(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
@@ -57,11 +65,20 @@ def probe(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
     outputs["rows"][:, 1] = batch.seq_lens.float()
 
 
-def make(replay: Any, sizes: list[int], padding: bool = True) -> tuple[GraphRunner, InputBuffers, Recorder]:
-    inputs, backend = InputBuffers(LARGEST, WIDTH, CPU), Recorder()
-    runner = GraphRunner(SPEC, probe, inputs, [backend], replay, sizes, padding)  # type: ignore[list-item]
+def buffers() -> InputBuffers:
+    return InputBuffers(LARGEST, max_tokens=LARGEST * WIDTH, device=CPU)
+
+
+def on_cpu(sizes: list[int], padding: bool = True, **more: Any) -> GraphOptions:
+    return GraphOptions(sizes, padding, cuda=False, **more)
+
+
+def make(sizes: list[int], padding: bool = True) -> tuple[GraphRunner, InputBuffers, Recorder]:
+    inputs, backend = buffers(), Recorder()
+    runner = GraphRunner(SPEC, probe, inputs, [backend], on_cpu(sizes, padding))  # type: ignore[list-item]
     capture_all([runner])
     backend.plans.clear()
+    backend.planned = 0
     return runner, inputs, backend
 
 
@@ -87,15 +104,15 @@ def table() -> PageTable:
 
 
 def test_live_rows_come_out_the_same_padded_or_not_in_any_order_of_sizes(table: PageTable) -> None:
-    padded, inputs, _ = make("eager", [2, 4, 8])
-    bare, own, _ = make("none", [])
+    padded, inputs, _ = make([2, 4, 8])
+    bare, own, _ = make([])
     rng = np.random.default_rng(0)
     for _ in range(40):
         live = int(rng.integers(1, LARGEST + 1))
         rows, tokens = (rng.permutation(LARGEST)[:live] + 1).tolist(), torch.from_numpy(rng.integers(0, 50, (live, WIDTH)))
         variant = str(rng.choice(["", "twice"]))
         inputs.poison()
-        for buffer in padded._buffers.values():
+        for buffer in padded.buffers.values():
             buffer.fill_(-1)
         got, replayed = padded.run(load(padded, inputs, table, rows, tokens), variant)
         expected, eager = bare.run(load(bare, own, table, rows, tokens), variant)
@@ -107,26 +124,26 @@ def test_live_rows_come_out_the_same_padded_or_not_in_any_order_of_sizes(table: 
 
 
 def test_padding_rows_write_only_slots_of_page_0(table: PageTable) -> None:
-    runner, inputs, _ = make("eager", [8])
+    runner, inputs, _ = make([8])
     batch = load(runner, inputs, table, [3, 1], torch.zeros(2, WIDTH, dtype=torch.int64))
     assert batch.out_cache_loc[2 * WIDTH :].tolist() == list(range(WIDTH)) * 6
     assert batch.out_cache_loc[: 2 * WIDTH].min() >= table.page_size
 
 
-@pytest.mark.parametrize("use", ["graphs", "padded", "plain"])
-def test_every_run_is_planned_once_by_the_same_call(table: PageTable, use: Any) -> None:
-    runner, inputs, backend = make("eager", [4])
-    runner.use = use
+@pytest.mark.parametrize("mode", list(RunMode))
+def test_every_run_is_planned_once_by_the_same_call(table: PageTable, mode: RunMode) -> None:
+    runner, inputs, backend = make([4])
+    runner.mode = mode
     batch = load(runner, inputs, table, [1, 2, 5], torch.ones(3, WIDTH, dtype=torch.int64))
     _, replayed = runner.run(batch)
-    lens = [4 + WIDTH, 8 + WIDTH, 20 + WIDTH] + ([WIDTH] if use != "plain" else [])
+    lens = [4 + WIDTH, 8 + WIDTH, 20 + WIDTH] + ([WIDTH] if mode is not RunMode.EAGER else [])
     assert backend.plans == [(len(lens), SPEC.num_steps, lens)]
-    assert replayed == (use == "graphs")
+    assert replayed == (mode is RunMode.REPLAY)
 
 
 def test_capture_plans_rows_as_long_as_the_width_the_largest_size_first() -> None:
-    inputs, backend = InputBuffers(LARGEST, WIDTH, CPU), Recorder()
-    runner = GraphRunner(SPEC, probe, inputs, [backend], "eager", [2, 8, 4])  # type: ignore[list-item]
+    inputs, backend = buffers(), Recorder()
+    runner = GraphRunner(SPEC, probe, inputs, [backend], on_cpu([2, 8, 4]))  # type: ignore[list-item]
     for size in (2, 8, 4):
         runner.batch(size).seq_len_bounds[:] = 1 << 20  # what the last step left
     inputs.poison()
@@ -138,7 +155,7 @@ def test_capture_plans_rows_as_long_as_the_width_the_largest_size_first() -> Non
 
 def test_no_garbage_is_collected_while_graphs_are_captured() -> None:
     backend = Recorder()
-    runner = GraphRunner(SPEC, probe, InputBuffers(LARGEST, WIDTH, CPU), [backend], "eager", [2, 4])  # type: ignore[list-item]
+    runner = GraphRunner(SPEC, probe, buffers(), [backend], on_cpu([2, 4]))  # type: ignore[list-item]
     assert gc.isenabled()
     capture_all([runner])
     assert backend.collecting == [False] * 4
@@ -176,21 +193,24 @@ def test_a_size_is_run_twice_on_the_streams_own_before_it_is_recorded(monkeypatc
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    GraphPool().capture(lambda: said.append("run"))()
+    GraphPool().capture((1, 1, ""), lambda: said.append("run"))()
     warm = ["own waits for current", "enter own", "run", "run", "leave own", "current waits for own"]
     assert said == [*warm, "enter graph in the pool on own", "run", "leave graph in the pool on own", "replayed"]
 
 
 def test_sizes_are_rounded_up_to_a_captured_one() -> None:
-    runner = make("eager", [2, 4])[0]
+    runner = make([2, 4])[0]
     assert [runner.size_for(n) for n in (1, 2, 3, 4, 5)] == [2, 2, 4, 4, 5]
-    exact = make("eager", [2, 4], padding=False)[0]
+    exact = make([2, 4], padding=False)[0]
     assert [exact.size_for(n) for n in (1, 2, 3)] == [1, 2, 3]
-    assert [make("none", [2, 4])[0].size_for(n) for n in (1, 3)] == [1, 3]
+    exact.mode = RunMode.EAGER
+    assert exact.size_for(2) == 2
+    runner.mode = RunMode.EAGER
+    assert [runner.size_for(n) for n in (1, 3)] == [1, 3]
 
 
 def test_batches_above_the_largest_size_run_eagerly(table: PageTable) -> None:
-    runner, inputs, _ = make("eager", [2])
+    runner, inputs, _ = make([2])
     batch = load(runner, inputs, table, [1, 2, 3], torch.ones(3, WIDTH, dtype=torch.int64))
     assert not runner.run(batch)[1]
     assert runner.runs() == {"runner": "probe", "replayed": 0, "eager": 1}
@@ -198,7 +218,7 @@ def test_batches_above_the_largest_size_run_eagerly(table: PageTable) -> None:
 
 def test_a_replay_does_not_see_what_was_rebound_later(table: PageTable) -> None:
     """As a captured graph, which holds addresses: only what is written in place reaches it."""
-    runner, inputs, _ = make("eager", [2])
+    runner, inputs, _ = make([2])
     batch = load(runner, inputs, table, [1, 2], torch.ones(2, WIDTH, dtype=torch.int64))
     sound = runner.run(batch)[0]["sums"].clone()
     old, batch.input_ids = batch.input_ids, batch.input_ids + 5
@@ -209,8 +229,8 @@ def test_a_replay_does_not_see_what_was_rebound_later(table: PageTable) -> None:
 
 
 def test_results_stay_until_the_same_runner_runs_again(table: PageTable) -> None:
-    inputs = InputBuffers(LARGEST, WIDTH, CPU)
-    runners = [GraphRunner(SPEC, probe, inputs, [], "eager", [2]) for _ in range(2)]
+    inputs = buffers()
+    runners = [GraphRunner(SPEC, probe, inputs, [], on_cpu([2])) for _ in range(2)]
     capture_all(runners)
     first, _ = runners[0].run(load(runners[0], inputs, table, [1, 2], torch.ones(2, WIDTH, dtype=torch.int64)))
     kept = {name: t.clone() for name, t in first.items()}
@@ -220,57 +240,99 @@ def test_results_stay_until_the_same_runner_runs_again(table: PageTable) -> None
 
 
 def test_views_of_one_shape_are_one_object_and_widths_are_kept_apart() -> None:
-    inputs = InputBuffers(4, 6, CPU)
-    a = inputs.view(ForwardMode.DECODE, 2, 3)
-    assert inputs.view(ForwardMode.DECODE, 2, 3) is a
-    wide = inputs.view(ForwardMode.DECODE, 2, 6)
+    inputs = InputBuffers(4, max_tokens=24, device=CPU)
+    a = inputs.view(ForwardMode.DECODE, 2, 6)
+    assert inputs.view(ForwardMode.DECODE, 2, 6) is a
+    wide = inputs.view(ForwardMode.DECODE, 2, 12)
     assert wide.input_ids.shape == (12,)
     assert wide.qo_indptr.tolist() == [0, 6, 12]
     assert a.tree_mask is None
-    masked = inputs.view(ForwardMode.DECODE, 2, 3, 5)
+    masked = inputs.view(ForwardMode.DECODE, 2, 6, 5)
     assert masked.tree_mask is not None
     assert masked.tree_tail == 5
     assert wide.input_ids.data_ptr() == a.input_ids.data_ptr(), "there is one set of inputs"
 
 
-def test_inputs_reset_to_what_padding_holds() -> None:
-    inputs = InputBuffers(4, 6, CPU)
+def test_padding_rows_hold_valid_values() -> None:
+    inputs = InputBuffers(4, max_tokens=24, device=CPU)
+    inputs.declare((BufferSpec("noise", "token", torch.float32, 3, (2,)),), 4, 24)
     inputs.poison()
-    assert all(bool((t == -1).all()) for t in inputs.tensors.values())
-    inputs.reset()
-    assert all(bool((inputs.tensors[s.name] == s.pad).all()) for s in INPUTS)
+    assert all(bool((t.isnan() if t.is_floating_point() else t == -1).all()) for t in inputs.tensors.values())
+    inputs.reset(6)
+    pads = {"seq_lens": 6, "tree_mask": 1, "noise": 3}
+    assert all(bool((t == pads.get(name, 0)).all()) for name, t in inputs.tensors.items())
 
 
-def test_a_size_that_cannot_be_captured_runs_eagerly_and_is_reported(
-    table: PageTable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    capture_size = GraphRunner._capture_size
+def test_declared_inputs_grow_to_the_largest_pass_until_a_graph_is_captured() -> None:
+    inputs = buffers()
+    few, many = (replace(SPEC, name=name, width=width) for name, width in (("few", 1), ("many", 3)))
+    runners = [GraphRunner(spec, probe, inputs, [], on_cpu([2], max_size=size)) for spec, size in ((few, 2), (many, 8))]
+    assert [len(runner.inputs(2)["bias"]) for runner in runners] == [2, 2]
+    assert len(inputs.tensors["bias"]) == 8
+    other = replace(SPEC, inputs=(BufferSpec("bias", "req", torch.float32, ROW_WIDTH),))
+    with pytest.raises(AssertionError, match="declared twice"):
+        GraphRunner(other, probe, inputs, [], on_cpu([2]))
+    capture_all(runners)
+    with pytest.raises(AssertionError, match="holds the address"):
+        inputs.declare((BufferSpec("more", "req", torch.int64, 0),), 1, 1)
 
-    def fails(self: GraphRunner, size: int, pool: Any) -> None:
-        if size == 8:
-            raise torch.OutOfMemoryError("no memory")
-        capture_size(self, size, pool)
 
-    monkeypatch.setattr(GraphRunner, "_capture_size", fails)
+def test_runners_share_an_arena_as_large_as_the_largest_of_them() -> None:
+    inputs, arena = buffers(), OutputArena(CPU)
+    small = GraphRunner(replace(SPEC, name="small", width=1), probe, inputs, [], on_cpu([2], arena=arena))
+    first = small.outputs(2)["sums"]
+    large = GraphRunner(SPEC, probe, inputs, [], on_cpu([2], arena=arena))
+    assert arena.storage.numel() == 512 + 512, "24 sums of 8 bytes and 8 rows of 8, each aligned"
+    assert small.report.output_bytes + large.report.output_bytes == arena.storage.numel()
+    assert small.outputs(2)["sums"].data_ptr() == large.outputs(2)["sums"].data_ptr() == arena.storage.data_ptr()
+    assert first.data_ptr() != arena.storage.data_ptr() or first.untyped_storage().nbytes() == arena.storage.numel()
+    assert [t.shape for t in large.outputs(2).values()] == [(6,), (2, 2)]
+    capture_all([small, large])
+    with pytest.raises(AssertionError, match="holds the address"):
+        arena.reserve((BufferSpec("huge", "req", torch.int64, 0, (1 << 10,)),), 8, 8)
+
+
+def test_a_size_of_a_one_request_runner_counts_its_tokens() -> None:
+    inputs, backend = InputBuffers(1, max_tokens=16, device=CPU), Recorder()
+    runner = GraphRunner(replace(SPEC, mode=ForwardMode.EXTEND, width=0), probe, inputs, [backend], on_cpu([4, 16]))  # type: ignore[list-item]
+    capture_all([runner])
+    batch = runner.batch(runner.size_for(3))
+    assert (batch.batch_size, batch.num_tokens, batch.tokens_per_req) == (1, 4, 4)
+    outputs, replayed = runner.run(batch)
+    assert (replayed, outputs["sums"].shape, outputs["rows"].shape) == (True, (4,), (1, 2))
+    assert runner.run(batch, eager=True)[1] is False
+
+
+def test_a_size_that_cannot_be_captured_runs_eagerly_and_is_reported(table: PageTable, caplog: pytest.LogCaptureFixture) -> None:
+    class SmallPool(CallPool):
+        def capture(self, key: GraphKey, function: Replay) -> Replay:
+            if key == (8, 24, "twice"):
+                raise torch.OutOfMemoryError("no memory")
+            return super().capture(key, function)
+
+    inputs = buffers()
+    runner = GraphRunner(SPEC, probe, inputs, [], on_cpu([2, 8]))
     with caplog.at_level(logging.WARNING):
-        runner, inputs, _ = make("eager", [2, 8])
+        assert runner.capture(SmallPool()) == [2]
     assert runner.sizes == runner.report.sizes == [2]
     assert "[8]" in caplog.text
-    assert "--cuda-graph-max-bs" in caplog.text
+    assert "--cuda-graph-max-bs to 2" in caplog.text
     assert not runner.run(load(runner, inputs, table, [1, 2, 3], torch.ones(3, WIDTH, dtype=torch.int64)))[1]
+    runner.keep([])
+    assert not runner.run(load(runner, inputs, table, [1, 2], torch.ones(2, WIDTH, dtype=torch.int64)))[1]
+    assert "--disable-cuda-graph" in caplog.text
 
 
 def test_a_reservation_is_what_the_pool_lacks_and_the_nodes_of_every_graph() -> None:
     spec = replace(SPEC, launches=10)
-    runner = GraphRunner(spec, probe, InputBuffers(LARGEST, WIDTH, CPU), [], "cuda", [2, 4, 8])
+    runner = GraphRunner(spec, probe, buffers(), [], GraphOptions([2, 4, 8]))
     runner.pool_peak = 5000
     nodes = 3 * len(SPEC.variants) * 10 * BYTES_PER_NODE
-    outputs = LARGEST * WIDTH * 8 + LARGEST * 2 * 4
     for pooled, lacking in ((0, 5000), (3000, 2000), (9000, 0)):
         assert runner.reserve(pooled) == lacking + nodes
-        assert runner.report.reserved_mib == pytest.approx((lacking + nodes + outputs) / MIB)
-    eager = GraphRunner(spec, probe, InputBuffers(LARGEST, WIDTH, CPU), [], "eager", [2, 4, 8])
-    assert eager.reserve(0) == GraphRunner(spec, probe, InputBuffers(LARGEST, WIDTH, CPU), [], "cuda", []).reserve(0) == 0
+        assert runner.report.reserved_mib == pytest.approx((lacking + nodes + runner.report.output_bytes) / MIB)
+    for options in (on_cpu([2, 4, 8]), GraphOptions([])):
+        assert GraphRunner(spec, probe, buffers(), [], options).reserve(0) == 0
 
 
 # ---- the window
@@ -280,7 +342,7 @@ def test_a_reservation_is_what_the_pool_lacks_and_the_nodes_of_every_graph() -> 
 def test_a_window_stands_after_each_requests_kv(page: int) -> None:
     table = PageTable(4, 64, page, CPU)
     table.pages[1:] = torch.randperm(3 * table.max_pages, generator=torch.Generator().manual_seed(0)).view(3, -1) + 1
-    batch = InputBuffers(3, 4, CPU).view(ForwardMode.TARGET_VERIFY, 3, 4)
+    batch = InputBuffers(3, max_tokens=12, device=CPU).view(ForwardMode.TARGET_VERIFY, 3, 12)
     batch.req_pool_indices.copy_(torch.tensor([2, 0, 3]))
     lens, tokens = torch.tensor([13, 0, 30], dtype=torch.int32), torch.arange(12).view(3, 4)
     depths = torch.tensor([[0, 1, 1, 2]] * 3)

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runtime.layers.attention.torch_native import TorchNativeAttention
 from runtime.layers.linear import Linear
 from runtime.model_executor import build as executor_build
-from runtime.model_executor.graph_runner import GraphRunner
+from runtime.model_executor.graph_capture import CallPool
+from runtime.model_executor.graph_runner import GraphRunner, RunMode
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.staging import HostCopy
 from runtime.sampling_params import SamplingParams
@@ -69,7 +70,7 @@ def in_graphs(worker: Any) -> dict[str, torch.Tensor]:
     named |= {"kv_lens": rows.kv_lens, "last_tokens": rows.last_tokens, "pages": worker._target.page_table.pages}
     named |= {f"draft {n}": getattr(draft, n) for n in ("hidden", "tokens", "scores", "probs")}
     for runner in worker.runners:
-        named |= {f"{runner.spec.name} {n}": t for n, t in runner._buffers.items()}
+        named |= {f"{runner.spec.name} {n}": t for n, t in runner.buffers.items()}
     for which, pool in enumerate(pools(worker)):
         named |= {f"pool {which} {i}": t for i, t in enumerate((*pool.k, *pool.v))}
     for key, batch in inputs._batches.items():
@@ -118,7 +119,7 @@ def test_1_a_rebound_tensor_is_noticed(tmp_path: Path, owner: str) -> None:
     elif owner == "inputs":
         worker._inputs.tensors["kv_lens"] = worker._inputs.tensors["kv_lens"].clone()
     else:
-        buffers = worker.verifier.runner._buffers
+        buffers = worker.verifier.runner.buffers
         buffers["tokens"] = buffers["tokens"].clone()
     assert moved(before, worker)
 
@@ -141,7 +142,7 @@ def test_1_an_input_written_out_of_place_changes_the_outcome(tmp_path: Path, ref
 
 def owned(runner: GraphRunner, outputs: dict[str, torch.Tensor]) -> bool:
     """Whether all results lie in buffers that the runner owns."""
-    return all(t.untyped_storage().data_ptr() == runner._buffers[n].untyped_storage().data_ptr() for n, t in outputs.items())
+    return all(t.untyped_storage().data_ptr() == runner.buffers[n].untyped_storage().data_ptr() for n, t in outputs.items())
 
 
 def watch_outputs(worker: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -179,7 +180,7 @@ def test_2_a_result_from_the_pool_is_noticed(tmp_path: Path, reference: Any) -> 
         outputs.update(private)
 
     runner._forward = from_the_pool
-    runner.capture(None)
+    runner.capture(CallPool())
     with noticed():
         same_life(reference(), storm(worker))
 
@@ -249,9 +250,9 @@ def test_4_widths_do_not_share_a_graph(tmp_path: Path, reference: Any, monkeypat
     same_life(reference(**spec), storm(graphs(tmp_path, **spec)))
     view = InputBuffers.view
 
-    def by_size_only(self: InputBuffers, mode: Any, size: int, width: int, tree_tail: int = 0) -> Any:
+    def by_size_only(self: InputBuffers, mode: Any, size: int, tokens: int, tree_tail: int = 0) -> Any:
         known = [b for b in self._batches.values() if b.batch_size == size]
-        return known[0] if known else view(self, mode, size, width, tree_tail)
+        return known[0] if known else view(self, mode, size, tokens, tree_tail)
 
     monkeypatch.setattr(InputBuffers, "view", by_size_only)
     with noticed():
@@ -309,11 +310,11 @@ def test_5_a_draft_that_lags_is_noticed(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_6_eager_fallback_and_replay_fill_the_same_metadata(tmp_path: Path, reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = reference()
-    for how in ("padded", "plain"):
+    for how in (RunMode.EAGER_PADDED, RunMode.EAGER):
         worker = graphs(tmp_path)
         with eagerly(worker.runners, how):
             same_life(expected, storm(worker))
-    plan = TorchNativeAttention.plan
+    plan = TorchNativeAttention.prepare
     for how in ("padded", "graphs"):
         worker = graphs(tmp_path)
         skipped: list[int] = []
@@ -327,7 +328,7 @@ def test_6_eager_fallback_and_replay_fill_the_same_metadata(tmp_path: Path, refe
             plan(self, batch, num_steps)
 
         with monkeypatch.context() as patch, noticed():
-            patch.setattr(TorchNativeAttention, "plan", forgetful)
+            patch.setattr(TorchNativeAttention, "prepare", forgetful)
             if how == "padded":
                 with eagerly(worker.runners):
                     same_life(expected, storm(worker))
@@ -358,14 +359,14 @@ def test_6_sampled_batches_are_replayed_as_greedy_ones_are(tmp_path: Path, spec:
 
 
 def test_6_no_plan_is_told_of_fewer_keys_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, widths = TorchNativeAttention.plan, set[int]()
+    plan, widths = TorchNativeAttention.prepare, set[int]()
 
     def checked(self: Any, batch: Any, num_steps: int = 1) -> None:
         widths.add(batch.tokens_per_req)
         assert bool((torch.from_numpy(batch.seq_len_bounds) >= batch.seq_lens).all())
         plan(self, batch, num_steps)
 
-    monkeypatch.setattr(TorchNativeAttention, "plan", checked)
+    monkeypatch.setattr(TorchNativeAttention, "prepare", checked)
     for spec in ({}, TREE):
         storm(graphs(tmp_path, **spec))
     driver = Driver(graphs(tmp_path, runtime={"mixed_chunk": True}))
@@ -382,7 +383,7 @@ def accept_vectors(worker: Any, driver: Driver, rows: list[int]) -> list[list[in
     before = worker._target.rows.kv_lens[rows].tolist()
     result = driver.decode(rows)
     after = worker._target.rows.kv_lens[rows].tolist()
-    held = runners(worker)["draft_extend"]._buffers["accept_lens"][: len(rows)].tolist()
+    held = runners(worker)["draft_extend"].inputs(len(rows))["accept_lens"].tolist()
     return [result.accept_lens.tolist(), [a - b for a, b in zip(after, before, strict=True)], held]
 
 
@@ -449,13 +450,13 @@ class NoHostCalls(TorchFunctionMode):
 
 def unwatched_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch_native, which no graph captures, may look at pages."""
-    plan = TorchNativeAttention.plan
+    plan = TorchNativeAttention.prepare
 
     def quietly(self: Any, batch: Any, num_steps: int = 1) -> None:
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             plan(self, batch, num_steps)
 
-    monkeypatch.setattr(TorchNativeAttention, "plan", quietly)
+    monkeypatch.setattr(TorchNativeAttention, "prepare", quietly)
 
 
 def iterate_watched(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,9 +558,9 @@ def test_10_stale_inputs_cost_acceptance_and_are_noticed(tmp_path: Path, monkeyp
             runner = runners(worker)["draft_extend"]
             run = runner.run
 
-            def stale_run(batch: Any, variant: str = "", oracle: bool = False, runner: Any = runner, run: Any = run) -> Any:
-                runner._buffers[stale].fill_(1)
-                return run(batch, variant, oracle)
+            def stale_run(batch: Any, variant: str = "", eager: bool = False, runner: Any = runner, run: Any = run) -> Any:
+                runner.inputs(batch.batch_size)[stale].fill_(1)
+                return run(batch, variant, eager)
 
             monkeypatch.setattr(runner, "run", stale_run)
         texts.append(Driver(worker).generate(PROMPTS, 30))
@@ -572,7 +573,7 @@ def test_10_stale_inputs_cost_acceptance_and_are_noticed(tmp_path: Path, monkeyp
 def lose_drafts(worker: Any, replay: Callable[[], None]) -> None:
     """Guesses do not arrive: the buffer keeps its padding."""
     replay()
-    runners(worker)["draft_decode"]._buffers["tokens"][:, 1:] = 0
+    runners(worker)["draft_decode"].buffers["tokens"][:, 1:] = 0
 
 
 def lose_first_guesses(worker: Any, replay: Callable[[], None]) -> None:
@@ -584,7 +585,7 @@ def lose_first_guesses(worker: Any, replay: Callable[[], None]) -> None:
 def blur_features(worker: Any, replay: Callable[[], None]) -> None:
     """What the draft reads of the target arrives with noise; logits are right."""
     replay()
-    features = runners(worker)["verify"]._buffers["features"]
+    features = runners(worker)["verify"].buffers["features"]
     features.normal_(0.0, 30.0, generator=torch.Generator().manual_seed(0))
 
 

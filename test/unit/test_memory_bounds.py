@@ -14,7 +14,7 @@ from runtime.errors import ConfigError
 from runtime.layers import sampler
 from runtime.model_executor import build
 from runtime.model_executor.build import FILTERED, divide_memory, make_parts, padding_prompt, rehearse_sampling
-from runtime.model_executor.graph_runner import GraphPool
+from runtime.model_executor.graph_capture import CallPool, GraphKey, Replay
 from runtime.sampling_params import SamplingParams
 from runtime.speculative import verifier
 from unit.driver import GREEDY, Driver
@@ -135,24 +135,22 @@ def test_without_a_gpu_one_request_of_a_short_context_has_room_unasked(context: 
 def test_sizes_that_cannot_be_captured_run_eagerly_with_a_warning_and_the_same_answers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: type[RuntimeError]
 ) -> None:
-    from runtime.model_executor.graph_runner import GraphRunner
-
     expected = answers(plain("eager", [1, 2, 4, 8]))[0]
-    capture = GraphRunner._capture_size
+    capture = CallPool.capture
 
-    def starved(self: GraphRunner, size: int, pool: GraphPool | None) -> None:
-        capture(self, size, pool)
-        if size > 2:
+    def starved(self: CallPool, key: GraphKey, function: Replay) -> Replay:
+        if key[0] > 2:
             raise error("no memory is left")
+        return capture(self, key, function)
 
-    monkeypatch.setattr(GraphRunner, "_capture_size", starved)
+    monkeypatch.setattr(CallPool, "capture", starved)
     with caplog.at_level("WARNING"):
         worker = plain("eager", [1, 2, 4, 8])
     assert worker._decode.sizes == [1, 2]
-    assert "no graph for batch sizes [4, 8]: those run eagerly and slower" in caplog.text
+    assert "no graph for batch sizes [4, 8]; they run eagerly and slower" in caplog.text
     assert "--cuda-graph-max-bs to 2" in caplog.text
     if error is RuntimeError:
-        assert "graph capture failed at batch size 4 (no memory is left)" in caplog.text
+        assert "graph capture failed at size 4 (no memory is left)" in caplog.text
     assert answers(worker)[0] == expected
     runs = worker.info()["graph_runs"][0]
     assert runs["eager"] > 0, "five requests run without a graph"

@@ -21,7 +21,7 @@ from transformers import (
 
 from runtime.batch import ForwardMode
 from runtime.errors import ConfigError
-from runtime.layers.attention.base import AttentionShape
+from runtime.layers.attention.base import AttentionShape, plan_pass
 from runtime.layers.attention.registry import build_backend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Int8Linear
@@ -135,7 +135,7 @@ class Runner:
             extend_lens=np.array([n], dtype=np.int32) if extend else None,
         )
         with torch.inference_mode():
-            self.backend.plan(batch)
+            plan_pass(self.backend, batch)
             return self.model.forward(batch, aux)
 
     def logits(self, ids: torch.Tensor, start: int, mode: ForwardMode) -> torch.Tensor:

@@ -347,8 +347,8 @@ def test_graphs_with_drafts_are_of_small_batches_and_those_without_of_large_ones
     assert list(by_name) == ["draft decode", "verify", "draft extend", "paused verify", "paused extend"]
     for name, runner in by_name.items():
         assert runner.sizes == (many if name.startswith("paused") else few), name
-    assert by_name["verify"]._buffers["logits"].shape[0] == 4 * max(4, *few), "no larger than it is used"
-    assert by_name["paused verify"]._buffers["logits"].shape[0] == 16
+    assert by_name["verify"].buffers["logits"].shape[0] == 4 * max(4, *few), "no larger than it is used"
+    assert by_name["paused verify"].buffers["logits"].shape[0] == 16
 
 
 @pytest.mark.parametrize("above", [8, 9])

@@ -565,11 +565,11 @@ def test_a_conservative_server_never_retracts() -> None:
     ("prompt", "fields", "status", "words"),
     [
         ([], {}, 400, "at least one token"),
-        ([1, 40], {}, 400, "from 0 to 39"),
-        ([1, -1], {}, 400, "from 0 to 39"),
-        ([1, 1 << 62], {}, 400, "from 0 to 39"),
-        ([1] * 128, {}, 400, "the most is 127"),
-        ([1] * 60, {"max_new_tokens": 10}, 400, "69 KV slots and the server has 64"),
+        ([1, 40], {}, 400, "between 0 and 39"),
+        ([1, -1], {}, 400, "between 0 and 39"),
+        ([1, 1 << 62], {}, 400, "between 0 and 39"),
+        ([1] * 128, {}, 400, "to at most 127 tokens"),
+        ([1] * 60, {"max_new_tokens": 10}, 400, "69 KV slots; the server has 64"),
         ([1], {"temperature": float("nan")}, 400, "temperature"),
         ([1], {"top_logprobs": 21}, 400, "top_logprobs"),
     ],
@@ -597,7 +597,7 @@ def test_a_request_that_just_fits_runs() -> None:
 
 def test_output_beyond_the_context_ends_by_length_there() -> None:
     harness = Harness(limits_of())
-    req = harness.ask("a", [1] * 120, max_new_tokens=1 << 31, ignore_eos=True)
+    req = harness.ask("a", [1] * 120, max_new_tokens=(1 << 31) - 1, ignore_eos=True)
     harness.run_until_idle()
     harness.check_answer(req)
     assert len(harness.tokens("a")) == 8

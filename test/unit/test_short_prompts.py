@@ -15,7 +15,8 @@ from runtime.batch import ForwardMode
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor import build
 from runtime.model_executor.build import add_short_prompts, build_worker, make_limits, make_runner, target_launches
-from runtime.model_executor.graph_runner import GraphRunner, capture_all
+from runtime.model_executor.graph_capture import CallPool, GraphKey, Replay, capture_all
+from runtime.model_executor.graph_runner import GraphOptions, GraphRunner
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.memory_plan import MemoryPlan
 from runtime.model_executor.short_prompts import (
@@ -56,8 +57,8 @@ def short_prompts(target: Target, layers: tuple[int, ...] = (), free: int = PLEN
     runner = target.runner
     hidden = runner.config.hidden_size
     spec = prompt_spec(hidden, len(layers) * hidden, torch.float32, 0)
-    inputs = InputBuffers(SIZES[-1], 1, CPU, one_request=True)
-    graphs = GraphRunner(spec, prompt_forward(runner.model, layers), inputs, [runner.backend], "eager", SIZES)
+    inputs = InputBuffers(1, max_tokens=SIZES[-1], device=CPU)
+    graphs = GraphRunner(spec, prompt_forward(runner.model, layers), inputs, [runner.backend], GraphOptions(SIZES, cuda=False))
     with torch.inference_mode():
         capture_all([graphs])
     return ShortPrompts(graphs, target.page_table, free)
@@ -104,14 +105,14 @@ def kv(target: Target) -> list[torch.Tensor]:
 def test_sizes_without_a_graph_are_said_to_be_tokens(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, target: Target
 ) -> None:
-    def starved(self: GraphRunner, size: int, pool: object) -> None:
+    def starved(self: CallPool, key: GraphKey, function: Replay) -> Replay:
         raise torch.OutOfMemoryError("no memory is left")
 
-    monkeypatch.setattr(GraphRunner, "_capture_size", starved)
+    monkeypatch.setattr(CallPool, "capture", starved)
     with caplog.at_level("WARNING"):
         assert short_prompts(target).largest == 0
-    assert "short prompts: no graph for prompts of these tokens [8, 16]: those run eagerly and slower" in caplog.text
-    assert caplog.text.rstrip().endswith("lower --mem-fraction-static"), "no flag of batch sizes helps"
+    assert "short prompts: no graph for prompt lengths [8, 16]; they run eagerly and slower" in caplog.text
+    assert caplog.text.rstrip().endswith("Lower --mem-fraction-static."), "no flag of batch sizes helps"
 
 
 def check_that_replays_equal_the_ragged_pass(target: Target, spans: Spans) -> None:
@@ -125,9 +126,9 @@ def check_that_replays_equal_the_ragged_pass(target: Target, spans: Spans) -> No
     after = kv(target)
     for cache, old in zip(caches(target), before, strict=True):
         cache.copy_(old)
-    prompts.runner._inputs.poison()
-    prompts.runner._inputs.tensors["positions"].zero_()
-    prompts.runner._inputs.tensors["input_ids"].zero_()
+    padded = prompts.runner.batch(prompts.largest)
+    for tensor in (padded.out_cache_loc, padded.req_pool_indices, padded.seq_lens):
+        tensor.fill_(-1)  # positions and ids of padding need only be valid
     found = prompts.run(chunks(target, spans))
     assert found is not None
     torch.testing.assert_close(found[0], want, rtol=1e-4, atol=1e-5)
@@ -176,14 +177,14 @@ def test_one_after_the_other_leaves_nothing_behind(target: Target) -> None:
 def test_a_plan_is_told_of_as_many_keys_as_there_are(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the padding's too: a plan of fewer would be too small for the pass."""
     prompts, backend, seen = short_prompts(target), target.runner.backend, list[int]()
-    plan = backend.plan
+    prepare = backend.prepare
 
     def checked(batch: ForwardBatch, num_steps: int = 1) -> None:
         assert batch.seq_len_bounds.tolist() == batch.seq_lens.tolist()
         seen.extend(batch.seq_len_bounds.tolist())
-        plan(batch, num_steps)
+        prepare(batch, num_steps)
 
-    monkeypatch.setattr(backend, "plan", checked)
+    monkeypatch.setattr(backend, "prepare", checked)
     prompts.run(chunks(target, {3: (0, 5), 4: (30, 12)}))
     prompts.run(chunk(target, 16, 8))
     assert seen == [8, 46, 24]
@@ -321,7 +322,7 @@ def parts_of(**changes: object) -> Any:
 
 def add_as_on_a_gpu(target: Target, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[GraphRunner]:
     """`make_runner` and `add_short_prompts` for a GPU, with buffers on the CPU."""
-    monkeypatch.setattr(build, "InputBuffers", lambda most, width, _, one_request: InputBuffers(most, width, CPU, one_request))
+    monkeypatch.setattr(build, "InputBuffers", lambda most, max_tokens, device: InputBuffers(most, max_tokens=max_tokens, device=CPU))
     backend = target.runner.backend
     captured = SimpleNamespace(caps=replace(backend.caps, cuda_graph=True))
     monkeypatch.setattr(build, "backend_class", lambda _: captured)
@@ -344,7 +345,7 @@ def test_graphs_reach_up_to_a_full_chunk_and_no_further_than_a_request_can(
     (runner,) = add_as_on_a_gpu(target, monkeypatch, chunked_prefill_size=chunk, context_length=context)
     assert runner.sizes == sizes
     buffers = [*runner.outputs(sizes[-1]).values()]
-    assert runner.spec.output_bytes(runner._most) == sum(b.nbytes for b in buffers) == sizes[-1] * 4 * 64 * (1 + len(LAYERS))
+    assert runner.spec.output_bytes(sizes[-1]) == sum(b.nbytes for b in buffers) == sizes[-1] * 4 * 64 * (1 + len(LAYERS))
     assert runner.batch(sizes[-1]).num_tokens == sizes[-1]
 
 
@@ -405,5 +406,5 @@ def test_prompts_with_graphs_of_their_own_take_nobody_along(target: Target, capl
     with caplog.at_level("WARNING"):
         assert not limits(target, mixed_chunk=True, chunked_prefill_size=SIZES[-1]).mixed
     assert "--enable-mixed-chunk takes nobody along: a prompt step of this model is at most 16 tokens" in caplog.text
-    target.short_prompts.runner._forget(SIZES)
+    target.short_prompts.runner.keep([])
     assert limits(target, mixed_chunk=True).cost_model.piggyback_min_tokens == 1, "no graph fitted into memory"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runtime.batch import ForwardMode
-from runtime.layers.attention.base import AttentionShape, AttentionSpec
+from runtime.layers.attention.base import AttentionShape, AttentionSpec, plan_pass
 from runtime.layers.attention.torch_native import TorchNativeAttention
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
@@ -107,7 +107,7 @@ def slow_attention(q: torch.Tensor, world: World, layer: AttentionSpec, batch: F
 
 
 def check(world: World, batch: ForwardBatch, rng: np.random.Generator) -> None:
-    world.backend.plan(batch)
+    plan_pass(world.backend, batch)
     for layer in world.layers:
         shape = (batch.num_tokens, layer.num_q_heads, layer.kv.key_dim)
         q = torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
@@ -181,10 +181,10 @@ def test_a_tree_of_64_nodes_uses_every_bit() -> None:
     causal = [(1 << (i + 1)) - 1 for i in range(64)]
     signed = torch.tensor([m - (1 << 64) if m >> 63 else m for m in causal])
     q = torch.randn(64, H, HEAD)
-    world.backend.plan(batch)
+    plan_pass(world.backend, batch)
     expected = world.backend.forward(q, world.layers[0], batch)
     tree = replace(batch, tree_mask=signed, tree_tail=64)
-    world.backend.plan(tree)
+    plan_pass(world.backend, tree)
     torch.testing.assert_close(world.backend.forward(q, world.layers[0], tree), expected)
 
 
@@ -193,7 +193,7 @@ def test_each_step_of_a_plan_sees_the_tokens_of_the_steps_before(tree: bool) -> 
     rng = np.random.default_rng(1)
     world = World.make(rng, 4)
     first = make_batch(ForwardMode.DECODE, [2, 3], [11, 5], [2, 2], world.table, slack=3)
-    world.backend.plan(replace(first, tree_mask=torch.zeros(4, dtype=torch.int64), tree_tail=2) if tree else first, num_steps=3)
+    plan_pass(world.backend, replace(first, tree_mask=torch.zeros(4, dtype=torch.int64), tree_tail=2) if tree else first, num_steps=3)
     for step in range(3):
         batch = replace(first, step=step)
         if tree:
@@ -224,10 +224,10 @@ def test_padding_rows_are_finite_and_change_nobody(width: int) -> None:
     alone = make_batch(ForwardMode.DECODE, [1], [17], [width], world.table)
     padded = make_batch(ForwardMode.DECODE, [1, 0, 0], [17, width, width], [width] * 3, world.table)
     q = torch.randn(3 * width, H, HEAD)
-    world.backend.plan(padded)
+    plan_pass(world.backend, padded)
     out = world.backend.forward(q, world.layers[0], padded)
     assert torch.isfinite(out).all()
-    world.backend.plan(alone)
+    plan_pass(world.backend, alone)
     torch.testing.assert_close(out[:width], world.backend.forward(q[:width], world.layers[0], alone), rtol=1e-5, atol=1e-6)
 
 
@@ -284,7 +284,7 @@ def test_a_query_gets_the_same_bits_in_every_pass(length: int, num_kv_heads: int
 
     def run(mode: ForwardMode, rows: list[int], seq_lens: list[int], widths: list[int]) -> torch.Tensor:
         batch = make_batch(mode, rows, seq_lens, widths, world.table)
-        world.backend.plan(batch)
+        plan_pass(world.backend, batch)
         return world.backend.forward(queries[batch.positions], world.layers[0], batch)
 
     prompt = run(ForwardMode.EXTEND, [1], [length], [length])

@@ -26,7 +26,7 @@ from eagle_training.vocabulary import answer_counts, coverage, draft_to_target, 
 from safetensors.torch import save_file
 
 from runtime.batch import ForwardMode
-from runtime.layers.attention.base import AttentionShape
+from runtime.layers.attention.base import AttentionShape, plan_pass
 from runtime.layers.attention.torch_native import TorchNativeAttention
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.torch_ops import TorchOps
@@ -115,7 +115,7 @@ class ServedModel:
             seq_lens=lens, qo_indptr=torch.tensor([0, n], dtype=torch.int32), seq_len_bounds=lens.numpy(),
             extend_lens=np.array([n], dtype=np.int32), hidden_states=hidden,
         )  # fmt: skip
-        self.backend.plan(batch)
+        plan_pass(self.backend, batch)
         return batch
 
 

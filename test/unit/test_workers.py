@@ -169,4 +169,4 @@ def test_any_size_of_vocabulary_works(vocab: int) -> None:
     mixed = {1: SamplingParams(temperature=0.0), 2: SamplingParams(top_k=3, top_p=0.8), 3: SamplingParams(logit_bias={vocab - 1: 3.0})}
     out = Driver(worker).generate(prompts, 10, sampling=mixed)
     assert all(0 <= t < vocab for text in out.values() for t in text)
-    assert torch.isfinite(worker._decode._buffers["logits"]).all()
+    assert torch.isfinite(worker._decode.buffers["logits"]).all()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -21,7 +21,8 @@ from runtime.layers.backend_selection import select_ops, select_sampling, tune_o
 from runtime.layers.sampler import sample, top_logprobs
 from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.mem_cache.kv_pool import PageTable
-from runtime.model_executor.graph_runner import CaptureReport, GraphRunner, capture_all
+from runtime.model_executor.graph_capture import CaptureReport, capture_all
+from runtime.model_executor.graph_runner import GraphOptions, GraphRunner
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.memory_plan import MIB, Budget, MemoryPlan, plan_memory
 from runtime.model_executor.model_runner import ModelRunner
@@ -108,6 +109,12 @@ def load_model(parts: Parts, config: ModelConfig, folder: str, load_format: str,
 def decode_sizes(parts: Parts) -> list[int]:
     """Batch sizes that decode passes run at, padding included; where nothing is captured, the ends of what may come."""
     return parts.sizes or [1, parts.running]
+
+
+def graph_options(parts: Parts, model: ModelRunner, sizes: Sequence[int], max_size: int | None = None) -> GraphOptions:
+    """Options of a graph runner of `model` that captures `sizes`."""
+    captured = () if parts.replay == "none" else tuple(sizes)
+    return GraphOptions(captured, parts.config.graphs.cuda_graph_padding, max_size, parts.replay == "cuda", model.arena)
 
 
 def tune_products(parts: Parts, target: Target, rows: Iterable[int], others: Iterable[Callable[[], object]]) -> None:
@@ -277,8 +284,9 @@ def add_short_prompts(parts: Parts, target: Target, aux_layers: tuple[int, ...] 
     if not sizes:
         return []
     spec = prompt_spec(hidden, len(aux_layers) * hidden, parts.dtype, launches)
-    inputs = InputBuffers(sizes[-1], 1, parts.device, one_request=True)
-    graphs = GraphRunner(spec, prompt_forward(runner.model, aux_layers), inputs, [runner.backend], parts.replay, sizes)
+    inputs = InputBuffers(1, max_tokens=sizes[-1], device=parts.device)
+    options = replace(graph_options(parts, runner, sizes), padding=True)
+    graphs = GraphRunner(spec, prompt_forward(runner.model, aux_layers), inputs, [runner.backend], options)
     target.short_prompts = ShortPrompts(graphs, target.page_table, _free_tokens(runner.model))
     return [graphs]
 
@@ -367,12 +375,11 @@ def build_worker(
     page_table = make_page_table(parts, 1)
     target = make_target(parts, runner, page_table, 1)
     runner.allocate(1, page_table, parts.requests, 1, 1)
-    tune_products(parts, target, decode_sizes(parts), runner.backend.first_runs(decode_sizes(parts), 1, tree=False))
+    tune_products(parts, target, decode_sizes(parts), runner.backend.warmup_runs(decode_sizes(parts), 1, tree=False))
     spec = decode_spec(model_config.vocab_size, target_launches(model_config))
-    inputs = InputBuffers(parts.requests, 1, parts.device)
-    decode = GraphRunner(
-        spec, decode_forward(target), inputs, [runner.backend], parts.replay, parts.sizes, config.graphs.cuda_graph_padding
-    )
+    inputs = InputBuffers(parts.requests, max_tokens=parts.requests, device=parts.device)
+    options = graph_options(parts, runner, parts.sizes)
+    decode = GraphRunner(spec, decode_forward(target), inputs, [runner.backend], options)
     activations = measure_activations(parts, target, lambda: rehearse_sampling(target, decode.outputs(parts.running)["logits"]))
     graphs = [*add_short_prompts(parts, target), decode]
     plan = fit_memory(parts, {runner: graphs}, page_table, {runner: (1, 1)}, activations, 1)

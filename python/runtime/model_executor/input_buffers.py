@@ -1,11 +1,13 @@
-"""The persistent inputs that every graph shares, and what their padding holds.
+"""The persistent inputs that all graphs share, and the values of their padding.
 
-Allocated once, at their largest. A captured graph holds their addresses, so they are written in place and never replaced. Runners never run
-concurrently and each fills what it reads, so one set serves all.
+Allocated at their largest size. A captured graph holds their addresses, so they are written in place and never
+replaced. Runners never run concurrently and each fills what it reads, so one set serves all.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,38 +17,37 @@ import torch
 from runtime.batch import ForwardMode
 from runtime.layers.forward_batch import ForwardBatch
 
+ROW_WIDTH: Literal["row width"] = "row width"
+
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """One persistent tensor: `rows` per request or per token, then `tail`."""
+    """One persistent tensor [rows, *tail].
+
+    Attributes:
+        rows: whether it has a row per request or per token.
+        pad: value of padding rows, which every pass must be able to run over; `ROW_WIDTH` is the tokens per request.
+    """
 
     name: str
     rows: Literal["req", "token"]
     dtype: torch.dtype
-    pad: int  # what a padding row holds; must be safe to execute
+    pad: int | Literal["row width"]
     tail: tuple[int, ...] = ()
 
-    def numel(self, requests: int, width: int) -> int:
-        """Elements for `requests` requests of `width` tokens."""
-        count = requests * (width if self.rows == "token" else 1)
-        for size in self.tail:
-            count *= size
-        return count
+    def shape(self, requests: int, tokens: int) -> tuple[int, ...]:
+        """Shape for passes of `requests` requests and `tokens` tokens."""
+        return (tokens if self.rows == "token" else requests, *self.tail)
 
-    def bytes(self, requests: int, width: int) -> int:
-        """Bytes for `requests` requests of `width` tokens."""
-        return self.numel(requests, width) * self.dtype.itemsize
-
-    def allocate(self, requests: int, width: int, device: torch.device) -> torch.Tensor:
-        """A tensor of the largest size, holding `pad`."""
-        rows = requests * (width if self.rows == "token" else 1)
-        return torch.full((rows, *self.tail), self.pad, dtype=self.dtype, device=device)
+    def bytes(self, requests: int, tokens: int) -> int:
+        """Bytes for passes of `requests` requests and `tokens` tokens."""
+        return math.prod(self.shape(requests, tokens)) * self.dtype.itemsize
 
 
 INPUTS = (
     BufferSpec("req_pool_indices", "req", torch.int64, 0),
     BufferSpec("kv_lens", "req", torch.int32, 0),
-    BufferSpec("seq_lens", "req", torch.int32, 1),
+    BufferSpec("seq_lens", "req", torch.int32, ROW_WIDTH),
     BufferSpec("input_ids", "token", torch.int64, 0),
     BufferSpec("positions", "token", torch.int64, 0),
     BufferSpec("out_cache_loc", "token", torch.int64, 0),
@@ -55,57 +56,76 @@ INPUTS = (
 
 
 class InputBuffers:
-    """Owner of the inputs; hands out `ForwardBatch`es that are views of them, the same object for the same shape.
+    """Owner of the inputs. Hands out `ForwardBatch`es that are views of them, the same object for the same shape.
 
-    With `one_request`, a size counts the tokens of a single request, of which `max_requests` are the most.
+    Attributes:
+        max_requests, max_tokens: of the largest pass.
+        tensors: every input by name, at its largest size.
+        frozen: whether a captured graph holds addresses, so that no input may grow.
     """
 
-    def __init__(self, max_requests: int, max_width: int, device: torch.device, one_request: bool = False) -> None:
-        self.max_requests, self.max_width, self.device = max_requests, max_width, device
-        self._one_request = one_request
-        self.tensors = {spec.name: spec.allocate(max_requests, max_width, device) for spec in INPUTS}
-        self._indptr = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
+    def __init__(self, max_requests: int, *, max_tokens: int, device: torch.device) -> None:
+        self.max_requests, self.max_tokens, self.device = max_requests, max_tokens, device
+        self.frozen = False
+        self._specs: dict[str, BufferSpec] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
         self._batches: dict[tuple[ForwardMode, int, int, int], ForwardBatch] = {}
+        self._indptr = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
+        self.declare(INPUTS, max_requests, max_tokens)
 
-    def view(self, mode: ForwardMode, size: int, width: int, tree_tail: int = 0) -> ForwardBatch:
-        """The batch of `size` requests of `width` tokens; `tree_tail` > 0 gives it the tree mask."""
-        key = (mode, size, width, tree_tail)
+    def declare(self, specs: Sequence[BufferSpec], requests: int, tokens: int) -> None:
+        """Add inputs, or let existing ones grow, for passes of this size. Before any capture."""
+        for spec in specs:
+            shape, old = spec.shape(requests, tokens), self.tensors.get(spec.name)
+            assert old is None or self._specs[spec.name] == spec, f"input {spec.name} is declared twice, differently"
+            self._specs[spec.name] = spec
+            if old is None or len(old) < shape[0]:
+                assert not self.frozen, "a graph holds the address of the inputs"
+                self.tensors[spec.name] = torch.zeros(shape, dtype=spec.dtype, device=self.device)
+
+    def view(self, mode: ForwardMode, requests: int, tokens: int, tree_tail: int = 0) -> ForwardBatch:
+        """The batch of `requests` requests with `tokens` tokens together; `tree_tail` > 0 gives it the tree mask."""
+        key = (mode, requests, tokens, tree_tail)
         if key not in self._batches:
-            shape = (1, size * width) if self._one_request else (size, width)
-            self._batches[key] = self._make(mode, *shape, tree_tail)
+            self._batches[key] = self._make(*key)
         return self._batches[key]
+
+    def named(self, name: str, rows: int) -> torch.Tensor:
+        """The first `rows` rows of an input."""
+        return self.tensors[name][:rows]
 
     def rows(self, size: int) -> torch.Tensor:
         """int64 [size]: request rows, `req_pool_indices` of every batch."""
-        return self.tensors["req_pool_indices"][:size]
+        return self.named("req_pool_indices", size)
 
     def kv_lens(self, size: int) -> torch.Tensor:
         """int32 [size]: KV lengths before the pass."""
-        return self.tensors["kv_lens"][:size]
+        return self.named("kv_lens", size)
 
-    def reset(self) -> None:
-        """Make every row a padding row."""
-        for spec in INPUTS:
-            self.tensors[spec.name].fill_(spec.pad)
+    def reset(self, row_width: int) -> None:
+        """Make every row a padding row of `row_width` tokens."""
+        for name, tensor in self.tensors.items():
+            pad = self._specs[name].pad
+            tensor.fill_(row_width if pad == ROW_WIDTH else pad)
 
     def poison(self) -> None:
-        """Fill everything with values that no pass survives unnoticed; a test calls it between replays."""
+        """Fill every input with NaN or -1, with which no pass gives a valid result. Tests call it between replays."""
         for tensor in self.tensors.values():
-            tensor.fill_(-1)
+            tensor.fill_(math.nan if tensor.is_floating_point() else -1)
 
-    def _make(self, mode: ForwardMode, size: int, width: int, tree_tail: int) -> ForwardBatch:
-        t, tokens = self.tensors, size * width
+    def _make(self, mode: ForwardMode, requests: int, tokens: int, tree_tail: int) -> ForwardBatch:
+        width = tokens // requests
         return ForwardBatch(
             mode=mode,
-            batch_size=size,
+            batch_size=requests,
             tokens_per_req=width,
-            input_ids=t["input_ids"][:tokens],
-            positions=t["positions"][:tokens],
-            out_cache_loc=t["out_cache_loc"][:tokens],
-            req_pool_indices=t["req_pool_indices"][:size],
-            seq_lens=t["seq_lens"][:size],
-            qo_indptr=(self._indptr[: size + 1] * width).contiguous(),
-            seq_len_bounds=np.full(size, width, dtype=np.int32),
-            tree_mask=t["tree_mask"][:tokens] if tree_tail else None,
+            input_ids=self.named("input_ids", tokens),
+            positions=self.named("positions", tokens),
+            out_cache_loc=self.named("out_cache_loc", tokens),
+            req_pool_indices=self.named("req_pool_indices", requests),
+            seq_lens=self.named("seq_lens", requests),
+            qo_indptr=(self._indptr[: requests + 1] * width).contiguous(),
+            seq_len_bounds=np.full(requests, width, dtype=np.int32),
+            tree_mask=self.named("tree_mask", tokens) if tree_tail else None,
             tree_tail=tree_tail,
         )

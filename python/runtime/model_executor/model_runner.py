@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from runtime.batch import ForwardMode
-from runtime.layers.attention.base import AttentionBackend, AttentionShape
+from runtime.layers.attention.base import AttentionBackend, AttentionShape, plan_pass
 from runtime.layers.attention.registry import build_backend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
+from runtime.model_executor.output_arena import OutputArena
 from runtime.models.attention_specs import attention_specs
 from runtime.models.config import ModelConfig
 from runtime.models.registry import DecoderModel
@@ -20,6 +21,7 @@ class ModelRunner:
     """Owner of a model's weights, KV pool and backend. Target and draft are one each, over one page table.
 
     Attributes:
+        arena: outputs of the model's graph runners.
         prompt_sizes: tokens of the passes over one prompt that have graphs, smallest first.
     """
 
@@ -34,6 +36,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.config, self.attention = model, config, attention
         self.dtype, self.device, self.prompt_sizes = dtype, device, list(prompt_sizes)
+        self.arena = OutputArena(device)
         self.kv_pool: KVPool
         self.backend: AttentionBackend
 
@@ -70,5 +73,5 @@ class ModelRunner:
     def extend(self, batch: ForwardBatch, aux_layers: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Plan and run an EXTEND batch eagerly: hidden [T, hidden] and, where asked, auxiliary states."""
         assert batch.mode is ForwardMode.EXTEND
-        self.backend.plan(batch)
+        plan_pass(self.backend, batch)
         return self.model.forward(batch, aux_layers)

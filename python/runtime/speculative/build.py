@@ -18,6 +18,7 @@ from runtime.model_executor.build import (
     add_short_prompts,
     decode_sizes,
     fit_memory,
+    graph_options,
     load_model,
     make_limits,
     make_page_table,
@@ -93,8 +94,8 @@ class RunnerMaker:
 
     def make(self, spec: RunnerSpec, forward: Forward, model: ModelRunner, batches: Batches, wanted: bool = True) -> GraphRunner:
         """One of passes of `model`; eager where its graphs are not `wanted`."""
-        replay, padding = self.parts.replay if wanted else "none", self.parts.config.graphs.cuda_graph_padding
-        return GraphRunner(spec, forward, self.inputs, [model.backend], replay, batches.captured, padding, batches.most)
+        sizes = batches.captured if wanted else []
+        return GraphRunner(spec, forward, self.inputs, [model.backend], graph_options(self.parts, model, sizes, batches.most))
 
     def verify(self, target: Target, aux_layers: tuple[int, ...], feature: int, shape: TreeShape, batches: Batches) -> GraphRunner:
         """Of the target's passes over windows of `shape`; `feature`: width of what a draft reads of them."""
@@ -140,17 +141,17 @@ def _build_eagle(
     draft_runner.allocate(1, page_table, parts.requests, widths[1], max(passes, 1))
     sizes, tree = drafting.expected, shape.topk > 1
     first_runs = [
-        *runner.backend.first_runs(sizes, shape.num_draft_tokens, tree),
-        *draft_runner.backend.first_runs(sizes, shape.topk, tree),
-        *draft_runner.backend.first_runs(sizes, shape.num_draft_tokens, tree=False),
+        *runner.backend.warmup_runs(sizes, shape.num_draft_tokens, tree),
+        *draft_runner.backend.warmup_runs(sizes, shape.topk, tree),
+        *draft_runner.backend.warmup_runs(sizes, shape.num_draft_tokens, tree=False),
     ]
     if pausing is not None:
-        first_runs += [run for model in (runner, draft_runner) for run in model.backend.first_runs(pausing.expected, 1, tree=False)]
+        first_runs += [run for model in (runner, draft_runner) for run in model.backend.warmup_runs(pausing.expected, 1, tree=False)]
     tune_products(parts, target, _product_rows(drafting, pausing, shape), first_runs)
 
     passes_launches = target_launches(head.config)
     rules = replace(_rules(speculative, shape, parts.device), to_target=head.to_target, to_draft=head.to_draft)
-    inputs = InputBuffers(parts.requests, widths[1], parts.device)
+    inputs = InputBuffers(parts.requests, max_tokens=parts.requests * widths[1], device=parts.device)
     maker = RunnerMaker(parts, inputs)
     verify = maker.verify(target, head.aux_layers, head.input_width, shape, drafting)
     decode = None
@@ -235,11 +236,11 @@ def _build_ngram(
     page_table = make_page_table(parts, D)
     target = make_target(parts, runner, page_table, D)
     runner.allocate(1, page_table, parts.requests, D, 1)
-    first_runs = runner.backend.first_runs(drafting.expected, D, tree=False)
+    first_runs = runner.backend.warmup_runs(drafting.expected, D, tree=False)
     if pausing is not None:
-        first_runs += runner.backend.first_runs(pausing.expected, 1, tree=False)
+        first_runs += runner.backend.warmup_runs(pausing.expected, 1, tree=False)
     tune_products(parts, target, _product_rows(drafting, pausing, shape), first_runs)
-    inputs = InputBuffers(parts.requests, D, parts.device)
+    inputs = InputBuffers(parts.requests, max_tokens=parts.requests * D, device=parts.device)
     maker = RunnerMaker(parts, inputs)
     verify = maker.verify(target, (), 0, shape, drafting)
     pause = None if pausing is None else Pause(drafting.running, maker.verify(target, (), 0, NO_DRAFTS, pausing))

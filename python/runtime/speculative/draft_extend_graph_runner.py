@@ -26,15 +26,15 @@ from runtime.speculative.draft_tree import TreeShape
 def draft_extend_spec(shape: TreeShape, width: int, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
     """Over windows of `width` tokens: D, or 1.
 
-    Outputs: `features` [B * width, feature], the target's hidden states, and `accept_lens` int32 [B].
-
-    Both are inputs that the owner fills before the run, held here because no other runner reads them; the results go to `DraftRows`.
+    Inputs: `features` [B * width, feature], the target's hidden states, and `accept_lens` int32 [B]. No outputs: results go to
+    `DraftRows`.
     """
     return RunnerSpec(
         name="draft extend" if width > 1 else "paused extend",
         mode=ForwardMode.DRAFT_EXTEND,
         width=width,
-        outputs=(BufferSpec("features", "token", dtype, 0, (feature,)), BufferSpec("accept_lens", "req", torch.int32, 1)),
+        outputs=(),
+        inputs=(BufferSpec("features", "token", dtype, 0, (feature,)), BufferSpec("accept_lens", "req", torch.int32, 1)),
         variants=(GREEDY, SAMPLED) if shape.topk == 1 else (GREEDY,),
         launches=launches + LAUNCHES_A_PASS,
     )
@@ -45,9 +45,9 @@ def draft_extend_forward(draft: DraftModel, rows: RequestRows, state: DraftRows,
 
     def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
         index, D = batch.req_pool_indices, batch.tokens_per_req
-        accepted = outputs["accept_lens"].to(torch.int64)
+        accepted = inputs.named("accept_lens", batch.batch_size).to(torch.int64)
         last = torch.arange(batch.batch_size, device=accepted.device) * D + accepted - 1
-        hidden = draft.forward(replace(batch, hidden_states=outputs["features"]), last)
+        hidden = draft.forward(replace(batch, hidden_states=inputs.named("features", batch.num_tokens)), last)
         if draft.lookahead:
             positions = inputs.kv_lens(batch.batch_size).to(torch.int64) + accepted + 1 if variant == SAMPLED else None
             state.hidden[index] = hidden

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from runtime.batch import ScheduleBatch, WorkerLimits
+from runtime.layers.attention.base import plan_pass
 from runtime.layers.sampling_tables import SamplingTables
 from runtime.model_executor.device_queue import Finish
 from runtime.model_executor.device_worker import DeviceWorker
@@ -71,7 +72,7 @@ def draft_prompt(draft: Draft, tables: SamplingTables, done: ExtendPass) -> None
         tokens = torch.cat([batch.input_ids[1:], batch.input_ids[:1]])
         tokens[done.last] = done.next_tokens
         batch = replace(batch, input_ids=tokens, hidden_states=done.hidden if done.aux is None else done.aux)
-    draft.runner.backend.plan(batch)
+    plan_pass(draft.runner.backend, batch)
     hidden = draft.model.forward(batch, done.last)
     if draft.model.lookahead:
         draft.rows.hidden[done.rows] = hidden
@@ -175,7 +176,7 @@ class EagleWorker(DeviceWorker):
         draft, D = self._draft, turn.width
         runner = draft.paused_extend if turn.paused else draft.extend
         assert runner is not None, "iterations that may pause have a runner for it"
-        batch, held = runner.batch(turn.size), runner.outputs(turn.size)
+        batch, held = runner.batch(turn.size), runner.inputs(turn.size)
         batch.seq_len_bounds[:] = turn.bounds + D
         tokens = accepted.tokens if draft.model.lookahead else accepted.window
         fill_window(batch, self._target.page_table, self._inputs.kv_lens(turn.size), tokens)

@@ -6,13 +6,12 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
 from runtime.batch import Int32, RowInit, ScheduleBatch
 from runtime.errors import ConfigError
-from runtime.model_executor.graph_runner import GraphRunner
+from runtime.model_executor.graph_runner import GraphRunner, RunMode
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.acceptance import AcceptanceCounters, not_compared, side_by_side
 from runtime.speculative.eagle_worker import EagleWorker
@@ -30,19 +29,19 @@ SpeculativeWorker = EagleWorker | NgramWorker
 
 
 @contextmanager
-def eagerly(runners: Sequence[GraphRunner], how: Literal["padded", "plain"] = "padded") -> Iterator[None]:
+def eagerly(runners: Sequence[GraphRunner], mode: RunMode = RunMode.EAGER_PADDED) -> Iterator[None]:
     """Within, `runners` run eagerly.
 
-    "padded" is over the very inputs that a graph reads: products have the same shapes, hence the same kernels and bits, and what differs
-    is the replay alone. "plain" is without padding: it shows what padding does too, where shapes do not change what a product rounds to.
+    EAGER_PADDED reads the same inputs as a graph: GEMMs have the same shapes, hence the same kernels and bits, and only the
+    replay differs. EAGER runs without padding and shows its effect too, where shapes do not change the rounding of a GEMM.
     """
     for runner in runners:
-        runner.use = how
+        runner.mode = mode
     try:
         yield
     finally:
         for runner in runners:
-            runner.use = "graphs"
+            runner.mode = RunMode.REPLAY
 
 
 @dataclass(frozen=True)

@@ -272,7 +272,7 @@ class Verifier:
             drafted: `tokens` int64 [size, D]; trees also `parents`, `depths`, `mask`; sampled chains also `probs` float32 [size, K, Vd].
         """
         window = self._window(turn, drafted)
-        _, graph = turn.runner.run(window, oracle=turn.oracle or turn.feeds_oracle)
+        _, graph = turn.runner.run(window, eager=turn.oracle or turn.feeds_oracle)
         return self._accept(turn, drafted, window, graph)
 
     def windows(self, turn: Iteration, drafted: Outputs) -> Windows:

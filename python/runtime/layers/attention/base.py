@@ -82,9 +82,9 @@ class AttentionShape:
 class AttentionBackend(Protocol):
     """Attention over the paged KV pool. The KV of the pass is already in the pool when `forward` is called.
 
-    `plan` runs outside any graph: before each eager pass, before a capture and before every replay, always the same
-    call, and writes in place into buffers that the backend owns. `forward` may be captured: no host reads, no
-    allocation that depends on values.
+    Before each eager pass, each capture and each replay come `prepare`, then `plan_on_device` (`plan_pass` calls both).
+    They write in place into buffers that the backend owns. `forward` may be captured: no host reads, no allocation that
+    depends on values.
     """
 
     caps: AttentionCaps
@@ -93,22 +93,33 @@ class AttentionBackend(Protocol):
         """Prepare for passes up to `shape`. `build_backend` has checked the shape against `caps`."""
         ...
 
-    def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Prepare `num_steps` passes over `batch`.
+    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """On the host, outside any graph: choose the buffers of `num_steps` passes over `batch`, and plan from host bounds.
 
         Pass `i` runs with `seq_lens + i * tokens_per_req` and `batch.step == i`. With a tree mask pass `i` has
-        `tree_tail + i * tokens_per_req`, so that the keys before the tail are the same in every pass.
+        `tree_tail + i * tokens_per_req`, so that the keys before the tail are the same in every pass. Ragged passes are
+        planned here completely.
         """
+        ...
+
+    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """Plan fixed-width passes from the lengths on the device. With `caps.plan_on_device` it may be captured."""
         ...
 
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         """Attend. q [T, H, key_dim] -> [T, H * value_dim], the dtype of q."""
         ...
 
-    def first_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
+    def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """Functions that compile the kernels for passes of `width` queries at these batch sizes.
 
         They may run in any order and concurrently, and touch no buffer of the backend. A kernel that was not compiled
         this way is compiled at its first use.
         """
         ...
+
+
+def plan_pass(backend: AttentionBackend, batch: ForwardBatch, num_steps: int = 1) -> None:
+    """Plan `num_steps` passes over `batch`, outside any graph."""
+    backend.prepare(batch, num_steps)
+    backend.plan_on_device(batch, num_steps)

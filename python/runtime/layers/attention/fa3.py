@@ -99,9 +99,22 @@ class FlashAttention:
         self._pdl = torch.cuda.get_device_capability(self._device)[0] >= 9
         self._workspace = self._split_workspace()
 
-    def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Outside the graph: copy rows and lengths in place, and compute the tile schedules. No host read."""
-        self._plan = self._plan_fixed(batch, num_steps) if batch.tokens_per_req else self._plan_extend(batch)
+    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """Outside the graph: find the buffers of the passes. No host read."""
+        self._plan = self._fixed_plan(batch, num_steps) if batch.tokens_per_req else self._plan_extend(batch)
+
+    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """Inside or outside the graph: copy rows and lengths, and compute the tile or split schedules, in place."""
+        plan = self._plan
+        if not isinstance(plan, _FixedPlan):
+            return
+        plan.at.fill(batch)
+        if plan.split is None:
+            for step in range(1 if plan.at.tail else num_steps):
+                for window in self._windows:
+                    self._schedule(plan, step, window)
+        elif plan.deal is not None:
+            deal(plan.at.key_lens[0], plan.split.splits, plan.split.config.tile, plan.deal)
 
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         """Inside the graph. q [T, H, head_dim] -> [T, H * head_dim]."""
@@ -113,7 +126,7 @@ class FlashAttention:
         attend = self._tree if at.tail else self._causal
         return attend(q, layer, self._plan, batch).flatten(1)
 
-    def first_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
+    def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """One for each kernel of split attention; FA3 is compiled."""
         shapes = [shape for size in sizes if (shape := self._split_shape(size, width)) is not None]
         windows = (-1,) if tree else self._windows
@@ -134,19 +147,11 @@ class FlashAttention:
             pages=self._table.pages[:, : min(max(cols, 1), self._table.max_pages)],
         )
 
-    def _plan_fixed(self, batch: ForwardBatch, num_steps: int) -> _FixedPlan:
-        tail = first_tail(batch, self._windows, "fa3")
-        key = (batch.batch_size, batch.tokens_per_req, num_steps, tail)
+    def _fixed_plan(self, batch: ForwardBatch, num_steps: int) -> _FixedPlan:
+        key = (batch.batch_size, batch.tokens_per_req, num_steps, first_tail(batch, self._windows, "fa3"))
         plan = self._fixed.get(key)
         if plan is None:
             plan = self._fixed[key] = self._empty_plan(*key)
-        plan.at.fill(batch)
-        if plan.split is None:
-            for step in range(1 if tail else num_steps):
-                for window in self._windows:
-                    self._schedule(plan, step, window)
-        elif plan.deal is not None:
-            deal(plan.at.key_lens[0], plan.split.splits, plan.split.config.tile, plan.deal)
         return plan
 
     def _split_shape(self, size: int, width: int) -> SplitShape | None:

@@ -93,13 +93,16 @@ class FlashInferAttention:
         self._eager_pinned = _PinnedRing(own.numel(), EAGER_PLANS * len(self._windows))
         self._plan: _FixedPlan | None = None
 
-    def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
         """Outside the graph: plan from the bounds on the host, correct it on the device in place. Never waits for the device's lengths."""
         if batch.tokens_per_req:
             self._plan = self._plan_fixed(batch, num_steps)
         else:
             self._plan = None
             self._plan_extend(batch)
+
+    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """Nothing to do: the planner runs on the host."""
 
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         """Inside the graph. q [T, H, head_dim] -> [T, H * head_dim]."""
@@ -120,7 +123,7 @@ class FlashInferAttention:
         keys = TailKeys(self._table.pages, at.rows, at.seq_lens[batch.step], self._table.page_size, tail)
         return merge_tree_tail(q, *kv, keys, batch.tree_mask, layer.scale, out, lse, lse_in_bits=True).flatten(1)
 
-    def first_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
+    def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """None: FlashInfer's modules are compiled when they are first asked for, and kept on disk."""
         return []
 

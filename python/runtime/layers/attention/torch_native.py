@@ -47,7 +47,7 @@ class Segment:
 class TorchNativeAttention:
     """`AttentionBackend` of gathered pages and `scaled_dot_product_attention`.
 
-    Eager only: `plan` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch; an EXTEND pass is
+    Eager only: `prepare` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch; an EXTEND pass is
     one segment per request. Layers with a softcap or sinks use the written-out formula in float32.
     """
 
@@ -59,7 +59,7 @@ class TorchNativeAttention:
         self._windows = shape.windows
         self._steps: list[list[Segment]] = []
 
-    def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
         """Find the pages of `num_steps` passes. The first layer that needs a mask makes it: a draft's tree is known only then."""
         if not batch.tokens_per_req:
             self._steps = [self._extend_segments(batch)]
@@ -70,12 +70,15 @@ class TorchNativeAttention:
             [Segment(tokens, pages, num_keys, query_positions(batch.seq_lens + step * width, width), {})] for step in range(num_steps)
         ]
 
+    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """Nothing to do."""
+
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         """Attend. q [T, H, key_dim] -> [T, H * value_dim]."""
         outs = [self._attend(q, layer, segment, batch) for segment in self._steps[batch.step]]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def first_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
+    def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """An empty list: nothing is compiled."""
         return []
 

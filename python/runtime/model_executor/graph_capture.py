@@ -1,0 +1,134 @@
+"""Recording functions as CUDA graphs: the shared pool, and the order in which runners are captured."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from tqdm import tqdm
+
+WARMUP_RUNS = 2
+
+GraphKey = tuple[int, int, str]
+"""Requests, tokens and variant of a captured pass."""
+Replay = Callable[[], None]
+"""Runs a captured pass over the persistent inputs."""
+
+
+class CapturePool(Protocol):
+    """Turns a function over persistent tensors into a replay."""
+
+    def capture(self, key: GraphKey, function: Callable[[], None]) -> Replay:
+        """Record `function`. Raises `RuntimeError` when that fails, `OutOfMemoryError` when memory is short."""
+        ...
+
+
+class GraphPool:
+    """The one memory pool and stream of all CUDA graphs in this process."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
+
+    def capture(self, key: GraphKey, function: Callable[[], None]) -> Replay:
+        """Warm up on the pool's stream, then record `function`."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for _ in range(WARMUP_RUNS):
+                function()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.handle, stream=self.stream):
+            function()
+        return graph.replay
+
+
+class CallPool:
+    """Replays by calling the function again: the same padded buffers without CUDA graphs, for tests and parity checks."""
+
+    def capture(self, key: GraphKey, function: Callable[[], None]) -> Replay:
+        """The function itself."""
+        return function
+
+
+@dataclass(slots=True)
+class CaptureReport:
+    """Cost of capturing one runner.
+
+    Attributes:
+        name: of the runner.
+        sizes: sizes that have a graph.
+        seconds: for all of them.
+        reserved_mib: memory that the runner had reserved for outputs and graphs.
+        used_mib: device memory that its outputs and graphs took.
+        captured: bytes that its graphs took.
+        output_bytes: bytes by which its outputs enlarged their arena.
+    """
+
+    name: str
+    sizes: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    reserved_mib: float = 0.0
+    used_mib: float = 0.0
+    captured: int = 0
+    output_bytes: int = 0
+
+
+class Capturable(Protocol):
+    """A runner as `capture_all` sees it."""
+
+    report: CaptureReport
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes to capture; after capture, those that have a graph."""
+        ...
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether its sizes become CUDA graphs."""
+        ...
+
+    def capture(self, pool: CapturePool, progress: Callable[[], object] = ...) -> list[int]:
+        """Capture every size; returns those that have a graph."""
+        ...
+
+
+@contextmanager
+def frozen_gc():
+    """Disable garbage collection during capture: it may free tensors of the recording stream and slows capture threefold."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def capture_all(runners: Sequence[Capturable]) -> list[CaptureReport]:
+    """Capture the graphs of all runners in one pool, with one progress bar."""
+    wanted = [runner for runner in runners if runner.sizes]
+    if not wanted:
+        return []
+    graphs = GraphPool() if any(runner.uses_cuda_graphs for runner in wanted) else None
+    total = sum(len(runner.sizes) for runner in wanted)
+    with frozen_gc(), tqdm(total=total, desc="Capturing graphs", unit="graph", disable=graphs is None) as bar:
+        for runner in wanted:
+            bar.set_postfix_str(runner.report.name)
+            runner.capture(graphs if graphs is not None and runner.uses_cuda_graphs else CallPool(), bar.update)
+    return [runner.report for runner in wanted]
+
+
+def device_bytes() -> int:
+    """Bytes of the GPU in use by all processes; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free

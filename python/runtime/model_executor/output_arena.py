@@ -1,0 +1,62 @@
+"""Memory that graph runners share for their outputs.
+
+Outputs of one arena are never alive at the same time. Each `ModelRunner` has one, sized for its largest graph runner:
+
+    arena     written by                           read until
+    target    verify of every depth, plain decode  the step has accepted its tokens, copied log-probabilities to the host
+                                                   and filled the inputs of draft-extend
+              short prompts                        the step has sampled, and the draft has followed over the prompt
+    draft     draft decode of every depth          the step has accepted: it reads draft probabilities after verify
+
+A step runs either short prompts or one verify pass. Draft-extend has no outputs. All work is on one stream, so the next
+pass never overwrites what an earlier copy still reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from runtime.model_executor.input_buffers import BufferSpec
+
+ALIGNMENT = 512
+"""Bytes at which each buffer starts, as with the CUDA allocator."""
+
+
+class OutputArena:
+    """Owner of the storage. It grows until the first graph holds its address.
+
+    Attributes:
+        storage: uint8 [bytes of the largest runner's outputs].
+        frozen: whether a captured graph holds the address.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.storage = torch.zeros(0, dtype=torch.uint8)
+        self.frozen = False
+
+    def reserve(self, specs: Sequence[BufferSpec], requests: int, tokens: int) -> int:
+        """Make room for these buffers; returns the bytes that the arena grew by."""
+        wanted = sum(_aligned(spec.bytes(requests, tokens)) for spec in specs)
+        grown = wanted - self.storage.numel()
+        if grown <= 0:
+            return 0
+        assert not self.frozen, "a graph holds the address of the arena"
+        self.storage = torch.zeros(0, dtype=torch.uint8)  # free the old storage first
+        self.storage = torch.zeros(wanted, dtype=torch.uint8, device=self._device)
+        return grown
+
+    def buffers(self, specs: Sequence[BufferSpec], requests: int, tokens: int) -> dict[str, torch.Tensor]:
+        """The reserved buffers, by name; each [rows, *tail]."""
+        views, start = {}, 0
+        for spec in specs:
+            size = spec.bytes(requests, tokens)
+            views[spec.name] = self.storage[start : start + size].view(spec.dtype).view(spec.shape(requests, tokens))
+            start += _aligned(size)
+        return views
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -190,8 +190,13 @@ class Engine:
         return list(await asyncio.gather(*map(one, range(len(jobs.prompts)))))
 
     async def _open(self, jobs: _Jobs, index: int, *, stream: bool) -> Generation:
-        manager = self._alive().manager
-        return await manager.generate(jobs.prompts[index], jobs.sampling[index], stream=stream, top_logprobs=jobs.top_logprobs)
+        return await self._alive().manager.generate(
+            jobs.prompts[index],
+            jobs.sampling[index],
+            stream=stream,
+            top_logprobs=jobs.top_logprobs,
+            continues_prompt=True,
+        )
 
     async def _next(self, generation: Generation, choice: Choice) -> Output | None:
         try:

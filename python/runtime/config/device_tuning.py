@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 
-from runtime.config.kernel_configs import GemmConfig, SplitConfig
+from runtime.config.kernel_configs import TritonConfig, SplitConfig
 from runtime.config.machine import Gpu
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class GemmCandidates:
 
     op: str
     max_rows: int
-    configs: tuple[GemmConfig, ...]
+    configs: tuple[TritonConfig, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +85,16 @@ class DeviceTuning:
         config = next((config for largest, config in self.split_kv if batch <= largest), self.split_kv[-1][1])
         return config if head_dim <= 128 else dataclasses.replace(config, tile=config.tile // 2)
 
-    def gemm_configs(self, op: str, rows: int) -> tuple[GemmConfig, ...]:
+    def gemm_configs(self, op: str, rows: int) -> tuple[TritonConfig, ...]:
         """The candidates for `rows` rows of input, 1..128."""
         return next(entry.configs for entry in self.gemm_candidates if entry.op == op and rows <= entry.max_rows)
 
 
-_DEEP_128 = GemmConfig(64, 128, 4, 6, swap=True, prefetch=0), GemmConfig(32, 256, 4, 4, swap=True, prefetch=512)
-_LINEAR_128 = GemmConfig(32, 128, 4, 4, prefetch=0), GemmConfig(64, 64, 4, 6, swap=True, prefetch=0)
-_WIDE_128 = GemmConfig(256, 64, 8, 4, swap=True, prefetch=0), GemmConfig(128, 64, 8, 4, swap=True, prefetch=0)
-_WIDE, _SHALLOW = GemmConfig(128, 128, 4, 4, swap=True, prefetch=0), GemmConfig(128, 64, 8, 4, swap=True, prefetch=0)
-_HALF_UP, _HALF_LOGITS = GemmConfig(64, 128, 4, 4, swap=True, prefetch=0), GemmConfig(64, 128, 4, 5, swap=True, prefetch=0)
+_DEEP_128 = TritonConfig(64, 128, 4, 6, swap=True, prefetch=0), TritonConfig(32, 256, 4, 4, swap=True, prefetch=512)
+_LINEAR_128 = TritonConfig(32, 128, 4, 4, prefetch=0), TritonConfig(64, 64, 4, 6, swap=True, prefetch=0)
+_WIDE_128 = TritonConfig(256, 64, 8, 4, swap=True, prefetch=0), TritonConfig(128, 64, 8, 4, swap=True, prefetch=0)
+_WIDE, _SHALLOW = TritonConfig(128, 128, 4, 4, swap=True, prefetch=0), TritonConfig(128, 64, 8, 4, swap=True, prefetch=0)
+_HALF_UP, _HALF_LOGITS = TritonConfig(64, 128, 4, 4, swap=True, prefetch=0), TritonConfig(64, 128, 4, 5, swap=True, prefetch=0)
 
 H200 = DeviceTuning(
     # A step launched kernel by kernel takes 30 to 60 µs per kernel.
@@ -120,24 +120,32 @@ H200 = DeviceTuning(
     # The fastest of a sweep over Llama-3-8B's GEMMs. Long prefetches slow the chain of kernels where a GEMM is large;
     # where it is small, the first columns are worth it. Deeper tiles do not fit beside 64 rows of input.
     gemm_candidates=(
-        GemmCandidates("linear", 8, (GemmConfig(16, 256, 2, 6, swap=True, prefetch=512), GemmConfig(16, 256, 2, 4, swap=True, prefetch=0))),
-        GemmCandidates("linear", 32, (GemmConfig(64, 128, 4, 6, swap=True, prefetch=0), GemmConfig(64, 256, 4, 4, swap=True, prefetch=0))),
+        GemmCandidates(
+            "linear", 8, (TritonConfig(16, 256, 2, 6, swap=True, prefetch=512), TritonConfig(16, 256, 2, 4, swap=True, prefetch=0))
+        ),
+        GemmCandidates(
+            "linear", 32, (TritonConfig(64, 128, 4, 6, swap=True, prefetch=0), TritonConfig(64, 256, 4, 4, swap=True, prefetch=0))
+        ),
         GemmCandidates("linear", 64, _DEEP_128),
         GemmCandidates("linear", 128, _LINEAR_128),
-        GemmCandidates("linear_add", 16, (GemmConfig(16, 256, 2, 6, prefetch=512), GemmConfig(16, 256, 2, 6, swap=True, prefetch=512))),
+        GemmCandidates("linear_add", 16, (TritonConfig(16, 256, 2, 6, prefetch=512), TritonConfig(16, 256, 2, 6, swap=True, prefetch=512))),
         GemmCandidates(
             "linear_add",
             32,
-            (GemmConfig(32, 512, 4, 3, swap=True, prefetch=512), GemmConfig(32, 256, 4, 5, swap=True, tma=True, prefetch=0)),
+            (TritonConfig(32, 512, 4, 3, swap=True, prefetch=512), TritonConfig(32, 256, 4, 5, swap=True, tma=True, prefetch=0)),
         ),
         GemmCandidates("linear_add", 64, _DEEP_128),
         GemmCandidates("linear_add", 128, _LINEAR_128),
-        GemmCandidates("gate_up", 8, (GemmConfig(64, 256, 4, 3, prefetch=0), GemmConfig(64, 256, 4, 3, tma=True, late=True, prefetch=0))),
+        GemmCandidates(
+            "gate_up", 8, (TritonConfig(64, 256, 4, 3, prefetch=0), TritonConfig(64, 256, 4, 3, tma=True, late=True, prefetch=0))
+        ),
         GemmCandidates("gate_up", 16, (_HALF_UP, _WIDE)),
         GemmCandidates("gate_up", 32, (_WIDE, _HALF_UP)),
         GemmCandidates("gate_up", 64, (_WIDE, _HALF_UP, _SHALLOW)),
         GemmCandidates("gate_up", 128, _WIDE_128),
-        GemmCandidates("logits", 8, (GemmConfig(32, 128, 2, 6, prefetch=0), GemmConfig(64, 256, 4, 4, swap=True, tma=True, prefetch=0))),
+        GemmCandidates(
+            "logits", 8, (TritonConfig(32, 128, 2, 6, prefetch=0), TritonConfig(64, 256, 4, 4, swap=True, tma=True, prefetch=0))
+        ),
         GemmCandidates("logits", 16, (_HALF_LOGITS, _WIDE)),
         GemmCandidates("logits", 32, (_WIDE, _HALF_LOGITS)),
         GemmCandidates("logits", 64, (_WIDE, _HALF_LOGITS, _SHALLOW)),

@@ -254,7 +254,7 @@ def test_a_truncated_gguf_is_refused_and_leaves_nothing(tmp_path: Path, good_ggu
     data = good_gguf.read_bytes()
     path = tmp_path / "cut.gguf"
     path.write_bytes(data[: int(kept * len(data)) if isinstance(kept, float) else kept])
-    with pytest.raises(ConfigError, match="no complete GGUF"):
+    with pytest.raises(ConfigError, match="not a complete GGUF"):
         resolve_model(str(path), cache_dir=tmp_path / "cache", progress=False)
     assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
 

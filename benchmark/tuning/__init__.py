@@ -6,8 +6,7 @@ are still the fastest ones. Figures go to `results/MACHINE/tuning/`.
     PYTHONPATH=python python -m benchmark.tuning.TOOL
 
 - `products`: every cut of the small matrix product; what `candidate_configs` of layers/gemm_choice.py offers to be timed at start.
-- `split_attention`: cuts of split attention beside FA3; `default_config` of layers/attention/split_decode.py, and `split_wins` of
-  layers/attention/flash_attention.py.
+- `split_attention`: cuts of split-KV attention beside FA3; `split_kv` and `split_kv_batches` of config/device_tuning.py.
 - `attention_backends`: one pass of each attention backend by page size.
 - `decode_step`: the whole step of 32 layers and the head, with kernels left out in turn: whether what is faster alone is so in the chain.
 

@@ -101,7 +101,7 @@ def test_flags_out_of_range_are_refused(flags: str, capsys: pytest.CaptureFixtur
 
 def test_json_fields_and_columns_match_sglang() -> None:
     args = parser().parse_args([])
-    record = settled([0.0, 0.1, 0.2])
+    record = finished([0.0, 0.1, 0.2])
     figures = {name: getattr(args, name, None) for name in FIELDS.split()}
     figures |= metrics.summarize([record], 1.0) | metrics.acceptance([record], None, None) | {"commit": "c", "device": "d"}
     latencies = {f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p90", "p95", "p99") for name in metrics.LATENCIES}
@@ -365,7 +365,7 @@ def test_records_keep_request_order_and_concurrency_limit_holds() -> None:
 # ---- figures
 
 
-def settled(times: list[float], start: float = 0.0, ttft: float = 0.5) -> RequestRecord:
+def finished(times: list[float], start: float = 0.0, ttft: float = 0.5) -> RequestRecord:
     """A record with one-token chunks that arrive `times` after the first."""
     chunks = [Chunk(start + ttft + at, "x", 1) for at in times]
     record = RequestRecord(prompt_len=10, output_len=len(times), start=start, ttft=ttft, latency=ttft + times[-1], chunks=chunks)
@@ -374,7 +374,7 @@ def settled(times: list[float], start: float = 0.0, ttft: float = 0.5) -> Reques
 
 
 def test_figures_match_their_definitions() -> None:
-    records = [settled([0.0, 0.1, 0.4]), settled([0.0, 0.3, 0.6], start=1.0), RequestRecord(prompt_len=99, error="lost")]
+    records = [finished([0.0, 0.1, 0.4]), finished([0.0, 0.3, 0.6], start=1.0), RequestRecord(prompt_len=99, error="lost")]
     figures = metrics.summarize(records, 2.0)
     assert (figures["completed"], figures["failed"], figures["total_input_tokens"], figures["total_output_tokens"]) == (2, 1, 20, 6)
     assert figures["output_throughput"] == 3.0
@@ -422,7 +422,7 @@ def test_split_tokens_add_up_to_the_answer(seed: int) -> None:
 
 
 def test_goodput_counts_requests_within_all_limits() -> None:
-    records = [settled([0.0, 0.1]), settled([0.0, 0.9])]
+    records = [finished([0.0, 0.1]), finished([0.0, 0.9])]
     assert metrics.summarize(records, 1.0, {"ttft": 501, "tpot": 200})["request_goodput"] == 1.0
     assert metrics.summarize(records, 1.0, {"ttft": 400})["request_goodput"] == 0.0
     assert metrics.summarize(records, 1.0)["request_goodput"] is None
@@ -435,21 +435,21 @@ def test_malformed_goodput_limits_are_refused(bad: str) -> None:
 
 
 def test_tokens_are_counted_in_their_second() -> None:
-    timeline = metrics.per_second([settled([0.0, 0.1, 1.0]), settled([0.0], start=1.0)])
+    timeline = metrics.per_second([finished([0.0, 0.1, 1.0]), finished([0.0], start=1.0)])
     assert timeline.tokens == [2, 2]
     assert timeline.requests == [1, 2]
 
 
 def test_token_at_the_end_of_a_second_survives_rounding() -> None:
-    first, ended = settled([0.0], start=8.479168751052146), 30.479168751052146
-    last = settled([0.0], start=8.720086612211697, ttft=ended - 8.720086612211697)
+    first, ended = finished([0.0], start=8.479168751052146), 30.479168751052146
+    last = finished([0.0], start=8.720086612211697, ttft=ended - 8.720086612211697)
     last.chunks[0].at = ended
     assert last.start + last.latency < ended, "the sum is one rounding step below the chunk's time"
     assert sum(metrics.per_second([first, last]).tokens) == 2
 
 
 def test_missing_position_counts_come_from_server_totals() -> None:
-    record = settled([0.0] * 5)
+    record = finished([0.0] * 5)
     record.verify_steps = 2
     before = {"spec_verify_steps_total": 100, "spec_accepted_tokens_total": 90, "spec_accepted_by_position": [60, 30]}
     after = {"spec_verify_steps_total": 102, "spec_accepted_tokens_total": 93, "spec_accepted_by_position": [62, 31]}
@@ -458,7 +458,7 @@ def test_missing_position_counts_come_from_server_totals() -> None:
 
 
 def test_acceptance_uses_answers_if_all_report_it() -> None:
-    told = [settled([0.0] * 7), settled([0.0] * 5)]
+    told = [finished([0.0] * 7), finished([0.0] * 5)]
     for record, steps, accepted in zip(told, (3, 2), ([3, 1], [1, 1]), strict=True):
         record.verify_steps, record.accepted_by_position = steps, accepted
     info = {"internal_states": [{"avg_spec_accept_length": 9.0}], "padding_waste": 0.25}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from runtime.managers.messages import Finish
+from runtime.managers.generation import GenerationUpdate
 
 State = Mapping[str, object]
 """The scheduler's gauges and counters, as its heartbeat carries them."""
@@ -44,30 +44,6 @@ COUNTERS = {
     "talon:spec_accepted_tokens": ("spec_accepted_tokens_total", "Draft tokens accepted."),
     "talon:spec_paused_steps": ("spec_paused_steps_total", "Steps without drafts, because so many requests decoded together."),
 }
-
-
-class Ended(Protocol):
-    """What a finished choice tells."""
-
-    @property
-    def finish(self) -> Finish | None:
-        """Why it ended."""
-        ...
-
-    @property
-    def completion_tokens(self) -> int:
-        """Tokens generated."""
-        ...
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that came from the prefix cache."""
-        ...
-
-    @property
-    def queue_seconds(self) -> float:
-        """From arrival at the scheduler to the first step."""
-        ...
 
 
 class Metrics:
@@ -105,15 +81,15 @@ class Metrics:
         for _ in range(tokens):
             self._itl.observe(seconds / tokens)
 
-    def ended(self, seconds: float, update: Ended | None) -> None:
+    def ended(self, seconds: float, update: GenerationUpdate | None) -> None:
         """It ended, `seconds` after its arrival; None when it was aborted or failed."""
         if update is None or update.finish is None or update.finish.reason == "abort":
             self._aborted.inc()
             return
         self._e2e.observe(seconds)
-        self._queue.observe(update.queue_seconds)
-        self._generated.inc(update.completion_tokens)
-        self._cached.inc(update.cached_tokens)
+        self._queue.observe(update.progress.queue_seconds)
+        self._generated.inc(update.progress.completion_tokens)
+        self._cached.inc(update.progress.cached_tokens)
 
     def render(self, state: State) -> tuple[bytes, str]:
         """The text that Prometheus scrapes, and its content type.

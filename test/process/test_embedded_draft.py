@@ -59,6 +59,7 @@ def test_the_default_server_drafts_says_so_and_accepts(embedded: Embedded) -> No
     said = embedded.log.read_text(errors="replace")
     assert f"EAGLE3 {steps}/1/{steps + 1}" in said
     assert "--speculative-algorithm none" in said
+    assert "SmolLM2-135M-Instruct (int8 weights)" in said
 
 
 def test_the_head_is_shipped_whole_and_its_card_holds_its_figures() -> None:

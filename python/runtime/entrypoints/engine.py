@@ -13,8 +13,8 @@ from runtime.config.flag_parser import from_fields
 from runtime.entrypoints.native.meta_info import meta_info
 from runtime.entrypoints.processes import Runtime, prepare
 from runtime.errors import InvalidField, ServingError
+from runtime.managers.generation import Generation, GenerationUpdate
 from runtime.managers.messages import TokenLogprobs
-from runtime.managers.tokenizer_manager import Generation, GenerationUpdate
 from runtime.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -125,12 +125,12 @@ class Engine:
 
     def flush_cache(self) -> dict[str, object]:
         """Forget all cached prompts."""
-        return self._wait(self._alive().manager.control("flush_cache"))
+        return {"flushed_pages": self._wait(self._alive().manager.flush_cache())}
 
     def get_server_info(self) -> dict[str, object]:
         """What was decided at start and how it goes: the scheduler's state and the main options."""
         runtime = self._alive()
-        state = self._wait(runtime.manager.control("state"))
+        stats = self._wait(runtime.manager.fetch_stats())
         return {
             "model_path": self.config.model.model_path,
             "served_model_name": self.config.model.served_model_name,
@@ -138,7 +138,7 @@ class Engine:
             "dtype": self.config.device.dtype,
             "attention_backend": self.config.device.attention_backend,
             "context_length": self.config.model.context_length,
-            "internal_states": [state],
+            "internal_states": [stats.figures()],
         }
 
     def shutdown(self) -> None:

@@ -1,24 +1,25 @@
-"""What `meta_info` tells of one output so far, the same from /generate and from the offline engine, in SGLang's names."""
+"""`meta_info` of one output, in SGLang's names: the same from /generate and from the offline engine."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from runtime.managers.generation import GenerationUpdate
 from runtime.managers.telemetry.spec_stats import SpecStats
-from runtime.managers.tokenizer_manager import GenerationUpdate
 
 
 def meta_info(rid: str, last: GenerationUpdate) -> dict[str, Any]:
-    """Counts, finish reason and speculation after update `last` of generation `rid`; log-probabilities and latencies are the caller's."""
+    """Counts, finish reason and speculation after update `last` of generation `rid`. Callers add log-probabilities and latencies."""
+    progress = last.progress
     return {
         "id": rid,
         "finish_reason": finish_form(last),
-        "prompt_tokens": last.prompt_tokens,
-        "completion_tokens": last.completion_tokens,
-        "cached_tokens": last.cached_tokens,
-        "queue_time": last.queue_seconds,
-        **last.steps.shares(),
-        **(spec_form(last.spec) if last.spec is not None and last.spec.verify_steps else {}),
+        "prompt_tokens": progress.prompt_tokens,
+        "completion_tokens": progress.completion_tokens,
+        "cached_tokens": progress.cached_tokens,
+        "queue_time": progress.queue_seconds,
+        **progress.decode.shares(),
+        **(spec_form(progress.spec) if progress.spec is not None and progress.spec.verify_steps else {}),
     }
 
 
@@ -30,7 +31,7 @@ def finish_form(update: GenerationUpdate) -> dict[str, Any] | None:
     if finish.reason == "stop":
         return {"type": "stop", "matched": finish.matched}
     if finish.reason == "length":
-        return {"type": "length", "length": update.completion_tokens}
+        return {"type": "length", "length": update.progress.completion_tokens}
     return {"type": "abort", "message": finish.message or "aborted"}
 
 

@@ -1,4 +1,4 @@
-"""How the user's turns begin: mostly as the model likes, partly with one of these openers, so that topics and kinds of request vary."""
+"""Openers of user turns: most turns start freely, some with one of these, so that topics and kinds of request vary."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ WITH_A_WORD = (
     "A question about {}:", "Write a dialogue about {}", "My {}", "Describe {}", "Is {}", "What do people think of {}",
 )  # fmt: skip
 PLAIN_SHARE, OPENER_SHARE = 0.4, 0.35
-"""Shares of turns without and with an opener; the rest get one with a word in it."""
+"""Shares of turns without and with an opener; the rest get an opener with a word filled in."""
 
 
 def draw_openers(count: int, rng: np.random.Generator) -> list[str]:
-    """`count` beginnings of a user's turn, many of them empty."""
+    """`count` beginnings of user turns, many of them empty."""
     words = WORDS.read_text(encoding="utf-8").split()
     kinds = rng.random(count)
     return [_draw(kind, words, rng) for kind in kinds]

@@ -34,6 +34,7 @@ from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.managers.telemetry.spec_stats import SpecStats
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
+from runtime.text.tokenizer_files import TokenizerFiles
 
 VOCAB = 259
 IM_START, IM_END, END_OF_TEXT = 256, 257, 258
@@ -59,7 +60,7 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
         "pre_tokenizer": byte_level, "decoder": byte_level,
         "model": {"type": "BPE", "vocab": {letters[byte]: byte for byte in range(256)} | control, "merges": []},
     }  # fmt: skip
-    return Tokenizer(json.dumps(definition), {"eos_token": "<|im_end|>"}, template, (IM_END,))
+    return Tokenizer(TokenizerFiles(json.dumps(definition), {"eos_token": "<|im_end|>"}, (IM_END,), template))
 
 
 def logprob_of(token: int) -> float:

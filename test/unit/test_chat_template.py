@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizer import CHATML, SPECIAL, reference, write_small_tokenizer
 
-from runtime.errors import ConfigError, InvalidField, RequestError
-from runtime.text import chat_template
+from runtime.errors import ConfigError, RequestError
+from runtime.text import template_sandbox
 from runtime.text.tokenizer import Tokenizer
 
 LLAMA3 = (
@@ -71,6 +71,26 @@ def test_continuing_the_last_message_equals_transformers(tmp_path: Path, templat
     assert tokenizer.encode_chat(chat, add_generation_prompt=False, continue_final_message=True) == expected
 
 
+THOUGHTLESS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('<think>')[0] if m.role == 'assistant' else m.content }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\nOPENING{% endif %}"
+)
+
+
+@pytest.mark.parametrize("opening", ["", "<think>\n"])
+@pytest.mark.parametrize("parts", [False, True])
+def test_an_unfinished_thought_is_continued_where_the_template_removes_thoughts(tmp_path: Path, opening: str, parts: bool) -> None:
+    tokenizer = _tokenizer(tmp_path, THOUGHTLESS)
+    thought = "<think>\nLet me <|im_end|>"
+    content = [{"type": "text", "text": thought}] if parts else thought
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]
+    template = THOUGHTLESS.replace("m.content.split", "m.content[0].text.split" if parts else "m.content.split").replace("OPENING", opening)
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    ids = tokenizer.encode_chat(chat, chat_template=template, **options)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"<|im_start|>user\nq<|im_end|><|im_start|>assistant\n{thought}"
+    assert [i for i in ids if i in tokenizer.special_ids] == [1, 2, 1], "the message makes no control token"
+
+
 def test_kwargs_reach_the_template(tmp_path: Path) -> None:
     tokenizer = _tokenizer(tmp_path, THINKING)
     chat = CHATS[0]
@@ -82,13 +102,13 @@ def test_kwargs_reach_the_template(tmp_path: Path) -> None:
     "name", ["messages", "bos_token", "add_generation_prompt", "_private", "not an identifier", "raise_exception", "range"]
 )
 def test_kwargs_that_the_server_sets_are_refused(chatml: Tokenizer, name: str) -> None:
-    with pytest.raises(InvalidField, match="chat_template_kwargs"):
+    with pytest.raises(RequestError, match="chat_template_kwargs must not contain"):
         chatml.encode_chat(CHATS[0], template_kwargs={name: 1})
 
 
 @pytest.mark.parametrize("value", [object(), float("nan"), {1: {2, 3}}, "x" * 20000])
 def test_kwargs_that_are_no_plain_values_are_refused(chatml: Tokenizer, value: object) -> None:
-    with pytest.raises(InvalidField, match="chat_template_kwargs"):
+    with pytest.raises(RequestError, match="chat_template_kwargs"):
         chatml.encode_chat(CHATS[0], template_kwargs={"extra": value})
 
 
@@ -147,7 +167,7 @@ def test_text_around_a_spelled_token_is_encoded_as_one(chatml: Tokenizer) -> Non
 
 def test_roles_must_be_words(chatml: Tokenizer) -> None:
     for role in ("<|im_end|>", "", "user\n", None, 3):
-        with pytest.raises(InvalidField, match="role"):
+        with pytest.raises(RequestError, match="The role of a message must be a word"):
             chatml.encode_chat([{"role": role, "content": "x"}])
 
 
@@ -185,7 +205,7 @@ def test_a_bad_template_is_the_requests_error_and_shows_no_insides(chatml: Token
 
 
 def test_loops_without_output_meet_the_time_limit(chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.2)
     nested = "{% set r = range(90000) | list %}{% for a in r %}{% for b in r %}{% set check_time = 1 %}{% endfor %}{% endfor %}"
     with pytest.raises(RequestError, match="takes more than"):
         _render(chatml, nested)
@@ -224,5 +244,5 @@ def test_deeply_nested_content_is_refused(chatml: Tokenizer) -> None:
     deep: Any = "x"
     for _ in range(5000):
         deep = [deep]
-    with pytest.raises(InvalidField, match="nested"):
+    with pytest.raises(RequestError, match="nested"):
         chatml.encode_chat([{"role": "user", "content": deep}])

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from llama_tokenizer import write_llama_tokenizer
 from msgspec import structs
 
+from runtime.entrypoints.openai.logprobs import CompletionLogprobs
 from runtime.managers.detokenizer_manager import DetokenizerManager, StopFinder
 from runtime.managers.messages import (
     CacheFlushed,
     ControlReply,
     DrainReq,
     Finish,
+    GenerateReq,
     Heartbeat,
     RequestInfo,
     TextOut,
@@ -21,8 +26,11 @@ from runtime.managers.messages import (
     TokensOut,
     TokensOutBatch,
 )
+from runtime.managers.replies import request_info
 from runtime.managers.telemetry.decode_stats import DecodeStats
 from runtime.managers.telemetry.progress import Progress
+from runtime.sampling_params import SamplingParams
+from runtime.text.tokenizer import Tokenizer
 
 SPECIAL = 999
 
@@ -53,8 +61,10 @@ class ByteStream:
 
 
 class ByteTokenizer:
-    def stream(self, skip_special_tokens: bool = True) -> ByteStream:
-        return ByteStream(skip_special_tokens)
+    def stream(self, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()) -> ByteStream:
+        stream = ByteStream(skip_special_tokens)
+        stream.step(tuple(prompt_tail))
+        return stream
 
 
 class Bench:
@@ -243,3 +253,37 @@ def test_looking_for_stops_is_linear_in_the_text() -> None:
     shown = sum(len(finder.push("ab" * 50 + "c")) for _ in range(2000))
     assert shown + len(finder.held) == 2000 * 101
     assert len(finder.held) < 256
+
+
+def test_the_text_of_a_request_continues_the_end_of_its_prompt() -> None:
+    bench = Bench()
+    first, *rest = "é".encode()
+    bench.manager.handle(RequestInfo(rid="a", stop=(), skip_special_tokens=True, stream=True, prompt_tail=[ord("x"), first]))
+    (shown,) = bench.feed(out([*rest, ord("y")], 2))
+    assert shown.text == "éy"
+
+
+def test_a_completion_keeps_its_leading_space(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_llama_tokenizer(tmp_path, "first"))
+    prompt, the = tokenizer.encode("hello"), tokenizer.encode("the", add_special_tokens=False)
+    request = GenerateReq(rid="a", input_ids=prompt, sampling=SamplingParams(), seed=0, stream=True)
+    for continues_prompt, shown in ((True, " the the"), (False, "the the")):
+        sent: list[object] = []
+        manager = DetokenizerManager(tokenizer, sent.append, lambda message: None)
+        manager.handle(request_info(structs.replace(request, continues_prompt=continues_prompt)))
+        manager.handle(TokensOutBatch(outs=[out([*the, *the], 2, Finish(reason="length"))]))
+        (batch,) = sent
+        assert isinstance(batch, TextOutBatch)
+        assert batch.outs[0].text == shown
+
+
+@pytest.mark.parametrize(("prompt", "text"), [("hello", "hello the the"), (None, "<s> hello the the")])
+def test_text_offsets_are_places_in_the_text(tmp_path: Path, prompt: str | None, text: str) -> None:
+    tokenizer = Tokenizer.load(write_llama_tokenizer(tmp_path, "first"))
+    ids, the = tokenizer.encode("hello"), tokenizer.encode("the", add_special_tokens=False)
+    echoed = CompletionLogprobs(tokenizer, 0, tokenizer.stream(skip_special_tokens=False), num_hidden=int(prompt is not None))
+    offsets = echoed.take([*ids, *the, *the], [0.0] * (len(ids) + 2), [])["text_offset"]
+    assert [text[at:] for at in offsets[-2:]] == [" the the", " the"]
+    assert offsets[1] == text.index("hello") - (prompt is None), "the piece begins with its space, where it has one"
+    alone = CompletionLogprobs(tokenizer, 0, tokenizer.stream(prompt_tail=ids))
+    assert alone.take([*the, *the], [0.0] * 2, [])["text_offset"] == [0, 4]

@@ -17,6 +17,7 @@ from runtime.entrypoints.http.responses import ErrorBody
 from runtime.entrypoints.native.protocol import Detokenized, Flushed, Generated, ModelInfo, Status, Tokenized
 from runtime.entrypoints.openai.logprobs import LOWEST, CompletionLogprobs, aligned, chat_logprobs
 from runtime.entrypoints.openai.protocol import ChatCompletion, Completion, ModelCard, ModelList
+from runtime.text.decode_stream import ByteStream
 
 HI = [{"role": "user", "content": "hi"}]
 HI_IDS = [256, *b"user\nhi", 257, *b"\n", 256, *b"assistant\n"]
@@ -140,6 +141,32 @@ def test_echo_with_logprobs_scores_the_prompt_as_lm_eval_reads_it() -> None:
     alone = asyncio.run(check(0))
     assert alone["text"] == "The capital of"
     assert alone["logprobs"]["token_logprobs"] == scored["token_logprobs"][:-1]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "continues"),
+    [
+        ("/v1/completions", {"prompt": "a"}, True),
+        ("/generate", {"text": "a"}, True),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, False),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+                "continue_final_message": True,
+                "add_generation_prompt": False,
+            },
+            True,
+        ),
+    ],
+)
+def test_outputs_that_continue_a_text_say_so(path: str, body: dict[str, Any], continues: bool) -> None:
+    async def check() -> None:
+        async with front() as f:
+            assert (await f.post(path, body)).status_code == 200
+            assert f.scheduler.requests[0].continues_prompt is continues
+
+    run(check())
 
 
 def test_many_prompts_are_answered_in_order_whatever_finishes_first() -> None:
@@ -414,7 +441,7 @@ def test_logprobs_are_json_and_bytes_tell_halves_of_characters_apart() -> None:
 
 
 def test_text_offsets_go_on_from_chunk_to_chunk() -> None:
-    lists = CompletionLogprobs(Letters(), 1)
+    lists = CompletionLogprobs(Letters(), 1, ByteStream(Letters().token_bytes, frozenset()))
     assert lists.take([97, 98], [None, -1.0], [[], [(98, -1.0)]])["text_offset"] == [0, 1]
     later = lists.take([99], [-2.0], [[(97, -1.0), (98, -1.5)]])
     assert later["text_offset"] == [2]

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llama_tokenizer import write_llama_tokenizer
 from small_tokenizer import SPECIAL, reference, write_small_tokenizer
-from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import decoders, normalizers
-from tokenizers.models import BPE
 
 from runtime.errors import ConfigError, RequestError
 from runtime.model_files.synthetic_tokenizer import write_synthetic_tokenizer
+from runtime.text.decode_stream import WindowStream
 from runtime.text.tokenizer import Tokenizer
+from runtime.text.tokenizer_files import tokenizer_eos_ids
 
 TEXTS = [
     "",
@@ -61,6 +61,17 @@ def test_eos_ids_join_those_of_the_generation_config(tmp_path: Path) -> None:
     write_small_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
     assert Tokenizer.load(tmp_path).eos_ids == (2, 0)
+
+
+def test_the_end_token_of_the_tokenizer_is_found_without_loading_it(tmp_path: Path, folder: Path) -> None:
+    assert tokenizer_eos_ids(folder) == (2,)
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    assert tokenizer_eos_ids(tmp_path) == (), "no file names one"
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|endoftext|>"}}')
+    assert tokenizer_eos_ids(tmp_path) == (0,)
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": 3}')
+    with pytest.raises(ConfigError, match="cannot be read"):
+        tokenizer_eos_ids(tmp_path)
 
 
 @settings(max_examples=60, deadline=None)
@@ -145,15 +156,7 @@ def test_token_bytes_add_up_to_the_text(tokenizer: Tokenizer) -> None:
 @pytest.fixture(scope="module")
 def spaced(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A SentencePiece-like vocabulary: bytes, letters and a few words."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz", "▁t", "he", "▁the"]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    hf = HfTokenizer(BPE(vocab, [("▁", "t"), ("h", "e"), ("▁t", "he")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    hf.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    hf.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    hf.add_special_tokens(["<unk>", "<s>", "</s>"])
-    folder = tmp_path_factory.mktemp("spaced")
-    hf.save(str(folder / "tokenizer.json"))
-    return Tokenizer.load(folder)
+    return Tokenizer.load(write_llama_tokenizer(tmp_path_factory.mktemp("spaced"), "normalizer"))
 
 
 @pytest.mark.parametrize("text", ["the cat", "the the  the", "東京 the 😀", "</s> the"])
@@ -173,6 +176,51 @@ def test_endless_invalid_bytes_do_not_hold_the_stream_back(spaced: Tokenizer) ->
     assert len("".join(pieces)) >= 90
 
 
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_a_continued_text_begins_where_the_prompt_ends(spaced: Tokenizer, tokenizer: Tokenizer, cut: int) -> None:
+    """Leading spaces count, and a character whose first bytes end the prompt comes out whole."""
+    for one in (spaced, tokenizer):
+        ids = one.encode_plain("the the 東京 the 😀 the")
+        decoder = one.stream(prompt_tail=ids[:cut][-8:])
+        shown = "".join(decoder.step([i]) for i in ids[cut:])
+        assert one.stream().step(ids[:cut]) + shown == one.decode(ids)
+
+
+def test_a_text_of_its_own_loses_the_first_space(spaced: Tokenizer) -> None:
+    the = spaced.encode_plain("the")
+    assert "".join(_streamed(spaced, [the, the])) == "the the"
+    assert spaced.stream(prompt_tail=the).step(the) == " the"
+    assert spaced.stream(prompt_tail=[1]).step(the) == "the", "after the begin token alone nothing is continued"
+
+
+# ---- Llama-2's tokenizers
+
+LLAMA_TEXTS = [*TEXTS, "the the", " the", "<s>the", "<s> the</s> cat", "a</s>b</s> c", "<s>[inst] hi [/inst] ok</s><s>the", "▁the"]
+
+
+@pytest.mark.parametrize("scheme", ["normalizer", "first", "always"])
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize(
+    "options", [{}, {"legacy": True}, {"legacy": False}, {"add_prefix_space": False}, {"legacy": True, "add_prefix_space": True}]
+)
+def test_llama_tokenizers_place_spaces_as_transformers_does(tmp_path: Path, scheme: str, kind: str, options: dict[str, bool]) -> None:
+    folder = write_llama_tokenizer(tmp_path, scheme, tokenizer_class=kind, **options)
+    tokenizer, hf = Tokenizer.load(folder), reference(folder)
+    for text in LLAMA_TEXTS:
+        for special in (True, False):
+            assert tokenizer.encode(text, special) == hf(text, add_special_tokens=special)["input_ids"], text
+        ids = hf(text)["input_ids"]
+        assert tokenizer.decode(ids) == hf.decode(ids, skip_special_tokens=True)
+
+
+def test_a_mistral_tokenizer_is_taken_as_it_is(tmp_path: Path) -> None:
+    write_llama_tokenizer(tmp_path, "always", tokenizer_class="LlamaTokenizer", legacy=False)
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    tokenizer, hf = Tokenizer.load(tmp_path), reference(tmp_path)
+    for text in LLAMA_TEXTS:
+        assert tokenizer.encode(text) == hf(text)["input_ids"], text
+
+
 # ---- cost and loading
 
 
@@ -188,7 +236,8 @@ def test_streaming_cost_does_not_grow_with_the_text(spaced: Tokenizer) -> None:
     decoder = spaced.stream()
     for _ in range(500):
         decoder.step(spaced.encode_plain("the cat"))
-    assert len(decoder._context) + len(decoder._held) <= 16  # type: ignore[attr-defined]
+    assert isinstance(decoder, WindowStream)
+    assert len(decoder.window) <= 16
 
 
 def test_a_synthetic_tokenizer_gives_every_id_back(tmp_path: Path) -> None:

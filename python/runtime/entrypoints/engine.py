@@ -190,7 +190,7 @@ class Engine:
         return list(await asyncio.gather(*(one(index) for index in range(len(jobs.prompts)))))
 
     async def _open(self, prompt: str | list[int], sampling: SamplingParams, top_logprobs: int, *, stream: bool) -> Generation:
-        return await self._alive().manager.generate(prompt, sampling, stream=stream, top_logprobs=top_logprobs)
+        return await self._alive().manager.generate(prompt, sampling, stream=stream, top_logprobs=top_logprobs, continues_prompt=True)
 
     async def _next(self, growing: _Growing) -> Output | None:
         try:

@@ -29,6 +29,7 @@ class GenerateReq(Message, frozen=True, kw_only=True):
         rid: a unique name; with `n` > 1 the tokenizer manager sends n requests.
         top_logprobs: -1: no log-probabilities; k >= 0: those of the chosen token and of the k most likely.
         cache_salt: separates prefix caches; prompts share cached KV only within the same salt.
+        continues_prompt: whether the text of the output continues that of the prompt, so that a leading space counts.
     """
 
     rid: str
@@ -40,6 +41,7 @@ class GenerateReq(Message, frozen=True, kw_only=True):
     stream: bool = False
     priority: int = 0
     cache_salt: str = ""
+    continues_prompt: bool = False
 
 
 class AbortReq(Message, frozen=True, kw_only=True):
@@ -118,12 +120,16 @@ class TokensOutBatch(Message, frozen=True, kw_only=True):
 
 
 class RequestInfo(Message, frozen=True, kw_only=True):
-    """What the detokenizer needs to decode a request; sent before the first tokens."""
+    """What the detokenizer needs to decode a request; sent before the first tokens.
+
+    `prompt_tail` holds the last tokens of a prompt whose text the output continues.
+    """
 
     rid: str
     stop: tuple[str, ...]
     skip_special_tokens: bool
     stream: bool
+    prompt_tail: list[int] = []
 
 
 class CacheFlushed(Message, frozen=True, kw_only=True):

@@ -158,6 +158,7 @@ class TokenizerManager:
         prompt_logprobs: bool = False,
         priority: int = 0,
         cache_salt: str = "",
+        continues_prompt: bool = False,
         add_special_tokens: bool = True,
         rid: str | None = None,
         call: str = "",
@@ -174,6 +175,7 @@ class TokenizerManager:
             prompt_logprobs: also return log-probabilities of the prompt.
             priority: higher runs first.
             cache_salt: separates prefix caches.
+            continues_prompt: whether the text of the output continues that of the prompt, so that a leading space counts.
             add_special_tokens: whether the tokenizer puts its BOS token before a text.
             rid: the request's name for `abort`; generated if None.
             call: a name for `abort` that the requests of one call share; empty for none.
@@ -207,6 +209,7 @@ class TokenizerManager:
                     stream=stream,
                     priority=priority,
                     cache_salt=cache_salt,
+                    continues_prompt=continues_prompt,
                 )
             )
         return generation

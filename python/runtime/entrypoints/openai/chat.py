@@ -63,6 +63,7 @@ class ChatApi:
             cache_salt=body.cache_salt,
             params={"prompt": "messages", "input_ids": "messages", "max_new_tokens": body.limit_name},
             fill_context=body.fill_context,
+            continues_prompt=body.continue_final_message,
         )
 
     async def _prompt_ids(self, body: ChatBody) -> list[int]:

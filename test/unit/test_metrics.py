@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
+from runtime.managers.generation import GenerationUpdate
 from runtime.managers.messages import Finish
 from runtime.managers.telemetry.decode_stats import DecodeStats
 from runtime.managers.telemetry.metrics import Metrics
@@ -38,10 +37,8 @@ STATS = SchedulerStats(
 )
 
 
-@dataclass
-class Ending:
-    progress: Progress = field(default_factory=lambda: Progress(10, 2, 5, 0.25))
-    finish: Finish | None = field(default_factory=lambda: Finish(reason="length"))
+def ending(finish: Finish | None = None) -> GenerationUpdate:
+    return GenerationUpdate(0, "", [], Progress(10, 2, 5, 0.25), finish or Finish(reason="length"))
 
 
 def scraped(metrics: Metrics, stats: SchedulerStats | None = None) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -109,8 +106,8 @@ def test_a_request_is_counted_through_its_life() -> None:
     metrics.first_token(0.5)
     metrics.next_tokens(0.3, 3)
     metrics.next_tokens(0.2, 0)
-    metrics.ended(2.0, Ending())
-    metrics.ended(2.0, Ending(finish=Finish(reason="abort")))
+    metrics.ended(2.0, ending())
+    metrics.ended(2.0, ending(Finish(reason="abort")))
     metrics.ended(2.0, None)
     samples = scraped(metrics)
     assert samples["sglang:num_requests_total", ()] == 3

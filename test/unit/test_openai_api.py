@@ -492,10 +492,10 @@ def test_answers_have_the_documented_form() -> None:
 def test_unknown_fields_are_ignored_and_named() -> None:
     async def check() -> None:
         async with front() as f:
-            odd = {"temprature": 1, "a\x7fb, ü": 2, "metadata": {"k": 1}, "tools": [], "user": None}
+            odd = {"temprature": 1, "a\x7fb, ü": 2, "": 3, "metadata": {"k": 1}, "tools": [], "user": None}
             answer = await f.post("/v1/completions", {"prompt": "x", **odd})
             assert answer.status_code == 200
-            assert answer.headers["x-ignored-fields"] == "temprature, a%7Fb%2C%20%C3%BC"
+            assert answer.headers["x-ignored-fields"] == 'temprature, a%7Fb%2C%20%C3%BC, ""'
             stream = await f.post("/generate", {"text": "x", "stream": True, "sampling_params": {"tempo": 1}})
             assert stream.headers["x-ignored-fields"] == "sampling_params.tempo"
             assert "x-ignored-fields" not in (await f.post("/v1/completions", {"prompt": "x"})).headers

@@ -1,4 +1,4 @@
-"""`meta_info` of one output, in SGLang's names: the same from /generate and from the offline engine."""
+"""`meta_info` of one output, the same from /generate and from the offline engine, under SGLang's names."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from runtime.managers.telemetry.spec_stats import SpecStats
 
 
 def meta_info(rid: str, last: GenerationUpdate) -> dict[str, Any]:
-    """Counts, finish reason and speculation after update `last` of generation `rid`. Callers add log-probabilities and latencies."""
+    """Counts, finish reason and acceptance of generation `rid` after its update `last`."""
     progress = last.progress
     return {
         "id": rid,
-        "finish_reason": finish_form(last),
+        "finish_reason": _finish_reason(last),
         "prompt_tokens": progress.prompt_tokens,
         "completion_tokens": progress.completion_tokens,
         "cached_tokens": progress.cached_tokens,
         "queue_time": progress.queue_seconds,
         **progress.decode.shares(),
-        **(spec_form(progress.spec) if progress.spec is not None and progress.spec.verify_steps else {}),
+        **(_acceptance(progress.spec) if progress.spec is not None and progress.spec.verify_steps else {}),
     }
 
 
-def finish_form(update: GenerationUpdate) -> dict[str, Any] | None:
-    """The finish reason: its type, and what matched, how long, or why."""
+def _finish_reason(update: GenerationUpdate) -> dict[str, Any] | None:
     finish = update.finish
     if finish is None:
         return None
@@ -35,8 +34,7 @@ def finish_form(update: GenerationUpdate) -> dict[str, Any] | None:
     return {"type": "abort", "message": finish.message or "aborted"}
 
 
-def spec_form(spec: SpecStats) -> dict[str, Any]:
-    """The acceptance of the verify steps so far, and that of each draft position."""
+def _acceptance(spec: SpecStats) -> dict[str, Any]:
     return {
         "spec_verify_ct": spec.verify_steps,
         "spec_accept_length": spec.accept_length,

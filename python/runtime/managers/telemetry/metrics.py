@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from runtime.managers.messages import Finish
-from runtime.managers.telemetry.progress import Progress
+from runtime.managers.generation import GenerationUpdate
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 
 TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
@@ -55,20 +54,6 @@ RATES: tuple[tuple[str, str, Callable[[SchedulerStats], float | None]], ...] = (
 """Gauges that are absent before the first step."""
 
 
-class Ended(Protocol):
-    """The last update of a choice."""
-
-    @property
-    def finish(self) -> Finish | None:
-        """Why it ended."""
-        ...
-
-    @property
-    def progress(self) -> Progress:
-        """Its counts."""
-        ...
-
-
 class Metrics:
     """Counters and histograms of the HTTP process, rendered together with the scheduler's statistics.
 
@@ -104,7 +89,7 @@ class Metrics:
         for _ in range(tokens):
             self._itl.observe(seconds / tokens)
 
-    def ended(self, seconds: float, update: Ended | None) -> None:
+    def ended(self, seconds: float, update: GenerationUpdate | None) -> None:
         """It ended, `seconds` after its start; `update` is None if it failed or its client disconnected."""
         if update is None or update.finish is None or update.finish.reason == "abort":
             self._aborted.inc()

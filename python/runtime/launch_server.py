@@ -205,7 +205,8 @@ class _Server:
             }
         )
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self._config.server.api_key else ""
-        print(f"talon: ready after {time.monotonic() - self._start:.1f} s, serving {self._config.model.served_model_name} at {url}")
+        served = f"{self._config.model.served_model_name} ({self._config.weights} weights)"
+        print(f"talon: ready after {time.monotonic() - self._start:.1f} s, serving {served} at {url}")
         print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}", flush=True)
 
 

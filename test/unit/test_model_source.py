@@ -214,6 +214,31 @@ def test_a_sentencepiece_vocabulary_merges_the_best_pieces_first(tmp_path: Path)
     assert Tokenizer.load(tmp_path).special_ids.isdisjoint(Tokenizer.load(tmp_path).encode_plain("</s><s>"))
 
 
+@pytest.mark.parametrize(
+    ("pre", "add_bos", "begins"),
+    [
+        *(("llama-bpe", None, True), ("llama3", None, True), ("llama-v3", None, True), ("tekken", None, True)),
+        *(("llama-bpe", False, False), ("gpt-2", None, False), ("gpt-2", True, True), ("qwen2", None, False), ("smollm", None, False)),
+    ],
+)
+def test_texts_begin_with_bos_where_llama_cpp_begins_them_so(tmp_path: Path, pre: str, add_bos: bool | None, begins: bool) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "bpe.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(["<s>", "</s>", "a", "b", "ab"])
+    writer.add_token_types([3, 3, 1, 1, 1])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert build_tokenizer(GGUFFile(tmp_path / "bpe.gguf")).encode("ab").tokens == ["<s>"] * begins + ["ab"]
+
+
 # ---- damaged and foreign files
 
 

@@ -301,6 +301,8 @@ def test_another_model_is_not_found() -> None:
                 assert answer.json()["error"]["param"] == "model"
             assert (await f.client.get("/v1/models")).json()["data"][0]["id"] == "tiny"
             assert (await f.client.get("/v1/models/tiny")).json()["id"] == "tiny"
+            for path in ("/v1/models/tiny", "/get_model_info"):
+                assert (await f.client.get(path)).json()["weights"] == f.manager.config.weights
 
     run(check())
 

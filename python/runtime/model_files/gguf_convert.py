@@ -20,7 +20,7 @@ from runtime.model_files.safetensors_writer import Dtype, is_whole_safetensors, 
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # of what this file writes; raise it when the layout changes, so that old folders are left alone
+VERSION = 2  # of what a conversion writes; raise it when that changes, so that older folders are not used
 FLOAT32_UP_TO = 1_500_000_000  # parameters; above, bfloat16 halves disk and memory
 WEIGHTS = "model.safetensors"
 

@@ -75,13 +75,14 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
     Raises:
         ConfigError: its kind is not one that this server can rebuild exactly.
     """
-    build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(model := file.get("tokenizer.ggml.model", str, ""))
+    model = file.get("tokenizer.ggml.model", str, "")
+    build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(model)
     if build is None:
         raise ConfigError(f"{file.path} has a tokenizer of kind {model!r}; give a folder with its tokenizer.json as --tokenizer-path")
     try:
         tokenizer = build(file)
         _add_control_tokens(tokenizer, file)
-        _add_bos(tokenizer, file, default=model == "llama")
+        _add_bos(tokenizer, file)
     except ConfigError:
         raise
     except Exception as error:  # the tokenizers library raises bare Exception
@@ -159,7 +160,10 @@ def _add_control_tokens(tokenizer: Tokenizer, file: GGUFFile) -> None:
     tokenizer.add_tokens([token for token in added.values() if not token.special])
 
 
-def _add_bos(tokenizer: Tokenizer, file: GGUFFile, default: bool) -> None:
+def _add_bos(tokenizer: Tokenizer, file: GGUFFile) -> None:
+    """Begin texts with the BOS token. Where the file does not say, the default is llama.cpp's: SentencePiece, Llama 3 and tekken do."""
+    pre = file.get("tokenizer.ggml.pre", str, "")
+    default = file.get("tokenizer.ggml.model", str, "") == "llama" or pre in _WHOLE_WORDS_FIRST
     if not file.get("tokenizer.ggml.add_bos_token", bool, default) or not file.has("tokenizer.ggml.bos_token_id"):
         return
     bos = file.get("tokenizer.ggml.bos_token_id", int)

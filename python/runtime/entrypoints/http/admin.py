@@ -131,6 +131,7 @@ class AdminApi:
                 "served_model_name": config.model.served_model_name,
                 "is_generation": True,
                 "architecture": model.architecture,
+                "weights": config.weights,
                 "vocab_size": model.vocab_size,
                 "max_context_len": self.manager.max_context_len,
             }

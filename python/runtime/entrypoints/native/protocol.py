@@ -279,5 +279,6 @@ class ModelInfo(BaseModel):
     served_model_name: str
     is_generation: bool
     architecture: str
+    weights: str
     vocab_size: int
     max_context_len: int

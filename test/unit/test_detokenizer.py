@@ -13,6 +13,7 @@ from msgspec import structs
 from runtime.entrypoints.openai.logprobs import CompletionLogprobs
 from runtime.managers.detokenizer_manager import DetokenizerManager, StopFinder
 from runtime.managers.messages import (
+    CacheFlushed,
     ControlReply,
     DrainReq,
     Finish,
@@ -240,7 +241,7 @@ def test_a_refusal_before_the_first_token_passes() -> None:
 
 def test_other_messages_are_forwarded_except_a_drain() -> None:
     bench = Bench()
-    messages = [Heartbeat(who="scheduler", count=1), ControlReply(call_id="1", ok=True)]
+    messages = [Heartbeat(who="scheduler", count=1), ControlReply(call_id="1", result=CacheFlushed(pages=3))]
     for message in messages:
         bench.manager.handle(message)
     bench.manager.handle(DrainReq())

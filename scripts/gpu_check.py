@@ -1,10 +1,10 @@
-"""Check a GPU machine, without a network: versions, test/gpu, and the benchmarks named. Results and logs go to a folder.
+"""Check a GPU machine without network: versions, test/gpu, and chosen benchmarks. Results and logs go to a folder.
 
 bash scripts/gpu_check.sh FOLDER [--no-tests] ["BENCHMARK ARGUMENTS" ...]
-bash scripts/gpu_check.sh /tmp/out "modes --batch-sizes 1,4,16,32" "tuning.products --rows 1,4"
+bash scripts/gpu_check.sh /tmp/out "modes --batch-sizes 1,4,16,32" "tuning.gemms --rows 1,4"
 
-The environment must hold the package's cuda extra (pip install -e ".[cuda,test]"). Writes FOLDER/gpu_check.json; exits 1 if anything
-failed, after running everything.
+The environment must have the package's cuda extra (pip install -e ".[cuda,test]"). Writes FOLDER/gpu_check.json; runs
+everything, then exits with 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "python"), str(ROOT)]
 
-from benchmark.machine import version  # noqa: E402 - found only now
+from benchmark.machine import version  # noqa: E402 - the path is set above
 from benchmark.server import environment  # noqa: E402
 
 TAIL = 25
-"""Lines of each log that are shown."""
+"""Number of lines shown from each log."""
 
 
 def main(argv: list[str]) -> int:
-    """0 where all is as wanted, 1 where something failed, 2 for bad use."""
+    """Return 0 if everything passed, 1 if something failed, 2 for wrong usage."""
     if not argv or argv[0].startswith("-"):
         print(__doc__)
         return 2
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     tests = rest[:1] != ["--no-tests"]
     found: dict[str, Any] = {"device": device(), "versions": versions(), "tests": None, "benchmarks": []}
     for name, one in found["versions"].items():
-        print(f"{name:20} {one['found'] or 'missing':16} wanted {one['wanted']}")
+        print(f"{name:20} {one['found'] or 'missing':16} required {one['wanted']}")
     print(f"device {found['device']}")
     if tests:
         found["tests"] = run_tests(folder)
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         found["benchmarks"].append(run_benchmark(line, number, folder))
     found["failed"] = failures(found)
     (folder / "gpu_check.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print("failed: " + "; ".join(found["failed"]) if found["failed"] else "all is well")
+    print("failed: " + "; ".join(found["failed"]) if found["failed"] else "all checks passed")
     return 1 if found["failed"] else 0
 
 
@@ -61,7 +61,7 @@ def device() -> str | None:
 
 
 def versions() -> dict[str, dict[str, str | None]]:
-    """Of each package that the cuda extra pins, the version found and the one wanted."""
+    """The installed and the required version of each package that the cuda extra pins."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     extra = re.search(r"^cuda = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)  # Python 3.10 has no tomllib
     assert extra is not None, "pyproject.toml has a cuda extra"
@@ -70,7 +70,7 @@ def versions() -> dict[str, dict[str, str | None]]:
 
 
 def run_tests(folder: Path) -> dict[str, Any]:
-    """test/gpu; how many passed, failed and were skipped."""
+    """Run test/gpu; the numbers of passed, failed and skipped tests."""
     report = folder / "pytest.xml"
     command = ["-m", "pytest", "test/gpu", "-q", "--maxfail=20", "-p", "no:cacheprovider", f"--junitxml={report}"]
     code, seconds = _run(command, folder / "pytest.log")
@@ -83,7 +83,7 @@ def run_tests(folder: Path) -> dict[str, Any]:
 
 
 def run_benchmark(line: str, number: int, folder: Path) -> dict[str, Any]:
-    """One benchmark with its arguments; its results and its log go to `folder`."""
+    """Run one benchmark with its arguments; results and log go to `folder`."""
     print(f"== benchmark.{line}")
     name, *arguments = shlex.split(line)
     code, seconds = _run(["-m", f"benchmark.{name}", *arguments, "--out", str(folder)], folder / f"{number}-{name}.log")
@@ -91,7 +91,7 @@ def run_benchmark(line: str, number: int, folder: Path) -> dict[str, Any]:
 
 
 def _run(command: list[str], log: Path) -> tuple[int, float]:
-    """Run Python with this checkout's packages; returns the exit status and seconds."""
+    """Run Python with this checkout's packages; return the exit status and the seconds."""
     settings = environment() | {"PYTHONUNBUFFERED": "1"}
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
@@ -101,10 +101,10 @@ def _run(command: list[str], log: Path) -> tuple[int, float]:
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    """A line for each thing that is not as wanted."""
+    """One line per failed check."""
     lines = [] if found["device"] else ["there is no CUDA device"]
     lines += [
-        f"{name} is {v['found'] or 'missing'}, not {v['wanted']}" for name, v in found["versions"].items() if v["found"] != v["wanted"]
+        f"{name} is {v['found'] or 'missing'}, required {v['wanted']}" for name, v in found["versions"].items() if v["found"] != v["wanted"]
     ]
     if found["tests"] and found["tests"]["exit"]:
         lines.append("test/gpu")

@@ -1,10 +1,11 @@
-"""Train an EAGLE-3 draft head for a model, from text that the model writes itself.
+"""Train an EAGLE-3 draft head for a model, on text that the model writes itself.
 
     python scripts/train_eagle.py --model-path MODEL --output HEAD_FOLDER
 
-writes conversations with `runtime.Engine` (--generate-minutes), trains (--train-minutes), measures acceptance with the server, and leaves
-config.json, model.safetensors, README.md, evaluation.json, training.json and curves.png in HEAD_FOLDER. Cut off, the same command goes on
-where it stopped. --quick shows all of it in minutes, with a head that is not worth much.
+The script writes conversations with `runtime.Engine` (--generate-minutes), trains (--train-minutes) and measures
+acceptance with the server. It writes config.json, model.safetensors, README.md, evaluation.json, training.json and
+curves.png to HEAD_FOLDER. After an interruption, the same command continues. --quick runs all phases in minutes and
+makes a poor head.
 """
 
 from __future__ import annotations
@@ -15,54 +16,54 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# The package, the result frame and the parts of this script; children of the engine find the package the same way.
+# The package, the benchmark package and the parts of this script; child processes of the engine inherit the path.
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "python"), str(ROOT)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 PHASES = ("generate", "train", "evaluate")
 COMPARE = "compare"
-"""A phase of its own: it needs the figures of two runs."""
+"""A separate phase, which needs the figures of two runs."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = p.add_argument
-    add("--model-path", help="the target: folder, hub id or .gguf file; default: the embedded model")
-    add("--output", type=Path, required=True, help="the head's folder")
-    add("--work", type=Path, help="folder of data and checkpoints; default: OUTPUT-work")
-    add("--phases", default=",".join(PHASES), help="which of generate,train,evaluate to run (default: all), or compare")
-    add("--other-seed", type=Path, help="for compare: folder of a head trained alike with another seed; its figures go on the card")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-    add("--dtype", choices=("float32", "bfloat16"), help="of target and products; default: bfloat16 on cuda, float32 on cpu")
-    add("--threads", type=int, help="CPU threads; default: the cores there are")
+    add("--model-path", help="target: folder, hub id or .gguf file; default: the embedded model")
+    add("--output", type=Path, required=True, help="folder of the head")
+    add("--work", type=Path, help="folder for data and checkpoints; default: OUTPUT-work")
+    add("--phases", default=",".join(PHASES), help="phases to run: generate,train,evaluate (default: all), or compare")
+    add("--other-seed", type=Path, help="for compare: folder of a head trained with another seed; its figures go to the model card")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    add("--dtype", choices=("float32", "bfloat16"), help="dtype of the target and of GEMMs; default: bfloat16 on cuda, float32 on cpu")
+    add("--threads", type=int, help="CPU threads; default: all cores")
     add("--seed", type=int, default=0)
-    add("--quick", action="store_true", help="little of everything")
+    add("--quick", action="store_true", help="a small run of all phases")
     data = p.add_argument_group("data")
-    data.add_argument("--generate-minutes", type=float, default=4.0, help="begin no further round after that (default %(default)s)")
-    data.add_argument("--generate-tokens", type=int, default=40_000_000, help="answer tokens that are enough (default %(default)s)")
-    data.add_argument("--answer-tokens", type=int, default=512, help="longest answer (default %(default)s)")
-    data.add_argument("--held-out", type=int, default=256, help="prompts never trained on (default %(default)s)")
-    data.add_argument("--quantization", choices=("int8",), help="of the writing target, on a CPU")
-    data.add_argument("--batch", type=int, help="requests together; default: 512 on cuda, 16 on cpu")
+    data.add_argument("--generate-minutes", type=float, default=4.0, help="start no round after this time (default %(default)s)")
+    data.add_argument("--generate-tokens", type=int, default=40_000_000, help="stop after this many answer tokens (default %(default)s)")
+    data.add_argument("--answer-tokens", type=int, default=512, help="maximum answer length (default %(default)s)")
+    data.add_argument("--held-out", type=int, default=256, help="number of prompts excluded from training (default %(default)s)")
+    data.add_argument("--quantization", choices=("int8",), help="quantisation of the target that writes the text, on a CPU")
+    data.add_argument("--batch", type=int, help="batch size; default: 512 on cuda, 16 on cpu")
     head = p.add_argument_group("head")
     head.add_argument("--draft-vocab-size", type=int, default=8192, help="default %(default)s")
     head.add_argument("--intermediate-size", type=int, help="default: the target's")
-    head.add_argument("--aux-layers", type=int, nargs=3, help="layers whose input streams are the features; default: 2, n/2, n-3")
+    head.add_argument("--aux-layers", type=int, nargs=3, help="layers whose inputs are the features; default: 2, n/2, n-3")
     course = p.add_argument_group("training")
     course.add_argument("--train-minutes", type=float, default=4.5, help="default %(default)s")
-    course.add_argument("--train-steps", type=int, help="in place of minutes")
-    course.add_argument("--passes", type=int, default=5, help="draft passes unrolled (default %(default)s)")
+    course.add_argument("--train-steps", type=int, help="optimiser steps instead of minutes")
+    course.add_argument("--passes", type=int, default=5, help="number of unrolled draft passes (default %(default)s)")
     course.add_argument("--batch-tokens", type=int, help="default: 32768 on cuda, 2048 on cpu")
-    course.add_argument("--max-length", type=int, default=1024, help="longest row (default %(default)s)")
+    course.add_argument("--max-length", type=int, default=1024, help="maximum row length (default %(default)s)")
     course.add_argument("--learning-rate", type=float, default=1e-3, help="default %(default)s")
     course.add_argument("--hard-share", type=float, default=0.3, help="weight of the target's argmax in the loss (default %(default)s)")
-    course.add_argument("--pass-decay", type=float, default=0.9, help="weight of a pass relative to the one before (default %(default)s)")
-    course.add_argument("--joined-share", type=float, default=0.15, help="conversations that share rows (default %(default)s)")
+    course.add_argument("--pass-decay", type=float, default=0.9, help="weight of a pass relative to the previous one (default %(default)s)")
+    course.add_argument("--joined-share", type=float, default=0.15, help="share of conversations that share rows (default %(default)s)")
     measured = p.add_argument_group("measuring")
-    measured.add_argument("--shapes", default="3/1/4,5/1/6", help="steps/topk/draft tokens to measure (default %(default)s)")
-    measured.add_argument("--prompts", type=int, default=256, help="held-out prompts, at most (default %(default)s)")
-    measured.add_argument("--measured-tokens", type=int, default=256, help="longest measured answer (default %(default)s)")
+    measured.add_argument("--shapes", default="3/1/4,5/1/6", help="measured shapes, steps/topk/draft tokens (default %(default)s)")
+    measured.add_argument("--prompts", type=int, default=256, help="maximum number of held-out prompts (default %(default)s)")
+    measured.add_argument("--measured-tokens", type=int, default=256, help="maximum length of measured answers (default %(default)s)")
     return p
 
 
@@ -70,7 +71,7 @@ QUICK = {
     "generate_minutes": 2.0, "generate_tokens": 6000, "answer_tokens": 64, "held_out": 8, "draft_vocab_size": 4096, "train_minutes": 1.0,
     "prompts": 8, "measured_tokens": 48,
 }  # fmt: skip
-"""What --quick makes of options that are left alone."""
+"""Defaults of options with --quick."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -82,9 +83,9 @@ def main(argv: list[str] | None = None) -> None:
         args = parser.parse_args(argv)
     phases = args.phases.split(",")
     if phases != [COMPARE] and not set(phases) <= set(PHASES):
-        raise SystemExit(f"--phases {args.phases}: it must name {', '.join(PHASES)}, or be {COMPARE}")
+        raise SystemExit(f"--phases {args.phases}: the value must list {', '.join(PHASES)}, or be {COMPARE}")
     if (phases == [COMPARE]) != (args.other_seed is not None):
-        raise SystemExit(f"--phases {COMPARE} and --other-seed FOLDER go together")
+        raise SystemExit(f"--phases {COMPARE} requires --other-seed FOLDER, and --other-seed requires --phases {COMPARE}")
     if args.other_seed is not None:
         from eagle_training.pipeline import compare
 

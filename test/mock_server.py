@@ -1,4 +1,4 @@
-"""A server with known timings: speaks the dialects that `bench_serving` measures, over real sockets."""
+"""A mock server with configurable timings that speaks the APIs measured by `bench_serving`, over real sockets."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 
 @dataclass
 class Script:
-    """What the mock does: `ttft` s before the first chunk, `gap` s between chunks, `per_chunk` tokens in each.
+    """The behaviour of the mock: `ttft` s before the first chunk, `gap` s between chunks, `per_chunk` tokens per chunk.
 
-    `fail(number)` -> "" | "status" | "cut" | "error": how the request of that number (from 0) fails.
+    `fail(number)` -> "" | "status" | "cut" | "error": how request `number` (from 0) fails.
     """
 
     ttft: float = 0.1
@@ -27,11 +27,11 @@ class Script:
     spec: bool = False
     requests: list[dict[str, Any]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
-    sent_at: list[list[float]] = field(default_factory=list)  # by request: when it was read, when each chunk with tokens was written
+    sent_at: list[list[float]] = field(default_factory=list)  # per request: time of reading it, then of writing each chunk
 
 
 class MockServer:
-    """Answers `/generate`, `/v1/completions`, `/v1/chat/completions` and what the client asks besides."""
+    """Answers `/generate`, `/v1/completions`, `/v1/chat/completions` and the information endpoints."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -105,7 +105,7 @@ class MockServer:
             meta: dict[str, Any] = {"prompt_tokens": 7, "completion_tokens": sent, "finish_reason": {"type": end} if end else None}
             if self.script.spec:
                 steps = (sent + self.script.per_chunk - 1) // self.script.per_chunk
-                accepted = sent - 1 - steps  # a window's own token and what it accepted; the first token comes of the prompt
+                accepted = sent - 1 - steps  # the first token comes from the prompt, and one per step is the bonus token
                 meta |= {"spec_verify_ct": steps, "spec_accepted_by_position": [min(steps, accepted), max(accepted - steps, 0)]}
             return {"text": "a " * sent, "meta_info": meta}
         if path == "/v1/completions":
@@ -130,7 +130,7 @@ def _wanted(body: dict[str, Any]) -> int:
 
 @contextmanager
 def mock_server(script: Script) -> Iterator[int]:
-    """Serve in a thread of its own; yields the port."""
+    """Serve in its own thread; yield the port."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -149,5 +149,5 @@ async def _serve(ttft: float, gap: float) -> None:
     await server.serve_forever()
 
 
-if __name__ == "__main__":  # python mock_server.py TTFT GAP: serves in a process of its own and prints the port
+if __name__ == "__main__":  # python mock_server.py TTFT GAP: serve in this process and print the port
     asyncio.run(_serve(float(sys.argv[1]), float(sys.argv[2])))

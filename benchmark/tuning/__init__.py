@@ -1,15 +1,16 @@
-"""Tools that chose how kernels are cut: each needs a GPU, and makes no table of the README or the docs.
+"""Tools that choose kernel configurations; they need a GPU and make no table of the documentation.
 
-Run one after a change to a kernel, with another version of Triton, or on another kind of GPU, and look whether the constants that it names
-are still the fastest ones. Figures go to `results/MACHINE/tuning/`.
+Run a tool after a change to a kernel, with a new version of Triton, or on another kind of GPU, and check that the
+constants it names are still the fastest. Figures go to `results/MACHINE/tuning/`.
 
     PYTHONPATH=python python -m benchmark.tuning.TOOL
 
-- `products`: every cut of the small matrix product; what `candidate_configs` of layers/gemm_choice.py offers to be timed at start.
-- `split_attention`: cuts of split attention beside FA3; `default_config` of layers/attention/split_decode.py, and `split_wins` of
-  layers/attention/flash_attention.py.
+- `gemms`: all configurations of the Triton GEMM; autotune should offer the fastest ones (layers/gemm/autotune.py).
+- `split_attention`: configurations of split-KV attention next to FA3; sets the default configuration and the batch
+sizes at which it is used.
 - `attention_backends`: one pass of each attention backend by page size.
-- `decode_step`: the whole step of 32 layers and the head, with kernels left out in turn: whether what is faster alone is so in the chain.
+- `decode_step`: a whole step of 32 layers and the head, with kernels left out in turn, to see whether a gain alone is a
+gain in the step.
 
-All work on Llama-3-8B's sizes (`world`), and time graphs (`clock`).
+All tools use the sizes of Llama-3-8B (`world`) and time graphs (`clock`).
 """

@@ -1,4 +1,5 @@
-"""One decode pass of each attention backend by page size: microseconds a layer, in graphs of 16 over the keys of 4 layers.
+"""One decode pass of each attention backend by page size: microseconds per layer, in graphs of 16 layers over the keys
+of 4.
 
 PYTHONPATH=python python -m benchmark.tuning.attention_backends --backends fa3,flashinfer --pages 1,16
 """
@@ -24,7 +25,7 @@ LAYERS, PASSES = 4, 16
 
 
 class Case(NamedTuple):
-    """One kind of pass: `batch` requests of `length` keys, `width` queries of each."""
+    """One kind of pass: `batch` requests with `length` keys and `width` queries each."""
 
     backend: str
     page: int
@@ -33,7 +34,7 @@ class Case(NamedTuple):
     length: int
 
     def row(self, us: float, rate: float | None) -> Row:
-        """What is recorded of a layer that takes `us`."""
+        """The row of a layer that takes `us` microseconds."""
         found: Row = {**self._asdict(), "us": round(us, 2)}
         roof = attention_roof_us(self.batch, self.length, rate)
         return found if roof is None else found | {"roof_us": round(roof, 2)}
@@ -53,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments("attention_backends", __doc__)
     parser.add_argument("--backends", type=names, default=["fa3"], help="fa3, flashinfer")
     parser.add_argument("--pages", type=counts, default=[1, 16], help="page sizes")
-    parser.add_argument("--widths", type=counts, default=[1, 4], help="queries of each request")
+    parser.add_argument("--widths", type=counts, default=[1, 4], help="queries per request")
     parser.add_argument("--batch-sizes", type=counts, default=[1, 8, 32])
-    parser.add_argument("--length", type=int, default=2000, help="keys of each request")
+    parser.add_argument("--length", type=int, default=2000, help="keys per request")
     args = parse_on_gpu(parser, argv)
     record = Record(NAME, Case._fields, args.out)
     rate = read_rate(record.data["machine"])

@@ -1,4 +1,4 @@
-"""Times of work on the GPU, replayed from a captured graph."""
+"""Times of GPU work, replayed from a captured graph."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from runtime.layers.kernels.graph_timer import replay_times
 
 
 def median_us(run: Callable[[], object]) -> float:
-    """The middle one of nine replays: what a figure is."""
+    """The median of nine replays, for figures."""
     return statistics.median(_times(run, 9))
 
 
 def best_us(run: Callable[[], object]) -> float:
-    """The shortest of five replays, so that a hiccup picks no winner."""
+    """The minimum of five replays, for choosing between candidates."""
     return min(_times(run, 5))
 
 
 def _times(run: Callable[[], object], replays: int) -> list[float]:
-    run()  # compiles
+    run()  # compile
     return replay_times(run, replays)

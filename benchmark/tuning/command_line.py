@@ -1,4 +1,4 @@
-"""The command line of a tuning tool, which is refused where there is no GPU."""
+"""The command line of a tuning tool, which requires a GPU."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 
 
 def arguments(tool: str, description: str | None) -> argparse.ArgumentParser:
-    """The flags that all tools share."""
+    """A parser with the flags that all tools share."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmark.tuning.{tool}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="folder for the result files, in place of benchmark/results")
+    parser.add_argument("--out", type=Path, help="folder for result files instead of benchmark/results")
     return parser
 
 
 def parse_on_gpu(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, on a machine that can obey it.
+    """Parse the command line on a machine with a GPU.
 
     Raises:
-        SystemExit: there is no GPU, in one line; or bad flags.
+        SystemExit: there is no GPU, or a flag is wrong.
     """
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        raise SystemExit(f"{parser.prog}: this times kernels on a CUDA GPU, and torch finds none here")
+        raise SystemExit(f"{parser.prog}: a CUDA GPU is required, and torch finds none")
     return args
 
 
@@ -34,9 +34,9 @@ def counts(text: str) -> list[int]:
     """`1,4,16` as a list.
 
     Raises:
-        argparse.ArgumentTypeError: not numbers, or one below 1.
+        argparse.ArgumentTypeError: an item is not an integer of at least 1.
     """
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 1 on, such as 1,4,16")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive integers such as 1,4,16")
     return [int(part) for part in parts]

@@ -1,8 +1,9 @@
-"""A whole decode step of Llama-3-8B with all its kernels, then without attention, rotary and head in turn, with and without early launch.
+"""A decode step of Llama-3-8B with all kernels, then without attention, rotary and head in turn, with and without PDL.
 
     PYTHONPATH=python python -m benchmark.tuning.decode_step --batch-sizes 1,4,16,32 --widths 1,4
 
-The chain without scheduler and host: what is faster alone need not be in it. Random weights, each product as timed fastest at start.
+The step runs without scheduler and host. A kernel that is faster alone may be slower in the step. Weights are random
+and GEMMs are autotuned.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from runtime.layers.linear import Linear
 from runtime.layers.ops import HeadLayout, RMSNorm, Rope, Stream
 from runtime.models.decoder import DecoderLayer
 
-if TYPE_CHECKING:  # it imports Triton, which is where a GPU is
+if TYPE_CHECKING:  # requires Triton, which is installed with a GPU only
     from runtime.layers.cuda_ops import CudaOps
 
 NAME = "tuning/decode_step"
@@ -35,7 +36,7 @@ KEYS = ("layers", "backend", "batch", "width", "length", "pdl")
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of step: requests, tokens of each in the pass, tokens of each in all."""
+    """One kind of step: requests, tokens per request in the pass, tokens per request in total."""
 
     layers: int
     backend: str
@@ -49,12 +50,12 @@ class Case:
         return self.batch * self.width
 
     def roof_us(self, rate: float | None) -> float | None:
-        """Microseconds to read weights, keys and values at `rate` bytes a second."""
+        """Microseconds to read weights, keys and values at `rate` bytes per second."""
         shape = replace(SHAPE, layers=self.layers)
         return None if rate is None else plain_roof_ms(shape, self.batch, self.length, rate) * 1e3
 
     def row(self, pdl: bool, us: dict[str, float], choices: dict[str, str], rate: float | None) -> Row:
-        """What is recorded: `us` by what is in the step, `choices` by product."""
+        """A result row: `us` by the parts of the step, `choices` by GEMM."""
         found: Row = {**vars(self), "pdl": pdl, "us": {name: round(spent, 1) for name, spent in us.items()}, "choices": choices}
         roof = self.roof_us(rate)
         return found if roof is None else found | {"roof_us": round(roof, 1)}
@@ -71,7 +72,7 @@ def model(layers: int) -> tuple[list[DecoderLayer], Linear]:
 
 
 def choices(ops: CudaOps, rows: int) -> dict[str, str]:
-    """How each product of so many rows is computed; what was not timed is left out."""
+    """The autotuned kernel of each GEMM with `rows` rows."""
     from runtime.layers.gemm.autotune import describe, row_class
     from runtime.layers.gemm.triton_gemm import MAX_ROWS
 
@@ -111,12 +112,12 @@ def times(ops: CudaOps, layers: list[DecoderLayer], head: Linear, case: Case) ->
         "all": median_us(lambda: run(True, True, True)),
         "without attention": median_us(lambda: run(True, False, True)),
         "without attention, rotary": median_us(lambda: run(False, False, True)),
-        "products of the layers": median_us(lambda: run(False, False, False)),
+        "GEMMs of the layers": median_us(lambda: run(False, False, False)),
     }
 
 
 def measure(cases: Sequence[Case], record: Record) -> None:
-    """Time every case without early launch and, where the GPU has it, with it."""
+    """Time all cases without PDL and, if the GPU supports it, with PDL."""
     from runtime.layers.cuda_ops import CudaOps
 
     rate = read_rate(record.data["machine"])
@@ -136,8 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and record."""
     parser = arguments("decode_step", __doc__)
     parser.add_argument("--batch-sizes", type=counts, default=[1, 4, 16, 32])
-    parser.add_argument("--widths", type=counts, default=[1, 4], help="tokens of each request in a pass: 1, or drafts that are verified")
-    parser.add_argument("--length", type=int, default=2000, help="tokens of each request in all")
+    parser.add_argument("--widths", type=counts, default=[1, 4], help="tokens per request in a pass: 1, or the width of a draft window")
+    parser.add_argument("--length", type=int, default=2000, help="tokens per request in total")
     parser.add_argument("--layers", type=int, default=SHAPE.layers)
     parser.add_argument("--backends", type=names, default=["fa3"], help="fa3, flashinfer")
     args = parse_on_gpu(parser, argv)

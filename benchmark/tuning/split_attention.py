@@ -1,9 +1,10 @@
-"""Split attention, cut in several ways, beside FA3: microseconds a layer in graphs of 32 layers, each over its own keys.
+"""Configurations of split-KV attention next to FA3: microseconds per layer in graphs of 32 layers, each over its own
+keys.
 
     PYTHONPATH=python python -m benchmark.tuning.split_attention
 
-Llama-3-8B's heads. Every cut's result is compared with FA3's before its time is taken. The last table is what `split_wins` of
-layers/attention/flash_attention.py should say, and the best cuts what `default_config` of split_decode.py should be.
+The heads are those of Llama-3-8B. Each result is compared with FA3's before it is timed. The last table shows where
+split attention should replace FA3, and the best configurations should be the defaults.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,31 +37,35 @@ from benchmark.tuning.world import (
     page_table,
     read_rate,
 )
+from runtime.config.device_tuning import H200
+from runtime.config.kernel_configs import SplitConfig
 from runtime.layers.attention.base import plan_pass
 from runtime.mem_cache.kv_pool import PageTable
 
-if TYPE_CHECKING:  # it imports Triton, which is where a GPU is
-    from runtime.layers.attention.kernels.split_decode import SplitConfig, SplitShape
+if TYPE_CHECKING:  # requires Triton, which is installed with a GPU only
+    from runtime.layers.attention.kernels.split_decode import SplitShape
 
 NAME = "tuning/split_attention"
 LAYERS = SHAPE.layers
-CUTS: dict[str, dict[str, Any]] = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "64x4": {"tile": 64, "num_warps": 4, "stages": 4, "programs_per_sm": 2},
     "64x3 3/SM": {"tile": 64, "num_warps": 4, "stages": 3, "programs_per_sm": 3},
     "128x3 1/SM": {"tile": 128, "num_warps": 4, "stages": 3, "programs_per_sm": 1, "alone": 2},
-    "64x4 dealt": {"tile": 64, "num_warps": 4, "stages": 4, "programs_per_sm": 2, "dealt": True},
-    "64x3 3/SM dealt": {"tile": 64, "num_warps": 4, "stages": 3, "programs_per_sm": 3, "dealt": True},
-    "128x3 1/SM dealt": {"tile": 128, "num_warps": 4, "stages": 3, "programs_per_sm": 1, "dealt": True},
+    "64x4 dealt": {"tile": 64, "num_warps": 4, "stages": 4, "programs_per_sm": 2, "scheduled": True},
+    "64x3 3/SM dealt": {"tile": 64, "num_warps": 4, "stages": 3, "programs_per_sm": 3, "scheduled": True},
+    "128x3 1/SM dealt": {"tile": 128, "num_warps": 4, "stages": 3, "programs_per_sm": 1, "scheduled": True},
 }
-"""Fields of `SplitConfig`, by keys of a tile x stages, and programs for each multiprocessor if not 2."""
+"""Fields of `SplitConfig` by name: keys per tile x stages, programs per multiprocessor if not 2, and `dealt` if
+scheduled.
+"""
 TOLERANCE = 2e-2
-"""Relative error of a query and head between two ways of bfloat16."""
+"""Maximum relative error per query and head in bfloat16."""
 POOL_PAGE = 64
-"""Slots that the pool is made of; every page size divides it."""
+"""Slots per unit of the pool; all page sizes divide it."""
 
 
 class Case(NamedTuple):
-    """One kind of pass. Ragged lengths lie between a quarter and seven quarters of `length`."""
+    """One kind of pass. Ragged lengths are between 1/4 and 7/4 of `length`."""
 
     page: int
     width: int
@@ -68,36 +74,36 @@ class Case(NamedTuple):
     ragged: bool
 
     def lens(self, device: torch.device = CUDA) -> torch.Tensor:
-        """int32 [batch], of mean `length`."""
+        """int32 [batch] with mean `length`."""
         spread = torch.linspace(0.25, 1.75, self.batch) if self.ragged else torch.ones(self.batch)
         return (spread[torch.randperm(self.batch)] * self.length).to(device, torch.int32)
 
     @property
     def longest(self) -> int:
-        """Keys of the longest request."""
+        """Number of keys of the longest request."""
         return self.length * (7 if self.ragged else 4) // 4
 
     @property
     def slots(self) -> int:
-        """Slots of KV, in whole pages of the pool."""
+        """Number of KV slots, in whole units of the pool."""
         return self.batch * -(-self.longest // POOL_PAGE) * POOL_PAGE
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
-    """What the command line asks for; one request alone is not ragged."""
+    """The cases of the command line; a single request is not ragged."""
     lengths = [(length, False) for length in args.lengths] + [(length, True) for length in args.ragged]
     asked = itertools.product(args.pages, args.widths, args.batch_sizes, lengths)
     return [Case(page, width, batch, *length) for page, width, batch, length in asked if batch > 1 or not length[1]]
 
 
 def that_fit(cases: Sequence[Case], free_bytes: int) -> list[Case]:
-    """The cases whose KV leaves a fifth of the free memory."""
+    """The cases whose KV leaves a fifth of the free memory unused."""
     room = free_bytes * 4 // 5 // SHAPE.kv_bytes_per_token
     return [case for case in cases if case.slots <= room]
 
 
 def split_shape(batch: int, width: int, config: SplitConfig) -> SplitShape:
-    """A kind of pass on this GPU."""
+    """The shape of a pass on this GPU."""
     from runtime.layers.attention.kernels.split_decode import SplitShape
 
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -105,57 +111,57 @@ def split_shape(batch: int, width: int, config: SplitConfig) -> SplitShape:
 
 
 def configs() -> dict[str, SplitConfig]:
-    """`CUTS` as the kernel takes them."""
-    from runtime.layers.attention.kernels.split_decode import SplitConfig
-
-    return {name: SplitConfig(**fields) for name, fields in CUTS.items()}
+    """`CONFIGS` as kernel configurations."""
+    return {name: SplitConfig(**fields) for name, fields in CONFIGS.items()}
 
 
 def compile_kind(kind: tuple[int, int, int, SplitConfig]) -> None:
-    """Run one kind of pass once, so that its kernel lies in the compiler's cache."""
-    from runtime.layers.attention.kernels.split_decode import first_run
+    """Run one kind of pass once, to compile its kernel into the cache."""
+    from runtime.layers.attention.kernels.split_decode import warm_up
 
     page, width, batch, config = kind
-    first_run(split_shape(batch, width, config), page, BF16, CUDA, tree=False, window=-1, pdl=True)
+    warm_up(split_shape(batch, width, config), page, BF16, CUDA, tree=False, window=-1, pdl=True)
     torch.cuda.synchronize()
 
 
 def compile_all(cases: Iterable[Case], workers: int) -> None:
-    """Compile every kernel once, in processes beside each other."""
+    """Compile all kernels in parallel processes."""
     kinds = {}
     for (page, width, batch, _, _), config in itertools.product(cases, configs().values()):
         padded = 1 << (split_shape(batch, width, config).splits - 1).bit_length()
-        kinds[page, width, padded, config.tile, config.num_warps, config.stages, config.alone, config.dealt] = (page, width, batch, config)
+        cut = (page, width, padded, config.tile, config.num_warps, config.stages, config.alone, config.scheduled)
+        kinds[cut] = (page, width, batch, config)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_kind, kinds.values(), chunksize=4))
     print(f"{len(kinds)} kernels compiled", flush=True)
 
 
 class Keys:
-    """KV of all layers, allocated once and looked at as pages of any size."""
+    """KV of all layers, allocated once and viewed as pages of any size."""
 
     def __init__(self, slots: int) -> None:
         self.pool = kv_pool(LAYERS, slots // POOL_PAGE, POOL_PAGE)
         self._k, self._v = self.pool.k, self.pool.v
 
     def paged(self, page: int, batch: int, length: int) -> PageTable:
-        """Cut the pool into pages, and deal them to requests at random."""
+        """Split the pool into pages and assign them to requests at random."""
         self.pool.page_size = page
         self.pool.k, self.pool.v = ([cache.view(-1, page, G, D) for cache in caches] for caches in (self._k, self._v))
         return page_table(batch, length, page)
 
 
 def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
-    """FA3 and every cut, as functions that attend in all layers. All see the same queries, keys and lengths."""
+    """FA3 and all configurations as functions that attend in all layers, with the same queries, keys and lengths."""
     from runtime.layers.attention.fa3 import FlashAttention
     from runtime.layers.attention.kernels.split_decode import SplitKeys, SplitWorkspace, split_attention
-    from runtime.layers.attention.kernels.split_schedule import deal
+    from runtime.layers.attention.kernels.split_schedule import schedule_work
 
     page, width, size, _, _ = case
     table, lens, pool = keys.paged(page, size, case.longest), case.lens(), keys.pool
     q = torch.randn((size * width, H, D), device="cuda").to(BF16)
     rows = torch.arange(1, size + 1, dtype=torch.int32, device="cuda")
-    shape = attention_shape(LAYERS, size, width, case.longest)
+    fa3_only = replace(H200, split_kv_batches=())  # every configuration is compared with FA3
+    shape = replace(attention_shape(LAYERS, size, width, case.longest), tuning=fa3_only)
     backend = FlashAttention(shape, pool, table)
     batch = decode_batch(size, width, case.longest)
     batch.seq_lens.copy_(lens)
@@ -165,25 +171,25 @@ def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
         return [backend.forward(q, layer, batch).view(q.shape) for layer in shape.layers]
 
     def split(config: SplitConfig) -> Callable[[], list[torch.Tensor]]:
-        cut = split_shape(size, width, config)
-        workspace = SplitWorkspace([cut], q.device)
-        where = SplitKeys(table.pages, rows, lens, page, cut.empty_deal(q.device))
-        if where.deal is not None:
-            deal(lens, cut.splits, config.tile, where.deal)
-        return lambda: [split_attention(q, k, v, where, cut, workspace, D**-0.5, pdl=True) for k, v in zip(pool.k, pool.v, strict=True)]
+        sizes = split_shape(size, width, config)
+        workspace = SplitWorkspace([sizes], q.device)
+        where = SplitKeys(table.pages, rows, lens, page, sizes.empty_schedule(q.device))
+        if where.schedule is not None:
+            schedule_work(lens, sizes.splits, config.tile, where.schedule)
+        return lambda: [split_attention(q, k, v, where, sizes, workspace, D**-0.5, pdl=True) for k, v in zip(pool.k, pool.v, strict=True)]
 
     return {"FA3": fa3} | {name: split(config) for name, config in configs().items()}
 
 
 def compare(name: str, case: Case, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:
-    """Raise where a layer's output is not FA3's."""
+    """Raise SystemExit if the output of a layer differs from FA3's."""
     error = torch.stack([((a.float() - b.float()).norm(dim=-1) / b.float().norm(dim=-1)).max() for a, b in zip(got, want, strict=True)])
     if not bool((error < TOLERANCE).all()):
-        raise SystemExit(f"{name} computes something else than FA3 for {case}: relative error {float(error.max()):.1e}")
+        raise SystemExit(f"{name} differs from FA3 for {case}: relative error {float(error.max()):.1e}")
 
 
 def row(case: Case, times: dict[str, float], rate: float | None) -> Row:
-    """What is recorded of a case, of microseconds a layer by FA3 and by each cut."""
+    """A result row of a case, from the microseconds per layer of FA3 and of each configuration."""
     roof = attention_roof_us(case.batch, case.length, rate)
     split = {name: round(spent, 1) for name, spent in times.items() if name != "FA3"}
     found: Row = {**case._asdict(), **({} if roof is None else {"roof us": round(roof, 1)})}
@@ -191,7 +197,7 @@ def row(case: Case, times: dict[str, float], rate: float | None) -> Row:
 
 
 def line(row: Row) -> str:
-    """A case on one line: FA3, the cuts, the best of them."""
+    """A case on one line: FA3, the configurations, and the best one."""
     label = f"page {row['page']:2} q {row['width']} B {row['batch']:2} L {row['length']:4}{'~' if row['ragged'] else ' '}"
     roof = f"roof {row['roof us']:6.1f} " if "roof us" in row else ""
     cells = " ".join(f"{spent:6.1f}" for spent in row["split us"].values())
@@ -199,17 +205,17 @@ def line(row: Row) -> str:
     return f"{label}: {roof}FA3 {row['FA3 us']:6.1f} | {cells} | {best}"
 
 
-def choice(rows: Sequence[Row], cut: str) -> list[str]:
-    """How much faster than FA3 one cut is, by width and batch: the least and the mean over the lengths."""
+def choice(rows: Sequence[Row], config: str) -> list[str]:
+    """FA3's time / that of one configuration, by width and batch: minimum and mean over the lengths."""
     ratios: dict[tuple[int, int], list[float]] = {}
     for row in rows:
-        ratios.setdefault((row["width"], row["batch"]), []).append(row["FA3 us"] / row["split us"][cut])
+        ratios.setdefault((row["width"], row["batch"]), []).append(row["FA3 us"] / row["split us"][config])
     lines = [f"q {width} B {batch:2}: {min(found):.2f} {sum(found) / len(found):.2f}" for (width, batch), found in ratios.items()]
-    return [f"FA3's time over that of {cut}: least, mean", *lines]
+    return [f"FA3's time / that of {config}: minimum, mean", *lines]
 
 
 def measure(keys: Keys, case: Case) -> dict[str, float]:
-    """Microseconds a layer of every way, all of which compute the same."""
+    """Microseconds per layer of FA3 and all configurations, after comparing their results."""
     ways = runs(keys, case)
     torch.cuda.synchronize()
     want = ways["FA3"]()
@@ -222,11 +228,11 @@ def parser() -> argparse.ArgumentParser:
     """The flags."""
     found = arguments("split_attention", __doc__)
     found.add_argument("--pages", type=page_sizes, default=[64], help=f"page sizes, powers of two up to {POOL_PAGE}")
-    found.add_argument("--widths", type=counts, default=[1, 4], help="queries of each request")
+    found.add_argument("--widths", type=counts, default=[1, 4], help="queries per request")
     found.add_argument("--batch-sizes", type=counts, default=[1, 4, 8, 16, 32, 64])
-    found.add_argument("--lengths", type=counts, default=[128, 1000, 2000, 8000], help="keys of each request")
-    found.add_argument("--ragged", type=counts_or_none, default=[2000], help="mean lengths of batches of unlike requests, or none")
-    found.add_argument("--workers", type=int, default=12, help="processes that compile")
+    found.add_argument("--lengths", type=counts, default=[128, 1000, 2000, 8000], help="keys per request")
+    found.add_argument("--ragged", type=counts_or_none, default=[2000], help="mean lengths of ragged batches, or none")
+    found.add_argument("--workers", type=int, default=12, help="processes for compilation")
     return found
 
 
@@ -236,10 +242,10 @@ def counts_or_none(text: str) -> list[int]:
 
 
 def page_sizes(text: str) -> list[int]:
-    """`1,64` as a list of sizes that the pool can be cut into."""
+    """`1,64` as a list of page sizes that divide the unit of the pool."""
     found = counts(text)
     if wrong := [page for page in found if POOL_PAGE % page]:
-        raise argparse.ArgumentTypeError(f"pages of {wrong[0]}: the pool is cut into powers of two up to {POOL_PAGE}")
+        raise argparse.ArgumentTypeError(f"page size {wrong[0]}: the value must be a power of two up to {POOL_PAGE}")
     return found
 
 
@@ -249,25 +255,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked = cases(args)
     started = time.monotonic()
     compile_all(asked, args.workers)
-    from runtime.layers.attention import fa3 as flash_attention
-
-    flash_attention.split_wins = lambda batch: False  # FA3 alone is what cuts are compared with
     record = Record(NAME, Case._fields, args.out)
     rate, rows = read_rate(record.data["machine"]), []
     with torch.inference_mode():
         fit = that_fit(asked, torch.cuda.mem_get_info()[0])
         if len(fit) < len(asked):
-            print(f"{len(asked) - len(fit)} of {len(asked)} cases need more memory than is free")
+            print(f"{len(asked) - len(fit)} of {len(asked)} cases do not fit into the free memory")
         if not fit:
-            raise SystemExit("no case fits into the free memory: ask for fewer or shorter requests")
+            raise SystemExit("no case fits into the free memory; choose fewer or shorter requests")
         keys = Keys(max(case.slots for case in fit))
-        print("µs a layer: " + ", ".join(CUTS), flush=True)
+        print("µs per layer: " + ", ".join(CONFIGS), flush=True)
         for case in fit:
             rows.append(row(case, measure(keys, case), rate))
             record.add(rows[-1])
             print(line(rows[-1]), flush=True)
-    for cut in ("64x4", "64x4 dealt"):
-        print(*choice(rows, cut), sep="\n")
+    for config in ("64x4", "64x4 dealt"):
+        print(*choice(rows, config), sep="\n")
     print(f"took {time.monotonic() - started:.0f} s")
 
 

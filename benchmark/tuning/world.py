@@ -1,4 +1,6 @@
-"""What kernels are timed on: the sizes of Llama-3-8B, its weights, KV and batches of random contents, and the roof of its attention."""
+"""The data that kernels are timed on: random weights, KV and batches with the sizes of Llama-3-8B, and the roof of its
+attention.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,14 @@ WEIGHTS = {
     "down": (SHAPE.hidden, SHAPE.intermediate),
     "head": (SHAPE.vocab, SHAPE.hidden),
 }
-"""Rows and columns of each weight of a layer, and of the head."""
+"""Rows and columns of the weights of a layer and of the head."""
 BF16 = torch.bfloat16
 KV = KVSpec("gqa", G, D, D, BF16)
 CUDA = torch.device("cuda")
 
 
 def read_rate(machine: Machine) -> float | None:
-    """Bytes a second that a kernel reads at most; None where that was not measured, and there is no roof."""
+    """Memory bandwidth in bytes per second; None if it was not measured."""
     return READ_BYTES_PER_SECOND.get(slug(machine))
 
 
@@ -40,13 +42,13 @@ def attention_roof_us(batch: int, length: float, rate: float | None) -> float | 
 
 
 def linear(name: str, device: torch.device = CUDA) -> Linear:
-    """A weight of `WEIGHTS`, random, so that a product's outputs are of the size of its inputs."""
+    """A random weight of `WEIGHTS`, scaled so that the outputs of its GEMM have the size of the inputs."""
     size = WEIGHTS[name]
     return Linear(torch.empty(size, dtype=BF16, device=device).normal_(std=size[1] ** -0.5))
 
 
 def decode_batch(size: int, width: int, length: int, device: torch.device = CUDA) -> ForwardBatch:
-    """`size` requests of `length` tokens each, the last `width` of them in this pass."""
+    """`size` requests with `length` tokens each, of which the last `width` are in this pass."""
 
     def ints(n: int) -> torch.Tensor:
         return torch.zeros(n, dtype=torch.int64, device=device)
@@ -68,7 +70,7 @@ def decode_batch(size: int, width: int, length: int, device: torch.device = CUDA
 
 
 def page_table(size: int, length: int, page_size: int, device: torch.device = CUDA) -> PageTable:
-    """Rows 1..`size` with pages for `length` tokens each, dealt at random; page 0 is nobody's."""
+    """Rows 1..`size` with random pages for `length` tokens each; page 0 is unused."""
     table = PageTable(size + 1, length, page_size, device)
     table.pages[1:] = (torch.randperm(size * table.max_pages, device=device) + 1).view(size, table.max_pages).int()
     return table
@@ -83,14 +85,14 @@ def kv_pool(layers: int, pages: int, page_size: int, device: torch.device = CUDA
 
 
 def attention_shape(layers: int, size: int, width: int, context: int) -> AttentionShape:
-    """Passes of full attention."""
+    """The attention shape of passes with full attention."""
     return AttentionShape(tuple(AttentionSpec(i, H, KV, D**-0.5) for i in range(layers)), size, width, 1, context)
 
 
 def attention_world(
     size: int, width: int, length: int, page_size: int, layers: int, device: torch.device = CUDA
 ) -> tuple[AttentionShape, KVPool, PageTable]:
-    """What a backend is built on, with room for a few tokens more than `length`."""
+    """Shape, pool and page table for a backend, with room for a few tokens more than `length`."""
     table = page_table(size, length + 64, page_size, device)
     shape = attention_shape(layers, size, width, table.max_pages * page_size)
     return shape, kv_pool(layers, size * table.max_pages, page_size, device), table

@@ -1,4 +1,4 @@
-"""Padded batches of conversations: the same for the same seed, so that training can go on where it stopped."""
+"""Padded batches of conversations, deterministic by seed, so that training can be resumed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from eagle_training.conversations import Conversation
 
 ROUND_TO = 32
-"""Row lengths are multiples of this, so that few shapes occur."""
+"""Row lengths are multiples of this, which limits the number of shapes."""
 JOIN_MOST = 4
 
 
@@ -20,11 +20,11 @@ class Batch:
     """Rows of text.
 
     Attributes:
-        ids: int64 [B, L], zero beyond a row's end.
-        depth: int32 [B, L]. At a position that sees `n + 1` tokens of an answer, the last of them its own, and predicts the next: `n`;
-            elsewhere -1. Pass `i` of a chain learns there if `n >= i`: its base is then the token before the answer or a later one, as
-            in serving.
-        tokens: how many are no padding.
+        ids: int64 [B, L], zero behind the end of a row.
+        depth: int32 [B, L]. At a position that sees `n + 1` tokens of an answer, including its own, and predicts the
+            next: `n`; elsewhere -1. Pass `i` of a chain trains there if `n >= i`: its base is then the token before the
+            answer or a later one, as in serving.
+        tokens: number of tokens without padding.
     """
 
     ids: torch.Tensor
@@ -32,12 +32,12 @@ class Batch:
     tokens: int
 
     def to(self, device: torch.device) -> Batch:
-        """The same on `device`."""
+        """A copy on `device`."""
         return Batch(self.ids.to(device, non_blocking=True), self.depth.to(device, non_blocking=True), self.tokens)
 
 
 def make_batch(rows: Sequence[Sequence[Conversation]], max_length: int) -> Batch:
-    """One row for each list of conversations, which follow one another in it."""
+    """One row per list of conversations, which are concatenated."""
     lengths = [min(sum(len(c.ids) for c in row), max_length) for row in rows]
     width = -(-max(lengths) // ROUND_TO) * ROUND_TO
     ids = np.zeros((len(rows), width), dtype=np.int64)
@@ -58,9 +58,9 @@ def make_batch(rows: Sequence[Sequence[Conversation]], max_length: int) -> Batch
 def epoch_batches(
     conversations: Sequence[Conversation], batch_tokens: int, max_length: int, joined_share: float, seed: int, epoch: int
 ) -> list[list[list[Conversation]]]:
-    """The batches of one epoch, each a list of rows of conversations; padded, a batch has at most `batch_tokens`.
+    """The batches of one epoch, each a list of rows of conversations; a padded batch has at most `batch_tokens` tokens.
 
-    `joined_share` of the conversations share rows with others, so that the head also learns from far back.
+    `joined_share` of the conversations share rows with others, so that the head also sees long contexts.
     """
     rng = np.random.default_rng([seed, epoch])
     order = [conversations[i] for i in rng.permutation(len(conversations))]

@@ -1,4 +1,4 @@
-"""Conversations as token ids, and their shards on disk."""
+"""Conversations as token ids, stored in shards on disk."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import numpy.typing as npt
 
 LONGEST_PERIOD = 64
 SHORTEST_LOOP = 48
-"""Tokens that must repeat, and at least `LEAST_TURNS` times, before an ending counts as a loop."""
+"""An ending is a loop if at least this many tokens repeat, at least `LEAST_TURNS` times."""
 LEAST_TURNS = 3
 KEPT_TURNS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One user's turn and its answer.
+    """One user turn and its answer.
 
     Attributes:
-        ids: int32 [n]: the template's tokens, the user's turn, the answer with its end of text where it has one.
-        answer_start: index of the answer's first token.
-        temperature: that the answer was sampled at; 0 is greedy.
-        prompt: the user's turn as text.
-        held_out: never trained on.
+        ids: int32 [n]: the tokens of the template, the user turn, and the answer with its end-of-text token, if any.
+        answer_start: index of the first token of the answer.
+        temperature: sampling temperature of the answer; 0 is greedy.
+        prompt: text of the user turn.
+        held_out: whether it is excluded from training.
     """
 
     ids: npt.NDArray[np.int32]
@@ -39,12 +39,12 @@ class Conversation:
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens of the answer."""
+        """Number of answer tokens."""
         return len(self.ids) - self.answer_start
 
 
 def loop_period(ids: Sequence[int] | npt.NDArray[np.int32]) -> tuple[int, int]:
-    """(period, repeated tokens) of the loop that `ids` ends in; (0, 0) where it ends in none."""
+    """(period, repeated tokens) of the loop at the end of `ids`; (0, 0) if there is none."""
     row = np.asarray(ids)
     for period in range(1, min(LONGEST_PERIOD, len(row) // LEAST_TURNS) + 1):
         same = row[period:] == row[:-period]
@@ -56,24 +56,24 @@ def loop_period(ids: Sequence[int] | npt.NDArray[np.int32]) -> tuple[int, int]:
 
 
 def cut_loop(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """`ids` with no more than `KEPT_TURNS` turns of the loop that it ends in."""
+    """`ids` with at most `KEPT_TURNS` turns of the loop at its end."""
     period, repeated = loop_period(ids)
     return ids if period == 0 else ids[: len(ids) - repeated + KEPT_TURNS * period]
 
 
 class ShardFolder:
-    """Conversations in numbered files, each written whole or not at all, and a note of how long it took to make them."""
+    """Conversations in numbered files, written atomically, and notes about how they were made."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def files(self) -> list[Path]:
-        """The shards, in the order of their numbers."""
+        """The shards, sorted by number."""
         return sorted(self.folder.glob("round-*.npz"))
 
     def next_number(self) -> int:
-        """A number that no shard has yet."""
+        """An unused shard number."""
         files = self.files()
         return int(files[-1].stem.split("-")[1]) + 1 if files else 0
 
@@ -95,17 +95,17 @@ class ShardFolder:
         os.replace(partial, path)
 
     def load(self) -> list[Conversation]:
-        """Every conversation."""
+        """All conversations."""
         return [conversation for path in self.files() for conversation in load_shard(path)]
 
     @property
     def note(self) -> dict[str, Any]:
-        """`seconds` spent on the shards, and `made`: by whom, on what."""
+        """The notes: `seconds` spent on the shards, and `made`: command, commit and machine."""
         path = self.folder / "data.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"seconds": 0.0, "made": {}}
 
     def put_note(self, **values: object) -> None:
-        """Change some of it."""
+        """Update the notes."""
         (self.folder / "data.json").write_text(json.dumps(self.note | values), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The picture of a training run: loss, agreement by pass, held-out accept length."""
+"""The plot of a training run: loss, agreement by pass, held-out accept length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def draw_curves(file: Path, history: Sequence[Mapping[str, Any]], checks: Sequence[Mapping[str, Any]]) -> None:
-    """Write the PNG; without matplotlib there is none, and it is said."""
+    """Write the PNG; without matplotlib only print a message."""
     if importlib.util.find_spec("matplotlib") is None:
         print(f"no {file.name}: matplotlib is not installed")
         return
@@ -25,11 +25,11 @@ def draw_curves(file: Path, history: Sequence[Mapping[str, Any]], checks: Sequen
     _frame(loss, "Training loss", "cross-entropy")
     for i in range(len(history[0]["agreement"]) if history else 0):
         agreement.plot(tokens, [row["agreement"][i] for row in history], linewidth=1, label=f"pass {i + 1}")
-    _frame(agreement, "Guesses that are the target's, training text", "share")
+    _frame(agreement, "Drafts equal to the target's token, training text", "share")
     if history:
         agreement.legend(fontsize=8)
     held_out.plot([row["tokens"] for row in checks], [row["accept_length"] for row in checks], marker="o")
-    _frame(held_out, "Held-out greedy accept length", "tokens a window")
+    _frame(held_out, "Held-out greedy accept length", "tokens per window")
     figure.savefig(file)
 
 

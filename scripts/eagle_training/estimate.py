@@ -1,4 +1,4 @@
-"""What the server's greedy verification would accept, worked out from a head's passes over known greedy answers."""
+"""An estimate of greedy acceptance in the server, from a head's passes over known greedy answers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def walk(hits: npt.NDArray[np.bool_], first_base: int, length: int) -> list[int]
     """Accept lengths of one answer, the bonus token included.
 
     Args:
-        hits: [K, L]. Whether pass `i` at base `b` guesses the token at `b + i + 2`.
-        first_base: the position before the answer's first token.
-        length: of the conversation.
+        hits: [K, L]. Whether pass `i` at base `b` predicts the token at `b + i + 2`.
+        first_base: the position before the first token of the answer.
+        length: length of the conversation.
     """
     K = len(hits)
     found, base = [], first_base
@@ -37,7 +37,7 @@ def walk(hits: npt.NDArray[np.bool_], first_base: int, length: int) -> list[int]
 def estimate(
     head: EagleHead, target: FrozenTarget, conversations: Sequence[Conversation], passes: int, batch_tokens: int, amp: torch.dtype
 ) -> AcceptanceCounters:
-    """Acceptance on greedy conversations, K = `passes`, from one look at each."""
+    """Acceptance on greedy conversations with K = `passes`."""
     counters = AcceptanceCounters(passes)
     ordered = sorted(conversations, key=lambda c: len(c.ids))
     while ordered:
@@ -59,7 +59,7 @@ def _hits(head: EagleHead, target: FrozenTarget, some: Sequence[Conversation], p
     with torch.autocast(target.device.type, amp, enabled=amp != torch.float32):
         for i, h in enumerate(head.unroll(batch.ids, features, passes)):
             guesses = torch.stack([vocabulary[head.logits(row).argmax(-1)] for row in h])
-            # Zero stands beyond a row's end, where `walk` never looks.
+            # Behind the end of a row there are zeros, which `walk` never reads.
             wanted = torch.nn.functional.pad(batch.ids[:, i + 2 :], (0, min(i + 2, batch.ids.shape[1])))
             found.append(guesses == wanted)
     return torch.stack(found, dim=1).cpu().numpy()

@@ -1,4 +1,4 @@
-"""Acceptance measured by the server itself: prompts answered greedily by `runtime.Engine` with the head in use."""
+"""Acceptance measured by the server: `runtime.Engine` answers prompts greedily with the head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHAT_PROMPTS = Path(runtime.__file__).parent / "assets" / "chat_prompts.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Steps, topk and draft tokens of one server."""
+    """Steps, topk and draft tokens of a server."""
 
     steps: int
     topk: int
@@ -29,7 +29,7 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """From K/topk/D. Raises ValueError."""
+        """Parse `K/topk/D`; raise ValueError."""
         steps, topk, draft_tokens = (int(part) for part in text.split("/"))
         return cls(steps, topk, draft_tokens)
 
@@ -39,7 +39,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Prompts measured together: texts of users' turns, each of a kind."""
+    """A set of prompts: texts of user turns, each with a kind."""
 
     name: str
     prompts: Sequence[str]
@@ -50,12 +50,12 @@ class PromptSet:
         return PromptSet(self.name, self.prompts[:count], self.kinds[:count])
 
     def every(self, step: int) -> PromptSet:
-        """Each `step`-th, of all kinds."""
+        """Every `step`-th prompt, from all kinds."""
         return PromptSet(self.name, self.prompts[::step], self.kinds[::step])
 
 
 def read_prompts(name: str, path: Path) -> PromptSet:
-    """From a file of {"kind", "prompt"} lines."""
+    """Read a file of {"kind", "prompt"} lines."""
     if not path.is_file():
         raise SystemExit(f"{path} is missing; run the generate phase first")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -63,14 +63,14 @@ def read_prompts(name: str, path: Path) -> PromptSet:
 
 
 def measure(model: Mapping[str, Any], head: Path, shape: Shape, sets: Sequence[PromptSet], new_tokens: int) -> list[dict[str, Any]]:
-    """Start a server with the head and answer every set.
+    """Start a server with the head and answer all sets.
 
     Args:
         model: options of `Engine` for the target and the device.
-        new_tokens: the longest answer.
+        new_tokens: maximum answer length.
 
     Returns:
-        A row for each set: accept length and rates by position, over all answers, over those that end in no loop, and by kind.
+        One row per set: accept length and rates by position, over all answers, over answers without loops, and by kind.
     """
     options = dict(model) | {
         "speculative_algorithm": "EAGLE3",
@@ -106,7 +106,10 @@ def _measure_set(engine: Engine, tokenizer: Tokenizer, prompts: PromptSet, steps
 
 
 def count_drafts(outputs: Sequence[Mapping[str, Any]], steps: int) -> AcceptanceCounters:
-    """What became of the drafts of some outputs of `Engine.generate`, K = `steps`. The first token of an answer needs no draft."""
+    """Acceptance counts of outputs of `Engine.generate` with K = `steps`.
+
+    The first token of an answer needs no draft.
+    """
     counters = AcceptanceCounters(steps)
     for output in outputs:
         meta = output["meta_info"]
@@ -142,7 +145,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def kinds_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Accept lengths of the hand-made prompts by kind, as Markdown; empty where none were measured."""
+    """Accept lengths of the hand-made prompts by kind, as Markdown; empty if none were measured."""
     rows = [row for row in rows if len(row["accept_length_by_kind"]) > 1]
     if not rows:
         return ""

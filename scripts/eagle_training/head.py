@@ -1,11 +1,13 @@
-"""The trainable EAGLE-3 head: the plain form of `runtime.models.eagle3.LlamaForCausalLMEagle3`, unrolled over its own states.
+"""The trainable EAGLE-3 head: a plain form of `runtime.models.eagle3.LlamaForCausalLMEagle3`, unrolled over its own
+states.
 
 Source: EAGLE-3, Li et al. 2025, arXiv:2503.01840 (training-time test). Tensor names follow the published checkpoints.
 
-Position `b` of pass 0 reads the token at `b + 1` beside the target's states at `b`, and guesses the token at `b + 2`. Pass `i` goes on from
-each base `b` by itself: it stands at position `b + i`, reads the token at `b + i + 1` beside the head's own state of pass `i - 1` at base
-`b`, guesses the token at `b + i + 2`, and sees pass 0 up to `b` and the passes since at its own base. That is what the server's
-draft-extend and draft-decode passes compute when all guesses so far were right.
+Position `b` of pass 0 reads the token at `b + 1` and the target's states at `b`, and predicts the token at `b + 2`.
+Pass `i` continues from
+each base `b` independently: at position `b + i` it reads the token at `b + i + 1` and the head's state of pass `i - 1`
+at base `b`, predicts the token at `b + i + 2`, and attends to pass 0 up to `b` and to the later passes of its own base.
+The server's draft-extend and draft-decode passes compute the same if all drafts so far are correct.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ FC_NOISE = 0.1
 
 
 def head_config(target: ModelConfig, intermediate_size: int, draft_vocab_size: int) -> ModelConfig:
-    """A head as wide as its target, with the same heads of attention."""
+    """Sizes of a head with the width and the attention heads of its target."""
     return dataclasses.replace(
         target,
         architecture="LlamaForCausalLMEagle3",
@@ -49,7 +51,7 @@ def head_config(target: ModelConfig, intermediate_size: int, draft_vocab_size: i
 
 
 class Norm(nn.Module):
-    """RMS norm in float32."""
+    """RMSNorm in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., size] -> the same in float32."""
+        """[..., size] -> [..., size], float32."""
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
 
 
@@ -73,7 +75,10 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(c.num_q_heads * c.head_dim, c.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, earlier: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """One pass: x [B, L, 2 * hidden] -> [B, L, hidden]. Appends its keys and values [B, G, L, head_dim] to `earlier`, pass 0 first."""
+        """One pass: x [B, L, 2 * hidden] -> [B, L, hidden].
+
+        Appends its keys and values [B, G, L, head_dim] to `earlier`, pass 0 first.
+        """
         q, k, v = (proj(x).unflatten(-1, (-1, self.c.head_dim)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos_sin).to(v.dtype), rotate(k, cos_sin).to(v.dtype)
         earlier.append((k, v))
@@ -86,7 +91,7 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def _later(self, q: torch.Tensor, passes: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """Pass 0 causally, and each pass since at the query's own base: one softmax over both."""
+        """Attend causally to pass 0 and to the later passes of the query's own base, with one softmax over both."""
         (k, v), since = passes[0], passes[1:]
         B, G, L, size = k.shape
         grouped = q.reshape(B, G, -1, L, size) * size**-0.5  # [B, G, R, L, size]
@@ -101,7 +106,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """silu(gate) * up, then down."""
+    """SwiGLU: silu(gate) * up, then down."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -115,7 +120,7 @@ class Mlp(nn.Module):
 
 
 class MidLayer(nn.Module):
-    """The one block, fed with the token's embedding beside the state."""
+    """The only block; it reads the token's embedding and the state."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -135,15 +140,15 @@ class MidLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The head with its frozen neighbours.
+    """The head with the frozen tensors that it reads.
 
-    The features' channels differ in size by orders of magnitude, so `fc` learns on features divided by `feature_size`; `export` folds the
-    division into its weight.
+    The channels of the features differ in size by orders of magnitude, so `fc` learns on features divided by
+    `feature_size`; `export` folds the division into its weight.
 
     Attributes:
-        config: from `head_config`.
-        embed: [V, H], the target's.
-        vocabulary: int64 [Vd], the target's id of each draft id.
+        config: the result of `head_config`.
+        embed: [V, H], the target's embedding.
+        vocabulary: int64 [Vd], the target id of each draft id.
     """
 
     def __init__(self, config: ModelConfig, embed: torch.Tensor, vocabulary: npt.NDArray[np.int64], feature_size: torch.Tensor) -> None:
@@ -162,9 +167,9 @@ class EagleHead(nn.Module):
         self.register_buffer("cos_sin", build_rope(c, embed.device).cos_sin, persistent=False)
 
     def init_weights(self, target_head: torch.Tensor, final_norm: torch.Tensor, generator: torch.Generator) -> None:
-        """Begin as a blurred reading of the target's own high stream: its LM head and norm over that stream, and small random weights.
+        """Start from the target's LM head and norm over its highest feature layer, with small random weights elsewhere.
 
-        `generator` lives on the CPU.
+        `generator` is a CPU generator.
         """
         high = 2 * self.config.hidden_size
         size = 1.0 / self.feature_scale[high:]
@@ -178,15 +183,15 @@ class EagleHead(nn.Module):
             self.norm.weight.copy_(final_norm)
 
     def unroll(self, ids: torch.Tensor, features: torch.Tensor, passes: int) -> Iterator[torch.Tensor]:
-        """The stream after each pass, by base.
+        """The residual stream after each pass, by base.
 
         Args:
             ids: int64 [B, L].
             features: [B, L, 3 * H], any float dtype.
-            passes: how many.
+            passes: number of passes.
 
         Yields:
-            float32 [B, L, H]. Row `b` of pass `i` means something where `b + i + 1 < L`.
+            float32 [B, L, H]. Position `b` of pass `i` is valid if `b + i + 1 < L`.
         """
         L = ids.shape[1]
         h = self.fc(features * self.feature_scale).float()
@@ -202,7 +207,7 @@ class EagleHead(nn.Module):
         return self.lm_head(self.norm(h)).float()
 
     def checkpoint(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The tensors under their published names, on the CPU."""
+        """The tensors with their published names, on the CPU."""
         tensors = {name: parameter.detach() for name, parameter in self.named_parameters()}
         tensors["fc.weight"] = tensors["fc.weight"] * self.feature_scale
         found = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
@@ -211,7 +216,7 @@ class EagleHead(nn.Module):
         return found
 
     def export(self, folder: Path, aux_layers: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Path:
-        """Write config.json and model.safetensors, the public layout; returns the weights' file."""
+        """Write config.json and model.safetensors in the published layout; return the weight file."""
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(config_json(self.config, aux_layers, dtype), indent=2)
         (folder / "config.json").write_text(text + "\n", encoding="utf-8")
@@ -220,7 +225,7 @@ class EagleHead(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate [B, heads, L, head_dim] by the rows [L, head_dim] of a rotary table; float32."""
+    """Apply RoPE to [B, heads, L, head_dim] with rows [L, head_dim] of the table; float32."""
     cos, sin = cos_sin.chunk(2, dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -250,7 +255,7 @@ def config_json(c: ModelConfig, aux_layers: tuple[int, ...], dtype: torch.dtype)
         "bos_token_id": c.bos_id,
         "eos_token_id": list(c.eos_ids),
         "torch_dtype": str(dtype).removeprefix("torch."),
-        # The file names layers whose output is meant: the layer before the one whose input that is.
+        # The file names the layers whose outputs are the features: one layer below those whose inputs they are.
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in aux_layers], "use_aux_hidden_state": True},
     }
     if c.rope_scaling is not None:

@@ -1,4 +1,4 @@
-"""Cross-entropy against the target's distribution, with the LM head's product and its gradient made a piece of rows at a time."""
+"""Cross-entropy against the target's distribution; the LM head's GEMM and its gradient run in chunks of rows."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Any
 import torch
 
 CHUNK = 8192
-"""Rows whose scores exist at once: 8192 x 8192 float32 is 256 MiB."""
+"""Rows per chunk of logits: 8192 x 8192 float32 is 256 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """What the target says at N positions.
+    """The target's distribution at N positions.
 
     Attributes:
-        probs: [N, Vd], its distribution over the draft's vocabulary, summing to one.
-        best: int64 [N], the draft id of its likeliest token, -1 where the draft has none.
+        probs: [N, Vd], the distribution over the draft's vocabulary; rows sum to one.
+        best: int64 [N], the draft id of the most likely token, -1 if the draft has none.
     """
 
     probs: torch.Tensor
     best: torch.Tensor
 
     def rows(self, index: torch.Tensor) -> Teacher:
-        """Those of `index` int64 [n]."""
+        """The rows of `index`, int64 [n]."""
         return Teacher(self.probs[index], self.best[index])
 
 
 @torch.no_grad()
 def teach(scores: torch.Tensor, vocabulary: torch.Tensor, to_draft: torch.Tensor, dtype: torch.dtype) -> Teacher:
-    """The teacher of scores float32 [N, V]; `vocabulary` int64 [Vd], `to_draft` int64 [V]; probabilities in `dtype`."""
+    """The teacher from logits float32 [N, V], with `vocabulary` int64 [Vd] and `to_draft` int64 [V], in `dtype`."""
     return Teacher(scores[:, vocabulary].softmax(-1).to(dtype), to_draft[scores.argmax(-1)])
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Scores are never kept: the gradients are made with the loss and scaled in backward."""
+    """Computes gradients together with the loss and scales them in backward, so that logits are never kept."""
 
     @staticmethod
     def forward(
@@ -71,19 +71,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, teacher: Teacher, hard_share: float, dtype: torch.dtype, chunk: int = CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum over rows of the cross-entropy of `x @ weight.T` with the teacher.
+    """The sum over rows of the cross-entropy of `x @ weight.T` with the teacher.
 
-    Rows whose likeliest token the draft cannot say count for nothing: no guess of theirs can be accepted.
+    Rows whose most likely token is not in the draft's vocabulary are excluded, because none of their drafts can be
+    accepted.
 
     Args:
         x: float32 [N, H], after the head's norm.
         weight: float32 [Vd, H].
-        hard_share: how much of what is wanted is the target's likeliest token; the rest is its distribution. Greedy acceptance asks for
-            the first, sampled acceptance for the second.
-        dtype: of the products.
+        hard_share: weight of the target's most likely token; the rest is its distribution. Greedy acceptance needs the
+            first, sampled acceptance the second.
+        dtype: dtype of the GEMMs.
 
     Returns:
-        The sum, float32, and the likeliest draft ids int64 [N].
+        The sum, float32, and the most likely draft ids, int64 [N].
     """
     with torch.autocast(x.device.type, enabled=False):
         return _ChunkedCrossEntropy.apply(x, weight, teacher, hard_share, dtype, chunk)  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""The README of a trained head: what it is, what it was made of, what it reaches."""
+"""The README of a trained head: architecture, data, training, acceptance."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 from eagle_training.evaluation import kinds_table, table
 
 SAME = ("shape", "set", "device", "dtype")
-"""What two measured rows must share to be compared."""
+"""Fields that two measured rows must share to be compared."""
 
 
 def model_card(run: Mapping[str, Any], evaluation: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown.
+    """The card as Markdown.
 
-    Args:
-        run: what `pipeline` noted of its phases: `model`, `head`, `data`, `training`, each with its command, commit and machine, and
-            `other_seeds` where heads of other seeds were compared.
+    Args: run: the notes of `pipeline`: `model`, `head`, `data`, `training`, each with command, commit and machine, and
+            `other_seeds` if heads with other seeds were compared.
         evaluation: rows of `evaluation.measure`, with the commit and machine that `pipeline` adds.
     """
     measured = [_acceptance(evaluation), _repeat(evaluation)]
@@ -29,7 +28,8 @@ def _head(run: Mapping[str, Any]) -> str:
     return (
         f"# EAGLE-3 draft head for {run['model']}\n\n"
         f"One decoder layer of width {head['hidden_size']} with an MLP of {head['intermediate_size']}, an LM head over "
-        f"{head['draft_vocab_size']} of the target's {head['vocab_size']} tokens, and a projection of the target's streams into layers "
+        f"{head['draft_vocab_size']} of the target's {head['vocab_size']} tokens, and a projection of the inputs of "
+        "target layers "
         f"{', '.join(str(layer) for layer in head['aux_layers'])}. {head['parameters'] / 1e6:.1f} million parameters, "
         f"{head['megabytes']:.1f} MB in bfloat16. The embedding is the target's."
     )
@@ -52,10 +52,13 @@ def _acceptance(evaluation: Sequence[Mapping[str, Any]]) -> str:
         if row["looping_answers"]
     )
     text = (
-        "## Acceptance\n\nGreedy, measured by the server's own verification. Accept length: tokens a verified window commits, the bonus "
-        "token included. A position's rate: drafts accepted of those whose predecessors were. Held-out prompts were written by the target "
-        'and never trained on; hand-made ones were not written by the model at all. "Without loops" leaves out answers that end in a '
-        "loop, which any draft guesses well"
+        "## Acceptance\n\nGreedy, measured by the server. Accept length: tokens that a verified window commits, the "
+        "bonus token included. "
+        "Rate of a position: accepted drafts among those whose predecessors were accepted. The target wrote the "
+        "held-out prompts, which "
+        'are excluded from training; the hand-made prompts are not from the model. "Without loops" excludes answers '
+        "that end in a loop, "
+        "which any draft predicts well"
     )
     text += f": {loops}." if loops else ": there were none."
     kinds = kinds_table(evaluation)
@@ -63,7 +66,7 @@ def _acceptance(evaluation: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _repeat(evaluation: Sequence[Mapping[str, Any]]) -> str:
-    """How to measure it again: a command for each device, and where each was measured."""
+    """How to repeat the measurement: one command per device, and where it was measured."""
     runs: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in evaluation:
         runs.setdefault((row["device"], row["dtype"]), []).append(row)
@@ -80,8 +83,9 @@ def _repeat(evaluation: Sequence[Mapping[str, Any]]) -> str:
         where = dict.fromkeys(f"{row['machine']}, commit {row['commit']}" for row in rows if "machine" in row)
         places += [f"{device} {dtype}: {place}" for place in where]
     return (
-        "Held-out prompts are in `held_out.jsonl`, hand-made ones in the package's `assets/chat_prompts.jsonl`, the figures in "
-        f"`evaluation.json`. Measured on: {'; '.join(places) or 'not noted'}. Again:\n\n```\n" + "\n".join(commands) + "\n```"
+        "Held-out prompts are in `held_out.jsonl`, hand-made prompts in the package's `assets/chat_prompts.jsonl`, the "
+        "figures in "
+        f"`evaluation.json`. Measured on: {'; '.join(places) or 'not noted'}. To repeat:\n\n```\n" + "\n".join(commands) + "\n```"
     )
 
 
@@ -90,11 +94,15 @@ def _data(run: Mapping[str, Any]) -> str:
     if "conversations" not in data:  # trained from another head's data
         return ""
     return (
-        f"## Data\n\nWritten by the target: users' turns from the chat template's opening, partly with a short opener, then answers, "
-        f"greedy and at temperatures up to 1. {data['conversations']:,} conversations with {data['answer_tokens']:,} answer tokens "
-        f"({data['greedy_share']:.0%} of them greedy), {data['held_out']} more prompts held out; loops cut to two turns. "
-        f"The draft's vocabulary holds {data['coverage']:.2%} of the tokens of training answers and {data['held_out_coverage']:.2%} of the "
-        f"held-out ones.\n\n" + _made(data)
+        "## Data\n\nWritten by the target: user turns that continue the chat template, partly after a short opener, "
+        "then answers, "
+        f"greedy and at temperatures up to 1. {data['conversations']:,} conversations with {data['answer_tokens']:,} "
+        "answer tokens "
+        f"({data['greedy_share']:.0%} of them greedy), and {data['held_out']} held-out prompts; loops are cut to two "
+        "turns. "
+        f"The draft's vocabulary covers {data['coverage']:.2%} of the tokens of training answers and "
+        f"{data['held_out_coverage']:.2%} of "
+        f"those of held-out answers.\n\n" + _made(data)
     )
 
 
@@ -104,14 +112,15 @@ def _training(run: Mapping[str, Any]) -> str:
         return ""
     settings = ", ".join(f"{name} {value}" for name, value in training["settings"].items())
     return (
-        f"## Training\n\nTraining-time test over {training['settings']['passes']} passes; cross-entropy with the target's distribution "
+        f"## Training\n\nTraining-time test over {training['settings']['passes']} passes; cross-entropy with the "
+        "target's distribution "
         f"over the draft's vocabulary. {training['steps']:,} steps over {training['tokens']:,} tokens of text in "
         f"{training['seconds']:.0f} s: {settings}. Curves: `curves.png`, figures: `training.json`.\n\n" + _made(training)
     )
 
 
 def _seeds(run: Mapping[str, Any], evaluation: Sequence[Mapping[str, Any]]) -> str:
-    """Accept lengths of heads of other seeds beside this one's, where both were measured alike."""
+    """Accept lengths of this head and of heads with other seeds, for equal measurements."""
     lines, runs = [], []
     for other in run.get("other_seeds", []):
         runs.append(f"Seed {other['seed']}, {other['seconds']:.0f} s on {other['device']}, commit {other['commit']}:\n\n"
@@ -125,7 +134,7 @@ def _seeds(run: Mapping[str, Any], evaluation: Sequence[Mapping[str, Any]]) -> s
     if not runs:
         return ""
     head = "| steps/topk/draft tokens | prompts | device | accept length | other seed | its accept length | difference |"
-    text = "## Other seeds\n\nThe same course from another seed; held-out prompts are those that each run held out."
+    text = "## Other seeds\n\nThe same training with another seed; each run has its own held-out prompts."
     return "\n\n".join([text, "\n".join([head, "|" + " --- |" * 7, *lines]), *runs])
 
 
@@ -133,13 +142,15 @@ def _made(phase: Mapping[str, Any]) -> str:
     machine = phase["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items() if name in ("torch", "triton"))
     return (
-        f"Seed {phase['seed']}, {phase['seconds']:.0f} s on {machine['device']} ({versions}), commit {phase['commit']}:\n\n"
+        f"Seed {phase['seed']}, {phase['seconds']:.0f} s on {machine['device']} ({versions}), commit "
+        f"{phase['commit']}:\n\n"
         f"```\n{phase['command']}\n```"
     )
 
 
 def _limits() -> str:
     return (
-        "## Limits\n\nIt knows the texts that its target writes in answer to short single questions, mostly English. Longer contexts than "
-        "it was trained on, other languages and changed system prompts cost acceptance, never correctness: every draft is verified."
+        "## Limits\n\nThe head was trained on the target's answers to short single questions, mostly in English. "
+        "Longer contexts, other "
+        "languages and other system prompts lower acceptance, but never change the output: every draft is verified."
     )

@@ -1,4 +1,4 @@
-"""The three phases of making a head: write data, train, measure. Each can be cut off and taken up again."""
+"""The three phases of making a head: generate data, train, evaluate. Each can be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from runtime.text.tokenizer import Tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SHOWN_SIZES = (4096, 6144, 8192, 10240, 12288, 16384)
 CONTEXT = 2048
-"""Of the engines that write and measure: longer than any conversation here, and little KV."""
+"""Context length of the engines: longer than any conversation here, with little KV."""
 MEASURED_TOGETHER = 256
 HAND_MADE = 80
 HELD_OUT = "held_out.jsonl"
 EXTRA = "notes.md"
-"""What a person adds to the model card: what else was tried."""
+"""A hand-written file that is appended to the model card."""
 FEATURE_SAMPLE = 64
 ESTIMATED = 256
-"""Held-out answers of the estimate along the way."""
+"""Number of held-out answers for estimates during training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class Plan:
 
     Attributes:
         source: the target.
-        output: the head's folder; `work`: of data and checkpoints. Measuring needs the first alone.
-        device, dtype: of target and training; products run in `dtype`.
-        quantization: of the engine that writes the data (CPU).
-        aux_layers: None for the usual ones.
-        shapes: what is measured.
-        prompts: held-out prompts measured, at most.
-        measured_tokens: the longest measured answer.
+        output: folder of the head. `work`: folder of data and checkpoints; evaluation does not need it.
+        device, dtype: device of target and training, and the dtype of GEMMs.
+        quantization: quantisation of the engine that writes the data (CPU).
+        aux_layers: None for the default layers.
+        shapes: the measured shapes.
+        prompts: maximum number of held-out prompts.
+        measured_tokens: maximum length of measured answers.
     """
 
     source: ModelSource
@@ -79,7 +79,9 @@ class Plan:
     batch_limit: int
 
     def engine_options(self, sizes: Sequence[int], most: int) -> dict[str, Any]:
-        """Options of an `Engine` for the target with at most `most` requests together; `sizes`: batch sizes that get a graph, on CUDA."""
+        """Options of an `Engine` for the target with at most `most` running requests; `sizes` are captured batch sizes,
+        on CUDA.
+        """
         most = min(self.batch_limit, most)
         options: dict[str, Any] = {
             "model_path": self.source.weights_folder,
@@ -99,7 +101,7 @@ class Plan:
 
 
 class Notes:
-    """What the phases leave for the model card, in `run.json` beside the head."""
+    """Notes of the phases for the model card, in `run.json` next to the head."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +109,7 @@ class Notes:
         self.all: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8")) if self._file.is_file() else {}
 
     def put(self, name: str, value: object) -> None:
-        """Keep a note."""
+        """Add a note."""
         self.all[name] = value
         self._file.write_text(json.dumps(self.all, indent=1) + "\n", encoding="utf-8")
 
@@ -127,7 +129,7 @@ def run(plan: Plan, phases: Sequence[str]) -> None:
 
 
 def generate(plan: Plan, notes: Notes) -> None:
-    """Write the conversations, unless there are enough, and the held-out prompts beside the head."""
+    """Write conversations until there are enough, and the held-out prompts next to the head."""
     shards = ShardFolder(plan.work / "data")
     if not enough(shards, plan.amount):
         options = plan.engine_options((64, 128, 192, 256, 320, 384, 448, 512, 640, 768), plan.batch_limit)
@@ -148,7 +150,7 @@ def generate(plan: Plan, notes: Notes) -> None:
 
 
 def made(plan: Plan) -> dict[str, Any]:
-    """Who made a phase's result: command, commit, machine, seed."""
+    """The origin of a phase's result: command, commit, machine, seed."""
     command = " ".join(["python", "scripts/train_eagle.py", *sys.argv[1:]])
     return {"command": command, "commit": commit(), "machine": describe(), "seed": plan.seed}
 
@@ -157,12 +159,12 @@ def made(plan: Plan) -> dict[str, Any]:
 
 
 def train(plan: Plan, notes: Notes) -> None:
-    """Train from the data in the work folder, or go on with it, and export the head."""
+    """Train on the data in the work folder, or resume training, and export the head."""
     conversations = ShardFolder(plan.work / "data").load()
     train_set = [c for c in conversations if not c.held_out]
     held_out = [c for c in conversations if c.held_out][:ESTIMATED]
     if not train_set or not held_out:
-        raise SystemExit(f"{plan.work / 'data'} holds no conversations to train on, or none held out; run the generate phase first")
+        raise SystemExit(f"{plan.work / 'data'} has no training or no held-out conversations; run the generate phase first")
     if plan.device == "cpu" and plan.threads:
         torch.set_num_threads(plan.threads)
     target = load_target(plan)
@@ -170,7 +172,7 @@ def train(plan: Plan, notes: Notes) -> None:
     head = make_head(plan, target, vocabulary, train_set)
     trainer = Trainer(head, target, train_set, held_out, plan.course, plan.work / f"seed-{plan.seed}")
     if trainer.resume():
-        print(f"going on from step {trainer.progress.step}")
+        print(f"resuming at step {trainer.progress.step}")
     else:
         trainer.calibrate()
     trainer.run()
@@ -185,15 +187,15 @@ def train(plan: Plan, notes: Notes) -> None:
     (plan.output / "training.json").write_text(json.dumps(figures) + "\n", encoding="utf-8")
     draw_curves(plan.output / "curves.png", p.history, p.checks)
     if plan.device == "cuda":
-        print(f"device memory at its peak: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+        print(f"peak device memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
         del trainer, head, target
         torch.cuda.empty_cache()
 
 
 def load_target(plan: Plan) -> FrozenTarget:
-    """The frozen target, with room for the largest batch."""
+    """The frozen target, sized for the largest batch."""
     if plan.source.kind != "safetensors":
-        raise SystemExit("training needs a model's real weights, not dummy ones")
+        raise SystemExit("training requires real weights; dummy weights cannot be used")
     config = load_hf_config(plan.source.weights_folder)
     device = torch.device(plan.device, 0) if plan.device == "cuda" else torch.device("cpu")
     aux_layers = plan.aux_layers or default_aux_layers(config.num_layers)
@@ -204,7 +206,7 @@ def load_target(plan: Plan) -> FrozenTarget:
 def choose_vocabulary(
     plan: Plan, notes: Notes, target: FrozenTarget, train_set: Sequence[Conversation], held_out: Sequence[Conversation]
 ) -> np.ndarray:
-    """The draft's vocabulary; prints what other sizes would hold."""
+    """The draft's vocabulary; prints the coverage of other sizes."""
     c = target.config
     counts, unseen = answer_counts(train_set, c.vocab_size), answer_counts(held_out, c.vocab_size)
     for size in (size for size in SHOWN_SIZES if size < c.vocab_size):
@@ -217,7 +219,7 @@ def choose_vocabulary(
 
 
 def make_head(plan: Plan, target: FrozenTarget, vocabulary: np.ndarray, train_set: Sequence[Conversation]) -> EagleHead:
-    """A fresh head on the target's device."""
+    """A new head on the target's device."""
     config = head_config(target.config, plan.intermediate_size or target.config.intermediate_size, len(vocabulary))
     head = EagleHead(config, target.embed, vocabulary, feature_size(target, train_set, plan.course)).to(target.device)
     head.init_weights(target.model.lm_head.weight, target.model.final_norm.weight, torch.Generator().manual_seed(plan.seed))
@@ -225,7 +227,7 @@ def make_head(plan: Plan, target: FrozenTarget, vocabulary: np.ndarray, train_se
 
 
 def feature_size(target: FrozenTarget, conversations: Sequence[Conversation], course: Course) -> torch.Tensor:
-    """Root mean square of each channel of the features in answers, float32 [3 * H]."""
+    """The root mean square of each feature channel in answers, float32 [3 * H]."""
     rows = [[c] for c in conversations[:FEATURE_SAMPLE] if len(c.ids) <= course.max_length]
     most = max(1, course.batch_tokens // course.max_length)
     batch = make_batch(rows[:most] or [[conversations[0]]], course.max_length).to(target.device)
@@ -235,7 +237,7 @@ def feature_size(target: FrozenTarget, conversations: Sequence[Conversation], co
 
 
 def head_facts(head: EagleHead, aux_layers: tuple[int, ...], weights: Path) -> dict[str, Any]:
-    """What the model card says of the head."""
+    """The facts about the head for the model card."""
     c = head.config
     return {
         "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size, "draft_vocab_size": len(head.vocabulary),
@@ -248,8 +250,8 @@ def head_facts(head: EagleHead, aux_layers: tuple[int, ...], weights: Path) -> d
 
 
 def evaluate(plan: Plan, notes: Notes) -> None:
-    """Measure acceptance with the server; rows of other devices stay in evaluation.json."""
-    every = max(1, -(-HAND_MADE // plan.prompts))  # a quick run takes a few
+    """Measure acceptance with the server; rows of other devices in evaluation.json are kept."""
+    every = max(1, -(-HAND_MADE // plan.prompts))  # a quick run uses fewer
     hand_made = read_prompts("hand-made", CHAT_PROMPTS).every(every)
     sets = [read_prompts("held-out", plan.output / HELD_OUT).first(plan.prompts), hand_made]
     rows = []
@@ -270,10 +272,10 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 
 def compare(output: Path, other: Path) -> None:
-    """Put the acceptance of a head trained alike with another seed on the card of the one in `output`.
+    """Add the acceptance of a head trained with another seed to the card of the one in `output`.
 
     Raises:
-        SystemExit: one of them has not been trained and measured, or their seeds are the same.
+        SystemExit: one of them has not been trained and measured, or both have the same seed.
     """
     for folder in (output, other):
         missing = [name for name in ("run.json", "evaluation.json") if not (folder / name).is_file()]
@@ -292,7 +294,7 @@ def compare(output: Path, other: Path) -> None:
 
 
 def write_card(output: Path, notes: Notes) -> None:
-    """Write README.md beside the head, once there is one."""
+    """Write README.md next to the head, if there is a head."""
     if "head" in notes.all:
         text = model_card(notes.all, _rows(output / "evaluation.json"))
         extra = output / EXTRA

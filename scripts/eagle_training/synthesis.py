@@ -1,4 +1,4 @@
-"""Training text that the model writes itself: users' turns from the chat template's opening, then answers to them."""
+"""Training text that the model writes itself: user turns that continue the chat template, then answers to them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ANSWER_TEMPERATURES = (0.3, 0.6, 0.8, 1.0)
 TOP_P = 0.95
 SENTINEL = "@@the user's turn@@"
 SHORTEST_PROMPT, SHORTEST_ANSWER = 8, 6
-"""Characters, and tokens."""
+"""Minimum lengths, in characters and in tokens."""
 
 
 class Generator(Protocol):
-    """What is used of `runtime.Engine`."""
+    """The part of `runtime.Engine` that is used here."""
 
     def generate(self, prompt: Any = None, sampling_params: Any = None, *, input_ids: Any = None) -> Any:
         """Complete prompts."""
@@ -34,16 +34,16 @@ class Generator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """How much to make, and how.
+    """How much text to write.
 
     Attributes:
-        seed: of everything drawn.
-        seconds: when to begin no further round; what is under way is finished.
-        tokens: answer tokens for training after which to stop, whatever the time.
-        held_out: prompts kept for evaluation.
-        sampled_share: share of prompts that get a sampled answer beside the greedy one.
-        round_size: users' turns made together.
-        workers: rounds under way together, so that one's stragglers do not leave the device idle.
+        seed: seed of all random choices.
+        seconds: time after which no round starts; running rounds finish.
+        tokens: number of training answer tokens after which to stop.
+        held_out: number of prompts for evaluation.
+        sampled_share: share of prompts that get a sampled answer in addition to the greedy one.
+        round_size: user turns per round.
+        workers: concurrent rounds, so that the last requests of a round do not leave the device idle.
     """
 
     seed: int
@@ -58,16 +58,16 @@ class Amount:
 
 
 def user_prefix(tokenizer: Tokenizer) -> list[int]:
-    """The ids of the chat template up to where the user's words begin."""
+    """The ids of the chat template before the user's text."""
     text = tokenizer.render_chat([{"role": "user", "content": SENTINEL}])
     before, found, _ = text.partition(SENTINEL)
     if not found:
-        raise SystemExit("the model's chat template does not show the user's message; training text cannot be made from it")
+        raise SystemExit("the model's chat template does not contain the user's message, so it cannot write training text")
     return tokenizer.encode(before, add_special_tokens=False)
 
 
 def key_of(prompt: str) -> str:
-    """What two prompts must not share: their letters and digits."""
+    """The letters and digits of a prompt; prompts with equal keys are duplicates."""
     return "".join(c for c in prompt.lower() if c.isalnum())
 
 
@@ -82,7 +82,7 @@ class Synthesizer:
         self._lock = threading.Lock()
 
     def round(self, number: int) -> list[Conversation]:
-        """Users' turns, new ones only, and their answers."""
+        """New user turns and their answers."""
         rng = np.random.default_rng([self._amount.seed, number])
         chosen = [(prompt, self._claim(prompt)) for prompt in self._user_turns(rng)]
         prompts = [(prompt, place == "held out") for prompt, place in chosen if place != "known"]
@@ -137,17 +137,17 @@ class Synthesizer:
 
 
 def enough(shards: ShardFolder, amount: Amount) -> bool:
-    """Whether the time is up or there are tokens enough."""
+    """Whether the time is up or there are enough tokens."""
     return shards.note["seconds"] >= amount.seconds or train_tokens(shards.load()) >= amount.tokens
 
 
 def train_tokens(conversations: Sequence[Conversation]) -> int:
-    """Answer tokens to train on."""
+    """Number of answer tokens for training."""
     return sum(c.answer_tokens for c in conversations if not c.held_out)
 
 
 def synthesize(engine: Generator, tokenizer: Tokenizer, amount: Amount, shards: ShardFolder) -> None:
-    """Fill `shards` until the time is up or there are tokens enough; goes on where an earlier call was cut off."""
+    """Fill `shards` until the time is up or there are enough tokens; resumes after an interruption."""
     known = shards.load()
     made = train_tokens(known)
     maker = Synthesizer(engine, tokenizer, amount, known)

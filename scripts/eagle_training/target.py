@@ -1,4 +1,4 @@
-"""The frozen model that a head learns from: its hidden states and scores over whole batches of text."""
+"""The frozen target that a head learns from: its hidden states and logits over whole batches of text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runtime.models.registry import build_model
 
 
 class SharedLayerPool(KVPool):
-    """One layer's keys and values, which every layer overwrites in turn: nothing is kept between passes."""
+    """Keys and values of one layer, overwritten by each layer; nothing is kept between passes."""
 
     def flat(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The same two views [num_slots, G, head_dim] for all layers."""
@@ -35,7 +35,7 @@ class WholeRows:
         self._pool = pool
 
     def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Nothing is to be prepared."""
+        """Do nothing: this backend has no plan."""
 
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         """q [T, H, head_dim] -> [T, H * head_dim]."""
@@ -58,11 +58,11 @@ def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor
 
 
 class FrozenTarget:
-    """The server's own model and operations, run over padded rows. Padding stands at the end, where nothing attends to it.
+    """The server's model and operations, run over padded rows. Padding is at the end, where no token attends to it.
 
     Attributes:
-        config, device, dtype: the model's.
-        aux_layers: layers whose input streams are the features.
+        config, device, dtype: those of the model.
+        aux_layers: layers whose inputs are the features.
         embed: [V, H], shared with the head.
     """
 

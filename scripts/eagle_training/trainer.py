@@ -1,4 +1,6 @@
-"""The training run: batches through the frozen target and the unrolled head, with a schedule by steps or by the clock, resumable."""
+"""The training run: batches through the frozen target and the unrolled head, with a schedule by steps or time;
+resumable.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +25,29 @@ from eagle_training.loss import cross_entropy, teach
 from eagle_training.target import FrozenTarget
 
 TEACH_ROWS = 8192
-"""Positions whose scores over the target's whole vocabulary exist at once."""
+"""Positions per chunk of logits over the target's whole vocabulary."""
 BETAS = (0.9, 0.95)
 NORM_SCALES = (1.0, 0.5, 0.3, 0.2, 0.1, 0.05)
 CALIBRATION_ROWS = 16
 LAST_RATE = 0.02
-"""The learning rate ends at this share of its peak."""
+"""The final learning rate as a share of its peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How to train.
+    """Training options.
 
     Attributes:
-        passes: draft passes unrolled.
-        steps: optimiser steps; None to follow the clock.
-        seconds: of training, where `steps` is None.
-        warmup: share of the course in which the learning rate rises.
-        pass_decay: weight of a pass's loss relative to the pass before.
+        passes: number of unrolled draft passes.
+        steps: optimiser steps; None to train for `seconds`.
+        seconds: training time, if `steps` is None.
+        warmup: share of the training in which the learning rate rises.
+        pass_decay: weight of a pass's loss relative to the previous pass.
         hard_share: see `loss.cross_entropy`.
         joined_share: see `batches.epoch_batches`.
-        amp: dtype of products.
-        save_seconds: between checkpoints.
-        checks: how often the held-out estimate is made along the way.
+        amp: dtype of GEMMs.
+        save_seconds: seconds between checkpoints.
+        checks: number of held-out estimates during training.
     """
 
     seed: int
@@ -69,12 +71,12 @@ class Course:
 
 @dataclass(slots=True)
 class Progress:
-    """Where the run stands.
+    """The state of the run.
 
-    Attributes:
-        step: optimiser steps done; `tokens` of text in them; `seconds` of training, checks and checkpoints left out.
+    Attributes: step: finished optimiser steps. `tokens`: their tokens of text. `seconds`: training time without checks
+        and checkpoints.
         epoch, index: the next batch.
-        history: a row of figures for each `log_steps`.
+        history: one row of figures per `log_steps`.
         checks: held-out estimates.
     """
 
@@ -88,7 +90,7 @@ class Progress:
 
 
 class Trainer:
-    """Owner of the head's optimiser and of the run's state; its files live in `folder`."""
+    """Owns the head's optimiser and the state of the run; its files are in `folder`."""
 
     def __init__(
         self, head: EagleHead, target: FrozenTarget, train: Sequence[Conversation], held_out: Sequence[Conversation], course: Course,
@@ -111,7 +113,11 @@ class Trainer:
     # ---- one step
 
     def learn(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """One optimiser step. Returns the loss, and float32 [passes] the share of positions where a pass guessed the target's argmax."""
+        """Run one optimiser step.
+
+        Returns:
+            The loss, and float32 [passes]: the share of positions where a pass predicts the target's argmax.
+        """
         c = self.course
         for group in self.optimizer.param_groups:
             group["lr"] = c.learning_rate * rate_at(self._done(), c.warmup)
@@ -125,7 +131,7 @@ class Trainer:
 
     def _loss(self, batch: Batch, features: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         c, head = self.course, self.head
-        places = torch.nonzero(batch.depth.flatten() >= 0).flatten()  # positions whose next token the target teaches
+        places = torch.nonzero(batch.depth.flatten() >= 0).flatten()  # positions whose next token is trained
         depth = batch.depth.flatten()[places]
         teacher = [
             teach(self.target.logits(rows), self._vocabulary, self._to_draft, c.amp)
@@ -148,9 +154,10 @@ class Trainer:
 
     @torch.no_grad()
     def calibrate(self) -> None:
-        """Scale the fresh head's last norm so that its first guesses are as sure of themselves as they should be.
+        """Scale the new head's last norm so that its first distributions have a suitable temperature.
 
-        A norm that is too large costs hundreds of steps: the loss begins far above that of equal chances.
+        A norm that is too large costs hundreds of steps, because the loss starts far above that of a uniform
+        distribution.
         """
         batch = next(self._batches())
         few = Batch(batch.ids[:CALIBRATION_ROWS], batch.depth[:CALIBRATION_ROWS], 0)
@@ -167,7 +174,7 @@ class Trainer:
     # ---- the run
 
     def run(self) -> None:
-        """Train to the end of the course, from wherever the run stands."""
+        """Train from the current state to the end."""
         p, c = self.progress, self.course
         total = c.steps or max(int(c.seconds), 1)
         losses: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -198,7 +205,7 @@ class Trainer:
         self.save()
 
     def check(self) -> dict[str, Any]:
-        """Estimate acceptance on held-out greedy answers and keep it."""
+        """Estimate acceptance on held-out greedy answers and record it."""
         c, p = self.course, self.progress
         self.head.eval()
         counters = estimate(self.head, self.target, self._held_out, c.passes, c.batch_tokens, c.amp)
@@ -228,7 +235,7 @@ class Trainer:
         return p.step / c.steps if c.steps else p.seconds / max(c.seconds, 1e-9)
 
     def _check_is_due(self) -> bool:
-        """Whether another part of `checks` equal ones is done; the last check is made at the end."""
+        """Whether the next of `checks` equal parts is done; the last check runs at the end."""
         checks = self.course.checks
         return len(self.progress.checks) + 1 < checks and self._done() * checks >= len(self.progress.checks) + 1
 
@@ -252,7 +259,7 @@ class Trainer:
         return self.folder / "training.pt"
 
     def save(self) -> None:
-        """Write the whole state, replacing the last, and the figures as JSON."""
+        """Write the state, replacing the previous one, and the figures as JSON."""
         p = self.progress
         self.folder.mkdir(parents=True, exist_ok=True)
         state = {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict(),
@@ -264,7 +271,7 @@ class Trainer:
         (self.folder / "training.json").write_text(json.dumps(figures) + "\n", encoding="utf-8")
 
     def resume(self) -> bool:
-        """Take up the saved state, if there is one."""
+        """Load the saved state, if there is one."""
         if not self._file.is_file():
             return False
         state = torch.load(self._file, map_location=self.target.device, weights_only=True)
@@ -280,7 +287,9 @@ class Trainer:
 
 
 def rate_at(done: float, warmup: float) -> float:
-    """The share of the peak learning rate when `done` (0..1) of the course is over: a rise, then half a cosine."""
+    """The share of the peak learning rate after a share `done` (0..1) of the training: a linear rise, then half a
+    cosine.
+    """
     if done < warmup:
         return max(done, 1e-3) / warmup if warmup else 1.0
     turn = min((done - warmup) / max(1.0 - warmup, 1e-9), 1.0)

@@ -18,6 +18,7 @@ from process.fake import CONTEXT, dummy_model, fake_limits, scheduler_command
 from runtime import Engine
 from runtime.errors import ConfigError, InvalidField, ServerDraining, ServingError, WorkerDied
 from runtime.sampling_params import SamplingParams
+from unit.small_tokenizer import write_small_tokenizer
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "seed": 5}
 
@@ -42,6 +43,19 @@ def test_one_prompt_gives_one_output_in_sglangs_shape(engine: Engine) -> None:
     assert meta["finish_reason"] == {"type": "length", "length": 12}
     assert (meta["graph_hit_rate"], meta["padding_waste"]) == (1.0, 0.5), "each step of the worker replays, with one row of padding"
     assert output["text"]
+
+
+def test_a_text_ends_at_the_end_token_that_only_the_tokenizer_names(tmp_path: Path) -> None:
+    """The model's configuration names token 1, the tokenizer's token 2."""
+    folder = write_small_tokenizer(dummy_model(tmp_path / "model"))
+    sampling = SamplingParams(max_new_tokens=200)
+    with Engine(scheduler_command=scheduler_command("0"), model=str(folder), load_format="dummy", device="cpu") as engine:
+        limits = fake_limits(engine.config)
+        ended = {first: alone([first], sampling, 5, (1, 2), limits) for first in range(100, 200)}
+        first = next(first for first, ids in ended.items() if ids[-1] == 2)
+        output = engine.generate(input_ids=[first], sampling_params={**GREEDY, "max_new_tokens": 200})
+    assert output["output_ids"] == ended[first]
+    assert output["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
 
 
 def test_many_prompts_come_back_in_their_order(engine: Engine) -> None:

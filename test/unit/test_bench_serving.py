@@ -26,16 +26,23 @@ from runtime.bench.records import BenchRequest, Chunk, RequestRecord
 from runtime.bench.vocabulary import LocalVocabulary, UnknownVocabulary
 
 FLAGS = (
-    "backend base-url host port ready-check-timeout-sec dataset-name dataset-path model served-model-name tokenizer num-prompts "
-    "sharegpt-output-len sharegpt-context-len random-input-len random-output-len random-range-ratio request-rate max-concurrency "
-    "output-file output-details goodput disable-tqdm disable-stream return-logprob cache-report disable-ignore-eos temperature top-p "
-    "extra-request-body apply-chat-template profile plot-throughput prompt-suffix flush-cache warmup-requests tokenize-prompt seed "
+    "backend base-url host port ready-check-timeout-sec dataset-name dataset-path model served-model-name tokenizer "
+    "num-prompts "
+    "sharegpt-output-len sharegpt-context-len random-input-len random-output-len random-range-ratio request-rate "
+    "max-concurrency "
+    "output-file output-details goodput disable-tqdm disable-stream return-logprob cache-report disable-ignore-eos "
+    "temperature top-p "
+    "extra-request-body apply-chat-template profile plot-throughput prompt-suffix flush-cache warmup-requests "
+    "tokenize-prompt seed "
     "gsp-num-groups gsp-prompts-per-group gsp-system-prompt-len gsp-question-len gsp-output-len tag header"
 )
 FIELDS = (
-    "tag backend dataset_name request_rate max_concurrency sharegpt_output_len random_input_len random_output_len random_range_ratio "
-    "server_info duration completed failed total_input_tokens total_output_tokens total_output_tokens_retokenized request_throughput "
-    "input_throughput output_throughput total_throughput concurrency accept_length per_position_acceptance graph_hit_rate "
+    "tag backend dataset_name request_rate max_concurrency sharegpt_output_len random_input_len random_output_len "
+    "random_range_ratio "
+    "server_info duration completed failed total_input_tokens total_output_tokens total_output_tokens_retokenized "
+    "request_throughput "
+    "input_throughput output_throughput total_throughput concurrency accept_length per_position_acceptance "
+    "graph_hit_rate "
     "padding_waste max_output_tokens_per_s max_concurrent_requests request_goodput commit device"
 )
 
@@ -69,7 +76,8 @@ def test_the_list_of_flags_is_pinned() -> None:
 @pytest.mark.parametrize(("prompts", "concurrency"), [(5, 1), (20, 4), (80, 16), (160, 32)])
 def test_reference_command_lines_parse(prompts: int, concurrency: int) -> None:
     line = (
-        "--backend sglang-oai  --dataset-name random --random-input-len 1000 --random-output-len 1000 --random-range-ratio 1 "
+        "--backend sglang-oai  --dataset-name random --random-input-len 1000 --random-output-len 1000 "
+        "--random-range-ratio 1 "
         f"--num-prompts {prompts} --max-concurrency {concurrency} --output-file dsv3.jsonl"
     )
     args = parser().parse_args(line.split())
@@ -101,7 +109,7 @@ def test_flags_out_of_range_are_refused(flags: str, capsys: pytest.CaptureFixtur
 
 def test_json_fields_and_columns_match_sglang() -> None:
     args = parser().parse_args([])
-    record = settled([0.0, 0.1, 0.2])
+    record = finished([0.0, 0.1, 0.2])
     figures = {name: getattr(args, name, None) for name in FIELDS.split()}
     figures |= metrics.summarize([record], 1.0) | metrics.acceptance([record], None, None) | {"commit": "c", "device": "d"}
     latencies = {f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p90", "p95", "p99") for name in metrics.LATENCIES}
@@ -365,7 +373,7 @@ def test_records_keep_request_order_and_concurrency_limit_holds() -> None:
 # ---- figures
 
 
-def settled(times: list[float], start: float = 0.0, ttft: float = 0.5) -> RequestRecord:
+def finished(times: list[float], start: float = 0.0, ttft: float = 0.5) -> RequestRecord:
     """A record with one-token chunks that arrive `times` after the first."""
     chunks = [Chunk(start + ttft + at, "x", 1) for at in times]
     record = RequestRecord(prompt_len=10, output_len=len(times), start=start, ttft=ttft, latency=ttft + times[-1], chunks=chunks)
@@ -374,7 +382,7 @@ def settled(times: list[float], start: float = 0.0, ttft: float = 0.5) -> Reques
 
 
 def test_figures_match_their_definitions() -> None:
-    records = [settled([0.0, 0.1, 0.4]), settled([0.0, 0.3, 0.6], start=1.0), RequestRecord(prompt_len=99, error="lost")]
+    records = [finished([0.0, 0.1, 0.4]), finished([0.0, 0.3, 0.6], start=1.0), RequestRecord(prompt_len=99, error="lost")]
     figures = metrics.summarize(records, 2.0)
     assert (figures["completed"], figures["failed"], figures["total_input_tokens"], figures["total_output_tokens"]) == (2, 1, 20, 6)
     assert figures["output_throughput"] == 3.0
@@ -422,7 +430,7 @@ def test_split_tokens_add_up_to_the_answer(seed: int) -> None:
 
 
 def test_goodput_counts_requests_within_all_limits() -> None:
-    records = [settled([0.0, 0.1]), settled([0.0, 0.9])]
+    records = [finished([0.0, 0.1]), finished([0.0, 0.9])]
     assert metrics.summarize(records, 1.0, {"ttft": 501, "tpot": 200})["request_goodput"] == 1.0
     assert metrics.summarize(records, 1.0, {"ttft": 400})["request_goodput"] == 0.0
     assert metrics.summarize(records, 1.0)["request_goodput"] is None
@@ -435,21 +443,21 @@ def test_malformed_goodput_limits_are_refused(bad: str) -> None:
 
 
 def test_tokens_are_counted_in_their_second() -> None:
-    timeline = metrics.per_second([settled([0.0, 0.1, 1.0]), settled([0.0], start=1.0)])
+    timeline = metrics.per_second([finished([0.0, 0.1, 1.0]), finished([0.0], start=1.0)])
     assert timeline.tokens == [2, 2]
     assert timeline.requests == [1, 2]
 
 
 def test_token_at_the_end_of_a_second_survives_rounding() -> None:
-    first, ended = settled([0.0], start=8.479168751052146), 30.479168751052146
-    last = settled([0.0], start=8.720086612211697, ttft=ended - 8.720086612211697)
+    first, ended = finished([0.0], start=8.479168751052146), 30.479168751052146
+    last = finished([0.0], start=8.720086612211697, ttft=ended - 8.720086612211697)
     last.chunks[0].at = ended
     assert last.start + last.latency < ended, "the sum is one rounding step below the chunk's time"
     assert sum(metrics.per_second([first, last]).tokens) == 2
 
 
 def test_missing_position_counts_come_from_server_totals() -> None:
-    record = settled([0.0] * 5)
+    record = finished([0.0] * 5)
     record.verify_steps = 2
     before = {"spec_verify_steps_total": 100, "spec_accepted_tokens_total": 90, "spec_accepted_by_position": [60, 30]}
     after = {"spec_verify_steps_total": 102, "spec_accepted_tokens_total": 93, "spec_accepted_by_position": [62, 31]}
@@ -458,7 +466,7 @@ def test_missing_position_counts_come_from_server_totals() -> None:
 
 
 def test_acceptance_uses_answers_if_all_report_it() -> None:
-    told = [settled([0.0] * 7), settled([0.0] * 5)]
+    told = [finished([0.0] * 7), finished([0.0] * 5)]
     for record, steps, accepted in zip(told, (3, 2), ([3, 1], [1, 1]), strict=True):
         record.verify_steps, record.accepted_by_position = steps, accepted
     info = {"internal_states": [{"avg_spec_accept_length": 9.0}], "padding_waste": 0.25}
@@ -475,8 +483,8 @@ def test_acceptance_uses_answers_if_all_report_it() -> None:
 
 def test_server_totals_exclude_steps_before_the_run() -> None:
     def info(scale: int, **means: float) -> dict[str, Any]:
-        totals = {"verify_steps": 10, "accepted_tokens": 15, "accepted_by_position": [8, 7], "decode_steps": 12, "graph_hits": 9}
-        totals |= {"real_rows": 30, "padding_rows": 10}
+        totals = {"spec_verify_steps_total": 10, "spec_accepted_tokens_total": 15, "spec_accepted_by_position": [8, 7]}
+        totals |= {"decode_steps": 12, "graph_steps_total": 9, "live_rows_total": 30, "padded_rows_total": 10}
         scaled = {k: [n * scale for n in v] if isinstance(v, list) else v * scale for k, v in totals.items()}
         return {"internal_states": [{**scaled, **means}]}
 
@@ -504,7 +512,8 @@ def test_client_loads_neither_torch_nor_the_engine(tmp_path: Path) -> None:
 
     code = (
         "import sys, runtime.bench_serving; "
-        "bad = [m for m in sys.modules if m.split('.')[0] == 'torch' or (m.startswith('runtime.') and not m.startswith('runtime.bench'))]; "
+        "bad = [m for m in sys.modules if m.split('.')[0] == 'torch' or (m.startswith('runtime.') and not "
+        "m.startswith('runtime.bench'))]; "
         "sys.exit(str(bad) if bad else 0)"
     )
     python = Path(__file__).resolve().parents[2] / "python"

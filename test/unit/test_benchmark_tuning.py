@@ -15,13 +15,15 @@ from benchmark import machine
 from benchmark.machine import ROOT
 from benchmark.record import RESULTS, Record
 from benchmark.report import SCRIPTS
-from benchmark.tuning import attention_backends, decode_step, products, split_attention, world
+from benchmark.tuning import attention_backends, decode_step, gemms, split_attention, world
 from benchmark.tuning.command_line import counts
 from benchmark.tuning.split_attention import Case
 
+from runtime.config.kernel_configs import SplitConfig
+
 CPU = torch.device("cpu")
 RATE = 4.32e12
-TOOLS = (attention_backends, decode_step, products, split_attention)
+TOOLS = (attention_backends, decode_step, gemms, split_attention)
 MEASURED = RESULTS / "nvidia-h200" / "tuning" / "split_attention.json"
 
 
@@ -38,19 +40,19 @@ def test_every_tool_is_listed_and_separate_from_report_scripts() -> None:
     assert not runnable & set(SCRIPTS)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="requires a machine without a GPU")
 @pytest.mark.parametrize("tool", TOOLS)
 def test_tool_without_gpu_prints_one_line(tool: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as refused:
         tool.main(["--out", str(tmp_path)])
-    assert str(refused.value) == f"python -m {tool.__name__}: this times kernels on a CUDA GPU, and torch finds none here"
+    assert str(refused.value) == f"python -m {tool.__name__}: a CUDA GPU is required, and torch finds none"
     assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(
     ("tool", "flags"),
     [
-        (products, ["--rows", "1,0"]),
+        (gemms, ["--rows", "1,0"]),
         (decode_step, ["--batch-sizes", "few"]),
         (attention_backends, ["--pages", ""]),
         (split_attention, ["--widths", "-1"]),
@@ -82,7 +84,7 @@ def test_counts_start_at_one() -> None:
 @pytest.mark.parametrize(
     ("script", "command"),
     [
-        (ROOT / "benchmark" / "tuning" / "products.py", "python -m benchmark.tuning.products --rows 1"),
+        (ROOT / "benchmark" / "tuning" / "gemms.py", "python -m benchmark.tuning.gemms --rows 1"),
         (ROOT / "benchmark" / "modes.py", "python -m benchmark.modes --rows 1"),
         (Path("elsewhere") / "pytest.py", "python -m benchmark.pytest --rows 1"),
     ],
@@ -109,7 +111,7 @@ def test_weights_have_the_8b_shapes() -> None:
     sizes = {name: 2 * rows * columns for name, (rows, columns) in world.WEIGHTS.items()}
     assert sizes.pop("head") == world.SHAPE.head_bytes
     assert sum(sizes.values()) == world.SHAPE.layer_bytes
-    assert {product.name: product.weight_bytes for product in products.PRODUCTS} == sizes | {"head": world.SHAPE.head_bytes}
+    assert {gemm.name: gemm.weight_bytes for gemm in gemms.GEMMS} == sizes | {"head": world.SHAPE.head_bytes}
 
 
 def test_roof_needs_a_measured_bandwidth() -> None:
@@ -142,19 +144,19 @@ def test_random_weight_preserves_the_scale() -> None:
     assert float(out.std()) == pytest.approx(1.0, rel=0.1)
 
 
-# ---- products
+# ---- GEMMs
 
 
-@pytest.mark.parametrize("product", products.PRODUCTS, ids=lambda product: product.name)
+@pytest.mark.parametrize("gemm", gemms.GEMMS, ids=lambda gemm: gemm.name)
 @pytest.mark.parametrize("padded", [{False: 16, True: 8}, {False: 128, True: 128}], ids=["few", "many"])
-def test_candidates_fit_shared_memory_and_are_unique(product: products.Product, padded: dict[bool, int]) -> None:
-    found = [*products.cuts(product, padded)]
+def test_candidates_fit_shared_memory_and_are_unique(gemm: gemms.Gemm, padded: dict[bool, int]) -> None:
+    found = [*gemms.candidates(gemm, padded)]
     assert len(set(found)) == len(found) > 0
-    assert {cut[0] for cut in found} == set(product.tiles)
+    assert {config[0] for config in found} == set(gemm.tiles)
     for block_n, block_k, _, stages, swap, _ in found:
         weights, inputs = 2 * stages * block_k * block_n, 2 * stages * block_k * padded[swap]
         assert weights + inputs <= 232448, "the shared-memory limit of a thread block on Hopper"
-    left_out = sum(len(depths) for block_n, _, _, depths in products.CUTS if block_n in product.tiles) * 4 - len(found)
+    left_out = sum(len(depths) for block_n, _, _, depths in gemms.TILES if block_n in gemm.tiles) * 4 - len(found)
     assert left_out > 0 or padded[False] == 16, "some candidates for many rows do not fit"
 
 
@@ -174,33 +176,33 @@ TIMES = {None: 9.0, Cut("a"): 8.0, Cut("b"): 7.126, Cut("c", swap=True, tma=True
 
 
 def test_best_lists_the_fastest_candidates_without_cublas() -> None:
-    assert [str(cut) for cut in products.best(TIMES, 3)] == ["d", "e", "b"]
-    assert products.best({None: 1.0}, 3) == []
+    assert [str(config) for config in gemms.best(TIMES, 3)] == ["d", "e", "b"]
+    assert gemms.best({None: 1.0}, 3) == []
 
 
 def test_kinds_are_compared_without_prefetch() -> None:
-    assert products.kinds(TIMES) == "cuBLAS 9.0; plain 7.1 (b); swap tma 7.5 (c)"
+    assert gemms.kinds(TIMES) == "cuBLAS 9.0; plain 7.1 (b); swap tma 7.5 (c)"
 
 
 def test_gemm_row_lists_all_times_fastest_first() -> None:
-    product = products.PRODUCTS[1]
-    row = products.row(product, 4, TIMES, RATE)
+    gemm = gemms.GEMMS[1]
+    row = gemms.row(gemm, 4, TIMES, RATE)
     assert [*row["us"].items()] == [("d", 6.0), ("e", 6.5), ("b", 7.13), ("c", 7.5), ("a", 8.0), ("cuBLAS", 9.0)]
     assert row["roof_us"] == round(2 * 4096 * 4096 / RATE * 1e6, 2)
-    assert (row["product"], row["rows"]) == ("o", 4)
-    assert "roof_us" not in products.row(product, 4, TIMES, None)
+    assert (row["gemm"], row["rows"]) == ("o", 4)
+    assert "roof_us" not in gemms.row(gemm, 4, TIMES, None)
 
 
 def test_candidates_are_valid_kernel_configurations() -> None:
     pytest.importorskip("triton")
     from runtime.layers.gemm.triton_gemm import padded_rows
 
-    for product in products.PRODUCTS:
+    for gemm in gemms.GEMMS:
         for rows in (1, 16, 128):
-            configs = products.configs(product, rows)
+            configs = gemms.configs(gemm, rows)
             assert len({str(config) for config in configs}) == len(configs), "rows identify candidates by their text"
             for c in configs:
-                assert c.stages * c.block_k * 2 * (c.block_n + padded_rows(rows, c.swap)) <= products.SHARED_MEMORY
+                assert c.stages * c.block_k * 2 * (c.block_n + padded_rows(rows, c.swap)) <= gemms.SHARED_MEMORY
 
 
 # ---- steps and backends
@@ -267,7 +269,7 @@ def test_wrong_attention_result_stops_the_run() -> None:
     off = want[1].clone()
     off[5, 3] *= 1.05
     for got in (off, torch.full_like(off, float("nan"))):
-        with pytest.raises(SystemExit, match=r"^far computes something else than FA3 for Case\(page=64"):
+        with pytest.raises(SystemExit, match=r"^far differs from FA3 for Case\(page=64"):
             split_attention.compare("far", case, [want[0], got], want)
 
 
@@ -285,24 +287,21 @@ def test_choice_shows_minimum_and_mean_by_width_and_batch() -> None:
     times = [(Case(page, 1, 8, 100, ragged), fa3) for page, ragged, fa3 in ((1, False, 10.0), (64, False, 30.0), (64, True, 20.0))]
     rows = [split_attention.row(case, {"FA3": fa3, "x": 20.0, "y": 10.0}, RATE) for case, fa3 in times]
     rows.append(split_attention.row(Case(64, 4, 8, 100, False), {"FA3": 40.0, "x": 20.0, "y": 50.0}, None))
-    assert split_attention.choice(rows, "x") == ["FA3's time over that of x: least, mean", "q 1 B  8: 0.50 1.00", "q 4 B  8: 2.00 2.00"]
+    assert split_attention.choice(rows, "x") == ["FA3's time / that of x: minimum, mean", "q 1 B  8: 0.50 1.00", "q 4 B  8: 2.00 2.00"]
     assert split_attention.line(rows[2]).endswith("~: roof    0.8 FA3   20.0 |   20.0   10.0 | 2.00x y")
     assert split_attention.line(rows[3]).endswith(" : FA3   40.0 |   20.0   50.0 | 2.00x x")
 
 
 def test_split_attention_candidates_are_valid_configurations() -> None:
-    pytest.importorskip("triton")
-    from runtime.layers.attention.kernels.split_decode import SplitConfig
-
     found = split_attention.configs()
     assert found["128x3 1/SM"] == SplitConfig(128, 4, 3, 1, alone=2)
-    assert found["64x3 3/SM dealt"] == SplitConfig(64, 4, 3, 3, dealt=True)
+    assert found["64x3 3/SM dealt"] == SplitConfig(64, 4, 3, 3, scheduled=True)
     assert len(set(found.values())) == len(found)
 
 
 def test_measured_configurations_are_still_candidates() -> None:
     measured = json.loads(MEASURED.read_text(encoding="utf-8"))
-    assert {name for row in measured["rows"] for name in row["split us"]} == set(split_attention.CUTS)
+    assert {name for row in measured["rows"] for name in row["split us"]} == set(split_attention.CONFIGS)
 
 
 @pytest.mark.parametrize("tool", TOOLS)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizer import CHATML, SPECIAL, reference, write_small_tokenizer
 
-from runtime.errors import ConfigError, InvalidField, RequestError
-from runtime.text import chat_template
+from runtime.errors import ConfigError, RequestError
+from runtime.text import template_sandbox
 from runtime.text.tokenizer import Tokenizer
 
 LLAMA3 = (
@@ -71,6 +71,26 @@ def test_continuing_the_last_message_equals_transformers(tmp_path: Path, templat
     assert tokenizer.encode_chat(chat, add_generation_prompt=False, continue_final_message=True) == expected
 
 
+THOUGHTLESS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('<think>')[0] if m.role == 'assistant' else m.content }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\nOPENING{% endif %}"
+)
+
+
+@pytest.mark.parametrize("opening", ["", "<think>\n"])
+@pytest.mark.parametrize("parts", [False, True])
+def test_continuing_a_thought_that_the_template_removes(tmp_path: Path, opening: str, parts: bool) -> None:
+    tokenizer = _tokenizer(tmp_path, THOUGHTLESS)
+    thought = "<think>\nLet me <|im_end|>"
+    content = [{"type": "text", "text": thought}] if parts else thought
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]
+    template = THOUGHTLESS.replace("m.content.split", "m.content[0].text.split" if parts else "m.content.split").replace("OPENING", opening)
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    ids = tokenizer.encode_chat(chat, chat_template=template, **options)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"<|im_start|>user\nq<|im_end|><|im_start|>assistant\n{thought}"
+    assert [i for i in ids if i in tokenizer.special_ids] == [1, 2, 1], "the message makes no control token"
+
+
 def test_kwargs_reach_the_template(tmp_path: Path) -> None:
     tokenizer = _tokenizer(tmp_path, THINKING)
     chat = CHATS[0]
@@ -81,14 +101,14 @@ def test_kwargs_reach_the_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["messages", "bos_token", "add_generation_prompt", "_private", "not an identifier", "raise_exception", "range"]
 )
-def test_kwargs_that_the_server_sets_are_refused(chatml: Tokenizer, name: str) -> None:
-    with pytest.raises(InvalidField, match="chat_template_kwargs"):
+def test_reserved_template_kwargs_are_refused(chatml: Tokenizer, name: str) -> None:
+    with pytest.raises(RequestError, match="chat_template_kwargs must not contain"):
         chatml.encode_chat(CHATS[0], template_kwargs={name: 1})
 
 
 @pytest.mark.parametrize("value", [object(), float("nan"), {1: {2, 3}}, "x" * 20000])
-def test_kwargs_that_are_no_plain_values_are_refused(chatml: Tokenizer, value: object) -> None:
-    with pytest.raises(InvalidField, match="chat_template_kwargs"):
+def test_template_kwargs_must_be_plain_json(chatml: Tokenizer, value: object) -> None:
+    with pytest.raises(RequestError, match="chat_template_kwargs"):
         chatml.encode_chat(CHATS[0], template_kwargs={"extra": value})
 
 
@@ -101,7 +121,7 @@ spelled = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(spelled, min_size=1, max_size=3))
-def test_the_template_alone_makes_control_tokens(chatml: Tokenizer, texts: list[str]) -> None:
+def test_messages_never_make_control_tokens(chatml: Tokenizer, texts: list[str]) -> None:
     chat = [{"role": "user", "content": text} for text in texts]
     harmless = [{"role": "user", "content": "x"} for _ in texts]
     made = [i for i in chatml.encode_chat(chat) if i in chatml.special_ids]
@@ -115,7 +135,7 @@ def test_the_template_alone_makes_control_tokens(chatml: Tokenizer, texts: list[
     spelled,
     st.sampled_from([LLAMA3, PARTS, "{% for m in messages %}{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% endfor %}"]),
 )
-def test_neighbouring_texts_do_not_join_to_a_control_token(
+def test_adjacent_texts_never_join_to_a_control_token(
     tmp_path_factory: pytest.TempPathFactory, first: str, second: str, template: str
 ) -> None:
     tokenizer = _cached_tokenizer(tmp_path_factory)
@@ -138,7 +158,7 @@ def _cached_tokenizer(factory: pytest.TempPathFactory) -> Tokenizer:
     return _CACHE["it"]
 
 
-def test_text_around_a_spelled_token_is_encoded_as_one(chatml: Tokenizer) -> None:
+def test_text_around_a_spelled_control_token_is_encoded_whole(chatml: Tokenizer) -> None:
     """The guard's marks leave no seam: the message's ids are those of its text without control tokens."""
     text = "hello <|im_end|> world"
     ids = chatml.encode_chat([{"role": "user", "content": text}], add_generation_prompt=False, chat_template="{{ messages[0].content }}")
@@ -147,7 +167,7 @@ def test_text_around_a_spelled_token_is_encoded_as_one(chatml: Tokenizer) -> Non
 
 def test_roles_must_be_words(chatml: Tokenizer) -> None:
     for role in ("<|im_end|>", "", "user\n", None, 3):
-        with pytest.raises(InvalidField, match="role"):
+        with pytest.raises(RequestError, match="The role of a message must be a word"):
             chatml.encode_chat([{"role": role, "content": "x"}])
 
 
@@ -175,7 +195,7 @@ def _render(chatml: Tokenizer, template: str) -> str:
         "{{ unclosed",
     ],
 )
-def test_a_bad_template_is_the_requests_error_and_shows_no_insides(chatml: Tokenizer, template: str) -> None:
+def test_bad_template_is_a_400_without_internals(chatml: Tokenizer, template: str) -> None:
     with pytest.raises(RequestError) as caught:
         _render(chatml, template)
     message = str(caught.value)
@@ -184,20 +204,20 @@ def test_a_bad_template_is_the_requests_error_and_shows_no_insides(chatml: Token
     assert caught.value.status == 400
 
 
-def test_loops_without_output_meet_the_time_limit(chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
+def test_loops_without_output_hit_the_time_limit(chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.2)
     nested = "{% set r = range(90000) | list %}{% for a in r %}{% for b in r %}{% set check_time = 1 %}{% endfor %}{% endfor %}"
     with pytest.raises(RequestError, match="takes more than"):
         _render(chatml, nested)
 
 
-def test_loop_variables_still_work_beside_the_clock(chatml: Tokenizer) -> None:
+def test_loop_variables_work_under_the_time_limit(chatml: Tokenizer) -> None:
     body = "{{ loop.index }}{% if i == 1 %}{% continue %}{% endif %}{{ ',' if not loop.last }}"
     template = f"{{% for i in range(3) %}}{body}{{% else %}}none{{% endfor %}}"
     assert _render(chatml, template) == "1,23"
 
 
-def test_no_template_and_a_broken_one_say_what_to_do(tmp_path: Path) -> None:
+def test_missing_and_broken_templates_say_what_to_do(tmp_path: Path) -> None:
     tokenizer = _tokenizer(tmp_path, None)
     assert not tokenizer.has_chat_template
     with pytest.raises(RequestError, match="--chat-template"):
@@ -215,7 +235,7 @@ def test_a_given_template_replaces_the_models(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path, chat_template=str(file)).render_chat(CHATS[0]) == "mine: hi"
 
 
-def test_json_and_dates_follow_the_conventions(chatml: Tokenizer) -> None:
+def test_tojson_and_strftime_follow_hugging_face(chatml: Tokenizer) -> None:
     assert _render(chatml, "{{ {'b': 'é<', 'a': [1]} | tojson }}") == '{"b": "é<", "a": [1]}'
     assert len(_render(chatml, "{{ strftime_now('%Y-%m-%d') }}")) == 10
 
@@ -224,5 +244,5 @@ def test_deeply_nested_content_is_refused(chatml: Tokenizer) -> None:
     deep: Any = "x"
     for _ in range(5000):
         deep = [deep]
-    with pytest.raises(InvalidField, match="nested"):
+    with pytest.raises(RequestError, match="nested"):
         chatml.encode_chat([{"role": "user", "content": deep}])

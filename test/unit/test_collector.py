@@ -38,9 +38,9 @@ def test_a_scheduler_spares_its_start_before_it_says_that_it_is_ready(tmp_path: 
     worker = SimpleNamespace(limits=None, close=lambda: said.append("closes"))
     monkeypatch.setattr("runtime.managers.scheduler.Scheduler", lambda *_: scheduler)
     monkeypatch.setattr("runtime.models.hf_config.load_hf_config", lambda _: SimpleNamespace(eos_ids=()))
-    orders: Any = SimpleNamespace(
-        folder=str(tmp_path), config=SimpleNamespace(model=SimpleNamespace(model_path=""), scheduler=None, cache=None)
-    )
+    monkeypatch.setattr(child, "tokenizer_eos_ids", lambda _: ())
+    model = SimpleNamespace(model_path="", tokenizer_path="")
+    orders: Any = SimpleNamespace(folder=str(tmp_path), config=SimpleNamespace(model=model, scheduler=None, cache=None))
     reporter: Any = SimpleNamespace(send=lambda _: said.append(f"ready, {'spared' if gc.get_freeze_count() else 'not spared'}"))
     child.serve_scheduler(orders, reporter, lambda *_: worker)  # type: ignore[arg-type, return-value]
     assert said == ["ready, spared", "runs", "closes"]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from llama_tokenizer import write_llama_tokenizer
 from msgspec import structs
 
+from runtime.entrypoints.openai.logprobs import CompletionLogprobs
 from runtime.managers.detokenizer_manager import DetokenizerManager, StopFinder
 from runtime.managers.messages import (
+    CacheFlushed,
     ControlReply,
     DrainReq,
     Finish,
+    GenerateReq,
     Heartbeat,
     RequestInfo,
     TextOut,
@@ -20,8 +26,11 @@ from runtime.managers.messages import (
     TokensOut,
     TokensOutBatch,
 )
+from runtime.managers.replies import request_info
 from runtime.managers.telemetry.decode_stats import DecodeStats
 from runtime.managers.telemetry.progress import Progress
+from runtime.sampling_params import SamplingParams
+from runtime.text.tokenizer import Tokenizer
 
 SPECIAL = 999
 
@@ -52,8 +61,10 @@ class ByteStream:
 
 
 class ByteTokenizer:
-    def stream(self, skip_special_tokens: bool = True) -> ByteStream:
-        return ByteStream(skip_special_tokens)
+    def stream(self, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()) -> ByteStream:
+        stream = ByteStream(skip_special_tokens)
+        stream.step(tuple(prompt_tail))
+        return stream
 
 
 class Bench:
@@ -117,7 +128,7 @@ def test_stop_strings_cut_where_the_definition_cuts(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_where_the_text_is_cut_does_not_depend_on_the_pieces(seed: int) -> None:
+def test_cut_does_not_depend_on_chunking(seed: int) -> None:
     g = random.Random(seed)
     text = "".join(g.choice("abc") for _ in range(40))
     stops = ("abca", "c", "bb", "cab")[seed % 3 :]
@@ -131,13 +142,13 @@ def test_where_the_text_is_cut_does_not_depend_on_the_pieces(seed: int) -> None:
     assert shown == slow_stop(text, stops)
 
 
-def test_a_part_of_a_stop_string_is_held_back_until_it_cannot_become_one() -> None:
+def test_partial_stop_strings_are_held_back() -> None:
     bench = Bench()
     bench.begin(stop=("STOP",))
     assert [bench.feed(out(piece, 0))[0].text for piece in (b"a S", b"T", b"O", b"x")] == ["a ", "", "", "STOx"]
 
 
-def test_held_text_comes_out_when_the_request_ends_without_the_stop() -> None:
+def test_held_text_is_released_at_the_end() -> None:
     bench = Bench()
     bench.begin(stop=("STOP",))
     (update,) = bench.feed(out(b"the STO", 7, Finish(reason="length")))
@@ -158,7 +169,7 @@ def test_a_stop_string_ends_the_request_and_drops_later_tokens() -> None:
     assert bench.feed(out(b" it all", 17)) == []
 
 
-def test_a_stop_string_in_the_last_tokens_needs_no_stop_request() -> None:
+def test_stop_string_in_the_last_tokens_sends_no_stop_request() -> None:
     bench = Bench()
     bench.begin(stop=("end",))
     (update,) = bench.feed(out(b"the end", 7, Finish(reason="length")))
@@ -166,14 +177,14 @@ def test_a_stop_string_in_the_last_tokens_needs_no_stop_request() -> None:
     assert bench.stopped == []
 
 
-def test_the_stop_token_is_counted_and_not_shown() -> None:
+def test_stop_token_is_counted_but_not_shown() -> None:
     bench = Bench()
     bench.begin()
     (update,) = bench.feed(out(b"ok.", 3, Finish(reason="stop", matched=ord("."))))
     assert (update.text, update.token_ids, update.progress.completion_tokens) == ("ok", list(b"ok."), 3)
 
 
-def test_a_split_character_is_shown_whole_or_not_at_all() -> None:
+def test_split_characters_are_never_shown_in_parts() -> None:
     bench = Bench()
     bench.begin()
     euro = "€".encode()
@@ -190,7 +201,7 @@ def test_special_tokens_are_shown_only_on_request(skip: bool, text: str) -> None
     assert update.text == text
 
 
-def test_a_request_that_does_not_stream_is_answered_once_with_everything() -> None:
+def test_non_streaming_request_gets_one_reply() -> None:
     bench = Bench()
     bench.begin(stream=False)
     assert bench.feed(out(b"one ", 4, logprobs=True)) == []
@@ -230,7 +241,7 @@ def test_a_refusal_before_the_first_token_passes() -> None:
 
 def test_other_messages_are_forwarded_except_a_drain() -> None:
     bench = Bench()
-    messages = [Heartbeat(who="scheduler", count=1), ControlReply(call_id="1", ok=True)]
+    messages = [Heartbeat(who="scheduler", count=1), ControlReply(call_id="1", result=CacheFlushed(pages=3))]
     for message in messages:
         bench.manager.handle(message)
     bench.manager.handle(DrainReq())
@@ -242,3 +253,37 @@ def test_looking_for_stops_is_linear_in_the_text() -> None:
     shown = sum(len(finder.push("ab" * 50 + "c")) for _ in range(2000))
     assert shown + len(finder.held) == 2000 * 101
     assert len(finder.held) < 256
+
+
+def test_text_continues_the_tail_of_its_prompt() -> None:
+    bench = Bench()
+    first, *rest = "é".encode()
+    bench.manager.handle(RequestInfo(rid="a", stop=(), skip_special_tokens=True, stream=True, prompt_tail=[ord("x"), first]))
+    (shown,) = bench.feed(out([*rest, ord("y")], 2))
+    assert shown.text == "éy"
+
+
+def test_a_completion_keeps_its_leading_space(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_llama_tokenizer(tmp_path, "first"))
+    prompt, the = tokenizer.encode("hello"), tokenizer.encode("the", add_special_tokens=False)
+    request = GenerateReq(rid="a", input_ids=prompt, sampling=SamplingParams(), seed=0, stream=True)
+    for continues_prompt, shown in ((True, " the the"), (False, "the the")):
+        sent: list[object] = []
+        manager = DetokenizerManager(tokenizer, sent.append, lambda message: None)
+        manager.handle(request_info(structs.replace(request, continues_prompt=continues_prompt)))
+        manager.handle(TokensOutBatch(outs=[out([*the, *the], 2, Finish(reason="length"))]))
+        (batch,) = sent
+        assert isinstance(batch, TextOutBatch)
+        assert batch.outs[0].text == shown
+
+
+@pytest.mark.parametrize(("prompt", "text"), [("hello", "hello the the"), (None, "<s> hello the the")])
+def test_text_offsets_are_places_in_the_text(tmp_path: Path, prompt: str | None, text: str) -> None:
+    tokenizer = Tokenizer.load(write_llama_tokenizer(tmp_path, "first"))
+    ids, the = tokenizer.encode("hello"), tokenizer.encode("the", add_special_tokens=False)
+    echoed = CompletionLogprobs(tokenizer, 0, tokenizer.stream(skip_special_tokens=False), num_hidden=int(prompt is not None))
+    offsets = echoed.take([*ids, *the, *the], [0.0] * (len(ids) + 2), [])["text_offset"]
+    assert [text[at:] for at in offsets[-2:]] == [" the the", " the"]
+    assert offsets[1] == text.index("hello") - (prompt is None), "the piece begins with its space, where it has one"
+    alone = CompletionLogprobs(tokenizer, 0, tokenizer.stream(prompt_tail=ids))
+    assert alone.take([*the, *the], [0.0] * 2, [])["text_offset"] == [0, 4]

@@ -14,9 +14,10 @@ from front import IM_END, ScriptedScheduler, front, logprob_of, until
 from pydantic import TypeAdapter
 
 from runtime.entrypoints.http.responses import ErrorBody
-from runtime.entrypoints.native.protocol import Detokenized, Done, Generated, ModelInfo, Status, Tokenized
+from runtime.entrypoints.native.protocol import Detokenized, Flushed, Generated, ModelInfo, Status, Tokenized
 from runtime.entrypoints.openai.logprobs import LOWEST, CompletionLogprobs, aligned, chat_logprobs
 from runtime.entrypoints.openai.protocol import ChatCompletion, Completion, ModelCard, ModelList
+from runtime.text.decode_stream import ByteStream
 
 HI = [{"role": "user", "content": "hi"}]
 HI_IDS = [256, *b"user\nhi", 257, *b"\n", 256, *b"assistant\n"]
@@ -140,6 +141,32 @@ def test_echo_with_logprobs_scores_the_prompt_as_lm_eval_reads_it() -> None:
     alone = asyncio.run(check(0))
     assert alone["text"] == "The capital of"
     assert alone["logprobs"]["token_logprobs"] == scored["token_logprobs"][:-1]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "continues"),
+    [
+        ("/v1/completions", {"prompt": "a"}, True),
+        ("/generate", {"text": "a"}, True),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, False),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+                "continue_final_message": True,
+                "add_generation_prompt": False,
+            },
+            True,
+        ),
+    ],
+)
+def test_outputs_that_continue_a_text_say_so(path: str, body: dict[str, Any], continues: bool) -> None:
+    async def check() -> None:
+        async with front() as f:
+            assert (await f.post(path, body)).status_code == 200
+            assert f.scheduler.requests[0].continues_prompt is continues
+
+    run(check())
 
 
 def test_many_prompts_are_answered_in_order_whatever_finishes_first() -> None:
@@ -274,6 +301,8 @@ def test_another_model_is_not_found() -> None:
                 assert answer.json()["error"]["param"] == "model"
             assert (await f.client.get("/v1/models")).json()["data"][0]["id"] == "tiny"
             assert (await f.client.get("/v1/models/tiny")).json()["id"] == "tiny"
+            for path in ("/v1/models/tiny", "/get_model_info"):
+                assert (await f.client.get(path)).json()["weights"] == f.manager.config.weights
 
     run(check())
 
@@ -414,7 +443,7 @@ def test_logprobs_are_json_and_bytes_tell_halves_of_characters_apart() -> None:
 
 
 def test_text_offsets_go_on_from_chunk_to_chunk() -> None:
-    lists = CompletionLogprobs(Letters(), 1)
+    lists = CompletionLogprobs(Letters(), 1, ByteStream(Letters().token_bytes, frozenset()))
     assert lists.take([97, 98], [None, -1.0], [[], [(98, -1.0)]])["text_offset"] == [0, 1]
     later = lists.take([99], [-2.0], [[(97, -1.0), (98, -1.5)]])
     assert later["text_offset"] == [2]
@@ -441,7 +470,7 @@ def test_answers_have_the_documented_form() -> None:
         ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2}}, Generated),
         ("/tokenize", {"prompt": ["a", "b"]}, Tokenized),
         ("/detokenize", {"tokens": [97]}, Detokenized),
-        ("/flush_cache", {}, Done),
+        ("/flush_cache", {}, Flushed),
         ("/generate", {}, ErrorBody),
     ]
     reads: list[tuple[str, Any]] = [("/v1/models", ModelList), ("/v1/models/tiny", ModelCard), ("/get_model_info", ModelInfo)]
@@ -465,10 +494,10 @@ def test_answers_have_the_documented_form() -> None:
 def test_unknown_fields_are_ignored_and_named() -> None:
     async def check() -> None:
         async with front() as f:
-            odd = {"temprature": 1, "a\x7fb, ü": 2, "metadata": {"k": 1}, "tools": [], "user": None}
+            odd = {"temprature": 1, "a\x7fb, ü": 2, "": 3, "metadata": {"k": 1}, "tools": [], "user": None}
             answer = await f.post("/v1/completions", {"prompt": "x", **odd})
             assert answer.status_code == 200
-            assert answer.headers["x-ignored-fields"] == "temprature, a%7Fb%2C%20%C3%BC"
+            assert answer.headers["x-ignored-fields"] == 'temprature, a%7Fb%2C%20%C3%BC, ""'
             stream = await f.post("/generate", {"text": "x", "stream": True, "sampling_params": {"tempo": 1}})
             assert stream.headers["x-ignored-fields"] == "sampling_params.tempo"
             assert "x-ignored-fields" not in (await f.post("/v1/completions", {"prompt": "x"})).headers

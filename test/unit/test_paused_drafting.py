@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
 from runtime.batch import StepStats
-from runtime.entrypoints.engine import _Growing
+from runtime.entrypoints.native.meta_info import meta_info
 from runtime.layers.linear import Linear
 from runtime.managers.generation import GenerationUpdate
 from runtime.managers.messages import GenerateReq
@@ -283,7 +282,7 @@ def test_the_server_counts_paused_steps_apart_and_requests_are_told_of_their_dra
     _, scheduler = serve(worker, asks, {}, hear=lambda out: told.update({out.rid: out.progress.spec}), chunked_prefill_size=48)
     figures = scheduler.stats.figures()
     assert figures["spec_paused_steps_total"] == steps["paused"] > 3
-    assert f'talon:spec_paused_steps_total{{model_name="m"}} {steps["paused"]}.0\n' in Metrics("m").render(figures)[0].decode()
+    assert f'talon:spec_paused_steps_total{{model_name="m"}} {steps["paused"]}.0\n' in Metrics("m").render(scheduler.stats)[0].decode()
     assert figures["spec_verify_steps_total"] == steps["verified"] > 3
     assert figures["spec_accepted_tokens_total"] == steps["accepted"]
     assert figures["spec_accept_length"] == 1 + steps["accepted"] / steps["verified"]
@@ -295,10 +294,9 @@ def test_the_server_counts_paused_steps_apart_and_requests_are_told_of_their_dra
 
 def test_an_engines_answer_tells_the_acceptance_of_its_verified_windows() -> None:
     """And not of the tokens that came without drafts."""
-    answer = _Growing(cast(Any, SimpleNamespace(rid="1")))
     spec = SpecStats(verify_steps=4, draft_tokens=12, accepted_tokens=6, accepted_by_position=[4, 2, 0])
-    answer.add(GenerationUpdate(0, "text", list(range(40)), Progress(5, 0, 40, spec=spec)))
-    told = {name: value for name, value in answer.output()["meta_info"].items() if name.startswith("spec_")}
+    answer = meta_info("1", GenerationUpdate(0, "text", list(range(40)), Progress(5, 0, 40, spec=spec)))
+    told = {name: value for name, value in answer.items() if name.startswith("spec_")}
     assert told == {
         "spec_verify_ct": 4, "spec_accept_length": 2.5, "spec_accept_rate": 0.5, "spec_accept_token_num": 6, "spec_draft_token_num": 12,
         "spec_accepted_by_position": [4, 2, 0],

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -25,6 +26,7 @@ from runtime.managers.ipc import Inbox, Outbox
 from runtime.managers.messages import DrainReq, Heartbeat, ToDetokenizer, ToScheduler
 from runtime.models.config import ModelConfig
 from runtime.text.tokenizer import Tokenizer
+from runtime.text.tokenizer_files import tokenizer_eos_ids
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +102,10 @@ def serve_scheduler(orders: Orders, reporter: Reporter, build: BuildWorker) -> N
     inbox: Inbox[ToScheduler] = Inbox(orders.folder, "scheduler", ToScheduler)
     outbox = Outbox(orders.folder, "detokenizer")
     model_config = load_hf_config(orders.config.model.model_path)
+    eos_ids = dict.fromkeys((*model_config.eos_ids, *tokenizer_eos_ids(Path(orders.config.model.tokenizer_path))))
     worker = build(orders.config, model_config)
     config = orders.config
-    scheduler = Scheduler(config.scheduler, config.cache, worker, model_config.eos_ids, inbox.receive, outbox.send)
+    scheduler = Scheduler(config.scheduler, config.cache, worker, tuple(eos_ids), inbox.receive, outbox.send)
     spare_start()
     reporter.send(Ready(worker.limits))
     scheduler.run()

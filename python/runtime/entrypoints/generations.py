@@ -8,8 +8,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from runtime.errors import RequestError
+from runtime.managers.generation import Generation, GenerationUpdate
 from runtime.managers.messages import TokenLogprobs
-from runtime.managers.tokenizer_manager import Generation, GenerationUpdate, TokenizerManager
+from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingParams
 
 MAX_UNREAD = 256
@@ -27,6 +28,7 @@ class Call:
         rids: one per prompt.
         n: texts per prompt.
         fill_context: generate to the end of the context.
+        continues_prompt: whether the text of the output continues that of the prompt.
         top_logprobs: -1 for no log-probabilities, else how many beside each chosen token.
         params: the protocol's names for fields that the manager calls "prompt", "input_ids" and "max_new_tokens".
     """
@@ -43,6 +45,7 @@ class Call:
     cache_salt: str
     params: Mapping[str, str]
     fill_context: bool = False
+    continues_prompt: bool = True
 
 
 class Generations:
@@ -75,6 +78,7 @@ class Generations:
                     prompt_logprobs=call.prompt_logprobs,
                     priority=call.priority,
                     cache_salt=call.cache_salt,
+                    continues_prompt=call.continues_prompt,
                     rid=rid,
                     call=call.name,
                 )

@@ -38,8 +38,8 @@ class TextStream(Protocol):
 class StreamFactory(Protocol):
     """What the detokenizer needs of a tokenizer."""
 
-    def stream(self, skip_special_tokens: bool = True) -> TextStream:
-        """Start the text of one request."""
+    def stream(self, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()) -> TextStream:
+        """Start the text of one request, after the last tokens of the text that it continues."""
         ...
 
 
@@ -112,7 +112,7 @@ class DetokenizerManager:
     def handle(self, message: ToDetokenizer) -> None:
         """Process one message, and send the results."""
         if isinstance(message, RequestInfo):
-            text = self._tokenizer.stream(skip_special_tokens=message.skip_special_tokens)
+            text = self._tokenizer.stream(message.skip_special_tokens, message.prompt_tail)
             self._open[message.rid] = _Open(message.stream, text, StopFinder(message.stop))
         elif isinstance(message, TokensOutBatch):
             outs = [shown for out in message.outs if (shown := self._advance(out)) is not None]

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 from runtime.errors import ServingError
 from runtime.managers.messages import Finish, TextOut, TokenLogprobs
-from runtime.managers.telemetry.decode_stats import DecodeStats
 from runtime.managers.telemetry.progress import Progress
-from runtime.managers.telemetry.spec_stats import SpecStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,36 +37,6 @@ class GenerationUpdate:
     def of(cls, index: int, out: TextOut) -> GenerationUpdate:
         """`out` as the next step of choice `index`."""
         return cls(index, out.text, out.token_ids, out.progress, out.finish, out.logprobs, out.prompt_logprobs)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """As in `progress`."""
-        return self.progress.prompt_tokens
-
-    @property
-    def cached_tokens(self) -> int:
-        """As in `progress`."""
-        return self.progress.cached_tokens
-
-    @property
-    def completion_tokens(self) -> int:
-        """As in `progress`."""
-        return self.progress.completion_tokens
-
-    @property
-    def queue_seconds(self) -> float:
-        """As in `progress`."""
-        return self.progress.queue_seconds
-
-    @property
-    def spec(self) -> SpecStats | None:
-        """As in `progress`."""
-        return self.progress.spec
-
-    @property
-    def steps(self) -> DecodeStats:
-        """As in `progress`."""
-        return self.progress.decode
 
 
 class Generation:

@@ -8,12 +8,18 @@ from runtime.managers.messages import Finish, GenerateReq, RequestInfo, TokensOu
 from runtime.managers.req import Req
 from runtime.managers.step_plan import Chunk
 from runtime.managers.telemetry.progress import Progress
+from runtime.text.decode_stream import PROMPT_TAIL
 
 
 def request_info(req: GenerateReq) -> RequestInfo:
     """What the detokenizer needs before the first tokens."""
-    sampling = req.sampling
-    return RequestInfo(rid=req.rid, stop=sampling.stop, skip_special_tokens=sampling.skip_special_tokens, stream=req.stream)
+    return RequestInfo(
+        rid=req.rid,
+        stop=req.sampling.stop,
+        skip_special_tokens=req.sampling.skip_special_tokens,
+        stream=req.stream,
+        prompt_tail=req.input_ids[-PROMPT_TAIL:] if req.continues_prompt else [],
+    )
 
 
 def failure(error: ServingError) -> Finish:

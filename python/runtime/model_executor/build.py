@@ -28,7 +28,7 @@ from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.memory_plan import MIB, Budget, MemoryPlan, plan_memory
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.request_rows import RequestRows
-from runtime.model_executor.short_prompts import ShortPrompts, busy_tokens, free_tokens, prompt_forward, prompt_sizes, prompt_spec
+from runtime.model_executor.short_prompts import PromptCost, ShortPrompts, prompt_forward, prompt_spec
 from runtime.model_executor.staging import StagingRing
 from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.verification import Verifier, verify_forward, verify_spec
@@ -148,8 +148,8 @@ def make_runner(context: WorkerContext, model: DecoderModel, config: ModelConfig
     """The target's runner; on a GPU short prompts will have graphs."""
     attention, sizes = context.config.device.attention_backend, list[int]()
     if context.device.type == "cuda" and context.replay != "none" and backend_class(attention).caps.cuda_graph:
-        sizes = prompt_sizes(_free_tokens(model), min(context.extend_tokens, context.config.model.context_length))
-    return ModelRunner(model, config, attention, context.dtype, context.device, sizes)
+        sizes = prompt_cost(context, model).sizes(min(context.extend_tokens, context.config.model.context_length))
+    return ModelRunner(model, config, attention, context.dtype, context.device, sizes, context.config.device.tuning)
 
 
 def make_target(context: WorkerContext, runner: ModelRunner, spec: DrafterSpec) -> TargetModel:
@@ -183,7 +183,8 @@ def _make_graph_runner(
 def graph_options(context: WorkerContext, model: ModelRunner, sizes: Sequence[int], max_size: int | None = None) -> GraphOptions:
     """Options of a graph runner of `model` that captures `sizes`."""
     captured = () if context.replay == "none" else tuple(sizes)
-    return GraphOptions(captured, context.config.graphs.cuda_graph_padding, max_size, context.replay == "cuda", model.arena)
+    padding, node_bytes = context.config.graphs.cuda_graph_padding, context.config.device.tuning.graph_node_bytes
+    return GraphOptions(captured, padding, max_size, context.replay == "cuda", model.arena, node_bytes)
 
 
 def make_verify_runner(
@@ -282,7 +283,7 @@ def add_short_prompts(context: WorkerContext, target: TargetModel) -> list[Graph
     inputs = InputBuffers(1, max_tokens=sizes[-1], device=context.device)
     options = replace(graph_options(context, runner, sizes), padding=True)
     graphs = GraphRunner(spec, prompt_forward(runner.model, target.aux_layers), inputs, [runner.backend], options)
-    target.short_prompts = ShortPrompts(graphs, target.page_table, _free_tokens(runner.model))
+    target.short_prompts = ShortPrompts(graphs, target.page_table, prompt_cost(context, runner.model))
     return [graphs]
 
 
@@ -353,7 +354,7 @@ def make_limits(context: WorkerContext, plan: MemoryPlan, target: TargetModel, s
         overlap=config.scheduler.overlap and spec.overlap,
         needs_history=spec.needs_history,
         mixed=mixed,
-        cost_model=CostModel(busy_tokens(_free_tokens(model)) if on_gpu else CPU_BUSY_TOKENS, mixed_from),
+        cost_model=CostModel(prompt_cost(context, model).saturating_tokens if on_gpu else CPU_BUSY_TOKENS, mixed_from),
     )
     log.info("admission: at most %d requests at once, %d tokens of KV, %d tokens a prompt step", limits.max_running_requests,
              limits.max_total_tokens, limits.max_extend_tokens)  # fmt: skip
@@ -365,5 +366,6 @@ def target_launches(config: ModelConfig) -> int:
     return 9 * config.num_layers + 10
 
 
-def _free_tokens(model: DecoderModel) -> int:
-    return free_tokens(model.block_parameters, target_launches(model.config))
+def prompt_cost(context: WorkerContext, model: DecoderModel) -> PromptCost:
+    """Cost of the model's prompt passes on this GPU."""
+    return PromptCost.of(context.config.device.tuning, model.block_parameters, target_launches(model.config))

@@ -55,7 +55,14 @@ def make_drafter(context: WorkerContext, target: DecoderModel) -> Drafter:
     if config.algorithm == "NGRAM":
         return NgramDrafter(config.num_steps)
     model = load_draft(context, config, target)
-    runner = ModelRunner(cast(DecoderModel, model), model.config, config.attention_backend, context.dtype, context.device)
+    runner = ModelRunner(
+        cast(DecoderModel, model),
+        model.config,
+        config.attention_backend,
+        context.dtype,
+        context.device,
+        tuning=context.config.device.tuning,
+    )
     spec = DrafterSpec(
         shape=TreeShape(config.num_steps, config.topk, config.num_draft_tokens),
         prefix_lookahead=model.lookahead,

@@ -20,10 +20,11 @@ log = logging.getLogger(__name__)
 
 IGNORED_HEADER = "X-Ignored-Fields"
 """Names the unknown fields of a request, percent-encoded and separated by commas."""
+MAX_HEADER_CHARS = 1024
 MAX_NAMED = 32
 MAX_NAME_CHARS = 64
 MAX_LOGGED = 256
-"""Names of unknown fields that are logged, each once."""
+"""How many names of unknown fields are logged; each is logged once."""
 
 
 class BodyRoute(APIRoute):
@@ -41,9 +42,9 @@ class BodyRoute(APIRoute):
                 response = await handle(_ParsedRequest(request, value))
             except RequestValidationError as error:
                 raise schema.refusal([{**one, "loc": one["loc"][1:]} for one in error.errors()]) from None
-            names = list(islice(dict.fromkeys(quote(name[:MAX_NAME_CHARS]) for name in schema.unknown(value)), MAX_NAMED))
+            names = list(islice(dict.fromkeys(quote(name[:MAX_NAME_CHARS]) or '""' for name in schema.unknown(value)), MAX_NAMED))
             if names:
-                response.headers[IGNORED_HEADER] = ", ".join(names)
+                response.headers[IGNORED_HEADER] = ", ".join(names)[:MAX_HEADER_CHARS]
                 _log_once(self.path, names, logged)
             return response
 

@@ -31,7 +31,7 @@ class BodySchema:
             child = None if node.get("description") else self._child(node, part)
             if child is None:
                 continue  # the name of a union's branch
-            node = child
+            node = self._plain(child)
             path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
             param = path if isinstance(part, str) else param
         if error["type"] == "unsupported":
@@ -62,6 +62,11 @@ class BodySchema:
 
     def _has_fields(self, node: Json) -> bool:
         return any("properties" in form for form in self._forms(node))
+
+    def _plain(self, node: Json) -> Json:
+        """A node without null among its alternatives; the alternative itself if one is left."""
+        left = [one for one in node.get("anyOf", ()) if one.get("type") != "null"]
+        return left[0] if len(left) == 1 else node
 
     def _forms(self, node: Json) -> list[Json]:
         """The alternatives of a node, null left out."""

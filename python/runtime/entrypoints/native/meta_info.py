@@ -1,41 +1,40 @@
-"""What `meta_info` tells of one output so far, the same from /generate and from the offline engine, in SGLang's names."""
+"""`meta_info` of one output, the same from /generate and from the offline engine, under SGLang's names."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from runtime.managers.generation import GenerationUpdate
 from runtime.managers.telemetry.spec_stats import SpecStats
-from runtime.managers.tokenizer_manager import GenerationUpdate
 
 
 def meta_info(rid: str, last: GenerationUpdate) -> dict[str, Any]:
-    """Counts, finish reason and speculation after update `last` of generation `rid`; log-probabilities and latencies are the caller's."""
+    """Counts, finish reason and acceptance of generation `rid` after its update `last`."""
+    progress = last.progress
     return {
         "id": rid,
-        "finish_reason": finish_form(last),
-        "prompt_tokens": last.prompt_tokens,
-        "completion_tokens": last.completion_tokens,
-        "cached_tokens": last.cached_tokens,
-        "queue_time": last.queue_seconds,
-        **last.steps.shares(),
-        **(spec_form(last.spec) if last.spec is not None and last.spec.verify_steps else {}),
+        "finish_reason": _finish_reason(last),
+        "prompt_tokens": progress.prompt_tokens,
+        "completion_tokens": progress.completion_tokens,
+        "cached_tokens": progress.cached_tokens,
+        "queue_time": progress.queue_seconds,
+        **progress.decode.shares(),
+        **(_acceptance(progress.spec) if progress.spec is not None and progress.spec.verify_steps else {}),
     }
 
 
-def finish_form(update: GenerationUpdate) -> dict[str, Any] | None:
-    """The finish reason: its type, and what matched, how long, or why."""
+def _finish_reason(update: GenerationUpdate) -> dict[str, Any] | None:
     finish = update.finish
     if finish is None:
         return None
     if finish.reason == "stop":
         return {"type": "stop", "matched": finish.matched}
     if finish.reason == "length":
-        return {"type": "length", "length": update.completion_tokens}
+        return {"type": "length", "length": update.progress.completion_tokens}
     return {"type": "abort", "message": finish.message or "aborted"}
 
 
-def spec_form(spec: SpecStats) -> dict[str, Any]:
-    """The acceptance of the verify steps so far, and that of each draft position."""
+def _acceptance(spec: SpecStats) -> dict[str, Any]:
     return {
         "spec_verify_ct": spec.verify_steps,
         "spec_accept_length": spec.accept_length,

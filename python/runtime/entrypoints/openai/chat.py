@@ -20,7 +20,8 @@ from runtime.entrypoints.openai.protocol import ChatBody
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.entrypoints.openai.usage import UsageCounter
 from runtime.errors import RequestError, UnsupportedField
-from runtime.managers.tokenizer_manager import GenerationUpdate, TokenizerManager
+from runtime.managers.generation import GenerationUpdate
+from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
 
 LONG_CHAT = 2048
@@ -62,6 +63,7 @@ class ChatApi:
             cache_salt=body.cache_salt,
             params={"prompt": "messages", "input_ids": "messages", "max_new_tokens": body.limit_name},
             fill_context=body.fill_context,
+            continues_prompt=body.continue_final_message,
         )
 
     async def _prompt_ids(self, body: ChatBody) -> list[int]:

@@ -17,7 +17,9 @@ from runtime.entrypoints.openai.logprobs import CompletionLogprobs, Top, aligned
 from runtime.entrypoints.openai.protocol import CompletionBody
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.entrypoints.openai.usage import UsageCounter
-from runtime.managers.tokenizer_manager import Generation, GenerationUpdate, TokenizerManager
+from runtime.managers.generation import Generation, GenerationUpdate
+from runtime.managers.tokenizer_manager import TokenizerManager
+from runtime.text.decode_stream import PROMPT_TAIL
 from runtime.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -69,7 +71,7 @@ class CompletionApi:
         assert choice.last is not None
         piece = _Piece(choice.text, choice.token_ids, choice.logprobs, choice.top)
         piece = self._visible(body, prompt, generation, choice.last, piece, first=True)
-        logprobs = CompletionLogprobs(self._tokenizer, body.top)
+        logprobs = self._logprobs(body, prompt, generation)
         return _shown(body, index, piece, logprobs, choice.last, generation.prompt_ids)
 
     async def _events(self, body: CompletionBody, group: Generations, name: str) -> AsyncGenerator[bytes, None]:
@@ -90,13 +92,24 @@ class CompletionApi:
         """The chunk of an update; None if it shows nothing. `logprobs` holds the text offset that each choice has reached."""
         index = prompt * body.n + update.index
         first = index not in logprobs
-        offsets = logprobs.setdefault(index, CompletionLogprobs(self._tokenizer, body.top))
+        if first:
+            logprobs[index] = self._logprobs(body, prompt, generation)
         chosen, top = (update.logprobs.chosen, update.logprobs.top) if update.logprobs else ([], [])
         piece = _Piece(update.text, update.token_ids, chosen, top)
         piece = self._visible(body, prompt, generation, update, piece, first=first)
         if not piece.text and update.finish is None and not (piece.ids and (body.return_token_ids or body.top >= 0)):
             return None
-        return _shown(body, index, piece, offsets, update, generation.prompt_ids if first else None)
+        return _shown(body, index, piece, logprobs[index], update, generation.prompt_ids if first else None)
+
+    def _logprobs(self, body: CompletionBody, prompt: int, generation: Generation) -> CompletionLogprobs:
+        """The log-probabilities of one choice; their text offsets count the echoed prompt."""
+        given, ids = body.prompts[prompt], generation.prompt_ids
+        if not body.echo:
+            return CompletionLogprobs(self._tokenizer, body.top, self._tokenizer.stream(prompt_tail=ids[-PROMPT_TAIL:]))
+        # The begin token that the tokenizer puts before a text is not part of the text.
+        begins = isinstance(given, str) and ids[0] == self._tokenizer.bos_id and not given.startswith(self._tokenizer.token_text(ids[0]))
+        decoder = self._tokenizer.stream(skip_special_tokens=False)
+        return CompletionLogprobs(self._tokenizer, body.top, decoder, num_hidden=int(begins))
 
     def _visible(
         self, body: CompletionBody, prompt: int, generation: Generation, update: GenerationUpdate, piece: _Piece, *, first: bool

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from runtime.text.decode_stream import StreamDecoder
+
 LOWEST = -9999.0
 """What stands for minus infinity, which JSON lacks."""
 
@@ -45,12 +47,21 @@ def chat_logprobs(
 
 
 class CompletionLogprobs:
-    """The `logprobs` of a completion choice: parallel lists. A stream keeps one of these for its text offsets."""
+    """The `logprobs` of a completion choice: parallel lists. A stream keeps one of these for its text offsets.
 
-    def __init__(self, tokenizer: TokenTexts, k: int) -> None:
+    Args:
+        tokenizer: what shows single tokens.
+        k: how many of the most likely tokens to list.
+        decoder: decodes the visible text, so that offsets are places in it.
+        num_hidden: tokens at the beginning that have no place in the text.
+    """
+
+    def __init__(self, tokenizer: TokenTexts, k: int, decoder: StreamDecoder, num_hidden: int = 0) -> None:
         self.tokenizer = tokenizer
         self.k = k
         self.offset = 0
+        self._decoder = decoder
+        self._num_hidden = num_hidden
 
     def take(self, ids: Sequence[int], chosen: Sequence[float | None], top: Sequence[Top]) -> dict[str, list[object]]:
         """The lists for the next tokens. A token without a value (the first of a prompt) has null in both."""
@@ -61,8 +72,14 @@ class CompletionLogprobs:
             lists["token_logprobs"].append(None if logprob is None else finite(logprob))
             lists["top_logprobs"].append(None if logprob is None else self._likely(text, logprob, top[i] if i < len(top) else ()))
             lists["text_offset"].append(self.offset)
-            self.offset += len(text)
+            self._advance(token)
         return lists
+
+    def _advance(self, token: int) -> None:
+        if self._num_hidden:
+            self._num_hidden -= 1
+        else:
+            self.offset += len(self._decoder.step((token,)))
 
     def _likely(self, text: str, logprob: float, top: Top) -> dict[str, float]:
         likely: dict[str, float] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from runtime.entrypoints.generations import Choice, Generations
-from runtime.managers.tokenizer_manager import GenerationUpdate
+from runtime.managers.generation import GenerationUpdate
 
 
 class UsageCounter:
@@ -20,8 +20,8 @@ class UsageCounter:
     def add(self, prompt: int, update: GenerationUpdate | None) -> None:
         """Take the counts of an update; they are totals of its choice."""
         if update is not None:
-            self._cached[prompt] = max(self._cached[prompt], update.cached_tokens)
-            self._generated[prompt, update.index] = update.completion_tokens
+            self._cached[prompt] = max(self._cached[prompt], update.progress.cached_tokens)
+            self._generated[prompt, update.index] = update.progress.completion_tokens
 
     def add_all(self, texts: list[list[Choice]]) -> None:
         """Take the counts of complete choices, a list per prompt."""

@@ -1,9 +1,11 @@
-"""Every cut of the small matrix product that might win, for each product of Llama-3-8B, timed in graphs behind the kernels it follows.
+"""All promising configurations of the Triton GEMM for each GEMM of Llama-3-8B, timed in graphs behind the kernels they
+follow.
 
-    PYTHONPATH=python python -m benchmark.tuning.products --rows 1,4,16,32
+    PYTHONPATH=python python -m benchmark.tuning.gemms --rows 1,4,16,32
 
-Compiles in many processes into Triton's cache, then times: first the cuts, then how far the best prefetch and when they let the next kernel
-start, then whole layers with the winners. What wins belongs in `candidate_configs` of layers/gemm_choice.py.
+The tool compiles in many processes into Triton's cache. Then it times tile sizes, then prefetch distance and launch
+time of the best ones, then whole layers with the winners. Winners belong among the candidates of
+layers/gemm/autotune.py.
 """
 
 from __future__ import annotations
@@ -27,22 +29,22 @@ from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.linear import Linear
 from runtime.layers.ops import RMSNorm
 
-if TYPE_CHECKING:  # they import Triton, which is where a GPU is
+if TYPE_CHECKING:  # requires Triton, which is installed with a GPU only
     from runtime.layers.cuda_ops import CudaOps
     from runtime.layers.gemm.autotune import Choice, GemmOp
     from runtime.layers.gemm.triton_gemm import GemmConfig
 
-NAME = "tuning/products"
-KEYS = ("product", "rows")
+NAME = "tuning/gemms"
+KEYS = ("gemm", "rows")
 SHARED_MEMORY = 227 << 10
-"""Bytes that a program of a Hopper GPU may have."""
+"""Bytes of shared memory that a thread block may use on Hopper."""
 ENOUGH_BYTES = 400 << 20
-"""Weights to go through, several times any L2."""
+"""Bytes of weights per timing, several times the size of L2."""
 TOLERANCE = 1e-2
-"""Relative error between a cut's product and cuBLAS's."""
+"""Maximum relative error against cuBLAS."""
 PREFETCHES = (0, 512, 2048, 4096)
 CHAIN_LAYERS = 6
-CUTS = (
+TILES = (
     (16, 128, 2, (6, 8)),
     (16, 128, 4, (6, 8)),
     (16, 256, 2, (4, 6)),
@@ -67,12 +69,12 @@ CUTS = (
     (128, 128, 8, (3, 4)),
     (256, 64, 8, (3, 4)),
 )
-"""Weight rows, columns, warps, stages."""
+"""Weight rows, columns, warps, and numbers of stages to try."""
 
 
 @dataclass(frozen=True)
-class Product:
-    """One product of a layer, of a weight of `WEIGHTS`: the operation around it, and weight rows of a tile that leave enough programs."""
+class Gemm:
+    """One GEMM of a layer with a weight of `WEIGHTS`: its operation, and the tile heights that give enough programs."""
 
     name: str
     op: GemmOp
@@ -80,44 +82,44 @@ class Product:
 
     @property
     def weight_bytes(self) -> int:
-        """What the product must read."""
+        """Bytes that the GEMM must read."""
         rows, columns = WEIGHTS[self.name]
         return rows * columns * BF16.itemsize
 
 
-PRODUCTS = (
-    Product("qkv", "linear", (16, 32, 64)),
-    Product("o", "linear_add", (16, 32)),
-    Product("gate-up", "gate_up", (32, 64, 128, 256)),
-    Product("down", "linear_add", (16, 32)),
-    Product("head", "logits", (32, 64, 128, 256)),
+GEMMS = (
+    Gemm("qkv", "linear", (16, 32, 64)),
+    Gemm("o", "linear_add", (16, 32)),
+    Gemm("gate-up", "gate_up", (32, 64, 128, 256)),
+    Gemm("down", "linear_add", (16, 32)),
+    Gemm("head", "logits", (32, 64, 128, 256)),
 )
 
 
-def cuts(product: Product, padded: Mapping[bool, int]) -> Iterator[tuple[int, int, int, int, bool, bool]]:
-    """What fits the machine and might win: weight rows, columns, warps, stages, swap, tma, as `GemmConfig` takes them.
+def candidates(gemm: Gemm, padded: Mapping[bool, int]) -> Iterator[tuple[int, int, int, int, bool, bool]]:
+    """The configurations that fit into shared memory: the arguments of `GemmConfig`.
 
     Args:
-        product: whose tiles.
+        gemm: the GEMM.
         padded: rows of x that the kernel computes, without and with `swap`.
     """
-    for (block_n, block_k, warps, depths), swap, tma in itertools.product(CUTS, (False, True), (False, True)):
-        if block_n not in product.tiles:
+    for (block_n, block_k, warps, depths), swap, tma in itertools.product(TILES, (False, True), (False, True)):
+        if block_n not in gemm.tiles:
             continue
         for stages in depths:
             if stages * block_k * BF16.itemsize * (block_n + padded[swap]) <= SHARED_MEMORY:
                 yield block_n, block_k, warps, stages, swap, tma
 
 
-def configs(product: Product, rows: int) -> list[GemmConfig]:
-    """The cuts for `rows` rows."""
+def configs(gemm: Gemm, rows: int) -> list[GemmConfig]:
+    """The candidates for `rows` rows."""
     from runtime.layers.gemm.triton_gemm import GemmConfig, padded_rows
 
-    return [GemmConfig(*cut) for cut in cuts(product, {swap: padded_rows(rows, swap) for swap in (False, True)})]
+    return [GemmConfig(*config) for config in candidates(gemm, {swap: padded_rows(rows, swap) for swap in (False, True)})]
 
 
 def compile_one(job: tuple[GemmOp, int, GemmConfig]) -> str:
-    """In a process of its own: put one kernel into Triton's cache; what went wrong, if anything."""
+    """Compile one kernel into Triton's cache, in its own process; return the error or ""."""
     from triton.runtime.jit import MockTensor
 
     from runtime.layers.gemm.triton_gemm import small_gemm
@@ -129,16 +131,16 @@ def compile_one(job: tuple[GemmOp, int, GemmConfig]) -> str:
     out = MockTensor(out_dtype, [rows, epilogue.columns(SHAPE.hidden)])
     try:
         small_gemm(x, weight, out, config, epilogue, pdl=True, launch=False)  # type: ignore[arg-type]
-    except Exception as error:  # a cut that does not compile is a result
+    except Exception as error:  # a failed compilation is a result
         return f"{op} {rows} {config}: {type(error).__name__} {str(error)[:200]}"
     return ""
 
 
 def compile_all(rows: Sequence[int]) -> None:
-    """Compile every cut, once for all row counts that share a kernel."""
+    """Compile all candidates, once for all row counts that share a kernel."""
     from runtime.layers.gemm.triton_gemm import padded_rows
 
-    jobs = {(p.op, padded_rows(m, c.swap) if m > 8 else 1, c) for p in PRODUCTS for m in rows for c in configs(p, m)}
+    jobs = {(p.op, padded_rows(m, c.swap) if m > 8 else 1, c) for p in GEMMS for m in rows for c in configs(p, m)}
     start = time.perf_counter()
     workers = max((os.cpu_count() or 2) - 1, 1)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
@@ -149,24 +151,24 @@ def compile_all(rows: Sequence[int]) -> None:
 
 
 class Bench:
-    """Weights of one product and a way to time one choice for it."""
+    """The weights of one GEMM and the timing of kernels for it."""
 
-    def __init__(self, ops: CudaOps, product: Product, norm: RMSNorm) -> None:
-        count = max(-(-ENOUGH_BYTES // product.weight_bytes), 1 if product.name == "head" else 2)
-        self.ops, self.product, self.norm = ops, product, norm
-        self.linears = [linear(product.name) for _ in range(count)]
+    def __init__(self, ops: CudaOps, gemm: Gemm, norm: RMSNorm) -> None:
+        count = max(-(-ENOUGH_BYTES // gemm.weight_bytes), 1 if gemm.name == "head" else 2)
+        self.ops, self.gemm, self.norm = ops, gemm, norm
+        self.linears = [linear(gemm.name) for _ in range(count)]
         self.calls = self.linears * 2
-        self._wanted: dict[int, torch.Tensor] = {}  # by cuBLAS, which is timed first
+        self._wanted: dict[int, torch.Tensor] = {}  # results of cuBLAS, which is timed first
 
     def time(self, rows: int, choice: Choice) -> float | None:
-        """Microseconds a product with the norm before it, or None where it does not fit or is wrong."""
+        """Microseconds per GEMM with the norm before it; None if it does not fit or is wrong."""
         from triton.runtime.errors import OutOfResources
 
-        out, width = WEIGHTS[self.product.name]
+        out, width = WEIGHTS[self.gemm.name]
         generator = torch.Generator("cuda").manual_seed(rows)
         h = torch.randn((rows, SHAPE.hidden), device="cuda", generator=generator)
         x = torch.randn((rows, width), device="cuda", generator=generator).to(BF16)
-        scores = torch.empty((rows, out if self.product.op == "logits" else 1), device="cuda")
+        scores = torch.empty((rows, out if self.gemm.op == "logits" else 1), device="cuda")
         try:
             got = self._one(h.clone(), x, scores, self.linears[0], choice).float().clone()
             spent = best_us(lambda: [self._one(h, x, scores, weight, choice) for weight in self.calls]) / len(self.calls)
@@ -174,12 +176,12 @@ class Bench:
             return None
         want = self._wanted.setdefault(rows, got)
         if not float((got - want).norm() / want.norm()) < TOLERANCE:
-            print(f"WRONG: {self.product.name}, {rows} rows, {choice}", flush=True)
+            print(f"WRONG: {self.gemm.name}, {rows} rows, {choice}", flush=True)
             return None
         return spent
 
     def _one(self, h: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, weight: Linear, choice: Choice) -> torch.Tensor:
-        ops, op = self.ops, self.product.op
+        ops, op = self.ops, self.gemm.op
         if op == "linear":
             return ops._linear(ops.norm(h, self.norm, BF16), None, weight, choice)
         if op == "gate_up":
@@ -188,12 +190,12 @@ class Bench:
 
 
 def best(times: Mapping[Choice, float], count: int) -> list[GemmConfig]:
-    """The fastest cuts, cuBLAS left out."""
+    """The fastest configurations, without cuBLAS."""
     return sorted((c for c in times if c is not None), key=lambda c: times[c])[:count]  # type: ignore[misc]
 
 
 def kinds(times: Mapping[Choice, float]) -> str:
-    """cuBLAS, and the fastest cut of each way to bring tiles and to place operands, before prefetching was tried."""
+    """cuBLAS and the fastest configuration of each combination of `swap` and `tma`, with the default prefetch."""
     lines = [f"cuBLAS {times[None]:.1f}"]
     for swap, tma in itertools.product((False, True), (False, True)):
         own = {c: t for c, t in times.items() if c is not None and (c.swap, c.tma, c.prefetch, c.late) == (swap, tma, 1024, False)}
@@ -203,31 +205,33 @@ def kinds(times: Mapping[Choice, float]) -> str:
     return "; ".join(lines)
 
 
-def row(product: Product, rows: int, times: Mapping[Choice, float], rate: float | None) -> Row:
-    """Of one product and row count, every time, the fastest first, and what reading the weights takes at least."""
+def row(gemm: Gemm, rows: int, times: Mapping[Choice, float], rate: float | None) -> Row:
+    """A result row of one GEMM and row count: all times, fastest first, and the roof."""
     ordered = sorted(times.items(), key=lambda item: item[1])
-    found: Row = {"product": product.name, "rows": rows, "us": {str(c or "cuBLAS"): round(spent, 2) for c, spent in ordered}}
-    return found if rate is None else found | {"roof_us": round(product.weight_bytes / rate * 1e6, 2)}
+    found: Row = {"gemm": gemm.name, "rows": rows, "us": {str(c or "cuBLAS"): round(spent, 2) for c, spent in ordered}}
+    return found if rate is None else found | {"roof_us": round(gemm.weight_bytes / rate * 1e6, 2)}
 
 
 def sweep_one(bench: Bench, rows: int) -> dict[Choice, float]:
-    """Time one product's cuts, then the best ones' prefetching; print the top."""
-    tried: list[Choice] = [None, *configs(bench.product, rows)]
+    """Time the candidates of one GEMM, then the prefetch variants of the best; print the fastest."""
+    tried: list[Choice] = [None, *configs(bench.gemm, rows)]
     times = {c: t for c in tried if (t := bench.time(rows, c)) is not None}
     for config in best(times, 3):
         for prefetch, late in itertools.product(PREFETCHES, (False, True)):
             variant = replace(config, prefetch=prefetch, late=late)
             if (spent := bench.time(rows, variant)) is not None:
                 times[variant] = spent
-    print(f"{bench.product.name}, {rows} rows: {kinds(times)}", flush=True)
+    print(f"{bench.gemm.name}, {rows} rows: {kinds(times)}", flush=True)
     for config in best(times, 4):
-        rate = bench.product.weight_bytes / times[config] / 1e6
+        rate = bench.gemm.weight_bytes / times[config] / 1e6
         print(f"    {times[config]:.2f} µs {rate:.2f} TB/s  {config}", flush=True)
     return times
 
 
 def chain(benches: Mapping[str, Bench], rows: int, winners: Mapping[str, GemmConfig]) -> dict[str, float]:
-    """Microseconds of a layer without attention and rotary: the winners as they are, and with one way of prefetching for all."""
+    """Microseconds of a layer without attention and rotary: with the winners, and with one prefetch variant for all
+    GEMMs.
+    """
     ops, norm = benches["qkv"].ops, benches["qkv"].norm
     h = torch.randn((rows, SHAPE.hidden), device="cuda")
     attended = torch.randn((rows, SHAPE.hidden), device="cuda").to(BF16)
@@ -251,34 +255,34 @@ def chain(benches: Mapping[str, Bench], rows: int, winners: Mapping[str, GemmCon
 
 
 def sweep(rows: Sequence[int], record: Record) -> None:
-    """The whole sweep: prints and records as it goes."""
+    """Run the whole sweep; print and record along the way."""
     from runtime.layers.cuda_ops import CudaOps
 
     compile_all(rows)
     norm = RMSNorm(torch.ones(SHAPE.hidden, dtype=BF16, device="cuda"), 1e-5)
     ops, rate = CudaOps(pdl=True), read_rate(record.data["machine"])
-    benches = {product.name: Bench(ops, product, norm) for product in PRODUCTS}
+    benches = {gemm.name: Bench(ops, gemm, norm) for gemm in GEMMS}
     for m in rows:
         winners: dict[str, GemmConfig] = {}
         for name, bench in benches.items():
             times = sweep_one(bench, m)
             if not (fastest := best(times, 1)):
-                raise SystemExit(f"{name}, {m} rows: no cut fits and computes what cuBLAS does")
+                raise SystemExit(f"{name}, {m} rows: no configuration fits and agrees with cuBLAS")
             winners[name] = fastest[0]
-            record.add(row(bench.product, m, times, rate))
+            record.add(row(bench.gemm, m, times, rate))
         times = {name: round(spent, 2) for name, spent in chain(benches, m, winners).items()}
-        record.add({"product": "layer", "rows": m, "us": times})
+        record.add({"gemm": "layer", "rows": m, "us": times})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Sweep and record."""
-    parser = arguments("products", __doc__)
+    parser = arguments("gemms", __doc__)
     parser.add_argument("--rows", type=counts, default=[1, 4, 16, 32], help="rows of x")
     args = parse_on_gpu(parser, argv)
     from runtime.layers.gemm.triton_gemm import MAX_ROWS
 
     if max(args.rows) > MAX_ROWS:
-        parser.error(f"--rows {max(args.rows)}: the small product takes up to {MAX_ROWS} rows")
+        parser.error(f"--rows {max(args.rows)}: the Triton GEMM takes at most {MAX_ROWS} rows")
     with torch.inference_mode():
         sweep(args.rows, Record(NAME, KEYS, args.out))
 

@@ -1,0 +1,79 @@
+"""Decoding of one text whose tokens arrive one by one."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import tokenizers
+
+PROMPT_TAIL = 8
+"""Tokens at the end of a prompt that give the first output token its context: as many as one character may have."""
+_MAX_HELD_TOKENS = 8
+"""No character has more tokens. A longer run of bytes is invalid and is shown as such."""
+
+
+class StreamDecoder(Protocol):
+    """Turns the token ids of one text into text as they arrive. Not thread-safe."""
+
+    def step(self, token_ids: Sequence[int]) -> str:
+        """Return the text that `token_ids` complete; "" while a character is incomplete."""
+        ...
+
+    def finish(self) -> str:
+        """Return text still held back. An incomplete character at the end is dropped."""
+        ...
+
+
+class ByteStream:
+    """Decoder for byte-level vocabularies: tokens are bytes, and UTF-8 tells where characters end."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], skip: frozenset[int]) -> None:
+        self._token_bytes, self._skip = token_bytes, skip
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def step(self, token_ids: Sequence[int]) -> str:
+        """See `StreamDecoder`."""
+        return self._utf8.decode(b"".join(self._token_bytes(i) for i in token_ids if i not in self._skip))
+
+    def finish(self) -> str:
+        """See `StreamDecoder`."""
+        self._utf8.reset()
+        return ""
+
+
+class WindowStream:
+    """Decoder for any vocabulary: decodes the last tokens alone and together with the new ones; the difference is new.
+
+    The earlier tokens give the new ones their context, for example whether a leading space counts.
+    """
+
+    def __init__(self, hf: tokenizers.Tokenizer, skip: frozenset[int]) -> None:
+        self._hf, self._skip = hf, skip
+        self._context: list[int] = []
+        self._held: list[int] = []
+
+    @property
+    def window(self) -> tuple[int, ...]:
+        """The tokens that the next step decodes again."""
+        return (*self._context, *self._held)
+
+    def step(self, token_ids: Sequence[int]) -> str:
+        """See `StreamDecoder`."""
+        return "".join(self._add(i) for i in token_ids if i not in self._skip)
+
+    def _add(self, token_id: int) -> str:
+        self._held.append(token_id)
+        before = self._hf.decode(self._context, skip_special_tokens=False)
+        after = self._hf.decode(self._context + self._held, skip_special_tokens=False)
+        incomplete = after.endswith("\ufffd") and len(self._held) < _MAX_HELD_TOKENS
+        if incomplete or len(after) <= len(before):
+            return ""
+        self._context, self._held = self._held, []
+        return after[len(before) :]
+
+    def finish(self) -> str:
+        """See `StreamDecoder`."""
+        self._held = []
+        return ""

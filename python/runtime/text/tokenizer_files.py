@@ -1,0 +1,173 @@
+"""The files of a model folder that describe its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from runtime.errors import ConfigError
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_FILE_AS_IT_IS = ("mistral", "mixtral", "ministral")
+"""Model types for which transformers takes tokenizer.json as it is, whatever class it is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What the files of a folder say.
+
+    Attributes:
+        definition: the JSON text of tokenizer.json, adapted as transformers does.
+        named_tokens: `bos_token`, `eos_token` and so on, as templates use them.
+        eos_ids: the ids that end a text according to the model's configuration.
+        chat_template: Jinja text, or None.
+    """
+
+    definition: str
+    named_tokens: Mapping[str, str]
+    eos_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
+
+    @classmethod
+    def read(cls, folder: Path, chat_template: str | None = None) -> TokenizerFiles:
+        """Read tokenizer.json and its companions.
+
+        Args:
+            folder: holds tokenizer.json.
+            chat_template: a file, or Jinja text, instead of the folder's own template.
+
+        Raises:
+            ConfigError: a file is missing or malformed.
+        """
+        settings = _settings(folder)
+        definition = _read(folder / "tokenizer.json")
+        if _is_rebuilt_llama(folder, settings):
+            definition = _rebuild_llama(folder / "tokenizer.json", definition, settings)
+        template = _own_template(folder, settings) if chat_template is None else _given_template(chat_template)
+        return cls(definition, _named_tokens(settings), tuple(_config_eos_ids(folder)), template)
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _AddedTokens(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
+def tokenizer_eos_ids(folder: Path) -> tuple[int, ...]:
+    """Return the id of the end-of-text token that the tokenizer's own files name, if they do. Reads only what it needs.
+
+    Raises:
+        ConfigError: a file is missing or malformed.
+    """
+    named = _named_tokens(_settings(folder)).get("eos_token")
+    path = folder / "tokenizer.json"
+    try:
+        added = msgspec.json.decode(_read(path), type=_AddedTokens).added_tokens
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return tuple(token.id for token in added if token.content == named)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    return {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+
+
+def _is_rebuilt_llama(folder: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether transformers builds this tokenizer from its class, and takes only the vocabulary from tokenizer.json."""
+    is_llama = str(settings.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer"
+    return is_llama and not str(_read_json(folder / "config.json").get("model_type")).startswith(_FILE_AS_IT_IS)
+
+
+def _rebuild_llama(path: Path, text: str, settings: Mapping[str, Any]) -> str:
+    """Put the spaces of a Llama-2 tokenizer where `legacy` and `add_prefix_space` say. Source: transformers' LlamaTokenizer."""
+    try:
+        definition = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    decoder = definition.get("decoder")
+    if definition["model"].get("type", "BPE") != "BPE" or "ByteLevel" in {part["type"] for part in flatten_component(decoder)}:
+        return text
+    prefix_space = settings.get("add_prefix_space") in (None, True)
+    scheme = ("always" if settings.get("legacy") else "first") if prefix_space else "never"
+    undo: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}]
+    undo += [{"type": "Fuse"}, *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix_space else [])]
+    definition["normalizer"] = None
+    definition["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
+    definition["decoder"] = {"type": "Sequence", "decoders": undo}
+    return json.dumps(definition)
+
+
+def flatten_component(component: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the members of a component of tokenizer.json that is a sequence, or the one component."""
+    if component is None:
+        return []
+    for key in ("pretokenizers", "decoders", "normalizers"):
+        if key in component:
+            return [part for member in component[key] for part in flatten_component(member)]
+    return [component]
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in _NAMED_TOKENS:
+        token = settings.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _config_eos_ids(folder: Path) -> list[int]:
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(folder / name).get("eos_token_id")
+        ids = [ids] if isinstance(ids, int) else ids
+        if ids:
+            return [i for i in ids if isinstance(i, int)]
+    return []
+
+
+def _own_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return _read(file)
+    template = _read_json(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _given_template(chat_template: str) -> str:
+    if "{" in chat_template:
+        return chat_template
+    path = Path(chat_template)
+    if not path.is_file():
+        raise ConfigError(f"--chat-template {chat_template!r} is neither a file nor Jinja text")
+    return _read(path)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} is missing; give a folder with a tokenizer.json as --tokenizer-path") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(_read(path))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,45 @@
+"""A fuzzer driven by /openapi.json finds no server error and no answer that the schema does not document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fake
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+CHECKS: Any = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fake.Server]:
+    folder = Path(tmp_path_factory.mktemp("model"))
+    template = folder / "chat.jinja"
+    template.write_text(TEMPLATE)
+    with fake.serving(
+        fake.dummy_model(folder / "model"), "--chat-template", str(template), "--profile", str(folder), behaviour="0"
+    ) as server:
+        yield server
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+def test_every_answer_is_documented(server: fake.Server, mode: GenerationMode) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        if mode is GenerationMode.NEGATIVE and not operation.body:
+            continue  # nothing to get wrong
+
+        @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+        @given(operation.as_strategy(generation_mode=mode))
+        def fuzz(case: schemathesis.Case) -> None:
+            case.call_and_validate(checks=CHECKS, timeout=30)
+
+        fuzz()

@@ -1,0 +1,98 @@
+"""/openapi.json is valid, lists every documented field with its bounds, and every status code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from front import ScriptedScheduler, make_manager
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from runtime.entrypoints.http.server import create_app
+
+CHAT = """cache_salt chat_template_kwargs continue_final_message frequency_penalty ignore_eos logit_bias logprobs
+max_completion_tokens max_tokens messages min_p min_tokens model n presence_penalty priority repetition_penalty
+return_token_ids seed skip_special_tokens stop stop_token_ids stream stream_options temperature top_k top_logprobs top_p
+user metadata store prompt_cache_key safety_identifier service_tier verbosity prediction rid separate_reasoning"""
+NOT_FOR_COMPLETIONS = """chat_template_kwargs continue_final_message max_completion_tokens messages top_logprobs"""
+NATIVE = """text input_ids sampling_params rid stream return_logprob logprob_start_len top_logprobs_num
+return_text_in_logprobs cache_salt priority"""
+SAMPLING = """frequency_penalty ignore_eos logit_bias max_new_tokens min_new_tokens min_p n presence_penalty
+repetition_penalty sampling_seed seed skip_special_tokens stop stop_token_ids temperature top_k top_p"""
+UNBOUNDED = {"metadata", "prediction", "prompt_cache_key", "rid", "safety_identifier", "separate_reasoning", "service_tier"}
+UNBOUNDED |= {"store", "user", "verbosity"}
+
+
+@pytest.fixture(scope="module")
+def spec() -> Iterator[dict[str, Any]]:
+    manager = make_manager(ScriptedScheduler())
+    yield create_app(manager).openapi()
+    manager.close()
+
+
+def fields(spec: dict[str, Any], path: str) -> dict[str, Any]:
+    """The properties of an endpoint's body."""
+    reference = spec["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    return spec["components"]["schemas"][reference.rpartition("/")[2]]["properties"]
+
+
+def forms(spec: dict[str, Any], node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The alternatives of a schema, and those of its items and entries."""
+    if "$ref" in node:
+        node = spec["components"]["schemas"][node["$ref"].rpartition("/")[2]]
+    for inner in node.get("anyOf", [node]):
+        if inner is not node:
+            yield from forms(spec, inner)
+    if "anyOf" not in node:
+        yield node
+        for key in ("items", "additionalProperties"):
+            if isinstance(node.get(key), dict):
+                yield from forms(spec, node[key])
+
+
+def test_it_is_openapi_3_1(spec: dict[str, Any]) -> None:
+    assert spec["openapi"].startswith("3.1")
+    OpenAPIV31SpecValidator(spec).validate()
+
+
+def test_every_documented_field_has_a_type_and_every_number_bounds(spec: dict[str, Any]) -> None:
+    completion = {*CHAT.split(), "best_of", "echo", "prompt"} - set(NOT_FOR_COMPLETIONS.split())
+    expected = {
+        "/v1/chat/completions": {*CHAT.split(), "chat_template"},
+        "/v1/completions": completion,
+        "/generate": set(NATIVE.split()),
+    }
+    for path, names in expected.items():
+        found = fields(spec, path)
+        assert set(found) == names
+        for name in names - UNBOUNDED:
+            check_bounds(spec, found[name], f"{path} {name}")
+    sampling = spec["components"]["schemas"]["NativeSampling"]["properties"]
+    assert set(sampling) == set(SAMPLING.split())
+    for name, node in sampling.items():
+        check_bounds(spec, node, name)
+
+
+def check_bounds(spec: dict[str, Any], node: dict[str, Any], name: str) -> None:
+    for form in forms(spec, node):
+        assert "type" in form, name
+        if form["type"] in ("integer", "number") and "chat_template_kwargs" not in name:
+            assert "maximum" in form, name
+            assert "minimum" in form or "exclusiveMinimum" in form, name
+
+
+def test_endpoints_list_their_status_codes_and_content_types(spec: dict[str, Any]) -> None:
+    for path, operations in spec["paths"].items():
+        for operation in operations.values():
+            statuses = set(operation["responses"])
+            assert statuses >= {"200", "400", "401", "413", "431", "500"}, path
+            assert "422" not in statuses, path
+            assert ("requestBody" in operation) <= (statuses >= {"408", "503"}), path
+    assert list(spec["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
+    for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
+        answer = spec["paths"][path]["post"]["responses"]
+        assert {"429", "503"} <= set(answer)
+        assert set(answer["200"]["content"]) == {"application/json", "text/event-stream"}
+    (model,) = spec["paths"]["/v1/models/{model}"]["get"]["parameters"]
+    assert (model["in"], model["name"], model["required"]) == ("path", "model", True)

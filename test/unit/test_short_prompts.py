@@ -14,7 +14,7 @@ import torch
 from runtime.batch import ForwardMode
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor import build
-from runtime.model_executor.build import add_short_prompts, build_worker, make_limits, make_runner, target_launches
+from runtime.model_executor.build import add_short_prompts, build_worker, make_limits, make_runner
 from runtime.model_executor.graph_capture import CallPool, GraphKey, Replay, capture_all
 from runtime.model_executor.graph_runner import GraphOptions, GraphRunner
 from runtime.model_executor.input_buffers import InputBuffers
@@ -291,7 +291,7 @@ def test_every_token_is_multiplied_with_the_blocks_matrices_alone(tied: bool) ->
     model = worker._target.runner.model
     blocks = [shape for name, shape in model.expected_weights().items() if ".layers." in name and len(shape) == 2]
     assert len(blocks) == 3 * 7
-    assert model.block_parameters == sum(math.prod(shape) for shape in blocks)
+    assert model.active_parameters == sum(math.prod(shape) for shape in blocks)
 
 
 # ---- how a worker gets them
@@ -350,10 +350,10 @@ def test_graphs_reach_up_to_a_full_chunk_and_no_further_than_a_request_can(
 
 
 def test_graphs_follow_the_size_of_the_model(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = target_launches(target.runner.config)
+    launches = target.runner.model.kernel_launches
     for free, sizes in ((150, [32, 64, 128]), (31, [])):
         parameters = round(launches * 30e-6 * 6e14 / (2 * (free + 0.5)))
-        monkeypatch.setattr(type(target.runner.model), "block_parameters", parameters)
+        monkeypatch.setattr(type(target.runner.model), "active_parameters", parameters)
         runners = add_as_on_a_gpu(target, monkeypatch, chunked_prefill_size=2048)
         assert [size for runner in runners for size in runner.sizes] == sizes
         assert (target.short_prompts is not None) == bool(runners)
@@ -382,7 +382,7 @@ def limits(target: Target, **changes: object) -> Any:
 
 def test_the_scheduler_is_told_when_the_device_is_busy(target: Target) -> None:
     model = target.runner.model
-    free = free_tokens(model.block_parameters, target_launches(target.runner.config))
+    free = free_tokens(model.active_parameters, model.kernel_launches)
     assert limits(target).cost_model.saturating_tokens == busy_tokens(free)
     on_cpu = parts_of()
     on_cpu.device = CPU

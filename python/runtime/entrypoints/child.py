@@ -97,7 +97,7 @@ def run(role: Role, report_fd: int, serve: Callable[[Orders, Reporter], None]) -
 def serve_scheduler(orders: Orders, reporter: Reporter, build: BuildWorker) -> None:
     """Build the worker with `build`, then schedule until drained."""
     from runtime.managers.scheduler import Scheduler
-    from runtime.models.hf_config import load_hf_config
+    from runtime.models.registry import load_hf_config
 
     inbox: Inbox[ToScheduler] = Inbox(orders.folder, "scheduler", ToScheduler)
     outbox = Outbox(orders.folder, "detokenizer")

@@ -33,7 +33,7 @@ from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.model_files.model_source import DRAFT_FLAGS, resolve_model, resolve_weights
 from runtime.models.config import ModelConfig
 from runtime.models.draft_config import load_draft_config
-from runtime.models.hf_config import load_hf_config
+from runtime.models.registry import load_hf_config
 from runtime.sampling_params import SamplingParams
 from runtime.text.tokenizer import Tokenizer
 

@@ -89,7 +89,7 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], N
         return 2
     except Exception as error:
         log.exception("the %s failed", role)
-        status.send(ChildFailed(f"The {role} failed: {type(error).__name__}: {error}", is_config=False))
+        status.send(ChildFailed(f"the {role} failed: {type(error).__name__}: {error}", is_config=False))
         return 1
     return 0
 

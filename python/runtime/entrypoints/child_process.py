@@ -77,7 +77,7 @@ class ChildProcess:
         if not data:
             asyncio.get_running_loop().remove_reader(self._fd)
             self.gone.set()
-            self._fail(ServingError(f"The {self.role} process died during its start ({self.describe_end()})."))
+            self._fail(ServingError(f"the {self.role} process died during its start ({self.describe_end()})"))
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:

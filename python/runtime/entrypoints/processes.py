@@ -159,7 +159,7 @@ class Runtime:
             await asyncio.sleep(TURN_SECONDS)
             hung = watchdog.turn(self.manager.beats, self.manager.writes_trace)
             if hung is not None:
-                log.error("no heartbeat of the %s process for %g s; its stacks follow", hung, SILENT_TURNS * TURN_SECONDS)
+                log.error("the %s process hangs: no heartbeat for %g s; its stacks follow", hung, SILENT_TURNS * TURN_SECONDS)
                 self._fail(hung)
                 children[hung].dump_stacks()
                 await asyncio.sleep(DUMP_SECONDS)

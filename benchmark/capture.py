@@ -38,10 +38,14 @@ def measure(record: Record, labels: dict[str, Any], flags: list[str]) -> None:
 def render(result: Result) -> str:
     """Time to ready by phase, then one row per graph runner."""
     runners = [
-        [f"{row['mode']}, {row['backend']}", graph["runner"], len(graph["sizes"]), max(graph["sizes"], default=None), graph["seconds"],
-         graph["reserved_mib"], graph["used_mib"]]
-        for row in result["rows"] for graph in row["graphs"] or []
-    ]  # fmt: skip
+        [
+            f"{row['mode']}, {row['backend']}",
+            *(graph["runner"], len(graph["sizes"]), max(graph["sizes"], default=None), graph["seconds"]),
+            *(graph["reserved_mib"], graph["used_mib"]),
+        ]
+        for row in result["rows"]
+        for graph in row["graphs"] or []
+    ]
     header = ["server", "runner", "batch sizes", "largest", "seconds", "reserved MiB", "used MiB"]
     return "\n".join([summary(result), "", table(header, runners), "", provenance(result)])
 

@@ -175,7 +175,8 @@ def _hidden(found: Sequence[tuple[int, dict[str, Any], dict[str, Any]]]) -> str:
         return ""
     return (
         f"Hidden at concurrency {', '.join(map(str, hidden))}: draft-extend is launched while the GPU verifies. "
-        f"Without the graph the GPU waits for launches in at most {percent(max(0.0, *hidden.values()), 1)} of an iteration."
+        f"Without the graph the GPU waits for launches in at most {percent(max(0.0, *hidden.values()), 1)} of an "
+        "iteration."
     )
 
 

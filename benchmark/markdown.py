@@ -54,7 +54,8 @@ def provenance(result: Result, rows: Sequence[dict[str, Any]] | None = None) -> 
     versions = ", ".join(f"{name} {machine['packages'][name]}" for name in ("torch", "sglang-kernel") if name in machine["packages"])
     commits = ", ".join(sorted({f"`{row['commit']}`" for row in shown}))
     commands = "; ".join(dict.fromkeys(f"`{row['command']}`" for row in shown))
-    return f"{machine['device']} ({machine['cores']} cores), Python {machine['python']}, {versions}; commit {commits}; {commands}."
+    where = f"{machine['device']} ({machine['cores']} cores), Python {machine['python']}"
+    return f"{where}, {versions}; commit {commits}; {commands}."
 
 
 def pick(rows: Sequence[dict[str, Any]], **wanted: Any) -> dict[str, Any] | None:

@@ -30,9 +30,10 @@ TRACED_STEPS = 12
 TOP = 16
 IDLE = "GPU idle"
 ABOVE_ROOF = """\
-Where each microsecond above the roof goes. When several kernels run at once, the time counts for the one that started first. The time to
-read weights is subtracted from GEMMs, and the time to read keys and values from attention, both at the roof's bandwidth. Kernel times come
-from a trace and step times do not: where tracing slows kernels down, idle time comes out too small, even below zero."""
+Where each microsecond above the roof goes. When several kernels run at once, the time counts for the one that started
+first. The time to read weights is subtracted from GEMMs, and the time to read keys and values from attention, both at
+the roof's bandwidth. Kernel times come from a trace and step times do not: where tracing slows kernels down, idle time
+comes out too small, even below zero."""
 
 
 def server_flags(served: Model, mode: str, backend: str, most: int) -> list[str]:

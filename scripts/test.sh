@@ -10,5 +10,6 @@ ruff check python test benchmark scripts
 ruff format --check python test benchmark scripts
 pyright python
 lint-imports
-# One torch thread per process: tests run real servers side by side on two cores.
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} python -m pytest "$@"
+# Two workers, one file of tests at a time each; -n 0 runs all tests in one process. One torch thread per process: tests run real servers
+# side by side on two cores. Files keep their order, so that the long ones under test/process start first.
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

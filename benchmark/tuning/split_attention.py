@@ -15,6 +15,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,11 +37,13 @@ from benchmark.tuning.world import (
     page_table,
     read_rate,
 )
+from runtime.config.device_tuning import H200
+from runtime.config.kernel_configs import SplitConfig
 from runtime.layers.attention.base import plan_pass
 from runtime.mem_cache.kv_pool import PageTable
 
 if TYPE_CHECKING:  # requires Triton, which is installed with a GPU only
-    from runtime.layers.attention.kernels.split_decode import SplitConfig, SplitShape
+    from runtime.layers.attention.kernels.split_decode import SplitShape
 
 NAME = "tuning/split_attention"
 LAYERS = SHAPE.layers
@@ -48,9 +51,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "64x4": {"tile": 64, "num_warps": 4, "stages": 4, "programs_per_sm": 2},
     "64x3 3/SM": {"tile": 64, "num_warps": 4, "stages": 3, "programs_per_sm": 3},
     "128x3 1/SM": {"tile": 128, "num_warps": 4, "stages": 3, "programs_per_sm": 1, "alone": 2},
-    "64x4 dealt": {"tile": 64, "num_warps": 4, "stages": 4, "programs_per_sm": 2, "dealt": True},
-    "64x3 3/SM dealt": {"tile": 64, "num_warps": 4, "stages": 3, "programs_per_sm": 3, "dealt": True},
-    "128x3 1/SM dealt": {"tile": 128, "num_warps": 4, "stages": 3, "programs_per_sm": 1, "dealt": True},
+    "64x4 dealt": {"tile": 64, "num_warps": 4, "stages": 4, "programs_per_sm": 2, "scheduled": True},
+    "64x3 3/SM dealt": {"tile": 64, "num_warps": 4, "stages": 3, "programs_per_sm": 3, "scheduled": True},
+    "128x3 1/SM dealt": {"tile": 128, "num_warps": 4, "stages": 3, "programs_per_sm": 1, "scheduled": True},
 }
 """Fields of `SplitConfig` by name: keys per tile x stages, programs per multiprocessor if not 2, and `dealt` if
 scheduled.
@@ -109,17 +112,15 @@ def split_shape(batch: int, width: int, config: SplitConfig) -> SplitShape:
 
 def configs() -> dict[str, SplitConfig]:
     """`CONFIGS` as kernel configurations."""
-    from runtime.layers.attention.kernels.split_decode import SplitConfig
-
     return {name: SplitConfig(**fields) for name, fields in CONFIGS.items()}
 
 
 def compile_kind(kind: tuple[int, int, int, SplitConfig]) -> None:
     """Run one kind of pass once, to compile its kernel into the cache."""
-    from runtime.layers.attention.kernels.split_decode import first_run
+    from runtime.layers.attention.kernels.split_decode import warm_up
 
     page, width, batch, config = kind
-    first_run(split_shape(batch, width, config), page, BF16, CUDA, tree=False, window=-1, pdl=True)
+    warm_up(split_shape(batch, width, config), page, BF16, CUDA, tree=False, window=-1, pdl=True)
     torch.cuda.synchronize()
 
 
@@ -128,7 +129,8 @@ def compile_all(cases: Iterable[Case], workers: int) -> None:
     kinds = {}
     for (page, width, batch, _, _), config in itertools.product(cases, configs().values()):
         padded = 1 << (split_shape(batch, width, config).splits - 1).bit_length()
-        kinds[page, width, padded, config.tile, config.num_warps, config.stages, config.alone, config.dealt] = (page, width, batch, config)
+        cut = (page, width, padded, config.tile, config.num_warps, config.stages, config.alone, config.scheduled)
+        kinds[cut] = (page, width, batch, config)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_kind, kinds.values(), chunksize=4))
     print(f"{len(kinds)} kernels compiled", flush=True)
@@ -152,13 +154,14 @@ def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
     """FA3 and all configurations as functions that attend in all layers, with the same queries, keys and lengths."""
     from runtime.layers.attention.fa3 import FlashAttention
     from runtime.layers.attention.kernels.split_decode import SplitKeys, SplitWorkspace, split_attention
-    from runtime.layers.attention.kernels.split_schedule import deal
+    from runtime.layers.attention.kernels.split_schedule import schedule_work
 
     page, width, size, _, _ = case
     table, lens, pool = keys.paged(page, size, case.longest), case.lens(), keys.pool
     q = torch.randn((size * width, H, D), device="cuda").to(BF16)
     rows = torch.arange(1, size + 1, dtype=torch.int32, device="cuda")
-    shape = attention_shape(LAYERS, size, width, case.longest)
+    fa3_only = replace(H200, split_kv_batches=())  # every configuration is compared with FA3
+    shape = replace(attention_shape(LAYERS, size, width, case.longest), tuning=fa3_only)
     backend = FlashAttention(shape, pool, table)
     batch = decode_batch(size, width, case.longest)
     batch.seq_lens.copy_(lens)
@@ -170,9 +173,9 @@ def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
     def split(config: SplitConfig) -> Callable[[], list[torch.Tensor]]:
         sizes = split_shape(size, width, config)
         workspace = SplitWorkspace([sizes], q.device)
-        where = SplitKeys(table.pages, rows, lens, page, sizes.empty_deal(q.device))
-        if where.deal is not None:
-            deal(lens, sizes.splits, config.tile, where.deal)
+        where = SplitKeys(table.pages, rows, lens, page, sizes.empty_schedule(q.device))
+        if where.schedule is not None:
+            schedule_work(lens, sizes.splits, config.tile, where.schedule)
         return lambda: [split_attention(q, k, v, where, sizes, workspace, D**-0.5, pdl=True) for k, v in zip(pool.k, pool.v, strict=True)]
 
     return {"FA3": fa3} | {name: split(config) for name, config in configs().items()}
@@ -252,9 +255,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked = cases(args)
     started = time.monotonic()
     compile_all(asked, args.workers)
-    from runtime.layers.attention import fa3 as flash_attention
-
-    flash_attention.split_wins = lambda batch: False  # compare with FA3 alone
     record = Record(NAME, Case._fields, args.out)
     rate, rows = read_rate(record.data["machine"]), []
     with torch.inference_mode():

@@ -62,7 +62,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     except (ValueError, HttpFailure) as error:
         raise BenchError(str(error)) from error
     if args.dataset_name not in ("generated-shared-prefix",) and len(requests) < args.num_prompts:
-        print(f"{args.dataset_name} has {len(requests)} prompts that fit; sending {len(requests)} instead of {args.num_prompts}")
+        print(f"{args.dataset_name} has only {len(requests)} prompts that fit; {args.num_prompts} were requested")
     options = _generation(args, model)
     await _prepare(args, client, backend, requests[0], options)
     before = await _get(client, "/get_server_info", "/server_info")
@@ -115,7 +115,7 @@ async def _warm_up(number: int, client: HttpClient, backend: Backend, request: B
 
 
 def _count_tokens(records: Sequence[RequestRecord], vocabulary: Vocabulary) -> None:
-    """Count the tokens of each chunk, after the run so that counting does not slow down the client while it measures."""
+    """Count the tokens of each chunk, after the run so that counting does not slow down the client."""
     counter = vocabulary.count if isinstance(vocabulary, LocalVocabulary) else None
     for record in records:
         count_chunks(record, counter)

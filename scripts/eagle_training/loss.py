@@ -30,7 +30,7 @@ class Teacher:
 
 @torch.no_grad()
 def teach(scores: torch.Tensor, vocabulary: torch.Tensor, to_draft: torch.Tensor, dtype: torch.dtype) -> Teacher:
-    """The teacher from logits float32 [N, V]; `vocabulary` int64 [Vd], `to_draft` int64 [V]; probabilities in `dtype`."""
+    """The teacher from logits float32 [N, V], with `vocabulary` int64 [Vd] and `to_draft` int64 [V], in `dtype`."""
     return Teacher(scores[:, vocabulary].softmax(-1).to(dtype), to_draft[scores.argmax(-1)])
 
 

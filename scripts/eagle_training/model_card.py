@@ -28,7 +28,8 @@ def _head(run: Mapping[str, Any]) -> str:
     return (
         f"# EAGLE-3 draft head for {run['model']}\n\n"
         f"One decoder layer of width {head['hidden_size']} with an MLP of {head['intermediate_size']}, an LM head over "
-        f"{head['draft_vocab_size']} of the target's {head['vocab_size']} tokens, and a projection of the inputs of target layers "
+        f"{head['draft_vocab_size']} of the target's {head['vocab_size']} tokens, and a projection of the inputs of "
+        "target layers "
         f"{', '.join(str(layer) for layer in head['aux_layers'])}. {head['parameters'] / 1e6:.1f} million parameters, "
         f"{head['megabytes']:.1f} MB in bfloat16. The embedding is the target's."
     )
@@ -51,9 +52,12 @@ def _acceptance(evaluation: Sequence[Mapping[str, Any]]) -> str:
         if row["looping_answers"]
     )
     text = (
-        "## Acceptance\n\nGreedy, measured by the server. Accept length: tokens that a verified window commits, the bonus token included. "
-        "Rate of a position: accepted drafts among those whose predecessors were accepted. The target wrote the held-out prompts, which "
-        'are excluded from training; the hand-made prompts are not from the model. "Without loops" excludes answers that end in a loop, '
+        "## Acceptance\n\nGreedy, measured by the server. Accept length: tokens that a verified window commits, the "
+        "bonus token included. "
+        "Rate of a position: accepted drafts among those whose predecessors were accepted. The target wrote the "
+        "held-out prompts, which "
+        'are excluded from training; the hand-made prompts are not from the model. "Without loops" excludes answers '
+        "that end in a loop, "
         "which any draft predicts well"
     )
     text += f": {loops}." if loops else ": there were none."
@@ -79,7 +83,8 @@ def _repeat(evaluation: Sequence[Mapping[str, Any]]) -> str:
         where = dict.fromkeys(f"{row['machine']}, commit {row['commit']}" for row in rows if "machine" in row)
         places += [f"{device} {dtype}: {place}" for place in where]
     return (
-        "Held-out prompts are in `held_out.jsonl`, hand-made prompts in the package's `assets/chat_prompts.jsonl`, the figures in "
+        "Held-out prompts are in `held_out.jsonl`, hand-made prompts in the package's `assets/chat_prompts.jsonl`, the "
+        "figures in "
         f"`evaluation.json`. Measured on: {'; '.join(places) or 'not noted'}. To repeat:\n\n```\n" + "\n".join(commands) + "\n```"
     )
 
@@ -89,10 +94,14 @@ def _data(run: Mapping[str, Any]) -> str:
     if "conversations" not in data:  # trained from another head's data
         return ""
     return (
-        f"## Data\n\nWritten by the target: user turns that continue the chat template, partly after a short opener, then answers, "
-        f"greedy and at temperatures up to 1. {data['conversations']:,} conversations with {data['answer_tokens']:,} answer tokens "
-        f"({data['greedy_share']:.0%} of them greedy), and {data['held_out']} held-out prompts; loops are cut to two turns. "
-        f"The draft's vocabulary covers {data['coverage']:.2%} of the tokens of training answers and {data['held_out_coverage']:.2%} of "
+        "## Data\n\nWritten by the target: user turns that continue the chat template, partly after a short opener, "
+        "then answers, "
+        f"greedy and at temperatures up to 1. {data['conversations']:,} conversations with {data['answer_tokens']:,} "
+        "answer tokens "
+        f"({data['greedy_share']:.0%} of them greedy), and {data['held_out']} held-out prompts; loops are cut to two "
+        "turns. "
+        f"The draft's vocabulary covers {data['coverage']:.2%} of the tokens of training answers and "
+        f"{data['held_out_coverage']:.2%} of "
         f"those of held-out answers.\n\n" + _made(data)
     )
 
@@ -103,7 +112,8 @@ def _training(run: Mapping[str, Any]) -> str:
         return ""
     settings = ", ".join(f"{name} {value}" for name, value in training["settings"].items())
     return (
-        f"## Training\n\nTraining-time test over {training['settings']['passes']} passes; cross-entropy with the target's distribution "
+        f"## Training\n\nTraining-time test over {training['settings']['passes']} passes; cross-entropy with the "
+        "target's distribution "
         f"over the draft's vocabulary. {training['steps']:,} steps over {training['tokens']:,} tokens of text in "
         f"{training['seconds']:.0f} s: {settings}. Curves: `curves.png`, figures: `training.json`.\n\n" + _made(training)
     )
@@ -132,13 +142,15 @@ def _made(phase: Mapping[str, Any]) -> str:
     machine = phase["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items() if name in ("torch", "triton"))
     return (
-        f"Seed {phase['seed']}, {phase['seconds']:.0f} s on {machine['device']} ({versions}), commit {phase['commit']}:\n\n"
+        f"Seed {phase['seed']}, {phase['seconds']:.0f} s on {machine['device']} ({versions}), commit "
+        f"{phase['commit']}:\n\n"
         f"```\n{phase['command']}\n```"
     )
 
 
 def _limits() -> str:
     return (
-        "## Limits\n\nThe head was trained on the target's answers to short single questions, mostly in English. Longer contexts, other "
+        "## Limits\n\nThe head was trained on the target's answers to short single questions, mostly in English. "
+        "Longer contexts, other "
         "languages and other system prompts lower acceptance, but never change the output: every draft is verified."
     )

@@ -10,17 +10,26 @@ import runtime
 
 WORDS = Path(runtime.__file__).parent / "assets" / "words.txt"
 OPENERS = (
-    "Write a", "Write a short story about", "Write an email to", "Write a poem about", "Write a Python function that", "Write a letter",
-    "Explain", "Explain in simple terms", "Describe", "Compare", "Summarize the following", "Rewrite the following", "Translate",
-    "Correct the grammar", "List", "Give me three", "Give an example of", "Suggest", "Create a", "Plan a", "Design a", "Imagine that",
-    "You are a", "Pretend you are", "Act as", "Let's play", "What is", "What are the", "What happens when", "What would", "Who was",
-    "Where", "When did", "Why do", "Why is", "How do I", "How does", "How many", "How can I", "Is it", "Are there", "Can you", "Could you",
-    "Should I", "Do you", "I have", "I need", "I'm", "I want to", "My", "If", "In", "The", "There are", "A", "Tell me", "Help me",
-    "Solve", "Calculate", "Find the", "Extract", "From this text", "Read this and answer", "Classify", "Given the following",
-    "Here is", "Please", "Hi", "Hello", "Thanks", "def ", "Fix this code", "SQL", "JavaScript", "A train", "Prove that", "History of",
+    "Write a", "Write a short story about", "Write an email to", "Write a poem about", "Write a Python function that",
+    "Write a letter",
+    "Explain", "Explain in simple terms", "Describe", "Compare", "Summarize the following", "Rewrite the following",
+    "Translate",
+    "Correct the grammar", "List", "Give me three", "Give an example of", "Suggest", "Create a", "Plan a", "Design a",
+    "Imagine that",
+    "You are a", "Pretend you are", "Act as", "Let's play", "What is", "What are the", "What happens when",
+    "What would", "Who was",
+    "Where", "When did", "Why do", "Why is", "How do I", "How does", "How many", "How can I", "Is it", "Are there",
+    "Can you", "Could you",
+    "Should I", "Do you", "I have", "I need", "I'm", "I want to", "My", "If", "In", "The", "There are", "A",
+    "Tell me", "Help me",
+    "Solve", "Calculate", "Find the", "Extract", "From this text", "Read this and answer", "Classify",
+    "Given the following",
+    "Here is", "Please", "Hi", "Hello", "Thanks", "def ", "Fix this code", "SQL", "JavaScript", "A train",
+    "Prove that", "History of",
 )  # fmt: skip
 WITH_A_WORD = (
-    "Write about {}", "A story in which {}", "What does {} mean", "Tell me about {}", "Why {}", "How {}", "Give me ideas for {}", "The {}",
+    "Write about {}", "A story in which {}", "What does {} mean", "Tell me about {}", "Why {}", "How {}",
+    "Give me ideas for {}", "The {}",
     "A question about {}:", "Write a dialogue about {}", "My {}", "Describe {}", "Is {}", "What do people think of {}",
 )  # fmt: skip
 PLAIN_SHARE, OPENER_SHARE = 0.4, 0.35

@@ -12,6 +12,7 @@ import torch
 
 from gpu.attention_kinds import BF16, CAUSAL_KINDS, FP16, MAX_LEN, TREE_KINDS, Kind
 from runtime.batch import ForwardMode
+from runtime.config.device_tuning import DeviceTuning
 from runtime.config.resolve import resolve
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec, plan_pass
@@ -41,7 +42,7 @@ class World:
 
 @pytest.fixture(autouse=True)
 def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Under the name "fa3 split" split attention runs all fixed-width passes that it takes, under "fa3" none. Lists those that it ran."""
+    """With "fa3 split", split-KV attention runs every fixed-width pass it supports, with "fa3" none. Lists those it ran."""
     name, ran = request.node.callspec.params["name"], list[object]()
     if name.startswith("fa3"):
         from runtime.layers.attention import fa3 as flash_attention
@@ -52,7 +53,7 @@ def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
             ran.append(given[4])
             return split_attention(*given, **more)
 
-        monkeypatch.setattr(flash_attention, "split_wins", lambda _batch: name != "fa3")
+        monkeypatch.setattr(DeviceTuning, "split_wins", lambda _tuning, _batch: name != "fa3")
         monkeypatch.setattr(flash_attention, "split_attention", listed)
     return ran
 
@@ -293,7 +294,9 @@ def test_passes_of_every_kind_are_torchs_eager_and_captured(name: str, kind: Kin
         for at, (one, again) in enumerate(zip(out, eager, strict=True)):
             compare(world, at_step(batch, at // 2, masks), qs[at // 2], at % 2, one)
             assert torch.equal(one, again), "replay differs from the same pass run eagerly"
-    assert bool(splits) == (name == "fa3 split" and kind.width <= 8 and kind.width * kind.group <= 64), "split attention ran what it takes"
+    assert bool(splits) == (name == "fa3 split" and kind.width <= 8 and kind.width * kind.group <= 64), (
+        "split-KV attention ran what it supports"
+    )
 
 
 @pytest.mark.parametrize("kind", CAUSAL_KINDS, ids=str)
@@ -320,7 +323,7 @@ def test_what_a_backend_takes_is_what_resolve_lets_through(name: str) -> None:
         if head_dim in taken:
             assert resolve(args(attention_backend=name), HOPPER, asked).device.attention_backend == name
         else:
-            with pytest.raises(ConfigError, match=f"--attention-backend {name}: .*not {head_dim}; use torch_native"):
+            with pytest.raises(ConfigError, match=f"--attention-backend {name} .*not {head_dim}. Use torch_native"):
                 resolve(args(attention_backend=name), HOPPER, asked)
 
 

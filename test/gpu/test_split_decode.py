@@ -11,18 +11,18 @@ import torch
 
 pytest.importorskip("triton")
 
+from runtime.config.device_tuning import H200
+from runtime.config.kernel_configs import SplitConfig
 from runtime.layers.attention.kernels.split_decode import (
-    SplitConfig,
     SplitKeys,
     SplitShape,
     SplitWorkspace,
-    default_config,
-    first_run,
     one_of_each_kernel,
     split_attention,
-    takes,
+    supports,
+    warm_up,
 )
-from runtime.layers.attention.kernels.split_schedule import Deal, deal
+from runtime.layers.attention.kernels.split_schedule import WorkSchedule, schedule_work
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda
 DTYPE = torch.float16
 """What both the interpreter and a GPU multiply."""
 SMALL = SplitConfig(tile=16, num_warps=4, stages=2, programs_per_sm=1, max_partial_rows=256, alone=2)
-DEALT = replace(SMALL, dealt=True)
+SCHEDULED = replace(SMALL, scheduled=True)
 
 
 @dataclass
@@ -70,10 +70,10 @@ def make_case(
             cache[pages[b + 1, positions // page_size].long(), positions % page_size] = float("nan")
     shape = SplitShape(B, width, H, G, D, sms, config)
     ints = {"dtype": torch.int32, "device": DEVICE}
-    hands = shape.empty_deal(DEVICE)
-    keys = SplitKeys(pages.to(DEVICE), torch.arange(1, B + 1, **ints), torch.tensor(lens, **ints), page_size, hands)
-    if hands is not None:
-        deal(keys.seq_lens, shape.splits, config.tile, hands)
+    schedule = shape.empty_schedule(DEVICE)
+    keys = SplitKeys(pages.to(DEVICE), torch.arange(1, B + 1, **ints), torch.tensor(lens, **ints), page_size, schedule)
+    if schedule is not None:
+        schedule_work(keys.seq_lens, shape.splits, config.tile, schedule)
     q = torch.randn((B * width, H, D)).to(DEVICE, DTYPE)
     return Case(shape, keys, q, k.to(DEVICE, DTYPE), v.to(DEVICE, DTYPE), SplitWorkspace([shape], DEVICE))
 
@@ -128,7 +128,7 @@ def test_groups_of_any_size_and_every_head_dimension(heads: tuple[int, int, int]
 def test_every_default_cut_holds_at_its_widest(head_dim: int, batch: int, window: int) -> None:
     """Most rows a program may have, so the most shared memory, at the last batch of each cut."""
     lens = np.random.default_rng(batch * head_dim).integers(8, 400 if batch < 16 else 200, batch).tolist()
-    case = make_case(lens, 8, 16, (8, 1, head_dim), sms=132, config=default_config(head_dim, batch))
+    case = make_case(lens, 8, 16, (8, 1, head_dim), sms=132, config=H200.split_config(head_dim, batch))
     assert case.shape.rows == 64
     assert_close(case.run(window=window), definition(case, True, window)[0])
 
@@ -183,11 +183,11 @@ LENGTHS = {
 
 @pytest.mark.parametrize("lens", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("splits", [1, 2, 5])
-def test_a_deal_gives_out_every_share_once_and_none_is_much_longer_than_the_mean(lens: list[int], splits: int) -> None:
-    hands = Deal.empty(len(lens), 2, splits, DEVICE)
-    hands.items.fill_(77)
-    deal(torch.tensor(lens, dtype=torch.int32, device=DEVICE), splits, 16, hands)
-    items, tiles = hands.items.tolist(), [-(-n // 16) for n in lens]
+def test_a_schedule_has_every_share_once_and_balances_lengths(lens: list[int], splits: int) -> None:
+    schedule = WorkSchedule.empty(len(lens), 2, splits, DEVICE)
+    schedule.items.fill_(77)
+    schedule_work(torch.tensor(lens, dtype=torch.int32, device=DEVICE), splits, 16, schedule)
+    items, tiles = schedule.items.tolist(), [-(-n // 16) for n in lens]
     given = [item for item in items if item >= 0]
     assert items == given + [-1] * (len(items) - len(given)), "those without work come last"
     shares = {item & 1023: item >> 20 for item in given}
@@ -203,53 +203,53 @@ def test_a_deal_gives_out_every_share_once_and_none_is_much_longer_than_the_mean
 
 @pytest.mark.parametrize("lens", [[w + 4 for w in lens] for lens in LENGTHS.values()], ids=LENGTHS.keys())
 @pytest.mark.parametrize(("sms", "width", "window"), [(1, 1, -1), (24, 4, -1), (7, 3, 20)])
-def test_dealt_passes_follow_the_definition(lens: list[int], sms: int, width: int, window: int) -> None:
-    case = make_case(lens, width, 16, sms=sms, config=DEALT)
+def test_scheduled_passes_follow_the_definition(lens: list[int], sms: int, width: int, window: int) -> None:
+    case = make_case(lens, width, 16, sms=sms, config=SCHEDULED)
     want = definition(case, True, window)[0]
     for _ in range(2):  # what one pass counts is gone before the next
         assert_close(case.run(window=window), want)
-    assert case.keys.deal is not None
-    assert not case.keys.deal.arrived.any()
+    assert case.keys.schedule is not None
+    assert not case.keys.schedule.arrived.any()
 
 
-def test_a_dealt_prefix_pass_says_the_sum_of_weights() -> None:
-    case = make_case([5, 90, 1, 260], 4, 16, sms=2, config=DEALT)
+def test_a_scheduled_prefix_pass_returns_the_log_sum_exp() -> None:
+    case = make_case([5, 90, 1, 260], 4, 16, sms=2, config=SCHEDULED)
     lse = torch.full(case.q.shape[:2], float("nan"), dtype=torch.float32, device=DEVICE)
     out, want = case.run(causal=False, lse=lse), definition(case, False, -1)
     assert_close(out, want[0])
     assert_close(lse, want[1])
 
 
-def test_a_deal_of_earlier_lengths_serves_the_passes_after_it() -> None:
-    case = make_case([17, 300, 64, 5], 1, 16, sms=1, config=DEALT)
-    assert case.keys.deal is not None
-    deal(torch.tensor([9, 20, 64, 400], dtype=torch.int32, device=DEVICE), case.shape.splits, DEALT.tile, case.keys.deal)
+def test_a_schedule_of_earlier_lengths_serves_later_passes() -> None:
+    case = make_case([17, 300, 64, 5], 1, 16, sms=1, config=SCHEDULED)
+    assert case.keys.schedule is not None
+    schedule_work(torch.tensor([9, 20, 64, 400], dtype=torch.int32, device=DEVICE), case.shape.splits, SCHEDULED.tile, case.keys.schedule)
     assert_close(case.run(), definition(case, True, -1)[0])
 
 
-def test_most_requests_that_are_dealt_all_differ_in_length() -> None:
-    hands, lens = Deal.empty(128, 2, 1, DEVICE), torch.arange(1, 8 * 128, 8, dtype=torch.int32, device=DEVICE)
-    deal(lens, 1, 16, hands)
-    assert sorted({item & 1023 for item in hands.items.tolist() if item >= 0}) == list(range(128))
+def test_the_most_scheduled_requests_may_all_differ_in_length() -> None:
+    schedule, lens = WorkSchedule.empty(128, 2, 1, DEVICE), torch.arange(1, 8 * 128, 8, dtype=torch.int32, device=DEVICE)
+    schedule_work(lens, 1, 16, schedule)
+    assert sorted({item & 1023 for item in schedule.items.tolist() if item >= 0}) == list(range(128))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8, 64])
 def test_workspace_made_for_several_passes_has_room_for_each(batch: int) -> None:
-    shapes = [SplitShape(batch, width, 32, 8, 128, 132, default_config(128, batch)) for width in (1, 2, 4, 8)]
+    shapes = [SplitShape(batch, width, 32, 8, 128, 132, H200.split_config(128, batch)) for width in (1, 2, 4, 8)]
     workspace = SplitWorkspace(shapes, torch.device("cpu"))
     for shape in shapes:
         assert shape.splits * shape.rows <= max(shape.config.max_partial_rows, shape.rows)
-        most = len(shape.empty_deal(torch.device("cpu")).items) if shape.config.dealt else batch * shape.splits
+        most = len(shape.empty_schedule(torch.device("cpu")).items) if shape.config.scheduled else batch * shape.splits
         assert shape.partial_rows == 0 or workspace.top.numel() >= most * 8 * shape.rows
         assert workspace.out.numel() == workspace.top.numel() * 128
 
 
 def test_passes_too_wide_for_the_tile_are_refused() -> None:
-    assert takes(8, 32, 8)
-    assert takes(1, 64, 1)
-    assert not takes(9, 32, 8)
-    assert not takes(8, 64, 4)
-    assert not takes(0, 32, 8)
+    assert supports(8, 32, 8)
+    assert supports(1, 64, 1)
+    assert not supports(9, 32, 8)
+    assert not supports(8, 64, 4)
+    assert not supports(0, 32, 8)
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -257,10 +257,10 @@ def test_passes_too_wide_for_the_tile_are_refused() -> None:
 def test_the_first_run_of_each_kind_compiles_for_all_batch_sizes(monkeypatch: pytest.MonkeyPatch, width: int, tree: bool) -> None:
     import triton
 
-    shapes = [SplitShape(size, width, 32, 8, 128, 132, default_config(128, size)) for size in range(1, 33)]
+    shapes = [SplitShape(size, width, 32, 8, 128, 132, H200.split_config(128, size)) for size in range(1, 33)]
 
     def run(shape: SplitShape) -> None:
-        first_run(shape, 64, DTYPE, DEVICE, tree=tree, window=-1, pdl=False)
+        warm_up(shape, 64, DTYPE, DEVICE, tree=tree, window=-1, pdl=False)
 
     for shape in one_of_each_kernel(shapes):
         run(shape)

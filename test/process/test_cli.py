@@ -114,6 +114,7 @@ def test_the_ready_line_names_a_working_request(model: Path) -> None:
         made = subprocess.run(["bash", "-c", f'{curl.rstrip()[:-2]}, "max_tokens": 3}}\''], capture_output=True, text=True, timeout=20)
         assert '"completion_tokens":3' in made.stdout.replace(" ", ""), made.stdout + made.stderr
         assert server.text().count("talon: ready") == 1
+        assert "(float32 weights) at http://" in server.text()
         parent = psutil.Process(server.process.pid)
         titles = [process.cmdline()[0].strip() for process in (parent, *parent.children())]
         assert titles == ["talon::http", "talon::scheduler", "talon::detokenizer"]

@@ -44,7 +44,7 @@ def test_int8_answers_do_not_depend_on_drafts_or_company() -> None:
     found = []
     for drafts, together in (({"speculative_algorithm": "none"}, 1), ({}, 1), ({}, 4), ({}, 8)):
         with Engine(device="cpu", cpu_threads=1, context_length=512, **drafts) as engine:
-            assert engine.config.quantization == "int8"
+            assert engine.config.model.quantization == "int8"
             prompts = chat_prompts(engine)[:8]
             groups = [prompts[start : start + together] for start in range(0, 8, together)]
             found.append([output["output_ids"] for group in groups for output in engine.generate(input_ids=group, sampling_params=GREEDY)])
@@ -59,6 +59,7 @@ def test_the_default_server_drafts_says_so_and_accepts(embedded: Embedded) -> No
     said = embedded.log.read_text(errors="replace")
     assert f"EAGLE3 {steps}/1/{steps + 1}" in said
     assert "--speculative-algorithm none" in said
+    assert "SmolLM2-135M-Instruct (int8 weights)" in said
 
 
 def test_the_head_is_shipped_whole_and_its_card_holds_its_figures() -> None:

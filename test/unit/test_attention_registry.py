@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +28,12 @@ from gpu.attention_kinds import (
 )
 from runtime.config.attention_caps import ATTENTION_CAPS, AttentionCaps
 from runtime.errors import ConfigError
-from runtime.layers.attention import registry
+from runtime.layers.attention import registry, self_check
 from runtime.layers.attention.base import AttentionShape, AttentionSpec
 from runtime.layers.attention.registry import BACKENDS, backend_class, build_backend
+from runtime.layers.attention.self_check import check_backend
+from runtime.layers.attention.torch_native import TorchNativeAttention
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.mem_cache.kv_spec import KVSpec
 
@@ -102,6 +107,55 @@ def test_torch_supports_every_model(head_dim: int, page_size: int) -> None:
 def test_an_unknown_backend_is_refused_with_all_names() -> None:
     with pytest.raises(ConfigError, match=f"'triton' is unknown; it must be one of {', '.join(BACKENDS)}"):
         backend_class("triton")
+
+
+class Checked(TorchNativeAttention):
+    """A sound backend that is checked at start-up."""
+
+    caps = replace(ATTENTION_CAPS["torch_native"], self_check=True)
+    error = 0.0
+
+    def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
+        return super().forward(q, layer, batch) * (1 + self.error)
+
+
+class SlightlyWrong(Checked):
+    error = 0.05
+
+
+class Uncausal(Checked):
+    """Wrong in ragged passes only: queries see the whole request."""
+
+    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        longer = batch.seq_lens if batch.tokens_per_req else batch.seq_lens + 1
+        super().prepare(replace(batch, seq_lens=longer), num_steps)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [1, 8])
+def test_a_checked_backend_must_agree_with_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int) -> None:
+    layers = [replace(LAYER, kv=replace(KV, dtype=dtype), window=window) for window in (-1, -1, 20)]
+    for shape in (shape_of(*layers), shape_of(*layers[:2])):
+        shape = replace(shape, max_tokens_per_req=width)
+        for backend in (Checked, SlightlyWrong, Uncausal):
+
+            def named(name: str, backend: type = backend) -> type:
+                return TorchNativeAttention if name == "torch_native" else backend
+
+            monkeypatch.setattr(registry, "backend_class", named)
+            monkeypatch.setattr(self_check, "backend_class", named)
+            if backend is Checked:
+                check_backend("odd", shape, 16, torch.device("cpu"))
+                continue
+            with pytest.raises(ConfigError, match=r"Attention backend odd gives wrong results .* use another --attention-backend"):
+                check_backend("odd", shape, 16, torch.device("cpu"))
+
+
+def test_the_adapter_is_written_for_the_pinned_flashinfer() -> None:
+    """Read as text: FlashInfer is not installed without a GPU."""
+    source = (Path(registry.__file__).parent / "flashinfer_adapter.py").read_text()
+    (version,) = re.findall(r'PACKAGE, VERSION = "flashinfer-python", "([^"]+)"', source)
+    assert f'"flashinfer-python=={version}"' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize("kinds", [CAUSAL_KINDS, TREE_KINDS], ids=["causal", "trees"])

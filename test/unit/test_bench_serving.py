@@ -26,16 +26,23 @@ from runtime.bench.records import BenchRequest, Chunk, RequestRecord
 from runtime.bench.vocabulary import LocalVocabulary, UnknownVocabulary
 
 FLAGS = (
-    "backend base-url host port ready-check-timeout-sec dataset-name dataset-path model served-model-name tokenizer num-prompts "
-    "sharegpt-output-len sharegpt-context-len random-input-len random-output-len random-range-ratio request-rate max-concurrency "
-    "output-file output-details goodput disable-tqdm disable-stream return-logprob cache-report disable-ignore-eos temperature top-p "
-    "extra-request-body apply-chat-template profile plot-throughput prompt-suffix flush-cache warmup-requests tokenize-prompt seed "
+    "backend base-url host port ready-check-timeout-sec dataset-name dataset-path model served-model-name tokenizer "
+    "num-prompts "
+    "sharegpt-output-len sharegpt-context-len random-input-len random-output-len random-range-ratio request-rate "
+    "max-concurrency "
+    "output-file output-details goodput disable-tqdm disable-stream return-logprob cache-report disable-ignore-eos "
+    "temperature top-p "
+    "extra-request-body apply-chat-template profile plot-throughput prompt-suffix flush-cache warmup-requests "
+    "tokenize-prompt seed "
     "gsp-num-groups gsp-prompts-per-group gsp-system-prompt-len gsp-question-len gsp-output-len tag header"
 )
 FIELDS = (
-    "tag backend dataset_name request_rate max_concurrency sharegpt_output_len random_input_len random_output_len random_range_ratio "
-    "server_info duration completed failed total_input_tokens total_output_tokens total_output_tokens_retokenized request_throughput "
-    "input_throughput output_throughput total_throughput concurrency accept_length per_position_acceptance graph_hit_rate "
+    "tag backend dataset_name request_rate max_concurrency sharegpt_output_len random_input_len random_output_len "
+    "random_range_ratio "
+    "server_info duration completed failed total_input_tokens total_output_tokens total_output_tokens_retokenized "
+    "request_throughput "
+    "input_throughput output_throughput total_throughput concurrency accept_length per_position_acceptance "
+    "graph_hit_rate "
     "padding_waste max_output_tokens_per_s max_concurrent_requests request_goodput commit device"
 )
 
@@ -69,7 +76,8 @@ def test_the_list_of_flags_is_pinned() -> None:
 @pytest.mark.parametrize(("prompts", "concurrency"), [(5, 1), (20, 4), (80, 16), (160, 32)])
 def test_reference_command_lines_parse(prompts: int, concurrency: int) -> None:
     line = (
-        "--backend sglang-oai  --dataset-name random --random-input-len 1000 --random-output-len 1000 --random-range-ratio 1 "
+        "--backend sglang-oai  --dataset-name random --random-input-len 1000 --random-output-len 1000 "
+        "--random-range-ratio 1 "
         f"--num-prompts {prompts} --max-concurrency {concurrency} --output-file dsv3.jsonl"
     )
     args = parser().parse_args(line.split())
@@ -475,8 +483,8 @@ def test_acceptance_uses_answers_if_all_report_it() -> None:
 
 def test_server_totals_exclude_steps_before_the_run() -> None:
     def info(scale: int, **means: float) -> dict[str, Any]:
-        totals = {"verify_steps": 10, "accepted_tokens": 15, "accepted_by_position": [8, 7], "decode_steps": 12, "graph_hits": 9}
-        totals |= {"real_rows": 30, "padding_rows": 10}
+        totals = {"spec_verify_steps_total": 10, "spec_accepted_tokens_total": 15, "spec_accepted_by_position": [8, 7]}
+        totals |= {"decode_steps": 12, "graph_steps_total": 9, "live_rows_total": 30, "padded_rows_total": 10}
         scaled = {k: [n * scale for n in v] if isinstance(v, list) else v * scale for k, v in totals.items()}
         return {"internal_states": [{**scaled, **means}]}
 
@@ -504,7 +512,8 @@ def test_client_loads_neither_torch_nor_the_engine(tmp_path: Path) -> None:
 
     code = (
         "import sys, runtime.bench_serving; "
-        "bad = [m for m in sys.modules if m.split('.')[0] == 'torch' or (m.startswith('runtime.') and not m.startswith('runtime.bench'))]; "
+        "bad = [m for m in sys.modules if m.split('.')[0] == 'torch' or (m.startswith('runtime.') and not "
+        "m.startswith('runtime.bench'))]; "
         "sys.exit(str(bad) if bad else 0)"
     )
     python = Path(__file__).resolve().parents[2] / "python"

@@ -1,4 +1,4 @@
-"""Plots of the benchmark package: panels per script, deterministic PNG files, and the check for missing or stale plots."""
+"""Plots of the benchmark package: panels per script, deterministic PNG files, and missing or stale plots."""
 
 from __future__ import annotations
 

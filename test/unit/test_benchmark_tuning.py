@@ -19,6 +19,8 @@ from benchmark.tuning import attention_backends, decode_step, gemms, split_atten
 from benchmark.tuning.command_line import counts
 from benchmark.tuning.split_attention import Case
 
+from runtime.config.kernel_configs import SplitConfig
+
 CPU = torch.device("cpu")
 RATE = 4.32e12
 TOOLS = (attention_backends, decode_step, gemms, split_attention)
@@ -291,12 +293,9 @@ def test_choice_shows_minimum_and_mean_by_width_and_batch() -> None:
 
 
 def test_split_attention_candidates_are_valid_configurations() -> None:
-    pytest.importorskip("triton")
-    from runtime.layers.attention.kernels.split_decode import SplitConfig
-
     found = split_attention.configs()
     assert found["128x3 1/SM"] == SplitConfig(128, 4, 3, 1, alone=2)
-    assert found["64x3 3/SM dealt"] == SplitConfig(64, 4, 3, 3, dealt=True)
+    assert found["64x3 3/SM dealt"] == SplitConfig(64, 4, 3, 3, scheduled=True)
     assert len(set(found.values())) == len(found)
 
 

@@ -16,7 +16,7 @@ from runtime.errors import ConfigError
 from runtime.model_executor.graph_capture import capture_all
 from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, RunMode
 from runtime.model_executor.input_buffers import InputBuffers
-from runtime.model_executor.short_prompts import ShortPrompts, prompt_forward, prompt_spec
+from runtime.model_executor.short_prompts import PromptCost, ShortPrompts, prompt_forward, prompt_spec
 from runtime.speculative import build as speculative_build
 from runtime.speculative.parity import check_parity, eagerly, run_scratch
 from unit.predicting import calm, draft_folder, speculating, teach
@@ -249,7 +249,7 @@ def test_graphs_of_short_prompts_are_compared_too(tmp_path: Path, fault: str) ->
     )
     with torch.inference_mode():
         capture_all([prompts])
-    target.short_prompts = ShortPrompts(prompts, target.page_table, 1 << 20)
+    target.short_prompts = ShortPrompts(prompts, target.page_table, PromptCost(1 << 20, 128))
     if fault == "nothing":
         check_parity(worker)
         assert prompts.replayed == prompts.run_eagerly == 4

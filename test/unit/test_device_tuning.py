@@ -42,7 +42,7 @@ def test_a_gpu_of_unknown_size_takes_the_reference() -> None:
 
 @pytest.mark.parametrize("op", ["linear", "linear_add", "gate_up", "logits"])
 def test_every_row_count_has_gemm_candidates(op: str) -> None:
-    bounds = [entry.max_rows for entry in H200.gemm_candidates if entry.op == op]
+    bounds = [max_rows for max_rows, _ in H200.gemm_candidates[op]]
     assert bounds == sorted(set(bounds))
     assert bounds[-1] == 128
     for rows in range(1, 129):

@@ -17,7 +17,7 @@ from runtime.batch import ForwardMode
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.graph_capture import CallPool, GraphKey, GraphPool, Replay, capture_all
-from runtime.model_executor.graph_runner import BYTES_PER_NODE, MIB, GraphOptions, GraphRunner, Outputs, RunMode, RunnerSpec
+from runtime.model_executor.graph_runner import MIB, GraphOptions, GraphRunner, Outputs, RunMode, RunnerSpec
 from runtime.model_executor.input_buffers import ROW_WIDTH, BufferSpec, InputBuffers
 from runtime.model_executor.output_arena import OutputArena
 from runtime.model_executor.staging import HostCopy, StagingRing
@@ -325,9 +325,9 @@ def test_a_size_that_cannot_be_captured_runs_eagerly_and_is_reported(table: Page
 
 def test_a_reservation_is_what_the_pool_lacks_and_the_nodes_of_every_graph() -> None:
     spec = replace(SPEC, launches=10)
-    runner = GraphRunner(spec, probe, buffers(), [], GraphOptions([2, 4, 8]))
+    runner = GraphRunner(spec, probe, buffers(), [], GraphOptions([2, 4, 8], node_bytes=5800))
     runner.pool_peak = 5000
-    nodes = 3 * len(SPEC.variants) * 10 * BYTES_PER_NODE
+    nodes = 3 * len(SPEC.variants) * 10 * 5800
     for pooled, lacking in ((0, 5000), (3000, 2000), (9000, 0)):
         assert runner.reserve(pooled) == lacking + nodes
         assert runner.report.reserved_mib == pytest.approx((lacking + nodes + runner.report.output_bytes) / MIB)

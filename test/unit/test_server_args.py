@@ -1,4 +1,4 @@
-"""Flags, the file of flags, and what `resolve` makes of them."""
+"""Flags, the file of flags, and `resolve`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_list_of_flags_is_pinned() -> None:
     assert sorted(flag.name.replace("_", "-") for flag in flags()) == sorted(SGLANG_FLAGS + OUR_FLAGS)
 
 
-def test_help_is_grouped_and_says_one_sentence_for_every_flag() -> None:
+def test_help_is_grouped_and_describes_every_flag_in_one_sentence() -> None:
     text = build_parser().format_help()
     for flag in flags():
         assert flag.spellings[0] in text
@@ -111,14 +111,14 @@ def test_the_short_spellings_of_sglang_work() -> None:
         (["--config", "/nowhere/at/all.yaml"], ["--config", "/nowhere/at/all.yaml"]),
     ],
 )
-def test_a_bad_command_line_is_one_line_that_names_the_fault(argv: list[str], words: list[str]) -> None:
+def test_a_bad_command_line_is_reported_in_one_line(argv: list[str], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(argv)
     assert "\n" not in str(caught.value)
     assert all(word in str(caught.value) for word in words)
 
 
-def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+def test_the_command_line_takes_precedence_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "talon.yaml"
     file.write_text(
         "port: 1234\nmodel: from-file\nspeculative-draft-model: draft\ndisable_radix_cache: true\ncuda-graph-bs: [1, 2]\napi-key:\n"
@@ -145,7 +145,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         ("config: other.yaml", ["config"]),
     ],
 )
-def test_a_bad_file_is_one_line_that_names_the_fault(tmp_path: Path, content: str, words: list[str]) -> None:
+def test_a_bad_file_is_reported_in_one_line(tmp_path: Path, content: str, words: list[str]) -> None:
     file = tmp_path / "talon.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError) as caught:
@@ -154,7 +154,7 @@ def test_a_bad_file_is_one_line_that_names_the_fault(tmp_path: Path, content: st
     assert all(word in str(caught.value) for word in words)
 
 
-def test_what_dump_config_prints_gives_the_same_configuration_back(tmp_path: Path) -> None:
+def test_dump_config_round_trips(tmp_path: Path) -> None:
     argv = [
         "--model",
         "m",
@@ -173,7 +173,7 @@ def test_what_dump_config_prints_gives_the_same_configuration_back(tmp_path: Pat
     assert parse(["--config", str(file)]).args == asked
 
 
-def test_completion_scripts_know_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_scripts_contain_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(["--print-completion", "bash"])
     script = capsys.readouterr().out
@@ -210,13 +210,13 @@ def test_keyword_options_are_checked_by_name() -> None:
         ({"log_level": "loud"}, ["loud", "warning"]),
     ],
 )
-def test_a_keyword_option_with_a_value_that_its_flag_would_not_take_is_refused(given: dict[str, object], words: list[str]) -> None:
+def test_keyword_options_of_the_wrong_type_are_refused(given: dict[str, object], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         from_fields(given)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_keyword_options_are_what_the_command_line_makes_of_them() -> None:
+def test_keyword_options_equal_the_same_command_line() -> None:
     given: dict[str, object] = {
         "model": Path("/m"), "speculative_synthetic_accept_length": 2.5, "watchdog_timeout": 5, "cuda_graph_bs": [1, 2],
         "max_total_tokens": None,
@@ -226,7 +226,7 @@ def test_keyword_options_are_what_the_command_line_makes_of_them() -> None:
 
 
 @pytest.mark.parametrize("value", ["[0.9, 0.5, 0.1]", "{a: 1}"])
-def test_a_list_in_a_file_is_no_value_of_a_flag_that_takes_one(tmp_path: Path, value: str) -> None:
+def test_a_list_in_a_file_is_refused_for_a_flag_of_one_value(tmp_path: Path, value: str) -> None:
     (tmp_path / "config.yaml").write_text(f"speculative-synthetic-accept-length: {value}")
     with pytest.raises(ConfigError, match=r"'speculative-synthetic-accept-length' must be a text; got "):
         parse(["--config", str(tmp_path / "config.yaml")])
@@ -260,26 +260,26 @@ def test_defaults_on_hopper_and_on_other_gpus() -> None:
     ampere = resolve(args(), AMPERE, LLAMA)
     assert (ampere.device.attention_backend, ampere.cache.page_size) == ("flashinfer", 16)
     turing = resolve(args(), TURING, LLAMA)
-    assert (turing.device.device, turing.device.attention_backend) == ("cpu", "torch_native"), "a GPU that no kernel takes is left alone"
+    assert (turing.device.device, turing.device.attention_backend) == ("cpu", "torch_native"), "the kernels need a newer GPU"
 
 
 @pytest.mark.parametrize("machine", [CPU, HOPPER])
-def test_prompts_that_are_never_cut_stay_whole_beside_others(machine: MachineFacts) -> None:
+def test_uncut_prompts_stay_whole_beside_others(machine: MachineFacts) -> None:
     config = resolve(args(chunked_prefill_size=-1), machine, LLAMA)
     limits = WorkerLimits(1 << 20, 16, config.model.context_length, config.model.context_length, config.cache.page_size, LLAMA.vocab_size)
     budget = PrefillBudget.start(config.scheduler.chunked_prefill_size, config.scheduler.max_prefill_tokens, limits)
     assert budget.offer(5000, first=True) == 5000
     budget.take(5000)
-    assert budget.offer(5000, first=False) == 0, "what is left of the pass does not hold it: it waits, and is not cut"
+    assert budget.offer(5000, first=False) == 0, "it waits, because the rest of the pass is too small"
     assert budget.offer(3000, first=False) == 3000
 
 
-def test_fewer_tokens_before_decoding_are_granted_where_prompts_are_never_cut() -> None:
+def test_max_prefill_tokens_holds_for_uncut_prompts() -> None:
     config = resolve(args(chunked_prefill_size=-1, max_prefill_tokens=300), CPU, LLAMA)
     assert (config.scheduler.chunked_prefill_size, config.scheduler.max_prefill_tokens) == (-1, 300)
 
 
-def test_a_head_dimension_without_kernels_falls_back_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_head_dimension_without_kernels_falls_back_to_torch(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         config = resolve(args(), HOPPER, replace(LLAMA, head_dim=96))
     assert config.device.attention_backend == "torch_native"
@@ -298,7 +298,7 @@ def test_each_choice_is_logged_with_a_reason(caplog: pytest.LogCaptureFixture) -
         assert word in text
 
 
-def test_the_command_line_of_the_reference_table_starts_a_server(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureFixture) -> None:
     line = (
         "--model-path meta-llama/Meta-Llama-3-8B-Instruct --speculative-algorithm EAGLE "
         "--speculative-draft-model-path lmsys/sglang-EAGLE-LLaMA3-Instruct-8B --speculative-num-steps 2 --speculative-eagle-topk 1 "
@@ -309,7 +309,7 @@ def test_the_command_line_of_the_reference_table_starts_a_server(caplog: pytest.
     assert (config.device.dtype, config.device.attention_backend) == ("float16", "fa3")
     assert config.speculative is not None
     assert (config.speculative.num_steps, config.speculative.topk, config.speculative.draft_extend_graph) == (2, 1, True)
-    assert any("code in model folders is never run" in line for line in caplog.messages), "the permission to run it goes unused"
+    assert any("code in model folders is never run" in line for line in caplog.messages), "--trust-remote-code has no effect"
 
 
 @pytest.mark.parametrize(
@@ -410,7 +410,7 @@ SAME_NAME: dict[str, object] = {
     "stream_interval": 4, "random_seed": 5, "cuda_graph_bs": (1, 3), "log_level": "debug", "log_requests": True, "enable_metrics": False,
     "dtype": "float16", "load_format": None, "model_path": None, "quantization": None,
 }  # fmt: skip
-"""Flags that the configuration has under their own names; None for those that come from the model's facts or are tested for themselves."""
+"""Flags with a field of the same name; None for those that come from the model's facts or have tests of their own."""
 OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object], object]] = {
     "cuda_graph_max_bs": ({"cuda_graph_max_bs": 24}, lambda c: c.graphs.cuda_graph_bs[-1], 24),
     "disable_cuda_graph": ({"disable_cuda_graph": True}, lambda c: c.graphs.cuda_graph_bs, ()),
@@ -454,16 +454,16 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", [*SAME_NAME, *OTHER_NAME])
-def test_what_is_asked_for_is_what_is_configured(name: str) -> None:
+def test_each_flag_reaches_the_configuration(name: str) -> None:
     if name in OTHER_NAME:
         given, read, expected = OTHER_NAME[name]
         assert read(resolve(args(**{**EAGLE, **given}), HOPPER, LLAMA, DRAFT)) == expected
         assert name.startswith("speculative_draft_") or read(resolve(args(**EAGLE), HOPPER, LLAMA, DRAFT)) != expected, (
-            "as without the flag"
+            "the default is the same"
         )
     elif (value := SAME_NAME[name]) is not None:
         assert resolve(args(**{name: value}), HOPPER, LLAMA).by_flag()[name] == value
-        assert resolve(args(), HOPPER, LLAMA).by_flag()[name] != value, "without it too"
+        assert resolve(args(), HOPPER, LLAMA).by_flag()[name] != value, "the default is the same"
 
 
 def test_every_flag_is_configured_or_refused() -> None:
@@ -472,13 +472,13 @@ def test_every_flag_is_configured_or_refused() -> None:
 
 @pytest.mark.parametrize("name", ["api_key", "admin_api_key"])
 @pytest.mark.parametrize("key", ["", " ", "a b", "schl\u00fcssel", "a\n"])
-def test_a_key_that_protects_nothing_or_that_no_header_carries_is_refused(name: str, key: str) -> None:
+def test_keys_that_no_header_can_carry_are_refused(name: str, key: str) -> None:
     with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} "):
         check(args(**{name: key}))
     check(args(**{name: "sk-a~1!"}))
 
 
-def test_what_no_machine_can_do_is_refused_before_the_model_is_looked_for() -> None:
+def test_check_refuses_what_no_machine_can_do() -> None:
     for given in ({"tp_size": 2}, {"port": -1}, {"speculative_num_steps": 3, "model_path": "x"}, {"speculative_algorithm": "EAGLE"}):
         with pytest.raises(ConfigError):
             check(args(**given))
@@ -501,7 +501,7 @@ def test_a_chain_verifies_one_token_more_than_it_drafts(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE", "EAGLE3", "STANDALONE"])
-def test_draft_tokens_alone_say_how_deep_a_chain_goes(algorithm: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_draft_tokens_alone_determine_the_depth_of_a_chain(algorithm: str, caplog: pytest.LogCaptureFixture) -> None:
     source = {} if algorithm == "NGRAM" else EAGLE
     given = args(**{**source, "speculative_algorithm": algorithm, "speculative_num_draft_tokens": 8})
     with caplog.at_level(logging.INFO):
@@ -511,12 +511,12 @@ def test_draft_tokens_alone_say_how_deep_a_chain_goes(algorithm: str, caplog: py
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_draft_tokens_alone_leave_a_tree_its_depth() -> None:
+def test_draft_tokens_alone_leave_the_depth_of_a_tree() -> None:
     found = spec_of(resolve(args(**EAGLE, speculative_eagle_topk=4, speculative_num_draft_tokens=8), HOPPER, LLAMA, DRAFT))
     assert (found.num_steps, found.topk, found.num_draft_tokens) == (3, 4, 8)
 
 
-def test_prompts_and_decoding_share_a_pass_where_asked() -> None:
+def test_mixed_chunk_follows_its_flag() -> None:
     for machine, given in ((CPU, {}), (HOPPER, {}), (HOPPER, {"attention_backend": "torch_native"})):
         assert not resolve(args(**given), machine, LLAMA).scheduler.mixed_chunk
         assert resolve(args(**given, enable_mixed_chunk=True), machine, LLAMA).scheduler.mixed_chunk
@@ -526,9 +526,7 @@ def test_prompts_and_decoding_share_a_pass_where_asked() -> None:
 
 
 @pytest.mark.parametrize("machine", [HOPPER, AMPERE])
-def test_a_gpu_without_the_kernels_serves_with_torch_and_says_how_to_get_them(
-    machine: MachineFacts, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gpu_without_kernel_packages_falls_back_to_torch(machine: MachineFacts, caplog: pytest.LogCaptureFixture) -> None:
     bare = replace(machine, packages=frozenset())
     assert resolve(args(), bare, LLAMA).device.attention_backend == "torch_native"
     assert "'.[cuda]'" in caplog.text
@@ -547,7 +545,7 @@ def test_draft_graphs_follow_their_flags() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--disable-cuda-graph", "--disable-draft-extend-cuda-graph", "--disable-draft-decode-cuda-graph"])
-def test_turning_off_graphs_that_a_cpu_has_not_is_worth_a_warning(flag: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_graph_flags_on_a_cpu_log_a_warning(flag: str, caplog: pytest.LogCaptureFixture) -> None:
     asked = args(**EAGLE, **{flag[2:].replace("-", "_"): True})
     for machine, warned in ((CPU, [flag]), (HOPPER, [])):
         caplog.clear()
@@ -567,7 +565,7 @@ def test_turning_off_graphs_that_a_cpu_has_not_is_worth_a_warning(flag: str, cap
         ("safetensors", "a/head", None, "auto"),
     ],
 )
-def test_a_draft_is_made_up_where_its_target_is_unless_it_is_a_gguf_file(
+def test_a_dummy_target_gets_a_dummy_draft_unless_it_is_gguf(
     monkeypatch: pytest.MonkeyPatch, target: str, draft: str, asked: str | None, found: str
 ) -> None:
     monkeypatch.setattr(prepare, "resolve_weights", lambda path, load_format, flags: (path, load_format))
@@ -575,7 +573,7 @@ def test_a_draft_is_made_up_where_its_target_is_unless_it_is_a_gguf_file(
     assert prepare.find_draft(given, target) == (draft, found)
 
 
-def test_attention_that_cannot_be_captured_runs_without_graphs_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_attention_that_cannot_be_captured_runs_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         assert resolve(args(attention_backend="torch_native"), HOPPER, LLAMA).graphs.cuda_graph_bs == ()
         assert "no CUDA graphs: torch_native" in caplog.text
@@ -589,7 +587,7 @@ def test_attention_that_cannot_be_captured_runs_without_graphs_and_says_so(caplo
     assert (mixed.speculative.draft_decode_graph, mixed.speculative.draft_extend_graph) == (False, False)
 
 
-def test_only_the_embedded_model_is_quantised_unasked_and_none_turns_it_off() -> None:
+def test_only_the_embedded_model_is_quantised_by_default() -> None:
     embedded = replace(LLAMA, embedded=True)
     asked = resolve(args(quantization="int8"), CPU, LLAMA).model.quantization
     assert asked == "int8"
@@ -610,7 +608,7 @@ def test_only_the_embedded_model_is_quantised_unasked_and_none_turns_it_off() ->
         ({"dtype": "float32", "quantization": "none"}, None, []),
     ],
 )
-def test_on_a_cpu_the_embedded_model_is_in_8_bits_unless_a_type_is_asked_for(
+def test_an_explicit_dtype_turns_off_the_embedded_models_quantization(
     given: dict[str, object], quantization: str | None, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
@@ -621,7 +619,7 @@ def test_on_a_cpu_the_embedded_model_is_in_8_bits_unless_a_type_is_asked_for(
     assert ("quantization" in caplog.text) == bool(said)
 
 
-def test_the_embedded_model_drafts_with_its_own_head_unless_told_otherwise() -> None:
+def test_the_embedded_model_drafts_with_its_own_head_by_default() -> None:
     embedded, own = replace(LLAMA, embedded=True), (str(EMBEDDED_DRAFT), "safetensors")
     for machine, device in ((CPU, "cpu"), (HOPPER, "cuda")):
         filled = with_embedded_draft(args(), True)
@@ -654,7 +652,7 @@ def test_the_embedded_model_drafts_with_its_own_head_unless_told_otherwise() -> 
         ({"speculative_disable_by_batch_size": 64}, HOPPER, 64),
     ],
 )
-def test_the_embedded_models_draft_pauses_where_it_was_measured_to_stop_paying_and_says_so(
+def test_the_embedded_models_draft_stops_at_its_measured_batch_size(
     given: dict[str, object], machine: MachineFacts, most: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
@@ -665,13 +663,13 @@ def test_the_embedded_models_draft_pauses_where_it_was_measured_to_stop_paying_a
     assert ("at every batch" if most is None else f"up to a batch size of {most};") in caplog.text
 
 
-def test_no_other_draft_pauses_unasked() -> None:
+def test_other_drafts_have_no_default_batch_limit() -> None:
     assert spec_of(resolve(args(**EAGLE), CPU, LLAMA, DRAFT)).disable_by_batch_size is None
     ngram = args(speculative_algorithm="NGRAM")
     assert spec_of(resolve(ngram, CPU, replace(LLAMA, embedded=True))).disable_by_batch_size is None
 
 
-def test_no_speculation_leaves_no_flag_about_it() -> None:
+def test_speculative_flags_without_an_algorithm_are_refused() -> None:
     with pytest.raises(ConfigError, match="--speculative-num-steps"):
         check(args(speculative_algorithm="none", speculative_num_steps=3))
     with pytest.raises(ConfigError, match="--speculative-draft-model-path"):
@@ -697,7 +695,7 @@ def test_the_graphs_cover_the_admission_limit() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 7])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_synthetic_acceptance_has_the_mean_that_was_asked_for(steps: int, share: float) -> None:
+def test_synthetic_acceptance_has_the_requested_mean(steps: int, share: float) -> None:
     wanted = 1.0 + share * steps
     by_position = synthetic_acceptance(str(wanted), steps)
     mean, reached = 1.0, 1.0
@@ -707,7 +705,7 @@ def test_synthetic_acceptance_has_the_mean_that_was_asked_for(steps: int, share:
     assert mean == pytest.approx(wanted, abs=1e-6)
 
 
-def test_synthetic_acceptance_by_position_is_taken_as_it_is() -> None:
+def test_synthetic_acceptance_by_position_is_kept() -> None:
     assert synthetic_acceptance("0.9,0.5, 0", 3) == (0.9, 0.5, 0.0)
     assert synthetic_acceptance("0.5,", 1) == (0.5,)
     for text in ("x", "nan,0.1,0.1", "1.5,0,0", "", ",", "0.9,,0.5,0.1", "0.9,0.5,0.1,,", "nan", "1e400"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from runtime.batch import ForwardMode
+from runtime.config.device_tuning import H200
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor import build
 from runtime.model_executor.build import add_short_prompts, build_worker, make_limits, make_runner, target_launches
@@ -20,14 +21,10 @@ from runtime.model_executor.graph_runner import GraphOptions, GraphRunner
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.memory_plan import MemoryPlan
 from runtime.model_executor.short_prompts import (
-    READ_TOKENS,
+    PromptCost,
     ShortPrompts,
-    busy_tokens,
-    free_tokens,
     prompt_forward,
-    prompt_sizes,
     prompt_spec,
-    replays_win,
 )
 from runtime.model_executor.target import Target
 from unit.driver import Driver
@@ -37,6 +34,7 @@ CPU = torch.device("cpu")
 SIZES = [8, 16]
 LAYERS = (0, 2)
 ROW = 3
+READ_TOKENS = 128
 PLENTY = 3 * READ_TOKENS
 """`free_tokens` that three of the smallest replays fit in."""
 Spans = dict[int, tuple[int, int]]
@@ -61,7 +59,7 @@ def short_prompts(target: Target, layers: tuple[int, ...] = (), free: int = PLEN
     graphs = GraphRunner(spec, prompt_forward(runner.model, layers), inputs, [runner.backend], GraphOptions(SIZES, cuda=False))
     with torch.inference_mode():
         capture_all([graphs])
-    return ShortPrompts(graphs, target.page_table, free)
+    return ShortPrompts(graphs, target.page_table, PromptCost(free, READ_TOKENS))
 
 
 def chunks(target: Target, spans: Spans) -> ForwardBatch:
@@ -228,6 +226,10 @@ def test_several_prompts_are_replayed_while_that_takes_no_longer_than_launching_
     assert not replayed(1 << 20, 1, 1, 1, 1), "more than three, however small the model is"
 
 
+def cost(parameters: int, launches: int) -> PromptCost:
+    return PromptCost.of(H200, parameters, launches)
+
+
 LLAMA_8B, SMOLLM2 = (6_979_321_856, 298), (106_168_320, 280)
 """Parameters of the blocks, and launches: 32 layers of 4096 and 30 of 576."""
 
@@ -250,7 +252,7 @@ LLAMA_8B, SMOLLM2 = (6_979_321_856, 298), (106_168_320, 280)
     ],
 )
 def test_several_replays_read_the_weights_each_and_compute_their_padding(model: tuple[int, int], sizes: list[int], wins: bool) -> None:
-    assert replays_win(sizes, free_tokens(*model)) == wins
+    assert cost(*model).replays_win(sizes) == wins
 
 
 @pytest.mark.parametrize(
@@ -270,19 +272,19 @@ def test_several_replays_read_the_weights_each_and_compute_their_padding(model: 
     ],
 )
 def test_sizes_double_up_to_what_launching_pays_for_and_a_full_chunk_has_one(model: tuple[int, int], most: int, sizes: list[int]) -> None:
-    assert prompt_sizes(free_tokens(*model), most) == sizes
+    assert cost(*model).sizes(most) == sizes
 
 
 def test_what_launching_pays_for_is_in_proportion_to_kernels_and_against_parameters() -> None:
-    assert free_tokens(1_000_000_000, 100) == 900  # 3 ms of launching; 2 GFLOP a token take 3.3 us at 6e14 FLOP/s
-    assert free_tokens(2_000_000_000, 100) == 450
-    assert free_tokens(1_000_000_000, 300) == 2700
+    assert cost(1_000_000_000, 100).free_tokens == 900  # 3 ms of launching; 2 GFLOP a token take 3.3 us at 6e14 FLOP/s
+    assert cost(2_000_000_000, 100).free_tokens == 450
+    assert cost(1_000_000_000, 300).free_tokens == 2700
 
 
 def test_a_pass_is_bound_by_computing_from_twice_what_is_hidden() -> None:
-    assert busy_tokens(free_tokens(*LLAMA_8B)) == 2 * free_tokens(*LLAMA_8B) == 768
-    assert busy_tokens(free_tokens(70_000_000_000, 730)) == 512, "reading weights hides more than launching"
-    assert busy_tokens(free_tokens(*SMOLLM2)) > 16384, "launching hides whole chunks"
+    assert cost(*LLAMA_8B).saturating_tokens == 2 * cost(*LLAMA_8B).free_tokens == 768
+    assert cost(70_000_000_000, 730).saturating_tokens == 512, "reading weights hides more than launching"
+    assert cost(*SMOLLM2).saturating_tokens > 16384, "launching hides whole chunks"
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -382,8 +384,8 @@ def limits(target: Target, **changes: object) -> Any:
 
 def test_the_scheduler_is_told_when_the_device_is_busy(target: Target) -> None:
     model = target.runner.model
-    free = free_tokens(model.block_parameters, target_launches(target.runner.config))
-    assert limits(target).cost_model.saturating_tokens == busy_tokens(free)
+    expected = cost(model.block_parameters, target_launches(target.runner.config)).saturating_tokens
+    assert limits(target).cost_model.saturating_tokens == expected
     on_cpu = parts_of()
     on_cpu.device = CPU
     assert make_limits(on_cpu, MemoryPlan(64, {}), target).cost_model.saturating_tokens == 256

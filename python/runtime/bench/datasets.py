@@ -76,7 +76,7 @@ def embedded_prompts() -> list[dict[str, str]]:
 
 
 def _random_ids(options: DatasetOptions, vocabulary: Vocabulary) -> list[BenchRequest]:
-    """Runs of consecutive ids from a random start, sent as ids because their text would not encode to the same tokens."""
+    """Runs of consecutive ids from a random start, sent as ids: their text would not encode to the same tokens."""
     rng = random.Random(options.seed)
     inputs = random_lens(options.random_input_len, options.random_range_ratio, options.num_prompts, rng)
     outputs = random_lens(options.random_output_len, options.random_range_ratio, options.num_prompts, rng)
@@ -189,7 +189,7 @@ def _with_suffix(prompt: str, suffix: str) -> str:
 
 
 def _embedded(options: DatasetOptions) -> list[Pair]:
-    """Prompts interleaved by kind, so that any number of them is a fair sample; the order does not depend on the seed."""
+    """Prompts interleaved by kind, so that any number of them is a fair sample; independent of the seed."""
     by_kind: dict[str, list[str]] = {}
     for line in embedded_prompts():
         by_kind.setdefault(line["kind"], []).append(line["prompt"])

@@ -150,13 +150,13 @@ def _token_times(record: RequestRecord) -> list[tuple[float, int]]:
 
 
 COUNTERS = {
-    "steps": ("verify_steps", "spec_verify_steps_total"),
-    "accepted": ("accepted_tokens", "spec_accepted_tokens_total"),
-    "by_position": ("accepted_by_position", "spec_accepted_by_position"),
-    "decodes": ("decode_steps",),
-    "graphs": ("graph_hits", "graph_steps_total"),
-    "rows": ("real_rows", "live_rows_total"),
-    "padding": ("padding_rows", "padded_rows_total"),
+    "steps": "spec_verify_steps_total",
+    "accepted": "spec_accepted_tokens_total",
+    "by_position": "spec_accepted_by_position",
+    "decodes": "decode_steps",
+    "graphs": "graph_steps_total",
+    "rows": "live_rows_total",
+    "padding": "padded_rows_total",
 }
 """Names of the server's running totals; the difference of two readings belongs to the run."""
 
@@ -191,7 +191,7 @@ def _state(info: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _from_totals(before: Mapping[str, Any], after: Mapping[str, Any]) -> Figures:
-    delta = {name: _difference(before, after, keys) for name, keys in COUNTERS.items()}
+    delta = {name: _difference(before.get(key), after.get(key)) for name, key in COUNTERS.items()}
     steps, by_position = delta["steps"], delta["by_position"]
     rows = (delta["rows"] or 0) + (delta["padding"] or 0)
     return {
@@ -202,16 +202,12 @@ def _from_totals(before: Mapping[str, Any], after: Mapping[str, Any]) -> Figures
     }
 
 
-def _difference(before: Mapping[str, Any], after: Mapping[str, Any], names: Sequence[str]) -> Any:
+def _difference(old: Any, new: Any) -> Any:
     """The increase of a total, by position if it is a list; None if the server does not report it."""
-    for name in names:
-        new, old = after.get(name), before.get(name)
-        if isinstance(new, list):
-            old = old if isinstance(old, list) and len(old) == len(new) else [0] * len(new)
-            return [b - a for a, b in zip(old, new, strict=True)]
-        if new is not None:
-            return new - (old or 0)
-    return None
+    if isinstance(new, list):
+        old = old if isinstance(old, list) and len(old) == len(new) else [0] * len(new)
+        return [b - a for a, b in zip(old, new, strict=True)]
+    return None if new is None else new - (old or 0)
 
 
 def _from_answers(good: Sequence[RequestRecord]) -> Figures:

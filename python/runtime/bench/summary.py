@@ -63,7 +63,8 @@ def _totals(figures: Figures) -> list[str]:
     if figures["accept_length"]:
         lines.append(_row("Accept length:", float(figures["accept_length"])))
     if figures["per_position_acceptance"]:
-        lines.append(f"{'Acceptance by position:':<40} {' '.join(f'{share:.3f}' for share in figures['per_position_acceptance'])}")
+        shares = " ".join(f"{share:.3f}" for share in figures["per_position_acceptance"])
+        lines.append(f"{'Acceptance by position:':<40} {shares}")
     optional = (("Graph hit rate:", "graph_hit_rate"), ("Padding waste:", "padding_waste"))
     return lines + [_row(label, figures[name]) for label, name in optional if isinstance(figures[name], int | float)]
 

@@ -24,6 +24,8 @@ class AttentionCaps:
         sinks: whether layers with attention sinks work.
         mixed_heads: whether layers may differ in heads, head dimension or scale.
         plan_on_device: whether `plan_on_device` does all planning, so that it can be captured with the pass.
+        self_check: whether a small pass is compared with torch_native at start-up, because the backend depends on private
+            parts of a package.
     """
 
     dtypes: frozenset[str] | None = None
@@ -37,6 +39,7 @@ class AttentionCaps:
     sinks: bool = False
     mixed_heads: bool = False
     plan_on_device: bool = True
+    self_check: bool = False
 
 
 _HALF = frozenset({"bfloat16", "float16"})
@@ -45,6 +48,6 @@ ATTENTION_CAPS = {
         kv_kinds=frozenset({"gqa", "mla"}), cuda_graph=False, softcap=True, sinks=True, mixed_heads=True, plan_on_device=False
     ),
     "fa3": AttentionCaps(dtypes=_HALF, head_dims=frozenset({64, 128, 256})),
-    "flashinfer": AttentionCaps(dtypes=_HALF, head_dims=frozenset({64, 128, 256}), plan_on_device=False),
+    "flashinfer": AttentionCaps(dtypes=_HALF, head_dims=frozenset({64, 128, 256}), plan_on_device=False, self_check=True),
 }
 """Capabilities by the name of the backend's flag value."""

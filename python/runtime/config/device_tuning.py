@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runtime.config.kernel_configs import GemmConfig, SplitConfig
+from runtime.config.kernel_configs import SplitConfig, TritonConfig
 from runtime.config.machine import Gpu
 
 log = logging.getLogger(__name__)
@@ -34,18 +35,8 @@ class CpuTuning:
 CPU = CpuTuning()
 
 
-@dataclass(frozen=True, slots=True)
-class GemmCandidates:
-    """Triton GEMM configurations worth timing against cuBLAS, the likeliest first.
-
-    Attributes:
-        op: `linear`, `linear_add`, `gate_up` or `logits`.
-        max_rows: the entry holds up to this many rows of input, above the entry before it.
-    """
-
-    op: str
-    max_rows: int
-    configs: tuple[GemmConfig, ...]
+Candidates = tuple[TritonConfig, ...]
+"""Configurations of the Triton GEMM that are worth timing against cuBLAS, the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +51,7 @@ class DeviceTuning:
         draft_step_launches: kernels of one draft pass beside those of the draft model.
         split_kv_batches: batch sizes, first and last, whose fixed-width passes run by split-KV attention rather than FA3.
         split_kv: (largest batch, configuration for head dimensions up to 128), ascending; the last holds for any batch.
-        gemm_candidates: by operation and number of rows.
+        gemm_candidates: by operation, (largest number of input rows, candidates), ascending.
         untimed_gemm_rows: up to this many rows, a GEMM that was not timed takes the first candidate, above it cuBLAS.
         wgmma_only_rows: above this many rows, Triton's candidates are not timed where the WGMMA GEMM takes the weights.
     """
@@ -72,7 +63,7 @@ class DeviceTuning:
     draft_step_launches: int
     split_kv_batches: tuple[tuple[int, int], ...]
     split_kv: tuple[tuple[int, SplitConfig], ...]
-    gemm_candidates: tuple[GemmCandidates, ...]
+    gemm_candidates: Mapping[str, tuple[tuple[int, Candidates], ...]]
     untimed_gemm_rows: int
     wgmma_only_rows: int
 
@@ -85,16 +76,18 @@ class DeviceTuning:
         config = next((config for largest, config in self.split_kv if batch <= largest), self.split_kv[-1][1])
         return config if head_dim <= 128 else dataclasses.replace(config, tile=config.tile // 2)
 
-    def gemm_configs(self, op: str, rows: int) -> tuple[GemmConfig, ...]:
-        """The candidates for `rows` rows of input, 1..128."""
-        return next(entry.configs for entry in self.gemm_candidates if entry.op == op and rows <= entry.max_rows)
+    def gemm_configs(self, op: str, rows: int) -> Candidates:
+        """The candidates of `linear`, `linear_add`, `gate_up` or `logits` for `rows` rows of input, 1..128."""
+        return next(configs for max_rows, configs in self.gemm_candidates[op] if rows <= max_rows)
 
 
-_DEEP_128 = GemmConfig(64, 128, 4, 6, swap=True, prefetch=0), GemmConfig(32, 256, 4, 4, swap=True, prefetch=512)
-_LINEAR_128 = GemmConfig(32, 128, 4, 4, prefetch=0), GemmConfig(64, 64, 4, 6, swap=True, prefetch=0)
-_WIDE_128 = GemmConfig(256, 64, 8, 4, swap=True, prefetch=0), GemmConfig(128, 64, 8, 4, swap=True, prefetch=0)
-_WIDE, _SHALLOW = GemmConfig(128, 128, 4, 4, swap=True, prefetch=0), GemmConfig(128, 64, 8, 4, swap=True, prefetch=0)
-_HALF_UP, _HALF_LOGITS = GemmConfig(64, 128, 4, 4, swap=True, prefetch=0), GemmConfig(64, 128, 4, 5, swap=True, prefetch=0)
+_DEEP = TritonConfig(64, 128, 4, 6, swap=True, prefetch=0), TritonConfig(32, 256, 4, 4, swap=True, prefetch=512)
+_FLAT = TritonConfig(32, 128, 4, 4, prefetch=0), TritonConfig(64, 64, 4, 6, swap=True, prefetch=0)
+_WIDEST = TritonConfig(256, 64, 8, 4, swap=True, prefetch=0)
+_SHALLOW = TritonConfig(128, 64, 8, 4, swap=True, prefetch=0)
+_WIDE = TritonConfig(128, 128, 4, 4, swap=True, prefetch=0)
+_HALF_UP = TritonConfig(64, 128, 4, 4, swap=True, prefetch=0)
+_HALF_LOGITS = TritonConfig(64, 128, 4, 5, swap=True, prefetch=0)
 
 H200 = DeviceTuning(
     # A step launched kernel by kernel takes 30 to 60 µs per kernel.
@@ -119,30 +112,34 @@ H200 = DeviceTuning(
     ),
     # The fastest of a sweep over Llama-3-8B's GEMMs. Long prefetches slow the chain of kernels where a GEMM is large;
     # where it is small, the first columns are worth it. Deeper tiles do not fit beside 64 rows of input.
-    gemm_candidates=(
-        GemmCandidates("linear", 8, (GemmConfig(16, 256, 2, 6, swap=True, prefetch=512), GemmConfig(16, 256, 2, 4, swap=True, prefetch=0))),
-        GemmCandidates("linear", 32, (GemmConfig(64, 128, 4, 6, swap=True, prefetch=0), GemmConfig(64, 256, 4, 4, swap=True, prefetch=0))),
-        GemmCandidates("linear", 64, _DEEP_128),
-        GemmCandidates("linear", 128, _LINEAR_128),
-        GemmCandidates("linear_add", 16, (GemmConfig(16, 256, 2, 6, prefetch=512), GemmConfig(16, 256, 2, 6, swap=True, prefetch=512))),
-        GemmCandidates(
-            "linear_add",
-            32,
-            (GemmConfig(32, 512, 4, 3, swap=True, prefetch=512), GemmConfig(32, 256, 4, 5, swap=True, tma=True, prefetch=0)),
+    gemm_candidates={
+        "linear": (
+            (8, (TritonConfig(16, 256, 2, 6, swap=True, prefetch=512), TritonConfig(16, 256, 2, 4, swap=True, prefetch=0))),
+            (32, (TritonConfig(64, 128, 4, 6, swap=True, prefetch=0), TritonConfig(64, 256, 4, 4, swap=True, prefetch=0))),
+            (64, _DEEP),
+            (128, _FLAT),
         ),
-        GemmCandidates("linear_add", 64, _DEEP_128),
-        GemmCandidates("linear_add", 128, _LINEAR_128),
-        GemmCandidates("gate_up", 8, (GemmConfig(64, 256, 4, 3, prefetch=0), GemmConfig(64, 256, 4, 3, tma=True, late=True, prefetch=0))),
-        GemmCandidates("gate_up", 16, (_HALF_UP, _WIDE)),
-        GemmCandidates("gate_up", 32, (_WIDE, _HALF_UP)),
-        GemmCandidates("gate_up", 64, (_WIDE, _HALF_UP, _SHALLOW)),
-        GemmCandidates("gate_up", 128, _WIDE_128),
-        GemmCandidates("logits", 8, (GemmConfig(32, 128, 2, 6, prefetch=0), GemmConfig(64, 256, 4, 4, swap=True, tma=True, prefetch=0))),
-        GemmCandidates("logits", 16, (_HALF_LOGITS, _WIDE)),
-        GemmCandidates("logits", 32, (_WIDE, _HALF_LOGITS)),
-        GemmCandidates("logits", 64, (_WIDE, _HALF_LOGITS, _SHALLOW)),
-        GemmCandidates("logits", 128, _WIDE_128),
-    ),
+        "linear_add": (
+            (16, (TritonConfig(16, 256, 2, 6, prefetch=512), TritonConfig(16, 256, 2, 6, swap=True, prefetch=512))),
+            (32, (TritonConfig(32, 512, 4, 3, swap=True, prefetch=512), TritonConfig(32, 256, 4, 5, swap=True, tma=True, prefetch=0))),
+            (64, _DEEP),
+            (128, _FLAT),
+        ),
+        "gate_up": (
+            (8, (TritonConfig(64, 256, 4, 3, prefetch=0), TritonConfig(64, 256, 4, 3, tma=True, late=True, prefetch=0))),
+            (16, (_HALF_UP, _WIDE)),
+            (32, (_WIDE, _HALF_UP)),
+            (64, (_WIDE, _HALF_UP, _SHALLOW)),
+            (128, (_WIDEST, _SHALLOW)),
+        ),
+        "logits": (
+            (8, (TritonConfig(32, 128, 2, 6, prefetch=0), TritonConfig(64, 256, 4, 4, swap=True, tma=True, prefetch=0))),
+            (16, (_HALF_LOGITS, _WIDE)),
+            (32, (_WIDE, _HALF_LOGITS)),
+            (64, (_WIDE, _HALF_LOGITS, _SHALLOW)),
+            (128, (_WIDEST, _SHALLOW)),
+        ),
+    },
     untimed_gemm_rows=32,
     wgmma_only_rows=64,
 )

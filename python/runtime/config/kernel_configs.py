@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class GemmConfig:
+class TritonConfig:
     """How the Triton GEMM is cut: tiles of `block_n` weight rows by `block_k` columns, `stages` of them in flight.
 
     Attributes:

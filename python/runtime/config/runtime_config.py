@@ -146,6 +146,11 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculative: SpeculativeConfig | None
     server: ServerConfig
 
+    @property
+    def weights(self) -> str:
+        """The type that the linear weights are stored in, such as "int8" or "bfloat16"."""
+        return self.model.quantization or self.device.dtype
+
     def by_flag(self) -> dict[str, object]:
         """All options by field name, without their parts, in JSON types; drafting stays nested under `speculative`."""
         parts = msgspec.to_builtins(self)

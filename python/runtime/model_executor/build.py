@@ -27,7 +27,7 @@ from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.memory_plan import MIB, Budget, MemoryPlan, plan_memory
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.request_rows import GREEDY, RequestRows
-from runtime.model_executor.short_prompts import ShortPrompts, busy_tokens, free_tokens, prompt_forward, prompt_sizes, prompt_spec
+from runtime.model_executor.short_prompts import PromptCost, ShortPrompts, prompt_forward, prompt_spec
 from runtime.model_executor.staging import HostCopy, StagingRing
 from runtime.model_executor.target import ExtendPass, Target
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
@@ -114,7 +114,14 @@ def decode_sizes(parts: Parts) -> list[int]:
 def graph_options(parts: Parts, model: ModelRunner, sizes: Sequence[int], max_size: int | None = None) -> GraphOptions:
     """Options of a graph runner of `model` that captures `sizes`."""
     captured = () if parts.replay == "none" else tuple(sizes)
-    return GraphOptions(captured, parts.config.graphs.cuda_graph_padding, max_size, parts.replay == "cuda", model.arena)
+    return GraphOptions(
+        captured,
+        parts.config.graphs.cuda_graph_padding,
+        max_size,
+        parts.replay == "cuda",
+        model.arena,
+        parts.config.device.tuning.graph_node_bytes,
+    )
 
 
 def tune_products(parts: Parts, target: Target, rows: Iterable[int], others: Iterable[Callable[[], object]]) -> None:
@@ -261,16 +268,17 @@ def target_launches(config: ModelConfig) -> int:
     return 9 * config.num_layers + 10
 
 
-def _free_tokens(model: DecoderModel) -> int:
-    return free_tokens(model.block_parameters, target_launches(model.config))
+def prompt_cost(parts: Parts, model: DecoderModel) -> PromptCost:
+    """Cost of the model's prompt passes on this GPU."""
+    return PromptCost.of(parts.config.device.tuning, model.block_parameters, target_launches(model.config))
 
 
 def make_runner(parts: Parts, model: DecoderModel, config: ModelConfig) -> ModelRunner:
     """The target's runner; on a GPU short prompts will have graphs."""
     attention, sizes = parts.config.device.attention_backend, list[int]()
     if parts.device.type == "cuda" and parts.replay != "none" and backend_class(attention).caps.cuda_graph:
-        sizes = prompt_sizes(_free_tokens(model), min(parts.extend_tokens, parts.config.model.context_length))
-    return ModelRunner(model, config, attention, parts.dtype, parts.device, sizes)
+        sizes = prompt_cost(parts, model).sizes(min(parts.extend_tokens, parts.config.model.context_length))
+    return ModelRunner(model, config, attention, parts.dtype, parts.device, sizes, parts.config.device.tuning)
 
 
 def add_short_prompts(parts: Parts, target: Target, aux_layers: tuple[int, ...] = ()) -> list[GraphRunner]:
@@ -287,7 +295,7 @@ def add_short_prompts(parts: Parts, target: Target, aux_layers: tuple[int, ...] 
     inputs = InputBuffers(1, max_tokens=sizes[-1], device=parts.device)
     options = replace(graph_options(parts, runner, sizes), padding=True)
     graphs = GraphRunner(spec, prompt_forward(runner.model, aux_layers), inputs, [runner.backend], options)
-    target.short_prompts = ShortPrompts(graphs, target.page_table, _free_tokens(runner.model))
+    target.short_prompts = ShortPrompts(graphs, target.page_table, prompt_cost(parts, runner.model))
     return [graphs]
 
 
@@ -351,7 +359,7 @@ def make_limits(parts: Parts, plan: MemoryPlan, target: Target, overlap: bool | 
         vocab_size=model.config.vocab_size,
         overlap=config.scheduler.overlap if overlap is None else overlap,
         mixed=config.scheduler.mixed_chunk and mixed_from <= parts.extend_tokens,
-        cost_model=CostModel(busy_tokens(_free_tokens(model)) if on_gpu else CPU_BUSY_TOKENS, mixed_from),
+        cost_model=CostModel(prompt_cost(parts, model).saturating_tokens if on_gpu else CPU_BUSY_TOKENS, mixed_from),
         **more,
     )
     log.info("admission: at most %d requests at once, %d tokens of KV, %d tokens a prompt step", limits.max_running_requests,

@@ -22,6 +22,7 @@ from enum import Enum
 import torch
 
 from runtime.batch import ForwardMode
+from runtime.config.device_tuning import H200
 from runtime.layers.attention.base import AttentionBackend, plan_pass
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor.graph_capture import CapturePool, CaptureReport, GraphKey, Replay, device_bytes
@@ -30,8 +31,6 @@ from runtime.model_executor.output_arena import OutputArena
 
 log = logging.getLogger(__name__)
 MIB = 1 << 20
-BYTES_PER_NODE = 5800
-"""Device memory of one kernel node of an instantiated graph with CUDA 13 on an H200: 52 graphs of 300 nodes took 88 MiB."""
 
 Outputs = dict[str, torch.Tensor]
 Forward = Callable[[ForwardBatch, Outputs, str], None]
@@ -84,10 +83,6 @@ class RunnerSpec:
         """Bytes of the outputs of a pass of `size`."""
         return sum(spec.bytes(*self.shape(size)) for spec in self.outputs)
 
-    def graph_bytes(self, graphs: int) -> int:
-        """Bytes that `graphs` graphs take beside the memory pool."""
-        return graphs * self.launches * BYTES_PER_NODE
-
 
 @dataclass(frozen=True, slots=True)
 class GraphOptions:
@@ -99,6 +94,7 @@ class GraphOptions:
         max_size: the largest size that ever runs, padding included; None for the largest that the inputs hold.
         cuda: whether captures are CUDA graphs; False records plain calls.
         arena: memory of the outputs, shared with runners whose outputs are dead when this one runs; None for its own.
+        node_bytes: device memory of one kernel node of an instantiated graph.
     """
 
     sizes: Sequence[int] = ()
@@ -106,6 +102,7 @@ class GraphOptions:
     max_size: int | None = None
     cuda: bool = True
     arena: OutputArena | None = None
+    node_bytes: int = H200.graph_node_bytes
 
 
 class GraphRunner:
@@ -128,6 +125,7 @@ class GraphRunner:
     ) -> None:
         self.spec, self._forward, self._inputs, self._backends = spec, forward, inputs, backends
         self._sizes, self._padding, self._cuda = sorted(options.sizes), options.padding, options.cuda
+        self._node_bytes = options.node_bytes
         self._max_size = options.max_size or (inputs.max_requests if spec.width else inputs.max_tokens)
         self._arena = options.arena if options.arena is not None else OutputArena(inputs.device)
         self._storage: torch.Tensor | None = None
@@ -226,8 +224,8 @@ class GraphRunner:
         """Bytes that capturing will take with `pool_bytes` in the pool already. Outputs are allocated by now."""
         if not self.uses_cuda_graphs:
             return 0
-        graphs = self.spec.graph_bytes(len(self._sizes) * len(self.spec.variants))
-        needed = max(self.pool_peak - pool_bytes, 0) + graphs
+        nodes = len(self._sizes) * len(self.spec.variants) * self.spec.launches
+        needed = max(self.pool_peak - pool_bytes, 0) + nodes * self._node_bytes
         self.report.reserved_mib = (needed + self.report.output_bytes) / MIB
         return needed
 

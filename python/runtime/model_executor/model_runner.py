@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from runtime.batch import ForwardMode
+from runtime.config.device_tuning import H200, DeviceTuning
 from runtime.layers.attention.base import AttentionBackend, AttentionShape, plan_pass
 from runtime.layers.attention.registry import build_backend
+from runtime.layers.attention.self_check import check_backend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.output_arena import OutputArena
@@ -33,10 +35,12 @@ class ModelRunner:
         dtype: torch.dtype,
         device: torch.device,
         prompt_sizes: Sequence[int] = (),
+        tuning: DeviceTuning = H200,
     ) -> None:
         self.model, self.config, self.attention = model, config, attention
         self.dtype, self.device, self.prompt_sizes = dtype, device, list(prompt_sizes)
         self.arena = OutputArena(device)
+        self._tuning, self._checked = tuning, False
         self.kv_pool: KVPool
         self.backend: AttentionBackend
 
@@ -66,7 +70,11 @@ class ModelRunner:
             max_steps=max_steps,
             max_context_len=page_table.max_pages * page_table.page_size,
             max_prompt=max(self.prompt_sizes, default=0),
+            tuning=self._tuning,
         )
+        if not self._checked:
+            check_backend(self.attention, shape, page_table.page_size, self.device)
+            self._checked = True
         self.backend = build_backend(self.attention, shape, self.kv_pool, page_table)
         self.model.bind(self.kv_pool, self.backend)
 

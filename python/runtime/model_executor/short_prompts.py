@@ -7,21 +7,18 @@ those of a small model up to a whole chunk. A few short prompts of one batch are
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from runtime.batch import ForwardMode
+from runtime.config.device_tuning import DeviceTuning
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec
 from runtime.models.decoder import DecoderModel
 
-LAUNCH_SECONDS = 30e-6
-"""Host time per kernel of an eager pass: 30 to 60 µs in steps launched kernel by kernel on an H200."""
-FLOPS = 6e14
-"""GEMM throughput of a prompt pass: measured on an H200 with bfloat16 weights of 8B parameters."""
-READ_TOKENS = 128
-"""Tokens whose GEMMs take as long as reading the weights once, on an H200 with two bytes per parameter."""
 SMALLEST, LARGEST = 32, 2048
 """Tokens of the smallest and of the largest graph. Beyond, the cost of attention grows with the square, and the graph
 pool would hold the activations of passes that are rare."""
@@ -29,42 +26,46 @@ MOST_REQUESTS = 3
 """Prompts of one batch that are replayed one after the other; the kernel count bounds the replays of small models."""
 
 
-def free_tokens(parameters: int, launches: int) -> int:
-    """Tokens of a pass whose kernels take no longer than launching them one by one.
+@dataclass(frozen=True, slots=True)
+class PromptCost:
+    """Token counts at which the bottleneck of a model's prompt pass changes.
 
-    Args:
-        parameters: weights that every token is multiplied with.
-        launches: kernels of the pass.
+    Attributes:
+        free_tokens: a pass of this many takes the GPU as long as the host takes to launch its kernels one by one.
+        read_tokens: GEMMs over this many take as long as reading the weights once, which every replay does.
     """
-    return int(launches * LAUNCH_SECONDS * FLOPS / (2 * parameters))
 
+    free_tokens: int
+    read_tokens: int
 
-def busy_tokens(free: int) -> int:
-    """Tokens at which a pass is compute-bound: twice those that launching hides, at least four times `READ_TOKENS`."""
-    return max(2 * free, 4 * READ_TOKENS)
+    @classmethod
+    def of(cls, tuning: DeviceTuning, parameters: int, launches: int) -> PromptCost:
+        """The cost of a model with `parameters` weights per token and `launches` kernels per pass."""
+        return cls(int(launches * tuning.launch_seconds * tuning.gemm_flops / (2 * parameters)), tuning.weight_read_tokens)
 
+    @property
+    def saturating_tokens(self) -> int:
+        """Tokens at which a pass is compute-bound: twice `free_tokens`, at least four times `read_tokens`."""
+        return max(2 * self.free_tokens, 4 * self.read_tokens)
 
-def prompt_sizes(free: int, most: int) -> list[int]:
-    """Tokens to capture graphs for: powers of two up to `free_tokens` and `most`, and `most` itself if it is not above."""
-    limit = min(free, LARGEST)
-    sizes, size = {most} if most <= limit else set[int](), SMALLEST
-    while size <= min(limit, most):
-        sizes.add(size)
-        size *= 2
-    return sorted(sizes)
+    def sizes(self, most: int) -> list[int]:
+        """Tokens to capture graphs for: powers of two up to `free_tokens` and `most`, and `most` if it is not above."""
+        limit = min(self.free_tokens, LARGEST)
+        sizes, size = {most} if most <= limit else set[int](), SMALLEST
+        while size <= min(limit, most):
+            sizes.add(size)
+            size *= 2
+        return sorted(sizes)
 
+    def replays_win(self, sizes: list[int]) -> bool:
+        """Whether replaying prompts padded to `sizes` one by one takes no longer than launching them as one pass.
 
-def replays_win(sizes: list[int], free: int) -> bool:
-    """Whether replaying a batch's prompts one by one takes no longer than launching them as one pass.
-
-    For a single prompt it always does: the kernels are the same. Each of several reads all weights again, and computes
-    its padding.
-
-    Args:
-        sizes: tokens of the graphs.
-        free: `free_tokens` of the model.
-    """
-    return len(sizes) == 1 or (len(sizes) <= MOST_REQUESTS and sum(max(size, READ_TOKENS) for size in sizes) <= free)
+        For a single prompt it always does: the kernels are the same. Each of several reads all weights again, and
+        computes its padding.
+        """
+        if len(sizes) == 1:
+            return True
+        return len(sizes) <= MOST_REQUESTS and sum(max(size, self.read_tokens) for size in sizes) <= self.free_tokens
 
 
 def prompt_spec(hidden: int, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
@@ -99,9 +100,8 @@ class ShortPrompts:
         runner: the graphs, over inputs of their own.
     """
 
-    def __init__(self, runner: GraphRunner, page_table: PageTable, free: int) -> None:
-        """`free`: `free_tokens` of the model, the limit of one batch's replays together."""
-        self.runner, self._free = runner, free
+    def __init__(self, runner: GraphRunner, page_table: PageTable, cost: PromptCost) -> None:
+        self.runner, self._cost = runner, cost
         self._positions = page_table.max_pages * page_table.page_size
 
     @property
@@ -121,7 +121,7 @@ class ShortPrompts:
         lens = batch.extend_lens.tolist()
         sizes = [self.runner.size_for(length) for length in lens]
         captured = set(sizes) <= set(self.runner.sizes)
-        if not (captured and replays_win(sizes, self._free) and self._within_table(batch, lens, sizes)):
+        if not (captured and self._cost.replays_win(sizes) and self._within_table(batch, lens, sizes)):
             return None
         if len(lens) == 1:
             return self._replay(batch, 0, 0, lens[0], sizes[0])

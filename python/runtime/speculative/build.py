@@ -131,7 +131,9 @@ def _build_eagle(
     model = load_model(parts, model_config, config.model.model_path, config.model.load_format, config.model.quantization)
     head = load_head(parts, speculative, model)
     runner = make_runner(parts, model, model_config)
-    draft_runner = ModelRunner(cast(DecoderModel, head), head.config, speculative.attention_backend, parts.dtype, parts.device)
+    draft_runner = ModelRunner(
+        cast(DecoderModel, head), head.config, speculative.attention_backend, parts.dtype, parts.device, tuning=config.device.tuning
+    )
     page_table = make_page_table(parts, ahead)
     target = make_target(parts, runner, page_table, ahead)
     rows = DraftRows(parts.running + 1, shape.topk, head.hidden_width, head.vocab_size, head.hidden_dtype, parts.device)

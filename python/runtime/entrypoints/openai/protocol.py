@@ -226,6 +226,7 @@ class ModelCard(BaseModel):
     owned_by: str
     root: str
     max_model_len: int
+    weights: str
 
 
 class ModelList(BaseModel):

@@ -24,6 +24,7 @@ class ServedModel:
             "owned_by": "talon",
             "root": self.name,
             "max_model_len": manager.max_context_len,
+            "weights": manager.config.weights,
         }
 
     async def models(self) -> Response:

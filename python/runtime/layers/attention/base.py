@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from runtime.config.attention_caps import AttentionCaps
+from runtime.config.device_tuning import H200, DeviceTuning
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.mem_cache.kv_spec import KVSpec
@@ -49,6 +50,7 @@ class AttentionShape:
         max_context_len: the longest KV, including what a step writes past the committed length.
         max_prompt: queries of the widest fixed-width pass of a single request; 0 when none is wider than
             `max_tokens_per_req`.
+        tuning: measured values of the GPU.
     """
 
     layers: tuple[AttentionSpec, ...]
@@ -57,6 +59,7 @@ class AttentionShape:
     max_steps: int
     max_context_len: int
     max_prompt: int = 0
+    tuning: DeviceTuning = H200
 
     @property
     def windows(self) -> tuple[int, ...]:

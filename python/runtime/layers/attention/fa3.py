@@ -1,4 +1,4 @@
-"""FlashAttention 3 over the paged pool, by `sgl_kernel` (Hopper; Shah et al. 2024, arXiv:2407.08608); some passes by split attention."""
+"""FlashAttention 3 over the paged pool, from `sgl_kernel` (Hopper; Shah et al. 2024, arXiv:2407.08608), and split-KV attention."""
 
 from __future__ import annotations
 
@@ -17,25 +17,15 @@ from runtime.layers.attention.kernels.split_decode import (
     SplitKeys,
     SplitShape,
     SplitWorkspace,
-    default_config,
-    first_run,
     one_of_each_kernel,
     split_attention,
-    takes,
+    supports,
+    warm_up,
 )
-from runtime.layers.attention.kernels.split_schedule import Deal, deal
+from runtime.layers.attention.kernels.split_schedule import WorkSchedule, schedule_work
 from runtime.layers.attention.kernels.tree_tail import TailKeys, merge_tree_tail
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
-
-SPLIT_BATCHES = (range(1, 17), range(25, 33))
-"""Requests with which passes run by `split_attention`. On an H200: up to 1.5 times as fast as FA3 with one, a tenth to a quarter faster
-up to 16; at 32 an eighth faster where lengths are alike, a tenth slower where they differ seven times. With others FA3 is as fast."""
-
-
-def split_wins(batch: int) -> bool:
-    """Whether a fixed-width pass runs by `split_attention`, causal or over the prefix of a tree."""
-    return any(batch in batches for batches in SPLIT_BATCHES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +35,15 @@ class _FixedPlan:
     Attributes:
         at: rows and lengths of the passes.
         cu_seqlens_q: int32 [B + 1].
-        split: how split attention cuts the pass; None where FA3 runs it.
-        deal: which program of split attention takes what; None where that is fixed. All passes of a plan have the first one's.
+        split: the kind of pass for split-KV attention; None if FA3 runs it.
+        schedule: the split-KV schedule of the first pass, which all passes share; None if the split is static.
         metadata: by (step, window), FA3's tile schedule, int32.
     """
 
     at: FixedLengths
     cu_seqlens_q: torch.Tensor
     split: SplitShape | None
-    deal: Deal | None
+    schedule: WorkSchedule | None
     metadata: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
 
@@ -79,64 +69,68 @@ class _ExtendPlan:
 class FlashAttention:
     """`AttentionBackend` of FA3.
 
-    FA3 reads the page table as it is, at the rows of the batch (`cache_batch_idx`), so planning copies lengths and row numbers only, and
-    computes the tile schedule once for all layers. Fixed-width passes where `split_wins` run by `split_attention`, without a schedule.
-    A tree pass is full attention to the keys before the tail, then the tail under the mask.
+    FA3 reads the page table in place, at the rows of the batch (`cache_batch_idx`), so planning copies only lengths and
+    row numbers, and computes the tile schedule once for all layers. Fixed-width passes of the batch sizes in
+    `DeviceTuning.split_kv_batches` run by split-KV attention. A tree pass is full attention to the keys before the tail,
+    then the tail under the mask.
     """
 
     caps = ATTENTION_CAPS["fa3"]
 
     def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> None:
-        self._shape = shape
-        self._pool = kv_pool
-        self._table = page_table
-        self._dtype = kv_pool.k[0].dtype
-        self._device = kv_pool.k[0].device
-        self._windows = shape.windows
+        self._shape, self._pool, self._table = shape, kv_pool, page_table
+        self._dtype, self._device = kv_pool.k[0].dtype, kv_pool.k[0].device
         self._fixed: dict[tuple[int, int, int, int], _FixedPlan] = {}
         self._plan: _FixedPlan | _ExtendPlan | None = None
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._pdl = torch.cuda.get_device_capability(self._device)[0] >= 9
         self._workspace = self._split_workspace()
 
+    # ---- outside the graph
+
     def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Outside the graph: find the buffers of the passes. No host read."""
-        self._plan = self._fixed_plan(batch, num_steps) if batch.tokens_per_req else self._plan_extend(batch)
+        """Find the buffers of the passes. No host read."""
+        self._plan = self._fixed_plan(batch, num_steps) if batch.tokens_per_req else self._extend_plan(batch)
+
+    def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
+        """One run per kernel of split-KV attention; FA3 comes compiled."""
+        shapes = [shape for size in sizes if (shape := self._split_shape(size, width)) is not None]
+        windows = (-1,) if tree else self._shape.windows
+        return [
+            partial(warm_up, shape, self._table.page_size, self._dtype, self._device, tree=tree, window=window, pdl=self._pdl)
+            for shape in one_of_each_kernel(shapes)
+            for window in windows
+        ]
+
+    # ---- inside or outside the graph
 
     def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Inside or outside the graph: copy rows and lengths, and compute the tile or split schedules, in place."""
+        """Copy rows and lengths, and compute the tile or split-KV schedules, in place."""
         plan = self._plan
         if not isinstance(plan, _FixedPlan):
             return
         plan.at.fill(batch)
         if plan.split is None:
             for step in range(1 if plan.at.tail else num_steps):
-                for window in self._windows:
+                for window in self._shape.windows:
                     self._schedule(plan, step, window)
-        elif plan.deal is not None:
-            deal(plan.at.key_lens[0], plan.split.splits, plan.split.config.tile, plan.deal)
+        elif plan.schedule is not None:
+            schedule_work(plan.at.key_lens[0], plan.split.splits, plan.split.config.tile, plan.schedule)
 
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
-        """Inside the graph. q [T, H, head_dim] -> [T, H * head_dim]."""
-        assert self._plan is not None, "plan comes before forward"
-        if isinstance(self._plan, _ExtendPlan):
-            return self._extend(q, layer, self._plan).flatten(1)
-        at = self._plan.at
-        assert (batch.batch_size, batch.tokens_per_req) == (at.size, at.width), "forward of another batch than planned"
-        attend = self._tree if at.tail else self._causal
-        return attend(q, layer, self._plan, batch).flatten(1)
+        """Attend. q [T, H, head_dim] -> [T, H * head_dim]."""
+        plan = self._plan
+        assert plan is not None, "prepare comes before forward"
+        if isinstance(plan, _ExtendPlan):
+            return self._extend(q, layer, plan).flatten(1)
+        sizes = (plan.at.size, plan.at.width)
+        assert (batch.batch_size, batch.tokens_per_req) == sizes, "forward of another batch than planned"
+        attend = self._tree if plan.at.tail else self._causal
+        return attend(q, layer, plan, batch).flatten(1)
 
-    def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
-        """One for each kernel of split attention; FA3 is compiled."""
-        shapes = [shape for size in sizes if (shape := self._split_shape(size, width)) is not None]
-        windows = (-1,) if tree else self._windows
-        return [
-            partial(first_run, shape, self._table.page_size, self._dtype, self._device, tree=tree, window=window, pdl=self._pdl)
-            for shape in one_of_each_kernel(shapes)
-            for window in windows
-        ]
+    # ---- planning
 
-    def _plan_extend(self, batch: ForwardBatch) -> _ExtendPlan:
+    def _extend_plan(self, batch: ForwardBatch) -> _ExtendPlan:
         assert batch.extend_lens is not None
         cols = -(-int(batch.seq_len_bounds.max()) // self._table.page_size)
         return _ExtendPlan(
@@ -148,24 +142,11 @@ class FlashAttention:
         )
 
     def _fixed_plan(self, batch: ForwardBatch, num_steps: int) -> _FixedPlan:
-        key = (batch.batch_size, batch.tokens_per_req, num_steps, first_tail(batch, self._windows, "fa3"))
+        key = (batch.batch_size, batch.tokens_per_req, num_steps, first_tail(batch, self._shape.windows, "fa3"))
         plan = self._fixed.get(key)
         if plan is None:
             plan = self._fixed[key] = self._empty_plan(*key)
         return plan
-
-    def _split_shape(self, size: int, width: int) -> SplitShape | None:
-        shape = self._shape
-        if not split_wins(size) or not takes(width, shape.num_q_heads, shape.num_kv_heads):
-            return None
-        config = default_config(shape.head_dim, size)
-        return SplitShape(size, width, shape.num_q_heads, shape.num_kv_heads, shape.head_dim, self._num_sms, config)
-
-    def _split_workspace(self) -> SplitWorkspace | None:
-        sizes, widths = self._shape.max_batch_size, min(self._shape.max_tokens_per_req, MAX_WIDTH)
-        shapes = [self._split_shape(size, width) for size in range(1, sizes + 1) for width in range(1, widths + 1)]
-        taken = [shape for shape in shapes if shape is not None]
-        return SplitWorkspace(taken, self._device) if taken else None
 
     def _empty_plan(self, size: int, width: int, num_steps: int, tail: int) -> _FixedPlan:
         split = self._split_shape(size, width)
@@ -173,16 +154,30 @@ class FlashAttention:
             at=FixedLengths.empty(size, width, num_steps, tail, self._device),
             cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32, device=self._device) * width,
             split=split,
-            deal=None if split is None else split.empty_deal(self._device),
+            schedule=None if split is None else split.empty_schedule(self._device),
         )
 
+    def _split_shape(self, size: int, width: int) -> SplitShape | None:
+        """The kind of pass for split-KV attention; None if FA3 runs it."""
+        shape = self._shape
+        if not shape.tuning.split_wins(size) or not supports(width, shape.num_q_heads, shape.num_kv_heads):
+            return None
+        config = shape.tuning.split_config(shape.head_dim, size)
+        return SplitShape(size, width, shape.num_q_heads, shape.num_kv_heads, shape.head_dim, self._num_sms, config)
+
+    def _split_workspace(self) -> SplitWorkspace | None:
+        sizes, widths = self._shape.max_batch_size, min(self._shape.max_tokens_per_req, MAX_WIDTH)
+        shapes = [self._split_shape(size, width) for size in range(1, sizes + 1) for width in range(1, widths + 1)]
+        supported = [shape for shape in shapes if shape is not None]
+        return SplitWorkspace(supported, self._device) if supported else None
+
     def _schedule(self, plan: _FixedPlan, step: int, window: int) -> None:
-        """Compute one tile schedule into its static buffer. What is passed must match `flash_attn_with_kvcache`'s arguments."""
+        """Compute one tile schedule into its static buffer. Arguments must match those of `flash_attn_with_kvcache`."""
         shape, at = self._shape, plan.at
         fresh = get_scheduler_metadata(
-            at.size, at.width, self._table.max_pages * self._table.page_size, shape.num_q_heads, shape.num_kv_heads, shape.head_dim,
-            at.key_lens[step], qkv_dtype=self._dtype, cu_seqlens_q=plan.cu_seqlens_q, page_size=self._table.page_size,
-            causal=not at.tail, window_size=_window_size(window), num_splits=0,
+            at.size, at.width, self._table.max_pages * self._table.page_size, shape.num_q_heads, shape.num_kv_heads,
+            shape.head_dim, at.key_lens[step], qkv_dtype=self._dtype, cu_seqlens_q=plan.cu_seqlens_q,
+            page_size=self._table.page_size, causal=not at.tail, window_size=_window_size(window), num_splits=0,
         )  # fmt: skip
         static = plan.metadata.get((step, window))
         if static is None:
@@ -190,15 +185,17 @@ class FlashAttention:
         else:
             static.copy_(fresh)
 
+    # ---- attention
+
     def _causal(self, q: torch.Tensor, layer: AttentionSpec, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
-        window, at = layer.window, plan.at
+        at = plan.at
         if plan.split is not None:
-            return self._split(q, layer, plan, plan.split, at.seq_lens[batch.step], window=window)
+            return self._split(q, layer, plan, plan.split, at.seq_lens[batch.step])
         return flash_attn_with_kvcache(
             q, self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], cache_seqlens=at.seq_lens[batch.step],
-            page_table=self._table.pages, cache_batch_idx=at.rows, cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=at.width,
-            softmax_scale=layer.scale, causal=True, window_size=_window_size(window),
-            scheduler_metadata=plan.metadata[batch.step, window], num_splits=0,
+            page_table=self._table.pages, cache_batch_idx=at.rows, cu_seqlens_q=plan.cu_seqlens_q,
+            max_seqlen_q=at.width, softmax_scale=layer.scale, causal=True, window_size=_window_size(layer.window),
+            scheduler_metadata=plan.metadata[batch.step, layer.window], num_splits=0,
         )  # fmt: skip
 
     def _tree(self, q: torch.Tensor, layer: AttentionSpec, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
@@ -209,12 +206,13 @@ class FlashAttention:
         k_cache, v_cache = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
         if plan.split is not None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-            out = self._split(q, layer, plan, plan.split, at.key_lens[0], lse=lse)
+            out = self._split(q, layer, plan, plan.split, at.key_lens[0], lse)
         else:
             out, lse, *_ = flash_attn_with_kvcache(
-                q, k_cache, v_cache, cache_seqlens=at.key_lens[0], page_table=self._table.pages, cache_batch_idx=at.rows,
-                cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=at.width, softmax_scale=layer.scale, causal=False,
-                scheduler_metadata=plan.metadata[0, -1], num_splits=0, return_softmax_lse=True,
+                q, k_cache, v_cache, cache_seqlens=at.key_lens[0], page_table=self._table.pages,
+                cache_batch_idx=at.rows, cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=at.width,
+                softmax_scale=layer.scale, causal=False, scheduler_metadata=plan.metadata[0, -1], num_splits=0,
+                return_softmax_lse=True,
             )  # fmt: skip
             lse = lse.transpose(0, 1)
         keys = TailKeys(self._table.pages, at.rows, at.seq_lens[batch.step], self._table.page_size, tail)
@@ -228,22 +226,22 @@ class FlashAttention:
         plan: _FixedPlan,
         shape: SplitShape,
         lens: torch.Tensor,
-        window: int = -1,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal, or with `lse` over all keys."""
+        """Split-KV attention: causal, or with `lse` over all keys."""
         assert self._workspace is not None, "the pass is larger than the shape that the backend was built for"
-        keys = SplitKeys(self._table.pages, plan.at.rows, lens, self._table.page_size, plan.deal)
+        keys = SplitKeys(self._table.pages, plan.at.rows, lens, self._table.page_size, plan.schedule)
         return split_attention(
-            q.contiguous(), self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], keys, shape, self._workspace, layer.scale,
-            causal=lse is None, window=window, lse=lse, pdl=self._pdl,
+            q.contiguous(), self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], keys, shape, self._workspace,
+            layer.scale, causal=lse is None, window=layer.window if lse is None else -1, lse=lse, pdl=self._pdl,
         )  # fmt: skip
 
     def _extend(self, q: torch.Tensor, layer: AttentionSpec, plan: _ExtendPlan) -> torch.Tensor:
         return flash_attn_with_kvcache(
-            q, self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], cache_seqlens=plan.seq_lens, page_table=plan.pages,
-            cache_batch_idx=plan.rows, cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=plan.max_queries, softmax_scale=layer.scale,
-            causal=True, window_size=_window_size(layer.window), num_splits=0,
+            q, self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], cache_seqlens=plan.seq_lens,
+            page_table=plan.pages, cache_batch_idx=plan.rows, cu_seqlens_q=plan.cu_seqlens_q,
+            max_seqlen_q=plan.max_queries, softmax_scale=layer.scale, causal=True,
+            window_size=_window_size(layer.window), num_splits=0,
         )  # fmt: skip
 
 

@@ -1,11 +1,10 @@
-"""What makes a FlashInfer plan from upper bounds true: kernels that correct it from the lengths on the device."""
+"""Kernels that trim a FlashInfer plan, made from upper bounds, to the lengths on the device."""
 
+# Only Triton's types describe kernel[grid](...).
 # pyright: reportIndexIssue=false
-# A kernel is launched as kernel[grid](...), which only Triton's own types explain.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +17,12 @@ BLOCK_ITEMS = 128
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
-    """What FlashInfer reads of the page table, request after request; int32.
+    """The pages of each request, in FlashInfer's layout; int32.
 
     Attributes:
         indptr: [B + 1]; where each request's pages begin in `indices`.
-        indices: pages.
-        last_page_len: [B], keys on each last page.
+        indices: the pages, request after request.
+        last_page_len: [B], keys on the last page of each request.
     """
 
     indptr: torch.Tensor
@@ -33,19 +32,17 @@ class PageLists:
 
 @dataclass(frozen=True, slots=True)
 class WorkItems:
-    """Where a plan lies in the planner's integer workspace: views of it, int32 where not said otherwise.
-
-    Source: `PrefillPlanInfo` and `PrefillPlanImpl` of flashinfer 0.6.15, attention/scheduler.cuh.
+    """A plan: views of the planner's integer workspace, int32 unless noted.
 
     Attributes:
-        requests, chunks: [items]; the request and the chunk of keys of each work item.
+        requests, chunks: [count]; the request and the chunk of keys of each work item.
         merge_indptr: [B * W + 1]; where the partial results of each query begin.
         out_indptr: [B + 1]; where those of each request begin.
         chunk_size: [1], keys of a chunk.
-        valid: uint8 [items], whether the item is run.
-        count: how many items there are, invalid ones included.
-        planned: how many the planner runs, the first ones.
-        tile: queries (times heads of a group) that an item covers.
+        valid: uint8 [count], whether the item runs.
+        count: number of items, invalid ones included.
+        planned: number of items that the planner runs, the first ones.
+        tile: queries times heads of a group that an item covers.
     """
 
     requests: torch.Tensor
@@ -58,33 +55,17 @@ class WorkItems:
     planned: int
     tile: int
 
-    @classmethod
-    def of(cls, info: Sequence[int], staged: torch.Tensor, workspace: torch.Tensor) -> WorkItems:
-        """Find them; `info` is `PrefillPlanInfo` field after field, `workspace` uint8 and `staged` what was uploaded to it, on the host."""
-        words, count = workspace.view(torch.int32), info[0]
-        return cls(
-            requests=words[info[4] // 4 :],
-            chunks=words[info[6] // 4 :],
-            merge_indptr=words[info[7] // 4 :],
-            out_indptr=words[info[8] // 4 :],
-            chunk_size=words[info[9] // 4 :],
-            valid=workspace[info[12] :],
-            count=count,
-            planned=int(staged[info[12] : info[12] + count].count_nonzero()),
-            tile=info[3],
-        )
-
 
 def gather_pages(rows: torch.Tensor, lens: torch.Tensor, pages: torch.Tensor, page_size: int, most_pages: int, lists: PageLists) -> None:
-    """Write the true page lists.
+    """Write the page lists for the lengths on the device.
 
     Args:
         rows: int32 [B], rows of `pages`.
-        lens: int32 [B], keys of each request; 0 is allowed.
+        lens: int32 [B], keys of each request, possibly 0.
         pages: int32 [rows, max_pages], the page table.
         page_size: slots of a page.
-        most_pages: no request has more.
-        lists: written, the pages up to `indptr[B]`.
+        most_pages: upper bound of the pages of a request.
+        lists: written; pages up to `indptr[B]`.
     """
     B = rows.shape[0]
     _gather_kernel[(B, _page_blocks(most_pages))](
@@ -93,7 +74,7 @@ def gather_pages(rows: torch.Tensor, lens: torch.Tensor, pages: torch.Tensor, pa
     )  # fmt: skip
 
 
-def correct_plan(
+def trim_plan(
     rows: torch.Tensor,
     lens: torch.Tensor,
     pages: torch.Tensor,
@@ -104,19 +85,21 @@ def correct_plan(
     width: int,
     window: int,
 ) -> None:
-    """`gather_pages`, and in the same launch make a plan from upper bounds of `lens` true, whichever lengths it was made true for before.
+    """Run `gather_pages` and, in the same launch, trim a plan made from upper bounds to the lengths `lens`.
 
-    Left as planned, outputs would be wrong: attention places the partial result of query i, chunk j at `i * chunks + j`, with `chunks`
-    counted from the true length, and the merge reads them back at the planned count. So items past the end are switched off and the
-    partial results counted again.
+    Untrimmed, outputs would be wrong: attention places the partial result of query i, chunk j at `i * chunks + j`, with
+    `chunks` counted from the true length, and the merge reads them at the planned count. So items past the end are
+    switched off and the offsets of partial results are recomputed. A plan can be trimmed again for other lengths.
 
     Args:
-        items: of the plan; `valid`, `merge_indptr` and `out_indptr` are written.
-        width: queries of a request.
-        window: keys before itself that a query sees, or -1 for all.
+        items: the plan; `valid`, `merge_indptr` and `out_indptr` are written.
+        width: queries per request.
+        window: keys before its own that a query sees; -1 for all.
+
+    The other arguments are those of `gather_pages`.
     """
     B = rows.shape[0]
-    _correct_kernel[(max(B, triton.cdiv(items.count, BLOCK_ITEMS)), _page_blocks(most_pages))](
+    _trim_kernel[(max(B, triton.cdiv(items.count, BLOCK_ITEMS)), _page_blocks(most_pages))](
         rows, lens, pages, lists.indptr, lists.indices, lists.last_page_len,
         items.requests, items.chunks, items.merge_indptr, items.out_indptr, items.chunk_size, items.valid,
         B, page_size, pages.stride(0), width, items.count, items.planned, items.tile, window,
@@ -134,7 +117,7 @@ def _page_blocks(most_pages: int) -> int:
 
 @triton.jit(
     do_not_specialize=["num_requests", "page_size", "pages_stride"],
-    # Lengths of an eager pass lie as their number has it: one kernel serves all, and is there before prompts come.
+    # The alignment of an eager pass depends on its size; one kernel serves all, so that none compiles while serving.
     do_not_specialize_on_alignment=["lens_ptr", "last_ptr"],
 )
 def _gather_kernel(
@@ -150,7 +133,7 @@ def _gather_kernel(
     do_not_specialize=["num_requests", "page_size", "pages_stride", "width", "num_items", "num_planned", "tile", "window"],
     do_not_specialize_on_alignment=["lens_ptr", "requests_ptr", "chunks_ptr", "merge_ptr", "outputs_ptr", "chunk_ptr", "valid_ptr"],
 )
-def _correct_kernel(
+def _trim_kernel(
     rows_ptr, lens_ptr, pages_ptr, indptr_ptr, indices_ptr, last_ptr,
     requests_ptr, chunks_ptr, merge_ptr, outputs_ptr, chunk_ptr, valid_ptr,
     num_requests, page_size, pages_stride, width, num_items, num_planned, tile, window,
@@ -172,7 +155,7 @@ def _gather(
     rows_ptr, lens_ptr, pages_ptr, indptr_ptr, indices_ptr, last_ptr, num_requests, page_size, pages_stride,
     BLOCK_B: tl.constexpr, BLOCK_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program: some pages of one request, and its offsets."""
+    """Program (b, chunk): one block of pages of request b, and its offsets."""
     b = tl.program_id(0)
     chunk = tl.program_id(1)
     i = tl.arange(0, BLOCK_B)
@@ -193,7 +176,7 @@ def _gather(
 
 @triton.jit
 def _true_chunks(length, chunk, tile, window):
-    """How many chunks the attention kernel counts for a request of `length` keys."""
+    """Chunks that the attention kernel counts for a request of `length` keys."""
     length = tl.maximum(length, 1)
     length = tl.where(window >= 0, tl.minimum(length, window + tile), length)
     return (length + chunk - 1) // chunk
@@ -204,7 +187,7 @@ def _trim(
     lens_ptr, requests_ptr, chunks_ptr, merge_ptr, outputs_ptr, chunk_ptr, valid_ptr, num_requests, width, num_items, num_planned,
     tile, window, BLOCK_B: tl.constexpr, BLOCK_ITEMS: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Program b: the partial results of request b, and a block of work items."""
+    """Program b: offsets of the partial results of request b, and a block of work items."""
     pid = tl.program_id(0)
     chunk = tl.load(chunk_ptr)
     if pid < num_requests:

@@ -1,10 +1,11 @@
-"""Attention of few queries over long caches: the keys of each request are split over the device, then the shares are merged.
+"""Split-KV attention for few queries over long caches: the keys of each request are split over the device, then merged.
 
-The split and the merge are those of flash-decoding (Dao et al. 2023) and of split softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
+The split is that of flash-decoding (Dao et al. 2023), the merge that of split softmax (Milakov and Gimelshein 2018,
+arXiv:1805.02867).
 """
 
+# Only Triton's types describe kernel[grid](...).
 # pyright: reportIndexIssue=false
-# A kernel is launched as kernel[grid](...), which only Triton's own types explain.
 
 from __future__ import annotations
 
@@ -16,72 +17,35 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from runtime.layers.attention.kernels.split_schedule import MAX_SHARES, Deal, deal, unpack
+from runtime.config.kernel_configs import SplitConfig
+from runtime.layers.attention.kernels.split_schedule import MAX_SHARES, WorkSchedule, schedule_work, unpack
 
 MAX_WIDTH = 8
-"""Queries of a request."""
+"""Most queries per request."""
 MAX_ROWS = 64
-"""Queries times query heads of a KV head."""
+"""Most queries times query heads per KV head."""
 MAX_SPLITS = MAX_SHARES
 MERGED_AT_ONCE = 2
-"""Shares that the last of a dealt request's programs merges together."""
+"""Shares that the last program of a scheduled request merges per step."""
 PREFETCH_TILES = 2
-"""Tiles that each program asks into L2 while the kernel before still runs."""
+"""Tiles that each program prefetches into L2 while the previous kernel still runs."""
 LN_2 = 0.6931471805599453
 
 
-@dataclass(frozen=True, slots=True)
-class SplitConfig:
-    """How the work is cut.
-
-    Attributes:
-        tile: keys of one step; a power of two.
-        num_warps: warps of a program.
-        stages: tiles in flight.
-        programs_per_sm: programs that the split aims at for each multiprocessor.
-        max_partial_rows: splits times rows that a request and KV head may have to merge; wide passes get fewer splits.
-        alone: tiles up to which one program takes all of them, and nothing is merged.
-        dealt: whether programs go from share to share of a `Deal`, made of the lengths of the pass, and not each request has its own.
-    """
-
-    tile: int
-    num_warps: int
-    stages: int
-    programs_per_sm: int
-    max_partial_rows: int = 512
-    alone: int = 4
-    dealt: bool = False
-
-
-def default_config(head_dim: int, batch: int) -> SplitConfig:
-    """The cut for a head dimension and a number of requests, the fastest of several on an H200.
-
-    A tile of 64 keys and values is 32 KiB at most, so two or three programs share the memory of a multiprocessor; few requests have less to
-    merge with one, whose tiles may be twice as long. With many requests a program takes whole ones, and the longest of them would
-    keep all others waiting if they were not dealt.
-    """
-    tile = 64 if head_dim <= 128 else 32
-    if batch <= 4:
-        return SplitConfig(2 * tile, num_warps=4, stages=3, programs_per_sm=1, alone=2)
-    if batch <= 8:
-        return SplitConfig(tile, num_warps=4, stages=4, programs_per_sm=2)
-    return SplitConfig(tile, num_warps=4, stages=3, programs_per_sm=3, dealt=batch > 16)
-
-
-def takes(width: int, num_q_heads: int, num_kv_heads: int) -> bool:
-    """Whether the kernel takes passes of `width` queries a request."""
+def supports(width: int, num_q_heads: int, num_kv_heads: int) -> bool:
+    """Whether the kernel supports passes of `width` queries per request."""
     return 0 < width <= MAX_WIDTH and width * (num_q_heads // num_kv_heads) <= MAX_ROWS
 
 
 @dataclass(frozen=True, slots=True)
 class SplitShape:
-    """One kind of pass: what is known before its lengths are.
+    """A kind of pass: everything except its lengths.
 
     Attributes:
-        batch, width: requests, padding included, and queries of each.
+        batch, width: requests, padding included, and queries per request.
         num_q_heads, num_kv_heads, head_dim: H, G, D; D is 64, 128 or 256.
         num_sms: multiprocessors of the device.
-        config: the cut.
+        config: how the work is split.
     """
 
     batch: int
@@ -94,43 +58,43 @@ class SplitShape:
 
     @property
     def rows(self) -> int:
-        """Rows that partial results are stored with: queries times heads of a group, as a power of two."""
+        """Rows of a partial result: queries times heads of a group, rounded up to a power of two."""
         return triton.next_power_of_2(self.width * (self.num_q_heads // self.num_kv_heads))
 
     @property
     def splits(self) -> int:
-        """Programs of each request and KV head. From static numbers only, so that a captured grid holds for all lengths."""
+        """Programs per request and KV head. They do not depend on lengths, so a captured grid holds for all of them."""
         wanted = self.config.programs_per_sm * self.num_sms // (self.batch * self.num_kv_heads)
         return max(min(wanted, MAX_SPLITS, self.config.max_partial_rows // self.rows), 1)
 
     @property
     def programs(self) -> int:
-        """Programs of each KV head where requests are dealt: what the device holds at once."""
+        """Programs per KV head of a scheduled pass: as many as the device runs at once."""
         return max(self.config.programs_per_sm * self.num_sms // self.num_kv_heads, 1)
 
     @property
     def partial_rows(self) -> int:
-        """Rows of partial results of a pass; none where one program takes all keys."""
-        shares = self.splits + 1 if self.config.dealt else self.splits
+        """Rows of all partial results of a pass; 0 if one program takes all keys of a request."""
+        shares = self.splits + 1 if self.config.scheduled else self.splits
         return self.batch * self.num_kv_heads * shares * self.rows if shares > 1 else 0
 
-    def empty_deal(self, device: torch.device) -> Deal | None:
-        """What `deal` is to write to; None where every request gets `splits` programs."""
-        return Deal.empty(self.batch, self.num_kv_heads, self.splits, device) if self.config.dealt else None
+    def empty_schedule(self, device: torch.device) -> WorkSchedule | None:
+        """Buffers for `schedule_work`; None if every request has `splits` programs of its own."""
+        return WorkSchedule.empty(self.batch, self.num_kv_heads, self.splits, device) if self.config.scheduled else None
 
 
 class SplitWorkspace:
-    """Partial results. Written and read by one pass after another of one stream; kept alive by the backend.
+    """Partial results, shared by all passes of one stream. Owned by the backend.
 
-    A pass writes here only after all work before it has ended, early start or not, so that one layer's shares never meet another's.
+    A pass writes here only after all earlier work has ended, early start or not, so shares of two layers never mix.
 
     Attributes:
-        out: float32, by program, row and column: sums of values, not divided yet.
-        top, total: float32, by program and row: the largest score (base 2), the sum of weights.
+        out: float32, by program, row and column: weighted sums of values, not yet normalised.
+        top, total: float32, by program and row: the largest score (base 2), and the sum of weights.
     """
 
     def __init__(self, shapes: list[SplitShape], device: torch.device) -> None:
-        """Room for any of `shapes`."""
+        """Space for any of `shapes`."""
 
         def floats(count: int) -> torch.Tensor:
             return torch.empty(count, dtype=torch.float32, device=device)
@@ -141,21 +105,21 @@ class SplitWorkspace:
 
 @dataclass(frozen=True, slots=True)
 class SplitKeys:
-    """Where the keys of each request are. All on the device.
+    """Location of the keys of each request. Tensors are on the device.
 
     Attributes:
         pages: int32 [rows, max_pages], the page table.
-        rows: int32 [B], which of its rows.
+        rows: int32 [B], its row of each request.
         seq_lens: int32 [B], keys of each request.
         page_size: slots of a page.
-        deal: who takes what, where the cut is dealt.
+        schedule: the shares of each program, if the shape's config is scheduled.
     """
 
     pages: torch.Tensor
     rows: torch.Tensor
     seq_lens: torch.Tensor
     page_size: int
-    deal: Deal | None = None
+    schedule: WorkSchedule | None = None
 
 
 def split_attention(
@@ -172,20 +136,22 @@ def split_attention(
     lse: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Attend. A request's result depends on its own data and on `shape` only, bit for bit; where the cut is dealt, on the deal too.
+    """Attend. Bit for bit, a result depends only on the request's own data, on `shape`, and on the schedule if there is one.
 
     Args:
-        q: [B * W, H, D] contiguous, W queries a request, bfloat16 or float16.
+        q: [B * W, H, D] contiguous, W queries per request, bfloat16 or float16.
         k_cache, v_cache: [num_pages, page_size, G, D] contiguous.
-        keys: where the keys are. With `causal` at least W each; otherwise requests without any are left unwritten.
-        shape: the kind of pass; its width must be one that `takes` takes.
-        workspace: made for `shape` among others.
-        scale: what scores are multiplied with.
+        keys: location of the keys. With `causal` at least W per request; otherwise results of requests without keys are
+            not written.
+        shape: the kind of pass; `supports` must hold for its width.
+        workspace: built for `shape` among others.
+        scale: factor of the scores.
         causal: query i sees all but the last W - 1 - i keys; otherwise all.
-        window: keys that a query sees before itself; -1 for all. Needs `causal`.
-        lse: float32 [B * W, H] contiguous; gets the base-2 logarithms of the sums of exponentials.
-        pdl: start before the kernel ahead has ended and prefetch keys (programmatic dependent launch, Hopper). Row numbers, lengths and
-            the page table are read before the wait: a kernel without early start must lie between the ones that wrote them and this.
+        window: keys that a query sees before its own; -1 for all. Requires `causal`.
+        lse: float32 [B * W, H] contiguous; receives the base-2 log-sum-exp.
+        pdl: start before the previous kernel has ended and prefetch keys (programmatic dependent launch, Hopper). Row
+            numbers, lengths and the page table are read before the wait: a kernel without early start must run between
+            the kernels that write them and this one.
 
     Returns:
         [B * W, H, D], the dtype of q.
@@ -193,23 +159,24 @@ def split_attention(
     (T, H, D), G, config = q.shape, k_cache.shape[2], shape.config
     assert shape.batch * shape.width == T, f"{T} queries where {shape.batch} requests of {shape.width} were prepared"
     assert shape.partial_rows <= workspace.top.numel(), "the workspace was made for smaller passes"
-    assert q.is_contiguous(), "queries of a split pass are contiguous"
-    assert causal or window < 0, "a window belongs to a causal pass"
-    assert (keys.deal is not None) == config.dealt, "a cut that is dealt comes with a deal, another without"
+    assert q.is_contiguous(), "queries must be contiguous"
+    assert causal or window < 0, "a window requires a causal pass"
+    assert (keys.schedule is not None) == config.scheduled, "a scheduled config needs a schedule, another has none"
     out, splits, rows, group = torch.empty_like(q), shape.splits, shape.rows, H // G
     launch = {"launch_pdl": True} if pdl else {}
-    items, arrived, room = (keys.deal.items, keys.deal.arrived, len(keys.deal.items)) if keys.deal is not None else (None, None, 0)
+    items = None if keys.schedule is None else keys.schedule.items
+    arrived, space = (None, 0) if keys.schedule is None else (keys.schedule.arrived, len(keys.schedule.items))
     shared = {
         "WIDTH": shape.width, "GROUP": group, "NUM_KV": G, "D": D, "TILE": config.tile, "ALONE": config.alone, "ROWS": rows,
         "WINDOW": window >= 0, "LSE": lse is not None, "PDL": pdl,
     }  # fmt: skip
-    _split_kernel[(G, shape.programs, 1) if config.dealt else (G, splits, shape.batch)](
+    _split_kernel[(G, shape.programs, 1) if config.scheduled else (G, splits, shape.batch)](
         q, k_cache, v_cache, keys.pages, keys.rows, keys.seq_lens, items, arrived, out, lse, workspace.out, workspace.top, workspace.total,
-        scale / LN_2, splits, window, keys.pages.stride(0), room, **shared,
-        BLOCK_M=max(rows, 16), PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES, DEALT=config.dealt, AT_ONCE=MERGED_AT_ONCE,
-        num_warps=config.num_warps, num_stages=config.stages, **launch,
+        scale / LN_2, splits, window, keys.pages.stride(0), space, **shared,
+        BLOCK_M=max(rows, 16), PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES, SCHEDULED=config.scheduled,
+        AT_ONCE=MERGED_AT_ONCE, num_warps=config.num_warps, num_stages=config.stages, **launch,
     )  # fmt: skip
-    if splits > 1 and not config.dealt:
+    if splits > 1 and not config.scheduled:
         padded = triton.next_power_of_2(splits)
         _merge_kernel[(G, shape.width * group, shape.batch)](
             keys.seq_lens, out, lse, workspace.out, workspace.top, workspace.total, splits, window, **shared,
@@ -219,30 +186,30 @@ def split_attention(
 
 
 def one_of_each_kernel(shapes: Iterable[SplitShape]) -> list[SplitShape]:
-    """Those of `shapes` that need kernels of their own to be compiled."""
+    """One of `shapes` for each kernel that has to be compiled."""
     return list({(shape.config, shape.width, triton.next_power_of_2(shape.splits)): shape for shape in shapes}.values())
 
 
-def first_run(shape: SplitShape, page_size: int, dtype: torch.dtype, device: torch.device, *, tree: bool, window: int, pdl: bool) -> None:
-    """Run a pass of `shape` over nothing, so that its kernels are compiled."""
+def warm_up(shape: SplitShape, page_size: int, dtype: torch.dtype, device: torch.device, *, tree: bool, window: int, pdl: bool) -> None:
+    """Run a pass of `shape` over zeros, to compile its kernels."""
     q = torch.zeros((shape.batch * shape.width, shape.num_q_heads, shape.head_dim), dtype=dtype, device=device)
     cache = torch.zeros((1, page_size, shape.num_kv_heads, shape.head_dim), dtype=dtype, device=device)
     pages = torch.zeros((1, shape.width), dtype=torch.int32, device=device)
     rows = torch.zeros(shape.batch, dtype=torch.int32, device=device)
     lens = torch.full((shape.batch,), shape.width, dtype=torch.int32, device=device)
-    items = shape.empty_deal(device)
-    if items is not None:
-        deal(lens, shape.splits, shape.config.tile, items)
+    schedule = shape.empty_schedule(device)
+    if schedule is not None:
+        schedule_work(lens, shape.splits, shape.config.tile, schedule)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if tree else None
     split_attention(
-        q, cache, cache, SplitKeys(pages, rows, lens, page_size, items), shape, SplitWorkspace([shape], device), 1.0,
+        q, cache, cache, SplitKeys(pages, rows, lens, page_size, schedule), shape, SplitWorkspace([shape], device), 1.0,
         causal=not tree, window=window, lse=lse, pdl=pdl,
     )  # fmt: skip
 
 
 @triton.jit
 def _cut(length, splits, window, WIDTH: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr, WINDOW: tl.constexpr):
-    """The first tile of a request, the one past the last, how many each program takes, and the number of programs that have any."""
+    """First tile of a request, end tile, tiles per program, and number of programs that have tiles."""
     low = 0
     if WINDOW:
         low = tl.maximum(length - WIDTH - window, 0) // TILE
@@ -256,7 +223,7 @@ def _cut(length, splits, window, WIDTH: tl.constexpr, TILE: tl.constexpr, ALONE:
 
 @triton.jit
 def _slots(pages_ptr, tile, length, TILE: tl.constexpr, PAGE: tl.constexpr):
-    """The slots of one tile of keys, int64 [TILE]; those past the end are of no meaning, but exist."""
+    """The slots of one tile of keys, int64 [TILE]; slots past the end are valid but meaningless."""
     position = tile * TILE + tl.arange(0, TILE)
     if PAGE % TILE == 0:
         page = tl.load(pages_ptr + tile * TILE // PAGE, mask=tile * TILE < length, other=0)
@@ -268,7 +235,7 @@ def _slots(pages_ptr, tile, length, TILE: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def _prefetch(rows_ptr, D: tl.constexpr):
-    """Ask rows of D 16-bit values into L2, 128 bytes at a time. A hint: what is written to them afterwards is seen all the same."""
+    """Prefetch rows of D 16-bit values into L2, 128 bytes at a time. Later writes to them stay visible."""
     lines = rows_ptr[:, None] + (tl.arange(0, D // 64) * 64)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
@@ -280,7 +247,7 @@ def _prefetch_share(
     k_ptr, v_ptr, pages_ptr, g, length, first, last,
     NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Ask the first tiles of a share into L2."""
+    """Prefetch the first tiles of a share into L2."""
     for tile in range(first, tl.minimum(first + PREFETCH, last)):
         kv_row = (_slots(pages_ptr, tile, length, TILE, PAGE) * NUM_KV + g) * D
         _prefetch(k_ptr + kv_row, D)
@@ -307,7 +274,7 @@ def _attend(
         n = tile * TILE + tl.arange(0, TILE)
         n_in = n < length
         kv_at = (slots * NUM_KV + g)[:, None] * D + d[None, :]
-        slots = _slots(pages_ptr, tile + 1, length, TILE, PAGE)  # a step ahead, so that no copy waits for a page number
+        slots = _slots(pages_ptr, tile + 1, length, TILE, PAGE)  # one step early, so that no copy waits for a page number
         k = tl.load(k_ptr + kv_at, mask=n_in[:, None], other=0.0)
         v = tl.load(v_ptr + kv_at, mask=n_in[:, None], other=0.0)
         visible = n_in[None, :]
@@ -331,7 +298,7 @@ def _finish(
     out_ptr, lse_ptr, b, g, acc, top, total,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, LSE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Write the result of a request and head whose keys have all been seen."""
+    """Write the result of a request and head after all of its keys."""
     m = tl.arange(0, BLOCK_M)
     m_in = m < WIDTH * GROUP
     head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
@@ -346,7 +313,7 @@ def _gather(
     part_ptr, top_ptr, total_ptr, first, used, g,
     NUM_KV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The `used` shares from item `first` on as one, in their order."""
+    """Merge the `used` shares from item `first` on, in order."""
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)
     highest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
@@ -356,7 +323,7 @@ def _gather(
         share = start + tl.arange(0, AT_ONCE)
         inside = (share < used)[:, None] & (m < ROWS)[None, :]
         row = ((first + share) * NUM_KV + g)[:, None] * ROWS + m[None, :]
-        # Written by other multiprocessors, so past L1.
+        # Other multiprocessors wrote these: bypass L1.
         part = tl.load(part_ptr + row[:, :, None] * D + d[None, None, :], mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
         top = tl.load(top_ptr + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
         total = tl.load(total_ptr + row, mask=inside, other=0.0, cache_modifier=".cg")
@@ -370,45 +337,46 @@ def _gather(
 
 
 @triton.jit(
-    do_not_specialize=["splits", "window", "pages_stride", "room"],
-    # a draft's passes have their lengths anywhere
+    do_not_specialize=["splits", "window", "pages_stride", "space"],
+    # the lengths of draft passes have any alignment
     do_not_specialize_on_alignment=["pages_ptr", "rows_ptr", "lens_ptr", "items_ptr", "arrived_ptr", "lse_ptr"],
 )
 def _split_kernel(
     q_ptr, k_ptr, v_ptr, pages_ptr, rows_ptr, lens_ptr, items_ptr, arrived_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr,
-    scale, splits, window, pages_stride, room,
+    scale, splits, window, pages_stride, space,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr,
     ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, PREFETCH: tl.constexpr, DEALT: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, PREFETCH: tl.constexpr, SCHEDULED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program: all queries of one request against one KV head's share of the keys; one that takes all of them writes the result.
+    """One program: all queries of one request against one KV head's share of the keys. A share of all keys writes the result.
 
-    Dealt, a program goes from share to share, up the items and down the next ones, and the last to finish of a request merges its shares.
+    With a schedule a program goes from share to share, up the items and down the next ones, and the last program of a
+    request to finish merges its shares.
     """
     g = tl.program_id(0)
-    turns = 1
-    if DEALT:
-        turns = tl.cdiv(room, tl.num_programs(1))
+    rounds = 1
+    if SCHEDULED:
+        rounds = tl.cdiv(space, tl.num_programs(1))
     if PDL:
         gdc_launch_dependents()
-    # Lengths, deal and tables are read before the wait, when any number of kernels ahead may still run that started early themselves. But
-    # these are younger than the last one that did not, the embedding of the pass or the head of its graph, and that began when all work
-    # before it had ended: so had plan and page table, which are written outside of passes. Keys may be missing, but a prefetch is a hint.
-    for turn in range(0, turns):
+    # Lengths, schedule and tables are read before the wait, while earlier kernels that also started early may still run. All
+    # of those were launched after the last kernel without early start (the embedding, or the head of the graph), which
+    # began after plan and page table were written. Keys may not be written yet, but a prefetch is only a hint.
+    for r in range(0, rounds):
         split, b = tl.program_id(1), tl.program_id(2)
         item = b * splits + split
         pieces = splits
-        if DEALT:
-            item = turn * tl.num_programs(1) + (tl.program_id(1) if turn % 2 == 0 else tl.num_programs(1) - 1 - tl.program_id(1))
-            mine = tl.load(items_ptr + item, mask=item < room, other=-1)
+        if SCHEDULED:
+            item = r * tl.num_programs(1) + (tl.program_id(1) if r % 2 == 0 else tl.num_programs(1) - 1 - tl.program_id(1))
+            mine = tl.load(items_ptr + item, mask=item < space, other=-1)
             b, split, pieces = unpack(mine)
         length = tl.load(lens_ptr + b)
         pages = pages_ptr + tl.load(rows_ptr + b).to(tl.int64) * pages_stride
         low, end, each, used = _cut(length, pieces, window, WIDTH, TILE, ALONE, WINDOW)
         first = low + split * each
         last = tl.minimum(first + each, end)
-        if PDL:  # noqa: SIM102 - the outer condition is known when compiling, the inner is not
-            if turn == 0:
+        if PDL:  # noqa: SIM102 - the outer condition is a constexpr, the inner is not
+            if r == 0:
                 if split < used:
                     _prefetch_share(k_ptr, v_ptr, pages, g, length, first, last, NUM_KV, D, TILE, PAGE, PREFETCH)
                 gdc_wait()
@@ -425,8 +393,8 @@ def _split_kernel(
                 tl.store(part_ptr + row[:, None] * D + tl.arange(0, D)[None, :], acc, mask=(m < ROWS)[:, None])
                 tl.store(top_ptr + row, top, mask=m < ROWS)
                 tl.store(total_ptr + row, total, mask=m < ROWS)
-                if DEALT:
-                    tl.debug_barrier()  # all of this program has stored before one thread says so
+                if SCHEDULED:
+                    tl.debug_barrier()  # all threads have stored before one announces it
                     if tl.atomic_add(arrived_ptr + b * NUM_KV + g, 1, sem="acq_rel") == used - 1:
                         tl.store(arrived_ptr + b * NUM_KV + g, 0)
                         acc, top, total = _gather(
@@ -441,14 +409,14 @@ def _merge_kernel(
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr,
     ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program: the shares of one query and head of one request, in an order that depends on the number of splits only."""
+    """One program: merges the shares of one query and head, in an order that depends on the number of splits only."""
     g = tl.program_id(0)
     m = tl.program_id(1)
     b = tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
     _, _, _, used = _cut(tl.load(lens_ptr + b), splits, window, WIDTH, TILE, ALONE, WINDOW)
-    # Also where nothing is left to do: this kernel must not end before the one ahead, for whose end the next waits through this one.
+    # Also without work: the next kernel waits for this one, and through it for the end of the previous kernel.
     if PDL:
         gdc_wait()
     if used > 1:
@@ -456,7 +424,7 @@ def _merge_kernel(
         split = tl.arange(0, SPLITS)
         inside = split < used
         row = ((b * splits + split) * NUM_KV + g) * ROWS + m
-        # Read once, so past L1.
+        # Read once: bypass L1.
         part = tl.load(part_ptr + row[:, None] * D + d[None, :], mask=inside[:, None], other=0.0, cache_modifier=".cg")
         top = tl.load(top_ptr + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
         total = tl.load(total_ptr + row, mask=inside, other=0.0, cache_modifier=".cg")

@@ -1,7 +1,7 @@
-"""The tail of a tree pass: attention over a request's last keys under a bit mask, merged with the attention over all earlier keys."""
+"""The tail of a tree pass: attention to a request's last keys under a bit mask, merged with that to all earlier keys."""
 
+# Only Triton's types describe kernel[grid](...).
 # pyright: reportIndexIssue=false
-# A kernel is launched as kernel[grid](...), which only Triton's own types explain.
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LN_2 = 0.6931471805599453
 
 @dataclass(frozen=True, slots=True)
 class TailKeys:
-    """Where the tail of each request is. All on the device.
+    """Location of the tail of each request. Tensors are on the device.
 
     Attributes:
         pages: int32 [rows, max_pages], the page table.
-        rows: int32 [B], which of its rows.
+        rows: int32 [B], its row of each request.
         seq_lens: int32 [B], KV lengths of the pass.
         page_size: slots of a page.
-        tail: keys at the end of each request that the masks speak of.
+        tail: number of keys at the end of each request that the masks cover.
     """
 
     pages: torch.Tensor
@@ -49,12 +49,12 @@ def merge_tree_tail(
     """Attend to the tail and merge with `prefix_out` in place.
 
     Args:
-        q: [B * W, H, D], W queries a request, contiguous.
+        q: [B * W, H, D], W queries per request, contiguous.
         k_cache, v_cache: [num_pages, page_size, G, D].
-        keys: where the tail is.
+        keys: location of the tail.
         mask: int64 [B * W]; bit t: the query sees the t-th key of the tail.
-        scale: what scores are multiplied with.
-        prefix_out: [B * W, H, D] contiguous, attention over the keys before the tail; of no meaning where there are none.
+        scale: factor of the scores.
+        prefix_out: [B * W, H, D] contiguous, attention over the keys before the tail; arbitrary where there are none.
         prefix_lse: float32, its log-sum-exp, a [B * W, H] view with any strides.
         lse_in_bits: whether `prefix_lse` is a base-2 logarithm.
 
@@ -82,7 +82,7 @@ def _tail_kernel(
     GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, LSE_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """One program: all queries of one request (or 64 of them) against one KV head's tail."""
+    """Program (b, g, block): up to 64 queries of request b against the tail of KV head g."""
     b = tl.program_id(0)
     g = tl.program_id(1)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -111,7 +111,7 @@ def _tail_kernel(
     visible = (((bits[:, None] >> n[None, :].to(tl.int64)) & 1) == 1) & key_in[None, :]
     scores = tl.where(visible, scores, float("-inf"))
 
-    # The prefix takes part as one more key whose score is its log-sum-exp. Without a prefix its output may be anything, even NaN.
+    # The prefix takes part as one more key whose score is its log-sum-exp. Without a prefix its output may even be NaN.
     has_prefix = m_in & (start > 0)
     lse = tl.load(lse_ptr + token * lse_stride_t + head * lse_stride_h, mask=has_prefix, other=float("-inf")) * LSE_SCALE
     before = tl.load(out_ptr + q_at, mask=has_prefix[:, None] & d_in[None, :], other=0.0).to(tl.float32)

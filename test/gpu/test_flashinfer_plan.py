@@ -19,7 +19,7 @@ def chunks_of(length: int, chunk: int, tile: int, window: int) -> int:
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("requests", "width", "chunk", "tile"), [(1, 1, 128, 16), (3, 4, 64, 16), (17, 4, 128, 64), (40, 8, 256, 64)])
 def test_one_plan_is_true_for_whatever_lengths_come(requests: int, width: int, chunk: int, tile: int, page_size: int, window: int) -> None:
-    from runtime.layers.attention.kernels.flashinfer_plan import PageLists, WorkItems, correct_plan, gather_pages
+    from runtime.layers.attention.kernels.flashinfer_plan import PageLists, WorkItems, gather_pages, trim_plan
 
     rng = np.random.default_rng(requests)
 
@@ -52,7 +52,7 @@ def test_one_plan_is_true_for_whatever_lengths_come(requests: int, width: int, c
         most = -(-int(bounds.max()) // page_size)
         held = -(-lens // page_size)
         found, alone = (PageLists(ints([-5] * (requests + 1)), ints([-5] * (int(held.sum()) + 9)), ints([-5] * requests)) for _ in range(2))
-        correct_plan(ints(rows), ints(lens), ints(pages), page_size, most, found, plan, width, window)
+        trim_plan(ints(rows), ints(lens), ints(pages), page_size, most, found, plan, width, window)
         gather_pages(ints(rows), ints(lens), ints(pages), page_size, most, alone)
         listed = [page for b in range(requests) for page in pages[rows[b], : held[b]].tolist()]
         for lists in (found, alone):

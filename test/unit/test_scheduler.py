@@ -873,7 +873,7 @@ def test_profiling_is_passed_to_the_worker_and_its_error_to_the_caller() -> None
     failed = control(harness, "start_profile")
     assert (failed.ok, failed.error, failed.status) == (False, "no folder", 500)
     refused = control(harness, "start_profile", "/running")
-    assert (refused.ok, refused.error, refused.status) == (False, "a profile is already running", 400)
+    assert (refused.ok, refused.error, refused.status) == (False, "A profile is already running. Stop it first.", 400)
 
 
 # ---- run()

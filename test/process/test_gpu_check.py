@@ -1,4 +1,4 @@
-"""scripts/gpu_check.sh on a machine without a GPU: it runs everything, says what is wrong, and leaves it as JSON."""
+"""scripts/gpu_check.sh on a machine without a GPU: it runs everything, names failures, and writes them as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_what_fails_is_named_and_the_rest_still_runs(tmp_path: Path) -> None:
+def test_failures_are_named_and_the_rest_still_runs(tmp_path: Path) -> None:
     done = check("out", "--no-tests", "no_such_benchmark --x", "no_such_benchmark", cwd=tmp_path)
     found = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     assert done.returncode == 1, done.stderr
@@ -35,7 +35,7 @@ def test_what_fails_is_named_and_the_rest_still_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("--no-tests",)])
-def test_a_folder_is_needed(arguments: tuple[str, ...]) -> None:
+def test_folder_is_required(arguments: tuple[str, ...]) -> None:
     done = check(*arguments)
     assert done.returncode == 2
     assert "gpu_check.sh FOLDER" in done.stdout

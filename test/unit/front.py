@@ -11,17 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import msgspec
 from tiny import tiny_model, tiny_runtime
 
 from runtime.batch import WorkerLimits
 from runtime.entrypoints.http.server import serve
 from runtime.managers.messages import (
     AbortReq,
+    CacheFlushed,
     ControlReply,
     ControlReq,
     Finish,
     GenerateReq,
+    ProfileAt,
     TextOut,
     TextOutBatch,
     TokenLogprobs,
@@ -29,6 +30,7 @@ from runtime.managers.messages import (
 )
 from runtime.managers.telemetry.decode_stats import DecodeStats
 from runtime.managers.telemetry.progress import Progress
+from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.managers.telemetry.spec_stats import SpecStats
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
@@ -90,7 +92,7 @@ class ScriptedScheduler:
     aborted: list[str] = field(default_factory=list)
     calls: list[ControlReq] = field(default_factory=list)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
+    stats: SchedulerStats = field(default_factory=SchedulerStats)
 
     def send(self, message: ToScheduler) -> None:
         if isinstance(message, GenerateReq):
@@ -101,8 +103,12 @@ class ScriptedScheduler:
                 self._abort(rid)
         elif isinstance(message, ControlReq):
             self.calls.append(message)
-            body = msgspec.json.encode(self.state)
-            self.manager.handle(ControlReply(call_id=message.call_id, ok=True, body=body))
+            self.manager.handle(ControlReply(call_id=message.call_id, result=self._perform(message)))
+
+    def _perform(self, call: ControlReq) -> SchedulerStats | CacheFlushed | ProfileAt:
+        if call.what == "stats":
+            return self.stats
+        return CacheFlushed(pages=0) if call.what == "flush_cache" else ProfileAt(path=call.folder or "trace.json")
 
     def _abort(self, rid: str) -> None:
         self.aborted.append(rid)

@@ -23,6 +23,9 @@ from runtime.entrypoints.http.server import create_app
 from runtime.entrypoints.native.protocol import GenerateBody, NativeSampling
 from runtime.entrypoints.openai.protocol import ChatBody, CompletionBody
 from runtime.errors import WorkerDied
+from runtime.managers.telemetry.decode_stats import DecodeStats
+from runtime.managers.telemetry.scheduler_stats import SchedulerStats
+from runtime.managers.telemetry.spec_stats import SpecStats
 
 HI = [{"role": "user", "content": "hi"}]
 STREAM = {"messages": HI, "stream": True}
@@ -527,19 +530,19 @@ def test_health_generate_is_content_with_the_tokens_of_those_before_it(monkeypat
     async def probe(f: Front) -> int:
         asking = asyncio.create_task(f.client.get("/health_generate"))
         await until(lambda: len(f.scheduler.calls) > 1)
-        f.scheduler.state = {"generation_tokens_total": 8}
+        f.scheduler.stats = SchedulerStats(generation_tokens_total=8)
         return (await asking).status_code
 
     async def check() -> None:
-        async with front(ScriptedScheduler(hold=0, state={"generation_tokens_total": 7})) as f:
+        async with front(ScriptedScheduler(hold=0, stats=SchedulerStats(generation_tokens_total=7))) as f:
             assert await probe(f) == 200
             await until(lambda: f.manager.open_requests == 0)
-        full = ScriptedScheduler(hold=0, state={"generation_tokens_total": 7})
+        full = ScriptedScheduler(hold=0, stats=SchedulerStats(generation_tokens_total=7))
         async with front(full, max_queued_requests=1) as f:
             waiting = [asyncio.create_task(f.post("/generate", {"text": "x"})) for _ in range(f.manager.limits.max_running_requests + 1)]
             await until(lambda: f.manager.open_requests == len(waiting))
             assert await probe(f) == 200
-            full.state = {"generation_tokens_total": 7}
+            full.stats = SchedulerStats(generation_tokens_total=7)
             assert (await f.client.get("/health_generate")).status_code == 503
             for each in waiting:
                 each.cancel()
@@ -552,19 +555,10 @@ def test_health_generate_is_content_with_the_tokens_of_those_before_it(monkeypat
 
 
 def test_server_info_carries_what_benchmarks_look_for() -> None:
-    state = {
-        "spec_verify_steps_total": 10,
-        "spec_draft_tokens_total": 30,
-        "spec_accepted_tokens_total": 15,
-        "spec_accepted_by_position": [9, 5, 1],
-        "graph_steps_total": 3,
-        "eager_steps_total": 1,
-        "live_rows_total": 9,
-        "padded_rows_total": 3,
-    }
+    stats = SchedulerStats(spec=SpecStats(10, 30, 15, [9, 5, 1]), decode=DecodeStats(4, 3, 9, 3))
 
     async def check() -> None:
-        async with front(ScriptedScheduler(state=state)) as f:
+        async with front(ScriptedScheduler(stats=stats)) as f:
             for path in ("/get_server_info", "/server_info"):
                 info = (await f.client.get(path)).json()
                 inner = info["internal_states"][0]

@@ -17,6 +17,7 @@ from runtime.managers import messages as io
 from runtime.managers.ipc import AsyncInbox, BadFrame, Codec, Inbox, Outbox, address
 from runtime.managers.telemetry.decode_stats import DecodeStats
 from runtime.managers.telemetry.progress import Progress
+from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.managers.telemetry.spec_stats import SpecStats
 from runtime.sampling_params import SamplingParams
 
@@ -34,8 +35,9 @@ FROM_SCHEDULER = [
             )
         ]
     ),
-    io.ControlReply(call_id="c", ok=False, error="no"),
-    io.Heartbeat(who="scheduler", count=3, state=b'{"a":1}'),
+    io.ControlReply(call_id="c", result=io.CallFailed(message="no")),
+    io.ControlReply(call_id="d", result=SchedulerStats(worker={"kind": "fake"})),
+    io.Heartbeat(who="scheduler", count=3, stats=SchedulerStats(num_running_reqs=1, spec=SpecStats(1, 3, 1, [1, 0]))),
 ]
 
 
@@ -101,13 +103,13 @@ def test_an_asyncio_loop_reads_while_it_does_other_things(tmp_path: Path) -> Non
             await asyncio.sleep(0.01)
             turns += 1
         assert not waiting.done()
-        outbox.send(FROM_SCHEDULER[3])
+        outbox.send(FROM_SCHEDULER[-1])
         message = await asyncio.wait_for(waiting, 5.0)
         outbox.close()
         inbox.close()
         return message, turns
 
-    assert asyncio.run(main()) == (FROM_SCHEDULER[3], 3)
+    assert asyncio.run(main()) == (FROM_SCHEDULER[-1], 3)
 
 
 def test_an_address_too_long_for_a_socket_is_refused_by_name(tmp_path: Path) -> None:
@@ -118,7 +120,7 @@ def test_an_address_too_long_for_a_socket_is_refused_by_name(tmp_path: Path) -> 
 CODEC: Codec[io.ToScheduler] = Codec(io.ToScheduler)
 GOOD = [
     msgspec.msgpack.encode(m)
-    for m in (GENERATE, io.AbortReq(all=True), io.StopReq(rid="é"), io.ControlReq(call_id="1", what="state"), io.DrainReq())
+    for m in (GENERATE, io.AbortReq(all=True), io.StopReq(rid="é"), io.ControlReq(call_id="1", what="stats"), io.DrainReq())
 ]
 
 

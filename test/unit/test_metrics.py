@@ -1,16 +1,20 @@
-"""What Prometheus scrapes: SGLang's names, the scheduler's state, and rates that follow their definitions."""
+"""The metrics page: SGLang's names, the scheduler's statistics, and rates by their definitions."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from runtime.managers.generation import GenerationUpdate
 from runtime.managers.messages import Finish
-from runtime.managers.telemetry.metrics import Metrics, accept_length, accept_rate, accept_rate_by_position, graph_hit_rate, padding_waste
+from runtime.managers.telemetry.decode_stats import DecodeStats
+from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.telemetry.progress import Progress
+from runtime.managers.telemetry.scheduler_stats import SchedulerStats
+from runtime.managers.telemetry.spec_stats import SpecStats
 
 SGLANG = {
     "num_running_reqs", "num_queue_reqs", "token_usage", "cache_hit_rate", "gen_throughput", "prompt_tokens_total",
@@ -19,34 +23,27 @@ SGLANG = {
     "e2e_request_latency_seconds", "queue_time_seconds", "spec_accept_length", "spec_accept_rate", "num_retracted_requests_total",
     "max_total_num_tokens",
 }  # fmt: skip
-STATE: dict[str, object] = {
-    "num_running_reqs": 3,
-    "num_queue_reqs": 2,
-    "token_usage": 0.25,
-    "cache_hit_rate": 0.5,
-    "gen_throughput": 12.5,
-    "max_total_num_tokens": 4096,
-    "num_retracted_requests_total": 7,
-    "pages_free": 11,
-    "spec_verify_steps_total": 10,
-    "spec_draft_tokens_total": 30,
-    "spec_accepted_tokens_total": 15,
-    "spec_accepted_by_position": [9, 5, 1],
-    "graph_steps_total": 9,
-    "eager_steps_total": 1,
-    "live_rows_total": 30,
-    "padded_rows_total": 10,
-    "startup_seconds": {"weights": 1.5, "graphs": 2.0},
-}
+STATS = SchedulerStats(
+    num_running_reqs=3,
+    num_queue_reqs=2,
+    gen_throughput=12.5,
+    max_total_num_tokens=4096,
+    num_retracted_requests_total=7,
+    pages_free=11,
+    pages_total=44,
+    spec=SpecStats(10, 30, 15, [9, 5, 1]),
+    decode=DecodeStats(10, 9, 30, 10),
+    startup_seconds={"weights": 1.5, "graphs": 2.0},
+)
 
 
 def ending(finish: Finish | None = None) -> GenerationUpdate:
     return GenerationUpdate(0, "", [], Progress(10, 2, 5, 0.25), finish or Finish(reason="length"))
 
 
-def scraped(metrics: Metrics, state: dict[str, object] | None = None) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def scraped(metrics: Metrics, stats: SchedulerStats | None = None) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """Samples by name and labels, less the model's name."""
-    text, media_type = metrics.render(state or {})
+    text, media_type = metrics.render(stats)
     assert media_type.startswith("text/plain")
     samples = {}
     for family in text_string_to_metric_families(text.decode()):
@@ -57,17 +54,17 @@ def scraped(metrics: Metrics, state: dict[str, object] | None = None) -> dict[tu
 
 
 def test_every_name_that_dashboards_know_is_there() -> None:
-    text = Metrics("m").render(STATE)[0].decode()
+    text = Metrics("m").render(STATS)[0].decode()
     declared = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     assert {f"sglang:{name}" for name in SGLANG} <= declared
 
 
 def test_scheduler_stats_are_read_at_every_scrape() -> None:
-    state = dict(STATE)
+    stats = structs.replace(STATS)
     metrics = Metrics("m")
-    assert scraped(metrics, state)["sglang:num_running_reqs", ()] == 3
-    state["num_running_reqs"] = 5
-    samples = scraped(metrics, state)
+    assert scraped(metrics, stats)["sglang:num_running_reqs", ()] == 3
+    stats.num_running_reqs = 5
+    samples = scraped(metrics, stats)
     assert samples["sglang:num_running_reqs", ()] == 5
     assert samples["sglang:num_retracted_requests_total", ()] == 7
     assert samples["sglang:spec_accept_length", ()] == 2.5
@@ -75,6 +72,7 @@ def test_scheduler_stats_are_read_at_every_scrape() -> None:
     assert samples["talon:graph_hit_rate", ()] == 0.9
     assert samples["talon:padding_waste", ()] == 0.25
     assert samples["talon:pages_free", ()] == 11
+    assert samples["sglang:token_usage", ()] == 0.75
     totals = {"spec_verify_steps": 10, "spec_draft_tokens": 30, "spec_accepted_tokens": 15, "graph_steps": 9, "eager_steps": 1}
     assert {name: samples[f"talon:{name}_total", ()] for name in totals} == totals
     assert (samples["talon:live_rows_total", ()], samples["talon:padded_rows_total", ()]) == (30, 10)
@@ -86,11 +84,11 @@ def test_graph_runs_and_acceptance_drift_are_exported() -> None:
     drift = [{"position": 1, "graph": 0.25, "eager": 0.75, "z": -9.0}]
     runs = [{"runner": "verify", "replayed": 7, "eager": 2}]
     metrics = Metrics("m")
-    samples = scraped(metrics, {**STATE, "worker": {"acceptance": {"drift": drift}, "graph_runs": runs}})
+    samples = scraped(metrics, structs.replace(STATS, worker={"acceptance": {"drift": drift}, "graph_runs": runs}))
     assert samples["talon:spec_drifted_positions", ()] == 1
     assert samples["talon:spec_drift", (("position", "1"),)] == -0.5
     assert samples["talon:runner_runs_total", (("kind", "replayed"), ("runner", "verify"))] == 7
-    well = scraped(metrics, {**STATE, "worker": {"acceptance": {"drift": []}}})
+    well = scraped(metrics, structs.replace(STATS, worker={"acceptance": {"drift": []}}))
     assert well["talon:spec_drifted_positions", ()] == 0
     assert not any(name == "talon:spec_drift" for name, _ in well)
 
@@ -133,17 +131,16 @@ def test_two_servers_in_one_process_share_nothing() -> None:
 @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=20))
 def test_rates_follow_the_definition(steps: list[list[bool]]) -> None:
     accepted = [next((i for i, hit in enumerate(step) if not hit), len(step)) for step in steps]
-    state: dict[str, object] = {
-        "spec_verify_steps_total": len(steps),
-        "spec_draft_tokens_total": 3 * len(steps),
-        "spec_accepted_tokens_total": sum(accepted),
-        "spec_accepted_by_position": [sum(n > i for n in accepted) for i in range(3)],
-    }
-    assert accept_length(state) == pytest.approx(sum(n + 1 for n in accepted) / len(steps))
-    assert accept_rate(state) == pytest.approx(sum(accepted) / (3 * len(steps)))
-    assert 1 + sum(accept_rate_by_position(state)) == pytest.approx(accept_length(state))
+    spec = SpecStats()
+    for n in accepted:
+        spec.add(n + 1, 3, 4)
+    assert spec.accepted_by_position == [sum(n > i for n in accepted) for i in range(3)]
+    assert spec.accept_length == pytest.approx(sum(n + 1 for n in accepted) / len(steps))
+    assert spec.accept_rate == pytest.approx(sum(accepted) / (3 * len(steps)))
+    assert 1 + sum(spec.accept_rate_by_position) == pytest.approx(spec.accept_length)
 
 
 def test_rates_without_a_step_are_none() -> None:
-    assert accept_length({}) is accept_rate({}) is graph_hit_rate({}) is padding_waste({}) is None
-    assert accept_rate_by_position({}) == []
+    spec, decode = SpecStats(), DecodeStats()
+    assert spec.accept_length is spec.accept_rate is decode.graph_hit_rate is decode.padding_waste is None
+    assert spec.accept_rate_by_position == []

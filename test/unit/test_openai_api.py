@@ -14,7 +14,7 @@ from front import IM_END, ScriptedScheduler, front, logprob_of, until
 from pydantic import TypeAdapter
 
 from runtime.entrypoints.http.responses import ErrorBody
-from runtime.entrypoints.native.protocol import Detokenized, Done, Generated, ModelInfo, Status, Tokenized
+from runtime.entrypoints.native.protocol import Detokenized, Flushed, Generated, ModelInfo, Status, Tokenized
 from runtime.entrypoints.openai.logprobs import LOWEST, CompletionLogprobs, aligned, chat_logprobs
 from runtime.entrypoints.openai.protocol import ChatCompletion, Completion, ModelCard, ModelList
 from runtime.text.decode_stream import ByteStream
@@ -470,7 +470,7 @@ def test_answers_have_the_documented_form() -> None:
         ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2}}, Generated),
         ("/tokenize", {"prompt": ["a", "b"]}, Tokenized),
         ("/detokenize", {"tokens": [97]}, Detokenized),
-        ("/flush_cache", {}, Done),
+        ("/flush_cache", {}, Flushed),
         ("/generate", {}, ErrorBody),
     ]
     reads: list[tuple[str, Any]] = [("/v1/models", ModelList), ("/v1/models/tiny", ModelCard), ("/get_model_info", ModelInfo)]

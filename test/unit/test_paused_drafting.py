@@ -282,7 +282,7 @@ def test_the_server_counts_paused_steps_apart_and_requests_are_told_of_their_dra
     _, scheduler = serve(worker, asks, {}, hear=lambda out: told.update({out.rid: out.progress.spec}), chunked_prefill_size=48)
     figures = scheduler.stats.figures()
     assert figures["spec_paused_steps_total"] == steps["paused"] > 3
-    assert f'talon:spec_paused_steps_total{{model_name="m"}} {steps["paused"]}.0\n' in Metrics("m").render(figures)[0].decode()
+    assert f'talon:spec_paused_steps_total{{model_name="m"}} {steps["paused"]}.0\n' in Metrics("m").render(scheduler.stats)[0].decode()
     assert figures["spec_verify_steps_total"] == steps["verified"] > 3
     assert figures["spec_accepted_tokens_total"] == steps["accepted"]
     assert figures["spec_accept_length"] == 1 + steps["accepted"] / steps["verified"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
 import random
@@ -18,11 +17,14 @@ from runtime.batch import CostModel, ForwardMode, ScheduleBatch, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.managers.messages import (
     AbortReq,
+    CacheFlushed,
+    CallFailed,
     ControlReply,
     ControlReq,
     DrainReq,
     GenerateReq,
     Heartbeat,
+    ProfileAt,
     RequestInfo,
     StopReq,
     TokensOut,
@@ -827,10 +829,10 @@ def test_speculation_is_counted_by_position() -> None:
     assert (total.verify_steps, total.accepted_by_position) == (spec.verify_steps, spec.accepted_by_position)
 
 
-def control(harness: Harness, what: Any, folder: str = "") -> ControlReply:
+def control(harness: Harness, what: Any, folder: str = "") -> Any:
     harness.inbox.append(ControlReq(call_id=f"c{len(harness.sent)}", what=what, folder=folder))
     harness.step()
-    return next(m for m in reversed(harness.sent) if isinstance(m, ControlReply))
+    return next(m.result for m in reversed(harness.sent) if isinstance(m, ControlReply))
 
 
 def test_server_info_names_every_figure() -> None:
@@ -840,7 +842,7 @@ def test_server_info_names_every_figure() -> None:
     harness.run_until_idle()
     harness.ask("r3", [0, 5, 6], max_new_tokens=5, ignore_eos=True)
     harness.step(2)
-    state = json.loads(control(harness, "state").body)
+    state = control(harness, "stats").figures()
     assert state["worker"]["kind"] == "fake"
     assert state["startup_seconds"] == {"load": 1.5}
     assert (state["num_running_reqs"], state["num_queue_reqs"], state["num_requests_total"]) == (1, 0, 4)
@@ -850,7 +852,8 @@ def test_server_info_names_every_figure() -> None:
     harness.run_until_idle()
     harness.now += 2.0
     harness.step()
-    assert json.loads(harness.scheduler.heartbeat().state)["generation_tokens_total"] == 20
+    assert as_sent(harness.scheduler.heartbeat()).stats == harness.scheduler.stats
+    assert harness.scheduler.stats.generation_tokens_total == 20
 
 
 def test_the_cache_is_flushed_only_when_idle() -> None:
@@ -858,22 +861,19 @@ def test_the_cache_is_flushed_only_when_idle() -> None:
     harness.ask("a", [1, 2, 3], max_new_tokens=20, ignore_eos=True)
     harness.step(2)
     refused = control(harness, "flush_cache")
-    assert not refused.ok
-    assert "1 now" in refused.error
+    assert "1 now" in refused.message
     assert refused.status == 409
     harness.inbox.append(AbortReq(all=True))  # leaves a step in flight whose requests have all ended
-    assert control(harness, "flush_cache").ok
+    assert control(harness, "flush_cache") == CacheFlushed(pages=4)
     assert harness.scheduler.admission.kv_pages.allocator.available == 512
 
 
 def test_profiling_is_passed_to_the_worker_and_its_error_to_the_caller() -> None:
     harness = Harness(limits_of())
-    assert control(harness, "start_profile", "/tmp/x").ok
-    assert json.loads(control(harness, "stop_profile").body) == {"file": "trace.json"}
-    failed = control(harness, "start_profile")
-    assert (failed.ok, failed.error, failed.status) == (False, "no folder", 500)
-    refused = control(harness, "start_profile", "/running")
-    assert (refused.ok, refused.error, refused.status) == (False, "A profile is already running. Stop it first.", 400)
+    assert control(harness, "start_profile", "/tmp/x") == ProfileAt(path="/tmp/x")
+    assert control(harness, "stop_profile") == ProfileAt(path="trace.json")
+    assert control(harness, "start_profile") == CallFailed(message="no folder", status=500)
+    assert control(harness, "start_profile", "/running") == CallFailed(message="A profile is already running. Stop it first.", status=400)
 
 
 # ---- run()

@@ -17,7 +17,6 @@ from runtime.batch import BatchResult, Pending, ScheduleBatch
 from runtime.managers.messages import AbortReq, GenerateReq, TokensOut, TokensOutBatch
 from runtime.managers.scheduler import Scheduler
 from runtime.managers.telemetry.decode_stats import DecodeStats
-from runtime.managers.telemetry.metrics import graph_hit_rate, padding_waste
 from runtime.sampling_params import SamplingParams
 from unit.driver import Driver
 from unit.predicting import VOCAB, plain, speculating
@@ -241,7 +240,7 @@ def test_each_request_is_told_how_its_own_steps_ran_and_the_server_how_all_did(
     endings = [structs.replace(GREEDY, max_new_tokens=1 + 3 * i, ignore_eos=True) for i in range(24)]
     asks = [structs.replace(a, sampling=s, stream=True) for a, s in zip(asked(GREEDY, prompts()), endings, strict=True)]
     _, scheduler = serve(witness, asks, {}, hear=hear, overlap=overlap, schedule_conservativeness=0.05, chunked_prefill_size=48)
-    state, figures = scheduler.stats, scheduler.stats.figures()
+    state = scheduler.stats
     assert state.num_retracted_requests_total > 0
     assert (state.mixed_steps > 0) == mixed
     assert all(out.progress.decode == then for out, then in said), "what was said does not change"
@@ -249,7 +248,7 @@ def test_each_request_is_told_how_its_own_steps_ran_and_the_server_how_all_did(
     assert len(told) == 24
     assert len({rate for rate, _ in told.values()}) > 3
     assert len({waste for _, waste in told.values()}) > 3
-    assert (graph_hit_rate(figures), padding_waste(figures)) == shares(witness.total)
+    assert (state.decode.graph_hit_rate, state.decode.padding_waste) == shares(witness.total)
     assert state.decode.graph_steps == decoder.replayed - replayed > 0
     assert sum(counts["steps"] for counts in witness.seen.values()) == state.decode.live_rows
     asks = [structs.replace(asks[5], rid="alone", seed=99)]

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from runtime.batch import WorkerLimits
@@ -20,15 +19,28 @@ from runtime.errors import (
     ContextTooLong,
     InvalidField,
     QueueFull,
+    RequestError,
     ServerDraining,
     ServingError,
     SlowReader,
     WorkerDied,
 )
 from runtime.managers.generation import Generation, GenerationUpdate
-from runtime.managers.messages import AbortReq, ControlReply, ControlReq, DrainReq, Finish, GenerateReq, Heartbeat, TextOut, TextOutBatch
+from runtime.managers.messages import (
+    AbortReq,
+    CallFailed,
+    ControlReply,
+    ControlReq,
+    DrainReq,
+    Finish,
+    GenerateReq,
+    Heartbeat,
+    TextOut,
+    TextOutBatch,
+)
 from runtime.managers.schedule_policy import check_request
 from runtime.managers.telemetry.progress import Progress
+from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.managers.tokenizer_manager import LONG_TEXT, TokenizerManager
 from runtime.models.config import ModelConfig
 from runtime.sampling_params import SamplingParams
@@ -400,14 +412,14 @@ def test_a_dead_process_fails_open_and_new_requests() -> None:
         desk = Desk()
         generation = await desk.manager.generate([1], SamplingParams())
         reader = asyncio.create_task(collect(generation))
-        call = asyncio.create_task(desk.manager.control("state"))
+        call = asyncio.create_task(desk.manager.fetch_stats())
         await asyncio.sleep(0.01)
         desk.manager.fail_all("detokenizer")
         for waiting in (reader, call):
             with pytest.raises(WorkerDied):
                 await waiting
         assert not desk.manager.health.alive()
-        for late in (desk.manager.generate([1], SamplingParams()), desk.manager.control("state")):
+        for late in (desk.manager.generate([1], SamplingParams()), desk.manager.fetch_stats()):
             with pytest.raises(WorkerDied):
                 await late
 
@@ -453,19 +465,19 @@ def test_draining_refuses_new_work_and_waits_for_the_old() -> None:
 def test_control_calls_get_their_own_answers() -> None:
     async def body() -> None:
         desk = Desk()
-        calls = [asyncio.create_task(desk.manager.control(what)) for what in ("state", "flush_cache")]
+        stats, flush = asyncio.create_task(desk.manager.fetch_stats()), asyncio.create_task(desk.manager.flush_cache())
         await asyncio.sleep(0)
         ids = {message.what: message.call_id for message in desk.sent if isinstance(message, ControlReq)}
-        desk.manager.handle(ControlReply(call_id=ids["flush_cache"], ok=False, error="requests are running"))
-        desk.manager.handle(ControlReply(call_id=ids["state"], ok=True, body=b'{"a":1}'))
-        assert await calls[0] == {"a": 1}
-        with pytest.raises(ServingError, match="running") as failed:
-            await calls[1]
-        assert failed.value.status == 500
-        again = asyncio.create_task(desk.manager.control("stop_profile"))
+        desk.manager.handle(ControlReply(call_id=ids["flush_cache"], result=CallFailed(message="requests are running", status=409)))
+        desk.manager.handle(ControlReply(call_id=ids["stats"], result=SchedulerStats(num_running_reqs=1)))
+        assert await stats == SchedulerStats(num_running_reqs=1)
+        with pytest.raises(RequestError, match="running") as failed:
+            await flush
+        assert failed.value.status == 409
+        again = asyncio.create_task(desk.manager.stop_profile())
         await asyncio.sleep(0)
         call = next(m for m in reversed(desk.sent) if isinstance(m, ControlReq))
-        desk.manager.handle(ControlReply(call_id=call.call_id, ok=False, error="no profile is running", status=400))
+        desk.manager.handle(ControlReply(call_id=call.call_id, result=CallFailed(message="no profile is running", status=400)))
         with pytest.raises(ServingError, match="no profile") as refused:
             await again
         assert refused.value.status == 400
@@ -476,9 +488,9 @@ def test_control_calls_get_their_own_answers() -> None:
 def test_the_latest_scheduler_statistics_are_kept() -> None:
     async def body() -> None:
         desk = Desk()
-        desk.manager.handle(Heartbeat(who="scheduler", count=1, state=msgspec.json.encode({"num_running_reqs": 2})))
+        desk.manager.handle(Heartbeat(who="scheduler", count=1, stats=SchedulerStats(num_running_reqs=2)))
         desk.manager.handle(Heartbeat(who="detokenizer", count=1))
-        assert desk.manager.state == {"num_running_reqs": 2}
+        assert desk.manager.stats == SchedulerStats(num_running_reqs=2)
         assert desk.manager.beats == {"scheduler": 1, "detokenizer": 1}
 
     run(body)

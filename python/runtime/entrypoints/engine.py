@@ -12,7 +12,8 @@ from runtime import log as logging_setup
 from runtime.config.flag_parser import from_fields
 from runtime.entrypoints.generations import Choice
 from runtime.entrypoints.native.meta_info import meta_info
-from runtime.entrypoints.processes import Runtime, prepare
+from runtime.entrypoints.prepare import prepare
+from runtime.entrypoints.processes import Runtime
 from runtime.errors import InvalidField, ServingError
 from runtime.managers.generation import Generation
 from runtime.sampling_params import SamplingParams
@@ -126,7 +127,7 @@ class Engine:
 
     def flush_cache(self) -> dict[str, object]:
         """Forget all cached prompts."""
-        return self._wait(self._alive().manager.control("flush_cache"))
+        return {"flushed_pages": self._wait(self._alive().manager.flush_cache())}
 
     def get_server_info(self) -> dict[str, object]:
         """The main options and the scheduler's statistics."""
@@ -138,7 +139,7 @@ class Engine:
             "dtype": config.device.dtype,
             "attention_backend": config.device.attention_backend,
             "context_length": config.model.context_length,
-            "internal_states": [self._wait(self._alive().manager.control("state"))],
+            "internal_states": [self._wait(self._alive().manager.fetch_stats()).figures()],
         }
 
     def shutdown(self) -> None:

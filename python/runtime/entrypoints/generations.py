@@ -8,8 +8,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from runtime.errors import RequestError
+from runtime.managers.generation import Generation, GenerationUpdate
 from runtime.managers.messages import TokenLogprobs
-from runtime.managers.tokenizer_manager import Generation, GenerationUpdate, TokenizerManager
+from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingParams
 
 MAX_UNREAD = 256

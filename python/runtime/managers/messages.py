@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from runtime.managers.telemetry.progress import Progress
+from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.sampling_params import SamplingParams
 
 
@@ -60,7 +61,7 @@ class ControlReq(Message, frozen=True, kw_only=True):
     """An administrative call, answered by one `ControlReply` of the same `call_id`."""
 
     call_id: str
-    what: Literal["flush_cache", "state", "start_profile", "stop_profile"]
+    what: Literal["stats", "flush_cache", "start_profile", "stop_profile"]
     folder: str = ""
 
 
@@ -131,22 +132,38 @@ class RequestInfo(Message, frozen=True, kw_only=True):
     prompt_tail: list[int] = []
 
 
-class ControlReply(Message, frozen=True, kw_only=True):
-    """The answer to a `ControlReq`: JSON in `body`, or an error message with its HTTP status."""
+class CacheFlushed(Message, frozen=True, kw_only=True):
+    """The prefix cache is empty; `pages` were in it."""
 
-    call_id: str
-    ok: bool
-    body: bytes = b"{}"
-    error: str = ""
+    pages: int
+
+
+class ProfileAt(Message, frozen=True, kw_only=True):
+    """A profile started in the folder `path`, or was written to the file `path`."""
+
+    path: str
+
+
+class CallFailed(Message, frozen=True, kw_only=True):
+    """An administrative call failed; `status` is the HTTP status of the error."""
+
+    message: str
     status: int = 500
 
 
+class ControlReply(Message, frozen=True, kw_only=True):
+    """The answer to the `ControlReq` of the same `call_id`."""
+
+    call_id: str
+    result: SchedulerStats | CacheFlushed | ProfileAt | CallFailed
+
+
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """A sign of life of a process. The scheduler's also carries its gauges and counters as JSON."""
+    """A sign of life of a process. `stats` are the scheduler's."""
 
     who: Literal["scheduler", "detokenizer"]
     count: int
-    state: bytes = b"{}"
+    stats: SchedulerStats | None = None
 
 
 ToDetokenizer = RequestInfo | TokensOutBatch | ControlReply | Heartbeat | DrainReq

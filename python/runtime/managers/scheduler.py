@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
-import msgspec
+from msgspec import structs
 
 from runtime.batch import BatchResult, Worker
 from runtime.config.runtime_config import CacheConfig, SchedulerConfig
@@ -17,12 +17,15 @@ from runtime.managers import schedule_policy as policy
 from runtime.managers.admission import Admission
 from runtime.managers.messages import (
     AbortReq,
+    CacheFlushed,
+    CallFailed,
     ControlReply,
     ControlReq,
     DrainReq,
     Finish,
     GenerateReq,
     Heartbeat,
+    ProfileAt,
     StopReq,
     ToDetokenizer,
     TokensOut,
@@ -145,7 +148,7 @@ class Scheduler:
                 if (req := self._reqs.pop(message.rid, None)) is not None:
                     self.admission.remove(req, keep=True)
             case ControlReq():
-                self._send(self._control(message))
+                self._send(ControlReply(call_id=message.call_id, result=self._control(message)))
             case DrainReq():
                 self._draining = True
 
@@ -171,27 +174,26 @@ class Scheduler:
         self._reqs[request.rid] = req
         self.admission.enqueue(req)
 
-    def _control(self, message: ControlReq) -> ControlReply:
+    def _control(self, message: ControlReq) -> SchedulerStats | CacheFlushed | ProfileAt | CallFailed:
         try:
-            body = self._perform(message)
+            return self._perform(message)
         except RequestError as error:
-            return ControlReply(call_id=message.call_id, ok=False, error=str(error), status=error.status)
+            return CallFailed(message=str(error), status=error.status)
         except Exception as error:  # an administrative call must not end the process
             log.exception("%s failed", message.what)
-            return ControlReply(call_id=message.call_id, ok=False, error=str(error))
-        return ControlReply(call_id=message.call_id, ok=True, body=msgspec.json.encode(body))
+            return CallFailed(message=str(error))
 
-    def _perform(self, message: ControlReq) -> dict[str, object]:
+    def _perform(self, message: ControlReq) -> SchedulerStats | CacheFlushed | ProfileAt:
         match message.what:
-            case "state":
-                return {**self.current_stats().figures(), "worker": self._worker.info()}
+            case "stats":
+                return structs.replace(self.current_stats(), worker=self._worker.info())
             case "flush_cache":
-                return {"flushed_pages": self._flush_cache()}
+                return CacheFlushed(pages=self._flush_cache())
             case "start_profile":
                 self._worker.start_profile(message.folder)
-                return {"folder": message.folder}
+                return ProfileAt(path=message.folder)
             case "stop_profile":
-                return {"file": self._worker.stop_profile()}
+                return ProfileAt(path=self._worker.stop_profile())
 
     def _flush_cache(self) -> int:
         if self._reqs:
@@ -352,6 +354,6 @@ class Scheduler:
         return stats
 
     def heartbeat(self) -> Heartbeat:
-        """A sign of life, with the statistics as JSON. Called on the heartbeat thread."""
+        """A sign of life, with the statistics. Called on the heartbeat thread."""
         self._beats += 1
-        return Heartbeat(who="scheduler", count=self._beats, state=msgspec.json.encode(self.current_stats().figures()))
+        return Heartbeat(who="scheduler", count=self._beats, stats=self.current_stats())

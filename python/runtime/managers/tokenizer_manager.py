@@ -10,9 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-import msgspec
+from typing import Literal, Protocol, TypeVar
 
 from runtime.batch import WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
@@ -20,12 +18,15 @@ from runtime.errors import InvalidField, QueueFull, RequestError, ServerDraining
 from runtime.managers.generation import Generation, GenerationUpdate
 from runtime.managers.messages import (
     AbortReq,
+    CacheFlushed,
+    CallFailed,
     ControlReply,
     ControlReq,
     DrainReq,
     Finish,
     GenerateReq,
     Heartbeat,
+    ProfileAt,
     TextOut,
     TextOutBatch,
     ToScheduler,
@@ -33,10 +34,13 @@ from runtime.managers.messages import (
 )
 from runtime.managers.request_limits import RequestLimits
 from runtime.managers.telemetry.health import Health
+from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.models.config import ModelConfig
 from runtime.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 MAX_UNREAD = 4096
 """Updates that a generation keeps for a slow reader; one more ends it."""
@@ -96,7 +100,7 @@ class TokenizerManager:
         health: what `/health` and `/ready` report.
 
     Attributes:
-        state: the scheduler's latest statistics, by name; empty before its first heartbeat.
+        stats: those of the scheduler's latest heartbeat; None before the first.
         beats: heartbeats received, by process.
         observer: receives the events of every choice.
     """
@@ -115,14 +119,14 @@ class TokenizerManager:
         self.model_config = model_config
         self.limits = limits
         self.health = health or Health()
-        self.state: dict[str, object] = {}
+        self.stats: SchedulerStats | None = None
         self.observer: Observer | None = None
         self.max_unread = MAX_UNREAD
         self.beats = {"scheduler": 0, "detokenizer": 0}
         self._send = to_scheduler
         self._open: dict[str, _Choice] = {}
         self._named: dict[str, Generation] = {}
-        self._calls: dict[str, asyncio.Future[dict[str, object]]] = {}
+        self._calls: dict[str, asyncio.Future[SchedulerStats | CacheFlushed | ProfileAt | CallFailed]] = {}
         self._trace_calls = 0
         self._serial = itertools.count(1)
         self._seeds = random.Random(config.model.random_seed)
@@ -246,24 +250,41 @@ class TokenizerManager:
 
     # ---- administration
 
-    async def control(self, what: Literal["flush_cache", "state", "start_profile", "stop_profile"], folder: str = "") -> dict[str, object]:
-        """Make one administrative call; returns the scheduler's answer.
+    async def fetch_stats(self) -> SchedulerStats:
+        """The scheduler's statistics of this moment, with those of its worker. Raises `ServingError` like every call below."""
+        return await self._call("stats", SchedulerStats)
 
-        Raises:
-            ServingError: with the scheduler's message and status; a `RequestError` if the call was at fault.
-        """
+    async def flush_cache(self) -> int:
+        """Empty the prefix cache; returns the pages that were in it. Raises a `RequestError` of status 409 while requests run."""
+        return (await self._call("flush_cache", CacheFlushed)).pages
+
+    async def start_profile(self, folder: str) -> None:
+        """Start a trace of the scheduler process."""
+        await self._call("start_profile", ProfileAt, folder)
+
+    async def stop_profile(self) -> str:
+        """End the trace; returns its file."""
+        self._trace_calls += 1
+        try:
+            return (await self._call("stop_profile", ProfileAt)).path
+        finally:
+            self._trace_calls -= 1
+
+    async def _call(self, what: Literal["stats", "flush_cache", "start_profile", "stop_profile"], expected: type[R], folder: str = "") -> R:
+        """Make one call to the scheduler; raises its error with its status."""
         if not self.health.alive():
             raise WorkerDied(self.health.dead or "scheduler")
         call_id = f"call-{next(self._serial)}"
-        self._trace_calls += what == "stop_profile"
-        reply: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = reply
+        reply = self._calls[call_id] = asyncio.get_running_loop().create_future()
         try:
             self._send(ControlReq(call_id=call_id, what=what, folder=folder))
-            return await reply
+            result = await reply
         finally:
             self._calls.pop(call_id, None)
-            self._trace_calls -= what == "stop_profile"
+        if isinstance(result, CallFailed):
+            raise _error(result.message, result.status, ServingError)
+        assert isinstance(result, expected), f"{what} was answered by {type(result).__name__}"
+        return result
 
     @property
     def writes_trace(self) -> bool:
@@ -311,11 +332,12 @@ class TokenizerManager:
                 for out in message.outs:
                     self._deliver(out, now)
             case ControlReply():
-                self._answer(message)
+                reply = self._calls.get(message.call_id)
+                if reply is not None and not reply.done():
+                    reply.set_result(message.result)
             case Heartbeat():
                 self.beats[message.who] += 1
-                if message.who == "scheduler":
-                    self.state = msgspec.json.decode(message.state, type=dict[str, object])
+                self.stats = message.stats or self.stats
 
     def _deliver(self, out: TextOut, now: float) -> None:
         choice = self._open.get(out.rid)
@@ -334,15 +356,6 @@ class TokenizerManager:
             self.release(generation)
         elif finish is not None:
             self._end(out.rid, update)
-
-    def _answer(self, message: ControlReply) -> None:
-        reply = self._calls.get(message.call_id)
-        if reply is None or reply.done():
-            return
-        if message.ok:
-            reply.set_result(msgspec.json.decode(message.body, type=dict[str, object]))
-        else:
-            reply.set_exception(_error(message.error, message.status, ServingError))
 
     # ---- open choices
 

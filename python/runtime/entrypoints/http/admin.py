@@ -15,15 +15,8 @@ from runtime.entrypoints.http.responses import json_response, status_response
 from runtime.entrypoints.http.sse import until_gone
 from runtime.entrypoints.native.protocol import AbortBody, ProfileBody
 from runtime.errors import QueueFull, RequestError, ServingError
-from runtime.managers.telemetry.metrics import (
-    Metrics,
-    State,
-    accept_length,
-    accept_rate,
-    accept_rate_by_position,
-    graph_hit_rate,
-    padding_waste,
-)
+from runtime.managers.telemetry.metrics import Metrics
+from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingParams
 
@@ -31,7 +24,7 @@ GENERATE_SECONDS = 20.0
 """How long /health_generate waits for a token."""
 LOOK_SECONDS = 1.0
 """How often it checks whether other requests got tokens meanwhile."""
-STATE_SECONDS = 2.0
+STATS_SECONDS = 2.0
 """How long a request for statistics waits before it shows those of the last heartbeat."""
 SECRETS = ("api_key", "admin_api_key")
 
@@ -92,8 +85,9 @@ class AdminApi:
             own.cancel()
             await asyncio.gather(own, return_exceptions=True)
 
-    async def _generated(self) -> object:
-        return (await self._fresh_state()).get("generation_tokens_total")
+    async def _generated(self) -> int:
+        stats = await self._fresh_stats()
+        return 0 if stats is None else stats.generation_tokens_total
 
     async def _one_token(self) -> None:
         config = self.manager.model_config
@@ -107,9 +101,8 @@ class AdminApi:
     async def server_info(self) -> Response:
         """The resolved configuration without its keys, the limits, and the scheduler's statistics."""
         config = self.manager.config.by_flag()
-        state = await self._fresh_state()
+        stats = await self._fresh_stats() or SchedulerStats()
         shown = {name: value for name, value in config.items() if name not in SECRETS}
-        figures = {**state, **derived(state)}
         more = {
             "version": __version__,
             "status": "ready" if self.manager.health.ready() else self.manager.health.reason,
@@ -117,16 +110,16 @@ class AdminApi:
             "max_total_num_tokens": self.manager.limits.max_total_tokens,
             "max_context_len": self.manager.max_context_len,
             "limits": msgspec.to_builtins(self.manager.limits),
-            "avg_spec_accept_length": accept_length(state),
-            "internal_states": [figures],
+            "avg_spec_accept_length": stats.spec.accept_length,
+            "internal_states": [stats.figures()],
         }
         return json_response({**shown, **more})
 
-    async def _fresh_state(self) -> State:
+    async def _fresh_stats(self) -> SchedulerStats | None:
         try:
-            return await asyncio.wait_for(self.manager.control("state"), STATE_SECONDS)
+            return await asyncio.wait_for(self.manager.fetch_stats(), STATS_SECONDS)
         except (asyncio.TimeoutError, ServingError):
-            return self.manager.state
+            return self.manager.stats
 
     async def model_info(self) -> Response:
         """The model that is served."""
@@ -148,14 +141,14 @@ class AdminApi:
         """Metrics in Prometheus' text format."""
         if not self.manager.config.server.enable_metrics:
             return status_response(404, "Metrics are off. Start the server with --enable-metrics.")
-        text, media_type = self.metrics.render(await self._fresh_state())
+        text, media_type = self.metrics.render(await self._fresh_stats())
         return Response(text, media_type=media_type)
 
     # ---- administration
 
     async def flush_cache(self) -> Response:
         """Forget cached prefixes; those in use stay."""
-        return json_response({"success": True, **await self.manager.control("flush_cache")})
+        return json_response({"success": True, "flushed_pages": await self.manager.flush_cache()})
 
     async def abort_request(self, body: AbortBody) -> Response:
         """End one request by its `rid`, or all with `abort_all`. An unknown `rid` is not an error."""
@@ -167,19 +160,9 @@ class AdminApi:
         folder = self.manager.config.server.profile_folder
         if folder is None:
             raise RequestError("Profiling needs a folder. Start the server with --profile FOLDER.")
-        return json_response({"success": True, **await self.manager.control("start_profile", folder)})
+        await self.manager.start_profile(folder)
+        return json_response({"success": True, "folder": folder})
 
     async def stop_profile(self, body: ProfileBody) -> Response:
         """End the trace; the answer names its file."""
-        return json_response({"success": True, **await self.manager.control("stop_profile")})
-
-
-def derived(state: State) -> dict[str, object]:
-    """Rates computed from the scheduler's counters, under the names that clients look for."""
-    return {
-        "avg_spec_accept_length": accept_length(state),
-        "spec_accept_rate": accept_rate(state),
-        "per_position_acceptance": accept_rate_by_position(state),
-        "graph_hit_rate": graph_hit_rate(state),
-        "padding_waste": padding_waste(state),
-    }
+        return json_response({"success": True, "file": await self.manager.stop_profile()})

@@ -12,7 +12,17 @@ from runtime.entrypoints.http.admin import AdminApi
 from runtime.entrypoints.http.body_route import IGNORED_HEADER, BodyRoute
 from runtime.entrypoints.http.responses import ErrorBody
 from runtime.entrypoints.native.generate import GenerateApi
-from runtime.entrypoints.native.protocol import Detokenized, Done, Generated, ModelInfo, Status, Tokenized
+from runtime.entrypoints.native.protocol import (
+    Detokenized,
+    Done,
+    Flushed,
+    Generated,
+    ModelInfo,
+    ProfileStarted,
+    ProfileWritten,
+    Status,
+    Tokenized,
+)
 from runtime.entrypoints.native.tokens import TokenApi
 from runtime.entrypoints.openai.chat import ChatApi
 from runtime.entrypoints.openai.completions import CompletionApi
@@ -60,7 +70,7 @@ def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> Non
         ("/v1/models/{model:path}", model.one_model, ModelCard, (404,)),
     ):
         app.add_api_route(path, handler, response_model=answer, responses=_errors(*statuses))
-    app.add_api_route("/flush_cache", admin.flush_cache, methods=["POST"], response_model=Done, responses=_errors(409, 503))
+    app.add_api_route("/flush_cache", admin.flush_cache, methods=["POST"], response_model=Flushed, responses=_errors(409, 503))
     app.add_api_route("/flush_cache", admin.flush_cache, response_model=None, include_in_schema=False)
     _add_posts(app, admin, TokenApi(manager, manager.tokenizer))
     _add_generation(app, manager, manager.tokenizer, model)
@@ -72,8 +82,8 @@ def _add_posts(app: FastAPI, admin: AdminApi, tokens: TokenApi) -> None:
         ("/v1/tokenize", tokens.tokenize, Tokenized),
         ("/detokenize", tokens.detokenize, Detokenized),
         ("/abort_request", admin.abort_request, Done),
-        ("/start_profile", admin.start_profile, Done),
-        ("/stop_profile", admin.stop_profile, Done),
+        ("/start_profile", admin.start_profile, ProfileStarted),
+        ("/stop_profile", admin.stop_profile, ProfileWritten),
     ):
         _add_body_route(app, path, handler, answer, _errors(408, 503))
 

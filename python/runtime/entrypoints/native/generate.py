@@ -16,7 +16,8 @@ from runtime.entrypoints.http.sse import DONE, EventStream, event, until_gone
 from runtime.entrypoints.native.meta_info import meta_info
 from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.logprobs import Top, aligned, finite
-from runtime.managers.tokenizer_manager import Generation, TokenizerManager
+from runtime.managers.generation import Generation
+from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]

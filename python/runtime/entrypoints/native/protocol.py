@@ -240,11 +240,27 @@ class Detokenized(BaseModel):
 
 
 class Done(BaseModel):
-    """An administrative call succeeded; it may report more."""
-
-    model_config = ConfigDict(extra="allow")
+    """An administrative call succeeded."""
 
     success: Literal[True]
+
+
+class Flushed(Done):
+    """The prefix cache is empty; `flushed_pages` were in it."""
+
+    flushed_pages: int
+
+
+class ProfileStarted(Done):
+    """A trace has started; its file will be in `folder`."""
+
+    folder: str
+
+
+class ProfileWritten(Done):
+    """The trace was written to `file`."""
+
+    file: str
 
 
 class Status(BaseModel):

@@ -20,7 +20,8 @@ from runtime.entrypoints.openai.protocol import ChatBody
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.entrypoints.openai.usage import UsageCounter
 from runtime.errors import RequestError, UnsupportedField
-from runtime.managers.tokenizer_manager import GenerationUpdate, TokenizerManager
+from runtime.managers.generation import GenerationUpdate
+from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
 
 LONG_CHAT = 2048

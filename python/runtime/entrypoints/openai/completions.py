@@ -17,7 +17,8 @@ from runtime.entrypoints.openai.logprobs import CompletionLogprobs, Top, aligned
 from runtime.entrypoints.openai.protocol import CompletionBody
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.entrypoints.openai.usage import UsageCounter
-from runtime.managers.tokenizer_manager import Generation, GenerationUpdate, TokenizerManager
+from runtime.managers.generation import Generation, GenerationUpdate
+from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.decode_stream import PROMPT_TAIL
 from runtime.text.tokenizer import Tokenizer
 

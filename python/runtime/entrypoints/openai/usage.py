@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from runtime.entrypoints.generations import Choice, Generations
-from runtime.managers.tokenizer_manager import GenerationUpdate
+from runtime.managers.generation import GenerationUpdate
 
 
 class UsageCounter:

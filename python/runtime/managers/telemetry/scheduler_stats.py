@@ -9,7 +9,7 @@ from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.spec_stats import SpecStats
 
 
-class SchedulerStats(msgspec.Struct, kw_only=True):
+class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
     """Gauges of this moment, and counters since the start. Times are in seconds.
 
     Attributes:
@@ -20,6 +20,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
         decode: steps without prompt tokens.
         spec: all drafts.
         startup_seconds: duration of each phase of the start.
+        worker: what the worker reports about itself; empty in heartbeats.
     """
 
     num_running_reqs: int = 0
@@ -44,6 +45,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     decode: DecodeStats = msgspec.field(default_factory=DecodeStats)
     spec: SpecStats = msgspec.field(default_factory=SpecStats)
     startup_seconds: dict[str, float] = {}
+    worker: dict[str, object] = {}
 
     @property
     def steps(self) -> int:
@@ -85,5 +87,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
             "spec_accepted_tokens_total": spec.accepted_tokens,
             "spec_accepted_by_position": spec.accepted_by_position,
             "spec_accept_length": spec.accept_length or 0.0,
-            "spec_accept_rate": spec.accept_rate or 0.0,
+            "avg_spec_accept_length": spec.accept_length,
+            "spec_accept_rate": spec.accept_rate,
+            "per_position_acceptance": spec.accept_rate_by_position,
+            **decode.shares(),
         }

@@ -7,7 +7,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
@@ -323,6 +323,16 @@ class TokenizerManager:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- replies
+
+    async def serve(self, receive: Callable[[], Awaitable[ToTokenizer]]) -> None:
+        """Process messages until cancelled. An unexpected error is logged, fails all that is open, and is raised."""
+        try:
+            while True:
+                self.handle(await receive())
+        except Exception:
+            log.exception("the tokenizer manager failed")
+            self.fail_all("tokenizer")
+            raise
 
     def handle(self, message: ToTokenizer) -> None:
         """Process one message of the detokenizer."""

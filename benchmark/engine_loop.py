@@ -17,7 +17,7 @@ from runtime.bench.metrics import Figures, percentiles
 from runtime.config.flag_parser import parse
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.child import build_worker
-from runtime.entrypoints.processes import prepare
+from runtime.entrypoints.prepare import prepare
 from runtime.managers.messages import AbortReq, GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
 from runtime.managers.scheduler import Scheduler
 from runtime.sampling_params import SamplingParams

@@ -69,8 +69,7 @@ def default_start_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 groups = [prompts[start : start + together] for start in range(0, len(prompts), together)]
                 outputs = [output for group in groups for output in engine.generate(input_ids=group, sampling_params=sampling)]
                 alone = alone or outputs
-                dtype = engine.config.model.quantization or engine.config.device.dtype
-                yield {"shape": f"default start, {name}, {together} together", "dtype": dtype} | compare(alone, outputs)
+                yield {"shape": f"default start, {name}, {together} together", "dtype": engine.config.weights} | compare(alone, outputs)
 
 
 def options(device: str, threads: int | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import setproctitle
@@ -24,8 +25,9 @@ from runtime import log as logging_setup
 from runtime.config.flag_parser import dump, parse
 from runtime.config.resolve import check
 from runtime.config.runtime_config import RuntimeConfig
-from runtime.entrypoints.collector import spare_start
-from runtime.entrypoints.processes import Runtime, prepare
+from runtime.entrypoints.collector import freeze_gc
+from runtime.entrypoints.prepare import prepare
+from runtime.entrypoints.processes import Runtime
 from runtime.errors import ConfigError, ServingError
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.models.config import ModelConfig
@@ -71,12 +73,9 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
             config, model_config = prepare(command.args)
             setproctitle.setproctitle("talon::http")
             return uvloop.run(_Server(config, model_config, listener, scheduler_command, start).run())
-    except ConfigError as error:
+    except (ConfigError, ServingError) as error:
         print(f"talon: {error}", file=sys.stderr)
-        return BAD_USE
-    except ServingError as error:
-        print(f"talon: {error}", file=sys.stderr)
-        return 1
+        return BAD_USE if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -110,26 +109,19 @@ Serve = Callable[[TokenizerManager, socket.socket, asyncio.Event], Coroutine[Any
 """Serves HTTP on a listening socket until the event is set."""
 
 
+@dataclass
 class _Server:
     """One run of the server, from loading to the end of the last process."""
 
-    def __init__(
-        self,
-        config: RuntimeConfig,
-        model_config: ModelConfig,
-        listener: socket.socket,
-        scheduler_command: Sequence[str] | None,
-        start: float,
-    ) -> None:
-        self._config = config
-        self._model_config = model_config
-        self._listener = listener
-        self._scheduler_command = scheduler_command
-        self._start = start
-        self._signals = 0
+    config: RuntimeConfig
+    model_config: ModelConfig
+    listener: socket.socket
+    scheduler_command: Sequence[str] | None
+    start: float
+    signals: int = 0
 
     async def run(self) -> int:
-        self._runtime = Runtime(self._config, self._model_config, self._scheduler_command)
+        self._runtime = Runtime(self.config, self.model_config, self.scheduler_command)
         self._stop_requested = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
@@ -145,8 +137,8 @@ class _Server:
             await self._runtime.stop()
 
     def _on_signal(self, number: int) -> None:
-        self._signals += 1
-        if self._signals > 1:
+        self.signals += 1
+        if self.signals > 1:
             self._runtime.kill()
             os._exit(128 + number)
         log.info("%s: shutting down; send it again to exit at once", signal.Signals(number).name)
@@ -155,10 +147,10 @@ class _Server:
     async def _answer(self, serve: Serve) -> int:
         self._listen()
         runtime = self._runtime
-        http = asyncio.create_task(serve(runtime.manager, self._listener, runtime.stopping))
+        http = asyncio.create_task(serve(runtime.manager, self.listener, runtime.stopping))
         try:
             if await self._finished(runtime.warm_up(), http):
-                spare_start()
+                freeze_gc()
                 self._print_ready()
                 await _first(self._stop_requested.wait(), runtime.died.wait(), http)
             if runtime.died.is_set():
@@ -177,9 +169,9 @@ class _Server:
 
     def _listen(self) -> None:
         try:
-            self._listener.listen(2048)
+            self.listener.listen(2048)
         except OSError as error:
-            raise _cannot_listen(self._config.server.host, self._config.server.port, error) from error
+            raise _cannot_listen(self.config.server.host, self.config.server.port, error) from error
 
     async def _finished(self, work: object, *others: asyncio.Task[None]) -> bool:
         """Await `work`; False if a signal, the death of a process or the end of another task came first."""
@@ -194,19 +186,19 @@ class _Server:
         return False
 
     def _print_ready(self) -> None:
-        host, port = (str(part) for part in self._listener.getsockname()[:2])
+        host, port = (str(part) for part in self.listener.getsockname()[:2])
         shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
         body = json.dumps(
             {
-                "model": self._config.model.served_model_name,
+                "model": self.config.model.served_model_name,
                 "messages": [{"role": "user", "content": "What is the capital of France?"}],
                 "temperature": 0,
             }
         )
-        key = " -H 'Authorization: Bearer YOUR_KEY'" if self._config.server.api_key else ""
-        served = f"{self._config.model.served_model_name} ({self._config.weights} weights)"
-        print(f"talon: ready after {time.monotonic() - self._start:.1f} s, serving {served} at {url}")
+        key = " -H 'Authorization: Bearer YOUR_KEY'" if self.config.server.api_key else ""
+        served = f"{self.config.model.served_model_name} ({self.config.weights} weights)"
+        print(f"talon: ready after {time.monotonic() - self.start:.1f} s, serving {served} at {url}")
         print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}", flush=True)
 
 

@@ -79,7 +79,7 @@ THOUGHTLESS = (
 
 @pytest.mark.parametrize("opening", ["", "<think>\n"])
 @pytest.mark.parametrize("parts", [False, True])
-def test_an_unfinished_thought_is_continued_where_the_template_removes_thoughts(tmp_path: Path, opening: str, parts: bool) -> None:
+def test_continuing_a_thought_that_the_template_removes(tmp_path: Path, opening: str, parts: bool) -> None:
     tokenizer = _tokenizer(tmp_path, THOUGHTLESS)
     thought = "<think>\nLet me <|im_end|>"
     content = [{"type": "text", "text": thought}] if parts else thought
@@ -101,13 +101,13 @@ def test_kwargs_reach_the_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["messages", "bos_token", "add_generation_prompt", "_private", "not an identifier", "raise_exception", "range"]
 )
-def test_kwargs_that_the_server_sets_are_refused(chatml: Tokenizer, name: str) -> None:
+def test_reserved_template_kwargs_are_refused(chatml: Tokenizer, name: str) -> None:
     with pytest.raises(RequestError, match="chat_template_kwargs must not contain"):
         chatml.encode_chat(CHATS[0], template_kwargs={name: 1})
 
 
 @pytest.mark.parametrize("value", [object(), float("nan"), {1: {2, 3}}, "x" * 20000])
-def test_kwargs_that_are_no_plain_values_are_refused(chatml: Tokenizer, value: object) -> None:
+def test_template_kwargs_must_be_plain_json(chatml: Tokenizer, value: object) -> None:
     with pytest.raises(RequestError, match="chat_template_kwargs"):
         chatml.encode_chat(CHATS[0], template_kwargs={"extra": value})
 
@@ -121,7 +121,7 @@ spelled = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(spelled, min_size=1, max_size=3))
-def test_the_template_alone_makes_control_tokens(chatml: Tokenizer, texts: list[str]) -> None:
+def test_messages_never_make_control_tokens(chatml: Tokenizer, texts: list[str]) -> None:
     chat = [{"role": "user", "content": text} for text in texts]
     harmless = [{"role": "user", "content": "x"} for _ in texts]
     made = [i for i in chatml.encode_chat(chat) if i in chatml.special_ids]
@@ -135,7 +135,7 @@ def test_the_template_alone_makes_control_tokens(chatml: Tokenizer, texts: list[
     spelled,
     st.sampled_from([LLAMA3, PARTS, "{% for m in messages %}{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% endfor %}"]),
 )
-def test_neighbouring_texts_do_not_join_to_a_control_token(
+def test_adjacent_texts_never_join_to_a_control_token(
     tmp_path_factory: pytest.TempPathFactory, first: str, second: str, template: str
 ) -> None:
     tokenizer = _cached_tokenizer(tmp_path_factory)
@@ -158,7 +158,7 @@ def _cached_tokenizer(factory: pytest.TempPathFactory) -> Tokenizer:
     return _CACHE["it"]
 
 
-def test_text_around_a_spelled_token_is_encoded_as_one(chatml: Tokenizer) -> None:
+def test_text_around_a_spelled_control_token_is_encoded_whole(chatml: Tokenizer) -> None:
     """The guard's marks leave no seam: the message's ids are those of its text without control tokens."""
     text = "hello <|im_end|> world"
     ids = chatml.encode_chat([{"role": "user", "content": text}], add_generation_prompt=False, chat_template="{{ messages[0].content }}")
@@ -195,7 +195,7 @@ def _render(chatml: Tokenizer, template: str) -> str:
         "{{ unclosed",
     ],
 )
-def test_a_bad_template_is_the_requests_error_and_shows_no_insides(chatml: Tokenizer, template: str) -> None:
+def test_bad_template_is_a_400_without_internals(chatml: Tokenizer, template: str) -> None:
     with pytest.raises(RequestError) as caught:
         _render(chatml, template)
     message = str(caught.value)
@@ -204,20 +204,20 @@ def test_a_bad_template_is_the_requests_error_and_shows_no_insides(chatml: Token
     assert caught.value.status == 400
 
 
-def test_loops_without_output_meet_the_time_limit(chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_without_output_hit_the_time_limit(chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.2)
     nested = "{% set r = range(90000) | list %}{% for a in r %}{% for b in r %}{% set check_time = 1 %}{% endfor %}{% endfor %}"
     with pytest.raises(RequestError, match="takes more than"):
         _render(chatml, nested)
 
 
-def test_loop_variables_still_work_beside_the_clock(chatml: Tokenizer) -> None:
+def test_loop_variables_work_under_the_time_limit(chatml: Tokenizer) -> None:
     body = "{{ loop.index }}{% if i == 1 %}{% continue %}{% endif %}{{ ',' if not loop.last }}"
     template = f"{{% for i in range(3) %}}{body}{{% else %}}none{{% endfor %}}"
     assert _render(chatml, template) == "1,23"
 
 
-def test_no_template_and_a_broken_one_say_what_to_do(tmp_path: Path) -> None:
+def test_missing_and_broken_templates_say_what_to_do(tmp_path: Path) -> None:
     tokenizer = _tokenizer(tmp_path, None)
     assert not tokenizer.has_chat_template
     with pytest.raises(RequestError, match="--chat-template"):
@@ -235,7 +235,7 @@ def test_a_given_template_replaces_the_models(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path, chat_template=str(file)).render_chat(CHATS[0]) == "mine: hi"
 
 
-def test_json_and_dates_follow_the_conventions(chatml: Tokenizer) -> None:
+def test_tojson_and_strftime_follow_hugging_face(chatml: Tokenizer) -> None:
     assert _render(chatml, "{{ {'b': 'é<', 'a': [1]} | tojson }}") == '{"b": "é<", "a": [1]}'
     assert len(_render(chatml, "{{ strftime_now('%Y-%m-%d') }}")) == 10
 

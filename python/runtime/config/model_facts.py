@@ -12,13 +12,13 @@ class ModelFacts:
     """What `resolve` must know of a model before it is loaded.
 
     Attributes:
-        path: its folder on this machine.
-        load_format: whether its weights are read or made up.
-        tokenizer_path: the folder of its tokenizer.
-        name: what to call it in the API.
-        dtype: the type its weights are kept in.
-        max_context_len, vocab_size, head_dim: its shape.
-        embedded: whether it is the default that comes with the server.
+        path: folder on this machine.
+        load_format: format of the weights; dummy weights are random.
+        tokenizer_path: folder of the tokenizer.
+        name: default name in the API.
+        dtype: type of the stored weights.
+        max_context_len, vocab_size, head_dim: shape of the model.
+        embedded: whether it is the model that comes with the server.
     """
 
     path: str

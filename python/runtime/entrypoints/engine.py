@@ -12,7 +12,8 @@ from runtime import log as logging_setup
 from runtime.config.flag_parser import from_fields
 from runtime.entrypoints.generations import Choice
 from runtime.entrypoints.native.meta_info import meta_info
-from runtime.entrypoints.processes import Runtime, prepare
+from runtime.entrypoints.prepare import prepare
+from runtime.entrypoints.processes import Runtime
 from runtime.errors import InvalidField, ServingError
 from runtime.managers.generation import Generation
 from runtime.sampling_params import SamplingParams

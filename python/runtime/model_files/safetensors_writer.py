@@ -1,4 +1,4 @@
-"""A safetensors file written tensor by tensor, so that memory holds one of them at a time."""
+"""Writing of a safetensors file tensor by tensor, so that memory holds one tensor at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], dtype: Dty
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # keeps the data aligned, so that it can be mapped
+    text += b" " * (-len(text) % 8)  # aligns the data for memory mapping
     with path.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
@@ -34,7 +34,7 @@ def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], dtype: Dty
 
 
 def is_whole_safetensors(path: Path) -> bool:
-    """Whether `path` is a safetensors file of exactly the length that its header promises."""
+    """Whether `path` is a safetensors file of exactly the length that its header states."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

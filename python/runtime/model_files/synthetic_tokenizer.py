@@ -1,4 +1,4 @@
-"""A tokenizer for models without one: benchmarks with random weights need ids that are text and come back as themselves."""
+"""A tokenizer for random weights: each id is a text of its own, and encodes back to the same id."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def write_synthetic_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write a tokenizer of `vocab_size` ids: 256 bytes, then one word of letters for every further id.
+    """Write a tokenizer of `vocab_size` ids: 256 bytes, then one word of letters for each further id.
 
-    A text of such words, each after a space, has as many tokens as words.
+    A text of such words, each after a space, has one token per word.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [f"Ġ{_letters(i)}" for i in range(max(0, vocab_size - len(alphabet)))]
     vocab = {token: i for i, token in enumerate([*alphabet, *words][:vocab_size])}
-    # Without merges a word of the vocabulary is found whole, and anything else falls apart into bytes.
+    # Without merges, a word of the vocabulary is found as a whole and any other text becomes bytes.
     tokenizer = Tokenizer(BPE(vocab, [], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -32,7 +32,7 @@ def write_synthetic_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def is_synthetic_tokenizer(folder: Path) -> bool:
-    """Whether `folder` holds all files of one."""
+    """Whether `folder` holds all files of a synthetic tokenizer."""
     return all((folder / name).is_file() for name in FILES)
 
 

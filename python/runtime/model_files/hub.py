@@ -1,0 +1,45 @@
+"""Models on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from runtime.errors import ConfigError
+
+_MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def is_model_id(name: str) -> bool:
+    """Whether `name` has the form "owner/name"."""
+    return _MODEL_ID.fullmatch(name) is not None
+
+
+def download(model_id: str, revision: str | None, patterns: list[str], flag: str) -> Path:
+    """Fetch files of a model, or find them in the hub's own cache.
+
+    Args:
+        model_id: "owner/name".
+        revision: branch, tag or commit.
+        patterns: which files; name none that can hold code.
+        flag: the flag that names the model, for errors.
+
+    Raises:
+        ConfigError: the files cannot be fetched; says what to do.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        return Path(snapshot_download(model_id, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
+    except GatedRepoError as error:
+        raise ConfigError(f"{model_id} is gated: accept its terms on the hub and log in with 'hf auth login'") from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"{model_id} has no revision {revision!r}") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(f"{model_id!r} is not a local folder, and on the hub it is missing or private ('hf auth login')") from error
+    except (LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"{model_id} is not in the local cache and the hub cannot be reached ({type(error).__name__}); "
+            f"download it on a machine with a network and give the folder as {flag}"
+        ) from error

@@ -11,7 +11,6 @@ from runtime.errors import ServingError
 from runtime.managers.messages import Finish, TextOut, TokenLogprobs
 from runtime.managers.telemetry.progress import Progress
 
-
 Release = Callable[["Generation"], None]
 
 

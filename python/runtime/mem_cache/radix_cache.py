@@ -120,7 +120,7 @@ class RadixCache:
             node = node.parent
 
     def evict(self, count: int) -> Int32:
-        """Remove up to `count` unlocked pages for the caller to free: least recently used first, leaves before parents."""
+        """Remove up to `count` unlocked pages for the caller to free: least recently used first, then their parents."""
         freed: list[Int32] = []
         while count > 0 and self._heap:
             stamp, _, node = heapq.heappop(self._heap)

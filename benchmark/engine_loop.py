@@ -60,7 +60,12 @@ class Served:
     def figures(self) -> Figures:
         """The figures, with the names and definitions of `bench_serving`."""
         rate = self.tokens / self.seconds
-        return {"duration": self.seconds, "output_throughput": rate, **percentiles("ttft", self.ttfts), **percentiles("tpot", self.tpots)}
+        return {
+            "duration": self.seconds,
+            "output_throughput": rate,
+            **percentiles("ttft", self.ttfts),
+            **percentiles("tpot", self.tpots),
+        }
 
 
 class EngineLoop:

@@ -1,4 +1,4 @@
-"""Short prompts through padded buffers give what they give by themselves, and padding leaves no trace."""
+"""Short prompts give the same results through padded buffers, and padding leaves no trace."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def kv(target: Target) -> list[torch.Tensor]:
     return [cache.clone() for cache in caches(target)]
 
 
-def test_sizes_without_a_graph_are_said_to_be_tokens(
+def test_prompt_sizes_without_a_graph_are_named_as_tokens(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, target: Target
 ) -> None:
     def starved(self: CallPool, key: GraphKey, function: Replay) -> Replay:
@@ -156,7 +156,7 @@ def test_a_chunk_is_what_it_is_without_padding(target: Target, start: int, count
     ],
     ids=str,
 )
-def test_a_few_chunks_are_replayed_one_after_the_other_and_give_what_one_ragged_pass_gives(target: Target, spans: Spans) -> None:
+def test_replayed_chunks_equal_one_ragged_pass(target: Target, spans: Spans) -> None:
     check_that_replays_equal_the_ragged_pass(target, spans)
 
 
@@ -172,7 +172,7 @@ def test_one_after_the_other_leaves_nothing_behind(target: Target) -> None:
 
 
 @torch.inference_mode()
-def test_a_plan_is_told_of_as_many_keys_as_there_are(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_include_padding(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the padding's too: a plan of fewer would be too small for the pass."""
     prompts, backend, seen = short_prompts(target), target.runner.backend, list[int]()
     prepare = backend.prepare
@@ -199,7 +199,7 @@ def test_a_single_prompt_is_not_copied(target: Target) -> None:
 
 
 @torch.inference_mode()
-def test_long_chunks_and_the_end_of_the_page_table_run_eagerly_all_of_the_batch(target: Target) -> None:
+def test_batches_that_do_not_fit_a_graph_run_eagerly(target: Target) -> None:
     prompts, table = short_prompts(target), target.page_table
     end = table.max_pages * table.page_size
     before = kv(target)
@@ -214,7 +214,7 @@ def test_long_chunks_and_the_end_of_the_page_table_run_eagerly_all_of_the_batch(
 
 
 @torch.inference_mode()
-def test_several_prompts_are_replayed_while_that_takes_no_longer_than_launching_one_pass(target: Target) -> None:
+def test_several_prompts_are_replayed_if_that_is_faster(target: Target) -> None:
     def replayed(free: int, *lens: int) -> bool:
         return short_prompts(target, free=free).run(chunks(target, {ROW + i: (0, n) for i, n in enumerate(lens)})) is not None
 
@@ -271,17 +271,17 @@ def test_several_replays_read_the_weights_each_and_compute_their_padding(model: 
         ((1_000_000_000_000, 100), 2048, []),
     ],
 )
-def test_sizes_double_up_to_what_launching_pays_for_and_a_full_chunk_has_one(model: tuple[int, int], most: int, sizes: list[int]) -> None:
+def test_sizes_double_up_to_the_free_tokens(model: tuple[int, int], most: int, sizes: list[int]) -> None:
     assert cost(*model).sizes(most) == sizes
 
 
-def test_what_launching_pays_for_is_in_proportion_to_kernels_and_against_parameters() -> None:
+def test_free_tokens_follow_kernels_and_parameters() -> None:
     assert cost(1_000_000_000, 100).free_tokens == 900  # 3 ms of launching; 2 GFLOP a token take 3.3 us at 6e14 FLOP/s
     assert cost(2_000_000_000, 100).free_tokens == 450
     assert cost(1_000_000_000, 300).free_tokens == 2700
 
 
-def test_a_pass_is_bound_by_computing_from_twice_what_is_hidden() -> None:
+def test_a_pass_saturates_at_twice_the_free_tokens() -> None:
     assert cost(*LLAMA_8B).saturating_tokens == 2 * cost(*LLAMA_8B).free_tokens == 768
     assert cost(70_000_000_000, 730).saturating_tokens == 512, "reading weights hides more than launching"
     assert cost(*SMOLLM2).saturating_tokens > 16384, "launching hides whole chunks"
@@ -341,7 +341,7 @@ def test_attention_that_cannot_be_captured_leaves_prompts_as_they_are(target: Ta
 @pytest.mark.parametrize(
     ("chunk", "context", "sizes"), [(64, 256, [32, 64]), (100, 256, [32, 64, 100]), (2048, 256, [32, 64, 128, 256]), (16, 256, [16])]
 )
-def test_graphs_reach_up_to_a_full_chunk_and_no_further_than_a_request_can(
+def test_graphs_end_at_the_chunk_and_the_context(
     target: Target, monkeypatch: pytest.MonkeyPatch, chunk: int, context: int, sizes: list[int]
 ) -> None:
     (runner,) = add_as_on_a_gpu(target, monkeypatch, chunked_prefill_size=chunk, context_length=context)
@@ -362,7 +362,7 @@ def test_graphs_follow_the_size_of_the_model(target: Target, monkeypatch: pytest
         target.short_prompts = None
 
 
-def test_a_batch_of_short_prompts_is_answered_as_if_run_eagerly(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_prompts_give_the_eager_answers(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = {r: np.random.default_rng(r).integers(2, 90, 3 + 9 * r).tolist() for r in (5, 1, 3)}
     expected = Driver(worker)
     expected.prefill(prompts, chunk=20)

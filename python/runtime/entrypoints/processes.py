@@ -145,8 +145,10 @@ class Runtime:
 
     async def _receive(self) -> None:
         assert self._inbox is not None
-        while True:
-            self.manager.handle(await self._inbox.receive())
+        try:
+            await self.manager.serve(self._inbox.receive)
+        except Exception:  # logged by the manager
+            self.died.set()
 
     async def _await_end(self, child: ChildProcess) -> None:
         await child.gone.wait()

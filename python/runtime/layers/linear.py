@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 INT8_DIRECT_ROWS = 16
-"""Up to this many tokens the packed int8 kernel wins on CPU; above it one dequantisation and a bfloat16 product do (measured, AVX-512)."""
+"""Up to this many rows the packed int8 kernel is faster on a CPU, above it dequantisation and a bfloat16 GEMM (measured, AVX-512)."""
 INT8_K_MULTIPLE = 32
 INT8_N_MULTIPLE = 4
 

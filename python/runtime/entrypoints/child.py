@@ -1,4 +1,4 @@
-"""A child process: it reads its configuration from stdin, reports its status through a pipe, and dies with its parent."""
+"""The main program of a child process, which reports its status through a pipe and dies with its parent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BuildWorker = Callable[[RuntimeConfig, ModelConfig], Worker]
 
 
 class ChildConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child reads from stdin, as JSON: the configuration, the folder of the sockets, and the parent's process id."""
+    """What a child reads from stdin, as JSON: the configuration, the folder of the sockets, the parent's pid."""
 
     config: RuntimeConfig
     folder: str

@@ -21,7 +21,7 @@ class ChildProcess:
     """Starts one child process and reads its status pipe.
 
     Attributes:
-        ready: done when the child serves; holds the limits of the scheduler's worker, or the error that prevented the start.
+        ready: done when the child serves; holds the limits of the scheduler's worker, or the error of the start.
         gone: set when the process has ended.
     """
 

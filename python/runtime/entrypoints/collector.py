@@ -8,7 +8,7 @@ import gc
 def freeze_gc() -> None:
     """Collect garbage, then exclude all remaining objects from later collections.
 
-    A full collection visits every object. With torch loaded it takes over a tenth of a second, in which the process does nothing else.
+    A full collection visits every object. With torch loaded it stalls the process for over a tenth of a second.
     """
     gc.collect()
     gc.freeze()

@@ -45,12 +45,9 @@ class Runtime:
         scheduler_command: what to run instead of this package's scheduler process; it gets the role and a file descriptor.
 
     Attributes:
-        manager: exists after `start`.
         died: set when a process died or hangs; all open requests have failed by then.
         stopping: set when HTTP must end.
     """
-
-    manager: TokenizerManager
 
     def __init__(self, config: RuntimeConfig, model_config: ModelConfig, scheduler_command: Sequence[str] | None = None) -> None:
         self.config = config
@@ -65,6 +62,13 @@ class Runtime:
         self._folder: str | None = None
         self._inbox: AsyncInbox[ToTokenizer] | None = None
         self._outbox: Outbox | None = None
+        self._manager: TokenizerManager | None = None
+
+    @property
+    def manager(self) -> TokenizerManager:
+        """The manager; only after `start`."""
+        assert self._manager is not None
+        return self._manager
 
     async def start(self) -> None:
         """Start both children and wait until they serve.
@@ -84,7 +88,7 @@ class Runtime:
         load = asyncio.to_thread(Tokenizer.load, self.config.model.tokenizer_path, chat_template=self.config.model.chat_template)
         tokenizer, limits, _ = await asyncio.gather(load, scheduler.ready, detokenizer.ready)
         assert limits is not None
-        self.manager = TokenizerManager(self.config, tokenizer, self.model_config, limits, self._outbox.send, self.health)
+        self._manager = TokenizerManager(self.config, tokenizer, self.model_config, limits, self._outbox.send, self.health)
         if self.manager.max_context_len < self.config.model.context_length:
             log.warning(
                 "KV cache of %d tokens limits requests to %d of the model's %d; raise --max-total-tokens for more",
@@ -116,8 +120,8 @@ class Runtime:
             self.manager.dismiss()
             with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
                 await asyncio.wait_for(asyncio.gather(*(child.gone.wait() for child in self._children)), EXIT_SECONDS)
-        if hasattr(self, "manager"):
-            self.manager.give_up(ServerDraining)
+        if self._manager is not None:
+            self._manager.give_up(ServerDraining)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -133,8 +137,8 @@ class Runtime:
             if end is not None:
                 end.close()
         self._inbox = self._outbox = None
-        if hasattr(self, "manager"):
-            self.manager.close()
+        if self._manager is not None:
+            self._manager.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None

@@ -10,7 +10,7 @@ TURN_SECONDS = 0.5
 SILENT_TURNS = 16
 """Turns without a heartbeat after which a child counts as hung: 8 s."""
 TRACE_TURNS = 1200
-"""Turns for which the scheduler may be silent while it writes a profile's trace: 10 minutes. torch holds the GIL meanwhile."""
+"""Turns for which the scheduler may be silent while it writes a trace, through which torch holds the GIL: 10 min."""
 
 
 class Watchdog:

@@ -1,7 +1,7 @@
 """API keys, checked before any route sees the request.
 
-With a key set, all paths except `OPEN_PATHS` need it. `/health` and `/ready` are for probes without a key; `/` is the chat page, a
-static file in which the user types the key.
+With a key set, all paths except `OPEN_PATHS` need it. `/health` and `/ready` are for probes without a key; `/` is the chat
+page, a static file in which the user types the key.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/start_profile", "/s
 class KeyGate:
     """ASGI middleware that answers 401 without the right key.
 
-    The admin key opens all paths. The API key opens all paths, except `ADMIN_PATHS` if an admin key is set. Without keys all paths
-    are open; with only an admin key, only `ADMIN_PATHS` need it.
+    The admin key opens all paths. The API key opens all paths, except `ADMIN_PATHS` if an admin key is set. Without keys all
+    paths are open; with only an admin key, only `ADMIN_PATHS` need it.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None, admin_api_key: str | None) -> None:

@@ -198,7 +198,7 @@ def main() -> None:
     for quantization in args.quantization if args.device == "cpu" else ["none"]:
         common = _options(args, quantization)
         with servers([OFF, *args.shapes], common, args.head) as engines:
-            chosen = engines[OFF].config
+            chosen = engines[OFF].config.device
             tallies = measure(engines, args.batch, args.prompts, args.new_tokens, args.bursts)
         for (shape, batch), tally in tallies.items():
             labels = {"device": chosen.device, "dtype": chosen.dtype, "quantization": quantization, "speculation": shape, "batch": batch}

@@ -17,7 +17,7 @@ from runtime.bench.metrics import Figures, percentiles
 from runtime.config.flag_parser import parse
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.child import build_worker
-from runtime.entrypoints.processes import prepare
+from runtime.entrypoints.prepare import prepare
 from runtime.managers.messages import AbortReq, GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
 from runtime.managers.scheduler import Scheduler
 from runtime.sampling_params import SamplingParams
@@ -60,7 +60,12 @@ class Served:
     def figures(self) -> Figures:
         """The figures, with the names and definitions of `bench_serving`."""
         rate = self.tokens / self.seconds
-        return {"duration": self.seconds, "output_throughput": rate, **percentiles("ttft", self.ttfts), **percentiles("tpot", self.tpots)}
+        return {
+            "duration": self.seconds,
+            "output_throughput": rate,
+            **percentiles("ttft", self.ttfts),
+            **percentiles("tpot", self.tpots),
+        }
 
 
 class EngineLoop:

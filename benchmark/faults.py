@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.error
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,8 @@ class Stream:
 
     def leave(self) -> None:
         """Close the connection in the middle of the stream."""
-        assert self._connection.sock is not None or self._answer.fp is not None
-        file = self._answer.fp.raw._sock  # type: ignore[union-attr]
-        file.shutdown(socket.SHUT_RDWR)
+        with suppress(AttributeError, OSError):  # it has ended already
+            self._answer.fp.raw._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
 
     @property
     def gaps_ms(self) -> list[float]:
@@ -133,14 +133,24 @@ def client_gone(server: Server) -> dict[str, Any]:
 
 def queue_full(server: Server) -> dict[str, Any]:
     """Time of a refusal by a server with one row and a queue of one."""
-    streams = [Stream(server.port, longest(server))]
-    streams += [waiting := _Waiting(server.port)]  # type: ignore[list-item]
-    wait_for(lambda: server.get("/get_server_info")["internal_states"][0]["num_queue_reqs"] == 1)
-    median, code = ask_ms(server.port, "/v1/completions", 50, json.dumps(BODY | {"max_tokens": 4}))
-    assert code in (429, 503), code
-    streams[0].leave()
-    waiting.leave()
-    return {"what": f"queue full: {code} with Retry-After, median", "value": median, "bound": 20.0, "unit": "ms"}
+    body, times, code = json.dumps(BODY | {"max_tokens": 4}), [], 0
+    for _ in range(20):
+        stream, waiting = Stream(server.port, longest(server)), _Waiting(server.port)
+        wait_for(lambda stream=stream: _queued(server) == 1 or stream.ended > 0)
+        median, answer = ask_ms(server.port, "/v1/completions", 10, body)
+        stream.leave()
+        waiting.leave()
+        if answer in (429, 503):  # else a fast model has emptied the queue meanwhile
+            times.append(median)
+            code = answer
+        if len(times) == 5:
+            break
+    assert times, "the queue was never full"
+    return {"what": f"queue full: {code} with Retry-After, median", "value": statistics.median(times), "bound": 20.0, "unit": "ms"}
+
+
+def _queued(server: Server) -> int:
+    return server.get("/get_server_info")["internal_states"][0]["num_queue_reqs"]
 
 
 class _Waiting:

@@ -94,7 +94,7 @@ class FakeWorker:
         if not folder:
             raise ValueError("no folder")
         if folder == "/running":
-            raise RequestError("a profile is already running")
+            raise RequestError("A profile is already running. Stop it first.")
 
     def stop_profile(self) -> str:
         return "trace.json"

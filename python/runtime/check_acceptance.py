@@ -19,7 +19,7 @@ from runtime import log as logging_setup
 from runtime.config.flag_parser import parse
 from runtime.config.graphs import default_graph_sizes
 from runtime.config.runtime_config import RuntimeConfig
-from runtime.entrypoints.processes import prepare
+from runtime.entrypoints.prepare import prepare
 from runtime.errors import ConfigError, RequestError, ServingError
 from runtime.managers.messages import GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
 from runtime.managers.scheduler import Scheduler

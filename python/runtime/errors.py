@@ -151,7 +151,7 @@ class SlowReader(ServingError):
     kind = "invalid_request_error"
 
     def __init__(self, limit: int) -> None:
-        super().__init__(f"The client did not read its stream: {limit} parts are unread, the most the server keeps. The stream has ended.")
+        super().__init__(f"The stream has ended because the client did not read it: {limit} parts were unread.")
 
 
 class StepFailed(ServingError):

@@ -25,8 +25,9 @@ from runtime import log as logging_setup
 from runtime.config.flag_parser import dump, parse
 from runtime.config.resolve import check
 from runtime.config.runtime_config import RuntimeConfig
-from runtime.entrypoints.collector import spare_start
-from runtime.entrypoints.processes import Runtime, prepare
+from runtime.entrypoints.collector import freeze_gc
+from runtime.entrypoints.prepare import prepare
+from runtime.entrypoints.processes import Runtime
 from runtime.errors import ConfigError, ServingError
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.models.config import ModelConfig
@@ -149,7 +150,7 @@ class _Server:
         http = asyncio.create_task(serve(runtime.manager, self.listener, runtime.stopping))
         try:
             if await self._finished(runtime.warm_up(), http):
-                spare_start()
+                freeze_gc()
                 self._print_ready()
                 await _first(self._stop_requested.wait(), runtime.died.wait(), http)
             if runtime.died.is_set():

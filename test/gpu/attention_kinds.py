@@ -1,4 +1,4 @@
-"""Which models and passes attention is checked with: drawn by a seed, so that few of them show all values and most pairs of values."""
+"""Models and passes for the attention tests, drawn by a seed: a few of them cover all values and most pairs of values."""
 
 from __future__ import annotations
 

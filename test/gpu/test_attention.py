@@ -349,7 +349,7 @@ def test_a_tree_beside_a_window_is_refused_when_planned(name: str, masked: str) 
 
 
 @pytest.mark.parametrize("name", ["fa3", "flashinfer"])
-def test_prompts_planned_ahead_of_a_busy_device_keep_their_own_plans(name: str) -> None:
+def test_prompts_queued_behind_a_busy_device_keep_their_plans(name: str) -> None:
     world = make_world(name, plain(128, 16, 1))
     batches = [prompts([3, 1], [0, 5], [700, 300]), prompts([7], [700], [17]), prompts([2, 5, 4], [0, 63, 1000], [64, 129, 900])]
     qs = [queries(world.kind, batch.num_tokens) for batch in batches]
@@ -403,7 +403,7 @@ def test_one_plan_serves_every_pass_of_a_draft(name: str, tree: bool) -> None:
 @pytest.mark.parametrize("window", [-1, 100])
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("name", ["flashinfer"])
-def test_a_plan_serves_until_a_length_leaves_its_256(name: str, width: int, window: int) -> None:
+def test_a_plan_serves_until_a_length_leaves_its_block(name: str, width: int, window: int) -> None:
     world = make_world(name, plain(128, 16, width, window))
     batch, q = fixed_batch(world.kind), queries(world.kind, B * width)
     plan_pass(world.fast, batch)
@@ -424,7 +424,7 @@ def test_a_plan_serves_until_a_length_leaves_its_256(name: str, width: int, wind
 
 
 @pytest.mark.parametrize("name", ["fa3", "fa3 split", "flashinfer"])
-def test_a_wider_pass_of_a_known_backend_takes_no_scratch_of_its_own(name: str) -> None:
+def test_a_wider_pass_allocates_no_workspace(name: str) -> None:
     """Partial results of 128 requests of 8 queries take a third of a GiB, and graphs hold on to what they were captured with."""
     kind = replace(plain(128, 16, 8), group=4, kv_heads=8, batch=64)
     world = make_world(name, kind)

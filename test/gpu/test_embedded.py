@@ -15,7 +15,7 @@ import torch
 from runtime.check_acceptance import EMBEDDED_PROMPTS, Options, read_prompts, tokenised
 from runtime.config.flag_parser import parse
 from runtime.entrypoints.child import build_worker
-from runtime.entrypoints.processes import prepare
+from runtime.entrypoints.prepare import prepare
 from runtime.text.tokenizer import Tokenizer
 from unit.driver import Driver
 

@@ -1,4 +1,4 @@
-"""The kernel that makes a FlashInfer plan true against its definition in plain Python, one plan for many lengths."""
+"""The kernel that trims a FlashInfer plan, against a definition in plain Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def chunks_of(length: int, chunk: int, tile: int, window: int) -> int:
 @pytest.mark.parametrize("window", [-1, 100])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("requests", "width", "chunk", "tile"), [(1, 1, 128, 16), (3, 4, 64, 16), (17, 4, 128, 64), (40, 8, 256, 64)])
-def test_one_plan_is_true_for_whatever_lengths_come(requests: int, width: int, chunk: int, tile: int, page_size: int, window: int) -> None:
+def test_one_plan_is_trimmed_to_any_lengths(requests: int, width: int, chunk: int, tile: int, page_size: int, window: int) -> None:
     from runtime.layers.attention.kernels.flashinfer_plan import PageLists, WorkItems, gather_pages, trim_plan
 
     rng = np.random.default_rng(requests)

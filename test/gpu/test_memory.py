@@ -1,4 +1,4 @@
-"""Captures that fail on a full device: the largest sizes are dropped with a warning that names them, and answers stay the same."""
+"""Captures that fail for lack of memory: a warning names the dropped sizes, and answers stay the same."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def generate(worker: Any) -> dict[int, list[int]]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 @pytest.mark.parametrize("algorithm", [None, "EAGLE"])
-def test_sizes_that_cannot_be_captured_run_eagerly_with_a_warning_and_the_same_answers(
+def test_sizes_without_a_graph_give_the_same_answers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -254,7 +254,7 @@ def test_passes_too_wide_for_the_tile_are_refused() -> None:
 
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("width", [1, 4])
-def test_the_first_run_of_each_kind_compiles_for_all_batch_sizes(monkeypatch: pytest.MonkeyPatch, width: int, tree: bool) -> None:
+def test_warm_up_of_each_kind_compiles_all_batch_sizes(monkeypatch: pytest.MonkeyPatch, width: int, tree: bool) -> None:
     import triton
 
     shapes = [SplitShape(size, width, 32, 8, 128, 132, H200.split_config(128, size)) for size in range(1, 33)]
@@ -265,7 +265,7 @@ def test_the_first_run_of_each_kind_compiles_for_all_batch_sizes(monkeypatch: py
     for shape in one_of_each_kernel(shapes):
         run(shape)
     compiled: list[str] = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **said: compiled.append(said["repr"]))
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **info: compiled.append(info["repr"]))
     for shape in shapes:
         run(shape)
     assert not compiled

@@ -46,7 +46,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
-    """One token a byte, and three control tokens."""
+    """One token per byte and three control tokens."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = {byte: chr(byte) for byte in printable}
     for n, byte in enumerate(byte for byte in range(256) if byte not in printable):
@@ -64,22 +64,22 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
 
 
 def logprob_of(token: int) -> float:
-    """What the scripted scheduler says of a token."""
+    """The log-probability of a token."""
     return -0.1 - (token % 7) / 10
 
 
 def top_of(token: int, k: int) -> list[tuple[int, float]]:
-    """The token itself, and its neighbours below it."""
+    """The token itself and the next ids, each less likely."""
     return [((token + i) % VOCAB, logprob_of(token) - i) for i in range(k)]
 
 
 @dataclass
 class ScriptedScheduler:
-    """Answers each request with `say(request)`, a byte a step, and remembers what it was told.
+    """Answers each request with `say(request)`, one byte per step, and records its messages.
 
     Attributes:
         gap: seconds between steps.
-        hold: steps after which requests stop coming forth, or None.
+        hold: steps after which requests make no progress, or None.
         fail: steps after which requests fail, or None.
     """
 

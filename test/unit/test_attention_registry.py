@@ -174,7 +174,7 @@ def test_the_kinds_show_every_value(kinds: list[Kind]) -> None:
     assert all((kind.tail >= kind.width) != causal for kind in kinds)
 
 
-def test_the_kernels_show_every_pair_of_type_head_dimension_and_window() -> None:
+def test_the_kernels_cover_every_pair_of_properties() -> None:
     windowed = {(dtype, dim, window) for dtype, dim, masked in KERNELS for window in {"full": "n", "mixed": "ny", "window": "y"}[masked]}
     assert {masked for _, _, masked in KERNELS} == set(MASKED)
     for one, other in itertools.combinations(range(3), 2):

@@ -48,7 +48,13 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     write_small_tokenizer(target)
     draft_folder(head, "EAGLE", vocab_size=VOCAB)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Tell me a tale."}\nplain words\n{"prompt": "one, two, three"}\n')
-    change_builds(monkeypatch, lambda worker: (calm(worker.parts.target.runner.model, 1.0), teach(worker.parts.drafter.model)))
+
+    def tune(worker: Any) -> None:
+        target = worker.parts.target.runner.model
+        calm(target, 1.0)
+        teach(worker.parts.drafter.model, target.lm_head.weight)
+
+    change_builds(monkeypatch, tune)
     flags = [
         "--model-path", str(target), "--load-format", "dummy", "--device", "cpu", "--random-seed", "0", "--cpu-threads", "1",
         "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "24",
@@ -172,7 +178,7 @@ def accept_one_more(worker: Any) -> None:
 def heed_context(model: Any) -> None:
     """Make text depend more on what attention reads."""
     for layer in model.layers:
-        layer.o_proj.weight.mul_(4.0)
+        layer.attention.o_proj.weight.mul_(4.0)
 
 
 TREE = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "6"]

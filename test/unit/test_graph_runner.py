@@ -1,4 +1,4 @@
-"""The graph runner, its persistent inputs and their window, over a function whose result shows every input it read."""
+"""The graph runner and its inputs, with a function whose results show every input it read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SPEC = RunnerSpec(
 
 
 class Recorder:
-    """An attention backend that notes what it was planned for, and whether garbage was collected then."""
+    """An attention backend that records its plans, and whether garbage collection was on."""
 
     def __init__(self) -> None:
         self.plans: list[tuple[int, int, list[int]]] = []
@@ -83,7 +83,7 @@ def make(sizes: list[int], padding: bool = True) -> tuple[GraphRunner, InputBuff
 
 
 def load(runner: GraphRunner, inputs: InputBuffers, table: PageTable, rows: list[int], tokens: torch.Tensor) -> ForwardBatch:
-    """As the workers do: rows padded with 0, then the window from their lengths."""
+    """Fill a batch as the workers do: rows padded with 0, then the window from their lengths."""
     size = runner.size_for(len(rows))
     batch = runner.batch(size)
     padded = torch.tensor(rows + [0] * (size - len(rows)))
@@ -103,7 +103,7 @@ def table() -> PageTable:
     return made
 
 
-def test_live_rows_come_out_the_same_padded_or_not_in_any_order_of_sizes(table: PageTable) -> None:
+def test_padding_does_not_change_live_rows(table: PageTable) -> None:
     padded, inputs, _ = make([2, 4, 8])
     bare, own, _ = make([])
     rng = np.random.default_rng(0)
@@ -141,7 +141,7 @@ def test_every_run_is_planned_once_by_the_same_call(table: PageTable, mode: RunM
     assert replayed == (mode is RunMode.REPLAY)
 
 
-def test_capture_plans_rows_as_long_as_the_width_the_largest_size_first() -> None:
+def test_capture_plans_padding_rows_largest_size_first() -> None:
     inputs, backend = buffers(), Recorder()
     runner = GraphRunner(SPEC, probe, inputs, [backend], on_cpu([2, 8, 4]))  # type: ignore[list-item]
     for size in (2, 8, 4):
@@ -162,25 +162,25 @@ def test_no_garbage_is_collected_while_graphs_are_captured() -> None:
     assert gc.isenabled()
 
 
-def test_a_size_is_run_twice_on_the_streams_own_before_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's part is played by names: streams that are waited for or entered, and a graph that is recorded."""
-    said: list[str] = []
+def test_a_function_warms_up_twice_before_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fakes record the calls: streams that are waited for or entered, and a graph that is recorded."""
+    calls: list[str] = []
 
     class Named:
         def __init__(self, name: str) -> None:
             self.name = name
 
         def wait_stream(self, other: Named) -> None:
-            said.append(f"{self.name} waits for {other.name}")
+            calls.append(f"{self.name} waits for {other.name}")
 
         def replay(self) -> None:
-            said.append("replayed")
+            calls.append("replayed")
 
     @contextmanager
     def within(name: str) -> Iterator[None]:
-        said.append(f"enter {name}")
+        calls.append(f"enter {name}")
         yield
-        said.append(f"leave {name}")
+        calls.append(f"leave {name}")
 
     one = Named("current")
     fakes: dict[str, Any] = {
@@ -193,9 +193,9 @@ def test_a_size_is_run_twice_on_the_streams_own_before_it_is_recorded(monkeypatc
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    GraphPool().capture((1, 1, ""), lambda: said.append("run"))()
+    GraphPool().capture((1, 1, ""), lambda: calls.append("run"))()
     warm = ["own waits for current", "enter own", "run", "run", "leave own", "current waits for own"]
-    assert said == [*warm, "enter graph in the pool on own", "run", "leave graph in the pool on own", "replayed"]
+    assert calls == [*warm, "enter graph in the pool on own", "run", "leave graph in the pool on own", "replayed"]
 
 
 def test_sizes_are_rounded_up_to_a_captured_one() -> None:
@@ -217,7 +217,7 @@ def test_batches_above_the_largest_size_run_eagerly(table: PageTable) -> None:
 
 
 def test_a_replay_does_not_see_what_was_rebound_later(table: PageTable) -> None:
-    """As a captured graph, which holds addresses: only what is written in place reaches it."""
+    """Like a captured graph, which holds addresses: only writes in place reach it."""
     runner, inputs, _ = make([2])
     batch = load(runner, inputs, table, [1, 2], torch.ones(2, WIDTH, dtype=torch.int64))
     sound = runner.run(batch)[0]["sums"].clone()
@@ -239,7 +239,7 @@ def test_results_stay_until_the_same_runner_runs_again(table: PageTable) -> None
     assert all(torch.equal(first[name], t) for name, t in kept.items())
 
 
-def test_views_of_one_shape_are_one_object_and_widths_are_kept_apart() -> None:
+def test_each_shape_has_one_view() -> None:
     inputs = InputBuffers(4, max_tokens=24, device=CPU)
     a = inputs.view(ForwardMode.DECODE, 2, 6)
     assert inputs.view(ForwardMode.DECODE, 2, 6) is a
@@ -263,7 +263,7 @@ def test_padding_rows_hold_valid_values() -> None:
     assert all(bool((t == pads.get(name, 0)).all()) for name, t in inputs.tensors.items())
 
 
-def test_declared_inputs_grow_to_the_largest_pass_until_a_graph_is_captured() -> None:
+def test_declared_inputs_grow_until_a_graph_is_captured() -> None:
     inputs = buffers()
     few, many = (replace(SPEC, name=name, width=width) for name, width in (("few", 1), ("many", 3)))
     runners = [GraphRunner(spec, probe, inputs, [], on_cpu([2], max_size=size)) for spec, size in ((few, 2), (many, 8))]
@@ -277,7 +277,7 @@ def test_declared_inputs_grow_to_the_largest_pass_until_a_graph_is_captured() ->
         inputs.declare((BufferSpec("more", "req", torch.int64, 0),), 1, 1)
 
 
-def test_runners_share_an_arena_as_large_as_the_largest_of_them() -> None:
+def test_runners_share_an_arena_sized_for_the_largest() -> None:
     inputs, arena = buffers(), OutputArena(CPU)
     small = GraphRunner(replace(SPEC, name="small", width=1), probe, inputs, [], on_cpu([2], arena=arena))
     first = small.outputs(2)["sums"]
@@ -303,7 +303,7 @@ def test_a_size_of_a_one_request_runner_counts_its_tokens() -> None:
     assert runner.run(batch, eager=True)[1] is False
 
 
-def test_a_size_that_cannot_be_captured_runs_eagerly_and_is_reported(table: PageTable, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_size_that_fails_to_capture_runs_eagerly(table: PageTable, caplog: pytest.LogCaptureFixture) -> None:
     class SmallPool(CallPool):
         def capture(self, key: GraphKey, function: Replay) -> Replay:
             if key == (8, 24, "twice"):
@@ -323,7 +323,7 @@ def test_a_size_that_cannot_be_captured_runs_eagerly_and_is_reported(table: Page
     assert "--disable-cuda-graph" in caplog.text
 
 
-def test_a_reservation_is_what_the_pool_lacks_and_the_nodes_of_every_graph() -> None:
+def test_reservations_cover_the_pool_and_graph_nodes() -> None:
     spec = replace(SPEC, launches=10)
     runner = GraphRunner(spec, probe, buffers(), [], GraphOptions([2, 4, 8], node_bytes=5800))
     runner.pool_peak = 5000
@@ -361,7 +361,7 @@ def test_a_window_stands_after_each_requests_kv(page: int) -> None:
 # ---- staging
 
 
-def test_staged_arrays_keep_their_values_when_the_host_reuses_its_own() -> None:
+def test_staged_arrays_are_copies() -> None:
     ring = StagingRing(64, CPU)
     a, b = np.arange(5, dtype=np.int32), np.array([7], dtype=np.int32)
     on_device = ring.upload(a, b, a[:0])
@@ -370,7 +370,7 @@ def test_staged_arrays_keep_their_values_when_the_host_reuses_its_own() -> None:
     assert all(t.dtype == torch.int32 for t in on_device)
 
 
-def test_what_is_on_its_way_to_the_host_is_not_changed_by_the_next_step() -> None:
+def test_host_copies_are_not_changed_by_the_next_step() -> None:
     tokens, lens = torch.arange(4), torch.ones(2)
     copy = HostCopy(tokens, lens)
     tokens.zero_()

@@ -56,7 +56,7 @@ MALFORMED = [
 ]  # fmt: skip
 
 
-def test_malformed_bodies_are_400_in_openais_form() -> None:
+def test_malformed_bodies_are_400() -> None:
     async def check() -> None:
         async with front() as f:
             for path in POSTS:
@@ -127,7 +127,7 @@ def test_odd_keys_in_logit_bias_never_break_the_server() -> None:
     run(check())
 
 
-def test_a_body_over_the_limit_is_413_while_it_streams_in_whether_announced_or_not() -> None:
+def test_a_body_over_the_limit_is_413() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(50):
             yield b"x" * MIB
@@ -166,7 +166,7 @@ def test_compressed_bodies_are_refused() -> None:
     ],
     ids=["endless", "whole", "query", "noise"],
 )
-def test_headers_have_a_limit_and_noise_is_400(request_head: bytes, status: int) -> None:
+def test_large_headers_are_431_and_invalid_http_is_400(request_head: bytes, status: int) -> None:
     async def check() -> None:
         async with front() as f:
             reader, writer = await asyncio.open_connection("127.0.0.1", f.port)
@@ -181,7 +181,7 @@ def test_headers_have_a_limit_and_noise_is_400(request_head: bytes, status: int)
     run(check())
 
 
-def test_unknown_paths_and_methods_are_answered_in_openais_form() -> None:
+def test_unknown_paths_and_methods_get_errors_in_openais_form() -> None:
     async def check() -> None:
         async with front() as f:
             for method, path, status in (
@@ -215,7 +215,7 @@ def test_a_url_in_a_message_opens_no_connection() -> None:
     run(check())
 
 
-def test_a_failure_of_our_own_is_a_500_that_tells_nothing() -> None:
+def test_an_internal_error_is_a_500_without_details() -> None:
     async def check() -> None:
         async with front() as f:
             f.manager.tokenizer.encode_chat = lambda *args, **kwargs: 1 / 0  # type: ignore[attr-defined,method-assign]
@@ -231,7 +231,7 @@ def test_a_failure_of_our_own_is_a_500_that_tells_nothing() -> None:
 # ---- keys
 
 
-def test_every_route_needs_the_key_but_those_that_are_open_by_name() -> None:
+def test_all_routes_except_the_open_ones_need_the_key() -> None:
     async def check() -> None:
         scheduler = ScriptedScheduler()
         manager = make_manager(scheduler, api_key="user", admin_api_key="admin")
@@ -252,7 +252,7 @@ def test_every_route_needs_the_key_but_those_that_are_open_by_name() -> None:
     run(check())
 
 
-def test_the_admin_key_opens_all_and_the_user_key_all_but_administration() -> None:
+def test_only_the_admin_key_opens_administration() -> None:
     async def statuses(key: str, **config: object) -> tuple[int, int]:
         async with front(**config) as f:
             headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -271,7 +271,7 @@ def test_the_admin_key_opens_all_and_the_user_key_all_but_administration() -> No
     run(check())
 
 
-def test_keys_are_shown_nowhere() -> None:
+def test_no_answer_contains_a_key() -> None:
     async def check() -> None:
         async with front(api_key="user-secret", admin_api_key="admin-secret") as f:
             for path in ("/get_server_info", "/get_model_info", "/metrics", "/openapi.json", "/"):
@@ -285,7 +285,7 @@ def test_keys_are_shown_nowhere() -> None:
 # ---- clients that leave, lag or say nothing
 
 
-def test_a_client_that_leaves_a_stream_ends_its_work() -> None:
+def test_leaving_a_stream_aborts_its_requests() -> None:
     async def check() -> None:
         async with front(ScriptedScheduler(gap=0.01, hold=5)) as f:
             for body, path in (
@@ -303,7 +303,7 @@ def test_a_client_that_leaves_a_stream_ends_its_work() -> None:
     run(check())
 
 
-def test_a_client_that_leaves_while_waiting_ends_its_work() -> None:
+def test_leaving_before_the_answer_aborts_its_requests() -> None:
     async def check() -> None:
         async with front(ScriptedScheduler(hold=0)) as f:
             for path, body in (
@@ -319,7 +319,7 @@ def test_a_client_that_leaves_while_waiting_ends_its_work() -> None:
     run(check())
 
 
-def test_a_stream_that_nobody_begins_to_read_is_closed() -> None:
+def test_an_unread_stream_is_closed() -> None:
     async def check() -> None:
         closed: list[int] = []
 
@@ -337,7 +337,7 @@ def test_a_stream_that_nobody_begins_to_read_is_closed() -> None:
     run(check())
 
 
-def test_silence_in_a_stream_is_filled_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_stream_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "SILENCE_SECONDS", 0.1)
 
     async def check() -> None:
@@ -350,7 +350,7 @@ def test_silence_in_a_stream_is_filled_with_comments(monkeypatch: pytest.MonkeyP
     run(check())
 
 
-def test_a_reader_who_stops_reading_is_cut_off_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_reader_is_cut_off_and_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "WRITE_SECONDS", 0.3)
 
     async def check() -> None:
@@ -375,7 +375,7 @@ def test_a_reader_who_stops_reading_is_cut_off_and_others_go_on(monkeypatch: pyt
     run(check())
 
 
-def test_a_connection_that_says_nothing_or_half_a_header_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_complete_headers_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEADER_SECONDS", 0.2)
 
     async def check() -> None:
@@ -394,7 +394,7 @@ def test_a_connection_that_says_nothing_or_half_a_header_is_closed(monkeypatch: 
     run(check())
 
 
-def test_answers_are_sent_at_once_and_wait_for_no_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nagles_algorithm_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     options: list[int] = []
     take = connection.BoundedConnection.data_received
 
@@ -413,7 +413,7 @@ def test_answers_are_sent_at_once_and_wait_for_no_acknowledgement(monkeypatch: p
     assert all(options)
 
 
-def test_a_slow_answer_is_not_cut_by_the_header_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_header_time_limit_does_not_cut_slow_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEADER_SECONDS", 0.1)
 
     async def check() -> None:
@@ -423,7 +423,7 @@ def test_a_slow_answer_is_not_cut_by_the_header_clock(monkeypatch: pytest.Monkey
     run(check())
 
 
-def test_a_body_that_stops_half_way_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_body_is_408(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BODY_SECONDS", 0.2)
 
     async def check() -> None:
@@ -463,7 +463,7 @@ def test_a_full_queue_is_429_with_retry_after() -> None:
     run(check())
 
 
-def test_prompts_that_never_fit_the_queue_together_are_400_and_start_nothing() -> None:
+def test_more_prompts_than_the_queue_holds_are_400() -> None:
     async def check() -> None:
         async with front(max_queued_requests=2) as f:
             for path, body in (("/v1/completions", {"prompt": ["x"] * 11}), ("/generate", {"text": ["x"] * 11})):
@@ -477,7 +477,7 @@ def test_prompts_that_never_fit_the_queue_together_are_400_and_start_nothing() -
     run(check())
 
 
-def test_a_draining_server_is_503_for_new_work_and_ends_what_is_open() -> None:
+def test_a_draining_server_refuses_new_requests_and_finishes_open_ones() -> None:
     async def check() -> None:
         async with front(ScriptedScheduler(gap=0.02)) as f:
             stream = asyncio.create_task(f.events("/v1/chat/completions", STREAM))
@@ -491,7 +491,7 @@ def test_a_draining_server_is_503_for_new_work_and_ends_what_is_open() -> None:
     run(check())
 
 
-def test_a_dead_process_ends_streams_with_an_error_and_everything_else_with_503() -> None:
+def test_a_dead_process_ends_streams_with_errors_and_requests_with_503() -> None:
     async def check() -> None:
         async with front(ScriptedScheduler(hold=3)) as f:
             stream = asyncio.create_task(f.events("/v1/chat/completions", STREAM))
@@ -509,7 +509,7 @@ def test_a_dead_process_ends_streams_with_an_error_and_everything_else_with_503(
     run(check())
 
 
-def test_health_generate_makes_a_token_or_says_that_none_came(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_generate_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.entrypoints.http.admin.GENERATE_SECONDS", 0.2)
 
     async def check() -> None:
@@ -523,7 +523,7 @@ def test_health_generate_makes_a_token_or_says_that_none_came(monkeypatch: pytes
     run(check())
 
 
-def test_health_generate_is_content_with_the_tokens_of_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_generate_accepts_tokens_of_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.entrypoints.http.admin.GENERATE_SECONDS", 1.0)
     monkeypatch.setattr("runtime.entrypoints.http.admin.LOOK_SECONDS", 0.05)
 
@@ -554,7 +554,7 @@ def test_health_generate_is_content_with_the_tokens_of_those_before_it(monkeypat
 # ---- information
 
 
-def test_server_info_carries_what_benchmarks_look_for() -> None:
+def test_server_info_has_the_fields_that_benchmarks_read() -> None:
     stats = SchedulerStats(spec=SpecStats(10, 30, 15, [9, 5, 1]), decode=DecodeStats(4, 3, 9, 3))
 
     async def check() -> None:
@@ -572,7 +572,7 @@ def test_server_info_carries_what_benchmarks_look_for() -> None:
     run(check())
 
 
-def test_profiles_go_to_the_servers_folder_alone() -> None:
+def test_profiles_go_to_the_servers_folder() -> None:
     async def check() -> None:
         async with front(profile_folder="/traces") as f:
             assert error_of(await f.post("/start_profile", {"output_dir": "/etc"}))["param"] == "output_dir"
@@ -585,7 +585,7 @@ def test_profiles_go_to_the_servers_folder_alone() -> None:
     run(check())
 
 
-def test_the_page_allows_nothing_but_its_own_script() -> None:
+def test_the_page_allows_only_its_own_script() -> None:
     page = ChatPage()
     policy = page.headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy

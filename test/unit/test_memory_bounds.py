@@ -41,7 +41,7 @@ def answers(worker: Any) -> tuple[dict[int, list[int]], list[Any]]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "chain", "tree"])
-def test_accepting_a_few_rows_at_a_time_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_sampling_in_chunks_equals_sampling_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     spec: dict[str, Any] = TREE if kind == "tree" else {}
 
     def worker() -> Any:
@@ -106,7 +106,7 @@ def test_a_slot_costs_what_target_and_draft_keep_in_it(tmp_path: Path, monkeypat
     assert costs == [sum(t[0, 0].nbytes for pool in pools(worker) for t in (*pool.k, *pool.v))]
 
 
-def test_without_a_gpu_kv_gets_the_share_that_was_asked_for_or_a_bounded_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_on_a_cpu_takes_the_given_or_a_bounded_share(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SimpleNamespace(total=16 << 30, available=12 << 30)
     monkeypatch.setattr(build.psutil, "virtual_memory", lambda: memory)
 
@@ -116,20 +116,20 @@ def test_without_a_gpu_kv_gets_the_share_that_was_asked_for_or_a_bounded_one(mon
     assert tokens(0.5) == 4 * 1024 - 1, "half of it less what is in use, and the padding slot"
     assert tokens(0.875) == 10 * 1024 - 1, "more than is taken unasked"
     assert tokens(None) == 8 * 256
-    with pytest.raises(ConfigError, match=r"KV cache is .* MiB short .* raise --mem-fraction-static"):
+    with pytest.raises(ConfigError, match=r"KV cache is .* MiB short .* Raise --mem-fraction-static"):
         tokens(0.25)
 
 
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("context", [96, 256])
-def test_without_a_gpu_one_request_of_a_short_context_has_room_unasked(context: int, page: int) -> None:
+def test_kv_on_a_cpu_always_holds_one_request(context: int, page: int) -> None:
     alone = {"max_running_requests": 1, "context_length": context, "page_size": page, "max_total_tokens": None}
     plan = plan_kv(make_context(tiny_runtime(**alone)), 0, {}, 1 << 10, 12)
     assert plan.num_pages * page >= context + 2 * 12 + page
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
-def test_sizes_that_cannot_be_captured_run_eagerly_with_a_warning_and_the_same_answers(
+def test_sizes_without_a_graph_give_the_same_answers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: type[RuntimeError]
 ) -> None:
     expected = answers(plain("eager", [1, 2, 4, 8]))[0]

@@ -1,4 +1,4 @@
-"""The memory plan: whatever the numbers, nothing is promised twice and nothing lies idle."""
+"""The memory plan: for any sizes, no byte is reserved twice and none stays unused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ budgets = st.builds(
 
 @settings(deadline=None)
 @given(budget=budgets, page=st.sampled_from([1, 16, 64]))
-def test_kv_gets_what_is_left_to_the_last_page(budget: Budget, page: int) -> None:
+def test_kv_takes_the_rest_to_the_last_page(budget: Budget, page: int) -> None:
     try:
         plan = plan_memory(budget, page, None, None, 64)
     except ConfigError:
@@ -53,12 +53,12 @@ def test_a_given_share_holds_weights_and_kv(budget: Budget, fraction: float) -> 
 
 @settings(deadline=None)
 @given(budget=budgets, wanted=st.integers(1, 1 << 24), page=st.sampled_from([1, 16]))
-def test_wanted_tokens_are_given_or_refused_with_a_number_that_works(budget: Budget, wanted: int, page: int) -> None:
+def test_wanted_tokens_are_given_or_a_valid_number_is_named(budget: Budget, wanted: int, page: int) -> None:
     try:
         plan = plan_memory(budget, page, wanted, None, 1)
         assert plan.num_pages == wanted // page
     except ConfigError as error:
-        most = re.search(r"lower it to (\d+)", str(error))
+        most = re.search(r"Lower it to (\d+)", str(error))
         if most is None or int(most[1]) == 0:
             return
         assert plan_memory(budget, page, int(most[1]), None, 1).num_pages == int(most[1]) // page
@@ -66,7 +66,7 @@ def test_wanted_tokens_are_given_or_refused_with_a_number_that_works(budget: Bud
 
 
 @pytest.mark.parametrize(("fraction", "flag"), [(None, "--chunked-prefill-size"), (0.5, "--mem-fraction-static")])
-def test_too_little_is_an_error_that_names_flag_and_amount(fraction: float | None, flag: str) -> None:
+def test_too_little_memory_names_flag_and_amount(fraction: float | None, flag: str) -> None:
     budget = Budget(8 * GIB, 4 * GIB, 5 * GIB if fraction is None else 0, {}, 1 << 20)
     with pytest.raises(ConfigError, match=flag) as caught:
         plan_memory(budget, 16, None, fraction, 1024)
@@ -75,7 +75,7 @@ def test_too_little_is_an_error_that_names_flag_and_amount(fraction: float | Non
 
 @settings(deadline=None)
 @given(budget=budgets, page=st.sampled_from([1, 16, 64]), least=st.integers(1 << 16, 1 << 22))
-def test_the_amount_that_is_short_is_enough_and_not_much_more(budget: Budget, page: int, least: int) -> None:
+def test_the_missing_amount_is_exact_to_one_mib(budget: Budget, page: int, least: int) -> None:
     try:
         plan_memory(budget, page, None, None, least)
         assume(False)
@@ -90,7 +90,7 @@ def test_the_amount_that_is_short_is_enough_and_not_much_more(budget: Budget, pa
 
 @settings(deadline=None)
 @given(budget=budgets, page=st.sampled_from([1, 16, 64]))
-def test_tokens_that_are_refused_need_more_than_is_left(budget: Budget, page: int) -> None:
+def test_refused_tokens_need_more_than_is_left(budget: Budget, page: int) -> None:
     most = plan_memory(budget, page, None, None, 1).num_pages * page
     with pytest.raises(ConfigError, match="--max-total-tokens") as caught:
         plan_memory(budget, page, most + page, None, 1)
@@ -98,7 +98,7 @@ def test_tokens_that_are_refused_need_more_than_is_left(budget: Budget, page: in
     assert needed > left
 
 
-def test_the_table_shows_in_mib_what_was_reserved_used_and_left_unused() -> None:
+def test_the_table_shows_reserved_used_and_unused_mib() -> None:
     plan = plan_memory(Budget(8 * GIB, 6 * GIB, GIB, {"verify": 100 * MIB, "draft": 7 * MIB}, 1 << 14), 16, 1024, None, 64)
     kv = plan.table["KV cache"] // MIB
     rows = [re.split(r"  +", line) for line in plan.lines({"verify": 90 * MIB}, 1500 * MIB)]

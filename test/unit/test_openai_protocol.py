@@ -54,7 +54,7 @@ def completion(**fields: object) -> dict[str, object]:
     return {"prompt": "hi", **fields}
 
 
-def test_every_field_of_the_interface_is_read_under_its_name() -> None:
+def test_every_documented_field_is_read() -> None:
     asked = parse_chat(
         chat(
             cache_salt="s",
@@ -103,7 +103,7 @@ def test_every_field_of_the_interface_is_read_under_its_name() -> None:
     assert not asked.fill_context
 
 
-def test_a_chat_without_a_length_fills_the_context_and_a_completion_has_openais_default() -> None:
+def test_output_lengths_by_default() -> None:
     assert parse_chat(chat()).fill_context
     assert parse_completion(completion()).max_tokens == DEFAULT_COMPLETION_TOKENS
 
@@ -122,14 +122,14 @@ def test_the_forms_of_a_prompt(prompt: Any) -> None:
 @pytest.mark.parametrize(
     "prompt", ["", [], [""], [[]], [1, "a"], [1, True], [1, 2.0], [1, -1], [1 << 40], ["a", 3], {}, 5, [{}], ["a"] * 257]
 )
-def test_what_is_no_prompt_is_refused_by_name(prompt: Any) -> None:
+def test_invalid_prompts_are_refused(prompt: Any) -> None:
     with pytest.raises(RequestError) as caught:
         parse_completion(completion(prompt=prompt))
     assert caught.value.param == "prompt"
 
 
 @pytest.mark.parametrize("field", sorted(REFUSED))
-def test_unsupported_fields_are_refused_by_name_and_their_empty_forms_pass(field: str) -> None:
+def test_unsupported_fields_are_refused_unless_they_change_nothing(field: str) -> None:
     for harmless in (None, *HARMLESS.get(field, ())):
         parse_chat(chat(**{field: harmless}))
     with pytest.raises(UnsupportedField, match=field) as caught:
@@ -147,7 +147,7 @@ def test_unknown_fields_are_found_at_every_level() -> None:
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url", 7, None])
-def test_parts_that_are_no_text_are_refused_and_named(kind: object) -> None:
+def test_non_text_parts_are_refused(kind: object) -> None:
     body = {
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, "image_url": {"url": "http://127.0.0.1:1/"}}]}
@@ -211,18 +211,18 @@ def test_bounds_of_a_chat_are_named(fields: dict[str, object], named: str) -> No
 
 @pytest.mark.parametrize("field", FLOATS)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e300, -1e300, True, "1", [], {}])
-def test_numbers_must_be_finite_numbers_within_bounds(field: str, value: object) -> None:
+def test_numbers_must_be_finite_and_within_bounds(field: str, value: object) -> None:
     with pytest.raises(InvalidField, match=field):
         parse_chat(chat(**{field: value}))
 
 
-def test_max_tokens_0_is_for_echo_alone() -> None:
+def test_max_tokens_0_requires_echo() -> None:
     assert parse_completion(completion(max_tokens=0, echo=True)).only_echo
     with pytest.raises(RequestError, match="echo"):
         parse_completion(completion(max_tokens=0))
 
 
-def test_best_of_is_at_least_n_and_no_stream() -> None:
+def test_best_of_is_at_least_n_and_excludes_streams() -> None:
     assert parse_completion(completion(n=2, best_of=5)).candidates == 5
     assert parse_completion(completion(n=2)).candidates == 2
     for fields in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}):
@@ -256,7 +256,7 @@ names = st.sampled_from(sorted({*ChatBody.model_fields, *CompletionBody.model_fi
         max_size=5,
     )
 )
-def test_any_body_is_either_read_or_refused_as_a_request_error(body: dict[str, object]) -> None:
+def test_any_body_is_accepted_or_refused_by_a_request_error(body: dict[str, object]) -> None:
     for parse, base in ((parse_chat, chat()), (parse_completion, completion()), (parse_generate, {"text": "x"})):
         for candidate in (body, {**base, **body}):
             refusal = refusal_of(lambda: parse(candidate))  # noqa: B023
@@ -288,7 +288,7 @@ def test_depth_follows_the_definition(value: object) -> None:
         b"{'a': 1}",
     ],
 )
-def test_bodies_that_are_no_shallow_utf8_json_are_refused(raw: bytes) -> None:
+def test_bodies_must_be_shallow_utf8_json(raw: bytes) -> None:
     with pytest.raises(BadBody):
         parse_json(raw)
 
@@ -347,7 +347,7 @@ def test_a_large_wrong_body_is_refused_by_its_first_fault() -> None:
         assert caught.value.error_count() < 6
 
 
-def test_native_batches_keep_their_form() -> None:
+def test_native_answers_follow_the_form_of_the_prompts() -> None:
     assert parse_generate({"text": "a"}).single
     assert not parse_generate({"text": ["a"]}).single
     assert not parse_generate({"text": "a", "sampling_params": {"n": 2}}).single
@@ -381,5 +381,5 @@ def test_bounds_of_a_native_request_are_named(body: dict[str, object], named: st
     assert caught.value.param == named
 
 
-def test_what_clients_send_by_habit_and_means_nothing_passes() -> None:
+def test_harmless_values_of_refused_fields_are_accepted() -> None:
     parse_generate({"text": "a", "lora_path": None, "image_data": "", "return_hidden_states": False, "return_routed_experts": False})

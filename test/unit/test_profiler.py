@@ -23,14 +23,14 @@ def test_a_trace_holds_the_phases_between_start_and_stop(tmp_path: Path) -> None
     file = Path(profiler.stop())
     assert file.parent == tmp_path / "new"
     assert "talon::phase" in {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
-    with pytest.raises(RequestError, match="no profile"):
+    with pytest.raises(RequestError, match="No profile is running"):
         profiler.stop()
 
 
 def test_a_folder_that_cannot_be_made_is_named_and_leaves_nothing_running(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     profiler = Profiler("scheduler", torch.device("cpu"))
-    with pytest.raises(ServingError, match=r"--profile .*file/traces cannot be made: Not a directory"):
+    with pytest.raises(ServingError, match=r"Cannot create the profile folder .*file/traces: Not a directory"):
         profiler.start(str(tmp_path / "file" / "traces"))
     profiler.start(str(tmp_path))
     profiler.stop()

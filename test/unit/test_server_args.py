@@ -22,7 +22,7 @@ from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.config.server_args import ServerArgs
 from runtime.config.speculative import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS, with_embedded_draft
 from runtime.config.synthetic_acceptance import synthetic_acceptance
-from runtime.entrypoints import processes
+from runtime.entrypoints import prepare
 from runtime.errors import ConfigError
 from runtime.managers.prefill_budget import PrefillBudget
 
@@ -568,9 +568,9 @@ def test_graph_flags_on_a_cpu_log_a_warning(flag: str, caplog: pytest.LogCapture
 def test_a_dummy_target_gets_a_dummy_draft_unless_it_is_gguf(
     monkeypatch: pytest.MonkeyPatch, target: str, draft: str, asked: str | None, found: str
 ) -> None:
-    monkeypatch.setattr(processes, "resolve_weights", lambda path, load_format, flags: (path, load_format))
+    monkeypatch.setattr(prepare, "resolve_weights", lambda path, load_format, flags: (path, load_format))
     given = args(speculative_draft_model_path=draft, speculative_draft_load_format=asked)
-    assert processes._draft(given, target) == (draft, found)
+    assert prepare.find_draft(given, target) == (draft, found)
 
 
 def test_attention_that_cannot_be_captured_runs_without_graphs(caplog: pytest.LogCaptureFixture) -> None:

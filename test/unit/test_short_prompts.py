@@ -1,4 +1,4 @@
-"""Short prompts through padded buffers give what they give by themselves, and padding leaves no trace."""
+"""Short prompts give the same results through padded buffers, and padding leaves no trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.batch import ForwardMode
 from runtime.config.device_tuning import H200
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor import build
-from runtime.model_executor.build import add_short_prompts, build_worker, make_limits, make_runner, target_launches
+from runtime.model_executor.build import add_short_prompts, build_worker, make_limits, make_runner
 from runtime.model_executor.draft_window import NO_DRAFTS
 from runtime.model_executor.drafter import DrafterSpec
 from runtime.model_executor.graph_capture import CallPool, GraphKey, Replay, capture_all
@@ -102,7 +102,7 @@ def kv(target: TargetModel) -> list[torch.Tensor]:
     return [cache.clone() for cache in caches(target)]
 
 
-def test_sizes_without_a_graph_are_said_to_be_tokens(
+def test_prompt_sizes_without_a_graph_are_named_as_tokens(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, target: TargetModel
 ) -> None:
     def starved(self: CallPool, key: GraphKey, function: Replay) -> Replay:
@@ -158,7 +158,7 @@ def test_a_chunk_is_what_it_is_without_padding(target: TargetModel, start: int, 
     ],
     ids=str,
 )
-def test_a_few_chunks_are_replayed_one_after_the_other_and_give_what_one_ragged_pass_gives(target: TargetModel, spans: Spans) -> None:
+def test_replayed_chunks_equal_one_ragged_pass(target: TargetModel, spans: Spans) -> None:
     check_that_replays_equal_the_ragged_pass(target, spans)
 
 
@@ -174,7 +174,7 @@ def test_one_after_the_other_leaves_nothing_behind(target: TargetModel) -> None:
 
 
 @torch.inference_mode()
-def test_a_plan_is_told_of_as_many_keys_as_there_are(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_include_padding(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the padding's too: a plan of fewer would be too small for the pass."""
     prompts, backend, seen = short_prompts(target), target.runner.backend, list[int]()
     prepare = backend.prepare
@@ -201,7 +201,7 @@ def test_a_single_prompt_is_not_copied(target: TargetModel) -> None:
 
 
 @torch.inference_mode()
-def test_long_chunks_and_the_end_of_the_page_table_run_eagerly_all_of_the_batch(target: TargetModel) -> None:
+def test_batches_that_do_not_fit_a_graph_run_eagerly(target: TargetModel) -> None:
     prompts, table = short_prompts(target), target.page_table
     end = table.max_pages * table.page_size
     before = kv(target)
@@ -216,7 +216,7 @@ def test_long_chunks_and_the_end_of_the_page_table_run_eagerly_all_of_the_batch(
 
 
 @torch.inference_mode()
-def test_several_prompts_are_replayed_while_that_takes_no_longer_than_launching_one_pass(target: TargetModel) -> None:
+def test_several_prompts_are_replayed_if_that_is_faster(target: TargetModel) -> None:
     def replayed(free: int, *lens: int) -> bool:
         return short_prompts(target, free=free).run(chunks(target, {ROW + i: (0, n) for i, n in enumerate(lens)})) is not None
 
@@ -273,17 +273,17 @@ def test_several_replays_read_the_weights_each_and_compute_their_padding(model: 
         ((1_000_000_000_000, 100), 2048, []),
     ],
 )
-def test_sizes_double_up_to_what_launching_pays_for_and_a_full_chunk_has_one(model: tuple[int, int], most: int, sizes: list[int]) -> None:
+def test_sizes_double_up_to_the_free_tokens(model: tuple[int, int], most: int, sizes: list[int]) -> None:
     assert cost(*model).sizes(most) == sizes
 
 
-def test_what_launching_pays_for_is_in_proportion_to_kernels_and_against_parameters() -> None:
+def test_free_tokens_follow_kernels_and_parameters() -> None:
     assert cost(1_000_000_000, 100).free_tokens == 900  # 3 ms of launching; 2 GFLOP a token take 3.3 us at 6e14 FLOP/s
     assert cost(2_000_000_000, 100).free_tokens == 450
     assert cost(1_000_000_000, 300).free_tokens == 2700
 
 
-def test_a_pass_is_bound_by_computing_from_twice_what_is_hidden() -> None:
+def test_a_pass_saturates_at_twice_the_free_tokens() -> None:
     assert cost(*LLAMA_8B).saturating_tokens == 2 * cost(*LLAMA_8B).free_tokens == 768
     assert cost(70_000_000_000, 730).saturating_tokens == 512, "reading weights hides more than launching"
     assert cost(*SMOLLM2).saturating_tokens > 16384, "launching hides whole chunks"
@@ -295,7 +295,7 @@ def test_every_token_is_multiplied_with_the_blocks_matrices_alone(tied: bool) ->
     model = worker.parts.target.runner.model
     blocks = [shape for name, shape in model.expected_weights().items() if ".layers." in name and len(shape) == 2]
     assert len(blocks) == 3 * 7
-    assert model.block_parameters == sum(math.prod(shape) for shape in blocks)
+    assert model.active_parameters == sum(math.prod(shape) for shape in blocks)
 
 
 # ---- how a worker gets them
@@ -344,7 +344,7 @@ def test_attention_that_cannot_be_captured_leaves_prompts_as_they_are(target: Ta
 @pytest.mark.parametrize(
     ("chunk", "context", "sizes"), [(64, 256, [32, 64]), (100, 256, [32, 64, 100]), (2048, 256, [32, 64, 128, 256]), (16, 256, [16])]
 )
-def test_graphs_reach_up_to_a_full_chunk_and_no_further_than_a_request_can(
+def test_graphs_end_at_the_chunk_and_the_context(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch, chunk: int, context: int, sizes: list[int]
 ) -> None:
     (runner,) = add_as_on_a_gpu(target, monkeypatch, chunked_prefill_size=chunk, context_length=context)
@@ -355,17 +355,17 @@ def test_graphs_reach_up_to_a_full_chunk_and_no_further_than_a_request_can(
 
 
 def test_graphs_follow_the_size_of_the_model(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = target_launches(target.runner.config)
+    launches = target.runner.model.kernel_launches
     for free, sizes in ((150, [32, 64, 128]), (31, [])):
         parameters = round(launches * 30e-6 * 6e14 / (2 * (free + 0.5)))
-        monkeypatch.setattr(type(target.runner.model), "block_parameters", parameters)
+        monkeypatch.setattr(type(target.runner.model), "active_parameters", parameters)
         runners = add_as_on_a_gpu(target, monkeypatch, chunked_prefill_size=2048)
         assert [size for runner in runners for size in runner.sizes] == sizes
         assert (target.short_prompts is not None) == bool(runners)
         target.short_prompts = None
 
 
-def test_a_batch_of_short_prompts_is_answered_as_if_run_eagerly(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_prompts_give_the_eager_answers(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = {r: np.random.default_rng(r).integers(2, 90, 3 + 9 * r).tolist() for r in (5, 1, 3)}
     expected = Driver(worker)
     expected.prefill(prompts, chunk=20)
@@ -387,7 +387,7 @@ def limits(target: TargetModel, **changes: object) -> Any:
 
 def test_the_scheduler_is_told_when_the_device_is_busy(target: TargetModel) -> None:
     model = target.runner.model
-    expected = cost(model.block_parameters, target_launches(target.runner.config)).saturating_tokens
+    expected = cost(model.active_parameters, model.kernel_launches).saturating_tokens
     assert limits(target).cost_model.saturating_tokens == expected
     on_cpu = parts_of()
     on_cpu.device = CPU
@@ -399,7 +399,7 @@ def mixing(target: TargetModel, **changes: object) -> tuple[bool, int]:
     return made.mixed, made.cost_model.piggyback_min_tokens
 
 
-def test_prompts_with_graphs_of_their_own_are_not_mixed(target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_with_graphs_of_their_own_take_nobody_along(target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
     assert mixing(target) == (False, 1)
     assert mixing(target, mixed_chunk=True) == (True, 1)
     target.short_prompts = short_prompts(target)

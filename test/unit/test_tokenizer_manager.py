@@ -426,6 +426,28 @@ def test_a_dead_process_fails_open_and_new_requests() -> None:
     run(body)
 
 
+def test_an_error_in_the_message_loop_fails_open_requests_and_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        desk = Desk()
+        generation = await desk.manager.generate([1], SamplingParams())
+        call = asyncio.create_task(desk.manager.fetch_stats())
+        await asyncio.sleep(0)
+        broken: Any = TextOutBatch(outs=[None])  # type: ignore[list-item]
+
+        async def receive() -> Any:
+            return broken
+
+        with pytest.raises(AttributeError):
+            await desk.manager.serve(receive)
+        for waiting in (collect(generation), call):
+            with pytest.raises(WorkerDied, match="tokenizer"):
+                await waiting
+        assert not desk.manager.health.alive()
+
+    run(body)
+    assert "Traceback" in caplog.text
+
+
 def test_a_slow_reader_loses_only_its_own_stream() -> None:
     async def body() -> None:
         desk = Desk()

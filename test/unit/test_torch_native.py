@@ -189,7 +189,7 @@ def test_a_tree_of_64_nodes_uses_every_bit() -> None:
 
 
 @pytest.mark.parametrize("tree", [False, True])
-def test_each_step_of_a_plan_sees_the_tokens_of_the_steps_before(tree: bool) -> None:
+def test_each_step_of_a_plan_sees_earlier_steps(tree: bool) -> None:
     rng = np.random.default_rng(1)
     world = World.make(rng, 4)
     first = make_batch(ForwardMode.DECODE, [2, 3], [11, 5], [2, 2], world.table, slack=3)
@@ -206,7 +206,7 @@ def test_each_step_of_a_plan_sees_the_tokens_of_the_steps_before(tree: bool) -> 
         )
 
 
-def test_a_tree_mask_changed_in_place_is_read_again_after_the_next_plan() -> None:
+def test_planning_reads_a_changed_tree_mask_again() -> None:
     rng = np.random.default_rng(2)
     world = World.make(rng, 4)
     batch = make_batch(ForwardMode.TARGET_VERIFY, [1], [12], [3], world.table)
@@ -218,7 +218,7 @@ def test_a_tree_mask_changed_in_place_is_read_again_after_the_next_plan() -> Non
 
 
 @pytest.mark.parametrize("width", [1, 4])
-def test_padding_rows_are_finite_and_change_nobody(width: int) -> None:
+def test_padding_rows_are_finite_and_change_no_result(width: int) -> None:
     rng = np.random.default_rng(3)
     world = World.make(rng, 4)
     alone = make_batch(ForwardMode.DECODE, [1], [17], [width], world.table)
@@ -246,7 +246,7 @@ def test_softcap_and_sinks_follow_the_formula(softcap: float, sinks: torch.Tenso
     check(world, replace(tree, tree_mask=1 << torch.arange(width).repeat(2), tree_tail=width), rng)
 
 
-def test_layers_may_differ_and_latent_caches_hold_keys_and_values_in_one_row() -> None:
+def test_layers_may_differ_and_latent_caches_work() -> None:
     rng = np.random.default_rng(5)
     latent = KVSpec("mla", 1, 12, 8, torch.float32)
     wide = KVSpec("gqa", 3, 16, 4, torch.float32)

@@ -1,60 +1,32 @@
-"""The supervisor of child processes: a silent process counts as hung, except a scheduler that writes a trace."""
+"""The watchdog: a silent process counts as hung, except a scheduler that writes a trace."""
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, Literal
-
 import pytest
 
-from runtime.entrypoints import processes
-from runtime.entrypoints.processes import Runtime
-
-Role = Literal["scheduler", "detokenizer"]
+from runtime.entrypoints.child import Role
+from runtime.entrypoints.watchdog import SILENT_TURNS, TRACE_TURNS, Watchdog
 
 
-@dataclass(frozen=True)
-class Named:
-    """A child process of which only the role is read."""
-
-    role: Role
-
-
-def watched(monkeypatch: pytest.MonkeyPatch, silent: Role, trace_turns: int) -> tuple[list[str], int]:
-    """Watch two children, one of them `silent`, during a trace of `trace_turns` turns; returns what hangs, and after how many turns."""
-    runtime: Any = Runtime.__new__(Runtime)
-    beats = {"scheduler": 0, "detokenizer": 0}
-    runtime.manager = SimpleNamespace(beats=beats, writes_trace=True)
-    runtime._children = [Named("detokenizer"), Named("scheduler")]
-    hung, turns = [], 0
-
-    async def turn(_seconds: float) -> None:
-        nonlocal turns
-        turns += 1
-        runtime.manager.writes_trace = turns <= trace_turns
+def turns_until_hung(silent: Role, trace_turns: int) -> tuple[Role, int]:
+    """Which process hangs and after how many turns, if `silent` never beats and a trace is written for `trace_turns` turns."""
+    watchdog = Watchdog(("detokenizer", "scheduler"))
+    beats: dict[Role, int] = {"detokenizer": 0, "scheduler": 0}
+    for turn in range(1, 1 << 16):
         for role in beats:
             beats[role] += role != silent
-
-    async def give_up(child: Any) -> None:
-        hung.append(child.role)
-
-    monkeypatch.setattr(processes.asyncio, "sleep", turn)
-    runtime._give_up = give_up
-    asyncio.run(runtime._watch())
-    return hung, turns
+        hung = watchdog.turn(beats, writes_trace=turn <= trace_turns)
+        if hung is not None:
+            return hung, turn
+    raise AssertionError("nothing hung")
 
 
 @pytest.mark.parametrize("trace_turns", [0, 100])
-def test_a_silent_scheduler_is_dead_unless_it_writes_a_trace(monkeypatch: pytest.MonkeyPatch, trace_turns: int) -> None:
-    hung, turns = watched(monkeypatch, "scheduler", trace_turns)
-    assert hung == ["scheduler"]
-    assert turns == max(trace_turns, 1) + processes.SILENT_TURNS, "every process is heard in the first turn"
+def test_a_silent_scheduler_hangs_unless_it_writes_a_trace(trace_turns: int) -> None:
+    # The first turn hears every process.
+    assert turns_until_hung("scheduler", trace_turns) == ("scheduler", max(trace_turns, 1) + SILENT_TURNS)
 
 
-def test_a_trace_excuses_only_the_scheduler_and_only_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    hung, turns = watched(monkeypatch, "detokenizer", 100)
-    assert (hung, turns) == (["detokenizer"], processes.SILENT_TURNS + 1)
-    hung, turns = watched(monkeypatch, "scheduler", 1 << 30)
-    assert (hung, turns) == (["scheduler"], processes.TRACE_TURNS + processes.SILENT_TURNS)
+def test_a_trace_excuses_only_the_scheduler_and_only_for_a_while() -> None:
+    assert turns_until_hung("detokenizer", 100) == ("detokenizer", SILENT_TURNS + 1)
+    assert turns_until_hung("scheduler", 1 << 30) == ("scheduler", TRACE_TURNS + SILENT_TURNS)

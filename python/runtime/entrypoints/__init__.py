@@ -1,1 +1,1 @@
-"""The front door: processes, HTTP, and the offline engine."""
+"""Process supervision, the HTTP server, and the offline engine."""

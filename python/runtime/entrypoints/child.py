@@ -1,4 +1,4 @@
-"""The life of a child process: take its orders from stdin, report through a pipe, and die with its parent."""
+"""The main program of a child process, which reports its status through a pipe and dies with its parent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import setproctitle
 from runtime import log as logging_setup
 from runtime.batch import Worker, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
-from runtime.entrypoints.collector import spare_start
+from runtime.entrypoints.collector import freeze_gc
 from runtime.errors import ConfigError
 from runtime.managers.detokenizer_manager import DetokenizerManager
 from runtime.managers.ipc import Inbox, Outbox
@@ -31,95 +31,95 @@ from runtime.text.tokenizer_files import tokenizer_eos_ids
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5
-"""How often the detokenizer says that it lives. (The scheduler has its own pulse.)"""
+"""Seconds between heartbeats of the detokenizer. (The scheduler has its own.)"""
 _PR_SET_PDEATHSIG = 1
 
 Role = Literal["scheduler", "detokenizer"]
 BuildWorker = Callable[[RuntimeConfig, ModelConfig], Worker]
 
 
-class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child must know, as JSON on its stdin: the configuration, the folder of the sockets, and who its parent is."""
+class ChildConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a child reads from stdin, as JSON: the configuration, the folder of the sockets, the parent's pid."""
 
     config: RuntimeConfig
     folder: str
     parent: int
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The child serves; the scheduler's says what its worker holds."""
+class ChildReady(msgspec.Struct, frozen=True, tag=True):
+    """The child serves. The scheduler reports its worker's limits."""
 
     limits: WorkerLimits | None = None
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The child cannot start; `fault` says whether the user asked for the impossible or something broke."""
+class ChildFailed(msgspec.Struct, frozen=True, tag=True):
+    """The child cannot start. `is_config`: because of the configuration, not because of a fault."""
 
     message: str
-    fault: Literal["config", "other"]
+    is_config: bool
 
 
-Report = Ready | Failed
+ChildStatus = ChildReady | ChildFailed
 
 
-class Reporter:
-    """The child's end of its report pipe: JSON lines. The pipe stays open as long as the process lives."""
+class StatusPipe:
+    """The child's end of its status pipe: JSON lines. It stays open as long as the process lives."""
 
     def __init__(self, fd: int) -> None:
-        os.set_inheritable(fd, False)  # else a helper process of torch would keep the pipe open after our death
+        os.set_inheritable(fd, False)  # otherwise torch's helper processes keep the pipe open after our death
         self._fd = fd
 
-    def send(self, report: Report) -> None:
+    def send(self, status: ChildStatus) -> None:
         """Write one line."""
-        os.write(self._fd, msgspec.json.encode(report) + b"\n")
+        os.write(self._fd, msgspec.json.encode(status) + b"\n")
 
 
-def run(role: Role, report_fd: int, serve: Callable[[Orders, Reporter], None]) -> int:
-    """Be child process `role`: returns its exit status."""
-    reporter = Reporter(report_fd)
-    orders = msgspec.json.decode(sys.stdin.buffer.read(), type=Orders)
-    _die_with(orders.parent)
+def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], None]) -> int:
+    """Run as child process `role`; returns the exit status."""
+    status = StatusPipe(status_fd)
+    child = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildConfig)
+    _die_with(child.parent)
     setproctitle.setproctitle(f"talon::{role}")
-    logging_setup.setup(orders.config.server.log_level, f"talon::{role}")
-    faulthandler.enable()  # the parent aborts a child that hangs, so that its stacks are printed
+    logging_setup.setup(child.config.server.log_level, f"talon::{role}")
+    faulthandler.enable()  # prints the stacks when the parent aborts a child that hangs
     try:
-        serve(orders, reporter)
+        serve(child, status)
     except ConfigError as error:
-        reporter.send(Failed(str(error), "config"))
+        status.send(ChildFailed(str(error), is_config=True))
         return 2
     except Exception as error:
         log.exception("the %s failed", role)
-        reporter.send(Failed(f"the {role} failed: {type(error).__name__}: {error}", "other"))
+        status.send(ChildFailed(f"the {role} failed: {type(error).__name__}: {error}", is_config=False))
         return 1
     return 0
 
 
-def serve_scheduler(orders: Orders, reporter: Reporter, build: BuildWorker) -> None:
+def serve_scheduler(child: ChildConfig, status: StatusPipe, build: BuildWorker) -> None:
     """Build the worker with `build`, then schedule until drained."""
     from runtime.managers.scheduler import Scheduler
-    from runtime.models.hf_config import load_hf_config
+    from runtime.models.registry import load_hf_config
 
-    inbox: Inbox[ToScheduler] = Inbox(orders.folder, "scheduler", ToScheduler)
-    outbox = Outbox(orders.folder, "detokenizer")
-    model_config = load_hf_config(orders.config.model.model_path)
-    eos_ids = dict.fromkeys((*model_config.eos_ids, *tokenizer_eos_ids(Path(orders.config.model.tokenizer_path))))
-    worker = build(orders.config, model_config)
-    config = orders.config
+    inbox: Inbox[ToScheduler] = Inbox(child.folder, "scheduler", ToScheduler)
+    outbox = Outbox(child.folder, "detokenizer")
+    model_config = load_hf_config(child.config.model.model_path)
+    eos_ids = dict.fromkeys((*model_config.eos_ids, *tokenizer_eos_ids(Path(child.config.model.tokenizer_path))))
+    worker = build(child.config, model_config)
+    config = child.config
     scheduler = Scheduler(config.scheduler, config.cache, worker, tuple(eos_ids), inbox.receive, outbox.send)
-    spare_start()
-    reporter.send(Ready(worker.limits))
+    freeze_gc()
+    status.send(ChildReady(worker.limits))
     scheduler.run()
     worker.close()
     outbox.close()
 
 
-def serve_detokenizer(orders: Orders, reporter: Reporter) -> None:
-    """Turn tokens into text until drained."""
-    inbox: Inbox[ToDetokenizer] = Inbox(orders.folder, "detokenizer", ToDetokenizer)
-    to_tokenizer, to_scheduler = Outbox(orders.folder, "tokenizer"), Outbox(orders.folder, "scheduler")
-    manager = DetokenizerManager(Tokenizer.load(orders.config.model.tokenizer_path), to_tokenizer.send, to_scheduler.send)
-    spare_start()
-    reporter.send(Ready())
+def serve_detokenizer(child: ChildConfig, status: StatusPipe) -> None:
+    """Detokenize until drained."""
+    inbox: Inbox[ToDetokenizer] = Inbox(child.folder, "detokenizer", ToDetokenizer)
+    to_tokenizer, to_scheduler = Outbox(child.folder, "tokenizer"), Outbox(child.folder, "scheduler")
+    manager = DetokenizerManager(Tokenizer.load(child.config.model.tokenizer_path), to_tokenizer.send, to_scheduler.send)
+    freeze_gc()
+    status.send(ChildReady())
     beats, beaten_at = 0, 0.0
     while not isinstance(message := inbox.receive(timeout=BEAT_SECONDS), DrainReq):
         if message is not None:
@@ -132,7 +132,7 @@ def serve_detokenizer(orders: Orders, reporter: Reporter) -> None:
 
 
 def build_worker(config: RuntimeConfig, model_config: ModelConfig) -> Worker:
-    """The worker that `config` asks for: plain, or speculative. Loads torch."""
+    """The worker of this configuration. Loads torch."""
     if config.speculative is not None:
         from runtime.speculative.build import build_speculative_worker as build
     else:
@@ -143,16 +143,16 @@ def build_worker(config: RuntimeConfig, model_config: ModelConfig) -> Worker:
 def _die_with(parent: int) -> None:
     """Ask the kernel to kill this process when `parent` ends, however it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we could ask
+    if os.getppid() != parent:  # it ended before the request took effect
         os._exit(1)
 
 
 def main(argv: list[str]) -> int:
-    """`python -m runtime.entrypoints.child ROLE REPORT_FD`."""
-    role, report_fd = argv[0], int(argv[1])
+    """`python -m runtime.entrypoints.child ROLE STATUS_FD`."""
+    role, status_fd = argv[0], int(argv[1])
     if role == "detokenizer":
-        return run("detokenizer", report_fd, serve_detokenizer)
-    return run("scheduler", report_fd, lambda orders, reporter: serve_scheduler(orders, reporter, build_worker))
+        return run("detokenizer", status_fd, serve_detokenizer)
+    return run("scheduler", status_fd, lambda child, status: serve_scheduler(child, status, build_worker))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""The garbage collector, and what lives as long as the process."""
+"""The garbage collector and the objects that live as long as the process."""
 
 from __future__ import annotations
 
 import gc
 
 
-def spare_start() -> None:
-    """Collect once more, and never look at again what is there now.
+def freeze_gc() -> None:
+    """Collect garbage, then exclude all remaining objects from later collections.
 
-    A full collection goes through every object; with torch loaded that takes more than a tenth of a second, in which the process takes no
-    step. What the start made would be gone through again and again for nothing.
+    A full collection visits every object. With torch loaded it stalls the process for over a tenth of a second.
     """
     gc.collect()
     gc.freeze()

@@ -12,7 +12,8 @@ from runtime import log as logging_setup
 from runtime.config.flag_parser import from_fields
 from runtime.entrypoints.generations import Choice
 from runtime.entrypoints.native.meta_info import meta_info
-from runtime.entrypoints.processes import Runtime, prepare
+from runtime.entrypoints.prepare import prepare
+from runtime.entrypoints.processes import Runtime
 from runtime.errors import InvalidField, ServingError
 from runtime.managers.generation import Generation
 from runtime.sampling_params import SamplingParams
@@ -39,7 +40,7 @@ class Engine:
         with Engine(model_path="...") as engine:
             print(engine.generate("The capital of France is", {"temperature": 0})["text"])
 
-    Options are the server's flags with underscores. Works in plain code and inside a running event loop (`async_generate`).
+    Options are the server's flags with underscores. `async_generate` works inside a running event loop.
 
     Raises:
         ConfigError: an option does not exist or cannot take effect.
@@ -167,7 +168,7 @@ class Engine:
         return runtime
 
     async def _end(self) -> None:
-        """Stop the runtime, which fails all open calls. If the start is still running, cancel it; it stops its own runtime."""
+        """Stop the runtime, which fails all open calls; or cancel the start, which stops its own runtime."""
         calls = asyncio.all_tasks() - {asyncio.current_task()}
         if self._runtime is not None:
             await self._runtime.stop()
@@ -223,7 +224,7 @@ class Engine:
         return self._submit(work).result()
 
     def _close(self, generation: Generation) -> None:
-        """Abort a generation. This never waits, because the garbage collector may close an iterator in the loop's own thread."""
+        """Abort a generation without waiting: the garbage collector may close an iterator in the loop's own thread."""
         with self._gate:
             if not self._closed:
                 self._loop.call_soon_threadsafe(generation.close)

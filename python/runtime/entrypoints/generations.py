@@ -63,7 +63,8 @@ class Generations:
         """
         limit = manager.config.scheduler.max_queued_requests + manager.limits.max_running_requests
         if len(call.prompts) * call.n > limit:
-            message = f"One call may ask for at most {limit} texts; this one asks for {len(call.prompts)} prompts times {call.n}."
+            asked = f"{len(call.prompts)} prompts times {call.n}"
+            message = f"One call may ask for at most {limit} texts; this one asks for {asked}."
             raise RequestError(message, call.params.get("prompt", "prompt"))
         group = cls()
         try:
@@ -104,7 +105,7 @@ class Generations:
             generation.close()
 
     async def updates(self) -> AsyncGenerator[tuple[int, GenerationUpdate], None]:
-        """The updates of all generations as they come, each with the index of its prompt. Raises the error of the first that fails."""
+        """The updates of all generations as they come, each with the index of its prompt; the first error is raised."""
         if len(self.each) == 1:
             async for update in self.each[0]:
                 yield 0, update

@@ -13,9 +13,9 @@ from runtime.batch import ForwardMode
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """B requests, T tokens. Made by a worker for one pass; a captured graph holds one whose tensors are persistent buffers.
+    """B requests, T tokens. A worker makes one per pass; a captured graph holds one whose tensors are persistent buffers.
 
-    One convention everywhere: `seq_lens` is the KV length after this pass has written. Query `i` of `q = tokens_per_req` sees
+    `seq_lens` is always the KV length after this pass has written. Query `i` of `q = tokens_per_req` sees
     `seq_len - q + i + 1` keys; in a ragged pass the same holds with each request's own query count.
 
     Attributes:
@@ -24,17 +24,17 @@ class ForwardBatch:
         tokens_per_req: queries of every request; 0 in a ragged EXTEND, where they differ.
         input_ids: int64 [T].
         positions: int64 [T].
-        out_cache_loc: int64 [T]. The KV slot that each token writes; slot = page * page_size + position % page_size; padding: 0.
+        out_cache_loc: int64 [T]. KV slot that each token writes, page * page_size + position % page_size; padding: 0.
         req_pool_indices: int64 [B]. Row of the page table; padding: 0.
         seq_lens: int32 [B], on the device.
-        qo_indptr: int32 [B + 1], on the device: where each request's queries begin.
-        seq_len_bounds: int32 [B], on the host: at least `seq_lens`; exact for prompts and wherever nothing is in flight.
+        qo_indptr: int32 [B + 1], on the device: offsets of each request's queries.
+        seq_len_bounds: int32 [B], on the host, upper bounds of `seq_lens`; exact for prompts and when no step is in flight.
         extend_lens: int32 [B], on the host, ragged EXTEND only: the queries of each request.
-        step: which pass of a multi-pass plan this is (draft decode: 0..K-2).
-        tree_mask: int64 [T], or None for a causal pass. Bit t of a query's mask: it sees the t-th of the last `tree_tail` keys of its
-            request; all earlier keys are seen by all.
-        tree_tail: how many keys at the end of each request `tree_mask` speaks of, at most 64.
-        hidden_states: [T, H_in]. Draft passes: the target's (or the draft's own) hidden state beside each token.
+        step: index of the pass in a plan of several passes (draft decode: 0..K-2).
+        tree_mask: int64 [T], or None for a causal pass. If bit t is set, the query sees the t-th of the last `tree_tail`
+            keys of its request. Every query sees all earlier keys.
+        tree_tail: number of keys at the end of each request that `tree_mask` covers, at most 64.
+        hidden_states: [T, H_in], draft passes only: a hidden state of the target, or of the draft itself, per token.
     """
 
     mode: ForwardMode

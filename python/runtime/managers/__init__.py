@@ -1,1 +1,1 @@
-"""The office: the processes that speak ZMQ; no torch."""
+"""The processes that talk over ZMQ: tokenizer manager, scheduler, detokenizer manager. No torch."""

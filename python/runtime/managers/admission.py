@@ -36,7 +36,12 @@ class Admission:
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache_prefixes: bool, limits: WorkerLimits, stats: SchedulerStats, clock: Callable[[], float]
+        self,
+        config: SchedulerConfig,
+        cache_prefixes: bool,
+        limits: WorkerLimits,
+        stats: SchedulerStats,
+        clock: Callable[[], float],
     ) -> None:
         self.queue: list[Req] = []
         self.running: list[Req] = []
@@ -66,7 +71,7 @@ class Admission:
     # ---- prompts
 
     def plan_prompts(self) -> StepPlan | None:
-        """The next prompt step: chunks of admitted prompts, then new admissions, and decode rows if that pays off. None without prompts."""
+        """The next prompt step: chunks of admitted prompts, new admissions, decode rows if that pays off."""
         prefilling = [req for req in self.running if req.phase is Phase.PREFILLING]
         if not prefilling and not self.queue:
             return None
@@ -79,7 +84,7 @@ class Admission:
         if not plan.chunks:
             return None
         if decodes and self._limits.cost_model.piggyback_pays(plan.prompt_tokens):
-            self.add_decodes(plan, decodes)  # without pages for all of them the prompts run alone: no retraction for this
+            self.add_decodes(plan, decodes)  # if pages are short, the prompts run alone: no retraction for this
         return plan
 
     def _piggyback(self, budget: PrefillBudget) -> list[Req]:
@@ -91,7 +96,7 @@ class Admission:
         return reqs
 
     def _admit(self, plan: StepPlan, budget: PrefillBudget) -> None:
-        """Admit waiting requests in order while rows, pages and the budget last. A request that lacks pages blocks those behind it."""
+        """Admit waiting requests in order while rows, pages and the budget last. One without pages blocks the rest."""
         if not self.queue or not self._free_rows or budget.left == 0:
             return
         ordered = policy.order(self.queue, self._config.schedule_policy, self._cached_len)
@@ -122,7 +127,7 @@ class Admission:
         return max(0, self.kv_pages.pages_for(self.new_token_ratio.slots(req, self._limits)) - req.pages.count)
 
     def _allocate_row(self, plan: StepPlan, req: Req, reserved: int) -> bool:
-        """Give `req` a row and pages for all its tokens; False if that leaves less than `reserved` pages for those that run."""
+        """Give `req` a row and pages for all its tokens; False if less than `reserved` pages would remain."""
         kv_pages = self.kv_pages
         req.pages = pages = kv_pages.open(req.ids, req.request.cache_salt, reuse=not req.wants_prompt_logprobs)
         missing = kv_pages.pages_for(req.length) - pages.count
@@ -145,12 +150,14 @@ class Admission:
     # ---- decode rows
 
     def add_decodes(self, plan: StepPlan, reqs: list[Req]) -> bool:
-        """Add `reqs` to the plan, with the pages for one more decode step; False, and no change, if there are not enough pages."""
+        """Add `reqs` to the plan, with the pages for one more decode step; False if there are not enough."""
         limits, kv_pages = self._limits, self.kv_pages
-        growing = [req for req in reqs if policy.decode_slots(req.kv_bound, limits) > req.pages.count * kv_pages.page_size]
+        size = kv_pages.page_size
+        growing = [req for req in reqs if policy.decode_slots(req.kv_bound, limits) > req.pages.count * size]
         if growing:
             pages = [req.pages for req in growing]
-            counts = [kv_pages.pages_for(policy.decode_slots(req.kv_bound, limits)) - req.pages.count for req in growing]
+            targets = [kv_pages.pages_for(policy.decode_slots(req.kv_bound, limits)) for req in growing]
+            counts = [target - each.count for target, each in zip(targets, pages, strict=True)]
             if sum(counts) > kv_pages.available:
                 return False
             cols = [each.count for each in pages]
@@ -169,7 +176,7 @@ class Admission:
         self.enqueue(req)
         self.new_token_ratio.reset()
         self._stats.num_retracted_requests_total += 1
-        log.info("KV cache is full: retracted a request of %d tokens; %d requests are running", req.length, len(self.running))
+        log.info("KV cache is full: retracted a request of %d tokens; %d are running", req.length, len(self.running))
 
     def remove(self, req: Req, keep: bool) -> None:
         """End `req`, waiting or running; with `keep`, its committed KV stays in the prefix cache."""
@@ -182,7 +189,7 @@ class Admission:
     def _free(self, req: Req, keep: bool) -> None:
         """Free the row and pages.
 
-        A step in flight may still write there. It does so before any step that is submitted from now on, and only past `kv_len`.
+        A step in flight may still write there: before any step submitted from now on, and only past `kv_len`.
         """
         self.kv_pages.close(req.pages, req.ids, min(req.kv_len, req.length - 1) if keep else 0)
         self.running.remove(req)

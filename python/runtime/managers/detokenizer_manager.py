@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from msgspec import structs
 
@@ -21,26 +20,8 @@ from runtime.managers.messages import (
     TokensOutBatch,
     ToTokenizer,
 )
-
-
-class TextStream(Protocol):
-    """The text of a growing list of tokens."""
-
-    def step(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; returns the text that is complete now, maybe empty."""
-        ...
-
-    def finish(self) -> str:
-        """The text still held back; an incomplete character is dropped."""
-        ...
-
-
-class StreamFactory(Protocol):
-    """What the detokenizer needs of a tokenizer."""
-
-    def stream(self, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()) -> TextStream:
-        """Start the text of one request, after the last tokens of the text that it continues."""
-        ...
+from runtime.text.decode_stream import StreamDecoder
+from runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
@@ -52,12 +33,12 @@ class StopFinder:
     matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Add text; returns what may be shown now. After a match, which sets `matched`, that is the text before the stop string."""
+        """Add text; returns what may be shown now. A match sets `matched` and cuts the text there."""
         if not self.stops:
             return text
         text = self.held + text
         hits = [(at + len(stop), -len(stop), stop) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if hits:  # the stop string that is complete first, as if the text came letter by letter; among those the longest
+        if hits:  # the stop string that is complete first, as if letters came one by one; among those the longest
             end, _, self.matched = min(hits)
             self.held = ""
             return text[: end - len(self.matched)]
@@ -84,7 +65,7 @@ class _Open:
     """One open request, and the replies collected for it if it does not stream."""
 
     stream: bool
-    text: TextStream
+    text: StreamDecoder
     stops: StopFinder
     collected: list[TextOut] = field(default_factory=list)
 
@@ -92,12 +73,15 @@ class _Open:
 class DetokenizerManager:
     """Turns each `TokensOut` into a `TextOut`; forwards everything else.
 
-    No stop string, and no part of one, reaches the client. On a match the text is cut, the request ends, and the scheduler is told to
-    stop it. Tokens that the scheduler still sends for it are dropped.
+    No stop string, and no part of one, reaches the client. On a match the text is cut, the request ends, and the
+    scheduler is told to stop it. Tokens that the scheduler still sends for it are dropped.
     """
 
     def __init__(
-        self, tokenizer: StreamFactory, to_tokenizer: Callable[[ToTokenizer], None], to_scheduler: Callable[[StopReq], None]
+        self,
+        tokenizer: Tokenizer,
+        to_tokenizer: Callable[[ToTokenizer], None],
+        to_scheduler: Callable[[StopReq], None],
     ) -> None:
         self._tokenizer = tokenizer
         self._to_tokenizer = to_tokenizer
@@ -143,8 +127,9 @@ class DetokenizerManager:
     def _decode(self, request: _Open, out: TokensOut) -> tuple[str, int]:
         """The text to show, and how many tokens of `out` belong to it."""
         shown: list[str] = []
+        stop_token = out.finish.matched if out.finish is not None and out.finish.reason == "stop" else None
         for index, token in enumerate(out.token_ids):
-            if out.finish is not None and out.finish.matched == token and out.finish.reason == "stop" and index == len(out.token_ids) - 1:
+            if token == stop_token and index == len(out.token_ids) - 1:
                 break  # the stop token is not part of the text
             shown.append(request.stops.push(request.text.step((token,))))
             if request.stops.matched is not None:
@@ -187,4 +172,5 @@ def _joined_logprobs(parts: list[TokenLogprobs | None]) -> TokenLogprobs | None:
     present = [part for part in parts if part is not None]
     if not present:
         return None
-    return TokenLogprobs(chosen=[value for part in present for value in part.chosen], top=[row for part in present for row in part.top])
+    chosen = [value for part in present for value in part.chosen]
+    return TokenLogprobs(chosen=chosen, top=[row for part in present for row in part.top])

@@ -11,6 +11,8 @@ from runtime.errors import ServingError
 from runtime.managers.messages import Finish, TextOut, TokenLogprobs
 from runtime.managers.telemetry.progress import Progress
 
+Release = Callable[["Generation"], None]
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationUpdate:
@@ -42,7 +44,7 @@ class GenerationUpdate:
 class Generation:
     """The answer to one request: an async iterator of `GenerationUpdate` that ends when all n choices have finished.
 
-    Iterating raises the `ServingError` that ended the request early. `close()`, or leaving `async with`, aborts what still runs.
+    Iterating raises the `ServingError` that ended the request early. `close()`, or leaving `async with`, aborts it.
 
     Args:
         rid: the name of the request.
@@ -56,7 +58,7 @@ class Generation:
         wires: names of the choices under way, as the scheduler knows them.
     """
 
-    def __init__(self, rid: str, call: str, prompt_ids: list[int], n: int, max_unread: int, release: Callable[[Generation], None]) -> None:
+    def __init__(self, rid: str, call: str, prompt_ids: list[int], n: int, max_unread: int, release: Release) -> None:
         self.rid = rid
         self.call = call
         self.prompt_ids = prompt_ids

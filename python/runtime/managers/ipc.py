@@ -33,7 +33,7 @@ class BadFrame(ServingError):
 
 
 class Codec(Generic[M]):
-    """Decodes the messages of a union. It accepts only msgpack of the declared types, so a frame cannot make it run code."""
+    """Decodes the messages of a union: msgpack of declared types only, so a frame cannot make it run code."""
 
     def __init__(self, types: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(types, strict=True)
@@ -118,7 +118,7 @@ class AsyncInbox(Generic[M]):
 class Outbox:
     """A PUSH socket connected to the inbox `name`. Any thread or coroutine may send; sending never blocks.
 
-    Messages queue without bound while the reader is slow or not started. The process supervisor notices a reader that died.
+    Messages queue without bound while the reader is slow or not started. The supervisor notices a reader that died.
     """
 
     def __init__(self, folder: str | os.PathLike[str], name: EndName) -> None:

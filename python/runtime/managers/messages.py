@@ -57,11 +57,14 @@ class StopReq(Message, frozen=True, kw_only=True):
     rid: str
 
 
+ControlCall = Literal["stats", "flush_cache", "start_profile", "stop_profile"]
+
+
 class ControlReq(Message, frozen=True, kw_only=True):
     """An administrative call, answered by one `ControlReply` of the same `call_id`."""
 
     call_id: str
-    what: Literal["stats", "flush_cache", "start_profile", "stop_profile"]
+    what: ControlCall
     folder: str = ""
 
 

@@ -19,8 +19,8 @@ DECAY_STEPS = 600
 class NewTokenRatio:
     """The share of their remaining output that is kept free for running requests.
 
-    The ratio starts at 0.7 * conservativeness (at most 1), falls with each decode step, and returns to its start when a request is
-    retracted.
+    The ratio starts at 0.7 * conservativeness (at most 1), falls with each decode step, and returns to its start when a
+    request is retracted.
     """
 
     def __init__(self, conservativeness: float) -> None:

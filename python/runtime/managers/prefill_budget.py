@@ -9,8 +9,8 @@ from runtime.batch import CostModel, WorkerLimits
 FEW_PROMPTS = 8
 """With more prompts under way than this, they share steps even when one of them saturates the device.
 
-Of a few equal prompts, the first then finishes after one step instead of all after two. Among many prompts few of them gain from
-that, and long steps are a few percent faster.
+One prompt per step lets the first of two equal prompts finish after one step, instead of both after two. Among many
+prompts few gain from that, and long steps are a few percent faster.
 """
 
 
@@ -20,9 +20,9 @@ class PrefillBudget:
 
     Attributes:
         left: tokens that the step can still take.
-        chunked: whether prompts may be cut. If not, only a prompt longer than `max_extend_tokens` is cut, into pieces of that size.
+        chunked: whether prompts may be cut. If not, only those longer than `max_extend_tokens` are.
         max_extend_tokens: the worker's limit.
-        cost_model: says when the step saturates the device; then no other prompt is added. None if prompts share steps regardless.
+        cost_model: says when the step saturates the device; no prompt is added then. None: prompts share steps anyway.
         taken: prompt tokens so far.
     """
 
@@ -33,17 +33,22 @@ class PrefillBudget:
     taken: int = 0
 
     @classmethod
-    def start(cls, chunked_prefill_size: int, max_prefill_tokens: int, limits: WorkerLimits, prompts: int = 0) -> PrefillBudget:
-        """The budget of an empty step, with `prompts` under way. A `chunked_prefill_size` below 1 leaves prompts whole."""
-        left = min(n for n in (chunked_prefill_size, max_prefill_tokens, limits.max_extend_tokens) if n > 0)
-        return cls(left, chunked_prefill_size > 0, limits.max_extend_tokens, limits.cost_model if prompts <= FEW_PROMPTS else None)
+    def start(cls, chunk_size: int, max_tokens: int, limits: WorkerLimits, prompts: int = 0) -> PrefillBudget:
+        """The budget of an empty step with `prompts` under way. A `chunk_size` below 1 leaves prompts whole."""
+        left = min(n for n in (chunk_size, max_tokens, limits.max_extend_tokens) if n > 0)
+        return cls(
+            left,
+            chunk_size > 0,
+            limits.max_extend_tokens,
+            limits.cost_model if prompts <= FEW_PROMPTS else None,
+        )
 
     def decode_rows(self, tokens_per_step: int) -> int:
-        """Requests that may decode in a prompt step: they take at most half of its tokens; none if prompts are not cut to make room."""
+        """Requests that may decode in a prompt step, in at most half of its tokens; none if prompts are not cut."""
         return self.left // 2 // tokens_per_step if self.chunked else 0
 
     def offer(self, wanted: int, first: bool) -> int:
-        """How many of the `wanted` tokens of the next prompt fit; 0 if it has to wait. `first`: the step is still empty."""
+        """How many of the `wanted` tokens of the next prompt fit; 0 if it has to wait. `first`: the step is empty."""
         if not first and self.cost_model is not None and self.cost_model.saturates(self.taken):
             return 0
         if self.chunked or wanted <= self.left:

@@ -35,8 +35,8 @@ def refusal(req: GenerateReq, error: ServingError) -> TokensOut:
 def is_due(req: Req, stream_interval: int) -> bool:
     """Whether the unsent tokens go out now.
 
-    A streaming request gets its first tokens at once and then every `stream_interval`. A request with stop strings gets each
-    token, because the detokenizer searches the text. All others get everything at the end.
+    A streaming request gets its first tokens at once and then every `stream_interval`. A request with stop strings gets
+    each token, because the detokenizer searches the text. All others get everything at the end.
     """
     request = req.request
     if request.sampling.stop:
@@ -62,7 +62,7 @@ def tokens_out(req: Req, finish: Finish | None) -> TokensOut:
 
 
 def collect_prompt_logprobs(chunk: Chunk, index: int, result: BatchResult) -> None:
-    """Keep the prompt log-probabilities of chunk `index` of a batch. Entry t of the worker's belongs to prompt token t + 1."""
+    """Keep the prompt log-probabilities of chunk `index`. The worker's entry t belongs to prompt token t + 1."""
     req = chunk.req
     logprobs = result.prompt_logprobs.get(index)
     if logprobs is None or not req.wants_prompt_logprobs or req.prompt_logprobs is None:

@@ -45,8 +45,9 @@ class LogprobBuffer:
 class Req:
     """One request.
 
-    Of the `length` tokens known to the host (prompt and output), `kv_len` have KV that is committed and read back. `kv_bound` is the
-    largest KV length after all steps in flight. While prefilling it is exact: the tokens given to the worker so far.
+    Of the `length` tokens known to the host (prompt and output), `kv_len` have KV that is committed and read back.
+    `kv_bound` is the largest KV length after all steps in flight. While prefilling it is exact: the tokens given to the
+    worker so far.
 
     Attributes:
         seq: order of arrival.
@@ -58,41 +59,16 @@ class Req:
         progress: the counts that replies carry; messages share this instance, so `send` must encode before it returns.
     """
 
-    __slots__ = (
-        "_ids",
-        "arrived",
-        "emits_in_flight",
-        "kv_bound",
-        "kv_len",
-        "length",
-        "logprobs",
-        "pages",
-        "phase",
-        "prefill_len",
-        "progress",
-        "prompt_len",
-        "prompt_logprobs",
-        "request",
-        "retracted",
-        "row",
-        "seq",
-        "stop_ids",
-        "top_logprobs",
-        "total_limit",
-        "unsent",
-        "was_admitted",
-    )
-
-    def __init__(self, request: GenerateReq, seq: int, eos_ids: tuple[int, ...], max_context_len: int, arrived: float) -> None:
+    def __init__(self, request: GenerateReq, seq: int, eos_ids: tuple[int, ...], max_len: int, arrived: float) -> None:
         sampling = request.sampling
         self.request = request
         self.seq = seq
         self.arrived = arrived
         self.prompt_len = self.length = self.prefill_len = len(request.input_ids)
-        self.total_limit = min(self.prompt_len + sampling.max_new_tokens, max_context_len)
+        self.total_limit = min(self.prompt_len + sampling.max_new_tokens, max_len)
         self._ids: Int32 = np.empty(max(self.total_limit, self.prompt_len), dtype=np.int32)
         self._ids[: self.prompt_len] = request.input_ids
-        self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))
+        self.stop_ids = frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else eos_ids)
         self.phase = Phase.WAITING
         self.row = 0
         self.pages = RequestPages(request.cache_salt)
@@ -138,7 +114,7 @@ class Req:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt log-probabilities are missing. A cached prefix has none, so such a request computes its whole prompt."""
+        """Whether prompt log-probabilities are missing; cached prefixes have none, so the whole prompt is computed."""
         return self.prompt_logprobs is not None and self.completion_tokens == 0
 
     def row_init(self, needs_history: bool) -> RowInit:

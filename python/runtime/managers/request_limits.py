@@ -43,7 +43,8 @@ class RequestLimits:
             raise ContextTooLong(len(ids), self.max_context_len)
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise InvalidField("input_ids", token, f"an integer between 0 and {self.vocab_size - 1}", subject="A token id")
+                limit = f"an integer between 0 and {self.vocab_size - 1}"
+                raise InvalidField("input_ids", token, limit, subject="A token id")
 
     def fit(self, sampling: SamplingParams, prompt_len: int, fill_context: bool) -> SamplingParams:
         """`sampling`, checked, with its length cut to the context that a prompt of `prompt_len` tokens leaves.

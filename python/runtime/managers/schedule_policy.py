@@ -29,7 +29,8 @@ def check_request(req: GenerateReq, limits: WorkerLimits) -> None:
         raise InvalidField("input_ids", [], "an array of at least one token id")
     if min(ids) < 0 or max(ids) >= limits.vocab_size:
         wrong = next(i for i in ids if not 0 <= i < limits.vocab_size)
-        raise InvalidField("input_ids", wrong, f"an integer between 0 and {limits.vocab_size - 1}", subject="A token id")
+        limit = f"an integer between 0 and {limits.vocab_size - 1}"
+        raise InvalidField("input_ids", wrong, limit, subject="A token id")
     req.sampling.check(limits.vocab_size)
     if not -1 <= req.top_logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidField("top_logprobs", req.top_logprobs, f"an integer between -1 and {MAX_TOP_LOGPROBS}")
@@ -63,7 +64,7 @@ def enqueue(queue: list[Req], req: Req) -> None:
 
 
 def order(queue: Sequence[Req], policy: Literal["fcfs", "lpm"], cached_len: Callable[[Req], int]) -> list[Req]:
-    """The order in which to admit a queue sorted by `queue_key`; lpm prefers long cached prefixes among requests of equal priority."""
+    """The order of admission of a queue sorted by `queue_key`; at equal priority, lpm prefers long cached prefixes."""
     if policy == "fcfs" or not 1 < len(queue) <= LPM_QUEUE_LIMIT:
         return list(queue)
     return sorted(queue, key=lambda req: (not req.retracted, -req.request.priority, -cached_len(req), req.seq))
@@ -72,7 +73,7 @@ def order(queue: Sequence[Req], policy: Literal["fcfs", "lpm"], cached_len: Call
 def defer_for_shared_prefix(req: Req, cached_len: int, prefilling: Iterable[Req], limits: WorkerLimits) -> bool:
     """Whether `req` should wait because a prompt in `prefilling` is computing a prefix that it can then reuse.
 
-    Only whole pages can be reused, each with the `prefix_lookahead` tokens after it, and one token must remain to compute.
+    Only whole pages can be reused, with the `prefix_lookahead` tokens after them, and one token must remain to compute.
     """
     shared = -(-(cached_len + SHARED_PREFIX_TOKENS) // limits.page_size) * limits.page_size
     end, ids, salt = shared + limits.prefix_lookahead, req.ids, req.request.cache_salt

@@ -98,7 +98,8 @@ class Scheduler:
 
     def run(self) -> None:
         """Serve until drained. Raises the worker's error if steps fail repeatedly."""
-        with HeartbeatThread(lambda: self._send(self.heartbeat()), lambda: self._moved_at, self._config.watchdog_timeout):
+        timeout = self._config.watchdog_timeout
+        with HeartbeatThread(lambda: self._send(self.heartbeat()), lambda: self._moved_at, timeout):
             while not self.drained:
                 self.step(IDLE_WAIT)
         self._send(DrainReq())
@@ -141,7 +142,7 @@ class Scheduler:
             case GenerateReq():
                 self._enqueue(message)
             case AbortReq():
-                reqs = [*self._reqs.values()] if message.all else [req for req in [self._reqs.get(message.rid)] if req is not None]
+                reqs = [req for req in self._reqs.values() if message.all or req.rid == message.rid]
                 self._end_all(reqs, Finish(reason="abort", message="The request was aborted."))
             case StopReq():
                 if (req := self._reqs.pop(message.rid, None)) is not None:
@@ -205,7 +206,8 @@ class Scheduler:
 
     def _plan(self) -> StepPlan | None:
         """The next step: prompts first, but at most `max_prefill_tokens` of them between two steps with decode rows."""
-        starving = self._prompt_tokens >= self._config.max_prefill_tokens and any(req.needs_decode for req in self.admission.running)
+        enough_prompts = self._prompt_tokens >= self._config.max_prefill_tokens
+        starving = enough_prompts and any(req.needs_decode for req in self.admission.running)
         plan = None if starving else self.admission.plan_prompts()
         plan = plan or self._plan_decode()
         if plan is not None:
@@ -256,7 +258,7 @@ class Scheduler:
         self._send_replies()
 
     def _apply_chunks(self, plan: StepPlan, result: BatchResult, tokens: list[int], starts: list[int]) -> None:
-        """Apply the results of the prompt chunks. The tokens of chunk i begin at `starts[i]` and end at `starts[i + 1]`."""
+        """Apply the results of the prompt chunks; `starts[i]` and `starts[i + 1]` bound the tokens of chunk i."""
         if plan.chunks:
             self.stats.extend_steps += 1
             self.stats.mixed_steps += bool(plan.decodes)

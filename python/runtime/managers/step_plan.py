@@ -37,7 +37,7 @@ class PageWrites:
     _runs: list[tuple[Int32, Int32, Int32]] = field(default_factory=list)
 
     def add(self, rows: Sequence[int], cols: Sequence[int], counts: Sequence[int], ids: Int32) -> None:
-        """Write `counts[i]` pages to row `rows[i]` from column `cols[i]` on; `ids` int32 [sum(counts)] in this order, counts at least 1."""
+        """Write `counts[i]` >= 1 pages to row `rows[i]` from column `cols[i]` on; `ids` int32 [sum(counts)]."""
         if len(ids) == len(counts):  # one page each
             self._runs.append((as_int32(rows), as_int32(cols), ids))
             return

@@ -7,23 +7,23 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from runtime.batch import WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
-from runtime.errors import InvalidField, QueueFull, RequestError, ServerDraining, ServingError, SlowReader, StepFailed, WorkerDied
+from runtime.errors import InvalidField, QueueFull, ServerDraining, ServingError, SlowReader, WorkerDied
 from runtime.managers.generation import Generation, GenerationUpdate
 from runtime.managers.messages import (
     AbortReq,
     CacheFlushed,
     CallFailed,
+    ControlCall,
     ControlReply,
     ControlReq,
     DrainReq,
-    Finish,
     GenerateReq,
     Heartbeat,
     ProfileAt,
@@ -32,11 +32,13 @@ from runtime.managers.messages import (
     ToScheduler,
     ToTokenizer,
 )
+from runtime.managers.remote_errors import call_failure, request_failure
 from runtime.managers.request_limits import RequestLimits
 from runtime.managers.telemetry.health import Health
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.models.config import ModelConfig
 from runtime.sampling_params import SamplingParams
+from runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +47,9 @@ R = TypeVar("R")
 MAX_UNREAD = 4096
 """Updates that a generation keeps for a slow reader; one more ends it."""
 LONG_TEXT = 2048
-"""Texts of at least this many characters are tokenised in a thread, because it takes long enough to delay the event loop."""
+"""Texts of at least this many characters are tokenised in a thread, so they do not block the event loop."""
 SEED_MASK = (1 << 63) - 1
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the seeds of the n choices
-
-
-class Encoder(Protocol):
-    """What the manager needs of a tokenizer. `encode` may run in a thread."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`."""
-        ...
 
 
 class Observer(Protocol):
@@ -93,7 +87,7 @@ class TokenizerManager:
 
     Args:
         config: the server's configuration.
-        tokenizer: text to tokens.
+        tokenizer: text to tokens; its `encode` runs in threads too.
         model_config: the model served.
         limits: what the worker can hold.
         to_scheduler: sends one message; never blocks.
@@ -108,7 +102,7 @@ class TokenizerManager:
     def __init__(
         self,
         config: RuntimeConfig,
-        tokenizer: Encoder,
+        tokenizer: Tokenizer,
         model_config: ModelConfig,
         limits: WorkerLimits,
         to_scheduler: Callable[[ToScheduler], None],
@@ -175,7 +169,7 @@ class TokenizerManager:
             prompt_logprobs: also return log-probabilities of the prompt.
             priority: higher runs first.
             cache_salt: separates prefix caches.
-            continues_prompt: whether the text of the output continues that of the prompt, so that a leading space counts.
+            continues_prompt: whether the output continues the text of the prompt, so its leading space counts.
             add_special_tokens: whether the tokenizer puts its BOS token before a text.
             rid: the request's name for `abort`; generated if None.
             call: a name for `abort` that the requests of one call share; empty for none.
@@ -215,7 +209,7 @@ class TokenizerManager:
         return generation
 
     def abort(self, rid: str = "", *, all: bool = False) -> None:
-        """End one request, those of one call, or all: their last update has finish reason "abort". Unknown names are ignored."""
+        """Abort one request, those of one call, or all, with finish reason "abort"; unknown names are ignored."""
         if all:
             self._send(AbortReq(all=True))
             return
@@ -234,7 +228,8 @@ class TokenizerManager:
         """Token ids of `text`; long texts are tokenised in a thread."""
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text, add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.tokenizer.encode, text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self.tokenizer.encode, text, add_special_tokens)
 
     def _check_open(self) -> None:
         if self.health.dead is not None:
@@ -251,11 +246,11 @@ class TokenizerManager:
     # ---- administration
 
     async def fetch_stats(self) -> SchedulerStats:
-        """The scheduler's statistics of this moment, with those of its worker. Raises `ServingError` like every call below."""
+        """The scheduler's statistics of this moment, with its worker's. Raises `ServingError` like every call below."""
         return await self._call("stats", SchedulerStats)
 
     async def flush_cache(self) -> int:
-        """Empty the prefix cache; returns the pages that were in it. Raises a `RequestError` of status 409 while requests run."""
+        """Empty the prefix cache; returns the pages that were in it. Status 409 while requests run."""
         return (await self._call("flush_cache", CacheFlushed)).pages
 
     async def start_profile(self, folder: str) -> None:
@@ -270,7 +265,7 @@ class TokenizerManager:
         finally:
             self._trace_calls -= 1
 
-    async def _call(self, what: Literal["stats", "flush_cache", "start_profile", "stop_profile"], expected: type[R], folder: str = "") -> R:
+    async def _call(self, what: ControlCall, expected: type[R], folder: str = "") -> R:
         """Make one call to the scheduler; raises its error with its status."""
         if not self.health.alive():
             raise WorkerDied(self.health.dead or "scheduler")
@@ -282,7 +277,7 @@ class TokenizerManager:
         finally:
             self._calls.pop(call_id, None)
         if isinstance(result, CallFailed):
-            raise _error(result.message, result.status, ServingError)
+            raise call_failure(result)
         assert isinstance(result, expected), f"{what} was answered by {type(result).__name__}"
         return result
 
@@ -324,6 +319,16 @@ class TokenizerManager:
 
     # ---- replies
 
+    async def serve(self, receive: Callable[[], Awaitable[ToTokenizer]]) -> None:
+        """Process messages until cancelled. An unexpected error is logged, fails all that is open, and is raised."""
+        try:
+            while True:
+                self.handle(await receive())
+        except Exception:
+            log.exception("the tokenizer manager failed")
+            self.fail_all("tokenizer")
+            raise
+
     def handle(self, message: ToTokenizer) -> None:
         """Process one message of the detokenizer."""
         match message:
@@ -345,7 +350,7 @@ class TokenizerManager:
             return  # released already
         generation, finish = choice.generation, out.finish
         if finish is not None and finish.reason == "abort" and finish.status >= 400:
-            generation.fail(_error_of(finish))
+            generation.fail(request_failure(finish))
             self._end(out.rid, None)
             self.release(generation)
             return
@@ -395,22 +400,8 @@ class TokenizerManager:
         choice.latest = now
 
 
-def _error_of(finish: Finish) -> ServingError:
-    """The error of a request that the scheduler refused or failed."""
-    error = _error(finish.message, finish.status, StepFailed)
-    if finish.status == QueueFull.status:
-        error.kind, error.retry_after = QueueFull.kind, QueueFull.retry_after
-    return error
-
-
-def _error(message: str, status: int, server_error: type[ServingError]) -> ServingError:
-    error = RequestError(message) if status < 500 else server_error(message)
-    error.status = status
-    return error
-
-
 def _log_request(generation: Generation, choice: _Choice, update: GenerationUpdate | None, seconds: float) -> None:
-    name = generation.rid.encode("unicode_escape").decode()  # the client chose it: a line feed must not start a line of the log
+    name = generation.rid.encode("unicode_escape").decode()  # a line feed must not forge a line of the log
     if update is None or update.finish is None:
         log.info("%s[%d]: ended early after %.2f s", name, choice.index, seconds)
         return

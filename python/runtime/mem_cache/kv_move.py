@@ -1,6 +1,6 @@
-"""Moves KV slots of all layers in one launch: what a tree's accepted path needs after every verify."""
+"""Moves KV slots of all layers in one launch, as a tree's accepted path needs after verify."""
 
-# A kernel is launched as kernel[grid](...), which only Triton's own types explain.
+# Only Triton's types describe kernel[grid](...).
 # pyright: reportIndexIssue=false
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _move(tables, source, target, group, row_elements, BLOCK: tl.constexpr, ELEMENT: tl.constexpr):
-    # One program per (tensor, request). Paths rise, and the j-th node of one is at or behind j: going forward overwrites no later source.
+    # One program per (tensor, request). Sources rise and are never below their targets: going forward overwrites no later source.
     base = tl.load(tables + tl.program_id(0)).to(tl.pointer_type(ELEMENT))
     first = tl.program_id(1) * group
     offsets = tl.arange(0, BLOCK)
@@ -30,7 +30,7 @@ def move_slots(pointers: torch.Tensor, source: torch.Tensor, target: torch.Tenso
 
     Args:
         pointers: int64 [N] on the device: addresses of N tensors whose slots are `row_bytes` apart.
-        source, target: int64 [B * group]: within each request's `group`, `source` rises and is nowhere below `target`.
+        source, target: int64 [B * group]: within each request's `group`, `source` rises and is never below `target`.
         row_bytes: an even number.
     """
     elements = row_bytes // 2

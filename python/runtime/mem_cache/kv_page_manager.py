@@ -19,7 +19,7 @@ class RequestPages:
     Attributes:
         salt: the prefix cache that the request shares.
         count: number of pages.
-        shared: how many of them, from the front, belong to the cache and are locked by `node`. The request owns the rest.
+        shared: how many of them, from the front, belong to the cache, locked by `node`. The request owns the rest.
     """
 
     salt: str
@@ -106,7 +106,7 @@ class KVPageManager:
         return ids
 
     def publish(self, pages: RequestPages, ids: Int32, kv_len: int) -> None:
-        """Cache the first `kv_len` positions of a request that goes on, unless another request's copy is cached already."""
+        """Cache the first `kv_len` positions of a request that goes on, unless they are cached from another request."""
         if not self.cache_prefixes:
             return
         count = self._whole_pages(ids, kv_len)

@@ -44,9 +44,9 @@ class Match:
 class RadixCache:
     """Maps token prefixes to pages. The cache owns the pages in it; the caller frees the pages that it returns.
 
-    The unit is a page. The key of a page is its `page_size` tokens and the `lookahead` tokens that follow: with EAGLE, the
-    draft's KV at a position depends on the next token, so a prompt can reuse a prefix of n tokens only if it agrees on n + 1.
-    Pages without a branch between them form one edge, compared as one array.
+    The unit is a page. The key of a page is its `page_size` tokens and the `lookahead` tokens that follow: with EAGLE,
+    the draft's KV at a position depends on the next token, so a prompt can reuse a prefix of n tokens only if it agrees
+    on n + 1. Pages without a branch between them form one edge, compared as one array.
     """
 
     def __init__(self, page_size: int, lookahead: int) -> None:
@@ -81,8 +81,8 @@ class RadixCache:
         """Add the prefix that `pages` int32 [n] holds; `ids` has at least n * page_size + lookahead tokens.
 
         Returns:
-            How many leading pages were cached already (the caller keeps those of `pages`; the cache owns the rest from now on),
-            and the node that ends the prefix (None when n is 0).
+            How many leading pages were cached already, and the node that ends the prefix (None when n is 0). The caller
+            keeps those of `pages`; the cache owns the rest from now on.
         """
         if len(pages) == 0:
             return 0, None
@@ -120,7 +120,7 @@ class RadixCache:
             node = node.parent
 
     def evict(self, count: int) -> Int32:
-        """Remove up to `count` unlocked pages, least recently used first and leaves before their parents; the caller frees them."""
+        """Remove up to `count` unlocked pages for the caller to free: least recently used first, then their parents."""
         freed: list[Int32] = []
         while count > 0 and self._heap:
             stamp, _, node = heapq.heappop(self._heap)

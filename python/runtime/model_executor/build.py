@@ -13,7 +13,8 @@ import torch
 from runtime.batch import CostModel, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.layers.attention.registry import backend_class
-from runtime.layers.backend_selection import select_ops, select_sampling, tune_ops
+from runtime.layers.backend_selection import select_ops, select_sampling
+from runtime.layers.gemm.timings import GemmTimings
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.accept_rules import LOSSLESS, AcceptThresholds
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
@@ -57,6 +58,7 @@ def build_worker(
     sizes: list[int] | None = None,
     make_drafter: MakeDrafter = lambda context, target: NoDrafter(),
     with_plain: bool = False,
+    timings: GemmTimings | None = None,
 ) -> Worker:
     """The worker, ready to run.
 
@@ -64,11 +66,12 @@ def build_worker(
         replay, sizes: override how graphs are replayed and which batch sizes they have (tests, parity checks).
         make_drafter: makes the drafter beside the loaded target; plain decoding if not given.
         with_plain: whether depth 0 can be forced, for comparisons with plain decoding.
+        timings: of GEMM kernels; workers that share them compute equal GEMMs with equal kernels.
 
     Raises:
         ConfigError: the model, the drafter or the memory does not allow it.
     """
-    context = make_context(config, replay, sizes)
+    context = make_context(config, replay, sizes, timings)
     model = load_model(context, model_config, config.model.model_path, config.model.load_format, config.model.quantization)
     drafter = make_drafter(context, model)
     depths = make_depths(context, drafter.spec, with_plain)
@@ -90,7 +93,7 @@ def build_worker(
 def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_format: str, quantization: str | None) -> DecoderModel:
     """Build a model and fill its weights."""
     with context.timed("load_weights"):
-        ops, why = select_ops(context.device, context.dtype)
+        ops, why = select_ops(context.device, context.dtype, context.timings)
         log.info("block operations: %s", why)
         model = build_model(config, ops, context.dtype, context.device, quantization)
         model.load(model_weights(context, model.expected_weights(), folder, load_format))
@@ -193,7 +196,7 @@ def make_verify_runner(
     """The graph runner of the target's passes over windows at one depth."""
     model, shape = target.runner, spec.shape.at_depth(depth)
     name = "target decode" if depth == 0 else "verify" if depth == spec.shape.num_steps else f"verify K={depth}"
-    runner_spec = verify_spec(shape, name, model.config.vocab_size, spec.feature_width, model.dtype, target_launches(model.config))
+    runner_spec = verify_spec(shape, name, model.config.vocab_size, spec.feature_width, model.dtype, model.model.kernel_launches)
     return make(runner_spec, verify_forward(target), model, batches)
 
 
@@ -223,7 +226,7 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
             warmup_runs += backend.warmup_runs(batches.tuned, at_depth.num_draft_tokens, tree=at_depth.topk > 1)
     with torch.inference_mode(), context.timed("autotune_gemms"):
         warmup_runs.append(partial(sample_padding, target, torch.zeros((1, model.config.vocab_size), device=context.device)))
-        context.info.gemms = tune_ops(model.ops, model, sorted(rows), timed=True, others=warmup_runs)
+        context.info.gemms = model.context.ops.autotune(model.gemms(), sorted(rows), warmup_runs)
 
 
 # ---- size memory
@@ -276,7 +279,7 @@ def add_short_prompts(context: WorkerContext, target: TargetModel) -> list[Graph
         Their graph runner, or nothing.
     """
     runner = target.runner
-    sizes, hidden, launches = runner.prompt_sizes, runner.config.hidden_size, target_launches(runner.config)
+    sizes, hidden, launches = runner.prompt_sizes, runner.config.hidden_size, runner.model.kernel_launches
     if not sizes:
         return []
     spec = prompt_spec(hidden, len(target.aux_layers) * hidden, context.dtype, launches)
@@ -361,11 +364,6 @@ def make_limits(context: WorkerContext, plan: MemoryPlan, target: TargetModel, s
     return limits
 
 
-def target_launches(config: ModelConfig) -> int:
-    """Approximate number of kernels of one pass: nine per layer, and embedding, final norm, head and argmax."""
-    return 9 * config.num_layers + 10
-
-
 def prompt_cost(context: WorkerContext, model: DecoderModel) -> PromptCost:
     """Cost of the model's prompt passes on this GPU."""
-    return PromptCost.of(context.config.device.tuning, model.block_parameters, target_launches(model.config))
+    return PromptCost.of(context.config.device.tuning, model.active_parameters, model.kernel_launches)

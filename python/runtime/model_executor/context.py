@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from runtime.config.runtime_config import RuntimeConfig
+from runtime.layers.gemm.timings import GemmTimings
 from runtime.worker_info import WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class WorkerContext:
         running: most requests that run together.
         sizes: batch sizes to capture.
         replay: how captured sizes are replayed.
+        timings: of GEMM kernels.
         info: filled stage by stage.
     """
 
@@ -36,6 +38,7 @@ class WorkerContext:
     running: int
     sizes: list[int]
     replay: ReplayKind
+    timings: GemmTimings
     info: WorkerInfo = field(default_factory=WorkerInfo)
 
     @property
@@ -57,8 +60,10 @@ class WorkerContext:
         seconds[phase] = round(seconds.get(phase, 0.0) + time.perf_counter() - started, 3)
 
 
-def make_context(config: RuntimeConfig, replay: ReplayKind | None = None, sizes: list[int] | None = None) -> WorkerContext:
-    """Decide device, dtype, admission limit and graph sizes. `replay` and `sizes` override the configuration (tests, parity checks)."""
+def make_context(
+    config: RuntimeConfig, replay: ReplayKind | None = None, sizes: list[int] | None = None, timings: GemmTimings | None = None
+) -> WorkerContext:
+    """Decide device, dtype, admission limit and graph sizes. The other arguments override the configuration (tests, parity checks)."""
     device = torch.device(config.device.device, 0) if config.device.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -70,4 +75,4 @@ def make_context(config: RuntimeConfig, replay: ReplayKind | None = None, sizes:
     running = config.scheduler.max_running_requests or default
     if captured and running > max(captured) and kind == "cuda":
         log.warning("batches above %d requests have no graph and run eagerly; raise --cuda-graph-max-bs to %d", max(captured), running)
-    return WorkerContext(config, device, getattr(torch, config.device.dtype), running, captured, kind)
+    return WorkerContext(config, device, getattr(torch, config.device.dtype), running, captured, kind, timings or GemmTimings())

@@ -1,4 +1,4 @@
-"""Bytes to pages: a pure function that gives KV what is left, and says what everybody got."""
+"""Divides the device's memory: a pure function that gives the KV cache what the other parts leave."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from runtime.errors import ConfigError
 
 MIB = 1 << 20
 SAFETY_FRACTION = 0.004
-"""Of the device: what the allocator loses to rounding and fragments, seen at most 0.3 % over batch 1-512 and chunk 512-16384."""
+"""Share of the device left for the allocator's rounding and fragments; at most 0.3 % for batch sizes 1-512 and chunks of
+512-16384 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What is known before KV is allocated, in bytes.
+    """Sizes known before KV is allocated, in bytes.
 
     Attributes:
-        total: of the device.
-        free: now, with the weights loaded and what is of a fixed size allocated: row state, inputs.
+        total: memory of the device.
+        free: free memory after weights, row state, inputs and outputs are allocated.
         activations: peak of the largest chunk and of sampling, measured by a run.
-        reservations: stated by whoever allocates later, by name: the graph runners.
-        bytes_per_slot: KV of one position, target and draft together.
+        reservations: memory that each graph runner will allocate, by name.
+        bytes_per_slot: KV of one position, target and draft together: the sum of `KVSpec.bytes_per_slot`.
     """
 
     total: int
@@ -33,17 +34,22 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Who gets what, in bytes; `num_pages` is what KV came to."""
+    """The division.
+
+    Attributes:
+        num_pages: pages of the KV cache.
+        table: bytes of each part, by name.
+    """
 
     num_pages: int
     table: dict[str, int]
 
     def lines(self, captured: Mapping[str, int], free: int) -> list[str]:
-        """Plan against use as a table for the log, in MiB.
+        """A table of reserved and used memory for the log, in MiB.
 
         Args:
             captured: bytes that each graph runner took, by name.
-            free: bytes of the device after capture; the activations will come out of them, as a run measured.
+            free: free bytes of the device after capture; activations will be allocated from them.
         """
         total, unused = sum(self.table.values()), free - self.table["activations"]
         lines = [f"{'MiB':<24}{'reserved':>12}{'used':>12}{'unused':>12}"]
@@ -59,8 +65,8 @@ def _line(name: str, reserved: int, used: int, unused: int | None = None) -> str
     return f"{name:<24}" + "".join(f"{size / MIB:>12,.0f}" for size in (reserved, used, left))
 
 
-def _up(size: int) -> int:
-    """MiB that hold so many bytes."""
+def _mib(size: int) -> int:
+    """Bytes rounded up to MiB."""
     return -(-size // MIB)
 
 
@@ -74,38 +80,38 @@ def plan_memory(
     """Divide the device's memory.
 
     Args:
-        wanted_tokens: KV slots that the user asked for (--max-total-tokens), or None for all that fits.
+        wanted_tokens: KV slots that the user asked for (--max-total-tokens), or None for all that fit.
         fraction: share of the device for weights and KV (--mem-fraction-static), or None to derive it.
-        least_tokens: fewer slots than this cannot serve one request.
+        least_tokens: slots that one request needs.
 
     Raises:
-        ConfigError: KV would be too small; the message names the flag and the amount.
+        ConfigError: the KV cache would be too small; the message names the flag and the amount.
     """
     weights = budget.total - budget.free
     safety = int(budget.total * SAFETY_FRACTION)
     reserved = sum(budget.reservations.values())
-    room = budget.free - budget.activations - reserved - safety
+    available = budget.free - budget.activations - reserved - safety
     if fraction is not None:
-        room = int(budget.total * fraction) - weights
+        available = int(budget.total * fraction) - weights
     page_bytes = budget.bytes_per_slot * page_size
-    pages = max(room, 0) // page_bytes - 1  # page 0 is padding
+    pages = max(available, 0) // page_bytes - 1  # page 0 is padding
     if wanted_tokens is not None:
         if wanted_tokens // page_size * page_size < least_tokens:
-            raise ConfigError(f"--max-total-tokens is {wanted_tokens}; one request needs {least_tokens}, so raise it or leave it out")
+            raise ConfigError(f"--max-total-tokens is {wanted_tokens}; one request needs {least_tokens}. Raise it or leave it out.")
         if wanted_tokens // page_size > pages:
             raise ConfigError(
-                f"--max-total-tokens {wanted_tokens} needs {_up((wanted_tokens // page_size + 1) * page_bytes):,} MiB of KV "
-                f"and {max(room, 0) // MIB:,} MiB are left; lower it to {max(pages, 0) * page_size}"
+                f"--max-total-tokens {wanted_tokens} needs {_mib((wanted_tokens // page_size + 1) * page_bytes):,} MiB of KV, "
+                f"but only {max(available, 0) // MIB:,} MiB are left. Lower it to {max(pages, 0) * page_size}."
             )
         pages = wanted_tokens // page_size
     if pages * page_size < least_tokens:
-        short = _up((-(-least_tokens // page_size) + 1) * page_bytes - room)
+        short = _mib((-(-least_tokens // page_size) + 1) * page_bytes - available)
         flag = (
-            "raise --mem-fraction-static"
+            "Raise --mem-fraction-static."
             if fraction is not None
-            else "lower --chunked-prefill-size, --cuda-graph-max-bs or --context-length"
+            else "Lower --chunked-prefill-size, --cuda-graph-max-bs or --context-length."
         )
-        raise ConfigError(f"KV cache is {short:,} MiB short of the {least_tokens} tokens that one request needs; {flag}")
+        raise ConfigError(f"The KV cache is {short:,} MiB short of the {least_tokens} tokens that one request needs. {flag}")
     kv = (pages + 1) * page_bytes
     table = {"weights and context": weights, "activations": budget.activations, **budget.reservations, "KV cache": kv}
     table["left free"] = budget.total - sum(table.values())

@@ -1,4 +1,4 @@
-"""A torch trace of this process, from one call to the other."""
+"""Torch traces of this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.errors import RequestError, ServingError
 
 
 class Profiler:
-    """Owner of the one trace that may be running."""
+    """Owner of the trace that is running, at most one."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._name = name
@@ -22,24 +22,24 @@ class Profiler:
         self._folder = ""
 
     def start(self, folder: str) -> None:
-        """Begin. Raises `RequestError` when a trace is running, `ServingError` when the folder cannot be made."""
+        """Start a trace. Raises `RequestError` when one is running, `ServingError` when the folder cannot be created."""
         if self._running is not None:
-            raise RequestError("a profile is already running; stop it first")
+            raise RequestError("A profile is already running. Stop it first.")
         try:
             os.makedirs(folder, exist_ok=True)
         except OSError as error:
-            raise ServingError(f"--profile {folder} cannot be made: {error.strerror}; start the server with one that can") from error
+            raise ServingError(f"Cannot create the profile folder {folder}: {error.strerror}. Use another folder.") from error
         self._folder = folder
         self._running = profile(activities=self._activities)
         self._running.start()
 
     def stop(self) -> str:
-        """End, and write the trace in Chrome's format; returns its path. Raises `RequestError` when none is running."""
+        """Stop, write the trace in Chrome's format and return its path. Raises `RequestError` when none is running."""
         if self._running is None:
-            raise RequestError("no profile is running")
+            raise RequestError("No profile is running.")
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        done, self._running = self._running, None  # over, whether or not it can be written
+        done, self._running = self._running, None  # stopped even if writing fails
         done.stop()
         path = os.path.join(self._folder, f"{self._name}-{int(time.time())}.trace.json.gz")
         done.export_chrome_trace(path)
@@ -47,5 +47,5 @@ class Profiler:
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """A named phase in the trace; costs under a microsecond when none is running."""
+    """A named phase of the trace; under a microsecond when no trace is running."""
     return torch.profiler.record_function(f"talon::{name}")

@@ -1,4 +1,4 @@
-"""The ring of pinned buffers through which host arrays reach the device without a wait, and results come back."""
+"""Copies between host and device that the host does not wait for."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ import numpy.typing as npt
 import torch
 
 DEPTH = 6
-"""Uploads in flight at most. A slot is reused only after the copy out of it has run; with one step queued ahead it always has: a step
-uploads three times at most."""
+"""Most uploads in flight. A slot is reused after its copy has run, which never waits in practice: a step uploads at most
+three times, and one step is queued ahead."""
 ALIGNMENT = 4
-"""Arrays start at multiples of so many values, 16 bytes: Triton compiles a kernel anew for pointers of another alignment, in the middle of
-serving."""
+"""Align arrays to 4 values, 16 bytes: Triton recompiles a kernel for a different pointer alignment."""
 MOST_ARRAYS = 32
-"""Of one upload."""
+"""Most arrays per upload."""
 
 
 class StagingRing:
-    """Host to device: pack int32 arrays, copy once, hand out device views.
+    """Host to device: packs int32 arrays, copies once, hands out device views.
 
-    Owner of its pinned and device buffers. A view is valid until `DEPTH` further uploads; work that reads it is queued before that.
-    On the CPU there is nothing to stage: views are fresh tensors.
+    Owner of its pinned and device buffers. A view is valid until `DEPTH` further uploads; queue the work that reads it
+    before then. On the CPU nothing is staged and views are new tensors.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         """`capacity`: int32 values of the largest upload."""
         self.device = device
-        self._turn = 0
+        self._next = 0
         if device.type == "cuda":
             capacity += MOST_ARRAYS * (ALIGNMENT - 1)
             self._pinned = [torch.empty(capacity, dtype=torch.int32, pin_memory=True) for _ in range(DEPTH)]
@@ -38,27 +37,27 @@ class StagingRing:
         """Device copies (int32, same lengths) of 1-D int32 `arrays`, by one transfer that the host does not wait for."""
         if self.device.type != "cuda":
             return [torch.from_numpy(a.astype(np.int32)) for a in arrays]
-        turn = self._turn
-        self._turn = (turn + 1) % DEPTH
-        done = self._copied[turn]
+        slot = self._next
+        self._next = (slot + 1) % DEPTH
+        done = self._copied[slot]
         if done is not None:
             done.synchronize()
         assert len(arrays) <= MOST_ARRAYS, f"{len(arrays)} arrays in one upload"
         total, starts = 0, []
         for a in arrays:
-            self._host[turn][total : total + len(a)] = a
+            self._host[slot][total : total + len(a)] = a
             starts.append(total)
             total += -(-len(a) // ALIGNMENT) * ALIGNMENT
-        target = self._on_device[turn][:total]
-        target.copy_(self._pinned[turn][:total], non_blocking=True)
+        target = self._on_device[slot][:total]
+        target.copy_(self._pinned[slot][:total], non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._copied[turn] = event
+        self._copied[slot] = event
         return [target[start : start + len(a)] for start, a in zip(starts, arrays, strict=True)]
 
 
 class HostCopy:
-    """Device to host: tensors on their way to the host, and the event that tells when they are there."""
+    """Device to host: copies in flight, and the event that marks their end."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -72,7 +71,7 @@ class HostCopy:
             self._tensors = [t.clone() for t in tensors]
 
     def wait(self) -> list[npt.NDArray[np.generic]]:
-        """Block until the copies are there."""
+        """Wait for the copies."""
         if self._event is not None:
             self._event.synchronize()
         return [t.numpy() for t in self._tensors]

@@ -1,4 +1,4 @@
-"""The inputs of a fixed-width pass, derived on the device from request rows: no host value travels but the row numbers."""
+"""The inputs of a fixed-width pass, derived on the device from request rows; only row numbers come from the host."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from runtime.mem_cache.kv_pool import PageTable
 def fill_window(
     batch: ForwardBatch, page_table: PageTable, kv_lens: torch.Tensor, tokens: torch.Tensor, depths: torch.Tensor | None = None
 ) -> None:
-    """Fill a persistent batch in place for `W = batch.tokens_per_req` tokens after each request's KV. Outside or inside a graph.
+    """Fill a batch in place with `W = batch.tokens_per_req` tokens after each request's KV. Outside or inside a graph.
 
     Args:
-        batch: its `req_pool_indices` are filled already, 0 where padded.
-        page_table: where the slots come from.
-        kv_lens: int32 [B]. KV length before the pass; 0 where padded.
+        batch: persistent buffers; `req_pool_indices` is filled already, 0 for padding.
+        page_table: gives the slots.
+        kv_lens: int32 [B]. KV length before the pass; 0 for padding.
         tokens: int64 [B, W].
         depths: int64 [B, W], the distance of each token from the first in the sequence (trees); None: 0, 1, 2, …
     """
@@ -39,7 +39,7 @@ def fill_window(
 def prompts_and_windows(prompts: ForwardBatch, windows: ForwardBatch, count: int) -> ForwardBatch:
     """One EXTEND batch: the tokens of `prompts`, then the windows of the first `count` requests of `windows`. Outside any graph.
 
-    Source: Agrawal et al. 2024, arXiv:2403.02310: decoding is bound by reading weights that the prompts' pass reads anyway.
+    Decoding is bound by reading the weights, which the prompts' pass reads anyway (Agrawal et al. 2024, arXiv:2403.02310).
     """
     assert prompts.extend_lens is not None
     width, T = windows.tokens_per_req, prompts.num_tokens

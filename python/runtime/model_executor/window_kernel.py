@@ -1,6 +1,6 @@
-"""`fill_window` as one kernel: ten small launches a phase are more than the embedded model's phases take."""
+"""`fill_window` as one kernel: ten small launches take longer than a phase of a small model."""
 
-# A kernel is launched as kernel[grid](...), which only Triton's own types explain.
+# Only Triton's types describe kernel[grid](...).
 # pyright: reportIndexIssue=false
 
 from __future__ import annotations

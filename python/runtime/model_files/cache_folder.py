@@ -22,8 +22,8 @@ def default_cache_dir() -> Path:
 def build_once(cache_dir: Path, name: str, build: Callable[[Path], None], is_whole: Callable[[Path], bool]) -> Path:
     """Return the folder `name` of the cache; build it if it is missing or incomplete.
 
-    If two processes ask at once, one builds and the other waits. `build` fills a private folder on the same file system, which is
-    flushed to disk and then renamed. A crash at any point therefore leaves either no folder or the complete one.
+    If two processes ask at once, one builds and the other waits. `build` fills a private folder on the same file
+    system, which is flushed to disk and then renamed. A crash therefore leaves either no folder or the complete one.
 
     Args:
         cache_dir: created if missing.

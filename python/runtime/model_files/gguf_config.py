@@ -46,7 +46,8 @@ class TensorPlan:
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
     """Undo the row order that GGUF uses for q and k of the Llama line.
 
-    GGUF rotates neighbouring pairs, Hugging Face rotates the two halves of a head: stored row `2 i + j` of a head is row `j d / 2 + i`.
+    GGUF rotates neighbouring pairs, Hugging Face rotates the two halves of a head: stored row `2 i + j` of a head is
+    row `j d / 2 + i`.
 
     Args:
         rows: [heads * d, ...].
@@ -208,7 +209,8 @@ def _llama3_scaling(file: GGUFFile, config: dict[str, object]) -> dict[str, obje
 def llama3_factors(theta: float, dim: int, factor: float) -> np.ndarray:
     """The divisor of each rotary frequency [dim / 2] in Llama 3.1, for low 1, high 4 and an original context of 8192.
 
-    Source: `rope_scaling` of meta-llama/Llama-3.1-8B; wavelengths above 8192 are divided by `factor`, those below 2048 stay.
+    Wavelengths above 8192 are divided by `factor`, those below 2048 stay. Source: `rope_scaling` of
+    meta-llama/Llama-3.1-8B.
     """
     wavelength = 2 * np.pi * theta ** (np.arange(0, dim, 2) / dim)
     smooth = np.clip((8192 / wavelength - 1.0) / 3.0, 0.0, 1.0)

@@ -28,7 +28,8 @@ WEIGHTS = "model.safetensors"
 def converted_folder(path: Path, cache_dir: Path, progress: bool = True) -> Path:
     """Return the converted form of the GGUF file `path`; convert it if it is not in the cache yet.
 
-    The cache identifies a file by path, size and modification time: hashing gigabytes at each start would be slower than loading.
+    The cache identifies a file by path, size and modification time: hashing gigabytes at each start would be slower than
+    loading them.
 
     Raises:
         ConfigError: the file is missing, damaged, or of an unsupported architecture.
@@ -54,7 +55,7 @@ def is_converted(folder: Path) -> bool:
 
 
 def convert(path: Path, folder: Path, progress: bool = True) -> None:
-    """Write config, weights and (where the file holds one) tokenizer of the GGUF file `path` into the empty `folder`."""
+    """Write the config, the weights and, if there is one, the tokenizer of the GGUF file `path` into the empty `folder`."""
     file = GGUFFile(path)
     config = hf_config(file)
     plans = plan_tensors(file, config)

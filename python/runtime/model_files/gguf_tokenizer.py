@@ -27,7 +27,7 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-# The expressions that split text into words before merging, from the tokenizer.json of the model that names each family.
+# The expressions that split text into words before merging, each from the tokenizer.json of the model named.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"\p{N}{1,3}" + _REST
@@ -52,9 +52,9 @@ SUPPORTED_PRE = sorted({*_BY_PATTERN, *_DIGITS_APART, *_PLAIN})
 
 
 def write_tokenizer(file: GGUFFile, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja. Only warn if the kind of tokenizer is not supported.
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
-    The model can then still be served with another tokenizer (--tokenizer-path).
+    Only warn if the kind of tokenizer is not supported: the model can still be served with another (--tokenizer-path).
     """
     try:
         tokenizer = build_tokenizer(file)
@@ -161,7 +161,7 @@ def _add_control_tokens(tokenizer: Tokenizer, file: GGUFFile) -> None:
 
 
 def _add_bos(tokenizer: Tokenizer, file: GGUFFile) -> None:
-    """Begin texts with the BOS token. Where the file does not say, the default is llama.cpp's: SentencePiece, Llama 3 and tekken do."""
+    """Begin texts with the BOS token if the file says so; by default, as in llama.cpp, for SentencePiece, Llama 3 and tekken."""
     pre = file.get("tokenizer.ggml.pre", str, "")
     default = file.get("tokenizer.ggml.model", str, "") == "llama" or pre in _WHOLE_WORDS_FIRST
     if not file.get("tokenizer.ggml.add_bos_token", bool, default) or not file.has("tokenizer.ggml.bos_token_id"):

@@ -94,7 +94,9 @@ def resolve_weights(
     progress: bool = True,
     flags: SourceFlags = TARGET_FLAGS,
 ) -> tuple[str, WeightsKind]:
-    """Bring only weights and configuration, as for draft models. Arguments and errors as for `resolve_model`; errors name `flags`.
+    """Bring only weights and configuration, as for draft models.
+
+    Arguments and errors are those of `resolve_model`; errors name `flags`.
 
     Returns:
         A Hugging Face style folder, and the kind of its weights.

@@ -7,8 +7,8 @@ from typing import cast
 
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.errors import ConfigError
-from runtime.layers.linear import Linear
-from runtime.model_executor.build import build_worker, model_weights, target_launches
+from runtime.layers.gemm.timings import GemmTimings
+from runtime.model_executor.build import build_worker, model_weights
 from runtime.model_executor.context import ReplayKind, WorkerContext
 from runtime.model_executor.draft_window import TreeShape
 from runtime.model_executor.drafter import Drafter, DrafterSpec
@@ -17,11 +17,12 @@ from runtime.model_executor.worker import Worker
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import load_draft_config
-from runtime.models.draft_head import DraftModel, load_token_map
+from runtime.models.draft_head import DraftModel
 from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
-from runtime.models.registry import build_model, linear_class
+from runtime.models.registry import build_model
 from runtime.models.standalone import StandaloneDraft
+from runtime.models.token_map import load_token_map
 from runtime.speculative.eagle_worker import DraftOptions, EagleWorker
 from runtime.speculative.ngram_drafter import NgramDrafter
 from runtime.speculative.parity import check_parity
@@ -35,6 +36,7 @@ def build_speculative_worker(
     replay: ReplayKind | None = None,
     sizes: list[int] | None = None,
     with_plain: bool = False,
+    timings: GemmTimings | None = None,
 ) -> Worker:
     """The worker that `config.speculative` asks for, ready to run; arguments as for `build_worker`.
 
@@ -42,7 +44,7 @@ def build_speculative_worker(
         ConfigError: draft and target do not fit, or the memory does not suffice.
     """
     assert config.speculative is not None
-    worker = build_worker(config, model_config, replay, sizes, make_drafter, with_plain)
+    worker = build_worker(config, model_config, replay, sizes, make_drafter, with_plain, timings)
     if config.speculative.check_parity:
         check_parity(worker)
     return worker
@@ -71,7 +73,7 @@ def make_drafter(context: WorkerContext, target: DecoderModel) -> Drafter:
         to_target=model.to_target,
         to_draft=model.to_draft,
     )
-    options = DraftOptions(config.draft_decode_graph, config.draft_extend_graph, target_launches(model.config))
+    options = DraftOptions(config.draft_decode_graph, config.draft_extend_graph, model.kernel_launches)
     return EagleWorker(model, runner, spec, options)
 
 
@@ -85,16 +87,15 @@ def load_draft(context: WorkerContext, config: SpeculativeConfig, target: Decode
     assert folder is not None
     assert config.algorithm != "NGRAM"
     draft_config = load_draft_config(folder, config.algorithm, target.config)
-    linear: type[Linear] = linear_class(context.config.model.quantization, context.device)
     draft: DraftModel
     if config.algorithm == "STANDALONE":
         quantization = context.config.model.quantization
-        draft = StandaloneDraft(build_model(draft_config.model, target.ops, context.dtype, context.device, quantization))
+        draft = StandaloneDraft(build_model(draft_config.model, target.context.ops, context.dtype, context.device, quantization))
     elif config.algorithm == "EAGLE3":
-        draft = LlamaForCausalLMEagle3(draft_config, target, linear)
+        draft = LlamaForCausalLMEagle3(draft_config, target)
     else:
         token_map = load_token_map(config.token_map) if config.token_map else None
-        draft = LlamaForCausalLMEagle(draft_config, target, linear, token_map)
+        draft = LlamaForCausalLMEagle(draft_config, target, token_map)
     if config.topk > draft.vocab_size:
         raise ConfigError(f"--speculative-eagle-topk is {config.topk}; this draft knows {draft.vocab_size} tokens, so lower it")
     draft.load(model_weights(context, draft.expected_weights(), folder, config.draft_load_format))

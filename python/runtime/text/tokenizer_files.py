@@ -87,7 +87,10 @@ def _is_rebuilt_llama(folder: Path, settings: Mapping[str, Any]) -> bool:
 
 
 def _rebuild_llama(path: Path, text: str, settings: Mapping[str, Any]) -> str:
-    """Put the spaces of a Llama-2 tokenizer where `legacy` and `add_prefix_space` say. Source: transformers' LlamaTokenizer."""
+    """Put the spaces of a Llama-2 tokenizer where `legacy` and `add_prefix_space` say.
+
+    Source: `LlamaTokenizer` of transformers 5.
+    """
     try:
         definition = json.loads(text)
     except ValueError as error:

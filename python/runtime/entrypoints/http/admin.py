@@ -147,7 +147,7 @@ class AdminApi:
     # ---- administration
 
     async def flush_cache(self) -> Response:
-        """Forget cached prefixes; those in use stay."""
+        """Forget all cached prefixes; 409 while requests run."""
         return json_response({"success": True, "flushed_pages": await self.manager.flush_cache()})
 
     async def abort_request(self, body: AbortBody) -> Response:

@@ -1,7 +1,7 @@
-"""Who may call what: API keys, checked before any route sees the request.
+"""API keys, checked before any route sees the request.
 
-Default deny: with a key set, every path needs it but those of `OPEN_PATHS`. `/health` and `/ready` are for probes that hold no
-key; `/` is the chat page, one static file without data, in which the user types the key.
+With a key set, all paths except `OPEN_PATHS` need it. `/health` and `/ready` are for probes without a key; `/` is the chat
+page, a static file in which the user types the key.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/start_profile", "/s
 
 
 class KeyGate:
-    """ASGI middleware: 401 without the right key.
+    """ASGI middleware that answers 401 without the right key.
 
-    The API key opens all but `ADMIN_PATHS` where an admin key is set; the admin key opens everything. Without any key set all is
-    open; with only an admin key, only `ADMIN_PATHS` are closed.
+    The admin key opens all paths. The API key opens all paths, except `ADMIN_PATHS` if an admin key is set. Without keys all
+    paths are open; with only an admin key, only `ADMIN_PATHS` need it.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None, admin_api_key: str | None) -> None:
@@ -32,7 +32,7 @@ class KeyGate:
         self.admin = _digest(admin_api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401."""
+        """Pass the request on or answer 401."""
         if scope["type"] == "http" and not self._allows(scope):
             await error_response(Unauthorized())(scope, receive, send)
             return
@@ -44,12 +44,12 @@ class KeyGate:
             return True
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = hashlib.sha256(key.strip().encode()).digest()
-        # Every key is compared, so that the time tells nothing about which one came near.
+        # Compare all keys, so that the time does not depend on which key is close.
         fits = [hmac.compare_digest(given, want) for want in keys]
         return scheme.lower() == "bearer" and any(fits)
 
     def _keys_for(self, path: str) -> list[bytes]:
-        """Digests of the keys that open `path`; none means it is open."""
+        """Digests of the keys that open `path`; an empty list means that it is open."""
         if path in OPEN_PATHS:
             return []
         if path in ADMIN_PATHS:

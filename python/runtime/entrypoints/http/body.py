@@ -101,20 +101,8 @@ class SamplingFields(Body):
 
     def sampling(self, max_new_tokens: int, min_new_tokens: int) -> SamplingParams:
         """The parameters as the engine takes them."""
-        return SamplingParams(
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias={int(token): bias for token, bias in self.logit_bias.items()} or None,
-            seed=self.seed,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-            skip_special_tokens=self.skip_special_tokens,
-        )
+        fields: dict[str, Any] = {name: getattr(self, name) for name in SamplingFields.model_fields}
+        fields["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()} or None
+        fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        fields["stop_token_ids"] = tuple(self.stop_token_ids)
+        return SamplingParams(max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, **fields)

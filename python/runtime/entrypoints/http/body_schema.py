@@ -47,7 +47,7 @@ class BodySchema:
         return refusal
 
     def unknown(self, value: object, node: Json | None = None, path: str = "") -> Iterator[str]:
-        """Names of the fields that the accepted body `value` has and the schema lacks; those of array items without the index."""
+        """Names of fields that the accepted body `value` has and the schema lacks, without the indices of arrays."""
         node = self._root if node is None else node
         if isinstance(value, dict) and self._has_fields(node):
             for name, inner in value.items():

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections that must say what they want within a time limit."""
+"""HTTP/1.1 connections with time limits for headers and for slow readers."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from runtime.entrypoints.http.responses import error_form
 
 HEADER_SECONDS = 10.0
-"""From the connection, or from the first byte of a further request, to the end of its headers."""
+"""From the connection, or from the end of the last answer, to the end of the next headers."""
 WRITE_SECONDS = 30.0
 """How long a client may leave a full buffer unread."""
 LINGER_SECONDS = 1.0
-"""How long what a refused client still sends is taken in and dropped."""
+"""How long data from a refused client is read and dropped."""
 MAX_HEADER_BYTES = 32 * 1024
 """Request line and headers together."""
-HEADERS_TOO_LARGE = f"the headers are larger than {MAX_HEADER_BYTES} bytes"
+HEADERS_TOO_LARGE = f"The headers are larger than {MAX_HEADER_BYTES} bytes."
 
 
 class BoundedConnection(H11Protocol):
-    """uvicorn's h11 protocol with a time-out for headers, and errors in OpenAI's form."""
+    """uvicorn's h11 protocol with time limits and with errors in OpenAI's form."""
 
     _deadline: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the clock."""
+        """Start the header timer."""
         super().connection_made(transport)
         _send_at_once(transport)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; the clock runs while a request's headers are incomplete."""
+        """Process data; the header timer runs while the headers of a request are incomplete."""
         if self._refused:
             return
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clocks."""
+        """Stop the timers."""
         self._stop()
         if self._stalled is not None:
             self._stalled.cancel()
@@ -68,48 +68,48 @@ class BoundedConnection(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no HTTP request; headers over the limit get 431."""
+        """Answer data that is not an HTTP request; headers over the limit get 431."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
             return
         large = len(self.conn.trailing_data[0]) > MAX_HEADER_BYTES
         status = 431 if large else 400
-        text = HEADERS_TOO_LARGE if large else "the request is not valid HTTP/1.1"
+        text = HEADERS_TOO_LARGE if large else "The request is not valid HTTP/1.1."
         body = orjson.dumps(error_form(text, "invalid_request_error", status))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
         for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        # Closing with unread bytes resets the connection, and the client never sees the answer.
+        # Closing with unread data would reset the connection before the client sees the answer.
         self._refused = True
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
-    # ---- readers
+    # ---- slow readers
 
     def pause_writing(self) -> None:
-        """The client reads too slowly: 64 KiB wait for it. It has `WRITE_SECONDS` to read most of them."""
+        """64 KiB are unread; the client has `WRITE_SECONDS` to read most of them."""
         super().pause_writing()
         if self._stalled is None:
             self._stalled = self.loop.call_later(WRITE_SECONDS, self._cut)
 
     def resume_writing(self) -> None:
-        """The client caught up."""
+        """The client has caught up."""
         super().resume_writing()
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
 
     def _cut(self) -> None:
-        # A plain close would wait for the client to read what is left.
+        # close() would wait until the client has read the buffer.
         self._stalled = None
         self.transport.abort()
 
 
 def _send_at_once(transport: asyncio.Transport) -> None:
-    """Turn Nagle's algorithm off, which asyncio does only for sockets made with an explicit protocol number.
+    """Turn Nagle's algorithm off; asyncio does so only for sockets that were made with an explicit protocol number.
 
-    With it, a token waits up to 40 ms for the client to acknowledge the one before.
+    With Nagle's algorithm a token waits up to 40 ms until the client acknowledges the previous one.
     """
     sock: socket.socket | None = transport.get_extra_info("socket")
     if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):

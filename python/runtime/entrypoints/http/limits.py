@@ -1,4 +1,4 @@
-"""Bounds of a request: its headers, and the size of its body while it streams in, its coding, the depth of its JSON."""
+"""Limits of a request: the size of its headers, and the size, encoding and JSON depth of its body."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ BODY_SECONDS = 120.0
 """From the end of the headers to the end of the body."""
 LINGER_SECONDS = 10.0
 LINGER_BYTES = 256 * MIB
-"""How much of a refused body is read and thrown away, so that a client that is still sending gets to see the answer."""
+"""How much of a refused body is read and dropped, because a client that is still sending does not read the answer."""
 THREAD_BYTES = 256 * 1024
 """Larger bodies are parsed in a thread."""
 
 
 class BadBody(RequestError):
-    """The body is not a JSON value that the server reads."""
+    """The body is not JSON, or is nested too deeply, or is compressed."""
 
 
 class HeadersTooLarge(ServingError):
-    """More headers than the server reads."""
+    """The headers are over the limit."""
 
     status = 431
     kind = "invalid_request_error"
 
 
 class BodyTimeout(ServingError):
-    """The client stopped in the middle of its body."""
+    """The client stopped sending in the middle of its body."""
 
     status = 408
     kind = "invalid_request_error"
 
 
 class BodyLimit:
-    """ASGI middleware: counts the body as it comes in, and ends the request at the limit.
+    """ASGI middleware that counts the body while it arrives and ends the request at the limit.
 
-    Headers are counted too: the parser bounds those that are incomplete, and takes whatever comes whole in one read.
+    It counts the headers too, because the parser bounds only headers that arrive in several reads.
     """
 
     def __init__(self, app: ASGIApp, max_mib: int = MAX_BODY_MIB) -> None:
@@ -65,12 +65,12 @@ class BodyLimit:
             await error_response(refused)(scope, receive, _lingering(receive, send))
 
     def _refusal(self, scope: Scope) -> ServingError | None:
-        """What its headers alone tell against a request."""
+        """The error of a request whose headers are reason enough to refuse it."""
         headers = Headers(scope=scope)
         if _head_bytes(scope) > MAX_HEADER_BYTES:
             return HeadersTooLarge(HEADERS_TOO_LARGE)
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
-            return BadBody("Content-Encoding: compressed bodies are refused; send the JSON as it is", param="Content-Encoding")
+            return BadBody("Content-Encoding is not supported. Send the JSON without compression.", "Content-Encoding")
         return BodyTooLarge(self.max_mib) if _announced(headers) > self.max_mib * MIB else None
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,7 +103,7 @@ def _announced(headers: Headers) -> int:
 
 
 def _lingering(receive: Receive, send: Send) -> Send:
-    """A `send` that takes in the rest of the request before it ends the answer."""
+    """A `send` that reads the rest of the request before it ends the answer."""
 
     async def lingering(message: Message) -> None:
         if message["type"] != "http.response.body":
@@ -117,7 +117,7 @@ def _lingering(receive: Receive, send: Send) -> Send:
 
 
 async def _discard(receive: Receive) -> None:
-    """Read and drop the rest of the body, within bounds."""
+    """Read and drop the rest of the body, up to `LINGER_BYTES` and `LINGER_SECONDS`."""
 
     async def drop() -> None:
         dropped = 0
@@ -137,8 +137,8 @@ async def read_json(request: Request) -> object:
     """Read and parse the body.
 
     Raises:
-        BadBody: not UTF-8, not JSON, or nested more than `MAX_DEPTH` deep.
-        BodyTooLarge, BodyTimeout: it is too long, or its sender stopped.
+        BadBody: the body is not JSON in UTF-8 or is nested more than `MAX_DEPTH` levels deep.
+        BodyTooLarge, BodyTimeout: it is too large or did not arrive in time.
     """
     raw = await _read(request)
     if len(raw) <= THREAD_BYTES:
@@ -150,7 +150,7 @@ async def _read(request: Request) -> bytes:
     try:
         return await asyncio.wait_for(_chunks(request), BODY_SECONDS)
     except asyncio.TimeoutError:
-        raise BodyTimeout(f"the body did not end within {BODY_SECONDS:g} seconds") from None
+        raise BodyTimeout(f"The body did not end within {BODY_SECONDS:g} seconds.") from None
 
 
 async def _chunks(request: Request) -> bytes:
@@ -165,21 +165,21 @@ async def _chunks(request: Request) -> bytes:
 
 
 def parse_json(raw: bytes) -> object:
-    """Parse a body; an empty one is an empty object."""
+    """Parse a body; an empty body counts as an empty object."""
     if not raw:
         return {}
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise BadBody(f"the body is not valid JSON in UTF-8: {error}") from None
-    # A body with few brackets cannot be deep; the exact walk is for the others.
+        raise BadBody(f"The body is not valid JSON in UTF-8: {error}.") from None
+    # A body with few brackets cannot be deep, so only the others are walked.
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and deeper_than(value, MAX_DEPTH):
-        raise BadBody(f"the body is nested more than {MAX_DEPTH} levels deep")
+        raise BadBody(f"The body is nested more than {MAX_DEPTH} levels deep.")
     return value
 
 
 def deeper_than(value: object, limit: int) -> bool:
-    """Whether lists and objects are nested more than `limit` deep."""
+    """Whether arrays and objects are nested more than `limit` levels deep."""
     level = [value] if isinstance(value, (list, dict)) else []
     for _ in range(limit):
         inner = (one for outer in level for one in (outer.values() if isinstance(outer, dict) else outer))

@@ -1,4 +1,4 @@
-"""The chat page, with a policy that lets nothing but its own script and style take effect."""
+"""The chat page, under a content security policy that allows only its own script and style."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE = Path(__file__).with_name("index.html")
 
 
 class ChatPage:
-    """index.html, read once."""
+    """index.html with its headers."""
 
     def __init__(self) -> None:
         self.html = FILE.read_text(encoding="utf-8")
@@ -39,7 +39,7 @@ class ChatPage:
         return HTMLResponse(self.html, headers=self.headers)
 
     def _hashes(self, tag: str) -> str:
-        """Digests of the page's inline elements of that name, as the policy wants them."""
+        """Digests of the page's inline elements of one tag, in the policy's form."""
         bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", self.html, re.DOTALL)
         digests = (hashlib.sha256(body.encode()).digest() for body in bodies)
         return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)

@@ -9,25 +9,27 @@ _NAMES_BY_REASON = {
         "audio", "audio_data", "image_data", "modalities", "video_data", "web_search_options",
     ),
     "this server does not call tools yet": (
-        "function_call", "functions", "parallel_tool_calls", "tool_call_id", "tool_calls", "tool_choice", "tools",
+        "function_call", "functions", "parallel_tool_calls", "tool_call_id", "tool_calls", "tool_choice",
+        "tools",
     ),
     "this server cannot constrain its output yet": (
-        "ebnf", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema", "regex", "response_format",
-        "structural_tag",
+        "ebnf", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema", "regex",
+        "response_format", "structural_tag",
     ),
     "this server does not fill in the middle": ("suffix",),
     "the server takes a profile in its own way, in the folder of --profile": (
         "activities", "num_steps", "output_dir", "profile_by_stage", "record_shapes", "start_step", "with_stack",
     ),
     "this server does not implement it yet": (
-        "annotations", "custom_logit_processor", "custom_params", "include_obfuscation", "input_embeds", "lora_path", "no_stop_trim",
-        "reasoning_content", "reasoning_effort", "refusal", "return_hidden_states", "return_routed_experts", "session_params",
-        "spaces_between_special_tokens", "stop_regex", "token_ids_logprob",
+        "annotations", "custom_logit_processor", "custom_params", "include_obfuscation", "input_embeds",
+        "lora_path", "no_stop_trim", "reasoning_content", "reasoning_effort", "refusal", "return_hidden_states",
+        "return_routed_experts", "session_params", "spaces_between_special_tokens", "stop_regex",
+        "token_ids_logprob",
     ),
 }  # fmt: skip
 
 REFUSED = {name: reason for reason, names in _NAMES_BY_REASON.items() for name in names}
-"""Why each field is refused, at every level of a body. A body that declares a field of that name accepts it all the same."""
+"""Why each field is refused, at every level of a body; a body that declares such a field accepts it."""
 TEMPLATE_REFUSED = "start the server with --trust-request-chat-template to accept templates from requests"
 """Why `chat_template` is refused by default."""
 

@@ -14,7 +14,7 @@ KINDS_BY_STATUS = {401: "authentication_error", 404: "not_found_error", 429: "ra
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong. `param` names the request field at fault; `code` names the error; `status` repeats the HTTP status for streams."""
+    """One error. `param` names the request field at fault, `code` the error; `status` repeats the HTTP status for streams."""
 
     message: str
     type: str

@@ -1,4 +1,4 @@
-"""Answers that outlive their first byte: server-sent events, and work that ends when its client leaves."""
+"""Server-sent events, and work that is cancelled when its client leaves."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from runtime.errors import ServingError
 log = logging.getLogger(__name__)
 
 SILENCE_SECONDS = 15.0
-"""After so long without an event a comment is sent, so that proxies keep the connection."""
+"""Silence after which a comment is sent, so that proxies keep the connection open."""
 DONE = b"data: [DONE]\n\n"
-COMMENT = b": still here\n\n"
+COMMENT = b": keep-alive\n\n"
 
 T = TypeVar("T")
 
@@ -32,32 +32,32 @@ def event(value: object) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as they come; an error among them becomes the last event.
+    """Sends events as they come; an error becomes the last event.
 
     Args:
-        events: what to send.
-        close: ends the work behind `events`; called in every case.
+        events: encoded events.
+        close: ends the work that produces the events; always called.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        # The length is unknown: without the header the body is sent in chunks.
+        # Without this header the body is sent in chunks.
         del self.headers["content-length"]
         self.events = events
         self.close = close
         self.latest = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write until the events end or the client is gone; then close what makes them."""
+        """Send until the events end or the client leaves, then call `close`."""
         tasks: list[asyncio.Task[None]] = []
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             tasks = [asyncio.create_task(work) for work in (self._write(send), gone(receive), self._keep_alive(send))]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # Events that were never asked for have not begun, so that closing them alone would end nothing.
+            # An event generator that has not started would not run its own cleanup.
             self.close()
             await _end(tasks)
             await self.events.aclose()
@@ -86,10 +86,10 @@ class EventStream(Response):
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for `work`, or cancel it when the client leaves.
+    """Await `work`; cancel it when the client leaves.
 
     Raises:
-        ClientDisconnect: the client left; nobody reads the answer.
+        ClientDisconnect: the client left.
     """
     task, left = asyncio.ensure_future(work), asyncio.ensure_future(gone(request.receive))
     try:
@@ -108,7 +108,7 @@ async def gone(receive: Receive) -> None:
 
 
 async def _end(tasks: list[asyncio.Task[Any]]) -> None:
-    """Cancel what still runs and wait until it has cleaned up."""
+    """Cancel the tasks that still run and wait until they have cleaned up."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

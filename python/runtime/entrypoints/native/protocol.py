@@ -191,7 +191,7 @@ Triple = tuple[float | None, int, str | None]
 
 
 class MetaInfo(BaseModel):
-    """Counts, log-probabilities and speculation of one output. A triple is a log-probability, a token id, and its text or null."""
+    """Counts, log-probabilities and acceptance of one output. A triple is (log-probability, token id, text or null)."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -89,7 +89,7 @@ class CompletionApi:
     def _delta(
         self, body: CompletionBody, generation: Generation, prompt: int, update: GenerationUpdate, logprobs: dict[int, CompletionLogprobs]
     ) -> Json | None:
-        """The chunk of an update; None if it shows nothing. `logprobs` holds the text offset that each choice has reached."""
+        """The chunk of an update; None if it shows nothing. `logprobs` holds the text offset of each choice."""
         index = prompt * body.n + update.index
         first = index not in logprobs
         if first:
@@ -114,7 +114,7 @@ class CompletionApi:
     def _visible(
         self, body: CompletionBody, prompt: int, generation: Generation, update: GenerationUpdate, piece: _Piece, *, first: bool
     ) -> _Piece:
-        """`piece` as the client sees it: without the output if only the prompt is wanted, and after the prompt if it is echoed."""
+        """`piece` as the client sees it: without the output if `only_echo`, and after the prompt if it is echoed."""
         piece = _NOTHING if body.only_echo else piece
         if not (body.echo and first):
             return piece

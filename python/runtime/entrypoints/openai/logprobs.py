@@ -8,13 +8,13 @@ from typing import Protocol
 from runtime.text.decode_stream import StreamDecoder
 
 LOWEST = -9999.0
-"""What stands for minus infinity, which JSON lacks."""
+"""Stands for minus infinity, which JSON does not have."""
 
 Top = Sequence[tuple[int, float]]
 
 
 class TokenTexts(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that log-probabilities need."""
 
     def token_text(self, token_id: int) -> str:
         """One token as text."""
@@ -26,14 +26,14 @@ class TokenTexts(Protocol):
 
 
 def finite(value: float) -> float:
-    """`value`, or the number that stands for minus infinity."""
+    """`value`, or `LOWEST` for anything below it."""
     return max(value, LOWEST)
 
 
 def chat_logprobs(
     tokenizer: TokenTexts, ids: Sequence[int], chosen: Sequence[float | None], top: Sequence[Top], k: int
 ) -> dict[str, object]:
-    """The `logprobs` of a chat choice: an entry a token, with the `k` most likely in its place."""
+    """The `logprobs` of a chat choice: one entry per token, with the `k` most likely tokens in its place."""
 
     def entry(token: int, logprob: float | None) -> dict[str, object]:
         shown = LOWEST if logprob is None else finite(logprob)
@@ -64,7 +64,7 @@ class CompletionLogprobs:
         self._num_hidden = num_hidden
 
     def take(self, ids: Sequence[int], chosen: Sequence[float | None], top: Sequence[Top]) -> dict[str, list[object]]:
-        """The lists for the next tokens. A token without a value (the first of a prompt) has null in both."""
+        """The lists for the next tokens. A token without a value, such as the first of a prompt, has null."""
         lists: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for i, (token, logprob) in enumerate(zip(ids, chosen, strict=False)):
             text = self.tokenizer.token_text(token)
@@ -90,7 +90,7 @@ class CompletionLogprobs:
 
 
 def aligned(prompt_len: int, chosen: Sequence[float | None], top: Sequence[Top]) -> tuple[list[float | None], list[Top]]:
-    """Prompt log-probabilities with one entry a prompt token; the first token, which nothing predicts, has None."""
+    """Prompt log-probabilities with one entry per prompt token. The first token is not predicted and has None."""
     missing = prompt_len - len(chosen)
     tops: list[Top] = [*([()] * missing), *top]
     return [*([None] * missing), *chosen], tops

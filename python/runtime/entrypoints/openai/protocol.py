@@ -306,7 +306,7 @@ class ChatCompletion(BaseModel):
 
 
 class CompletionLists(BaseModel):
-    """Log-probabilities of a completion choice, as parallel lists. A token without a value, the first of a prompt, has null."""
+    """Log-probabilities of a completion choice, as parallel lists. The first token of a prompt has null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

@@ -21,7 +21,7 @@ class HeartbeatThread:
     Args:
         beat: sends one heartbeat; must be safe to call from another thread.
         moved_at: when the loop last began an iteration, in `time.monotonic` seconds.
-        stall: seconds without progress after which the stacks are written to stderr and the heartbeat stops until the loop goes on.
+        stall: seconds without progress after which the stacks go to stderr and the heartbeat pauses.
     """
 
     def __init__(self, beat: Callable[[], None], moved_at: Callable[[], float], stall: float) -> None:
@@ -51,7 +51,7 @@ class HeartbeatThread:
         still = time.monotonic() - self._moved_at()
         stalled = still > self._stall
         if stalled and not self._stalled:
-            log.error("the loop has not moved for %.0f s (--watchdog-timeout %.0f); the heartbeat stops", still, self._stall)
+            log.error("no progress for %.0f s (--watchdog-timeout %.0f); the heartbeat stops", still, self._stall)
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
         self._stalled = stalled
         return stalled

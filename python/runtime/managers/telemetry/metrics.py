@@ -13,10 +13,12 @@ from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.worker_info import WorkerInfo
 
 TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
-ITL_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.3, 0.5, 1, 2, 4, 8)
+ITL_BUCKETS = (1e-3, 2e-3, 4e-3, 6e-3, 8e-3, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.3, 0.5, 1, 2, 4, 8)
 E2E_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400, 600, 1200, 1800, 2400)
 QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 
+Rows = Mapping[tuple[str, ...], float]
+"""Values by their labels, the model name aside."""
 Figure = tuple[str, str, Callable[[SchedulerStats], float]]
 """A metric's name, its help text and its value."""
 
@@ -32,7 +34,7 @@ GAUGES: tuple[Figure, ...] = (
     ("talon:pages_free", "KV pages that are free, or cached and not in use.", lambda s: s.pages_free),
 )
 COUNTERS: tuple[Figure, ...] = (
-    ("sglang:num_retracted_requests", "Requests that lost their memory and resumed later.", lambda s: s.num_retracted_requests_total),
+    ("sglang:num_retracted_requests", "Retracted requests.", lambda s: s.num_retracted_requests_total),
     ("talon:failed_steps", "Steps that raised an error; their requests failed.", lambda s: s.num_failed_steps_total),
     ("talon:extend_steps", "Steps with prompt tokens.", lambda s: s.extend_steps),
     ("talon:mixed_steps", "Steps with prompt tokens and decode rows.", lambda s: s.mixed_steps),
@@ -43,10 +45,10 @@ COUNTERS: tuple[Figure, ...] = (
     ("talon:spec_verify_steps", "Verify steps, counted per request.", lambda s: s.spec.verify_steps),
     ("talon:spec_draft_tokens", "Draft tokens verified.", lambda s: s.spec.draft_tokens),
     ("talon:spec_accepted_tokens", "Draft tokens accepted.", lambda s: s.spec.accepted_tokens),
-    ("talon:spec_paused_steps", "Decode steps with drafting disabled (batch too large).", lambda s: s.spec_paused_steps_total),
+    ("talon:spec_paused_steps", "Decode steps without drafts (batch too large).", lambda s: s.spec_paused_steps_total),
 )
 RATES: tuple[tuple[str, str, Callable[[SchedulerStats], float | None]], ...] = (
-    ("sglang:spec_accept_length", "Mean tokens committed per verify step, bonus included.", lambda s: s.spec.accept_length),
+    ("sglang:spec_accept_length", "Mean tokens per verify step, bonus included.", lambda s: s.spec.accept_length),
     ("sglang:spec_accept_rate", "Share of draft tokens accepted.", lambda s: s.spec.accept_rate),
     ("talon:graph_hit_rate", "Share of decode steps that replayed a graph.", lambda s: s.decode.graph_hit_rate),
     ("talon:padding_waste", "Share of computed decode rows that were padding.", lambda s: s.decode.padding_waste),
@@ -57,7 +59,7 @@ RATES: tuple[tuple[str, str, Callable[[SchedulerStats], float | None]], ...] = (
 class Metrics:
     """Counters and histograms of the HTTP process, rendered together with the scheduler's statistics.
 
-    Each instance has a registry of its own. The methods `started` to `ended` make it an `Observer` of the tokenizer manager.
+    Each instance has a registry of its own. `started` to `ended` make it an `Observer` of the tokenizer manager.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -69,10 +71,10 @@ class Metrics:
         self._prompt_tokens = self._counter("sglang:prompt_tokens", "Prompt tokens of received requests.")
         self._generated = self._counter("sglang:generation_tokens", "Tokens generated for requests that finished.")
         self._cached = self._counter("sglang:cached_tokens", "Prompt tokens that came from the prefix cache.")
-        self._ttft = self._histogram("sglang:time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS)
-        self._itl = self._histogram("sglang:inter_token_latency_seconds", "Between tokens; a step of n tokens counts n times.", ITL_BUCKETS)
-        self._e2e = self._histogram("sglang:e2e_request_latency_seconds", "From arrival to the last token.", E2E_BUCKETS)
-        self._queue = self._histogram("sglang:queue_time_seconds", "From the scheduler's queue to the first step.", QUEUE_BUCKETS)
+        self._ttft = self._histogram("sglang:time_to_first_token_seconds", "Time to the first token.", TTFT_BUCKETS)
+        self._itl = self._histogram("sglang:inter_token_latency_seconds", "Time between tokens.", ITL_BUCKETS)
+        self._e2e = self._histogram("sglang:e2e_request_latency_seconds", "Time to the last token.", E2E_BUCKETS)
+        self._queue = self._histogram("sglang:queue_time_seconds", "From arrival to the first step.", QUEUE_BUCKETS)
         self.registry.register(self._scheduler)
 
     def started(self, prompt_tokens: int) -> None:
@@ -137,7 +139,8 @@ class _SchedulerCollector:
             if (share := rate(stats)) is not None:
                 yield self._gauge(name, help_text, {(): share})
         rates = {(str(i),): rate for i, rate in enumerate(stats.spec.accept_rate_by_position)}
-        yield self._gauge("talon:spec_accept_rate_by_position", "Share of verify steps that accepted this draft.", rates, "position")
+        help_text = "Share of verify steps that accepted this draft."
+        yield self._gauge("talon:spec_accept_rate_by_position", help_text, rates, "position")
         phases = {(phase,): seconds for phase, seconds in stats.startup_seconds.items()}
         yield self._gauge("talon:startup_seconds", "Duration of each phase of the start.", phases, "phase")
         if stats.worker is not None:
@@ -145,19 +148,20 @@ class _SchedulerCollector:
 
     def _of_worker(self, worker: WorkerInfo) -> Iterable[Metric]:
         """Runs of each graph runner, and whether graphs accept as many drafts as eager steps."""
-        runs = CounterMetricFamily("talon:runner_runs", "Runs of each graph runner, by kind.", labels=["model_name", "runner", "kind"])
+        labels = ["model_name", "runner", "kind"]
+        runs = CounterMetricFamily("talon:runner_runs", "Runs of each graph runner, by kind.", labels=labels)
         for run in worker.graph_runs:
             runs.add_metric([self._model, run.runner, "replayed"], float(run.replayed))
             runs.add_metric([self._model, run.runner, "eager"], float(run.eager))
         yield runs
         if worker.acceptance is not None:
             drift = worker.acceptance.drift
-            help_text = "Draft positions whose acceptance through graphs differs from that of the eager sample; 0 is normal."
+            help_text = "Draft positions where graphs and the eager sample accept differently; 0 is normal."
             yield self._gauge("talon:spec_drifted_positions", help_text, {(): len(drift)})
             gaps = {(str(d.position),): d.graph - d.eager for d in drift}
-            yield self._gauge("talon:spec_drift", "Acceptance through graphs minus that of the eager sample.", gaps, "position")
+            yield self._gauge("talon:spec_drift", "Acceptance with graphs minus the eager sample's.", gaps, "position")
 
-    def _gauge(self, name: str, help_text: str, rows: Mapping[tuple[str, ...], float], *labels: str) -> GaugeMetricFamily:
+    def _gauge(self, name: str, help_text: str, rows: Rows, *labels: str) -> GaugeMetricFamily:
         """One gauge with a row per combination of label values."""
         family = GaugeMetricFamily(name, help_text, labels=["model_name", *labels])
         for values, value in rows.items():

@@ -9,10 +9,11 @@ from runtime.managers.telemetry.spec_stats import SpecStats
 
 
 class Progress(msgspec.Struct, array_like=True):
-    """Counts of one request so far. The scheduler updates one instance in place; each message encodes its current values.
+    """Counts of one request so far. The scheduler updates one instance in place; messages encode its current values.
 
     Attributes:
-        prompt_tokens, cached_tokens, completion_tokens: prompt length, the part of it found in the prefix cache, tokens generated.
+        prompt_tokens, cached_tokens: prompt length, and the part of it found in the prefix cache.
+        completion_tokens: tokens generated.
         queue_seconds: time from the arrival at the scheduler to the first step; 0 before it.
         spec: speculation; None before the first verify step.
         decode: decode steps.

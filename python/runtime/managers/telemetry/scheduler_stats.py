@@ -17,7 +17,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
         num_used_tokens: KV slots that running requests need.
         queue_time_sum, queue_time_count: waiting time of all admitted requests, and their number.
         extend_steps, mixed_steps: steps with prompt tokens, and those of them that also held decode rows.
-        spec_paused_steps_total: decode steps without drafts because the batch was too large. No other figure counts them.
+        spec_paused_steps_total: decode steps without drafts because the batch was too large; not counted in `spec`.
         decode: steps without prompt tokens.
         spec: all drafts.
         startup_seconds: duration of each phase of the start.

@@ -32,7 +32,8 @@ class _Mark:
 
     @classmethod
     def of(cls, stats: SchedulerStats, now: float) -> _Mark:
-        return cls(now, stats.generation_tokens_total, stats.steps, stats.prompt_tokens_total, copy(stats.decode), stats.spec.copy())
+        generated, prompt = stats.generation_tokens_total, stats.prompt_tokens_total
+        return cls(now, generated, stats.steps, prompt, copy(stats.decode), stats.spec.copy())
 
 
 class StatsLog:
@@ -88,4 +89,6 @@ def _of_drafts(spec: SpecStats) -> list[str]:
 
 def _of_graphs(decode: DecodeStats) -> list[str]:
     """Share of decode steps that replayed a graph, and of computed rows that were padding."""
-    return [f"graph hits: {decode.graph_hit_rate or 0.0:.2f}", f"padding: {decode.padding_waste or 0.0:.2f}"] if decode.steps else []
+    if not decode.steps:
+        return []
+    return [f"graph hits: {decode.graph_hit_rate:.2f}", f"padding: {decode.padding_waste or 0.0:.2f}"]

@@ -1,0 +1,100 @@
+"""A child process as its parent sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from runtime.batch import WorkerLimits
+from runtime.entrypoints.child import ChildConfig, ChildFailed, ChildStatus, Role
+from runtime.errors import ConfigError, ServingError
+
+
+class ChildProcess:
+    """Starts one child process and reads its status pipe.
+
+    Attributes:
+        ready: done when the child serves; holds the limits of the scheduler's worker, or the error of the start.
+        gone: set when the process has ended.
+    """
+
+    def __init__(self, role: Role, command: Sequence[str], config: ChildConfig) -> None:
+        self.role: Role = role
+        self.ready: asyncio.Future[WorkerLimits | None] = asyncio.get_running_loop().create_future()
+        self.gone = asyncio.Event()
+        self._rest = b""
+        self._fd, theirs = os.pipe()
+        os.set_blocking(self._fd, False)
+        # In a session of its own it does not get Ctrl-C from the terminal: the parent decides when it ends.
+        self._process = subprocess.Popen(
+            [*command, role, str(theirs)], stdin=subprocess.PIPE, pass_fds=(theirs,), start_new_session=True, env=_environment()
+        )
+        os.close(theirs)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+            stdin.write(msgspec.json.encode(config))
+        asyncio.get_running_loop().add_reader(self._fd, self._read)
+
+    def describe_end(self) -> str:
+        """How it ended, for the log."""
+        try:
+            code = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "it closed its status pipe"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+    def dump_stacks(self) -> None:
+        """Make it print its stacks and die, even if it is stopped."""
+        self._signal(signal.SIGABRT)
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it now."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        if self._fd >= 0:
+            with contextlib.suppress(RuntimeError):  # the loop may be closed already
+                asyncio.get_running_loop().remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._fd, 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._fd)
+            self.gone.set()
+            self._fail(ServingError(f"the {self.role} process died during its start ({self.describe_end()})"))
+            return
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._take(msgspec.json.decode(line, type=ChildStatus))
+
+    def _take(self, status: ChildStatus) -> None:
+        if isinstance(status, ChildFailed):
+            self._fail(ConfigError(status.message) if status.is_config else ServingError(status.message))
+        elif not self.ready.done():
+            self.ready.set_result(status.limits)
+
+    def _fail(self, error: ServingError) -> None:
+        if not self.ready.done():
+            self.ready.set_exception(error)
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, in which a child finds this very package, installed or not."""
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}

@@ -1,0 +1,54 @@
+"""From flags to a resolved configuration, with the model's files in place."""
+
+from __future__ import annotations
+
+from runtime.config.machine import probe
+from runtime.config.model_facts import ModelFacts
+from runtime.config.resolve import check, resolve
+from runtime.config.runtime_config import RuntimeConfig
+from runtime.config.server_args import ServerArgs
+from runtime.config.speculative import with_embedded_draft
+from runtime.model_files.model_source import DRAFT_FLAGS, resolve_model, resolve_weights
+from runtime.models.config import ModelConfig
+from runtime.models.draft_config import load_draft_config
+from runtime.models.registry import load_hf_config
+
+
+def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
+    """Find the model and resolve the configuration. Downloads and converts what is missing; loads no weights.
+
+    Raises:
+        ConfigError: an option cannot take effect.
+    """
+    check(args)
+    source = resolve_model(args.model_path, load_format=args.load_format, tokenizer_path=args.tokenizer_path, revision=args.revision)
+    args = with_embedded_draft(args, source.is_embedded)
+    model_config = load_hf_config(source.weights_folder)
+    facts = ModelFacts(
+        path=source.weights_folder,
+        load_format=source.kind,
+        tokenizer_path=source.tokenizer_folder,
+        name=source.served_name,
+        dtype=model_config.dtype,
+        max_context_len=model_config.max_context_len,
+        vocab_size=model_config.vocab_size,
+        head_dim=model_config.head_dim,
+        embedded=source.is_embedded,
+    )
+    config = resolve(args, probe(), facts, find_draft(args, source.kind))
+    speculative = config.speculative
+    if speculative is not None and speculative.algorithm != "NGRAM":
+        assert speculative.draft_model_path is not None
+        load_draft_config(speculative.draft_model_path, speculative.algorithm, model_config)  # refuse it before loading weights
+    return config, model_config
+
+
+def find_draft(args: ServerArgs, target_format: str) -> tuple[str, str] | None:
+    """(folder, load format) of the draft model; None without one."""
+    path = args.speculative_draft_model_path
+    if path is None:
+        return None
+    # A dummy target has a dummy draft. The shape of a GGUF file is unknown until it is read.
+    is_dummy = target_format == "dummy" and not path.endswith(".gguf")
+    load_format = args.speculative_draft_load_format or ("dummy" if is_dummy else "auto")
+    return resolve_weights(path, load_format=load_format, flags=DRAFT_FLAGS)

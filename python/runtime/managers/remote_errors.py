@@ -1,0 +1,25 @@
+"""Errors that the scheduler reported."""
+
+from __future__ import annotations
+
+from runtime.errors import QueueFull, RequestError, ServingError, StepFailed
+from runtime.managers.messages import CallFailed, Finish
+
+
+def request_failure(finish: Finish) -> ServingError:
+    """The error of a request that the scheduler refused or failed."""
+    error = _error(finish.message, finish.status, StepFailed)
+    if finish.status == QueueFull.status:
+        error.kind, error.retry_after = QueueFull.kind, QueueFull.retry_after
+    return error
+
+
+def call_failure(failed: CallFailed) -> ServingError:
+    """The error of an administrative call."""
+    return _error(failed.message, failed.status, ServingError)
+
+
+def _error(message: str, status: int, server_error: type[ServingError]) -> ServingError:
+    error = RequestError(message) if status < 500 else server_error(message)
+    error.status = status
+    return error

@@ -36,9 +36,9 @@ class TritonSampling:
     def filter(self, probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
         """As `sampler.filter_probs`, in the storage of `probs`; rows without a filter are not touched.
 
-        It may differ from the twin where rounding decides: the mass before a token is summed in another order, and where that is within
-        1e-5 of top_p the token may stay or go, as may one whose probability is min_p of the largest to the last bit. With top_p 1 no token
-        goes, where the twin's running sum may reach 1 before the last. Ties are resolved by token id, as there.
+        Results may differ from `sampler.filter_probs` by rounding, because the probability mass before a token is summed in another order:
+        a token whose mass is within 1e-5 of top_p may stay or go, and so may one whose probability equals min_p of the largest. With top_p
+        1 no token goes, while the running sum of `filter_probs` may reach 1 before the last token. Both break ties by token id.
         """
         N, V = probs.shape
         assert probs.dtype is torch.float32, f"filter takes float32, not {probs.dtype}"

@@ -1,10 +1,11 @@
 """Filters, draws and random numbers of sampling as Triton kernels.
 
-The renormalisation kernels of sgl_kernel 0.4.5 and FlashInfer 0.6.15 are not used. `sgl_kernel.top_k_renorm_prob` calls FlashInfer if it is
-installed, which compiles its kernels at first use. FlashInfer keeps every token that ties with the last of top_k instead of the first by id,
-changes the bits of rows without a filter, and bisects until two floats meet, with one pass over the row per step. The kernels here keep
-exactly top_k tokens, leave unfiltered rows alone, take a fixed number of steps, and give a row the same bits whatever else is in the batch.
-They never wait for the device and can be captured.
+The renormalisation kernels of sgl_kernel 0.4.5 and FlashInfer 0.6.15 are not used. `sgl_kernel.top_k_renorm_prob` calls
+FlashInfer if it is installed, which compiles its kernels at first use. FlashInfer keeps every token that ties with the
+last of top_k instead of the first by id, changes the bits of rows without a filter, and bisects until two floats meet,
+with one pass over the row per step. The kernels here keep exactly top_k tokens, leave unfiltered rows alone, take a
+fixed number of steps, and give a row the same bits whatever else is in the batch. They never wait for the device and
+can be captured.
 """
 
 # pyright: reportIndexIssue=false

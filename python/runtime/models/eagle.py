@@ -101,9 +101,9 @@ class LlamaForCausalLMEagle:
         context, dtype = self._body.context(batch), self.hidden_dtype
         x = self._body.ops.linear(torch.cat([F.embedding(batch.input_ids, self.embed), batch.hidden_states.to(dtype)], dim=1), self.fc)
         last = [*[None] * (len(self.layers) - 1), wanted]  # attention of a later layer reads every token
-        stream = self.layers[0].forward_rows(x, Stream(x.to(torch.float32, copy=True)), context, wanted=last[0])
-        for layer, rows in zip(self.layers[1:], last[1:], strict=True):
-            stream = layer.forward(stream, context, wanted=rows)
+        stream = Stream(x.to(torch.float32, copy=True))
+        for i, layer in enumerate(self.layers):
+            stream = layer.forward(stream, context, rows=x if i == 0 else None, wanted=last[i])
         return stream.h.to(dtype)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

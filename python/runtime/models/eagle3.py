@@ -145,7 +145,7 @@ class LlamaForCausalLMEagle3:
         body = self._body
         embeds = body.ops.norm(F.embedding(batch.input_ids, self.embed).float(), self._embed_norm, body.dtype)
         x = torch.cat([embeds, body.ops.norm(h, self._hidden_norm, body.dtype)], dim=1)
-        return self.layer.forward_rows(x, Stream(h), body.context(batch), wanted=wanted).h
+        return self.layer.forward(Stream(h), body.context(batch), rows=x, wanted=wanted).h
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the token after next: [N, hidden] before the norm -> float32 [N, Vd], written to `out` where given."""

@@ -20,7 +20,8 @@ class Block:
     """A pre-norm block: `h += attention(attn_norm(h)); h += mlp(mlp_norm(h))`.
 
     Attributes:
-        attn_norm: None for a block whose attention is always fed rows of another origin, such as the first of an EAGLE head.
+        attn_norm: None for a block whose attention is always fed rows of another origin, such as the first of an EAGLE
+            head.
     """
 
     attention: Attention

@@ -1,6 +1,7 @@
 """The EAGLE-1 and EAGLE-2 draft head: decoder layers fed with the token's embedding beside the target's hidden state.
 
-Source: EAGLE, Li et al. 2024, arXiv:2401.15077; tensor names and the missing first norm follow the published checkpoints.
+Source: EAGLE, Li et al. 2024, arXiv:2401.15077; tensor names and the missing first norm follow the published
+checkpoints.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ OPTIONAL = frozenset({"embed_tokens.weight", "lm_head.weight", "fc.bias"})
 
 
 class LlamaForCausalLMEagle:
-    """`DraftModel`: its hidden states are like the target's, final-normed; the first layer has no input norm, and no norm ends the head.
+    """`DraftModel`: its hidden states are like the target's, final-normed; the first layer has no input norm, and no
+    norm ends the head.
 
-    Embedding and LM head are the target's, unless the checkpoint brings others. With a token map the LM head keeps those rows only.
+    Embedding and LM head are the target's, unless the checkpoint brings others. With a token map the LM head keeps
+    those rows only.
 
     Attributes:
         fc: embedding and hidden state [2 * hidden] -> hidden.
@@ -67,7 +70,8 @@ class LlamaForCausalLMEagle:
         """Fill the weights; load the target first.
 
         Args:
-            weights: (published name, tensor of any float dtype), in any order, each once; a leading `model.` is ignored.
+            weights: (published name, tensor of any float dtype), in any order, each once; a leading `model.` is
+                ignored.
 
         Raises:
             ConfigError: tensors are missing, unexpected or of another shape; it names them.

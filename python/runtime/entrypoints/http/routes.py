@@ -111,7 +111,18 @@ def _errors(*statuses: int) -> Responses:
 
 def describe(app: FastAPI) -> None:
     """Make /openapi.json say how keys are sent, and leave out FastAPI's own validation error, which never occurs here."""
-    schema = app.openapi()
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = generate()
+        if "security" not in schema:
+            _amend(schema)
+        return schema
+
+    app.openapi = openapi
+
+
+def _amend(schema: dict[str, Any]) -> None:
     for operations in schema["paths"].values():
         for operation in operations.values():
             operation["responses"].pop("422", None)

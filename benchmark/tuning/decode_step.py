@@ -23,9 +23,13 @@ from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
 from benchmark.tuning.world import BF16, SHAPE, D, G, H, attention_world, decode_batch, linear, read_rate
 from runtime.layers.attention.base import plan_pass
 from runtime.layers.attention.registry import build_backend
+from runtime.layers.gemm.gemm import Gemm
+from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.linear import Linear
-from runtime.layers.ops import HeadLayout, RMSNorm, Rope, Stream
-from runtime.models.decoder import DecoderLayer
+from runtime.layers.norm import RMSNorm
+from runtime.layers.ops import Stream
+from runtime.layers.pass_context import PassContext
+from runtime.layers.rope import Rope, RotaryHeads
 
 if TYPE_CHECKING:  # requires Triton, which is installed with a GPU only
     from runtime.layers.cuda_ops import CudaOps
@@ -61,34 +65,51 @@ class Case:
         return found if roof is None else found | {"roof_us": round(roof, 1)}
 
 
-def model(layers: int) -> tuple[list[DecoderLayer], Linear]:
+@dataclass(frozen=True)
+class Layer:
+    """The weights of one block; both norms are one."""
+
+    norm: RMSNorm
+    qkv: Linear
+    o: Linear
+    gate_up: Linear
+    down: Linear
+
+    def gemms(self) -> list[Gemm]:
+        """In order."""
+        return [
+            Gemm("linear", self.qkv, self.norm),
+            Gemm("linear_add", self.o, self.norm),
+            Gemm("gate_up", self.gate_up, self.norm),
+            Gemm("linear_add", self.down, self.norm),
+        ]
+
+
+def model(layers: int) -> tuple[list[Layer], Linear]:
     """Blocks and head."""
     norm = RMSNorm(torch.ones(SHAPE.hidden, dtype=BF16, device="cuda"), 1e-5)
-
-    def layer() -> DecoderLayer:
-        return DecoderLayer(norm, linear("qkv"), None, None, linear("o"), norm, linear("gate-up"), linear("down"))
-
-    return [layer() for _ in range(layers)], linear("head")
+    return [Layer(norm, *(linear(name) for name in ("qkv", "o", "gate-up", "down"))) for _ in range(layers)], linear("head")
 
 
 def choices(ops: CudaOps, rows: int) -> dict[str, str]:
     """The autotuned kernel of each GEMM with `rows` rows."""
-    from runtime.layers.gemm.autotune import describe, row_class
+    from runtime.layers.gemm.tilings import describe, m_bucket
     from runtime.layers.gemm.triton_gemm import MAX_ROWS
 
     if rows > MAX_ROWS:
         return {}
-    return {f"{op} {out}x{width}": describe(c) for (op, out, width, most), c in ops.choices.items() if most == row_class(rows)}
+    return {f"{op} {out}x{width}": describe(c) for (op, out, width, most), c in ops.choices.items() if most == m_bucket(rows)}
 
 
-def times(ops: CudaOps, layers: list[DecoderLayer], head: Linear, case: Case) -> dict[str, float]:
+def times(ops: CudaOps, layers: list[Layer], head: Linear, case: Case) -> dict[str, float]:
     """Microseconds of a step with all its kernels, then without attention, rotary and head in turn."""
     size, width, length, tokens = case.batch, case.width, case.length, case.rows
     shape, pool, table = attention_world(size, width, length, 1, len(layers))
     attention = build_backend(case.backend, shape, pool, table)
     batch = decode_batch(size, width, length)
     batch.out_cache_loc.copy_(table.slots(batch.req_pool_indices.repeat_interleave(width), batch.positions))
-    rope, layout = Rope(torch.randn((length + 64, D), device="cuda")), HeadLayout(H, G, D)
+    heads = RotaryHeads(H, G, D, Rope(torch.randn((length + 64, D), device="cuda")))
+    context = PassContext(batch, pool, attention)
     start = torch.randn((tokens, SHAPE.hidden), device="cuda")
     q_only = torch.randn((tokens, H, D), device="cuda").to(BF16)
     scores = torch.empty((tokens, SHAPE.vocab), device="cuda")
@@ -98,15 +119,15 @@ def times(ops: CudaOps, layers: list[DecoderLayer], head: Linear, case: Case) ->
         stream = Stream(start.clone())
         for i, layer in enumerate(layers):
             q = q_only
-            qkv = ops.norm_linear(stream, layer.attn_norm, layer.qkv_proj)
+            qkv = ops.norm_linear(stream, layer.norm, layer.qkv)
             if with_rope:
-                q = ops.rope_and_cache(qkv, layout, rope, None, None, batch.positions, batch.out_cache_loc, *pool.flat(i))
+                q = ops.rope_and_cache(qkv, heads, i, context)
             mixed = attention.forward(q, shape.layers[i], batch) if with_attention else q.flatten(1)
-            stream = ops.linear_add(mixed, layer.o_proj, stream, layer.mlp_norm)
-            following = layers[i + 1].attn_norm if i + 1 < len(layers) else None
-            stream = ops.linear_add(ops.norm_gate_up(stream, layer.mlp_norm, layer.gate_up_proj), layer.down_proj, stream, following)
+            stream = ops.linear_add(mixed, layer.o, stream, layer.norm)
+            next_norm = layer.norm if i + 1 < len(layers) else None
+            stream = ops.linear_add(ops.norm_gate_up(stream, layer.norm, layer.gate_up), layer.down, stream, next_norm)
         if with_head:
-            ops.logits(ops.norm(stream.h, layers[0].attn_norm, BF16), head, scores)
+            ops.logits(ops.norm(stream.h, layers[0].norm, BF16), head, scores)
 
     return {
         "all": median_us(lambda: run(True, True, True)),
@@ -122,8 +143,9 @@ def measure(cases: Sequence[Case], record: Record) -> None:
 
     rate = read_rate(record.data["machine"])
     layers, head = model(cases[0].layers)
-    early, plain = CudaOps(), CudaOps(pdl=False)
-    early.prepare(layers, head, [case.rows for case in cases], timed=True)
+    early, plain = CudaOps(GemmTimings()), CudaOps(GemmTimings(), pdl=False)
+    gemms = [*(gemm for layer in layers for gemm in layer.gemms()), Gemm("logits", head, layers[0].norm)]
+    early.autotune(gemms, [case.rows for case in cases])
     plain.choices = dict(early.choices)
     for case, ops in itertools.product(cases, (plain, early) if early.pdl else (plain,)):
         row = case.row(ops.pdl, times(ops, layers, head, case), choices(ops, case.rows), rate)

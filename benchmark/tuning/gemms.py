@@ -4,8 +4,8 @@ follow.
     PYTHONPATH=python python -m benchmark.tuning.gemms --rows 1,4,16,32
 
 The tool compiles in many processes into Triton's cache. Then it times tile sizes, then prefetch distance and launch
-time of the best ones, then whole layers with the winners. Winners belong among the candidates of
-layers/gemm/autotune.py.
+time of the best ones, then whole layers with the winners. Winners belong into the table of
+config/device_tuning.py.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from benchmark.tuning.clock import best_us
 from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
 from benchmark.tuning.world import BF16, SHAPE, WEIGHTS, linear, read_rate
 from runtime.layers.gemm.epilogue import Epilogue
+from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.linear import Linear
-from runtime.layers.ops import RMSNorm
+from runtime.layers.norm import RMSNorm
 
 if TYPE_CHECKING:  # requires Triton, which is installed with a GPU only
     from runtime.layers.cuda_ops import CudaOps
-    from runtime.layers.gemm.autotune import Choice, GemmOp
-    from runtime.layers.gemm.triton_gemm import GemmConfig
+    from runtime.layers.gemm.gemm import GemmOp
+    from runtime.layers.gemm.tilings import GemmChoice
+    from runtime.layers.gemm.triton_gemm import TritonConfig
 
 NAME = "tuning/gemms"
 KEYS = ("gemm", "rows")
@@ -97,7 +99,7 @@ GEMMS = (
 
 
 def candidates(gemm: Gemm, padded: Mapping[bool, int]) -> Iterator[tuple[int, int, int, int, bool, bool]]:
-    """The configurations that fit into shared memory: the arguments of `GemmConfig`.
+    """The configurations that fit into shared memory: the arguments of `TritonConfig`.
 
     Args:
         gemm: the GEMM.
@@ -111,18 +113,18 @@ def candidates(gemm: Gemm, padded: Mapping[bool, int]) -> Iterator[tuple[int, in
                 yield block_n, block_k, warps, stages, swap, tma
 
 
-def configs(gemm: Gemm, rows: int) -> list[GemmConfig]:
+def configs(gemm: Gemm, rows: int) -> list[TritonConfig]:
     """The candidates for `rows` rows."""
-    from runtime.layers.gemm.triton_gemm import GemmConfig, padded_rows
+    from runtime.layers.gemm.triton_gemm import TritonConfig, padded_rows
 
-    return [GemmConfig(*config) for config in candidates(gemm, {swap: padded_rows(rows, swap) for swap in (False, True)})]
+    return [TritonConfig(*config) for config in candidates(gemm, {swap: padded_rows(rows, swap) for swap in (False, True)})]
 
 
-def compile_one(job: tuple[GemmOp, int, GemmConfig]) -> str:
+def compile_one(job: tuple[GemmOp, int, TritonConfig]) -> str:
     """Compile one kernel into Triton's cache, in its own process; return the error or ""."""
     from triton.runtime.jit import MockTensor
 
-    from runtime.layers.gemm.triton_gemm import small_gemm
+    from runtime.layers.gemm.triton_gemm import triton_gemm
 
     op, rows, config = job
     out_dtype = torch.float32 if op in ("linear_add", "logits") else BF16
@@ -130,7 +132,7 @@ def compile_one(job: tuple[GemmOp, int, GemmConfig]) -> str:
     epilogue = Epilogue(silu=op == "gate_up", add=op == "linear_add")
     out = MockTensor(out_dtype, [rows, epilogue.columns(SHAPE.hidden)])
     try:
-        small_gemm(x, weight, out, config, epilogue, pdl=True, launch=False)  # type: ignore[arg-type]
+        triton_gemm(x, weight, out, config, epilogue, pdl=True, launch=False)  # type: ignore[arg-type]
     except Exception as error:  # a failed compilation is a result
         return f"{op} {rows} {config}: {type(error).__name__} {str(error)[:200]}"
     return ""
@@ -160,7 +162,7 @@ class Bench:
         self.calls = self.linears * 2
         self._wanted: dict[int, torch.Tensor] = {}  # results of cuBLAS, which is timed first
 
-    def time(self, rows: int, choice: Choice) -> float | None:
+    def time(self, rows: int, choice: GemmChoice) -> float | None:
         """Microseconds per GEMM with the norm before it; None if it does not fit or is wrong."""
         from triton.runtime.errors import OutOfResources
 
@@ -180,7 +182,7 @@ class Bench:
             return None
         return spent
 
-    def _one(self, h: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, weight: Linear, choice: Choice) -> torch.Tensor:
+    def _one(self, h: torch.Tensor, x: torch.Tensor, scores: torch.Tensor, weight: Linear, choice: GemmChoice) -> torch.Tensor:
         ops, op = self.ops, self.gemm.op
         if op == "linear":
             return ops._linear(ops.norm(h, self.norm, BF16), None, weight, choice)
@@ -189,12 +191,12 @@ class Bench:
         return ops._logits(x, weight, scores, choice) if op == "logits" else ops._linear_add(x, weight, h, None, choice).h
 
 
-def best(times: Mapping[Choice, float], count: int) -> list[GemmConfig]:
+def best(times: Mapping[GemmChoice, float], count: int) -> list[TritonConfig]:
     """The fastest configurations, without cuBLAS."""
     return sorted((c for c in times if c is not None), key=lambda c: times[c])[:count]  # type: ignore[misc]
 
 
-def kinds(times: Mapping[Choice, float]) -> str:
+def kinds(times: Mapping[GemmChoice, float]) -> str:
     """cuBLAS and the fastest configuration of each combination of `swap` and `tma`, with the default prefetch."""
     lines = [f"cuBLAS {times[None]:.1f}"]
     for swap, tma in itertools.product((False, True), (False, True)):
@@ -205,16 +207,16 @@ def kinds(times: Mapping[Choice, float]) -> str:
     return "; ".join(lines)
 
 
-def row(gemm: Gemm, rows: int, times: Mapping[Choice, float], rate: float | None) -> Row:
+def row(gemm: Gemm, rows: int, times: Mapping[GemmChoice, float], rate: float | None) -> Row:
     """A result row of one GEMM and row count: all times, fastest first, and the roof."""
     ordered = sorted(times.items(), key=lambda item: item[1])
     found: Row = {"gemm": gemm.name, "rows": rows, "us": {str(c or "cuBLAS"): round(spent, 2) for c, spent in ordered}}
     return found if rate is None else found | {"roof_us": round(gemm.weight_bytes / rate * 1e6, 2)}
 
 
-def sweep_one(bench: Bench, rows: int) -> dict[Choice, float]:
+def sweep_one(bench: Bench, rows: int) -> dict[GemmChoice, float]:
     """Time the candidates of one GEMM, then the prefetch variants of the best; print the fastest."""
-    tried: list[Choice] = [None, *configs(bench.gemm, rows)]
+    tried: list[GemmChoice] = [None, *configs(bench.gemm, rows)]
     times = {c: t for c in tried if (t := bench.time(rows, c)) is not None}
     for config in best(times, 3):
         for prefetch, late in itertools.product(PREFETCHES, (False, True)):
@@ -228,7 +230,7 @@ def sweep_one(bench: Bench, rows: int) -> dict[Choice, float]:
     return times
 
 
-def chain(benches: Mapping[str, Bench], rows: int, winners: Mapping[str, GemmConfig]) -> dict[str, float]:
+def chain(benches: Mapping[str, Bench], rows: int, winners: Mapping[str, TritonConfig]) -> dict[str, float]:
     """Microseconds of a layer without attention and rotary: with the winners, and with one prefetch variant for all
     GEMMs.
     """
@@ -236,7 +238,7 @@ def chain(benches: Mapping[str, Bench], rows: int, winners: Mapping[str, GemmCon
     h = torch.randn((rows, SHAPE.hidden), device="cuda")
     attended = torch.randn((rows, SHAPE.hidden), device="cuda").to(BF16)
 
-    def layers(choices: Mapping[str, Choice]) -> None:
+    def layers(choices: Mapping[str, GemmChoice]) -> None:
         for i in range(CHAIN_LAYERS):
             w = {name: bench.linears[i % len(bench.linears)] for name, bench in benches.items()}
             ops._linear(ops.norm(h, norm, BF16), None, w["qkv"], choices["qkv"])
@@ -244,7 +246,7 @@ def chain(benches: Mapping[str, Bench], rows: int, winners: Mapping[str, GemmCon
             middle = ops._gate_up(ops.norm(h, norm, BF16), None, w["gate-up"], choices["gate-up"])
             ops._linear_add(middle, w["down"], h, None, choices["down"])
 
-    cases: dict[str, Mapping[str, Choice]] = {"cuBLAS": dict.fromkeys(winners), "winners": winners}
+    cases: dict[str, Mapping[str, GemmChoice]] = {"cuBLAS": dict.fromkeys(winners), "winners": winners}
     for prefetch, late in itertools.product((0, 1024, 4096), (False, True)):
         cases[f"prefetch {prefetch}{' late' if late else ''}"] = {
             name: replace(config, prefetch=prefetch, late=late) for name, config in winners.items()
@@ -260,10 +262,10 @@ def sweep(rows: Sequence[int], record: Record) -> None:
 
     compile_all(rows)
     norm = RMSNorm(torch.ones(SHAPE.hidden, dtype=BF16, device="cuda"), 1e-5)
-    ops, rate = CudaOps(pdl=True), read_rate(record.data["machine"])
+    ops, rate = CudaOps(GemmTimings(), pdl=True), read_rate(record.data["machine"])
     benches = {gemm.name: Bench(ops, gemm, norm) for gemm in GEMMS}
     for m in rows:
-        winners: dict[str, GemmConfig] = {}
+        winners: dict[str, TritonConfig] = {}
         for name, bench in benches.items():
             times = sweep_one(bench, m)
             if not (fastest := best(times, 1)):

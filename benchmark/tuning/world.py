@@ -44,7 +44,7 @@ def attention_roof_us(batch: int, length: float, rate: float | None) -> float | 
 def linear(name: str, device: torch.device = CUDA) -> Linear:
     """A random weight of `WEIGHTS`, scaled so that the outputs of its GEMM have the size of the inputs."""
     size = WEIGHTS[name]
-    return Linear(torch.empty(size, dtype=BF16, device=device).normal_(std=size[1] ** -0.5))
+    return Linear.dense(torch.empty(size, dtype=BF16, device=device).normal_(std=size[1] ** -0.5))
 
 
 def decode_batch(size: int, width: int, length: int, device: torch.device = CUDA) -> ForwardBatch:

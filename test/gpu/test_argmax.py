@@ -34,7 +34,7 @@ def test_the_argmax_of_random_rows_is_that_of_torch(rows: int, vocab: int) -> No
     wide = torch.randn((rows, vocab + 3), device=DEVICE)
     out = torch.empty(rows, dtype=torch.int64, device=DEVICE)
     assert argmax(wide[:, :vocab], out) is out
-    assert torch.equal(out, wide[:, :vocab].argmax(-1)), "rows at a distance that is not their length"
+    assert torch.equal(out, wide[:, :vocab].argmax(-1)), "rows with a stride that is not their length"
 
 
 def test_the_first_of_equal_entries_wins_and_nan_is_the_largest() -> None:

@@ -1,4 +1,4 @@
-"""The argmax folded into the head's product against that of the product's own logits; most run under Triton's interpreter too."""
+"""The argmax in the epilogue of the head's GEMM against that of its logits; most tests run under Triton's interpreter too."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from runtime.config.device_tuning import H200
 from runtime.layers.gemm.epilogue import Epilogue
-from runtime.layers.gemm.triton_gemm import MAX_ROWS, GemmConfig, small_gemm, small_gemm_largest
+from runtime.layers.gemm.timings import GemmTimings
+from runtime.layers.gemm.triton_gemm import MAX_ROWS, TritonConfig, triton_gemm, triton_gemm_argmax
 from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
 from runtime.layers.linear import Linear
 
@@ -21,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DTYPE = torch.float16
 """What both the interpreter and a GPU multiply."""
-CUTS = [GemmConfig(n, 32, 4, 3, swap, tma, prefetch=0) for n, swap, tma in itertools.product((16, 64), (False, True), (False, True))]
+CUTS = [TritonConfig(n, 32, 4, 3, swap, tma, prefetch=0) for n, swap, tma in itertools.product((16, 64), (False, True), (False, True))]
 ROWS = (1, 3, 17, MAX_ROWS)
 K, V = 80, 200
 """Neither is a multiple of a tile."""
@@ -39,47 +41,47 @@ def definition(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(wanted, columns, logits.shape[1]).amin(1)
 
 
-def greedy(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, **given: torch.Tensor | None) -> torch.Tensor:
+def greedy(x: torch.Tensor, weight: torch.Tensor, config: TritonConfig, **given: torch.Tensor | None) -> torch.Tensor:
     tokens = torch.empty(len(x), dtype=torch.int64, device=DEVICE)
-    return argmax_chunks(small_gemm_largest(x, weight, config, **given), tokens, pdl=False)
+    return argmax_chunks(triton_gemm_argmax(x, weight, config, **given), tokens, pdl=False)
 
 
 @pytest.mark.parametrize("config", CUTS, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
-def test_the_folded_argmax_is_that_of_the_logits_stored_or_not(rows: int, config: GemmConfig) -> None:
+def test_the_fused_argmax_is_that_of_the_logits_stored_or_not(rows: int, config: TritonConfig) -> None:
     torch.manual_seed(rows)
     x, weight = rand(rows, K), rand(V, K)
     for bias in (None, rand(V))[rows == MAX_ROWS :]:  # the interpreter is slow
         want, stored = (torch.full((rows + 1, V), NAN, device=DEVICE) for _ in range(2))
-        small_gemm(x, weight, want[:rows], config, Epilogue(bias=bias))
+        triton_gemm(x, weight, want[:rows], config, Epilogue(bias=bias))
         tokens = greedy(x, weight, config, out=stored[:rows], bias=bias)
-        assert torch.equal(stored[:rows], want[:rows]), "folding the argmax changes the logits"
+        assert torch.equal(stored[:rows], want[:rows]), "fusing the argmax changes the logits"
         assert stored[rows].isnan().all(), "logits are written past their rows"
         assert torch.equal(tokens, definition(want[:rows]))
         assert torch.equal(greedy(x, weight, config, bias=bias), tokens), "storing the logits changes the argmax"
 
 
 @pytest.mark.parametrize("config", CUTS, ids=str)
-def test_of_equal_logits_the_first_wins_within_a_tile_and_across_tiles(config: GemmConfig) -> None:
+def test_of_equal_logits_the_first_wins_within_a_tile_and_across_tiles(config: TritonConfig) -> None:
     torch.manual_seed(0)
     x, few = rand(17, K), rand(5, K)
     weight = few[torch.randint(0, 5, (V,), generator=torch.Generator().manual_seed(1)).to(DEVICE)].contiguous()
-    logits = small_gemm(x, weight, torch.empty((17, V), device=DEVICE), config)
+    logits = triton_gemm(x, weight, torch.empty((17, V), device=DEVICE), config)
     assert ((logits == logits.amax(1, keepdim=True)).sum(1) > 20).all(), "no ties to break"
     assert torch.equal(greedy(x, weight, config), definition(logits))
 
 
 @pytest.mark.parametrize("config", CUTS, ids=str)
-def test_no_column_past_the_last_beats_negative_logits(config: GemmConfig) -> None:
+def test_no_column_past_the_last_beats_negative_logits(config: TritonConfig) -> None:
     x, weight = rand(3, K).abs(), -rand(V, K).abs()
     x[2] = 0
-    want = definition(small_gemm(x, weight, torch.empty((3, V), device=DEVICE), config))
+    want = definition(triton_gemm(x, weight, torch.empty((3, V), device=DEVICE), config))
     assert torch.equal(greedy(x, weight, config), want)
     assert want[2] == 0
 
 
 @pytest.mark.parametrize("config", CUTS, ids=str)
-def test_the_folded_argmax_orders_infinities_and_nan_as_torch_does(config: GemmConfig) -> None:
+def test_the_fused_argmax_orders_infinities_and_nan_as_torch_does(config: TritonConfig) -> None:
     x, weight = torch.zeros((3, K), device=DEVICE, dtype=DTYPE), rand(V, K)
     x[1, 7] = NAN  # all of the row's logits
     cases = (({70: NAN, 150: NAN, 3: INF}, 70), ({199: NAN, 0: INF}, 199), ({65: INF, 130: INF, 2: 5.0}, 65), ({20: -0.0, 10: -1.0}, 0))
@@ -111,16 +113,15 @@ def test_the_chunks_of_a_row_give_the_first_of_their_largest(chunks: int) -> Non
 @pytest.mark.parametrize("rows", [1, 4, 8, 16, 32, 64, 128])
 def test_every_choice_of_the_head_gives_the_tokens_of_its_logits(rows: int, pdl: bool) -> None:
     from runtime.layers.cuda_ops import CudaOps
-    from runtime.layers.gemm.autotune import candidate_configs
 
     if pdl and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("programmatic dependent launch needs compute capability 9")
-    ops, (width, vocab) = CudaOps(pdl=pdl), (1024, 32003)
+    ops, (width, vocab) = CudaOps(GemmTimings(), pdl=pdl), (1024, 32003)
     x = torch.randn((rows, width), device="cuda").bfloat16()
     for bias in (None, torch.randn(vocab, device="cuda").bfloat16()):
-        head = Linear(torch.randn((vocab, width), device="cuda").bfloat16(), bias)
+        head = Linear.dense(torch.randn((vocab, width), device="cuda").bfloat16(), bias)
         head.weight[20000:] = head.weight[: vocab - 20000]  # ties between far tiles, but for the bias
-        for choice in (None, *candidate_configs("logits", rows)):
+        for choice in (None, *H200.gemm_configs("logits", rows)):
             ops.choices["logits", vocab, width, rows] = choice
             logits = ops.logits(x, head)
             want, stored = argmax_rows(logits, torch.empty(rows, dtype=torch.int64, device="cuda"), pdl), torch.full_like(logits, NAN)
@@ -131,17 +132,17 @@ def test_every_choice_of_the_head_gives_the_tokens_of_its_logits(rows: int, pdl:
             assert torch.equal(stored, logits), choice
             assert torch.equal(ops.greedy(x, head), want), choice
             apart = torch.full((rows, vocab + 3), NAN, device="cuda")[:, :vocab]
-            assert torch.equal(ops.greedy(x, head, logits=apart), definition(apart)), "rows at a distance that is not their length"
+            assert torch.equal(ops.greedy(x, head, logits=apart), definition(apart)), "rows with a stride that is not their length"
 
 
 @needs_cuda
 @pytest.mark.parametrize("rows", [3, 40, 128])
 def test_a_captured_greedy_pass_reads_the_states_of_its_replay(rows: int) -> None:
     from runtime.layers.cuda_ops import CudaOps
-    from runtime.layers.gemm.autotune import candidate_configs, row_class
+    from runtime.layers.gemm.tilings import m_bucket
 
-    ops, head = CudaOps(), Linear(torch.randn((50000, 512), device="cuda").bfloat16())
-    ops.choices["logits", 50000, 512, row_class(rows)] = candidate_configs("logits", rows)[0]
+    ops, head = CudaOps(GemmTimings()), Linear.dense(torch.randn((50000, 512), device="cuda").bfloat16())
+    ops.choices["logits", 50000, 512, m_bucket(rows)] = H200.gemm_configs("logits", rows)[0]
     x, tokens = torch.randn((rows, 512), device="cuda").bfloat16(), torch.empty(rows, dtype=torch.int64, device="cuda")
     ops.greedy(x, head, tokens)
     graph = torch.cuda.CUDAGraph()

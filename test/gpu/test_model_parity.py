@@ -16,8 +16,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.weight_loader import safetensors_weights
-from runtime.models.hf_config import load_hf_config
-from runtime.models.registry import build_model
+from runtime.models.registry import build_model, load_hf_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = torch.device("cuda")

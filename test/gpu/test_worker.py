@@ -15,12 +15,15 @@ from msgspec import structs
 
 from runtime.batch import ScheduleBatch
 from runtime.config.runtime_config import SpeculativeConfig
+from runtime.layers.gemm.timings import GemmTimings
 from runtime.sampling_params import SamplingParams
 from unit.driver import GREEDY, Driver
 from unit.tiny import tiny_model, tiny_runtime, tiny_speculative, write_head
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SIZES = [1, 2, 4, 8]
+TIMINGS = GemmTimings()
+"""Shared by all workers, so that equal GEMMs run equal kernels."""
 SHAPE = dict(hidden_size=256, intermediate_size=512, head_dim=64, vocab_size=1000)
 BACKENDS = ["fa3", "flashinfer"]
 MIXED = [("fa3", "flashinfer"), ("flashinfer", "fa3")]
@@ -65,10 +68,10 @@ def build(setup: str | Setup, replay: Literal["cuda", "eager"], spec: Speculativ
     if spec is None:
         from runtime.model_executor.build import build_worker
 
-        return build_worker(config, model, replay, SIZES)
+        return build_worker(config, model, replay, SIZES, TIMINGS)
     from runtime.speculative.build import build_speculative_worker
 
-    return build_speculative_worker(config, model, replay, SIZES)
+    return build_speculative_worker(config, model, replay, SIZES, TIMINGS)
 
 
 def head(tmp_path: Path, algorithm: str) -> str:

@@ -18,9 +18,7 @@ from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import safetensors_weights
 from runtime.model_files.model_source import ModelSource, resolve_model
-from runtime.models.attention_specs import attention_specs
-from runtime.models.hf_config import load_hf_config
-from runtime.models.registry import build_model
+from runtime.models.registry import build_model, load_hf_config
 from runtime.text.tokenizer import Tokenizer
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -72,7 +70,7 @@ class OneRequest:
         c = load_hf_config(folder)
         self.model = build_model(c, TorchOps(), torch.float32, CPU)
         self.model.load(safetensors_weights(folder, CPU, progress=False))
-        layers = attention_specs(c, torch.float32)
+        layers = self.model.attention_specs
         pool = KVPool([layer.kv for layer in layers], MAX_LEN // PAGE, PAGE, CPU)
         self.table = PageTable(1, MAX_LEN, PAGE, CPU)
         self.table.pages[0] = torch.arange(1, MAX_LEN // PAGE + 1, dtype=torch.int32)

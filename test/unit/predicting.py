@@ -69,10 +69,10 @@ def speculating(
     worker = build_speculative_worker(config, model or model_config(), replay, sizes)
     calm(worker._target.runner.model, sharp)
     if algorithm == "STANDALONE":
-        calm(worker._draft.model._model, sharp)
-        worker._draft.model._model.layers[0].o_proj.weight.mul_(2.5)
+        calm(worker._draft.model.model, sharp)
+        worker._draft.model.model.layers[0].attention.o_proj.weight.mul_(2.5)
     elif algorithm != "NGRAM":
-        teach(worker._draft.model)
+        teach(worker._draft.model, worker._target.runner.model.lm_head.weight)
     return worker
 
 
@@ -85,26 +85,25 @@ def exact_product(self: Linear, x: torch.Tensor, in_prompt: bool = False) -> tor
 def calm(model: Any, sharp: float) -> None:
     """Attention that matters, but less than the token itself; `sharp` multiplies the logits."""
     for layer in model.layers:
-        layer.o_proj.weight.mul_(0.4)
+        layer.attention.o_proj.weight.mul_(0.4)
     model.lm_head.weight.mul_(8.0 * sharp)
 
 
-def teach(head: Any) -> None:
+def teach(head: Any, target_head: torch.Tensor) -> None:
     """The head goes by the embedding of the token it reads, as the target mostly does, and a little by all else it is fed."""
     hidden = head.config.hidden_size
     eye = torch.eye(hidden)
     if isinstance(head, LlamaForCausalLMEagle):
-        head._fc.weight[:, :hidden] = 50 * eye
-        head._fc.weight[:, hidden:] *= 1.5
-        head._layers[0].o_proj.weight.mul_(12.0)
+        head.fc.weight[:, :hidden] = 50 * eye
+        head.fc.weight[:, hidden:] *= 1.5
+        head.layers[0].attention.o_proj.weight.mul_(12.0)
         return
     assert isinstance(head, LlamaForCausalLMEagle3)
-    layer = head._layer
-    q, k, v = layer.qkv_proj.weight.split(hidden)  # as many KV heads as query heads
+    layer = head.layer
+    q, k, v = layer.attention.qkv_proj.weight.split(hidden)  # as many KV heads as query heads
     for part, gain in ((q, 1.6), (k, 1.6), (v, 1.0)):
         part.mul_(2.0)
         part[:, :hidden] += gain * eye  # a token attends to itself most, and carries its embedding
-    layer.o_proj.weight.copy_(eye)
-    head._fc.weight.mul_(8.0)
-    target = head._target.lm_head.weight
-    head.lm_head.weight.copy_(target if head.to_target is None else target[head.to_target])
+    layer.attention.o_proj.weight.copy_(eye)
+    head.fc.weight.mul_(8.0)
+    head.lm_head.weight.copy_(target_head if head.to_target is None else target_head[head.to_target])

@@ -46,7 +46,13 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     write_small_tokenizer(target)
     draft_folder(head, "EAGLE", vocab_size=VOCAB)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Tell me a tale."}\nplain words\n{"prompt": "one, two, three"}\n')
-    change_builds(monkeypatch, lambda worker: (calm(worker._target.runner.model, 1.0), teach(worker._draft.model)))
+
+    def tune(worker: Any) -> None:
+        target = worker._target.runner.model
+        calm(target, 1.0)
+        teach(worker._draft.model, target.lm_head.weight)
+
+    change_builds(monkeypatch, tune)
     flags = [
         "--model-path", str(target), "--load-format", "dummy", "--device", "cpu", "--random-seed", "0", "--cpu-threads", "1",
         "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "24",

@@ -37,7 +37,7 @@ def test_a_scheduler_freezes_its_objects_before_it_is_ready(tmp_path: Path, monk
     scheduler = SimpleNamespace(run=lambda: said.append("runs"))
     worker = SimpleNamespace(limits=None, close=lambda: said.append("closes"))
     monkeypatch.setattr("runtime.managers.scheduler.Scheduler", lambda *_: scheduler)
-    monkeypatch.setattr("runtime.models.hf_config.load_hf_config", lambda _: SimpleNamespace(eos_ids=()))
+    monkeypatch.setattr("runtime.models.registry.load_hf_config", lambda _: SimpleNamespace(eos_ids=()))
     monkeypatch.setattr(child, "tokenizer_eos_ids", lambda _: ())
     config: Any = SimpleNamespace(
         folder=str(tmp_path),

@@ -18,17 +18,16 @@ from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionShape, plan_pass
 from runtime.layers.attention.torch_native import TorchNativeAttention
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.layers.linear import Int8Linear, Linear
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
-from runtime.models.attention_specs import attention_specs
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import default_aux_layers, load_draft_config
-from runtime.models.draft_head import DraftModel, load_token_map
+from runtime.models.draft_head import DraftModel
 from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
 from runtime.models.registry import build_model
+from runtime.models.token_map import load_token_map
 from unit.tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -105,7 +104,7 @@ def load_head(folder: Path, target: DecoderModel, token_map: torch.Tensor | None
     raw = json.loads((folder / "config.json").read_text())
     eagle3 = raw["architectures"][0].endswith("3")
     config = load_draft_config(folder, "EAGLE3" if eagle3 else "EAGLE", target.config)
-    head = LlamaForCausalLMEagle3(config, target) if eagle3 else LlamaForCausalLMEagle(config, target, Linear, token_map)
+    head = LlamaForCausalLMEagle3(config, target) if eagle3 else LlamaForCausalLMEagle(config, target, token_map)
     head.load(safetensors_weights(folder, CPU, progress=False))
     return head
 
@@ -169,9 +168,8 @@ class Rig:
     """A head with a KV pool of its own and two requests in rows 1 and 2."""
 
     def __init__(self, head: DraftModel, page_size: int, dtype: torch.dtype = torch.float32) -> None:
-        c = head.config
         pages = 2 * CONTEXT // page_size
-        layers = attention_specs(c, dtype)
+        layers = head.attention_specs
         self.pool = pool = KVPool([layer.kv for layer in layers], pages, page_size, CPU)
         self.table = PageTable(3, CONTEXT, page_size, CPU)
         self.table.pages[1:] = (torch.randperm(pages, generator=torch.Generator().manual_seed(1)) + 1).view(2, -1).to(torch.int32)
@@ -311,7 +309,7 @@ def test_a_token_map_keeps_those_rows_of_the_head(tmp_path: Path, quantization: 
     torch.save(torch.tensor([7, 90, 0, 33]), tmp_path / "hot.pt")
     hot = load_token_map(tmp_path / "hot.pt")
     full, part = load_head(folder, target), load_head(folder, target, hot)
-    assert isinstance(part.lm_head, Int8Linear) == (quantization == "int8")  # type: ignore[attr-defined]
+    assert part.lm_head.scheme is target.lm_head.scheme  # type: ignore[attr-defined]
     hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(part.logits(hidden), full.logits(hidden)[:, hot])
     assert part.map_to_target(torch.tensor([0, 1, 3])).tolist() == [7, 90, 33]
@@ -319,7 +317,7 @@ def test_a_token_map_keeps_those_rows_of_the_head(tmp_path: Path, quantization: 
     assert part.vocab_size == 4
 
 
-def test_copies_of_the_targets_matrices_are_not_kept(tmp_path: Path) -> None:
+def test_copies_of_the_target_matrices_are_not_kept(tmp_path: Path) -> None:
     target = make_target()
     raw = draft_json("LlamaForCausalLMEagle")
     copies = {"embed_tokens.weight": target.embed.clone(), "lm_head.weight": target.lm_head.weight.clone()}
@@ -341,6 +339,12 @@ def test_dummy_weights_make_a_working_head(tmp_path: Path, architecture: str) ->
     out = Rig(head, 1).run([[1, 2, 3], [4, 5, 6]], [torch.randn(3, head.input_width) for _ in range(2)], [0, 0])
     ids = head.map_to_target(head.logits(torch.cat(out)).argmax(-1))
     assert ((ids >= 0) & (ids < 96)).all()
+
+
+def test_a_head_without_rope_theta_uses_10000(tmp_path: Path) -> None:
+    raw = {name: value for name, value in EAGLE3.items() if name != "rope_theta"}
+    config = load_draft_config(save(tmp_path / "head", raw, {}), "EAGLE3", make_target().config)
+    assert config.model.rope_theta == 10000.0
 
 
 def test_names_with_a_leading_model_are_the_same_names(tmp_path: Path) -> None:

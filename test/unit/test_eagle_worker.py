@@ -172,8 +172,8 @@ def test_greedy_text_is_the_same_with_speculation_whatever_the_targets_family(
 @pytest.mark.parametrize("page", [1, 16])
 def test_a_draft_that_is_the_target_is_always_right(tmp_path: Path, steps: int, page: int) -> None:
     worker = speculating(tmp_path, "STANDALONE", num_steps=steps, runtime={"page_size": page})
-    for mine, its in zip(worker._draft.model._model.layers, worker._target.runner.model.layers, strict=True):
-        mine.o_proj.weight.copy_(its.o_proj.weight)
+    for mine, its in zip(worker._draft.model.model.layers, worker._target.runner.model.layers, strict=True):
+        mine.attention.o_proj.weight.copy_(its.attention.o_proj.weight)
     driver = Driver(worker)
     assert driver.generate(PROMPTS, 30, chunk=5) == Driver(plain()).generate(PROMPTS, 30)
     assert driver.mean_accept_len() == steps + 1

@@ -24,15 +24,15 @@ from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionShape, plan_pass
 from runtime.layers.attention.registry import build_backend
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.layers.linear import Int8Linear
+from runtime.layers.quantization.int8 import dequantize
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
-from runtime.models.attention_specs import attention_specs
-from runtime.models.config import ModelConfig
+from runtime.models.config import ModelConfig, RopeScaling
 from runtime.models.decoder import DecoderModel
-from runtime.models.hf_config import load_hf_config
-from runtime.models.registry import build_model
+from runtime.models.registry import FAMILIES as FAMILIES_BY_NAME
+from runtime.models.registry import build_model, load_hf_config
+from unit import toy_family
 
 CPU = torch.device("cpu")
 VOCAB, LENGTH, MAX_LEN = 101, 40, 64
@@ -102,8 +102,8 @@ class Runner:
     """A model over a pool of scattered pages that belongs to one request, row 2."""
 
     def __init__(self, model: DecoderModel, page_size: int) -> None:
-        c, pages = model.config, MAX_LEN // page_size
-        layers = attention_specs(c, model.dtype)
+        pages = MAX_LEN // page_size
+        layers = model.attention_specs
         pool = KVPool([layer.kv for layer in layers], 3 * pages, page_size, CPU)
         for cache in (*pool.k, *pool.v):
             cache.fill_(77.0)  # what a slot held before must not matter
@@ -213,15 +213,13 @@ def test_hidden_states_are_those_entering_the_layers(checkpoint: Checkpoint) -> 
 def test_int8_stays_close_to_the_weights_it_stands_for(checkpoint: Checkpoint) -> None:
     exact = loaded(checkpoint.folder)
     quantized = loaded(checkpoint.folder, "int8")
-    for layer, twin in zip(quantized.layers, exact.layers, strict=True):
-        for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
-            linear = getattr(layer, name)
-            assert isinstance(linear, Int8Linear)
-            getattr(twin, name).weight.copy_(linear.dequantized())
-    assert isinstance(quantized.lm_head, Int8Linear)
+    for mine, its in zip(quantized.gemms(), exact.gemms(), strict=True):
+        assert mine.linear.scheme.name == "int8"
+        if mine.op != "logits":
+            its.linear.weight.copy_(dequantize(mine.linear.storage))
     with torch.inference_mode():
         hidden = Runner(exact, 16).hidden(checkpoint.ids, 0, EXTEND)[0]
-        expected = hidden @ quantized.lm_head.dequantized().T
+        expected = hidden @ dequantize(quantized.lm_head.storage).T
     logits = Runner(quantized, 16).in_pieces(checkpoint.ids, PIECES["decode"])
     difference = (logits - expected).norm() / expected.norm()
     assert difference < 0.05, "bfloat16 inputs are all that separates the two"
@@ -279,6 +277,9 @@ def test_a_tied_model_shares_its_table_and_ignores_a_saved_head() -> None:
     assert torch.all(model.embed == 1)
 
 
+QWEN2_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 6}
+
+
 def write_config(folder: Path, **changes: object) -> Path:
     raw = {**LlamaConfig(**COMMON).to_dict(), "architectures": ["LlamaForCausalLM"], **changes}
     (folder / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v != "absent"}))
@@ -290,7 +291,7 @@ def write_config(folder: Path, **changes: object) -> Path:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, MistralForCausalLM"),
         ({"architectures": []}, "must name exactly one model class"),
-        ({"hidden_size": "absent"}, "hidden_size is None; it must be a positive integer"),
+        ({"hidden_size": "absent"}, "hidden_size is missing; it must be a positive integer"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"num_key_value_heads": 3}, "num_attention_heads is 4; it must be a multiple of num_key_value_heads, 3"),
         ({"hidden_act": "gelu"}, "only 'silu' is supported"),
@@ -310,6 +311,16 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"rope_parameters": "absent", "rope_scaling": [2.0]}, r"rope_scaling is \[2.0\]; it must be an object"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be a token id or a list of them"),
         ({"bos_token_id": [{}]}, "bos_token_id is "),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers is larger than"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 10000"),
+        ({"hidden_size": 10**400}, "hidden_size is larger than"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1"),
+        ({"max_position_embeddings": 1e400}, "max_position_embeddings is inf"),
+        ({"eos_token_id": 10**30}, "eos_token_id is "),
+        ({**QWEN2_WINDOW, "max_window_layers": 10**30}, "max_window_layers is larger than"),
+        ({**QWEN2_WINDOW, "max_window_layers": "all"}, "max_window_layers is 'all'; it must be zero or a positive integer"),
+        ({**QWEN2_WINDOW, "layer_types": [["full_attention"]] * 3}, "layer_types must name"),
+        ({**QWEN2_WINDOW, "layer_types": "full_attention"}, "layer_types must name"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused_by_name(tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -338,6 +349,63 @@ def test_the_older_form_of_rope_fields_means_the_same(tmp_path: Path) -> None:
     assert newer == older
     assert newer.rope_theta == 500.0
     assert newer.rope_scaling is not None
+
+
+def test_rope_scaling_wins_over_rope_parameters_as_in_transformers(tmp_path: Path) -> None:
+    linear = {"rope_type": "linear", "factor": 4.0}
+    both = load_hf_config(write_config(tmp_path, rope_parameters=LLAMA3_ROPE, rope_theta=700.0, rope_scaling=linear))
+    reference: Any = LlamaConfig.from_pretrained(tmp_path)
+    assert reference.rope_parameters["rope_type"] == "linear"
+    assert both.rope_scaling == RopeScaling("linear", 4.0)
+    assert both.rope_theta == reference.rope_parameters["rope_theta"] == 700.0
+    for nothing in (None, {}):
+        assert load_hf_config(write_config(tmp_path, rope_parameters=LLAMA3_ROPE, rope_scaling=nothing)).rope_theta == 500.0
+
+
+def window_of(folder: Path, architecture: str, **fields: object) -> tuple[int, ...]:
+    raw = {**COMMON, "architectures": [architecture], "num_hidden_layers": 30, **fields}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return load_hf_config(folder).window
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_qwen_windows_default_as_in_transformers(tmp_path: Path, architecture: str) -> None:
+    on = {"use_sliding_window": True}
+    assert window_of(tmp_path, architecture, **on, sliding_window=6) == (-1,) * 28 + (5,) * 2
+    assert window_of(tmp_path, architecture, **on) == (-1,) * 28 + (4095,) * 2
+    assert window_of(tmp_path, architecture, **on, sliding_window=None) == (-1,) * 30
+    assert window_of(tmp_path, architecture, sliding_window=6) == (-1,) * 30
+
+
+def test_mistral_windows_default_as_in_transformers(tmp_path: Path) -> None:
+    assert window_of(tmp_path, "MistralForCausalLM") == (4095,) * 30
+    assert window_of(tmp_path, "MistralForCausalLM", sliding_window=None) == (-1,) * 30
+    assert window_of(tmp_path, "MistralForCausalLM", sliding_window=9) == (8,) * 30
+
+
+@pytest.mark.parametrize(("architecture", "head_dim"), [("Qwen3ForCausalLM", 128), ("LlamaForCausalLM", 16)])
+def test_a_null_head_dim_means_the_default(tmp_path: Path, architecture: str, head_dim: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**COMMON, "architectures": [architecture], "head_dim": None}))
+    assert load_hf_config(tmp_path).head_dim == head_dim
+
+
+def test_a_model_family_takes_one_file_and_one_registry_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES_BY_NAME, "ToyForCausalLM", toy_family)
+    toy = build_model(load_hf_config(write_config(tmp_path, architectures=["ToyForCausalLM"])), TorchOps(), torch.float32, CPU)
+    llama = build_model(load_hf_config(write_config(tmp_path)), TorchOps(), torch.float32, CPU)
+    weights = dict(dummy_weights(toy.expected_weights(), torch.float32, CPU, seed=4))
+    absent = {name: torch.zeros(shape) for name, shape in llama.expected_weights().items() if name not in weights}
+    assert absent, "the toy family's middle layer has no MLP"
+    assert all(".layers.1.mlp." in name for name in absent)
+    toy.load(weights.items())
+    llama.load({**weights, **absent}.items())
+    ids = torch.arange(LENGTH) % VOCAB
+    got, want = (Runner(model, 16).in_pieces(ids, PIECES["verify"]) for model in (toy, llama))
+    assert torch.equal(got, want)
+    mlp = 3 * COMMON["hidden_size"] * COMMON["intermediate_size"]
+    assert toy.active_parameters == llama.active_parameters - mlp
+    assert toy.kernel_launches < llama.kernel_launches
+    assert len(list(toy.gemms())) == len(list(llama.gemms())) - 2
 
 
 def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:

@@ -162,8 +162,8 @@ def test_a_paused_step_leaves_the_first_guesses_that_a_prefill_of_the_whole_text
 def test_a_perfect_draft_is_right_from_the_first_step_after_a_pause(tmp_path: Path, steps: int, replay: str | None) -> None:
     sizes = [2, 4] if replay else None
     worker = speculating(tmp_path, "STANDALONE", replay, sizes, num_steps=steps, disable_by_batch_size=2)
-    for mine, its in zip(worker._draft.model._model.layers, worker._target.runner.model.layers, strict=True):
-        mine.o_proj.weight.copy_(its.o_proj.weight)
+    for mine, its in zip(worker._draft.model.model.layers, worker._target.runner.model.layers, strict=True):
+        mine.attention.o_proj.weight.copy_(its.attention.o_proj.weight)
     driver = Driver(worker)
     driver.prefill(PROMPTS, chunk=5, room=160)
     for rows, result in crossing(driver, PROMPTS, [3, 1], 24):

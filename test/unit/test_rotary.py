@@ -1,13 +1,21 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from runtime.layers.linear import Linear
-from runtime.layers.ops import HeadLayout, RMSNorm, Rope, Stream
+from runtime.layers.norm import RMSNorm
+from runtime.layers.ops import Stream
+from runtime.layers.pass_context import PassContext
+from runtime.layers.rope import Rope, RotaryHeads
 from runtime.layers.torch_ops import TorchOps, rotate
+from runtime.mem_cache.kv_pool import KVPool
+from runtime.mem_cache.kv_spec import KVSpec
 from runtime.models.config import RopeScaling
 from runtime.models.rotary import inverse_frequencies
 
@@ -17,8 +25,8 @@ def table(head_dim: int, positions: int) -> Rope:
     return Rope(torch.cat((angles.cos(), angles.sin()), dim=1))
 
 
-def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The definition: pair i of a head is a complex number turned by position * theta ** (-2i / head_dim)."""
+def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The definition: pair i of a head is a complex number rotated by position * theta ** (-2i / head_dim)."""
     half = x.shape[-1] // 2
     pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
     angles = positions.double()[:, None, None] * 10000.0 ** (-torch.arange(half).double() / half)
@@ -27,9 +35,9 @@ def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("head_dim", [2, 16, 64])
-def test_rotation_turns_each_pair_by_its_angle(head_dim: int) -> None:
+def test_rotation_rotates_each_pair_by_its_angle(head_dim: int) -> None:
     x, positions = torch.randn(5, 3, head_dim), torch.tensor([0, 1, 7, 30, 99])
-    torch.testing.assert_close(rotate(x, table(head_dim, 100), positions), turned(x, positions), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rotate(x, table(head_dim, 100), positions), rotated(x, positions), rtol=1e-4, atol=1e-4)
 
 
 def reference_frequencies(kind: str, parameters: dict[str, float]) -> torch.Tensor:
@@ -53,16 +61,23 @@ def test_linear_scaling_matches_the_reference() -> None:
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_rope_and_cache_writes_only_its_slots(normed: bool) -> None:
-    layout, positions, slots = HeadLayout(4, 2, 16), torch.tensor([3, 4, 9]), torch.tensor([7, 1, 5])
+    positions, slots = torch.tensor([3, 4, 9]), torch.tensor([7, 1, 5])
     qkv = torch.randn(3, 8 * 16)
-    k_cache, v_cache = torch.full((10, 2, 16), 5.0), torch.full((10, 2, 16), 6.0)
+    pool = KVPool([KVSpec("gqa", 2, 16, 16, torch.float32)] * 2, 9, 1, torch.device("cpu"))
+    for k, v in zip(pool.k, pool.v, strict=True):
+        k.fill_(5.0)
+        v.fill_(6.0)
     norm = RMSNorm(torch.rand(16) + 0.5, 1e-6) if normed else None
-    q = TorchOps().rope_and_cache(qkv, layout, table(16, 20), norm, norm, positions, slots, k_cache, v_cache)
+    batch: Any = SimpleNamespace(positions=positions, out_cache_loc=slots)
+    context = PassContext(batch, pool, SimpleNamespace())  # type: ignore[arg-type]
+    q = TorchOps().rope_and_cache(qkv, RotaryHeads(4, 2, 16, table(16, 20), norm, norm), 1, context)
+    k_cache, v_cache = pool.flat(1)
+    assert torch.all(pool.k[0] == 5.0), "another layer was written"
     heads = qkv.view(3, 8, 16)
     before = heads[:, :6]
     if norm is not None:
         before = before / (before.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
-    expected = turned(before, positions)
+    expected = rotated(before, positions)
     torch.testing.assert_close(q, expected[:, :4], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(k_cache[slots], expected[:, 4:], rtol=1e-4, atol=1e-4)
     assert torch.equal(v_cache[slots], heads[:, 6:])
@@ -73,7 +88,7 @@ def test_rope_and_cache_writes_only_its_slots(normed: bool) -> None:
 
 def test_the_residual_stream_stays_float32_beside_narrow_layers() -> None:
     h = torch.full((2, 8), 20000.0)
-    linear = Linear(torch.eye(8, dtype=torch.bfloat16))
+    linear = Linear.dense(torch.eye(8, dtype=torch.bfloat16))
     out = TorchOps().linear_add(torch.ones(2, 8, dtype=torch.bfloat16), linear, Stream(h)).h
     assert out.dtype == torch.float32
     assert torch.all(out == 20001.0)

@@ -1,4 +1,4 @@
-"""Which form of the block operations and of sampling a machine runs."""
+"""Which implementation of the block operations and of sampling a machine runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from runtime.layers import sampler
+from runtime.layers import random_streams, sampler
 from runtime.layers.backend_selection import select_ops, select_sampling
 from runtime.layers.sampler import TorchSampling
 from runtime.layers.torch_ops import TorchOps
@@ -45,8 +45,8 @@ def test_torch_samples_on_a_cpu_and_where_it_is_asked_for(device: str, reason: s
     assert reason in why
 
 
-class Likeliest:
-    """Operations that never leave a choice to chance, and count."""
+class MostLikely:
+    """Sampling operations without randomness that count their calls."""
 
     def __init__(self) -> None:
         self.calls: dict[str, int] = dict.fromkeys(("filter", "draw", "uniforms"), 0)
@@ -57,7 +57,7 @@ class Likeliest:
         return probs
 
     def draw(self, probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        """The likeliest."""
+        """The most likely."""
         self.calls["draw"] += 1
         return probs.argmax(-1)
 
@@ -72,13 +72,13 @@ def test_every_worker_samples_with_what_was_chosen_at_start_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     def forbidden(*_: object, **__: object) -> Any:
-        raise AssertionError("the twin was not chosen")
+        raise AssertionError("other operations were chosen")
 
-    chosen = Likeliest()
+    chosen = MostLikely()
     monkeypatch.setattr(build, "select_sampling", lambda *_: (chosen, "for a test"))
     monkeypatch.setattr(torch, "searchsorted", forbidden)
-    for name in ("_mix", "filter_probs"):
-        monkeypatch.setattr(sampler, name, forbidden)
+    monkeypatch.setattr(random_streams, "_mix", forbidden)
+    monkeypatch.setattr(sampler, "filter_probs", forbidden)
     spec: dict[str, Any] = {"topk": 3, "num_draft_tokens": 7} if kind == "tree" else {}
     with caplog.at_level("INFO"):
         worker = plain() if kind == "plain" else speculating(tmp_path, "NGRAM" if kind == "NGRAM" else "EAGLE", **spec)

@@ -15,7 +15,7 @@ from runtime.batch import ForwardMode
 from runtime.config.device_tuning import H200
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor import build
-from runtime.model_executor.build import add_short_prompts, build_worker, make_limits, make_runner, target_launches
+from runtime.model_executor.build import add_short_prompts, build_worker, make_limits, make_runner
 from runtime.model_executor.graph_capture import CallPool, GraphKey, Replay, capture_all
 from runtime.model_executor.graph_runner import GraphOptions, GraphRunner
 from runtime.model_executor.input_buffers import InputBuffers
@@ -293,7 +293,7 @@ def test_every_token_is_multiplied_with_the_blocks_matrices_alone(tied: bool) ->
     model = worker._target.runner.model
     blocks = [shape for name, shape in model.expected_weights().items() if ".layers." in name and len(shape) == 2]
     assert len(blocks) == 3 * 7
-    assert model.block_parameters == sum(math.prod(shape) for shape in blocks)
+    assert model.active_parameters == sum(math.prod(shape) for shape in blocks)
 
 
 # ---- how a worker gets them
@@ -352,10 +352,10 @@ def test_graphs_end_at_the_chunk_and_the_context(
 
 
 def test_graphs_follow_the_size_of_the_model(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = target_launches(target.runner.config)
+    launches = target.runner.model.kernel_launches
     for free, sizes in ((150, [32, 64, 128]), (31, [])):
         parameters = round(launches * 30e-6 * 6e14 / (2 * (free + 0.5)))
-        monkeypatch.setattr(type(target.runner.model), "block_parameters", parameters)
+        monkeypatch.setattr(type(target.runner.model), "active_parameters", parameters)
         runners = add_as_on_a_gpu(target, monkeypatch, chunked_prefill_size=2048)
         assert [size for runner in runners for size in runner.sizes] == sizes
         assert (target.short_prompts is not None) == bool(runners)
@@ -384,7 +384,7 @@ def limits(target: Target, **changes: object) -> Any:
 
 def test_the_scheduler_is_told_when_the_device_is_busy(target: Target) -> None:
     model = target.runner.model
-    expected = cost(model.block_parameters, target_launches(target.runner.config)).saturating_tokens
+    expected = cost(model.active_parameters, model.kernel_launches).saturating_tokens
     assert limits(target).cost_model.saturating_tokens == expected
     on_cpu = parts_of()
     on_cpu.device = CPU

@@ -22,10 +22,18 @@ def test_a_sharded_checkpoint_yields_every_tensor_once(tmp_path: Path) -> None:
     save_file({"t1": torch.ones(2, 2, dtype=torch.bfloat16)}, tmp_path / "b.safetensors")
     save_file({"t0": torch.zeros(6)}, tmp_path / "consolidated.safetensors")
     write_index(tmp_path, ["a.safetensors", "b.safetensors"])
-    weights = list(safetensors_weights(tmp_path, CPU, progress=False))
-    assert [name for name, _ in weights] == ["t0", "t1"]
-    assert torch.equal(weights[0][1], torch.arange(6.0)), "files outside the index are not read"
-    assert weights[1][1].dtype == torch.bfloat16
+    found = {name: (tensor.shape, tensor[(slice(None),)]) for name, tensor in safetensors_weights(tmp_path, CPU, progress=False)}
+    assert list(found) == ["t0", "t1"]
+    assert torch.equal(found["t0"][1], torch.arange(6.0)), "files outside the index are not read"
+    assert found["t1"][0] == (2, 2)
+    assert found["t1"][1].dtype == torch.bfloat16
+
+
+def test_a_tensor_is_read_by_slice(tmp_path: Path) -> None:
+    whole = torch.arange(48.0).view(6, 8)
+    save_file({"t": whole}, tmp_path / "a.safetensors")
+    for _, tensor in safetensors_weights(tmp_path, CPU, progress=False):
+        assert torch.equal(tensor[slice(2, 4), slice(1, 5)], whole[2:4, 1:5])
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -53,11 +61,11 @@ def test_an_empty_folder_points_to_dummy_weights(tmp_path: Path) -> None:
         safetensors_files(tmp_path)
 
 
-def test_a_file_cut_short_is_a_config_error(tmp_path: Path) -> None:
+def test_a_truncated_file_is_a_config_error(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"t": torch.zeros(1000)}, path)
     path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(ConfigError, match="damaged or cut short"):
+    with pytest.raises(ConfigError, match="damaged or truncated"):
         list(safetensors_weights(tmp_path, CPU, progress=False))
 
 

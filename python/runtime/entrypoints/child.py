@@ -97,7 +97,7 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], N
 def serve_scheduler(child: ChildConfig, status: StatusPipe, build: BuildWorker) -> None:
     """Build the worker with `build`, then schedule until drained."""
     from runtime.managers.scheduler import Scheduler
-    from runtime.models.hf_config import load_hf_config
+    from runtime.models.registry import load_hf_config
 
     inbox: Inbox[ToScheduler] = Inbox(child.folder, "scheduler", ToScheduler)
     outbox = Outbox(child.folder, "detokenizer")

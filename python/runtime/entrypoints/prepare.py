@@ -11,7 +11,7 @@ from runtime.config.speculative import with_embedded_draft
 from runtime.model_files.model_source import DRAFT_FLAGS, resolve_model, resolve_weights
 from runtime.models.config import ModelConfig
 from runtime.models.draft_config import load_draft_config
-from runtime.models.hf_config import load_hf_config
+from runtime.models.registry import load_hf_config
 
 
 def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:

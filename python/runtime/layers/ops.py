@@ -1,4 +1,4 @@
-"""The block operations that models are written in, and their plain torch form.
+"""The block operations that models are written in.
 
 A transformer block is six operations, so that a device may fuse what it can:
 
@@ -9,26 +9,24 @@ A transformer block is six operations, so that a device may fuse what it can:
     m   = norm_gate_up(s, mlp_norm, gate_up_proj)
     s   = linear_add(m, down_proj, s, next_norm)
 
-The residual stream is float32 in every dtype: hidden states of real models reach 2e4, where bfloat16 steps by 128.
+The residual stream is float32 for every weight dtype: hidden states of real models reach 2e4, where bfloat16 steps by 128.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from runtime.layers.gemm.deferred_norm import NormAhead
+from runtime.layers.activation import Activation
+from runtime.layers.gemm.deferred_norm import DeferredNorm
+from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.linear import Linear
-
-
-@dataclass(frozen=True, slots=True)
-class RMSNorm:
-    """Weight [H] and epsilon of one RMS norm."""
-
-    weight: torch.Tensor
-    eps: float
+from runtime.layers.norm import RMSNorm
+from runtime.layers.pass_context import PassContext
+from runtime.layers.rope import RotaryHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,31 +35,15 @@ class Stream:
 
     Attributes:
         h: float32 [T, hidden].
-        norm: the norm that reads `h` next, where something was left for it.
-        ahead: what the operation that wrote `h` left for `norm`; only the operations look at either.
-        in_prompt: whether the rows are of a prompt pass; int8 on a CPU computes these alike however many share the pass.
+        norm: the norm that reads `h` next, where one is deferred.
+        deferred: what the operation that wrote `h` stored for `norm`; only the operations read it.
+        in_prompt: whether the rows are of a prompt pass: int8 on a CPU then computes a row alike in every pass.
     """
 
     h: torch.Tensor
     norm: RMSNorm | None = None
-    ahead: NormAhead | None = None
+    deferred: DeferredNorm | None = None
     in_prompt: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class HeadLayout:
-    """How the columns of a fused qkv row are split: H query heads, G key heads, G value heads, each `head_dim` wide."""
-
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary embedding, "neox" halves. `cos_sin` float32 [max_positions, head_dim]: cosines of the head_dim/2 angles, then sines."""
-
-    cos_sin: torch.Tensor
 
 
 class BlockOps(Protocol):
@@ -79,28 +61,26 @@ class BlockOps(Protocol):
         """`linear(norm(h))`, [T, out] in the model's dtype."""
         ...
 
-    def linear_add(self, x: torch.Tensor, linear: Linear, stream: Stream, following: RMSNorm | None = None) -> Stream:
-        """`h + linear(x)` in float32; may reuse the storage of `h`. `following`: the norm that reads it next, where there is one."""
+    def linear_add(self, x: torch.Tensor, linear: Linear, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
+        """Matmul, reduce, add, leave the norm: `h + linear.reduce(linear(x))` in float32, which may reuse the storage of `h`.
+
+        `next_norm`: the norm that reads the stream next, which the operation may prepare; not where outputs are partial sums.
+        """
         ...
 
-    def norm_gate_up(self, stream: Stream, norm: RMSNorm, gate_up: Linear) -> torch.Tensor:
-        """`silu(gate) * up` of the normed stream; `gate_up` holds the gate's rows, then the up's. [T, intermediate]."""
+    def norm_gate_up(self, stream: Stream, norm: RMSNorm, gate_up: Linear, activation: Activation = Activation.SILU) -> torch.Tensor:
+        """`activation(gate) * up` of the normed stream; `gate_up` holds the gate's rows, then the up's. [T, intermediate]."""
         ...
 
-    def rope_and_cache(
-        self,
-        qkv: torch.Tensor,
-        layout: HeadLayout,
-        rope: Rope,
-        q_norm: RMSNorm | None,
-        k_norm: RMSNorm | None,
-        positions: torch.Tensor,
-        out_cache_loc: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-    ) -> torch.Tensor:
-        """Norm q and k per head where asked, rotate them, write k and v to slots `out_cache_loc` int64 [T] of the flat caches
-        [num_slots, G, head_dim], and return q [T, H, head_dim]."""
+    def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:
+        """Norm q and k per head where `heads` asks for it, rotate them, and write k and v of layer `layer_id` to the batch's slots.
+
+        Args:
+            qkv: [T, (H + 2 G) * head_dim].
+
+        Returns:
+            q [T, H, head_dim].
+        """
         ...
 
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -108,8 +88,21 @@ class BlockOps(Protocol):
         ...
 
     def greedy(self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """The argmax of each row of `logits(x, head)`, of equal entries the first: int64 [N], written to `tokens` where given.
+        """The argmax of each row of `logits(x, head)`, the first of equal entries: int64 [N], written to `tokens` where given.
 
-        `logits` float32 [N, vocab] is written where given; where not, they may never be stored.
+        `logits` float32 [N, vocab] is written where given; otherwise the logits may never be stored.
+        """
+        ...
+
+    def autotune(self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = ()) -> dict[str, str]:
+        """Choose the fastest kernel for each of a model's GEMMs, given in the order of execution, at these numbers of rows.
+
+        Call it before any graph is captured; weights may be random.
+
+        Args:
+            others: runs of other kernels, which are compiled beside these where these are compiled.
+
+        Returns:
+            A line per GEMM, for the log and the server's info; empty where there is nothing to choose.
         """
         ...

@@ -1,17 +1,24 @@
-"""The block operations in plain torch: the CPU's own, and the reference of every other form."""
+"""The block operations in plain torch: the CPU's own, and the reference for every other implementation."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.nn import functional as F
 
+from runtime.layers.activation import Activation, gated
+from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.kernels.argmax import argmax
 from runtime.layers.linear import Linear
-from runtime.layers.ops import HeadLayout, RMSNorm, Rope, Stream
+from runtime.layers.norm import RMSNorm
+from runtime.layers.ops import Stream
+from runtime.layers.pass_context import PassContext
+from runtime.layers.rope import Rope, RotaryHeads
 
 
 class TorchOps:
-    """`BlockOps` without fusion. Stateless; in float32 arithmetic wherever the model's dtype is narrower."""
+    """`BlockOps` without fusion. Stateless; computes in float32 wherever the model's dtype is narrower."""
 
     def norm(self, h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype) -> torch.Tensor:
         """RMS norm of float32 `h` [T, hidden], in `dtype`."""
@@ -25,36 +32,23 @@ class TorchOps:
         """`linear(norm(h))`, [T, out] in the model's dtype."""
         return linear(rms_norm(stream.h, norm).to(norm.weight.dtype), stream.in_prompt)
 
-    def linear_add(self, x: torch.Tensor, linear: Linear, stream: Stream, following: RMSNorm | None = None) -> Stream:
-        """`h + linear(x)` in float32, in the storage of `h`."""
-        return Stream(stream.h.add_(linear(x, stream.in_prompt)), in_prompt=stream.in_prompt)
+    def linear_add(self, x: torch.Tensor, linear: Linear, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
+        """`h + linear.reduce(linear(x))` in float32, in the storage of `h`."""
+        return Stream(stream.h.add_(linear.reduce(linear(x, stream.in_prompt))), in_prompt=stream.in_prompt)
 
-    def norm_gate_up(self, stream: Stream, norm: RMSNorm, gate_up: Linear) -> torch.Tensor:
-        """`silu(gate) * up` of the normed stream, [T, intermediate]."""
-        gate, up = self.norm_linear(stream, norm, gate_up).chunk(2, dim=1)
-        return F.silu(gate).mul_(up)
+    def norm_gate_up(self, stream: Stream, norm: RMSNorm, gate_up: Linear, activation: Activation = Activation.SILU) -> torch.Tensor:
+        """`activation(gate) * up` of the normed stream, [T, intermediate]."""
+        return gated(activation, self.norm_linear(stream, norm, gate_up))
 
-    def rope_and_cache(
-        self,
-        qkv: torch.Tensor,
-        layout: HeadLayout,
-        rope: Rope,
-        q_norm: RMSNorm | None,
-        k_norm: RMSNorm | None,
-        positions: torch.Tensor,
-        out_cache_loc: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-    ) -> torch.Tensor:
+    def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:
         """Norm and rotate q and k, write k and v to their slots, return q [T, H, head_dim]."""
-        num_q = layout.num_q_heads
-        heads = qkv.view(qkv.shape[0], -1, layout.head_dim)
-        query_key, value = heads[:, : num_q + layout.num_kv_heads], heads[:, num_q + layout.num_kv_heads :]
-        if q_norm is not None and k_norm is not None:
-            query_key = torch.cat((rms_norm(query_key[:, :num_q], q_norm), rms_norm(query_key[:, num_q:], k_norm)), dim=1)
-        query_key = rotate(query_key, rope, positions).to(qkv.dtype)
-        k_cache.index_copy_(0, out_cache_loc, query_key[:, num_q:].to(k_cache.dtype))
-        v_cache.index_copy_(0, out_cache_loc, value.to(v_cache.dtype))
+        num_q, rows = heads.num_q_heads, qkv.view(qkv.shape[0], -1, heads.head_dim)
+        query_key, value = rows[:, : num_q + heads.num_kv_heads], rows[:, num_q + heads.num_kv_heads :]
+        if heads.q_norm is not None and heads.k_norm is not None:
+            query_key = torch.cat((rms_norm(query_key[:, :num_q], heads.q_norm), rms_norm(query_key[:, num_q:], heads.k_norm)), dim=1)
+        query_key = rotate(query_key, heads.rope, context.batch.positions).to(qkv.dtype)
+        for cache, new in zip(context.kv_pool.flat(layer_id), (query_key[:, num_q:], value), strict=True):
+            cache.index_copy_(0, context.batch.out_cache_loc, new.to(cache.dtype))
         return query_key[:, :num_q]
 
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -65,6 +59,10 @@ class TorchOps:
     def greedy(self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
         """The argmax of each row of `logits(x, head)`, int64 [N]; both written where given."""
         return argmax(self.logits(x, head, logits), tokens)
+
+    def autotune(self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = ()) -> dict[str, str]:
+        """Nothing: torch has no kernels to choose from."""
+        return {}
 
 
 def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:

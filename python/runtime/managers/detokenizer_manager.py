@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from msgspec import structs
 
@@ -21,26 +20,8 @@ from runtime.managers.messages import (
     TokensOutBatch,
     ToTokenizer,
 )
-
-
-class TextStream(Protocol):
-    """The text of a growing list of tokens."""
-
-    def step(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; returns the text that is complete now, maybe empty."""
-        ...
-
-    def finish(self) -> str:
-        """The text still held back; an incomplete character is dropped."""
-        ...
-
-
-class StreamFactory(Protocol):
-    """What the detokenizer needs of a tokenizer."""
-
-    def stream(self, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()) -> TextStream:
-        """Start the text of one request, after the last tokens of the text that it continues."""
-        ...
+from runtime.text.decode_stream import StreamDecoder
+from runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
@@ -84,7 +65,7 @@ class _Open:
     """One open request, and the replies collected for it if it does not stream."""
 
     stream: bool
-    text: TextStream
+    text: StreamDecoder
     stops: StopFinder
     collected: list[TextOut] = field(default_factory=list)
 
@@ -98,7 +79,7 @@ class DetokenizerManager:
 
     def __init__(
         self,
-        tokenizer: StreamFactory,
+        tokenizer: Tokenizer,
         to_tokenizer: Callable[[ToTokenizer], None],
         to_scheduler: Callable[[StopReq], None],
     ) -> None:

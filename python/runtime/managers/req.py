@@ -59,31 +59,6 @@ class Req:
         progress: the counts that replies carry; messages share this instance, so `send` must encode before it returns.
     """
 
-    __slots__ = (
-        "_ids",
-        "arrived",
-        "emits_in_flight",
-        "kv_bound",
-        "kv_len",
-        "length",
-        "logprobs",
-        "pages",
-        "phase",
-        "prefill_len",
-        "progress",
-        "prompt_len",
-        "prompt_logprobs",
-        "request",
-        "retracted",
-        "row",
-        "seq",
-        "stop_ids",
-        "top_logprobs",
-        "total_limit",
-        "unsent",
-        "was_admitted",
-    )
-
     def __init__(self, request: GenerateReq, seq: int, eos_ids: tuple[int, ...], max_len: int, arrived: float) -> None:
         sampling = request.sampling
         self.request = request

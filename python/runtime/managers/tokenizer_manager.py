@@ -38,6 +38,7 @@ from runtime.managers.telemetry.health import Health
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.models.config import ModelConfig
 from runtime.sampling_params import SamplingParams
+from runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +50,6 @@ LONG_TEXT = 2048
 """Texts of at least this many characters are tokenised in a thread, so they do not block the event loop."""
 SEED_MASK = (1 << 63) - 1
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the seeds of the n choices
-
-
-class Encoder(Protocol):
-    """What the manager needs of a tokenizer. `encode` may run in a thread."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`."""
-        ...
 
 
 class Observer(Protocol):
@@ -94,7 +87,7 @@ class TokenizerManager:
 
     Args:
         config: the server's configuration.
-        tokenizer: text to tokens.
+        tokenizer: text to tokens; its `encode` runs in threads too.
         model_config: the model served.
         limits: what the worker can hold.
         to_scheduler: sends one message; never blocks.
@@ -109,7 +102,7 @@ class TokenizerManager:
     def __init__(
         self,
         config: RuntimeConfig,
-        tokenizer: Encoder,
+        tokenizer: Tokenizer,
         model_config: ModelConfig,
         limits: WorkerLimits,
         to_scheduler: Callable[[ToScheduler], None],

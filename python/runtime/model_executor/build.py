@@ -17,7 +17,8 @@ from runtime.batch import PAD_ROW, CostModel, RowInit, ScheduleBatch, WorkerLimi
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.errors import ConfigError
 from runtime.layers.attention.registry import backend_class
-from runtime.layers.backend_selection import select_ops, select_sampling, tune_ops
+from runtime.layers.backend_selection import select_ops, select_sampling
+from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.sampler import sample, top_logprobs
 from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.mem_cache.kv_pool import PageTable
@@ -61,6 +62,7 @@ class Parts:
     running: int
     sizes: list[int]
     replay: ReplayKind
+    timings: GemmTimings
     facts: dict[str, object] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
 
@@ -76,8 +78,10 @@ class Parts:
         return chunk if chunk > 0 else self.config.model.context_length
 
 
-def make_parts(config: RuntimeConfig, replay: ReplayKind | None = None, sizes: list[int] | None = None) -> Parts:
-    """Decide device, dtype, admission limit and graph sizes. `replay` and `sizes` override the configuration's (tests, parity checks)."""
+def make_parts(
+    config: RuntimeConfig, replay: ReplayKind | None = None, sizes: list[int] | None = None, timings: GemmTimings | None = None
+) -> Parts:
+    """Decide device, dtype, admission limit and graph sizes. The other arguments override the configuration's (tests, parity checks)."""
     device = torch.device(config.device.device, 0) if config.device.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -89,13 +93,13 @@ def make_parts(config: RuntimeConfig, replay: ReplayKind | None = None, sizes: l
     running = config.scheduler.max_running_requests or default
     if captured and running > max(captured) and kind == "cuda":
         log.warning("batches above %d requests have no graph and run eagerly; raise --cuda-graph-max-bs to %d", max(captured), running)
-    return Parts(config, device, getattr(torch, config.device.dtype), running, captured, kind)
+    return Parts(config, device, getattr(torch, config.device.dtype), running, captured, kind, timings or GemmTimings())
 
 
 def load_model(parts: Parts, config: ModelConfig, folder: str, load_format: str, quantization: str | None) -> DecoderModel:
     """Build a model and fill its weights."""
     started = time.perf_counter()
-    ops, why = select_ops(parts.device, parts.dtype)
+    ops, why = select_ops(parts.device, parts.dtype, parts.timings)
     log.info("block operations: %s", why)
     model = build_model(config, ops, parts.dtype, parts.device, quantization)
     model.load(model_weights(parts, model.expected_weights(), folder, load_format))
@@ -124,18 +128,18 @@ def graph_options(parts: Parts, model: ModelRunner, sizes: Sequence[int], max_si
     )
 
 
-def tune_products(parts: Parts, target: Target, rows: Iterable[int], others: Iterable[Callable[[], object]]) -> None:
-    """Choose the kernel of every matrix product of decode passes, which have so many `rows`, and of the prompts' last rows.
+def autotune_gemms(parts: Parts, target: Target, rows: Iterable[int], others: Iterable[Callable[[], object]]) -> None:
+    """Choose the kernel of every GEMM of decode passes, at these numbers of `rows`.
 
-    What else is compiled at a first start is compiled beside: sampling, and `others`.
+    The other kernels of a first start are compiled beside them: sampling, and `others`.
     """
     started, model = time.perf_counter(), target.runner.model
     with torch.inference_mode():
         choosing = partial(rehearse_sampling, target, torch.zeros((1, model.config.vocab_size), device=parts.device))
-        chosen = tune_ops(model.ops, model, sorted(set(rows)), timed=True, others=[*others, choosing])
+        chosen = model.context.ops.autotune(model.gemms(), rows, [*others, choosing])
     if chosen:
         parts.facts["products"] = chosen
-        parts.phases["tune_products"] = round(time.perf_counter() - started, 3)
+        parts.phases["autotune_gemms"] = round(time.perf_counter() - started, 3)
 
 
 def model_weights(parts: Parts, shapes: dict[str, tuple[int, ...]], folder: str, load_format: str):
@@ -263,14 +267,9 @@ def capture_graphs(parts: Parts, runners: list[GraphRunner]) -> list[CaptureRepo
     return reports
 
 
-def target_launches(config: ModelConfig) -> int:
-    """Kernels of one pass of a model, about: nine a layer, and the embedding, the final norm, the head and the choice."""
-    return 9 * config.num_layers + 10
-
-
 def prompt_cost(parts: Parts, model: DecoderModel) -> PromptCost:
     """Cost of the model's prompt passes on this GPU."""
-    return PromptCost.of(parts.config.device.tuning, model.block_parameters, target_launches(model.config))
+    return PromptCost.of(parts.config.device.tuning, model.active_parameters, model.kernel_launches)
 
 
 def make_runner(parts: Parts, model: DecoderModel, config: ModelConfig) -> ModelRunner:
@@ -288,7 +287,7 @@ def add_short_prompts(parts: Parts, target: Target, aux_layers: tuple[int, ...] 
         Their runner, for `fit_memory`, or nothing.
     """
     runner = target.runner
-    sizes, hidden, launches = runner.prompt_sizes, runner.config.hidden_size, target_launches(runner.config)
+    sizes, hidden, launches = runner.prompt_sizes, runner.config.hidden_size, runner.model.kernel_launches
     if not sizes:
         return []
     spec = prompt_spec(hidden, len(aux_layers) * hidden, parts.dtype, launches)
@@ -368,23 +367,27 @@ def make_limits(parts: Parts, plan: MemoryPlan, target: Target, overlap: bool | 
 
 
 def build_worker(
-    config: RuntimeConfig, model_config: ModelConfig, replay: ReplayKind | None = None, sizes: list[int] | None = None
+    config: RuntimeConfig,
+    model_config: ModelConfig,
+    replay: ReplayKind | None = None,
+    sizes: list[int] | None = None,
+    timings: GemmTimings | None = None,
 ) -> TpWorker:
-    """The plain worker, ready to run.
+    """The plain worker, ready to run. Workers that share `timings` compute equal GEMMs with equal kernels.
 
     Raises:
         ConfigError: the model or the memory does not allow it.
     """
     if config.speculative is not None:
         raise ConfigError("a plain worker cannot speculate")
-    parts = make_parts(config, replay, sizes)
+    parts = make_parts(config, replay, sizes, timings)
     model = load_model(parts, model_config, config.model.model_path, config.model.load_format, config.model.quantization)
     runner = make_runner(parts, model, model_config)
     page_table = make_page_table(parts, 1)
     target = make_target(parts, runner, page_table, 1)
     runner.allocate(1, page_table, parts.requests, 1, 1)
-    tune_products(parts, target, decode_sizes(parts), runner.backend.warmup_runs(decode_sizes(parts), 1, tree=False))
-    spec = decode_spec(model_config.vocab_size, target_launches(model_config))
+    autotune_gemms(parts, target, decode_sizes(parts), runner.backend.warmup_runs(decode_sizes(parts), 1, tree=False))
+    spec = decode_spec(model_config.vocab_size, model.kernel_launches)
     inputs = InputBuffers(parts.requests, max_tokens=parts.requests, device=parts.device)
     options = graph_options(parts, runner, parts.sizes)
     decode = GraphRunner(spec, decode_forward(target), inputs, [runner.backend], options)

@@ -14,9 +14,8 @@ from runtime.layers.attention.self_check import check_backend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.output_arena import OutputArena
-from runtime.models.attention_specs import attention_specs
 from runtime.models.config import ModelConfig
-from runtime.models.registry import DecoderModel
+from runtime.models.decoder import DecoderModel
 
 
 class ModelRunner:
@@ -47,7 +46,7 @@ class ModelRunner:
     @property
     def bytes_per_slot(self) -> int:
         """KV bytes of one position, all layers."""
-        return sum(layer.kv.bytes_per_slot for layer in attention_specs(self.config, self.dtype))
+        return sum(layer.kv.bytes_per_slot for layer in self.model.attention_specs)
 
     def allocate(
         self,
@@ -61,7 +60,7 @@ class ModelRunner:
 
         Called again, it replaces both (a profile run uses a small pool).
         """
-        layers = attention_specs(self.config, self.dtype)
+        layers = self.model.attention_specs
         self.kv_pool = KVPool([layer.kv for layer in layers], num_pages, page_table.page_size, self.device)
         shape = AttentionShape(
             layers=layers,

@@ -1,10 +1,13 @@
-"""Where a model's tensors come from: safetensors files or random numbers, as (name, tensor) pairs."""
+"""Where a model's tensors come from: safetensors files, read by slice, or random numbers; as (name, tensor) pairs."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,14 +15,35 @@ from tqdm import tqdm
 
 from runtime.errors import ConfigError
 
-NamedTensors = Iterator[tuple[str, torch.Tensor]]
 INDEX = "model.safetensors.index.json"
 DUMMY_STD = 0.02
+DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
+"""Bytes per value by safetensors' name of a dtype; 1 for all others."""
 PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
-def safetensors_weights(folder: str | Path, device: torch.device, progress: bool = True) -> NamedTensors:
-    """Every tensor of a checkpoint folder, read straight onto `device`, with a progress bar in bytes.
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor of an open safetensors file. Indexing it reads that part, onto the file's device."""
+
+    view: Any
+    file: Path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return tuple(self.view.get_shape())
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        """The part `index`. Raises `ConfigError` where the file is damaged."""
+        try:
+            return self.view[index]
+        except SafetensorError as error:
+            raise _damaged(self.file, error) from error
+
+
+def safetensors_weights(folder: str | Path, device: torch.device, progress: bool = True) -> Iterator[tuple[str, FileTensor]]:
+    """Every tensor of a checkpoint folder, to be read onto `device`, with a progress bar in bytes. Read each before you ask for the next.
 
     Raises:
         ConfigError: there are no safetensors files, one that the index names is missing, or one is damaged.
@@ -31,10 +55,13 @@ def safetensors_weights(folder: str | Path, device: torch.device, progress: bool
             yield from _tensors_of(file, device, bar)
 
 
-def dummy_weights(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device, seed: int = 0) -> NamedTensors:
+def dummy_weights(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Random weights that depend on the seed and the order of `shapes` alone: norms are one, biases zero, the rest normal with std 0.02.
 
-    The stream's variance then stays bounded, so activations are finite at any depth.
+    The variance of the residual stream then stays bounded, so activations are finite at any depth. Tensors are whole, and equal on every
+    rank.
     """
     generator = torch.Generator(device).manual_seed(seed)
     for name, shape in shapes.items():
@@ -47,7 +74,7 @@ def dummy_weights(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, dev
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint: those that its index names, or every safetensors file where there is no index.
+    """The files of a checkpoint: those that its index names, or every safetensors file if there is no index.
 
     Raises:
         ConfigError: there are none, or one is missing.
@@ -62,7 +89,7 @@ def safetensors_files(folder: Path) -> list[Path]:
     if pickles:
         raise ConfigError(
             f"{folder} holds its weights as pickle ({pickles[0]}), which can run code and is never loaded; "
-            "convert it: load it with transformers where you trust it, then save_pretrained(folder, safe_serialization=True)"
+            "if you trust the files, convert them: load them with transformers, then save_pretrained(folder, safe_serialization=True)"
         )
     raise ConfigError(f"{folder} holds no .safetensors file; download the weights, or use --load-format dummy for random ones")
 
@@ -82,12 +109,16 @@ def _indexed_files(index: Path) -> list[Path]:
     return [index.parent / n for n in names]
 
 
-def _tensors_of(file: Path, device: torch.device, bar: tqdm) -> NamedTensors:
+def _tensors_of(file: Path, device: torch.device, bar: tqdm) -> Iterator[tuple[str, FileTensor]]:
     try:
         with safe_open(str(file), framework="pt", device=str(device)) as opened:
             for name in opened.keys():  # noqa: SIM118 (not a dict)
-                tensor = opened.get_tensor(name)
+                tensor = FileTensor(opened.get_slice(name), file)
                 yield name, tensor
-                bar.update(tensor.nbytes)
+                bar.update(math.prod(tensor.shape) * DTYPE_BYTES.get(tensor.view.get_dtype(), 1))
     except SafetensorError as error:
-        raise ConfigError(f"{file} is damaged or cut short: {error}; download it again") from error
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: SafetensorError) -> ConfigError:
+    return ConfigError(f"{file} is damaged or truncated: {error}; download it again")

@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Rescaled rotary frequencies: Llama-3.1's by wavelength, or linear."""
+    """Scaled rotary frequencies: by wavelength as in Llama 3.1, or linear."""
 
     kind: Literal["llama3", "linear"]
     factor: float
@@ -19,12 +19,15 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder of the Llama line.
+    """A decoder: what all model families share.
 
     Attributes:
-        architecture: Hugging Face's class name, e.g. LlamaForCausalLM.
-        window: keys that a query sees before itself, by layer; -1 for all.
-        eos_ids: any of them ends a text.
+        architecture: Hugging Face's class name, e.g. LlamaForCausalLM; it selects the family.
+        window: keys that a query sees before its own, by layer; -1 for all.
+        eos_ids: token ids that end a text.
+        dtype: of the checkpoint.
+        qkv_bias, o_bias, mlp_bias: whether those projections have biases.
+        qk_norm: whether q and k are normed per head.
         draft_vocab_size: for draft heads with a reduced vocabulary, else None.
         target_hidden_size: for EAGLE heads: hidden size of the target.
     """
@@ -42,13 +45,13 @@ class ModelConfig:
     rope_scaling: RopeScaling | None
     max_context_len: int
     tie_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     window: tuple[int, ...]
     eos_ids: tuple[int, ...]
     bos_id: int | None
     dtype: Literal["float32", "bfloat16", "float16"]
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None

@@ -1,4 +1,4 @@
-"""The architecture of a draft as its config.json tells it, and whether it is one for this algorithm and this target. No torch."""
+"""The architecture of a draft model from its config.json, checked against the algorithm and the target. No torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.errors import ConfigError
+from runtime.models import llama, qwen2
 from runtime.models.config import ModelConfig
-from runtime.models.hf_config import FAMILIES, Family, parse_hf_config, read_hf_config
+from runtime.models.hf_config import ConfigFields, read_hf_config
+from runtime.models.registry import FAMILIES, Family, parse_hf_config
 
 DraftAlgorithm = Literal["EAGLE", "EAGLE3", "STANDALONE"]
 
-DRAFT_FAMILIES = {
-    "LlamaForCausalLMEagle": Family(),
-    "LlamaForCausalLMEagle3": Family(),
-    "Qwen2ForCausalLMEagle": FAMILIES["Qwen2ForCausalLM"],
-    # The first published heads carry their target's class name.
-    "LlamaForCausalLM": Family(),
-    "Qwen2ForCausalLM": FAMILIES["Qwen2ForCausalLM"],
+DRAFT_FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLMEagle": llama,
+    "LlamaForCausalLMEagle3": llama,
+    "Qwen2ForCausalLMEagle": qwen2,
+    # The first published heads have their target's class name.
+    "LlamaForCausalLM": llama,
+    "Qwen2ForCausalLM": qwen2,
 }
+"""Which family's config.json a head's looks like, by class name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +32,8 @@ class DraftConfig:
     """A draft's architecture.
 
     Attributes:
-        model: its decoder; `max_context_len` is the target's, as published heads name the length they were trained on.
-        aux_layers: EAGLE-3: target layers whose input the head is fed, for `DecoderModel.forward`; () for other drafts.
+        model: its decoder; `max_context_len` is the target's, since published heads name the length they were trained on.
+        aux_layers: EAGLE-3: target layers whose input the head reads, for `DecoderModel.forward`; () for other drafts.
     """
 
     model: ModelConfig
@@ -53,7 +56,7 @@ def load_draft_config(folder: str | Path, algorithm: DraftAlgorithm, target: Mod
     elif name not in DRAFT_FAMILIES:
         raise ConfigError(f"{where}: an {algorithm} head of class {name} is not supported; supported are {', '.join(DRAFT_FAMILIES)}")
     else:
-        model = parse_hf_config({**raw, "architectures": [name]}, where, DRAFT_FAMILIES[name])
+        model = DRAFT_FAMILIES[name].parse(ConfigFields({**raw, "architectures": [name]}, where))
     model = dataclasses.replace(model, max_context_len=target.max_context_len)
     _check_fit(model, target, algorithm)
     return DraftConfig(model, _aux_layers(raw, target.num_layers, where) if algorithm == "EAGLE3" else ())
@@ -64,7 +67,7 @@ def _class_name(raw: Mapping[str, Any]) -> str:
 
 
 def _algorithms(name: str, raw: Mapping[str, Any], where: str) -> tuple[DraftAlgorithm, ...]:
-    """Those that a draft of class `name` can serve, the likeliest first: two for what may be a head or a model of one layer."""
+    """The algorithms that a draft of class `name` can serve, the most likely first: a head may look like a model of one layer."""
     if name not in DRAFT_FAMILIES and name not in FAMILIES:
         known = ", ".join(dict.fromkeys([*DRAFT_FAMILIES, *FAMILIES]))
         raise ConfigError(f"{where}: draft architecture {name} is not supported; supported are {known}")
@@ -76,7 +79,7 @@ def _algorithms(name: str, raw: Mapping[str, Any], where: str) -> tuple[DraftAlg
 
 
 def _described(algorithm: DraftAlgorithm, name: str, raw: Mapping[str, Any]) -> str:
-    """What a draft for `algorithm` is, and the way out where another one was asked for."""
+    """What a draft for `algorithm` is, and what to do if the user asked for another algorithm."""
     if algorithm != "STANDALONE":
         return f"an {algorithm} head; use --speculative-algorithm {algorithm}"
     head = f", or name its class {name}Eagle in config.json if it is a head" if name in DRAFT_FAMILIES else ""
@@ -84,7 +87,7 @@ def _described(algorithm: DraftAlgorithm, name: str, raw: Mapping[str, Any]) -> 
 
 
 def _check_fit(draft: ModelConfig, target: ModelConfig, algorithm: DraftAlgorithm) -> None:
-    """Raise `ConfigError` where a draft cannot serve a target."""
+    """Raise `ConfigError` if a draft cannot serve a target."""
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"the draft has a vocabulary of {draft.vocab_size} and its target of {target.vocab_size}; "
@@ -98,9 +101,9 @@ def _check_fit(draft: ModelConfig, target: ModelConfig, algorithm: DraftAlgorith
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """The target layers, by input, that EAGLE-3 heads are fed unless their config.json says otherwise: low, middle, high.
+    """The target layers, by input, that EAGLE-3 heads read unless their config.json says otherwise: low, middle, high.
 
-    Targets of fewer than 7 layers, for which nobody publishes heads, give their last three streams.
+    Targets of fewer than 7 layers, for which no heads are published, give their last three streams.
     """
     if num_layers < 7:
         return (num_layers - 2, num_layers - 1, num_layers)
@@ -112,8 +115,8 @@ def _aux_layers(raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[in
     ids = head.get("eagle_aux_hidden_state_layer_ids") if isinstance(head, dict) else head
     if ids is not None and not (isinstance(ids, list) and all(isinstance(i, int) for i in ids)):
         raise ConfigError(f"{where}: eagle_config is {head!r}; its eagle_aux_hidden_state_layer_ids must be a list of layer numbers")
-    # The file names layers whose output is meant: that is the next one's input.
+    # The file counts layer outputs; the output of a layer is the input of the next.
     layers = default_aux_layers(num_layers) if ids is None else tuple(i + 1 for i in ids)
     if len(layers) != 3 or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= num_layers:
-        raise ConfigError(f"{where}: EAGLE-3 wants three different layers of its target, rising; {list(layers)} of {num_layers} are not")
+        raise ConfigError(f"{where}: EAGLE-3 needs three different layers of its target, ascending; got {list(layers)} of {num_layers}")
     return layers

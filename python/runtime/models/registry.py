@@ -1,15 +1,65 @@
-"""Builds a model from its architecture."""
+"""Model families by the class name in config.json; reads a configuration and builds its model. Loads torch only to build."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.errors import ConfigError
-from runtime.layers.linear import Int8Linear, Linear
-from runtime.layers.ops import BlockOps
+from runtime.models import llama, mistral, qwen2, qwen3
 from runtime.models.config import ModelConfig
-from runtime.models.decoder import DecoderModel
-from runtime.models.hf_config import FAMILIES
+from runtime.models.hf_config import ConfigFields, read_hf_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from runtime.layers.ops import BlockOps
+    from runtime.models.block import Block
+    from runtime.models.decoder import DecoderModel
+    from runtime.models.parts import ModelParts
+
+
+class Family(Protocol):
+    """One model family: how its config.json is read and how a layer is wired. A module with these two functions is one."""
+
+    def parse(self, fields: ConfigFields) -> ModelConfig:
+        """The architecture. Raises `ConfigError` for what the family cannot serve."""
+        ...
+
+    def block(self, parts: ModelParts, layer: int) -> Block:
+        """Layer `layer`, made of `parts`. Layers may differ."""
+        ...
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+}
+
+
+def load_hf_config(folder: str | Path) -> ModelConfig:
+    """The architecture of the model in `folder`.
+
+    Raises:
+        ConfigError: config.json is missing or unreadable, its architecture is not supported, or a value is.
+    """
+    return parse_hf_config(read_hf_config(folder), str(folder))
+
+
+def parse_hf_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
+    """The architecture that the fields of a config.json describe; `where` is what errors call the file."""
+    fields = ConfigFields(raw, where)
+    return family_of(fields.architecture(), where).parse(fields)
+
+
+def family_of(architecture: str, where: str) -> Family:
+    """The family of an architecture. Raises `ConfigError` where it is not supported."""
+    if architecture not in FAMILIES:
+        raise ConfigError(f"{where}: architecture {architecture} is not supported; supported are {', '.join(FAMILIES)}")
+    return FAMILIES[architecture]
 
 
 def build_model(
@@ -21,23 +71,11 @@ def build_model(
         quantization: None, or "int8" for weight-only int8 linears and LM head (CPU).
 
     Raises:
-        ConfigError: the architecture or the quantisation is not supported here.
+        ConfigError: the architecture or the quantisation is not supported.
     """
-    if config.architecture not in FAMILIES:
-        raise ConfigError(f"architecture {config.architecture} is not supported; supported are {', '.join(FAMILIES)}")
-    return DecoderModel(config, ops, dtype, device, linear_class(quantization, device))
+    from runtime.layers.quantization.registry import quant_scheme
+    from runtime.models.decoder import DecoderModel
+    from runtime.models.parts import ModelContext
 
-
-def linear_class(quantization: str | None, device: torch.device) -> type[Linear]:
-    """The kind of linear layer that a quantisation asks for.
-
-    Raises:
-        ConfigError: it is unknown, or not for this device.
-    """
-    if quantization is None:
-        return Linear
-    if quantization != "int8":
-        raise ConfigError(f"--quantization {quantization!r} is unknown; it must be int8")
-    if device.type != "cpu":
-        raise ConfigError(f"--quantization int8 works on --device cpu only, not on {device.type}; leave it out")
-    return Int8Linear
+    family = family_of(config.architecture, "the model")
+    return DecoderModel(config, ModelContext(ops, dtype, device, quant_scheme(quantization, device)), family.block)

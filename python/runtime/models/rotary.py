@@ -1,4 +1,4 @@
-"""The rotary table that a model's config asks for."""
+"""The rotary table that a model's config describes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import math
 
 import torch
 
-from runtime.layers.ops import Rope
+from runtime.layers.rope import Rope
 from runtime.models.config import ModelConfig, RopeScaling
 
 POSITION_MARGIN = 128
-"""Rows of the table past the longest context: speculation writes, and discards, that far beyond the end."""
+"""Rows of the table past the longest context: speculation writes, and discards, this far beyond the end."""
 
 
 def build_rope(config: ModelConfig, device: torch.device) -> Rope:
-    """Cosines and sines of every position that the model may see.
+    """Cosines and sines of every position that the model may reach.
 
     Returns:
         A table float32 [max_context_len + POSITION_MARGIN, head_dim] on `device`.
     """
     positions = torch.arange(config.max_context_len + POSITION_MARGIN, dtype=torch.float32)
-    # float32 angles, as the models were trained with: more exact ones would be other ones.
+    # float32 angles, as in training: more exact angles would be different angles.
     angles = torch.outer(positions, inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
     return Rope(torch.cat((angles.cos(), angles.sin()), dim=1).to(device))
 
@@ -39,8 +39,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
 
 
 def _by_wavelength(freqs: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Keep short waves, stretch long ones by `factor`, and blend between."""
-    turns = scaling.original_max_position * freqs / (2 * math.pi)
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    """Keep short wavelengths, stretch long ones by `factor`, and interpolate between."""
+    rotations = scaling.original_max_position * freqs / (2 * math.pi)
+    keep = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0.0, 1.0)
     return freqs * keep + freqs / scaling.factor * (1 - keep)

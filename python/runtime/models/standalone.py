@@ -1,8 +1,6 @@
-"""Any small model of the target's vocabulary as its draft."""
+"""A small model with the target's vocabulary as its draft."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 
@@ -10,15 +8,21 @@ from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.decoder import DecoderModel
+from runtime.models.weights import NamedTensors
 
 
 class StandaloneDraft:
-    """`DraftModel` without lookahead: it reads the token at a position and needs nothing of the target's states."""
+    """`DraftModel` without lookahead: it reads the token at a position and no hidden state of the target.
+
+    Attributes:
+        model: the decoder.
+    """
 
     def __init__(self, model: DecoderModel) -> None:
-        self._model = model
+        self.model = model
         self.lookahead = 0
         self.config = model.config
+        self.attention_specs = model.attention_specs
         self.aux_layers: tuple[int, ...] = ()
         self.input_width = 0
         self.hidden_width = model.config.hidden_size
@@ -29,34 +33,39 @@ class StandaloneDraft:
 
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """[T, hidden] or [N, hidden], for `logits`."""
-        hidden = self._model.forward(batch)[0]
+        hidden = self.model.forward(batch)[0]
         return hidden if wanted is None else hidden[wanted]
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the next token: [N, hidden] -> float32 [N, V], written to `out` where given."""
-        return self._model.logits(hidden, out)
+        return self.model.logits(hidden, out)
 
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The likeliest next token, int64 [N]: the argmax of `logits(hidden)`."""
-        return self._model.greedy(hidden)
+        """The most likely next token, int64 [N]: the argmax of `logits(hidden)`."""
+        return self.model.greedy(hidden)
 
     def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
         """The same ids: there is one vocabulary."""
         return ids
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that `load` wants."""
-        return self._model.expected_weights()
+        """Name and shape of every tensor that `load` requires."""
+        return self.model.expected_weights()
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load(self, weights: NamedTensors) -> None:
         """Fill the weights."""
-        self._model.load(weights)
+        self.model.load(weights)
 
     def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
-        """Give the model its KV pool and attention."""
-        self._model.bind(kv_pool, backend)
+        """Give the model its KV pool and attention backend."""
+        self.model.bind(kv_pool, backend)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the model."""
-        return self._model.weight_bytes
+        return self.model.weight_bytes
+
+    @property
+    def kernel_launches(self) -> int:
+        """Kernels of an eager pass, about."""
+        return self.model.kernel_launches

@@ -1,105 +1,147 @@
-"""Which tensor of a checkpoint goes where in a model's fused parameters."""
+"""Which part of which checkpoint tensor goes where in a model's parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 
+from runtime.distributed.parallel_group import WHOLE, ParallelGroup, Shard
 from runtime.errors import ConfigError
-from runtime.layers.linear import Int8Linear, Linear
+from runtime.layers.linear import Linear, Partition
+from runtime.layers.quantization.scheme import Index, LinearPart, QuantScheme, Storage, WeightSlot
 
 SHOWN = 8
-"""Names that an error lists before it says how many more there are."""
+"""Names that an error lists before it only counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one checkpoint tensor goes: the shape it must have, and what stores it."""
+class Sliceable(Protocol):
+    """A tensor, or one that still lies in a file and is read by slice."""
 
-    shape: tuple[int, ...]
-    put: Callable[[torch.Tensor], object]
+    @property
+    def shape(self) -> Sequence[int]: ...  # noqa: D102
+
+    def __getitem__(self, index: Index, /) -> torch.Tensor: ...
+
+
+NamedTensors = Iterable[tuple[str, Sliceable]]
 
 
 class WeightTable:
-    """Allocates a model's parameters and remembers under which checkpoint names they are filled."""
+    """Allocates this rank's part of a model's parameters and remembers which checkpoint tensors fill them."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, linear: type[Linear]) -> None:
-        self._dtype = dtype
-        self._device = device
-        self._linear = linear
-        self._places: dict[str, Place] = {}
+    def __init__(self, dtype: torch.dtype, device: torch.device, scheme: QuantScheme, group: ParallelGroup) -> None:
+        self.dtype, self.device, self.scheme, self.group = dtype, device, scheme, group
+        self._slots: dict[str, list[WeightSlot]] = {}
         self._tensors: list[torch.Tensor] = []
 
     def expected(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor wanted."""
-        return {name: place.shape for name, place in self._places.items()}
+        """Name and whole shape of every tensor that the checkpoint must hold."""
+        return {name: slots[0].shape for name, slots in self._slots.items()}
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A parameter filled by one tensor of the checkpoint."""
-        target = torch.empty(shape, dtype=self._dtype, device=self._device)
+        """A parameter that every rank holds whole, filled by one tensor."""
+        target = torch.empty(shape, dtype=self.dtype, device=self.device)
         self._tensors.append(target)
-        self._places[name] = Place(shape, target.copy_)
+        self._add(name, WeightSlot(shape, (slice(None),), target.copy_))
         return target
 
-    def linear(self, parts: Mapping[str, int], in_features: int, bias: bool) -> Linear:
-        """A linear layer made of several of the checkpoint's, one after another.
+    def linear(
+        self,
+        parts: Mapping[str, int],
+        in_features: int,
+        bias: bool = False,
+        partition: Partition = Partition.REPLICATED,
+        shards: Sequence[Shard] | None = None,
+    ) -> Linear:
+        """A linear layer that fuses several of the checkpoint's, one behind another.
 
         Args:
-            parts: name without `.weight` or `.bias`, and rows, of each part.
-            in_features: columns of all of them.
-            bias: whether they have biases.
+            parts: name without `.weight` or `.bias`, and whole output rows, of each part.
+            in_features: whole input columns of each part.
+            bias: whether the parts have biases.
+            partition: how the group's ranks share the layer.
+            shards: which rows of each part this rank holds, where `partition` is COLUMN; the rank's own by default.
         """
-        layer = self._linear.empty(sum(parts.values()), in_features, bias, self._dtype, self._device)
-        start = 0
-        for name, rows in parts.items():
-            self._places[name + ".weight"] = Place((rows, in_features), _putter(layer, start))
-            if layer.bias is not None:
-                self._places[name + ".bias"] = Place((rows,), layer.bias[start : start + rows].copy_)
-            start += rows
-        self._tensors += linear_tensors(layer)
+        own = Shard(self.group.rank, self.group.size)
+        rows = (shards or [own] * len(parts)) if partition is Partition.COLUMN else [WHOLE] * len(parts)
+        columns = (own if partition is Partition.ROW else WHOLE).of(in_features)
+        pieces, start = list[LinearPart](), 0
+        for (name, count), shard in zip(parts.items(), rows, strict=True):
+            piece = LinearPart(name, (count, in_features), (shard.of(count), columns), start)
+            pieces.append(piece)
+            start = piece.rows.stop
+        storage = self.scheme.allocate(start, columns.stop - columns.start, self.dtype, self.device)
+        layer = Linear(storage, self._bias(pieces, start, partition) if bias else None, self.scheme, partition, self.group)
+        for piece in pieces:
+            for name, slot in self.scheme.places(piece, storage).items():
+                self._add(name, slot)
+        self._tensors += layer.tensors
         return layer
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]], skip: tuple[str, ...] = ()) -> None:
+    def tied_linear(self, name: str, embed: torch.Tensor) -> Linear:
+        """The LM head of a model whose head is its embedding `name` [vocab, hidden]: the same tensor, or the scheme's form of it."""
+        if self.scheme.gemm_caps.dense:
+            return Linear(Storage(embed), None, self.scheme)
+        layer = self.linear({name: embed.shape[0]}, embed.shape[1])
+        slot = self._slots[name + ".weight"].pop()
+        self._add(name + ".weight", replace(slot, put=lambda rows: slot.put(rows.to(self.dtype))))  # as the embedding holds them
+        return layer
+
+    def load(self, weights: NamedTensors, skip: tuple[str, ...] = ()) -> None:
         """Fill every parameter.
 
         Args:
-            weights: (name, tensor) in any order.
-            skip: endings of names that may come and are not wanted.
+            weights: (name, tensor) in any order; of each tensor only this rank's part is read.
+            skip: endings of names that the checkpoint may hold and the model does not use.
 
         Raises:
-            ConfigError: tensors are missing, unexpected or of another shape.
+            ConfigError: tensors are missing, unexpected, or of another shape or dtype.
         """
-        missing, unexpected = set(self._places), []
+        missing, unexpected = set(self._slots), []
         for name, tensor in weights:
-            place = self._places.get(name)
-            if place is None:
+            if name not in self._slots:
                 if not name.endswith(skip):
                     unexpected.append(name)
                 continue
-            if tuple(tensor.shape) != place.shape:
-                raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(place.shape)}")
-            place.put(tensor)
+            for slot in self._slots[name]:
+                _store(name, tensor, slot)
             missing.discard(name)
         problems = [f"{what} {_listed(names)}" for what, names in (("lacks", missing), ("has unexpected", unexpected)) if names]
         if problems:
             raise ConfigError(f"the checkpoint does not fit its config.json: it {' and '.join(problems)}")
 
-    def num_bytes(self, *others: Linear) -> int:
-        """Bytes of all parameters and of `others`, each storage once."""
-        tensors = [*self._tensors, *(t for layer in others for t in linear_tensors(layer))]
-        return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parameters, each storage once."""
+        return sum({t.data_ptr(): t.nbytes for t in self._tensors}.values())
+
+    def _bias(self, pieces: Sequence[LinearPart], rows: int, partition: Partition) -> torch.Tensor | None:
+        """The fused bias. Under row partition rank 0 alone adds it, since outputs are summed over ranks."""
+        adds = partition is not Partition.ROW or self.group.rank == 0
+        bias = torch.empty(rows, dtype=self.dtype, device=self.device) if adds else None
+        for piece in pieces:
+            index, put = (piece.index[:1], bias[piece.rows].copy_) if bias is not None else ((slice(0, 0),), _ignore)
+            self._add(piece.prefix + ".bias", WeightSlot(piece.shape[:1], index, put))
+        return bias
+
+    def _add(self, name: str, slot: WeightSlot) -> None:
+        self._slots.setdefault(name, []).append(slot)
 
 
-def linear_tensors(layer: Linear) -> list[torch.Tensor]:
-    """The tensors that a linear layer holds."""
-    scale = layer.scale if isinstance(layer, Int8Linear) else None
-    return [t for t in (layer.weight, scale, layer.bias) if t is not None]
+def _store(name: str, tensor: Sliceable, slot: WeightSlot) -> None:
+    if tuple(tensor.shape) != slot.shape:
+        raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(slot.shape)}")
+    part = tensor[slot.index]
+    if slot.dtype is not None and part.dtype is not slot.dtype:
+        raise ConfigError(f"tensor {name} has dtype {part.dtype}; the model expects {slot.dtype}")
+    slot.put(part)
 
 
-def _putter(layer: Linear, start: int) -> Callable[[torch.Tensor], None]:
-    return lambda rows: layer.put(start, rows.to(layer.weight.device))
+def _ignore(part: torch.Tensor) -> None:
+    """Store nothing."""
 
 
 def _listed(names: Iterable[str]) -> str:

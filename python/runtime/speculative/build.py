@@ -11,11 +11,12 @@ import torch
 
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.errors import ConfigError
-from runtime.layers.linear import Linear
+from runtime.layers.gemm.timings import GemmTimings
 from runtime.model_executor.build import (
     Parts,
     ReplayKind,
     add_short_prompts,
+    autotune_gemms,
     decode_sizes,
     fit_memory,
     graph_options,
@@ -27,8 +28,6 @@ from runtime.model_executor.build import (
     make_target,
     measure_activations,
     model_weights,
-    target_launches,
-    tune_products,
 )
 from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import InputBuffers
@@ -37,11 +36,12 @@ from runtime.model_executor.target import Target
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import load_draft_config
-from runtime.models.draft_head import DraftModel, load_token_map
+from runtime.models.draft_head import DraftModel
 from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
-from runtime.models.registry import build_model, linear_class
+from runtime.models.registry import build_model
 from runtime.models.standalone import StandaloneDraft
+from runtime.models.token_map import load_token_map
 from runtime.speculative.draft_decode_graph_runner import draft_decode_forward, draft_decode_spec
 from runtime.speculative.draft_extend_graph_runner import draft_extend_forward, draft_extend_spec
 from runtime.speculative.draft_rows import DraftRows
@@ -100,14 +100,18 @@ class RunnerMaker:
     def verify(self, target: Target, aux_layers: tuple[int, ...], feature: int, shape: TreeShape, batches: Batches) -> GraphRunner:
         """Of the target's passes over windows of `shape`; `feature`: width of what a draft reads of them."""
         model = target.runner
-        spec = verify_spec(shape, model.config.vocab_size, feature, self.parts.dtype, target_launches(model.config))
+        spec = verify_spec(shape, model.config.vocab_size, feature, self.parts.dtype, model.model.kernel_launches)
         return self.make(spec, verify_forward(target, aux_layers), model, batches)
 
 
 def build_speculative_worker(
-    config: RuntimeConfig, model_config: ModelConfig, replay: ReplayKind | None = None, sizes: list[int] | None = None
+    config: RuntimeConfig,
+    model_config: ModelConfig,
+    replay: ReplayKind | None = None,
+    sizes: list[int] | None = None,
+    timings: GemmTimings | None = None,
 ) -> EagleWorker | NgramWorker:
-    """The worker that `config.speculative` asks for, ready to run.
+    """The worker that `config.speculative` asks for, ready to run. Workers that share `timings` compute equal GEMMs with equal kernels.
 
     Raises:
         ConfigError: draft and target do not fit, or the memory does not suffice.
@@ -115,16 +119,14 @@ def build_speculative_worker(
     speculative = config.speculative
     assert speculative is not None
     build = _build_ngram if speculative.algorithm == "NGRAM" else _build_eagle
-    worker = build(config, speculative, model_config, replay, sizes)
+    worker = build(make_parts(config, replay, sizes, timings), speculative, model_config)
     if speculative.check_parity:
         check_parity(worker)
     return worker
 
 
-def _build_eagle(
-    config: RuntimeConfig, speculative: SpeculativeConfig, model_config: ModelConfig, replay: ReplayKind | None, sizes: list[int] | None
-) -> EagleWorker:
-    parts = make_parts(config, replay, sizes)
+def _build_eagle(parts: Parts, speculative: SpeculativeConfig, model_config: ModelConfig) -> EagleWorker:
+    config = parts.config
     drafting, pausing = divide_batches(parts, speculative.disable_by_batch_size)
     shape = TreeShape(speculative.num_steps, speculative.topk, speculative.num_draft_tokens)
     ahead = max(shape.num_steps * shape.topk, shape.num_draft_tokens)
@@ -149,9 +151,9 @@ def _build_eagle(
     ]
     if pausing is not None:
         first_runs += [run for model in (runner, draft_runner) for run in model.backend.warmup_runs(pausing.expected, 1, tree=False)]
-    tune_products(parts, target, _product_rows(drafting, pausing, shape), first_runs)
+    autotune_gemms(parts, target, _product_rows(drafting, pausing, shape), first_runs)
 
-    passes_launches = target_launches(head.config)
+    passes_launches = head.kernel_launches
     rules = replace(_rules(speculative, shape, parts.device), to_target=head.to_target, to_draft=head.to_draft)
     inputs = InputBuffers(parts.requests, max_tokens=parts.requests * widths[1], device=parts.device)
     maker = RunnerMaker(parts, inputs)
@@ -205,12 +207,11 @@ def load_head(parts: Parts, speculative: SpeculativeConfig, target: DecoderModel
         return _load_standalone(parts, speculative, folder, target)
     assert speculative.algorithm != "NGRAM"
     config = load_draft_config(folder, speculative.algorithm, target.config)
-    linear: type[Linear] = linear_class(parts.config.model.quantization, parts.device)
     if speculative.algorithm == "EAGLE3":
-        head: DraftModel = LlamaForCausalLMEagle3(config, target, linear)
+        head: DraftModel = LlamaForCausalLMEagle3(config, target)
     else:
         token_map = load_token_map(speculative.token_map) if speculative.token_map else None
-        head = LlamaForCausalLMEagle(config, target, linear, token_map)
+        head = LlamaForCausalLMEagle(config, target, token_map)
     if speculative.topk > head.vocab_size:
         raise ConfigError(f"--speculative-eagle-topk is {speculative.topk}; this draft knows {head.vocab_size} tokens, so lower it")
     head.load(model_weights(parts, head.expected_weights(), folder, speculative.draft_load_format))
@@ -220,16 +221,14 @@ def load_head(parts: Parts, speculative: SpeculativeConfig, target: DecoderModel
 
 def _load_standalone(parts: Parts, speculative: SpeculativeConfig, folder: str, target: DecoderModel) -> StandaloneDraft:
     config = load_draft_config(folder, "STANDALONE", target.config)
-    model = build_model(config.model, target.ops, parts.dtype, parts.device, parts.config.model.quantization)
+    model = build_model(config.model, target.context.ops, parts.dtype, parts.device, parts.config.model.quantization)
     draft = StandaloneDraft(model)
     draft.load(model_weights(parts, draft.expected_weights(), folder, speculative.draft_load_format))
     return draft
 
 
-def _build_ngram(
-    config: RuntimeConfig, speculative: SpeculativeConfig, model_config: ModelConfig, replay: ReplayKind | None, sizes: list[int] | None
-) -> NgramWorker:
-    parts = make_parts(config, replay, sizes)
+def _build_ngram(parts: Parts, speculative: SpeculativeConfig, model_config: ModelConfig) -> NgramWorker:
+    config = parts.config
     shape = TreeShape(speculative.num_steps, 1, speculative.num_draft_tokens)
     drafting, pausing = divide_batches(parts, speculative.disable_by_batch_size)
     D = shape.num_draft_tokens
@@ -241,7 +240,7 @@ def _build_ngram(
     first_runs = runner.backend.warmup_runs(drafting.expected, D, tree=False)
     if pausing is not None:
         first_runs += runner.backend.warmup_runs(pausing.expected, 1, tree=False)
-    tune_products(parts, target, _product_rows(drafting, pausing, shape), first_runs)
+    autotune_gemms(parts, target, _product_rows(drafting, pausing, shape), first_runs)
     inputs = InputBuffers(parts.requests, max_tokens=parts.requests * D, device=parts.device)
     maker = RunnerMaker(parts, inputs)
     verify = maker.verify(target, (), 0, shape, drafting)

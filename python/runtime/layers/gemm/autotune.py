@@ -1,115 +1,129 @@
-"""Which kernel computes each matrix product of few rows: a rule, or what was fastest on this machine."""
+"""Autotuning: compile the candidate kernels of a model's GEMMs side by side, time them and keep the fastest."""
 
 from __future__ import annotations
 
+import logging
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
+from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
-from runtime.layers.gemm.triton_gemm import MAX_ROWS, GemmConfig
-from runtime.layers.gemm.wgmma_gemm import MAX_TILE, StreamedConfig
+from runtime.config.device_tuning import DeviceTuning
+from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
+from runtime.layers.gemm.tilings import GemmChoice, describe, wgmma_configs
+from runtime.layers.gemm.timings import GemmTimings
+from runtime.layers.gemm.triton_gemm import MAX_ROWS
+from runtime.layers.gemm.wgmma_gemm import supports
 from runtime.layers.kernels.graph_timer import replay_times
+from runtime.layers.kernels.triton_launchers import one_at_a_time
+from runtime.layers.linear import Linear
+from runtime.layers.norm import RMSNorm
 
-GemmOp = Literal["linear", "linear_add", "gate_up", "logits"]
-Choice = GemmConfig | StreamedConfig | None
-"""How one product is computed: the Triton kernel so cut, the streamed one so cut, or cuBLAS with separate kernels after it."""
-Key = tuple[GemmOp, int, int, int]
-"""Operation, rows and columns of the weight, row class."""
-ROW_CLASSES = (1, 4, 8, 16, 32, 64, MAX_ROWS)
-"""A product of M rows is chosen for as one of the next of these."""
+log = logging.getLogger(__name__)
 REPLAYS = 5
 ENOUGH_BYTES = 400 << 20
-"""Weights to go through when timing; several times any L2, so that each product reads memory as it will in the model."""
+"""Weights to go through while timing: several times any L2, so that each GEMM reads memory as it does in the model."""
+Run = Callable[[int], object]
+"""A run of one GEMM or of several; the argument counts calls and picks the layer."""
 
 
-def row_class(rows: int) -> int:
-    """The class of `rows`, 1..MAX_ROWS."""
-    return next(most for most in ROW_CLASSES if rows <= most)
+@dataclass(frozen=True, slots=True)
+class GemmGroup:
+    """The layers of a model whose GEMMs share one kernel, at one m bucket."""
+
+    op: GemmOp
+    linears: Sequence[Linear]
+    norm: RMSNorm
+    rows: int
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.linears[0].out_features}x{self.linears[0].in_features} rows {self.rows}"
+
+    @property
+    def key(self) -> GemmKey:
+        """What its kernel is chosen by."""
+        return Gemm(self.op, self.linears[0], self.norm).key(self.rows)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.linears[0].weight.dtype
 
 
-def default_choice(op: GemmOp, rows: int) -> Choice:
-    """The rule for products that were not timed: Triton up to 32 rows, from the measurements on an H200."""
-    return None if rows > 32 else candidate_configs(op, rows)[0]
+def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int]) -> list[GemmGroup]:
+    """The GEMMs of a model by kind, in the order in which the kinds first occur, at each m bucket."""
+    kinds: dict[tuple[object, ...], list[Gemm]] = {}
+    for gemm in gemms:
+        kinds.setdefault(gemm.key(0), []).append(gemm)
+    return [GemmGroup(kind[0].op, [gemm.linear for gemm in kind], kind[0].norm, rows) for kind in kinds.values() for rows in buckets]
 
 
-def candidate_configs(op: GemmOp, rows: int) -> tuple[GemmConfig, ...]:
-    """Ways to cut worth timing against cuBLAS, the likeliest first: the fastest of a sweep over Llama-3-8B's products on an H200.
-
-    Much prefetching slows the chain of kernels where a product is large; where it is small, the first columns are worth it.
-    """
-    few, some = rows <= 8, rows <= 16
-    if rows > 64:
-        if op in ("gate_up", "logits"):
-            return GemmConfig(256, 64, 8, 4, swap=True, prefetch=0), GemmConfig(128, 64, 8, 4, swap=True, prefetch=0)
-        return GemmConfig(32, 128, 4, 4, prefetch=0), GemmConfig(64, 64, 4, 6, swap=True, prefetch=0)
-    if rows > 32 and op in ("linear", "linear_add"):  # deeper tiles would not fit beside 64 rows of input
-        return GemmConfig(64, 128, 4, 6, swap=True, prefetch=0), GemmConfig(32, 256, 4, 4, swap=True, prefetch=512)
-    shallow = (GemmConfig(128, 64, 8, 4, swap=True, prefetch=0),) if rows > 32 else ()
-    if op == "gate_up":
-        wide = GemmConfig(128, 128, 4, 4, swap=True, prefetch=0)
-        if few:
-            return GemmConfig(64, 256, 4, 3, prefetch=0), GemmConfig(64, 256, 4, 3, tma=True, late=True, prefetch=0)
-        half = GemmConfig(64, 128, 4, 4, swap=True, prefetch=0)
-        return (half, wide) if some else (wide, half, *shallow)
-    if op == "logits":
-        if few:
-            return GemmConfig(32, 128, 2, 6, prefetch=0), GemmConfig(64, 256, 4, 4, swap=True, tma=True, prefetch=0)
-        half, wide = GemmConfig(64, 128, 4, 5, swap=True, prefetch=0), GemmConfig(128, 128, 4, 4, swap=True, prefetch=0)
-        return (half, wide) if some else (wide, half, *shallow)
-    if op == "linear":
-        if few:
-            return GemmConfig(16, 256, 2, 6, swap=True, prefetch=512), GemmConfig(16, 256, 2, 4, swap=True, prefetch=0)
-        return GemmConfig(64, 128, 4, 6, swap=True, prefetch=0), GemmConfig(64, 256, 4, 4, swap=True, prefetch=0)
-    if some:
-        return GemmConfig(16, 256, 2, 6, prefetch=512), GemmConfig(16, 256, 2, 6, swap=True, prefetch=512)
-    return GemmConfig(32, 512, 4, 3, swap=True, prefetch=512), GemmConfig(32, 256, 4, 5, swap=True, tma=True, prefetch=0)
+def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[GemmChoice, ...]:
+    """The choices worth timing, cuBLAS first."""
+    linear, rows = group.linears[0], group.rows
+    found: tuple[GemmChoice, ...] = tuning.gemm_configs(group.op, rows)
+    if supports(linear.weight, silu=group.op == "gate_up"):
+        wgmma = wgmma_configs(group.op, rows, linear.out_features, num_sms, tuning)
+        found = wgmma if wgmma and rows > tuning.wgmma_only_rows else (*found, *wgmma)
+    return None, *found
 
 
-def streamed_configs(op: GemmOp, rows: int, weight_rows: int, num_sms: int) -> tuple[StreamedConfig, ...]:
-    """Ways to cut for the streamed kernel worth timing: tiles that fill the multiprocessors evenly, whole or in halves.
-
-    Up to 32 rows Triton's cuts are as fast, on an H200, but for plain products.
-    """
-    if rows <= 32 and op != "linear":
-        return ()
-    outputs, halves = (weight_rows // 2, 2) if op == "gate_up" else (weight_rows, 1)
-
-    def even(programs: int, multiple: int) -> int:
-        return halves * (-(-outputs // (programs * multiple)) * multiple)
-
-    if op in ("linear", "linear_add"):
-        found = [StreamedConfig(even(num_sms // split, 8 * split), split) for split in (1, 2)]
-    else:
-        turns = -(-weight_rows // (num_sms * MAX_TILE))
-        found = [StreamedConfig(even(turns * num_sms, 8))]
-        if op == "gate_up":
-            found.append(StreamedConfig(even(2 * turns * num_sms, 8)))
-    return tuple(config for config in found if config.tile <= MAX_TILE)
-
-
-def describe(choice: Choice) -> str:
-    """For the log and for tables."""
-    return "cuBLAS" if choice is None else f"Triton {choice}" if isinstance(choice, GemmConfig) else str(choice)
-
-
-def fastest(runs: Mapping[Choice, Callable[[int], object]], calls: int) -> tuple[Choice, dict[Choice, float]]:
-    """Time each way as a captured graph of `calls` calls.
+def autotune_gemms(
+    groups: Sequence[GemmGroup],
+    trial: Callable[[GemmGroup], Callable[[GemmChoice], Run]],
+    timings: GemmTimings,
+    num_sms: int,
+    others: Iterable[Callable[[], object]],
+) -> dict[GemmKey, tuple[GemmChoice, str]]:
+    """Compile and time what `timings` does not know yet.
 
     Args:
-        runs: call number -> one product; the number picks the weight, so that successive calls read different memory.
-        calls: products of one graph.
+        trial: makes the runs of a group by choice.
+        others: runs of other kernels, compiled beside these.
 
     Returns:
-        The fastest, and microseconds a product of each that fits the machine (a configuration that needs too much shared memory does not).
+        The choice for each group and the line that describes it.
     """
-    times = {choice: time for choice, run in runs.items() if (time := _microseconds(run, calls)) is not None}
-    return min(times, key=times.__getitem__), times
+    start = time.perf_counter()
+    runs = {}
+    for group in groups:
+        run, known = trial(group), timings.known(group.dtype, group.key)
+        runs[group.key] = {choice: run(choice) for choice in (candidates(group, num_sms, timings.tuning) if known is None else (known[0],))}
+    compile_all([*(run for tried in runs.values() for run in tried.values()), *(lambda _, other=other: other() for other in others)])
+    log.info("compiled the GEMMs of up to %d rows, and other kernels, in %.1f s", MAX_ROWS, time.perf_counter() - start)
+    return {group.key: timings.keep(group.dtype, group.key, lambda g=group: _fastest(g, runs[g.key])) for group in groups}
 
 
-def rotation(weights: Sequence[torch.Tensor]) -> int:
+def compile_all(runs: Iterable[Run]) -> None:
+    """Compile what the runs need, side by side: Triton's passes and ptxas release the interpreter lock."""
+
+    def one(run: Run) -> None:
+        torch.cuda.synchronize()  # gives a new thread the device's context, which descriptors need before any launch would
+        with torch.inference_mode(), suppress(OutOfResources):  # timing leaves out what does not fit the GPU
+            run(0)
+
+    first, *others = runs
+    one(first)  # alone, because it initialises Triton's tables of this device
+    with one_at_a_time(driver.active), ThreadPoolExecutor() as pool:
+        list(pool.map(one, others))
+    torch.cuda.synchronize()
+
+
+def _fastest(group: GemmGroup, runs: Mapping[GemmChoice, Run]) -> tuple[GemmChoice, str]:
+    """Time each choice as a captured graph of calls that read different weights; those that do not fit the GPU are left out."""
+    calls = max(_rotation([linear.weight for linear in group.linears]), 2)
+    times = {choice: micros for choice, run in runs.items() if (micros := _microseconds(run, calls)) is not None}
+    best = min(times, key=times.__getitem__)
+    return best, f"{describe(best)} ({', '.join(f'{describe(choice)} {micros:.1f} µs' for choice, micros in times.items())})"
+
+
+def _rotation(weights: Sequence[torch.Tensor]) -> int:
     """How many of these weights to go through before starting over."""
     total = 0
     for count, weight in enumerate(weights, 1):
@@ -119,8 +133,8 @@ def rotation(weights: Sequence[torch.Tensor]) -> int:
     return len(weights)
 
 
-def _microseconds(run: Callable[[int], object], calls: int) -> float | None:
-    def all_calls() -> None:  # what one call makes is gone before the next, as in a model
+def _microseconds(run: Run, calls: int) -> float | None:
+    def all_calls() -> None:  # the outputs of a call are freed before the next, as in a model
         for call in range(calls):
             run(call)
 

@@ -1,4 +1,4 @@
-"""What becomes of the sums of a matrix product before they are stored: said in one way to every kernel that computes one."""
+"""What a GEMM kernel does with its sums before it stores them; every GEMM kernel takes the same description."""
 
 from __future__ import annotations
 
@@ -6,59 +6,59 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.layers.gemm.deferred_norm import NormAhead, RowScale
+from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
     """What is done, in float32 and in this order, to the sums [M, N] of `x @ weight.T`, for M rows of x and N of the weight.
 
-        sums = sums * scale              # each row by a number of its own
+        sums = sums * scale              # one factor per row
         sums = sums + bias
         sums = silu(gate) * up           # with `silu`: sums are [gate, up]
         out = out + sums if add else sums
-        ahead.scaled = out * ahead.gain
-        ahead.squares = partial sums of out * out
+        deferred.scaled = out * deferred.gain
+        deferred.squares = partial sums of out * out
 
     Attributes:
         bias: [N], the weight's dtype.
         silu: the weight holds gate rows, then up rows, and `out` is [M, N / 2] instead of [M, N]; not with `add`.
-        add: `out` is added to, not written over.
-        scale: of the rows, by the norm of what x was made of.
-        ahead: with `add` and a float32 `out`: what is also written, for the norm of `out` that follows.
+        add: add to `out` instead of overwriting it.
+        scale: of the rows, where a deferred norm precedes this GEMM.
+        deferred: needs `add` and a float32 `out`: what is also written for the norm that reads `out` next.
     """
 
     bias: torch.Tensor | None = None
     silu: bool = False
     add: bool = False
     scale: RowScale | None = None
-    ahead: NormAhead | None = None
+    deferred: DeferredNorm | None = None
 
     def columns(self, weight_rows: int) -> int:
-        """Those of `out`."""
+        """Columns of `out`."""
         return weight_rows // 2 if self.silu else weight_rows
 
     def check(self, out: torch.Tensor | None, rows: int, weight_rows: int, parts: int) -> None:
-        """That all of it fits together and belongs to a product of these rows.
+        """Assert that the parts fit together and fit the GEMM.
 
         Args:
-            out: what is written; None where only its largest entries are.
+            out: what is written; None where only the argmax of each tile is.
             rows: of x.
             weight_rows: of the weight.
-            parts: columns of `ahead.squares`, as the product is cut.
+            parts: columns of `deferred.squares`, as the GEMM is tiled.
         """
         shape = (rows, self.columns(weight_rows))
-        assert out is None or tuple(out.shape) == shape, f"the product is {shape[0]} x {shape[1]}, not of {tuple(out.shape)}"
-        assert not (self.silu and self.add), "gated sums are not added to anything"
+        assert out is None or tuple(out.shape) == shape, f"expected out of shape {shape}; got {tuple(out.shape)}"
+        assert not (self.silu and self.add), "silu and add exclude each other"
         if self.bias is not None:
-            assert tuple(self.bias.shape) == (weight_rows,), f"a bias of {tuple(self.bias.shape)} for {weight_rows} rows of a weight"
+            assert tuple(self.bias.shape) == (weight_rows,), f"expected a bias of {weight_rows} values; got {tuple(self.bias.shape)}"
         if self.scale is not None:
             self.scale.check(rows)
-        if self.ahead is not None:
-            assert self.add, "what is ahead is made of rows that were added to"
-            assert out is not None and out.dtype is torch.float32, "what is ahead is made of float32 rows"  # noqa: PT018
-            self.ahead.check(*shape, parts)
+        if self.deferred is not None:
+            assert self.add, "a deferred norm requires add"
+            assert out is not None and out.dtype is torch.float32, "a deferred norm requires a float32 out"  # noqa: PT018
+            self.deferred.check(*shape, parts)
 
 
-NOTHING = Epilogue()
-"""The sums themselves."""
+NO_EPILOGUE = Epilogue()
+"""Store the sums as they are."""

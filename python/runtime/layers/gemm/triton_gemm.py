@@ -1,11 +1,9 @@
-"""Matrix products of few rows: one Triton kernel that reads each weight once, with what follows the product folded in."""
+"""Skinny GEMMs in Triton: one kernel that reads each weight once, with the epilogue fused."""
 
 # pyright: reportIndexIssue=false
 # A kernel is launched as kernel[grid](...), which only Triton's own types explain.
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,59 +11,32 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from runtime.layers.gemm.epilogue import NOTHING, Epilogue
-from runtime.layers.kernels.argmax_reduce import first_of_largest
+from runtime.config.kernel_configs import TritonConfig
+from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
+from runtime.layers.kernels.argmax_reduce import tile_argmax
+from runtime.layers.kernels.pdl import launch_options
 
 MAX_ROWS = 128
-"""Above this, arithmetic and not weights sets the time: cuBLAS."""
+"""Above this many rows arithmetic bounds the time, not reading the weights: cuBLAS."""
 CHUNK = tl.constexpr(512)
-"""Columns of a weight row that one instruction asks into L2."""
+"""Columns of a weight row that one instruction prefetches into L2."""
 SQUARES = tl.constexpr(16)
-"""Partial sums that a row's sums of squares are added to and that are kept during the product: fixed, so that the order is."""
+"""Partial sums per row that the squares are added to during the main loop: fixed, so that the order of the sum is fixed."""
 SQUARES_IN_FLIGHT = 64
 """Sums of squares that a thread loads before it waits for them."""
 
 
-@dataclass(frozen=True, slots=True)
-class GemmConfig:
-    """How the product is cut: tiles of `block_n` weight rows by `block_k` columns, `stages` of them in flight.
-
-    Attributes:
-        swap: the tile of weights is the tensor cores' left operand and x the right one, which need not be padded to 16 rows.
-        tma: tiles come by descriptor (Hopper's copy engine) and not by the threads' own loads.
-        prefetch: columns of each weight row asked into L2 while the kernel before still runs.
-        late: let the kernel after start at the end of this one's loop, not at its beginning.
-    """
-
-    block_n: int
-    block_k: int
-    num_warps: int
-    stages: int
-    swap: bool = False
-    tma: bool = False
-    prefetch: int = 1024
-    late: bool = False
-
-    def parts(self, weight_rows: int) -> int:
-        """The columns of `NormAhead.squares` that a product with so many weight rows writes."""
-        return triton.cdiv(weight_rows, self.block_n)
-
-    def __str__(self) -> str:
-        marks = f"{' swap' if self.swap else ''}{' tma' if self.tma else ''}{' late' if self.late else ''}"
-        return f"{self.block_n}x{self.block_k} warps {self.num_warps} stages {self.stages}{marks} prefetch {self.prefetch}"
-
-
 def padded_rows(rows: int, swap: bool = False) -> int:
-    """The rows that the kernel computes for `rows` of input: a power of two from 16, or with `swap` from 8 on."""
+    """Rows that the kernel computes for `rows` of input: a power of two of at least 16, or 8 with `swap`."""
     return max(triton.next_power_of_2(rows), 8 if swap else 16)
 
 
-def small_gemm(
+def triton_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
-    config: GemmConfig,
-    epilogue: Epilogue = NOTHING,
+    config: TritonConfig,
+    epilogue: Epilogue = NO_EPILOGUE,
     *,
     pdl: bool = False,
     launch: bool = True,
@@ -76,56 +47,56 @@ def small_gemm(
         x: [M, K] contiguous, M <= 128, K a multiple of 16, the weight's dtype.
         weight: [N, K] contiguous, bfloat16 or float16.
         out: [M, `epilogue.columns(N)`] contiguous, any float dtype; written.
-        config: how to cut it.
-        epilogue: what is done to the sums; of squares, it writes `config.parts(N)` sums a row.
-        pdl: start before the kernel ahead has ended, prefetch weights and wait (programmatic dependent launch, Hopper).
-        launch: compile only, if not; tensors may be mock ones.
+        config: the tiling.
+        epilogue: what is done to the sums; a deferred norm gets `config.parts(N)` sums of squares per row.
+        pdl: start before the previous kernel has ended, prefetch weights and wait (programmatic dependent launch, Hopper).
+        launch: False compiles only; tensors may be mock tensors.
 
     Each row of `out` depends on its own row of x only, summed in an order that N, K and `config` fix.
     """
-    _run(x, weight, out, None, config, epilogue, pdl, launch)
+    _launch(x, weight, out, None, config, epilogue, pdl, launch)
     return out
 
 
-def small_gemm_largest(
+def triton_gemm_argmax(
     x: torch.Tensor,
     weight: torch.Tensor,
-    config: GemmConfig,
+    config: TritonConfig,
     *,
     out: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The largest of `x @ weight.T + bias` in each row and each tile of columns, for `argmax_chunks`; arguments as in `small_gemm`.
+    """Argmax of `x @ weight.T + bias` in each row and each tile of columns, for `argmax_chunks`; arguments as in `triton_gemm`.
 
     Args:
-        out: float32 [M, N], written where given: the same numbers as `small_gemm` writes.
+        out: float32 [M, N], written where given: the same numbers as `triton_gemm` writes.
 
     Returns:
-        int32 [2, M, tiles]: the key of each tile's largest entry and its first column, by `first_of_largest`.
+        int32 [2, M, tiles]: the key of each tile's largest entry and its first column, by `tile_argmax`.
     """
-    assert out is None or out.dtype is torch.float32, "the largest entries are those of float32"
+    assert out is None or out.dtype is torch.float32, f"expected a float32 out; got {out.dtype}"
     tiles = triton.cdiv(weight.shape[0], config.block_n)
-    largest = torch.empty((2, x.shape[0], tiles), dtype=torch.int32, device=x.device)
-    _run(x, weight, out, largest, config, Epilogue(bias=bias), pdl, True)
-    return largest
+    partial = torch.empty((2, x.shape[0], tiles), dtype=torch.int32, device=x.device)
+    _launch(x, weight, out, partial, config, Epilogue(bias=bias), pdl, True)
+    return partial
 
 
-def _run(
+def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor | None,
-    largest: torch.Tensor | None,
-    config: GemmConfig,
+    partial: torch.Tensor | None,
+    config: TritonConfig,
     epilogue: Epilogue,
     pdl: bool,
     launch: bool,
 ) -> None:
-    """Cut and launch, or compile; what is written is what is given of `out` and `largest`."""
+    """Launch, or only compile; writes `out` and `partial` where given."""
     (M, K), N = x.shape, epilogue.columns(weight.shape[0])
-    assert M <= MAX_ROWS and K % 16 == 0, f"small_gemm takes up to {MAX_ROWS} rows of a multiple of 16 columns, not {M} x {K}"  # noqa: PT018
+    assert M <= MAX_ROWS and K % 16 == 0, f"expected at most {MAX_ROWS} rows and a multiple of 16 columns; got {M} x {K}"  # noqa: PT018
     epilogue.check(out, M, weight.shape[0], config.parts(weight.shape[0]))
-    bias, silu, add, scale, ahead = epilogue.bias, epilogue.silu, epilogue.add, epilogue.scale, epilogue.ahead
+    bias, silu, add, scale, deferred = epilogue.bias, epilogue.silu, epilogue.add, epilogue.scale, epilogue.deferred
     block_n = config.block_n
     outputs = block_n // 2 if silu else block_n
     tiles = weight
@@ -134,46 +105,35 @@ def _run(
     elif config.tma:
         tiles = TensorDescriptor(weight, [N, K], [K, 1], [block_n, config.block_k])
     gain = scaled = squares = row_squares = None
-    if ahead is not None:
-        gain, scaled, squares = ahead.gain, ahead.scaled, ahead.squares
+    if deferred is not None:
+        gain, scaled, squares = deferred.gain, deferred.scaled, deferred.squares
     count, eps, BLOCK_M = 1, 0.0, padded_rows(M, config.swap)
     if scale is not None:
         row_squares, count, eps = scale.squares, scale.squares.shape[1], float(scale.eps)
     PARTS = triton.next_power_of_2(count)
     fit = max(SQUARES_IN_FLIGHT * 32 * config.num_warps // BLOCK_M, SQUARES.value)
     args = (
-        x, tiles, weight, out, largest, bias, row_squares, gain, scaled, squares, M, N, K, count, eps, config.prefetch, int(config.late),
+        x, tiles, weight, out, partial, bias, row_squares, gain, scaled, squares, M, N, K, count, eps, config.prefetch, int(config.late),
     )  # fmt: skip
     options = dict(
         BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=config.block_k, EVEN_N=N % outputs == 0,
-        EVEN_K=K % config.block_k == 0, BIAS=bias is not None, SILU=silu, ADD=add, LARGEST=largest is not None, STORE=out is not None,
-        SCALE=scale is not None, PARTS=PARTS, PARTS_A_TURN=min(PARTS, fit), AHEAD=ahead is not None, PDL=pdl,
+        EVEN_K=K % config.block_k == 0, BIAS=bias is not None, SILU=silu, ADD=add, ARGMAX=partial is not None, STORE=out is not None,
+        SCALE=scale is not None, PARTS=PARTS, PARTS_PER_LOOP=min(PARTS, fit), DEFER=deferred is not None, PDL=pdl,
         SWAP=config.swap, TMA=config.tma, num_warps=config.num_warps, num_stages=config.stages,
-        **({"launch_pdl": True} if pdl else {}),
+        **launch_options(pdl),
     )  # fmt: skip
     grid = (triton.cdiv(N, outputs),)
     if launch:
-        _small_gemm_kernel[grid](*args, **options)
+        _triton_gemm_kernel[grid](*args, **options)
     else:
-        _small_gemm_kernel.warmup(  # pyright: ignore[reportFunctionMemberAccess]
+        _triton_gemm_kernel.warmup(  # pyright: ignore[reportFunctionMemberAccess]
             *args, grid=grid, **options
         )
 
 
 @triton.jit
-def start_early(PDL: tl.constexpr):
-    """Let the next kernel start as soon as it finds room, and wait for the one before: after this, its results may be read.
-
-    Sound along a stream because every kernel waits before it reads or writes anything but weights: when one has ended, all before it have.
-    """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-
-
-@triton.jit
 def prefetch_rows(rows_ptr, K, columns):
-    """Ask the first `columns` (about) of some 16-bit rows of K into L2. Source: PTX ISA, cp.async.bulk.prefetch."""
+    """Prefetch about the first `columns` of some 16-bit rows of K into L2. Source: PTX ISA, cp.async.bulk.prefetch."""
     width = tl.minimum(K, CHUNK)
     for start in range(0, tl.minimum(columns, K), CHUNK):
         at = rows_ptr + tl.minimum(start, K - width)
@@ -184,25 +144,25 @@ def prefetch_rows(rows_ptr, K, columns):
 
 
 @triton.jit
-def load_squares(squares_ptr, m, M, parts, PARTS: tl.constexpr, PARTS_A_TURN: tl.constexpr):
-    """Sums of squares [M, parts], each row's added to `SQUARES` numbers, or to as few as there are, whose sum is still to be taken.
+def load_squares(squares_ptr, m, M, parts, PARTS: tl.constexpr, PARTS_PER_LOOP: tl.constexpr):
+    """Load sums of squares [M, parts] and add each row's to at most `SQUARES` partial sums.
 
-    The order depends on `parts` alone: `PARTS` is the power of two from it on, `PARTS_A_TURN` a power of two.
+    The order depends on `parts` alone: `PARTS` is the next power of two, `PARTS_PER_LOOP` a power of two.
     """
     BLOCK: tl.constexpr = min(PARTS, SQUARES)
     part = tl.arange(0, BLOCK)
     at = squares_ptr + m[:, None] * parts + part[None, :]
     sums = tl.zeros((m.shape[0], BLOCK), dtype=tl.float32)
-    for turn in range(0, PARTS, PARTS_A_TURN):
-        for block in tl.static_range(0, PARTS_A_TURN, BLOCK):
-            start = turn + block
+    for outer in range(0, PARTS, PARTS_PER_LOOP):
+        for block in tl.static_range(0, PARTS_PER_LOOP, BLOCK):
+            start = outer + block
             sums += tl.load(at + start, mask=(m < M)[:, None] & (part < parts - start)[None, :], other=0.0)
     return sums
 
 
 @triton.jit
 def sum_rows(x):
-    """The sum of each row of x [rows, a power of two up to 256], by halves: in an order that no division among threads changes."""
+    """Sum each row of x [rows, a power of two up to 256] by halves: the order does not depend on how threads share the row."""
     for _ in tl.static_range(8):
         if x.shape[1] > 1:
             x = tl.sum(x.reshape(x.shape[0], 2, x.shape[1] // 2), 1)
@@ -210,20 +170,20 @@ def sum_rows(x):
 
 
 @triton.jit(do_not_specialize=["M", "parts", "prefetch", "late"])
-def _small_gemm_kernel(
-    x_ptr, tiles, w_ptr, out_ptr, largest_ptr, bias_ptr, row_squares_ptr, gain_ptr, scaled_ptr, squares_ptr,
+def _triton_gemm_kernel(
+    x_ptr, tiles, w_ptr, out_ptr, partial_ptr, bias_ptr, row_squares_ptr, gain_ptr, scaled_ptr, squares_ptr,
     M, N, K, parts, eps, prefetch, late,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, LARGEST: tl.constexpr, STORE: tl.constexpr,
-    SCALE: tl.constexpr, PARTS: tl.constexpr, PARTS_A_TURN: tl.constexpr, AHEAD: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, ARGMAX: tl.constexpr, STORE: tl.constexpr,
+    SCALE: tl.constexpr, PARTS: tl.constexpr, PARTS_PER_LOOP: tl.constexpr, DEFER: tl.constexpr,
     PDL: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One program: all rows of x against `BLOCK_N` weight rows (with SILU, gate rows and the up rows that belong to them in turn)."""
+    """One program: all rows of x times `BLOCK_N` weight rows (with SILU, gate rows and the matching up rows)."""
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
     first = tl.program_id(0) * OUTPUTS
     r = tl.arange(0, BLOCK_N)
     if SILU:
-        # A tile that comes by descriptor holds its gate rows before its up rows; else they alternate.
+        # A tile loaded by descriptor holds its gate rows before its up rows; otherwise they alternate.
         n = first + (r % OUTPUTS if TMA else r // 2)
         row = tl.minimum(n, N - 1) + (r // OUTPUTS if TMA else r % 2) * N
     else:
@@ -237,8 +197,8 @@ def _small_gemm_kernel(
 
     m = tl.arange(0, BLOCK_M)
     m_in = m < M
-    # Asked for here and needed after the loop, these come while the product goes on.
-    sums = load_squares(row_squares_ptr, m, M, parts, PARTS, PARTS_A_TURN) if SCALE else None
+    # Loaded here and needed after the loop, so that the load overlaps the loop.
+    sums = load_squares(row_squares_ptr, m, M, parts, PARTS, PARTS_PER_LOOP) if SCALE else None
     x_rows = x_ptr + m * K
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -271,20 +231,20 @@ def _small_gemm_kernel(
             gate, up = tl.split(acc.reshape(BLOCK_M, OUTPUTS, 2))
         acc = gate / (1.0 + tl.exp(-gate)) * up
     column = first + tl.arange(0, OUTPUTS)
-    if LARGEST:
-        if not EVEN_N:  # in place: what is past the last column is not stored
+    if ARGMAX:
+        if not EVEN_N:  # in place: columns past the last are not stored
             acc = tl.where((column < N)[None, :], acc, float("-inf"))
-        key, at = first_of_largest(acc, column[None, :])
-        largest_at = largest_ptr + m * tl.num_programs(0) + tl.program_id(0)
-        tl.store(largest_at, key, mask=m_in)
-        tl.store(largest_at + M * tl.num_programs(0), at, mask=m_in)
+        key, at = tile_argmax(acc, column[None, :])
+        partial_at = partial_ptr + m * tl.num_programs(0) + tl.program_id(0)
+        tl.store(partial_at, key, mask=m_in)
+        tl.store(partial_at + M * tl.num_programs(0), at, mask=m_in)
     if STORE:
         out_at = out_ptr + m[:, None] * N + column[None, :]
         out_mask = m_in[:, None] if EVEN_N else m_in[:, None] & (column < N)[None, :]
         if ADD:
             acc += tl.load(out_at, mask=out_mask, other=0.0).to(tl.float32)
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
-        if AHEAD:
+        if DEFER:
             gain = tl.load(gain_ptr + column, mask=column < N, other=0.0).to(tl.float32)
             tl.store(scaled_ptr + m[:, None] * N + column[None, :], (acc * gain[None, :]).to(scaled_ptr.dtype.element_ty), mask=out_mask)
             inside = acc if EVEN_N else tl.where((column < N)[None, :], acc, 0.0)

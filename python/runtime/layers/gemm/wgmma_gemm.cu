@@ -1,18 +1,18 @@
-// out = epilogue(x @ w.T) (layers/epilogue.py): few rows of x against a large weight, which is read once.
+// out = epilogue(x @ w.T) (epilogue.py) for few rows of x and a large weight, which is read once.
 //
-// One thread asks the copy engine for boxes of 64 columns of x and of w, into a ring of stages; one or two warpgroups multiply what has arrived
-// (wgmma: x is the left operand, w the right one) and write what follows the product. Weights depend on nothing, so the ring is filled with them
-// while the kernel ahead still runs (programmatic dependent launch); x waits for that kernel to end.
+// One thread issues TMA loads of boxes of 64 columns of x and of w into a ring of stages; one or two warpgroups multiply what has arrived
+// (wgmma: x is the left operand, w the right one) and run the epilogue. Weights depend on nothing, so the ring is filled with them
+// while the previous kernel still runs (programmatic dependent launch); loads of x wait for that kernel to end.
 //
-// SPLIT blocks, a cluster, take parts of the columns of one tile; their sums meet in shared memory and are added in order.
+// SPLIT blocks, a cluster, share the columns of one tile; their sums meet in shared memory and are added in order.
 //
 // Sources: PTX ISA, "wgmma", "cp.async.bulk.tensor", "mbarrier", "griddepcontrol", "barrier.cluster".
 //
-// A norm around the product takes no kernel (layers/norm_ahead.py): with SCALE rows of the product are divided by their root mean square, and
-// with AHEAD what is added up is also stored times the gain of the norm that follows, with the sums of its squares.
+// A norm around the GEMM takes no kernel (deferred_norm.py): with SCALE, rows of sums are divided by their root mean square; with DEFER,
+// the new stream is also stored times the gain of the next norm, with the sums of its squares.
 //
 // Defined before this text: ROWS (64 or 128, rows that are computed), TILE (rows of w), SPLIT, MOST_STAGES, BFLOAT16, BIAS, EARLY, WRITE,
-// LARGEST, STORE, SCALE, AHEAD; and multiply(), the one instruction whose operands depend on TILE.
+// ARGMAX, STORE, SCALE, DEFER; and multiply(), the one instruction whose operands depend on TILE.
 
 constexpr int NARROW = 0, SILU = 1, ADD = 2, FLOAT = 3;  // WRITE: store in 16 bits; silu(gate) * up; add to float32; store float32
 constexpr int COLUMNS = 64;                              // of a box: rows of 128 bytes, as the swizzle wants them
@@ -49,7 +49,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// Every thread of every block of the cluster comes here; with `memory`, what each wrote before is seen by all after.
+// A barrier of all threads of the cluster; with `memory`, writes before it are visible to all after it.
 template <bool memory>
 __device__ __forceinline__ void cluster_sync() {
     if constexpr (memory) asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
@@ -66,7 +66,7 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 barri
         : "memory");
 }
 
-// Stages in shared memory, taken in turn. A stage is full when its bytes have come, empty when every warp of the multipliers has read it.
+// Stages in shared memory, used round robin. A stage is full when its bytes have arrived, empty when every multiplying warp has read it.
 struct Ring {
     u32 data, full, empty, stage_bytes;
     int stages, stage = 0;
@@ -110,7 +110,7 @@ __device__ __forceinline__ u32 narrow(float low, float high) {
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
 
-// The largest entry so far and where it stands, in the order of layers/largest.py: the first of equals, NaN above all.
+// The largest entry so far and its column, in the order of kernels/argmax_reduce.py: the first of equals, NaN above all.
 struct Largest {
     float value = 0.0f;
     int column = NO_COLUMN;
@@ -127,7 +127,7 @@ struct Largest {
     }
 };
 
-// layers/norm_ahead.py: what is read of the norm before, and written for the one after.
+// deferred_norm.py: what is read for the norm before this GEMM, and written for the norm after it.
 struct Norms {
     const float* squares;
     int parts;
@@ -137,7 +137,7 @@ struct Norms {
     float* next_squares;
 };
 
-// Where a thread's results go: `row` and the row 8 below, two columns from `column` on of each group of 8.
+// Where a thread's results go: `row` and `row` + 8, two columns from `column` on in each group of 8.
 struct Output {
     void* out;
     const u16* bias;
@@ -171,7 +171,7 @@ struct Output {
     __device__ __forceinline__ void apply_scale(float* v) const {
         if constexpr (SCALE) v[0] *= scale[0], v[1] *= scale[0], v[2] *= scale[1], v[3] *= scale[1];
     }
-    // What this thread's rows sum to over its columns, in the column of `squares` that `part` of `parts` has.
+    // Store the sums of squares of this thread's rows as column `part` of `parts`.
     __device__ __forceinline__ void store_squares(int part, int parts) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -183,7 +183,7 @@ struct Output {
         }
     }
 
-    // The sums of one group: two columns of the row, the same of the row below.
+    // The sums of one group: two columns of `row`, then the same columns of `row` + 8.
     __device__ __forceinline__ void add_bias(float* v, int group, int offset) const {
         const int at = column + group * 8;
         if (!BIAS || at >= columns) return;
@@ -194,7 +194,7 @@ struct Output {
         const int at = column + group * 8;
         if (at >= columns) return;
         float gain[2];
-        if constexpr (AHEAD) gain[0] = widen(norms.gain[at]), gain[1] = widen(norms.gain[at + 1]);
+        if constexpr (DEFER) gain[0] = widen(norms.gain[at]), gain[1] = widen(norms.gain[at + 1]);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             if (row + half * 8 >= rows) continue;
@@ -205,7 +205,7 @@ struct Output {
                 sum.x += old.x, sum.y += old.y;
             }
             *to = sum;
-            if constexpr (AHEAD) {
+            if constexpr (DEFER) {
                 *(u32*)(norms.scaled + (long)(row + half * 8) * columns + at) = narrow(sum.x * gain[0], sum.y * gain[1]);
                 squares[half] += sum.x * sum.x + sum.y * sum.y;
             }
@@ -221,12 +221,12 @@ struct Output {
 };
 
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 1)
-streamed_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, void* out, int* largest, const u16* bias, Norms norms,
+wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, void* out, int* partial, const u16* bias, Norms norms,
               int rows, int columns, int width, int x_rows, int stages) {
     extern __shared__ char unaligned[];
     __shared__ u64 barriers[2 * MOST_STAGES];
     const u32 data = (shared_address(unaligned) + 1023) & ~1023u;
-    // A stage is a box of x, then one of w. Fewer rows of x are brought than are computed: the others are whatever lies behind, and their
+    // A stage is a box of x, then one of w. Fewer rows of x are loaded than are computed: the others hold arbitrary data, and their
     // results are not stored.
     const u32 x_bytes = x_rows * ROW_BYTES;
     Ring ring(data, shared_address(barriers), x_bytes + W_BYTES, stages);
@@ -251,18 +251,18 @@ streamed_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
                 const int k = (k_first + s) * COLUMNS;
                 barrier_expect(ring.full_here(), x_bytes + W_BYTES);
                 load_box(ring.here() + x_bytes, &w_map, ring.full_here(), k, tile * OUTPUTS, W_POLICY);
-                if constexpr (WRITE == SILU) {  // the up rows that belong to the gate rows
+                if constexpr (WRITE == SILU) {  // the matching up rows
                     load_box(ring.here() + x_bytes + W_BYTES / 2, &w_map, ring.full_here(), k, columns + tile * OUTPUTS, W_POLICY);
                 }
             };
-            const int ahead = min(steps, stages);
+            const int prefill = min(steps, stages);
             const Ring start = ring;
-            for (int s = 0; s < ahead; s++, ring.next()) load_w(first_tile, s);
+            for (int s = 0; s < prefill; s++, ring.next()) load_w(first_tile, s);
             wait_for_previous();
             ring = start;
-            for (int s = 0; s < ahead; s++, ring.next()) load_x(s);
+            for (int s = 0; s < prefill; s++, ring.next()) load_x(s);
             for (int tile = first_tile; tile < tiles; tile += tile_step) {
-                for (int s = tile == first_tile ? ahead : 0; s < steps; s++, ring.next()) {
+                for (int s = tile == first_tile ? prefill : 0; s < steps; s++, ring.next()) {
                     ring.wait_empty();
                     load_w(tile, s);
                     load_x(s);
@@ -299,7 +299,7 @@ streamed_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
 
         output.column = tile * OUTPUTS + lane % 4 * 2;
         if constexpr (SPLIT > 1) {
-            cluster_sync<false>();  // all products have ended: the ring is free
+            cluster_sync<false>();  // all blocks have finished multiplying: the ring is free
 #pragma unroll
             for (int to = 0; to < SPLIT; to++) {
                 u32 there;
@@ -331,7 +331,7 @@ streamed_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
                 if constexpr (WRITE == NARROW) output.store_narrow(v, at);
                 else output.store_floats(v, at);
             }
-            if constexpr (AHEAD) output.store_squares(tile * SPLIT + part, tiles * SPLIT);
+            if constexpr (DEFER) output.store_squares(tile * SPLIT + part, tiles * SPLIT);
         } else if constexpr (WRITE == NARROW || WRITE == SILU) {
 #pragma unroll
             for (int i = 0; i < GROUPS; i++) {
@@ -356,13 +356,13 @@ streamed_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
                 output.add_bias(v, i, 0);
                 if constexpr (STORE) output.store_floats(v, i);
                 const int at = output.column + i * 8;
-                if (LARGEST && at < columns) {
+                if (ARGMAX && at < columns) {
                     top[0].see(v[0], at), top[0].see(v[1], at + 1);
                     top[1].see(v[2], at), top[1].see(v[3], at + 1);
                 }
             }
-            if constexpr (AHEAD) output.store_squares(tile, tiles);
-            if constexpr (LARGEST) {
+            if constexpr (DEFER) output.store_squares(tile, tiles);
+            if constexpr (ARGMAX) {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     int key = top[half].key(), at = top[half].column;
@@ -373,8 +373,8 @@ streamed_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
                     }
                     const int row = output.row + half * 8;
                     if (lane % 4 == 0 && row < rows) {
-                        largest[(long)row * tiles + tile] = key;
-                        largest[(long)(rows + row) * tiles + tile] = at;
+                        partial[(long)row * tiles + tile] = key;
+                        partial[(long)(rows + row) * tiles + tile] = at;
                     }
                 }
             }

@@ -1,6 +1,6 @@
-"""Matrix products of up to 128 rows on Hopper: weights stream through shared memory once, by the copy engine, under the tensor cores.
+"""Skinny GEMMs on Hopper: the copy engine streams each weight through shared memory once while the tensor cores multiply (WGMMA).
 
-`streamed_gemm.cu` says how. It is compiled when the server starts, for the tiles that are asked for.
+The kernel is `wgmma_gemm.cu`. It is compiled when the server starts, for the tilings that are tried.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from runtime.layers.gemm.deferred_norm import NormAhead, RowScale
-from runtime.layers.gemm.epilogue import NOTHING, Epilogue
+from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
+from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
 from runtime.layers.kernels import cuda_driver
 
 MAX_ROWS = 128
@@ -23,53 +23,53 @@ COLUMNS = 64
 MAX_TILE = 256
 """The widest right operand of wgmma."""
 SHARED_BYTES = 225 << 10
-"""What a block asks for its rings, of the 227 KiB that Hopper gives it in all."""
+"""Shared memory of the rings, out of the 227 KiB that a block may have on Hopper."""
 MOST_STAGES = 12
-"""Weights further ahead than this delay the first rows of x, which come after them."""
+"""More stages would delay the first rows of x, which are loaded after the weights."""
 ROW_BYTES = 2 * COLUMNS
 ALIGNMENT = 1024
 """Of the rings: eight swizzled rows."""
-Write = Literal["NARROW", "SILU", "ADD", "FLOAT"]
-"""How sums are written: rounded to 16 bits; gated, then rounded; added to float32; as float32."""
+Store = Literal["NARROW", "SILU", "ADD", "FLOAT"]
+"""How sums are stored: rounded to 16 bits; gated, then rounded; added to float32; as float32."""
 
 
 @dataclass(frozen=True, slots=True)
-class StreamedConfig:
-    """How the product is cut.
+class WgmmaConfig:
+    """Tiling of the WGMMA GEMM.
 
     Attributes:
-        tile: weight rows of a block, at most 256; a multiple of 8 * split, of 16 where half of it are gates and half ups.
-        split: blocks that take parts of the columns.
+        tile: weight rows of a block, at most 256; a multiple of 8 * split, and of 16 for gate and up rows.
+        split: blocks that share the columns of one tile (split-K).
     """
 
     tile: int
     split: int = 1
 
     def parts(self, weight_rows: int) -> int:
-        """The columns of `NormAhead.squares` that a product with so many weight rows writes."""
+        """Columns of `DeferredNorm.squares` that a GEMM with this many weight rows writes."""
         return -(-weight_rows // self.tile) * self.split
 
     def __str__(self) -> str:
-        return f"streamed {self.tile}{f' split {self.split}' if self.split > 1 else ''}"
+        return f"WGMMA {self.tile}{f' split {self.split}' if self.split > 1 else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What a program is compiled for, beside the cut: `rows` that are computed, and what happens to the sums."""
+    """What a program is compiled for besides the tiling: the `rows` it computes, and its epilogue."""
 
     rows: int
-    write: Write
+    write: Store
     dtype: torch.dtype
     bias: bool
     pdl: bool
     scale: bool = False
-    ahead: bool = False
-    largest: bool = False
+    deferred: bool = False
+    argmax: bool = False
     store: bool = True
 
 
-def takes(weight: torch.Tensor, silu: bool = False) -> bool:
-    """Whether products with this weight can be computed on its device."""
+def supports(weight: torch.Tensor, silu: bool = False) -> bool:
+    """Whether the kernel can multiply by this weight on its device."""
     columns = weight.shape[0] // 2 if silu else weight.shape[0]
     return (
         weight.is_cuda
@@ -82,12 +82,12 @@ def takes(weight: torch.Tensor, silu: bool = False) -> bool:
     )
 
 
-def streamed_gemm(
+def wgmma_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
-    config: StreamedConfig,
-    epilogue: Epilogue = NOTHING,
+    config: WgmmaConfig,
+    epilogue: Epilogue = NO_EPILOGUE,
     *,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -95,65 +95,65 @@ def streamed_gemm(
 
     Args:
         x: [M, K] contiguous, M <= 128, the weight's dtype.
-        weight: [N, K], one that the kernel `takes`.
+        weight: [N, K], one that the kernel `supports`.
         out: [M, `epilogue.columns(N)`] contiguous, the weight's dtype with `silu`, float32 with `add`, else either; written.
-        config: how to cut it.
-        epilogue: what is done to the sums; of squares, it writes `config.parts(N)` sums a row.
-        pdl: start before the kernel ahead has ended, ask for weights and wait (programmatic dependent launch).
+        config: the tiling.
+        epilogue: what is done to the sums; a deferred norm gets `config.parts(N)` sums of squares per row.
+        pdl: start before the previous kernel has ended, load weights and wait (programmatic dependent launch).
 
     Each row of `out` depends on its own row of x only, summed in an order that K and `config` fix.
     """
-    _run(x, weight, out, None, config, epilogue, pdl)
+    _launch(x, weight, out, None, config, epilogue, pdl)
     return out
 
 
-def streamed_gemm_largest(
+def wgmma_gemm_argmax(
     x: torch.Tensor,
     weight: torch.Tensor,
-    config: StreamedConfig,
+    config: WgmmaConfig,
     *,
     out: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The largest of `x @ weight.T + bias` in each row and each tile of columns, for `argmax_chunks`; arguments as in `streamed_gemm`.
+    """Argmax of `x @ weight.T + bias` in each row and each tile of columns, for `argmax_chunks`; arguments as in `wgmma_gemm`.
 
     Args:
-        out: float32 [M, N], written where given: the same numbers as `streamed_gemm` writes.
+        out: float32 [M, N], written where given: the same numbers as `wgmma_gemm` writes.
 
     Returns:
-        int32 [2, M, tiles]: the key of each tile's largest entry and its first column, by `first_of_largest`.
+        int32 [2, M, tiles]: the key of each tile's largest entry and its first column, by `tile_argmax`.
     """
-    assert out is None or out.dtype is torch.float32, "the largest entries are those of float32"
-    largest = torch.empty((2, x.shape[0], -(-weight.shape[0] // config.tile)), dtype=torch.int32, device=x.device)
-    _run(x, weight, out, largest, config, Epilogue(bias=bias), pdl)
-    return largest
+    assert out is None or out.dtype is torch.float32, f"expected a float32 out; got {out.dtype}"
+    partial = torch.empty((2, x.shape[0], -(-weight.shape[0] // config.tile)), dtype=torch.int32, device=x.device)
+    _launch(x, weight, out, partial, config, Epilogue(bias=bias), pdl)
+    return partial
 
 
-def _run(
+def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor | None,
-    largest: torch.Tensor | None,
-    config: StreamedConfig,
+    partial: torch.Tensor | None,
+    config: WgmmaConfig,
     epilogue: Epilogue,
     pdl: bool,
 ) -> None:
-    """Launch; what is written is what is given of `out` and `largest`."""
+    """Launch; writes `out` and `partial` where given."""
     (M, K), N = x.shape, weight.shape[0]
-    assert 0 < M <= MAX_ROWS, f"streamed_gemm takes up to {MAX_ROWS} rows, not {M}"
-    assert weight.shape[1] == K, f"x has {K} columns, the weight {weight.shape[1]}"
-    assert x.is_contiguous(), "rows of x lie behind each other"
+    assert 0 < M <= MAX_ROWS, f"expected 1 to {MAX_ROWS} rows; got {M}"
+    assert weight.shape[1] == K, f"expected x of {weight.shape[1]} columns; got {K}"
+    assert x.is_contiguous(), "expected a contiguous x"
     epilogue.check(out, M, N, config.parts(N))
-    bias, scale, ahead = epilogue.bias, epilogue.scale, epilogue.ahead
+    bias, scale, deferred = epilogue.bias, epilogue.scale, epilogue.deferred
     columns, outputs = epilogue.columns(N), config.tile // 2 if epilogue.silu else config.tile
     rows, x_rows = _computed_rows(M), max(8, 1 << (M - 1).bit_length())
     variant = _Variant(
-        rows, _write(epilogue, out, weight.dtype), weight.dtype, bias is not None, pdl, scale is not None, ahead is not None,
-        largest is not None, out is not None,
+        rows, _store(epilogue, out, weight.dtype), weight.dtype, bias is not None, pdl, scale is not None, deferred is not None,
+        partial is not None, out is not None,
     )  # fmt: skip
     kernel = _kernel(config, variant)
-    # Rows that are computed and not brought lie past the last stage's.
+    # Rows that are computed but not loaded lie past the last stage.
     stages = (SHARED_BYTES - ALIGNMENT - (rows - x_rows) * ROW_BYTES) // ((x_rows + config.tile) * ROW_BYTES)
     tiles = -(-columns // outputs)
     kernel(
@@ -162,9 +162,9 @@ def _run(
             _map(x.data_ptr(), M, K, x.dtype, x_rows),
             _map(weight.data_ptr(), N, K, weight.dtype, outputs),
             cuda_driver.pointer(out),
-            cuda_driver.pointer(largest),
+            cuda_driver.pointer(partial),
             cuda_driver.pointer(bias),
-            _norms(scale, ahead),
+            _norms(scale, deferred),
             cuda_driver.int32(M),
             cuda_driver.int32(columns),
             cuda_driver.int32(K),
@@ -175,16 +175,16 @@ def _run(
     )
 
 
-def _write(epilogue: Epilogue, out: torch.Tensor | None, narrow: torch.dtype) -> Write:
-    """How to write `out`; `narrow` is the weight's dtype. Where nothing is stored, what is looked at is float32."""
+def _store(epilogue: Epilogue, out: torch.Tensor | None, narrow: torch.dtype) -> Store:
+    """How to store `out`; `narrow` is the weight's dtype. The argmax alone is taken over float32."""
     dtype = torch.float32 if out is None else out.dtype
     possible = (narrow,) if epilogue.silu else (torch.float32,) if epilogue.add else (narrow, torch.float32)
-    assert dtype in possible, f"out is {dtype}, not one of {possible}"
+    assert dtype in possible, f"expected out of dtype {possible}; got {dtype}"
     return "SILU" if epilogue.silu else "ADD" if epilogue.add else "FLOAT" if dtype is torch.float32 else "NARROW"
 
 
 def _computed_rows(rows: int) -> int:
-    """What the tensor cores go through: one warpgroup's rows, or two's."""
+    """Rows that the tensor cores compute: those of one warpgroup or of two."""
     return 64 if rows <= 64 else 128
 
 
@@ -194,7 +194,7 @@ def _map(address: int, rows: int, columns: int, dtype: torch.dtype, box_rows: in
 
 
 class _Norms(ctypes.Structure):
-    """`Norms` of the program."""
+    """`Norms` in the CUDA source."""
 
     _fields_ = (
         ("squares", ctypes.c_void_p),
@@ -206,28 +206,28 @@ class _Norms(ctypes.Structure):
     )
 
 
-def _norms(scale: RowScale | None, ahead: NormAhead | None) -> _Norms:
+def _norms(scale: RowScale | None, deferred: DeferredNorm | None) -> _Norms:
     read = (scale.squares.data_ptr(), scale.squares.shape[1], scale.eps) if scale is not None else (None, 0, 0.0)
-    written = (ahead.gain.data_ptr(), ahead.scaled.data_ptr(), ahead.squares.data_ptr()) if ahead is not None else (None, None, None)
-    return _Norms(*read, *written)
+    tensors = (None, None, None) if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
+    return _Norms(*read, *(None if tensor is None else tensor.data_ptr() for tensor in tensors))
 
 
 @cache
-def _kernel(config: StreamedConfig, variant: _Variant) -> cuda_driver.Kernel:
+def _kernel(config: WgmmaConfig, variant: _Variant) -> cuda_driver.Kernel:
     return cuda_driver.compile_kernel(
-        source(config, variant), "streamed_gemm", threads=2 * variant.rows + 32, cluster=config.split, shared_bytes=SHARED_BYTES
+        source(config, variant), "wgmma_gemm", threads=2 * variant.rows + 32, cluster=config.split, shared_bytes=SHARED_BYTES
     )
 
 
-def source(config: StreamedConfig, variant: _Variant) -> str:
-    """The CUDA program of one cut and variant."""
+def source(config: WgmmaConfig, variant: _Variant) -> str:
+    """The CUDA program of one tiling and variant."""
     v = variant
-    assert 0 < config.tile <= MAX_TILE and config.tile % (16 if v.write == "SILU" else 8 * config.split) == 0, f"no such cut: {config}"  # noqa: PT018
-    assert config.split == 1 or (v.write in ("NARROW", "ADD") and not v.largest), "parts of columns are added for these only"
-    assert v.write == "ADD" or not v.ahead, "a norm ahead is that of a sum"
+    assert 0 < config.tile <= MAX_TILE and config.tile % (16 if v.write == "SILU" else 8 * config.split) == 0, f"invalid tiling: {config}"  # noqa: PT018
+    assert config.split == 1 or (v.write in ("NARROW", "ADD") and not v.argmax), "split-K supports NARROW and ADD only"
+    assert v.write == "ADD" or not v.deferred, "a deferred norm requires ADD"
     constants = dict(
         ROWS=v.rows, TILE=config.tile, SPLIT=config.split, MOST_STAGES=MOST_STAGES, BFLOAT16=int(v.dtype is torch.bfloat16),
-        WRITE=v.write, BIAS=int(v.bias), EARLY=int(v.pdl), SCALE=int(v.scale), AHEAD=int(v.ahead), LARGEST=int(v.largest),
+        WRITE=v.write, BIAS=int(v.bias), EARLY=int(v.pdl), SCALE=int(v.scale), DEFER=int(v.deferred), ARGMAX=int(v.argmax),
         STORE=int(v.store),
     )  # fmt: skip
     return "\n".join(
@@ -241,7 +241,7 @@ def source(config: StreamedConfig, variant: _Variant) -> str:
 
 
 def _multiply(tile: int, dtype: str) -> str:
-    """The wgmma instruction for a tile: its sums are as many operands as half the tile has rows."""
+    """The wgmma instruction for a tile: a thread holds one sum per two rows of the tile."""
     count = tile // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     instruction = f"wgmma.mma_async.sync.aligned.m64n{tile}k16.f32.{dtype}.{dtype}"

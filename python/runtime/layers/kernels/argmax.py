@@ -1,4 +1,4 @@
-"""The likeliest token of each row of logits."""
+"""Argmax of each row of logits, on any device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def argmax(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """As `torch.argmax(logits, dim=-1)`, and of equal entries always the first.
+    """`torch.argmax(logits, dim=-1)`; the first of equal entries always wins.
 
     Args:
         logits: float32 [N, V], rows contiguous.

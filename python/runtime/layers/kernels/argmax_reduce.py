@@ -1,6 +1,6 @@
-"""The largest of floats and where it first stands: the order that every argmax kernel shares.
+"""The reduction that every argmax kernel shares: the largest float of a row and its first column.
 
-Of equal entries the first, both zeros alike, every NaN equal and above infinity: as `torch.argmax`.
+The order is that of `torch.argmax`: the first of equal entries, both zeros equal, every NaN equal and above infinity.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def _larger(a, b):
 
 
 @triton.jit
-def first_of_largest(x, column):
-    """Of each row of float32 x [rows, columns]: an int32 key, in the order of the floats, and the least of its entry's columns.
+def tile_argmax(x, column):
+    """For each row of float32 x [rows, columns]: an int32 key that orders as the largest entry does, and its first column.
 
-    `column` int32, of a shape that broadcasts to x's. What x holds outside the row is minus infinity at columns past the row's own.
+    `column` int32, of a shape that broadcasts to x's. Entries of x outside the row are minus infinity, at columns past the row's own.
     """
     largest = tl.reduce(x, 1, _larger)
-    # Few operations an entry, since some callers hold a whole tile of a product: the key is made of the largest alone.
+    # Callers may hold a whole GEMM tile: use few operations per entry, and build the key from the maximum alone.
     top = largest[:, None]
     first = tl.min(tl.where((x == top) | (x != x), column, NO_COLUMN), 1)
     bits = largest.to(tl.int32, bitcast=True)

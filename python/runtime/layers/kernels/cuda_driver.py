@@ -1,4 +1,4 @@
-"""CUDA C++ kernels with no compiler on the machine: NVRTC makes them, the driver launches them, by bindings that come with torch."""
+"""CUDA C++ kernels without nvcc: NVRTC compiles them and the driver API launches them, through the bindings that come with torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 driver: Any = None
 nvrtc: Any = None
-with suppress(ImportError):  # torch for CPUs comes without them
+with suppress(ImportError):  # the CPU build of torch has none
     from cuda.bindings import driver, nvrtc  # pyright: ignore[reportMissingImports]
 
 log = logging.getLogger(__name__)
@@ -21,13 +21,13 @@ ELEMENT_BYTES = 2
 
 @cache
 def available() -> bool:
-    """Whether a kernel can be compiled here and the driver takes it. The thread has torch's context."""
+    """Whether NVRTC compiles a kernel here and the driver loads it. The thread must have torch's context."""
     if nvrtc is None:
         return False
     try:
         compile_kernel('extern "C" __global__ void nothing() {}', "nothing", threads=32, cluster=1, shared_bytes=0)
-    except RuntimeError as error:  # the bindings' own error for a library that is not there is one
-        log.warning("NVRTC does not work here (%s): kernels in CUDA C++ are left out", error)
+    except RuntimeError as error:  # the bindings raise it for a missing library
+        log.warning("NVRTC does not work here (%s): kernels in CUDA C++ are not used", error)
         return False
     return True
 
@@ -36,7 +36,7 @@ class Kernel:
     """A compiled kernel, ready to be launched on torch's current stream.
 
     Attributes:
-        clusters_at_once: clusters that the device holds together.
+        clusters_at_once: clusters that the device can run concurrently.
     """
 
     def __init__(self, function: Any, threads: int, cluster: int, shared_bytes: int) -> None:
@@ -50,11 +50,11 @@ class Kernel:
         self.clusters_at_once: int = _call(driver.cuOccupancyMaxActiveClusters(function, self._config(cluster, 0, False)))
 
     def __call__(self, blocks: int, args: tuple[Any, ...], pdl: bool) -> None:
-        """Launch `blocks` blocks, whole clusters of them.
+        """Launch `blocks` blocks, a multiple of the cluster size.
 
         Args:
             args: the kernel's parameters, made by `tensor_map`, `pointer` and `int32`.
-            pdl: start before the kernel ahead has ended (programmatic dependent launch).
+            pdl: start before the previous kernel has ended (programmatic dependent launch).
         """
         stream = torch.cuda.current_stream().cuda_stream
         key = (blocks, stream, pdl)
@@ -62,7 +62,7 @@ class Kernel:
         if config is None:
             config = self._configs[key] = self._config(*key)
         addresses = [arg.getPtr() if hasattr(arg, "getPtr") else ctypes.addressof(arg) for arg in args]
-        parameters = (ctypes.c_void_p * len(addresses))(*addresses)  # named, so that it outlives the call
+        parameters = (ctypes.c_void_p * len(addresses))(*addresses)  # a name keeps it alive during the call
         _call(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0))
 
     def _config(self, blocks: int, stream: int, pdl: bool) -> Any:
@@ -83,28 +83,28 @@ class Kernel:
 
 
 def compile_kernel(source: str, name: str, *, threads: int, cluster: int, shared_bytes: int) -> Kernel:
-    """Compile a program for the current device and take one kernel out of it. The thread has torch's context.
+    """Compile a program for the current device and load one of its kernels. The thread must have torch's context.
 
     Args:
         source: CUDA C++; the kernel is `extern "C"`.
-        threads: of a block.
-        cluster: blocks of a cluster.
-        shared_bytes: dynamic shared memory of a block.
+        threads: threads per block.
+        cluster: blocks per cluster.
+        shared_bytes: dynamic shared memory per block.
 
     Raises:
-        RuntimeError: the program does not compile, or the driver refuses it; with the compiler's log.
+        RuntimeError: the program does not compile or the driver rejects it; the message holds the compiler's log.
     """
     module = _call(driver.cuModuleLoadData(compile_program(source)))
     return Kernel(_call(driver.cuModuleGetFunction(module, name.encode())), threads, cluster, shared_bytes)
 
 
 def compile_program(source: str, architecture: str = "sm_90a") -> bytes:
-    """The machine code of a CUDA C++ program; needs no GPU."""
+    """Compile a CUDA C++ program to machine code (cubin); needs no GPU."""
     program = _call(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     try:
         options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        # NVRTC writes in place, so each is a `bytes` of its own: `b" " * 1` would be the interpreter's one space.
+        # NVRTC writes in place, so allocate new `bytes`: `b" " * 1` would be the interpreter's shared object.
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             text = bytes(_call(nvrtc.nvrtcGetProgramLogSize(program)))
             _call(nvrtc.nvrtcGetProgramLog(program, text))
@@ -117,13 +117,13 @@ def compile_program(source: str, architecture: str = "sm_90a") -> bytes:
 
 
 def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]) -> Any:
-    """How the copy engine finds boxes of a contiguous 16-bit tensor: what lies outside reads as zero, rows of a box are swizzled.
+    """A TMA descriptor of a contiguous 16-bit tensor: elements outside read as zero, rows of a box are swizzled by 128 bytes.
 
     Args:
-        address: of its first element.
-        sizes: from the innermost dimension.
+        address: address of the first element.
+        sizes: of the tensor, innermost dimension first.
         dtype: bfloat16 or float16.
-        box: sizes of a box, likewise; the first is 64, so that a row is 128 bytes.
+        box: sizes of a box in the same order; the first is 64, so that a row is 128 bytes.
     """
     strides, bytes_ = [], ELEMENT_BYTES
     for size in sizes[:-1]:
@@ -148,18 +148,18 @@ def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tu
 
 
 def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    """A kernel's parameter: where the tensor is, or nowhere."""
+    """A pointer parameter; null for None."""
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 @cache
 def int32(value: int) -> ctypes.c_int:
-    """A kernel's parameter."""
+    """An int parameter."""
     return ctypes.c_int(value)
 
 
 def _call(result: tuple[Any, ...]) -> Any:
-    """What a call of the bindings returned, without its status.
+    """The result of a call of the bindings, without its status.
 
     Raises:
         RuntimeError: the status is not success.

@@ -1,4 +1,4 @@
-"""How long work on the GPU takes, replayed from a captured graph: without the host, as it will run."""
+"""Time GPU work as it will run: replayed from a captured graph, without the host."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def replay_times(run: Callable[[], object], replays: int) -> list[float]:
-    """Microseconds of each of `replays` replays of `run`, whose kernels are compiled.
+    """Microseconds of each of `replays` replays of `run`, whose kernels are already compiled.
 
-    Captured without `torch.cuda.graph`, which empties the allocator's cache: captures here are many.
+    It captures without `torch.cuda.graph`, which empties the allocator's cache each time.
     """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()

@@ -9,20 +9,21 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.layers.gemm.triton_gemm import start_early
+from runtime.layers.kernels.pdl import launch_options, pdl_sync
+from runtime.layers.norm import RMSNorm
 
 WIDE = 2048
-"""From this many columns on, eight warps a row."""
+"""From this many columns on, a row takes eight warps."""
 
 
-def rms_norm_rows(h: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype, pdl: bool) -> torch.Tensor:
-    """Norm float32 rows [T, hidden], contiguous, into `dtype`; `pdl` as in `small_gemm`."""
+def rms_norm_rows(h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype, pdl: bool) -> torch.Tensor:
+    """Norm float32 rows [T, hidden], contiguous, into `dtype`; `pdl` as in `triton_gemm`."""
     out = torch.empty(h.shape, dtype=dtype, device=h.device)
-    launch = {"launch_pdl": True} if pdl else {}
     T, hidden = h.shape
     _norm_kernel[(T,)](
-        h, weight, out, hidden, eps, BLOCK=triton.next_power_of_2(hidden), PDL=pdl, num_warps=8 if hidden >= WIDE else 4, **launch
-    )
+        h, norm.weight, out, hidden, norm.eps, BLOCK=triton.next_power_of_2(hidden), PDL=pdl, num_warps=8 if hidden >= WIDE else 4,
+        **launch_options(pdl),
+    )  # fmt: skip
     return out
 
 
@@ -32,7 +33,7 @@ def _norm_kernel(h_ptr, weight_ptr, out_ptr, hidden, eps, BLOCK: tl.constexpr, P
     column = tl.arange(0, BLOCK)
     inside = column < hidden
     gain = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    start_early(PDL)
+    pdl_sync(PDL)
     at = tl.program_id(0).to(tl.int64) * hidden + column
     x = tl.load(h_ptr + at, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / hidden + eps)

@@ -1,4 +1,4 @@
-"""What happens between the fused qkv product and attention, as one Triton kernel."""
+"""Head norms, rotary embedding and the KV write as one Triton kernel, between the qkv GEMM and attention."""
 
 # pyright: reportIndexIssue=false
 # A kernel is launched as kernel[grid](...), which only Triton's own types explain.
@@ -11,40 +11,44 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.layers.gemm.triton_gemm import start_early
-from runtime.layers.ops import HeadLayout, RMSNorm, Rope
+from runtime.layers.kernels.pdl import launch_options, pdl_sync
+from runtime.layers.rope import RotaryHeads
 
 MAX_HEADS = 8
 """Heads of one program."""
 
 
-def rope_into_cache(
+def rope_and_cache(
     qkv: torch.Tensor,
-    layout: HeadLayout,
-    rope: Rope,
-    q_norm: RMSNorm | None,
-    k_norm: RMSNorm | None,
+    heads: RotaryHeads,
     positions: torch.Tensor,
     out_cache_loc: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    kv_cache: tuple[torch.Tensor, torch.Tensor],
     pdl: bool,
 ) -> torch.Tensor:
-    """As `BlockOps.rope_and_cache`: qkv [T, (H + 2 G) * D] contiguous -> q [T, H, D]; caches [num_slots, G, D] contiguous.
+    """Norm q and k per head where `heads` has norms, rotate them, write k and v to their slots and return q.
 
-    Both norms or none. `pdl` as in `small_gemm`.
+    Args:
+        qkv: [T, (H + 2 G) * D] contiguous.
+        heads: H, G, D, the rotary table and the norms.
+        positions, out_cache_loc: int64 [T].
+        kv_cache: keys and values, each [num_slots, G, D] contiguous; written.
+        pdl: as in `triton_gemm`.
+
+    Returns:
+        q [T, H, D], the dtype of qkv.
     """
-    assert (q_norm is None) == (k_norm is None), "query and key norms come together"
-    H, G, D = layout.num_q_heads, layout.num_kv_heads, layout.head_dim
+    q_norm, k_norm, (k_cache, v_cache) = heads.q_norm, heads.k_norm, kv_cache
+    assert (q_norm is None) == (k_norm is None), "expected both q_norm and k_norm, or none"
+    H, G, D = heads.num_q_heads, heads.num_kv_heads, heads.head_dim
     T = qkv.shape[0]
     q = torch.empty((T, H, D), dtype=qkv.dtype, device=qkv.device)
-    heads = min(math.gcd(H, G) & -math.gcd(H, G), MAX_HEADS)  # a power of two that divides both
-    launch = {"launch_pdl": True} if pdl else {}
-    _rope_kernel[(T, (H + 2 * G) // heads)](
-        qkv, q, k_cache, v_cache, positions, out_cache_loc, rope.cos_sin,
+    together = min(math.gcd(H, G) & -math.gcd(H, G), MAX_HEADS)  # a power of two that divides both
+    _rope_kernel[(T, (H + 2 * G) // together)](
+        qkv, q, k_cache, v_cache, positions, out_cache_loc, heads.rope.cos_sin,
         q_norm.weight if q_norm else None, k_norm.weight if k_norm else None, q_norm.eps if q_norm else 0.0, k_norm.eps if k_norm else 0.0,
-        H=H, G=G, D=D, HALF=triton.next_power_of_2(D // 2), HEADS=heads, NORM=q_norm is not None, PDL=pdl,
-        num_warps=4 if heads * D >= 512 else 2, **launch,
+        H=H, G=G, D=D, HALF=triton.next_power_of_2(D // 2), HEADS=together, NORM=q_norm is not None, PDL=pdl,
+        num_warps=4 if together * D >= 512 else 2, **launch_options(pdl),
     )  # fmt: skip
     return q
 
@@ -54,8 +58,8 @@ def _rope_kernel(
     qkv_ptr, q_ptr, k_ptr, v_ptr, position_ptr, slot_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, q_eps, k_eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: some heads, all of one kind, of one token."""
-    start_early(PDL)
+    """One program: some heads of one token, all queries, all keys or all values."""
+    pdl_sync(PDL)
     t = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * HEADS
     head = first + tl.arange(0, HEADS)
@@ -84,12 +88,12 @@ def _rope_kernel(
         angle = cos_sin_ptr + tl.load(position_ptr + t) * D + d
         cos = tl.load(angle, mask=half_in, other=0.0)[None, :]
         sin = tl.load(angle + D // 2, mask=half_in, other=0.0)[None, :]
-        turned, turned_high = x * cos - y * sin, y * cos + x * sin
+        rotated, rotated_high = x * cos - y * sin, y * cos + x * sin
         if first < H:
             target = q_ptr + t * (H * D) + head[:, None] * D + d[None, :]
-            tl.store(target, turned.to(q_ptr.dtype.element_ty), mask=inside)
-            tl.store(target + D // 2, turned_high.to(q_ptr.dtype.element_ty), mask=inside)
+            tl.store(target, rotated.to(q_ptr.dtype.element_ty), mask=inside)
+            tl.store(target + D // 2, rotated_high.to(q_ptr.dtype.element_ty), mask=inside)
         else:
             target = k_ptr + slot * (G * D) + (head - H)[:, None] * D + d[None, :]
-            tl.store(target, turned.to(k_ptr.dtype.element_ty), mask=inside)
-            tl.store(target + D // 2, turned_high.to(k_ptr.dtype.element_ty), mask=inside)
+            tl.store(target, rotated.to(k_ptr.dtype.element_ty), mask=inside)
+            tl.store(target + D // 2, rotated_high.to(k_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,1 @@
+"""Parallel groups: which part of a model this process computes, and how parts are combined."""

@@ -1,0 +1,59 @@
+"""The attention layer: project, rotate, write KV, attend, add the output to the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.gemm.gemm import Gemm
+from runtime.layers.linear import Linear
+from runtime.layers.norm import RMSNorm
+from runtime.layers.ops import BlockOps, Stream
+from runtime.layers.pass_context import PassContext
+from runtime.layers.rope import RotaryHeads
+
+
+class Attention:
+    """Grouped-query attention of one layer, or this rank's heads of it. Owner of its weights.
+
+    Attributes:
+        spec: what the backend reads: KV, scale, window, softcap, sinks.
+        heads: how a qkv row becomes heads.
+        qkv_proj, o_proj: the projections.
+        kernel_launches: of an eager pass, about: norm, qkv, rotary and KV write, attention, output.
+    """
+
+    kernel_launches = 5
+
+    def __init__(self, spec: AttentionSpec, heads: RotaryHeads, qkv_proj: Linear, o_proj: Linear, ops: BlockOps) -> None:
+        self.spec, self.heads, self.qkv_proj, self.o_proj = spec, heads, qkv_proj, o_proj
+        self._ops = ops
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that every token is multiplied by."""
+        return self.qkv_proj.num_parameters + self.o_proj.num_parameters
+
+    def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
+        """Its GEMMs, in order."""
+        yield Gemm("linear", self.qkv_proj, norm)
+        yield Gemm("linear_add", self.o_proj, next_norm)
+
+    def project(self, stream: Stream, norm: RMSNorm) -> torch.Tensor:
+        """The qkv rows [T, (H + 2 G) * head_dim] of the normed stream."""
+        return self._ops.norm_linear(stream, norm, self.qkv_proj)
+
+    def project_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The qkv rows of rows that are already normed, [T, in] in the model's dtype."""
+        return self._ops.linear(x, self.qkv_proj)
+
+    def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
+        """Write k and v to the pool and attend: [T, H * head_dim], the dtype of `qkv`."""
+        q = self._ops.rope_and_cache(qkv, self.heads, self.spec.layer_id, context)
+        return context.backend.forward(q, self.spec, context.batch)
+
+    def add_output(self, attended: torch.Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
+        """The stream plus the output projection of `attended`; perhaps in the same storage."""
+        return self._ops.linear_add(attended, self.o_proj, stream, next_norm)

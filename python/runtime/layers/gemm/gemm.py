@@ -1,0 +1,33 @@
+"""A GEMM as a model describes it to the autotuner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.layers.linear import Linear
+from runtime.layers.norm import RMSNorm
+
+GemmOp = Literal["linear", "linear_add", "gate_up", "logits"]
+"""The block operation around a GEMM; "logits" stands for the LM head with and without argmax."""
+GemmKey = tuple[GemmOp, int, int, int]
+"""Operation, rows and columns of the weight, m bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """One GEMM of a model.
+
+    Attributes:
+        op: the block operation that runs it.
+        linear: its weight.
+        norm: the norm that is fused with it: the one before "linear" and "gate_up", the one after "linear_add".
+    """
+
+    op: GemmOp
+    linear: Linear
+    norm: RMSNorm
+
+    def key(self, m_bucket: int) -> GemmKey:
+        """What its kernel is chosen by."""
+        return self.op, self.linear.out_features, self.linear.in_features, m_bucket

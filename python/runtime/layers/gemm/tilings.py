@@ -1,0 +1,48 @@
+"""The choice of a kernel and a tiling for a skinny GEMM, from the device's measured values."""
+
+from __future__ import annotations
+
+from runtime.config.device_tuning import DeviceTuning
+from runtime.config.kernel_configs import TritonConfig
+from runtime.layers.gemm.gemm import GemmOp
+from runtime.layers.gemm.triton_gemm import MAX_ROWS
+from runtime.layers.gemm.wgmma_gemm import MAX_TILE, WgmmaConfig
+
+GemmChoice = TritonConfig | WgmmaConfig | None
+"""How a GEMM is computed: Triton or WGMMA with a tiling, or cuBLAS (None) with separate kernels for the epilogue."""
+M_BUCKETS = (1, 4, 8, 16, 32, 64, MAX_ROWS)
+"""A GEMM of M rows uses the kernel chosen for the next of these."""
+
+
+def m_bucket(rows: int) -> int:
+    """The bucket of `rows`, 1..MAX_ROWS."""
+    return next(most for most in M_BUCKETS if rows <= most)
+
+
+def default_choice(op: GemmOp, rows: int, tuning: DeviceTuning) -> GemmChoice:
+    """The choice for GEMMs that were not timed."""
+    return None if rows > tuning.triton_gemm_rows else tuning.gemm_configs(op, rows)[0]
+
+
+def wgmma_configs(op: GemmOp, rows: int, weight_rows: int, num_sms: int, tuning: DeviceTuning) -> tuple[WgmmaConfig, ...]:
+    """WGMMA tilings worth timing: tiles that fill the multiprocessors evenly, whole or in halves."""
+    if rows <= tuning.triton_gemm_rows and op != "linear":
+        return ()
+    outputs, halves = (weight_rows // 2, 2) if op == "gate_up" else (weight_rows, 1)
+
+    def even(programs: int, multiple: int) -> int:
+        return halves * (-(-outputs // (programs * multiple)) * multiple)
+
+    if op in ("linear", "linear_add"):
+        found = [WgmmaConfig(even(num_sms // split, 8 * split), split) for split in (1, 2)]
+    else:
+        waves = -(-weight_rows // (num_sms * MAX_TILE))
+        found = [WgmmaConfig(even(waves * num_sms, 8))]
+        if op == "gate_up":
+            found.append(WgmmaConfig(even(2 * waves * num_sms, 8)))
+    return tuple(config for config in found if config.tile <= MAX_TILE)
+
+
+def describe(choice: GemmChoice) -> str:
+    """For the log and for tables."""
+    return "cuBLAS" if choice is None else f"Triton {choice}" if isinstance(choice, TritonConfig) else str(choice)

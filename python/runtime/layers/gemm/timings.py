@@ -1,0 +1,37 @@
+"""The fastest kernel of each GEMM, measured once and shared by every model that is handed this object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from runtime.config.device_tuning import H200, DeviceTuning
+from runtime.distributed.parallel_group import ALONE, ParallelGroup
+from runtime.layers.gemm.gemm import GemmKey
+
+if TYPE_CHECKING:  # it imports Triton, which the CPU build of torch does not have
+    from runtime.layers.gemm.tilings import GemmChoice
+
+
+class GemmTimings:
+    """What was measured. Two models that share it compute equal GEMMs with equal kernels, to the last bit; so do the ranks of `group`.
+
+    `tuning` holds the device's measured values, which name the candidates.
+    """
+
+    def __init__(self, tuning: DeviceTuning = H200, group: ParallelGroup = ALONE) -> None:
+        self.tuning = tuning
+        self._group = group
+        self._measured: dict[tuple[torch.dtype, GemmKey], tuple[GemmChoice, str]] = {}
+
+    def known(self, dtype: torch.dtype, key: GemmKey) -> tuple[GemmChoice, str] | None:
+        """The choice for a GEMM with weights of `dtype` and a line that describes it, if it was measured."""
+        return self._measured.get((dtype, key))
+
+    def keep(self, dtype: torch.dtype, key: GemmKey, measure: Callable[[], tuple[GemmChoice, str]]) -> tuple[GemmChoice, str]:
+        """The known choice, or the one that `measure` finds on rank 0."""
+        if (dtype, key) not in self._measured:
+            self._measured[dtype, key] = self._group.agree(measure())
+        return self._measured[dtype, key]

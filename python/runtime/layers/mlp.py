@@ -1,0 +1,60 @@
+"""The MLP of a block: its interface, and the dense gated form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from runtime.layers.activation import Activation
+from runtime.layers.gemm.gemm import Gemm
+from runtime.layers.linear import Linear
+from runtime.layers.norm import RMSNorm
+from runtime.layers.ops import BlockOps, Stream
+
+
+class Mlp(Protocol):
+    """What a block needs of its MLP, dense or sparse.
+
+    Attributes:
+        kernel_launches: of an eager pass, about, the norm before it included.
+    """
+
+    kernel_launches: int
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied by."""
+        ...
+
+    def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
+        """Its GEMMs that are to be autotuned, in order, between these norms."""
+        ...
+
+    def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
+        """`stream + mlp(norm(stream))`, perhaps in the same storage; `next_norm` reads it next."""
+        ...
+
+
+class GatedMlp:
+    """The dense `Mlp`: `down(activation(gate(x)) * up(x))`. Owner of its weights."""
+
+    kernel_launches = 4
+
+    def __init__(self, gate_up_proj: Linear, down_proj: Linear, ops: BlockOps, activation: Activation = Activation.SILU) -> None:
+        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+        self._ops, self._activation = ops, activation
+
+    @property
+    def active_parameters(self) -> int:
+        """All of its weights."""
+        return self.gate_up_proj.num_parameters + self.down_proj.num_parameters
+
+    def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
+        """Gate and up, then down."""
+        yield Gemm("gate_up", self.gate_up_proj, norm)
+        yield Gemm("linear_add", self.down_proj, next_norm)
+
+    def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
+        """`stream + mlp(norm(stream))`, perhaps in the same storage."""
+        gated = self._ops.norm_gate_up(stream, norm, self.gate_up_proj, self._activation)
+        return self._ops.linear_add(gated, self.down_proj, stream, next_norm)

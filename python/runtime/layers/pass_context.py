@@ -1,0 +1,24 @@
+"""What the parts of a model read of the running pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.layers.attention.base import AttentionBackend
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.mem_cache.kv_pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class PassContext:
+    """One pass: its tokens, the KV pool it writes and the backend that attends over it.
+
+    Attributes:
+        batch: positions, slots and lengths.
+        kv_pool: of this model.
+        backend: its `plan` has been called for `batch`.
+    """
+
+    batch: ForwardBatch
+    kv_pool: KVPool
+    backend: AttentionBackend

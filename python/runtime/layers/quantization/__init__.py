@@ -1,0 +1,1 @@
+"""Quantisation schemes: how a linear layer stores its weight and multiplies by it."""

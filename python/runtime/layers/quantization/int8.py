@@ -1,0 +1,103 @@
+"""Weight-only int8 for the CPU: int8 rows, quantised as they are loaded, with one scale per row."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from runtime.layers.quantization.scheme import GemmCaps, LinearPart, Storage, WeightSlot
+
+DIRECT_ROWS = 16
+"""Up to this many tokens the packed int8 kernel is faster; above, dequantisation and a bfloat16 GEMM (AVX-512)."""
+K_MULTIPLE = 32
+N_MULTIPLE = 4
+
+
+class Int8:
+    """`QuantScheme` "int8": `weight` int8 [out, in] and `scale` bfloat16 [out]; row i stands for `weight[i] * scale[i]`.
+
+    Activations are rounded to bfloat16: the kernel's float32 form is not vectorised (measured 14 times slower). Scales are bfloat16 numbers
+    and rows are quantised with the rounded scale, so that the scale itself adds no error.
+    """
+
+    name = "int8"
+    gemm_caps = GemmCaps(dense=False)
+
+    def allocate(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Storage:
+        """Empty rows and scales; `dtype` does not matter."""
+        weight = torch.empty((out_features, in_features), dtype=torch.int8, device=device)
+        return Storage(weight, torch.empty(out_features, dtype=torch.bfloat16, device=device))
+
+    def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
+        """One tensor, `prefix.weight`, of any floating-point dtype; it is quantised when it is stored."""
+
+        def put(rows: torch.Tensor) -> None:
+            quantized = quantize_rows(rows.to(storage.weight.device))
+            for tensor, values in zip(storage.tensors, quantized.tensors, strict=True):
+                tensor[part.rows] = values
+
+        return {part.prefix + ".weight": WeightSlot(part.shape, part.index, put)}
+
+    def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
+        """[T, in] -> [T, out], the dtype of `x`.
+
+        A row's result has the same bits whatever the other rows are: in a prompt pass, and in other passes of up to `DIRECT_ROWS` rows.
+        """
+        assert storage.scale is not None
+        out = _multiply(x.to(torch.bfloat16), storage.weight, storage.scale, in_prompt).to(x.dtype)
+        return out if bias is None else out.add_(bias)
+
+    def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
+        """The rows and their scales."""
+        assert storage.scale is not None
+        return Storage(storage.weight[rows], storage.scale[rows])
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, in_prompt: bool) -> torch.Tensor:
+    # The kernel reads whole vectors: with other shapes it would read past the rows.
+    packable = weight.shape[1] % K_MULTIPLE == 0 and weight.shape[0] % N_MULTIPLE == 0
+    if packable and x.shape[0] <= DIRECT_ROWS and not in_prompt:
+        return torch.ops.aten._weight_int8pack_mm(x.contiguous(), weight, scale)
+    wide = weight.to(torch.bfloat16)
+    return (blocked_matmul(x, wide) if in_prompt else F.linear(x, wide)).mul_(scale)
+
+
+def blocked_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` for bfloat16 `x` [T, in], by GEMMs of one size: a CPU sums a row differently in GEMMs of different sizes."""
+    size = block_rows()
+    out = x.new_empty(-(-x.shape[0] // size) * size, weight.shape[0])
+    for rows, block in zip(F.pad(x, (0, 0, 0, len(out) - len(x))).split(size), out.split(size), strict=True):
+        torch.mm(rows, weight.T, out=block)
+    return out[: x.shape[0]]
+
+
+@functools.cache
+def block_rows() -> int:
+    """Rows of the GEMMs that a prompt is cut into: more where AMX makes padded rows nearly free."""
+    cpu = Path("/proc/cpuinfo")
+    return 128 if cpu.is_file() and "amx_bf16" in cpu.read_text() else 32
+
+
+def quantize_rows(rows: torch.Tensor) -> Storage:
+    """Quantise each row symmetrically.
+
+    Args:
+        rows: [out, in], any float dtype.
+
+    Returns:
+        int8 [out, in] in -127..127, and bfloat16 scales [out], with `rows ≈ int8 * scale`.
+    """
+    rows = rows.float()
+    # A scale rounded down would push the largest entry past 127; 2 ** -8 is half a bfloat16 step, relative.
+    scale = (rows.abs().amax(dim=1).clamp_(min=1e-20) / 127 * (1 + 2**-8)).to(torch.bfloat16)
+    return Storage((rows / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale)
+
+
+def dequantize(storage: Storage) -> torch.Tensor:
+    """The float32 weight that the layer computes with."""
+    assert storage.scale is not None
+    return storage.weight.float() * storage.scale.float()[:, None]

@@ -1,0 +1,98 @@
+"""The contract of a quantisation scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """Where one tensor of a checkpoint goes.
+
+    Attributes:
+        shape: of the whole tensor in the checkpoint.
+        index: the part of it that this process loads.
+        put: stores that part; a tensor of `dtype` on any device.
+        dtype: that the tensor must have; None for any floating-point dtype.
+    """
+
+    shape: tuple[int, ...]
+    index: Index
+    put: Callable[[torch.Tensor], object]
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """What a scheme stores of a weight [out, in]: the matrix in its own format, and its scales where it has any."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors."""
+        return (self.weight,) if self.scale is None else (self.weight, self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPart:
+    """One of the checkpoint's linear layers within a fused one.
+
+    Attributes:
+        prefix: its name, without `.weight`.
+        shape: [out, in] in the checkpoint.
+        index: the rows and columns that this process loads.
+        start: the row of the fused layer where they go.
+    """
+
+    prefix: str
+    shape: tuple[int, int]
+    index: tuple[slice, slice]
+    start: int
+
+    @property
+    def rows(self) -> slice:
+        """Rows of the fused layer that this part fills."""
+        return slice(self.start, self.start + self.index[0].stop - self.index[0].start)
+
+
+@dataclass(frozen=True, slots=True)
+class GemmCaps:
+    """Which GEMM kernels can read a scheme's storage.
+
+    Attributes:
+        dense: `storage.weight` is the matrix itself in the activations' dtype: the skinny GEMM kernels, and cuBLAS with float32 output,
+            multiply by it directly. Otherwise only the scheme's own `matmul` does.
+    """
+
+    dense: bool
+
+
+class QuantScheme(Protocol):
+    """How the weight of a linear layer is stored, filled and multiplied by. Stateless; one scheme serves all layers of a model."""
+
+    name: str
+    gemm_caps: GemmCaps
+
+    def allocate(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Storage:
+        """Storage of a weight [out, in] for activations of `dtype`, not yet filled."""
+        ...
+
+    def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
+        """The tensors that the scheme wants from a checkpoint for one part, by name, and where each goes in `storage`."""
+        ...
+
+    def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
+        """`x @ weight.T + bias`: [T, in] -> [T, out], the dtype of `x`. `in_prompt`: rows of a prompt pass."""
+        ...
+
+    def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
+        """A copy of output rows int64 [n], as the weight of a smaller layer."""
+        ...

@@ -1,0 +1,36 @@
+"""What turns a fused qkv row into heads: how it is split, its norms and its rotary table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from runtime.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding, "neox" halves.
+
+    Attributes:
+        cos_sin: float32 [max_positions, head_dim]: cosines of the head_dim / 2 angles, then sines.
+    """
+
+    cos_sin: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryHeads:
+    """How a fused qkv row becomes heads: H query heads, G key heads, G value heads, each `head_dim` wide.
+
+    Attributes:
+        q_norm, k_norm: per head, before the rotation; both or none.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None

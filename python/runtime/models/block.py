@@ -1,0 +1,75 @@
+"""A transformer block, for targets and draft heads: attention and MLP with their norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from runtime.layers.attention.layer import Attention
+from runtime.layers.gemm.gemm import Gemm
+from runtime.layers.mlp import Mlp
+from runtime.layers.norm import RMSNorm
+from runtime.layers.ops import Stream
+from runtime.layers.pass_context import PassContext
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A pre-norm block: `h += attention(attn_norm(h)); h += mlp(mlp_norm(h))`.
+
+    Attributes:
+        attn_norm: None for a block whose attention is always fed rows of another origin, such as the first of an EAGLE head.
+    """
+
+    attention: Attention
+    mlp: Mlp
+    attn_norm: RMSNorm | None
+    mlp_norm: RMSNorm
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied by."""
+        return self.attention.active_parameters + self.mlp.active_parameters
+
+    @property
+    def kernel_launches(self) -> int:
+        """Of an eager pass, about."""
+        return self.attention.kernel_launches + self.mlp.kernel_launches
+
+    def gemms(self) -> Iterator[Gemm]:
+        """Its GEMMs that are to be autotuned, in order."""
+        first = self.attn_norm or self.mlp_norm
+        yield from self.attention.gemms(first, self.mlp_norm)
+        yield from self.mlp.gemms(self.mlp_norm, first)
+
+    def forward(self, stream: Stream, context: PassContext, next_norm: RMSNorm | None = None, wanted: torch.Tensor | None = None) -> Stream:
+        """The stream through the block, perhaps in the same storage.
+
+        Args:
+            next_norm: the norm of the block after this one.
+            wanted: int64 [N], tokens whose rows alone are returned; KV is written for all tokens.
+        """
+        assert self.attn_norm is not None, "this block has no input norm: use forward_rows"
+        return self._finish(self.attention.project(stream, self.attn_norm), stream, context, next_norm, wanted)
+
+    def forward_rows(
+        self,
+        x: torch.Tensor,
+        stream: Stream,
+        context: PassContext,
+        next_norm: RMSNorm | None = None,
+        wanted: torch.Tensor | None = None,
+    ) -> Stream:
+        """As `forward`, with attention fed rows `x` [T, in] in the model's dtype instead of the normed stream."""
+        return self._finish(self.attention.project_rows(x), stream, context, next_norm, wanted)
+
+    def _finish(
+        self, qkv: torch.Tensor, stream: Stream, context: PassContext, next_norm: RMSNorm | None, wanted: torch.Tensor | None
+    ) -> Stream:
+        attended = self.attention.attend(qkv, context)
+        if wanted is not None:
+            attended, stream = attended[wanted], Stream(stream.h[wanted], in_prompt=stream.in_prompt)
+        stream = self.attention.add_output(attended, stream, self.mlp_norm)
+        return self.mlp.forward(stream, self.mlp_norm, next_norm)

@@ -1,0 +1,23 @@
+"""Llama 2 and 3, and everything published under their class name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from runtime.models.config import ModelConfig
+from runtime.models.hf_config import ConfigFields, decoder_config
+
+if TYPE_CHECKING:  # the front process reads configurations without torch
+    from runtime.models.block import Block
+    from runtime.models.parts import ModelParts
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    """The architecture; `attention_bias` and `mlp_bias` say which projections have biases."""
+    bias = fields.flag("attention_bias")
+    return decoder_config(fields, qkv_bias=bias, o_bias=bias, mlp_bias=fields.flag("mlp_bias"))
+
+
+def block(parts: ModelParts, layer: int) -> Block:
+    """Layer `layer`."""
+    return parts.dense_block(f"model.layers.{layer}.", layer)

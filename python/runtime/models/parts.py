@@ -1,0 +1,91 @@
+"""Makes the parts that models are wired from: norms, attention layers, MLPs and whole blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from runtime.distributed.parallel_group import ALONE, ParallelGroup, Shard
+from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.attention.layer import Attention
+from runtime.layers.linear import Partition
+from runtime.layers.mlp import GatedMlp
+from runtime.layers.norm import RMSNorm
+from runtime.layers.ops import BlockOps
+from runtime.layers.quantization.dense import DENSE
+from runtime.layers.quantization.scheme import QuantScheme
+from runtime.layers.rope import RotaryHeads
+from runtime.mem_cache.kv_spec import KVSpec
+from runtime.models.block import Block
+from runtime.models.config import ModelConfig
+from runtime.models.rotary import build_rope
+from runtime.models.weights import WeightTable
+
+
+@dataclass(frozen=True, slots=True)
+class ModelContext:
+    """What every part of a model shares; a draft head takes over its target's.
+
+    Attributes:
+        dtype: of weights and activations; the residual stream is float32.
+        scheme: how the weights of linear layers are stored.
+        group: the ranks that share the model.
+    """
+
+    ops: BlockOps
+    dtype: torch.dtype
+    device: torch.device
+    scheme: QuantScheme = DENSE
+    group: ParallelGroup = ALONE
+
+
+class ModelParts:
+    """Makes the parts of one model. Their weights are filled through `weights`.
+
+    Attributes:
+        config: the architecture.
+        context: operations, dtype, device, scheme and group.
+        weights: the table of all parameters so far.
+        rope: the rotary table that the attention layers share.
+    """
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        self.config, self.context = config, context
+        self.weights = WeightTable(context.dtype, context.device, context.scheme, context.group)
+        self.rope = build_rope(config, context.device)
+
+    def norm(self, name: str, width: int | None = None) -> RMSNorm:
+        """The norm whose weight is tensor `name`, over the hidden size or `width`."""
+        return RMSNorm(self.weights.tensor(name, (width or self.config.hidden_size,)), self.config.rms_eps)
+
+    def attention(self, prefix: str, layer_id: int, in_features: int | None = None) -> Attention:
+        """The attention layer of tensors `prefix`*, whose qkv projection reads rows of the hidden size or of `in_features`."""
+        c, group = self.config, self.context.group
+        kv_shards = min(group.size, c.num_kv_heads)  # KV heads are replicated where there are fewer than ranks
+        shards = (Shard(group.rank, group.size), *[Shard(group.rank * kv_shards // group.size, kv_shards)] * 2)
+        rows = {prefix + "q_proj": c.num_q_heads, prefix + "k_proj": c.num_kv_heads, prefix + "v_proj": c.num_kv_heads}
+        qkv = self.weights.linear(
+            {name: heads * c.head_dim for name, heads in rows.items()}, in_features or c.hidden_size, c.qkv_bias, Partition.COLUMN, shards
+        )
+        norms = [self.norm(f"{prefix}{name}_norm.weight", c.head_dim) if c.qk_norm else None for name in "qk"]
+        o = self.weights.linear({prefix + "o_proj": c.hidden_size}, c.num_q_heads * c.head_dim, c.o_bias, Partition.ROW)
+        heads, kv_heads = c.num_q_heads // group.size, c.num_kv_heads // kv_shards
+        kv = KVSpec("gqa", kv_heads, c.head_dim, c.head_dim, self.context.dtype)
+        spec = AttentionSpec(layer_id, heads, kv, c.head_dim**-0.5, c.window[layer_id])
+        return Attention(spec, RotaryHeads(heads, kv_heads, c.head_dim, self.rope, *norms), qkv, o, self.context.ops)
+
+    def gated_mlp(self, prefix: str) -> GatedMlp:
+        """The dense MLP of tensors `prefix`*."""
+        c = self.config
+        inner = {prefix + "gate_proj": c.intermediate_size, prefix + "up_proj": c.intermediate_size}
+        gate_up = self.weights.linear(inner, c.hidden_size, c.mlp_bias, Partition.COLUMN)
+        down = self.weights.linear({prefix + "down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias, Partition.ROW)
+        return GatedMlp(gate_up, down, self.context.ops)
+
+    def dense_block(self, prefix: str, layer_id: int, in_features: int | None = None, input_norm: bool = True) -> Block:
+        """The block of tensors `prefix`*, under Llama's names."""
+        attn_norm = self.norm(prefix + "input_layernorm.weight") if input_norm else None
+        attention = self.attention(prefix + "self_attn.", layer_id, in_features)
+        mlp_norm = self.norm(prefix + "post_attention_layernorm.weight")
+        return Block(attention, self.gated_mlp(prefix + "mlp."), attn_norm, mlp_norm)

@@ -1,0 +1,26 @@
+"""Qwen 3, dense: norms on each head's q and k, heads of 128, windows as in Qwen 2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from runtime.models.config import ModelConfig
+from runtime.models.hf_config import ConfigFields, decoder_config
+from runtime.models.qwen2 import windows
+
+if TYPE_CHECKING:  # the front process reads configurations without torch
+    from runtime.models.block import Block
+    from runtime.models.parts import ModelParts
+
+HEAD_DIM = 128
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    """The architecture."""
+    bias = fields.flag("attention_bias")
+    return decoder_config(fields, head_dim=HEAD_DIM, qkv_bias=bias, o_bias=bias, qk_norm=True, window=windows(fields))
+
+
+def block(parts: ModelParts, layer: int) -> Block:
+    """Layer `layer`."""
+    return parts.dense_block(f"model.layers.{layer}.", layer)

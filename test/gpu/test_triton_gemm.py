@@ -1,0 +1,233 @@
+"""The Triton GEMM at every tiling that may be chosen, and the choice among them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from runtime.config.device_tuning import H200
+from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
+from runtime.layers.gemm.epilogue import Epilogue
+from runtime.layers.gemm.gemm import Gemm
+from runtime.layers.gemm.timings import GemmTimings
+from runtime.layers.linear import Linear, Partition
+from runtime.layers.norm import RMSNorm
+from runtime.layers.ops import Stream
+from runtime.layers.quantization.dense import DENSE
+from runtime.layers.quantization.scheme import Storage
+
+if TYPE_CHECKING:
+    from runtime.layers.gemm.triton_gemm import TritonConfig
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+BF16 = torch.bfloat16
+ROWS = (3, 16, 64, 128)
+
+
+def chosen_tilings(rows: int) -> list[TritonConfig]:
+    return [*{c for op in ("linear", "linear_add", "gate_up", "logits") for c in H200.gemm_configs(op, rows)}]
+
+
+def odd_tilings() -> list[TritonConfig]:
+    from runtime.layers.gemm.triton_gemm import TritonConfig
+
+    ways = itertools.product(((32, 128, 4, 3), (64, 64, 4, 4)), (False, True), (False, True), (0, 4096), (False, True))
+    return [TritonConfig(*tiling, swap, tma, prefetch, late) for tiling, swap, tma, prefetch, late in ways]
+
+
+def tilings(rows: int) -> list[TritonConfig]:
+    return [*chosen_tilings(rows), *odd_tilings()]
+
+
+def few_tilings(rows: int) -> list[TritonConfig]:
+    """Those that may be chosen, and one of each odd kind."""
+    return [*chosen_tilings(rows), *{(c.swap, c.tma): c for c in odd_tilings()}.values()]
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
+def test_every_tiling_computes_the_same_gemm(rows: int, pdl: bool) -> None:
+    from runtime.layers.gemm.triton_gemm import triton_gemm
+
+    if pdl and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("programmatic dependent launch needs compute capability 9")
+    N, K = 1000, 2064  # neither is a multiple of a tile
+    x, weight = (torch.randn((n, K), device="cuda").to(BF16) for n in (rows, N))
+    want = x.double() @ weight.double().T
+    gate, up = (want * K**-0.5).chunk(2, dim=1)
+    gated, scaled = torch.nn.functional.silu(gate) * up, (x.float() * K**-0.5).to(BF16)
+    for config in tilings(rows):
+        out = torch.full((rows + 1, N), float("nan"), device="cuda")
+        triton_gemm(x, weight, out[:rows], config, pdl=pdl)
+        assert ((out[:rows].double() - want).norm() / want.norm()) < 1e-5, config
+        triton_gemm(x, weight, out[:rows], config, Epilogue(add=True), pdl=pdl)
+        assert ((out[:rows].double() - 2 * want).norm() / want.norm()) < 1e-5, config
+        assert out[rows].isnan().all(), f"{config} writes past its rows"
+        half = torch.full((rows + 1, N // 2), float("nan"), device="cuda")
+        triton_gemm(scaled, weight, half[:rows], config, Epilogue(silu=True), pdl=pdl)
+        assert ((half[:rows].double() - gated).norm() / gated.norm()) < 1e-2, config
+        assert half[rows].isnan().all(), f"{config} writes past its rows"
+
+
+@pytest.mark.parametrize(("rows", "N"), zip(ROWS, (1000, 1024, 1024, 1000), strict=True))
+def test_every_tiling_prepares_the_deferred_norm_beside_the_same_sums(rows: int, N: int) -> None:
+    from runtime.layers.gemm.triton_gemm import triton_gemm
+
+    K = 528  # no multiple of a tile; nor is the smaller N
+    x, weight, gain = (torch.randn(shape, device="cuda").to(BF16) for shape in ((rows, K), (N, K), (N,)))
+    before = torch.randn((rows, N), device="cuda") * 30
+    for config in few_tilings(rows):
+        want = triton_gemm(x, weight, before.clone(), config, Epilogue(add=True))
+        count = config.parts(N)
+        h, squares = (torch.full((rows + 1, n), float("nan"), device="cuda") for n in (N, count))
+        scaled = torch.full((rows + 1, N), float("nan"), device="cuda", dtype=BF16)
+        h[:rows] = before
+        triton_gemm(x, weight, h[:rows], config, Epilogue(add=True, deferred=DeferredNorm(gain, scaled[:rows], squares[:rows])))
+        assert torch.equal(h[:rows], want), f"{config} adds differently when a norm is deferred"
+        assert torch.equal(scaled[:rows], (want * gain.float()).to(BF16)), config
+        exact = torch.nn.functional.pad(want.double().square(), (0, count * config.block_n - N)).reshape(rows, count, -1).sum(2)
+        torch.testing.assert_close(squares[:rows].double(), exact, rtol=1e-5, atol=0, msg=str(config))
+        for written in (h, scaled, squares):
+            assert written[rows].isnan().all(), f"{config} writes past its rows"
+
+
+def test_squares_of_another_tiling_are_refused() -> None:
+    from runtime.layers.gemm.triton_gemm import TritonConfig, triton_gemm
+
+    x, weight = torch.zeros((3, 64), device="cuda", dtype=BF16), torch.zeros((96, 64), device="cuda", dtype=BF16)
+    h, deferred = torch.zeros((3, 96), device="cuda"), DeferredNorm(weight[0], torch.empty_like(x), torch.zeros((3, 3), device="cuda"))
+    with pytest.raises(AssertionError):
+        triton_gemm(x, weight, h, TritonConfig(32, 64, 4, 3), Epilogue(add=True, deferred=deferred))
+    deferred = DeferredNorm(torch.zeros(96, device="cuda", dtype=BF16), h.to(BF16), torch.zeros((3, 6), device="cuda"))
+    with pytest.raises(AssertionError):
+        triton_gemm(x, weight, h, TritonConfig(32, 64, 4, 3), Epilogue(add=True, deferred=deferred))
+
+
+@pytest.mark.parametrize(("rows", "count"), zip(ROWS, (43, 1, 344, 12), strict=True))
+def test_every_tiling_and_epilogue_applies_a_deferred_norm(rows: int, count: int) -> None:
+    from runtime.layers.gemm.triton_gemm import triton_gemm
+
+    N, K, eps = 1000, 2064, 0.25  # neither is a multiple of a tile
+    h = torch.randn((rows, K), device="cuda") * torch.linspace(0.1, 9, rows, device="cuda")[:, None]
+    gain, bias = (torch.randn(n, device="cuda").to(BF16) for n in (K, N))
+    weight = (torch.randn((N, K), device="cuda") * K**-0.5).to(BF16)
+    x = (h * gain.float()).to(BF16)
+    squares = torch.full((rows + 1, count), float("inf"), device="cuda")  # what is past the rows is not read, or not used
+    squares[:rows] = h.square().reshape(rows, count, -1).sum(2)
+    scale = RowScale(squares[:rows], eps)
+    norms = (h.double().square().mean(1, keepdim=True) + eps).rsqrt()
+    want = x.double() * norms @ weight.double().T
+    biased = want + bias.double()
+    gate, up = biased.chunk(2, dim=1)
+    gated = torch.nn.functional.silu(gate) * up
+    old = torch.randn((rows, N), device="cuda")
+
+    def near(got: torch.Tensor, exact: torch.Tensor) -> bool:
+        return bool(((got.double() - exact).norm(dim=1) < 1e-5 * exact.norm(dim=1)).all())
+
+    for config in few_tilings(rows):
+        out = triton_gemm(x, weight, old.clone(), config, Epilogue(add=True, scale=scale))
+        assert near(out, want + old.double()), config
+        half = triton_gemm(x, weight, torch.empty((rows, N // 2), device="cuda"), config, Epilogue(bias=bias, silu=True, scale=scale))
+        assert near(half, gated), config
+        out = triton_gemm(x, weight, torch.empty((rows, N), device="cuda"), config, Epilogue(bias=bias, scale=scale))
+        assert near(out, biased), config
+
+
+@pytest.mark.parametrize("count", [5, 16, 86, 344])
+def test_a_row_scale_does_not_depend_on_other_rows(count: int) -> None:
+    from runtime.layers.gemm.triton_gemm import TritonConfig, triton_gemm
+
+    K = 2064
+    h = torch.randn((128, K), device="cuda")
+    weight, squares = torch.eye(64, K, device="cuda").to(BF16), h[:, :count].square().contiguous()
+    for config in (TritonConfig(32, 128, 4, 3), TritonConfig(64, 64, 4, 4, swap=True)):
+
+        def product(first: int, last: int, config: TritonConfig = config) -> torch.Tensor:
+            out = torch.empty((last - first, 64), device="cuda")
+            return triton_gemm(
+                h[first:last].to(BF16), weight, out, config, Epilogue(scale=RowScale(squares[first:last].contiguous(), 1e-5))
+            )
+
+        whole = product(0, 128)
+        for first, last in ((0, 3), (2, 18), (60, 124), (127, 128)):
+            assert torch.equal(product(first, last), whole[first:last]), f"{config}: rows {first} to {last} of {count} sums"
+
+
+@pytest.mark.parametrize("rows", [3, 64])
+def test_a_chain_that_starts_early_waits_for_what_is_left_ahead(rows: int) -> None:
+    from runtime.layers.gemm.triton_gemm import TritonConfig, triton_gemm
+
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("programmatic dependent launch needs compute capability 9")
+    K = 1024
+    down, up = ((torch.randn((n * K, K), device="cuda") * K**-0.5).to(BF16) for n in (1, 2))
+    gain, x, h = (torch.randn(shape, device="cuda").to(BF16) for shape in ((K,), (rows, K), (rows, K)))
+    for config in (TritonConfig(16, 256, 2, 6), TritonConfig(64, 128, 4, 4, swap=True), TritonConfig(32, 128, 4, 3, late=True)):
+
+        def chain(pdl: bool, config: TritonConfig = config) -> torch.Tensor:
+            stream, act = h.float(), x
+            for _ in range(10):
+                deferred = DeferredNorm(gain, torch.empty_like(x), torch.empty((rows, config.parts(K)), device="cuda"))
+                triton_gemm(act, down, stream, config, Epilogue(add=True, deferred=deferred), pdl=pdl)
+                scale = RowScale(deferred.squares, 1e-5)
+                act = triton_gemm(deferred.scaled, up, torch.empty_like(x), config, Epilogue(silu=True, scale=scale), pdl=pdl)
+            return act
+
+        want = chain(pdl=False)
+        assert want.isfinite().all()
+        assert all(torch.equal(chain(pdl=True), want) for _ in range(10)), config
+
+
+def test_autotune_keeps_a_choice_for_every_gemm_that_then_computes_it() -> None:
+    from runtime.layers.cuda_ops import CudaOps
+
+    def layer(out: int, width: int) -> Linear:
+        return Linear.dense((torch.randn((out, width), device="cuda") * width**-0.5).to(BF16))
+
+    norm = RMSNorm(torch.ones(512, device="cuda", dtype=BF16), 1e-5)
+    gemms = []
+    for _ in range(2):
+        gemms += [Gemm("linear", layer(768, 512), norm), Gemm("linear_add", layer(512, 512), norm)]
+        gemms += [Gemm("gate_up", layer(2048, 512), norm), Gemm("linear_add", layer(512, 1024), norm)]
+    gemms.append(Gemm("logits", layer(4000, 512), norm))
+    timings, down = GemmTimings(), gemms[3].linear
+    ops = CudaOps(timings)
+    untouched = torch.randn((5, 512), device="cuda")
+    report = ops.autotune(gemms, rows=(1, 5))
+    assert {key[3] for key in ops.choices} == {1, 8}
+    assert len(ops.choices) == len(report) == 10
+    again = CudaOps(timings)
+    assert again.autotune(gemms, rows=(1, 5)) == report, "models that share timings compute equal GEMMs alike"
+    assert again.choices == ops.choices
+    want = untouched.double() + (x := torch.randn((5, 1024), device="cuda").to(BF16)).double() @ down.weight.double().T
+    got = ops.linear_add(x, down, Stream(untouched.clone())).h
+    assert ((got.double() - want).norm() / want.norm()) < 1e-5
+    other = layer(320, 512)  # a draft's, which was not timed
+    assert CudaOps(GemmTimings()).choice("linear", other, 20) is not None
+    assert ops.choice("linear", other, 5) is not None
+    assert ops.choice("linear", other, 20) is None, "other numbers of rows wait for no compiler"
+
+
+def test_a_partial_sum_is_reduced_before_it_is_added_and_defers_no_norm() -> None:
+    from runtime.layers.cuda_ops import CudaOps
+
+    class Two:
+        rank, size = 0, 2
+
+        def all_reduce(self, out: torch.Tensor) -> torch.Tensor:
+            return out + 1
+
+        def agree(self, value):
+            return value
+
+    weight, x, h = (torch.randn(shape, device="cuda") for shape in ((512, 256), (5, 256), (5, 512)))
+    linear = Linear(Storage(weight.to(BF16)), None, DENSE, Partition.ROW, Two())
+    norm = RMSNorm(torch.ones(512, device="cuda", dtype=BF16), 1e-5)
+    stream = CudaOps(GemmTimings()).linear_add(x.to(BF16), linear, Stream(h.clone()), norm)
+    assert stream.deferred is None
+    want = h.double() + x.to(BF16).double() @ linear.weight.double().T + 1
+    assert ((stream.h.double() - want).norm() / want.norm()) < 1e-2

@@ -5,7 +5,7 @@ constants it names are still the fastest. Figures go to `results/MACHINE/tuning/
 
     PYTHONPATH=python python -m benchmark.tuning.TOOL
 
-- `gemms`: all configurations of the Triton GEMM; autotune should offer the fastest ones (layers/gemm/tilings.py).
+- `gemms`: all configurations of the Triton GEMM; the fastest belong in config/device_tuning.py.
 - `split_attention`: configurations of split-KV attention next to FA3; sets the default configuration and the batch
 sizes at which it is used.
 - `attention_backends`: one pass of each attention backend by page size.

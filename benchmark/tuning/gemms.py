@@ -4,8 +4,8 @@ follow.
     PYTHONPATH=python python -m benchmark.tuning.gemms --rows 1,4,16,32
 
 The tool compiles in many processes into Triton's cache. Then it times tile sizes, then prefetch distance and launch
-time of the best ones, then whole layers with the winners. Winners belong among the candidates of
-layers/gemm/tilings.py.
+time of the best ones, then whole layers with the winners. Winners belong into the table of
+config/device_tuning.py.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from runtime.config.device_tuning import H200
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.gemm.triton_gemm import MAX_ROWS, TritonConfig, triton_gemm, triton_gemm_argmax
@@ -112,7 +113,6 @@ def test_the_chunks_of_a_row_give_the_first_of_their_largest(chunks: int) -> Non
 @pytest.mark.parametrize("rows", [1, 4, 8, 16, 32, 64, 128])
 def test_every_choice_of_the_head_gives_the_tokens_of_its_logits(rows: int, pdl: bool) -> None:
     from runtime.layers.cuda_ops import CudaOps
-    from runtime.layers.gemm.tilings import triton_configs
 
     if pdl and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("programmatic dependent launch needs compute capability 9")
@@ -121,7 +121,7 @@ def test_every_choice_of_the_head_gives_the_tokens_of_its_logits(rows: int, pdl:
     for bias in (None, torch.randn(vocab, device="cuda").bfloat16()):
         head = Linear.dense(torch.randn((vocab, width), device="cuda").bfloat16(), bias)
         head.weight[20000:] = head.weight[: vocab - 20000]  # ties between far tiles, but for the bias
-        for choice in (None, *triton_configs("logits", rows)):
+        for choice in (None, *H200.gemm_configs("logits", rows)):
             ops.choices["logits", vocab, width, rows] = choice
             logits = ops.logits(x, head)
             want, stored = argmax_rows(logits, torch.empty(rows, dtype=torch.int64, device="cuda"), pdl), torch.full_like(logits, NAN)
@@ -139,10 +139,10 @@ def test_every_choice_of_the_head_gives_the_tokens_of_its_logits(rows: int, pdl:
 @pytest.mark.parametrize("rows", [3, 40, 128])
 def test_a_captured_greedy_pass_reads_the_states_of_its_replay(rows: int) -> None:
     from runtime.layers.cuda_ops import CudaOps
-    from runtime.layers.gemm.tilings import m_bucket, triton_configs
+    from runtime.layers.gemm.tilings import m_bucket
 
     ops, head = CudaOps(GemmTimings()), Linear.dense(torch.randn((50000, 512), device="cuda").bfloat16())
-    ops.choices["logits", 50000, 512, m_bucket(rows)] = triton_configs("logits", rows)[0]
+    ops.choices["logits", 50000, 512, m_bucket(rows)] = H200.gemm_configs("logits", rows)[0]
     x, tokens = torch.randn((rows, 512), device="cuda").bfloat16(), torch.empty(rows, dtype=torch.int64, device="cuda")
     ops.greedy(x, head, tokens)
     graph = torch.cuda.CUDAGraph()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from runtime.config.device_tuning import H200
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.linear import Linear
@@ -131,14 +132,14 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(ops: BlockOps, rows: int) -
 @pytest.mark.parametrize("rows", [1, 5, 16, 40, 128])
 def test_a_deferred_norm_is_the_norm(rows: int) -> None:
     from runtime.layers.cuda_ops import CudaOps
-    from runtime.layers.gemm.tilings import m_bucket, triton_configs, wgmma_configs
+    from runtime.layers.gemm.tilings import m_bucket, wgmma_configs
 
     hidden, kinds = 1024, {"linear_add": (1024, 1536), "linear": (960, 1024), "gate_up": (3072, 1024)}
     down, qkv, gate_up, norm = layer(1024, 1536), layer(960, 1024), layer(3072, 1024), gain(hidden)
     h, x = rand(rows, hidden, dtype=torch.float32, scale=50), rand(rows, 1536)
-    ways = [{op: triton_configs(op, rows)[0] for op in kinds}]  # type: ignore[arg-type]
+    ways = [{op: H200.gemm_configs(op, rows)[0] for op in kinds}]  # type: ignore[arg-type]
     if torch.cuda.get_device_capability()[0] == 9:
-        ways += [{op: wgmma_configs(op, 128, size[0], 132)[i] for op, size in kinds.items()} for i in (0, 1)]  # type: ignore[arg-type]
+        ways += [{op: wgmma_configs(op, 128, size[0], 132, H200)[i] for op, size in kinds.items()} for i in (0, 1)]  # type: ignore[arg-type]
         ways += [ways[0] | {"linear_add": ways[1]["linear_add"]}, ways[1] | {"linear_add": ways[0]["linear_add"]}]
     for way in ways:
         ops = CudaOps(GemmTimings())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from runtime.config.device_tuning import H200
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.gemm import Gemm
@@ -27,9 +28,7 @@ ROWS = (3, 16, 64, 128)
 
 
 def chosen_tilings(rows: int) -> list[TritonConfig]:
-    from runtime.layers.gemm.tilings import triton_configs
-
-    return [*{c for op in ("linear", "linear_add", "gate_up", "logits") for c in triton_configs(op, rows)}]
+    return [*{c for op in ("linear", "linear_add", "gate_up", "logits") for c in H200.gemm_configs(op, rows)}]
 
 
 def odd_tilings() -> list[TritonConfig]:

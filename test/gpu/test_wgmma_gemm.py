@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from runtime.config.device_tuning import H200
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.gemm import GemmOp
@@ -196,7 +197,7 @@ def test_replays_of_a_captured_chain_follow_their_inputs() -> None:
 @pytest.mark.parametrize("weight_rows", [576, 960, 3072, 4096, 6144, 28672, 49152, 128256, 151936])
 @pytest.mark.parametrize("num_sms", [78, 114, 132])
 def test_the_tilings_offered_are_valid(op: GemmOp, weight_rows: int, num_sms: int) -> None:
-    for config in wgmma_configs(op, 128, weight_rows, num_sms):
+    for config in wgmma_configs(op, 128, weight_rows, num_sms, H200):
         assert 0 < config.tile <= 256
         assert config.tile % (16 if op == "gate_up" else 8 * config.split) == 0
         programs = -(-weight_rows // config.tile) * config.split

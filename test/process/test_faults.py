@@ -91,6 +91,17 @@ def test_a_failing_step_fails_its_requests_only_and_the_third_within_a_minute_en
     assert_gone(server, children)
 
 
+def test_flushing_a_busy_cache_is_a_conflict_without_a_traceback(server: Server) -> None:
+    stream = server.stream(60)
+    assert wait_until(lambda: stream.events)
+    answer = httpx.post(f"{server.url}/flush_cache", timeout=10)
+    assert answer.status_code == 409
+    assert "while requests are running" in answer.json()["error"]["message"]
+    assert stream.join(PATIENCE)
+    assert wait_until(lambda: httpx.post(f"{server.url}/flush_cache", timeout=10).status_code == 200)
+    assert "Traceback" not in server.text()
+
+
 def test_a_stopped_scheduler_is_noticed_dumped_and_ended(server: Server) -> None:
     children = psutil.Process(server.process.pid).children()
     stream = server.stream(400)

@@ -24,8 +24,8 @@ class AttentionCaps:
         sinks: whether layers with attention sinks work.
         mixed_heads: whether layers may differ in heads, head dimension or scale.
         plan_on_device: whether `plan_on_device` does all planning, so that it can be captured with the pass.
-        self_check: whether a small pass is compared with torch_native at start-up, because the backend depends on private
-            parts of a package.
+        self_check: whether a small pass is compared with torch_native at start-up; for backends that depend on
+            private parts of a package.
     """
 
     dtypes: frozenset[str] | None = None

@@ -52,7 +52,8 @@ class DeviceTuning:
         split_kv_batches: batch sizes, first and last, whose fixed-width passes run by split-KV attention rather than FA3.
         split_kv: (largest batch, configuration for head dimensions up to 128), ascending; the last holds for any batch.
         gemm_candidates: by operation, (largest number of input rows, candidates), ascending.
-        untimed_gemm_rows: up to this many rows, a GEMM that was not timed takes the first candidate, above it cuBLAS.
+        triton_gemm_rows: up to this many rows, a GEMM that was not timed takes the first candidate, above it cuBLAS; and the WGMMA GEMM is
+            timed for `linear` alone.
         wgmma_only_rows: above this many rows, Triton's candidates are not timed where the WGMMA GEMM takes the weights.
     """
 
@@ -64,7 +65,7 @@ class DeviceTuning:
     split_kv_batches: tuple[tuple[int, int], ...]
     split_kv: tuple[tuple[int, SplitConfig], ...]
     gemm_candidates: Mapping[str, tuple[tuple[int, Candidates], ...]]
-    untimed_gemm_rows: int
+    triton_gemm_rows: int
     wgmma_only_rows: int
 
     def split_wins(self, batch: int) -> bool:
@@ -140,7 +141,7 @@ H200 = DeviceTuning(
             (128, (_WIDEST, _SHALLOW)),
         ),
     },
-    untimed_gemm_rows=32,
+    triton_gemm_rows=32,
     wgmma_only_rows=64,
 )
 

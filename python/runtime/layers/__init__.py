@@ -1,1 +1,1 @@
-"""The workshop: what models are built from."""
+"""The parts of models: linears, norms, attention, MLPs, sampling, and their kernels."""

@@ -118,7 +118,7 @@ class CudaOps:
         key = (op, linear.out_features, linear.in_features, m_bucket(rows))
         if key in self.choices:
             return self.choices[key]
-        return default_choice(op, rows) if self._tuned_buckets is None or key[-1] in self._tuned_buckets else None
+        return default_choice(op, rows, self._timings.tuning) if self._tuned_buckets is None or key[-1] in self._tuned_buckets else None
 
     def _trial(self, group: GemmGroup) -> Callable[[GemmChoice], Run]:
         """Makes a run of a group's GEMM, with the kernels around it, for any choice."""

@@ -13,7 +13,7 @@ from runtime.batch import ForwardMode
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """B requests, T tokens. A worker makes one per pass; a captured graph holds one whose tensors are persistent buffers.
+    """B requests, T tokens. A worker makes one per pass; a captured graph holds one of persistent buffers.
 
     `seq_lens` is always the KV length after this pass has written. Query `i` of `q = tokens_per_req` sees
     `seq_len - q + i + 1` keys; in a ragged pass the same holds with each request's own query count.
@@ -28,11 +28,11 @@ class ForwardBatch:
         req_pool_indices: int64 [B]. Row of the page table; padding: 0.
         seq_lens: int32 [B], on the device.
         qo_indptr: int32 [B + 1], on the device: offsets of each request's queries.
-        seq_len_bounds: int32 [B], on the host, upper bounds of `seq_lens`; exact for prompts and when no step is in flight.
+        seq_len_bounds: int32 [B], on the host, upper bounds of `seq_lens`; exact for prompts and if no step is in flight.
         extend_lens: int32 [B], on the host, ragged EXTEND only: the queries of each request.
         step: index of the pass in a plan of several passes (draft decode: 0..K-2).
-        tree_mask: int64 [T], or None for a causal pass. If bit t is set, the query sees the t-th of the last `tree_tail`
-            keys of its request. Every query sees all earlier keys.
+        tree_mask: int64 [T], or None for a causal pass. If bit t is set, the query sees the t-th of the last
+            `tree_tail` keys of its request. Every query sees all earlier keys.
         tree_tail: number of keys at the end of each request that `tree_mask` covers, at most 64.
         hidden_states: [T, H_in], draft passes only: a hidden state of the target, or of the draft itself, per token.
     """

@@ -1,1 +1,1 @@
-"""The cellar: KV slots, pages and cached prefixes."""
+"""KV pools, pages and cached prefixes."""

@@ -12,7 +12,8 @@ import triton.language as tl
 
 @triton.jit
 def _move(tables, source, target, group, row_elements, BLOCK: tl.constexpr, ELEMENT: tl.constexpr):
-    # One program per (tensor, request). Sources rise and are never below their targets: going forward overwrites no later source.
+    # One program per (tensor, request). Sources rise and are never below their targets, so going forward overwrites
+    # no later source.
     base = tl.load(tables + tl.program_id(0)).to(tl.pointer_type(ELEMENT))
     first = tl.program_id(1) * group
     offsets = tl.arange(0, BLOCK)

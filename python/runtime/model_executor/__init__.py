@@ -1,1 +1,1 @@
-"""The engine room: weights, graphs and device state."""
+"""The worker: weights, CUDA graphs, memory and device state."""

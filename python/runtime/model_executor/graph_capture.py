@@ -48,7 +48,7 @@ class GraphPool:
 
 
 class CallPool:
-    """Replays by calling the function again: the same padded buffers without CUDA graphs, for tests and parity checks."""
+    """Replays by calling the function again: the same padded buffers without CUDA graphs, for tests and checks."""
 
     def capture(self, key: GraphKey, function: Callable[[], None]) -> Replay:
         """The function itself."""
@@ -100,7 +100,7 @@ class Capturable(Protocol):
 
 @contextmanager
 def frozen_gc():
-    """Disable garbage collection during capture: it may free tensors of the recording stream and slows capture threefold."""
+    """Disable garbage collection: during capture it may free tensors of the recording stream, and it is slow."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -9,8 +9,8 @@ from runtime.errors import ConfigError
 
 MIB = 1 << 20
 SAFETY_FRACTION = 0.004
-"""Share of the device left for the allocator's rounding and fragments; at most 0.3 % for batch sizes 1-512 and chunks of
-512-16384 tokens."""
+"""Share of the device left for the allocator's rounding and fragments: at most 0.3 % for batch sizes 1-512 and chunks
+of 512-16384 tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class Profiler:
         self._folder = ""
 
     def start(self, folder: str) -> None:
-        """Start a trace. Raises `RequestError` when one is running, `ServingError` when the folder cannot be created."""
+        """Start a trace. Raises `RequestError` if one is running, `ServingError` if the folder cannot be created."""
         if self._running is not None:
             raise RequestError("A profile is already running. Stop it first.")
         try:

@@ -1,4 +1,4 @@
-"""Graphs of the target over the tokens of one short prompt, for prompts whose kernels take less time than their launches.
+"""Graphs of the target over one short prompt, where kernels take less time than their launches.
 
 "Short" depends on the model: an eager pass takes as long to launch for few tokens as for many; a replay takes as long
 as the GPU needs, which grows with tokens and parameters. Prompts of a large model are short up to a few hundred tokens,

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 
 DEPTH = 6
-"""Most uploads in flight. A slot is reused after its copy has run, which never waits in practice: a step uploads at most
-three times, and one step is queued ahead."""
+"""Most uploads in flight. A slot is reused after its copy has run. In practice that never waits: a step uploads at
+most three times, and one step is queued ahead."""
 ALIGNMENT = 4
 """Align arrays to 4 values, 16 bytes: Triton recompiles a kernel for a different pointer alignment."""
 MOST_ARRAYS = 32
@@ -34,7 +34,7 @@ class StagingRing:
             self._copied: list[torch.cuda.Event | None] = [None] * DEPTH
 
     def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
-        """Device copies (int32, same lengths) of 1-D int32 `arrays`, by one transfer that the host does not wait for."""
+        """Device copies (int32, same lengths) of 1-D int32 `arrays`, by one transfer, without a host wait."""
         if self.device.type != "cuda":
             return [torch.from_numpy(a.astype(np.int32)) for a in arrays]
         slot = self._next

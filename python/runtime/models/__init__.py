@@ -1,1 +1,1 @@
-"""The library: one file a model family."""
+"""Model families, one file each, and the blocks they share."""

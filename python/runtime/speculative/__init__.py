@@ -1,1 +1,1 @@
-"""The draft room: drafting, verification and acceptance."""
+"""Drafters: how drafts are proposed."""

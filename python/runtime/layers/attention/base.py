@@ -97,7 +97,7 @@ class AttentionBackend(Protocol):
         ...
 
     def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """On the host, outside any graph: choose the buffers of `num_steps` passes over `batch`, and plan from host bounds.
+        """On the host, outside any graph: choose the buffers of `num_steps` passes, and plan from host bounds.
 
         Pass `i` runs with `seq_lens + i * tokens_per_req` and `batch.step == i`. With a tree mask pass `i` has
         `tree_tail + i * tokens_per_req`, so that the keys before the tail are the same in every pass. Ragged passes are

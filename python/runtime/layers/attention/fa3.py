@@ -1,4 +1,4 @@
-"""FlashAttention 3 over the paged pool, from `sgl_kernel` (Hopper; Shah et al. 2024, arXiv:2407.08608), and split-KV attention."""
+"""FlashAttention 3 over the paged pool (Shah et al. 2024, arXiv:2407.08608; Hopper, `sgl_kernel`) and split-KV attention."""
 
 from __future__ import annotations
 

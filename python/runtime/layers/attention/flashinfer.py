@@ -20,7 +20,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 PINNED_BUFFERS = 32
-"""Plans whose upload may be in flight: the host is at most one step ahead, and a step plans a few passes and one per draft."""
+"""Plans in flight: the host is at most one step ahead, and a step plans a few passes and one per draft."""
 EAGER_PLANS = 3
 """The same for prompts, per window: one on the device, one queued behind it, one in the making."""
 MIN_WORKSPACE = 96 << 20

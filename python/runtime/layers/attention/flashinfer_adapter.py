@@ -62,9 +62,9 @@ class EagerPrefill:
     def plan(
         self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, ring: PinnedRing
     ) -> None:
-        """Plan from host offsets int32 [B + 1], [B + 1], the pages on the device and the keys on each last page int32 [B]."""
-        # The wrapper stages every plan in one pinned buffer, and the device may not have read the previous plan yet: prompts
-        # are planned one step ahead.
+        """Plan from host offsets int32 [B + 1], pages on the device, and keys on each last page int32 [B]."""
+        # The wrapper stages every plan in one pinned buffer, and the device may not have read the previous plan yet:
+        # prompts are planned one step ahead.
         self._wrapper._pin_memory_int_workspace_buffer, uploaded = ring.take()
         _plan(self._wrapper, self._layout, (qo_indptr, kv_indptr, indices, last_page_len), True, self._window)
         uploaded.record()
@@ -110,7 +110,7 @@ class FixedPrefill:
         self._wrapper = wrapper
 
     def plan(self, offsets: torch.Tensor, ring: PinnedRing) -> WorkItems:
-        """Plan from host page offsets int32 [B + 1]. The first plan finds the compiled module; later ones call it directly."""
+        """Plan from host page offsets int32 [B + 1]. The first plan finds the module that later plans call."""
         module = self._module = self._module or self._plan_first(offsets)
         layout, wrapper, B = self._layout, self._wrapper, len(offsets) - 1
         pinned, uploaded = ring.take()

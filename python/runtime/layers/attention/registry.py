@@ -39,7 +39,7 @@ def build_backend(name: str, shape: AttentionShape, kv_pool: KVPool, page_table:
     """A backend over `kv_pool` and `page_table`, prepared for passes up to `shape`.
 
     Raises:
-        ConfigError: the name is unknown, a package is not installed, or the backend does not support this model or page size.
+        ConfigError: the name is unknown, a package is missing, or the model or page size is not supported.
     """
     backend = backend_class(name)
     if limit := unsupported(backend.caps, shape, page_table.page_size):

@@ -1,4 +1,4 @@
-"""Start-up check of an attention backend that depends on private parts of a package: a small pass against torch_native."""
+"""Start-up check of backends that depend on private parts of a package: a small pass against torch_native."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class _Check:
         return (self._backend, dtype), (self._reference, torch.float32)
 
     def _fixed(self, lengths: tuple[int, ...], tree: bool) -> ForwardBatch:
-        """A pass of `width` queries per request, with bounds above the lengths; with `tree`, a mask that means causal."""
+        """A pass of `width` queries per request with bounds above the lengths; `tree` adds a causal tree mask."""
         lens = np.array([*(max(n, self._width) for n in lengths), self._width], dtype=np.int32)
         batch = self._batch(ForwardMode.TARGET_VERIFY, [1, 2, 3, 0], lens, np.full(4, self._width, dtype=np.int32))
         bounds = np.array([*BOUNDS, self._width], dtype=np.int32)

@@ -60,7 +60,7 @@ class TorchNativeAttention:
         self._steps: list[list[Segment]] = []
 
     def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Find the pages of `num_steps` passes. The first layer that needs a mask makes it: a draft's tree is known only then."""
+        """Find the pages of the passes. The first layer makes the masks: a draft's tree is known only then."""
         if not batch.tokens_per_req:
             self._steps = [self._extend_segments(batch)]
             return
@@ -198,7 +198,7 @@ def explicit_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
 
 
 def gather(cache: torch.Tensor, segment: Segment, requests: int) -> torch.Tensor:
-    """The first `num_keys` keys or values of each request, [B', G, S, dim]; a view of the pool when pages are consecutive."""
+    """Keys or values of each request, [B', G, S, dim]; a view of the pool when pages are consecutive."""
     pages = cache[segment.pages] if isinstance(segment.pages, slice) else cache.index_select(0, segment.pages)
     return pages.view(requests, -1, *cache.shape[2:])[:, : segment.num_keys].transpose(1, 2)
 
@@ -209,14 +209,14 @@ def query_positions(seq_lens: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int) -> torch.Tensor:
-    """Causal visibility, bool [B, q, S]: a query sees its own key and those before it, at most `window` before if that is not -1."""
+    """Causal visibility, bool [B, q, S]: a query sees its own key and, unless `window` is -1, that many before it."""
     distance = query_pos[:, :, None] - keys
     seen = distance >= 0
     return seen if window < 0 else seen & (distance <= window)
 
 
 def tree_visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int, batch: ForwardBatch, tokens: slice) -> torch.Tensor:
-    """Visibility under `batch.tree_mask`, bool [B, q, S]: every key before the tail, and those of the tail whose bit is set.
+    """Visibility under `batch.tree_mask`, bool [B, q, S]: every key before the tail, and keys of the tail by bit.
 
     A window limits the keys before the tail. It is measured from the token's position in the text, not in the batch.
     """

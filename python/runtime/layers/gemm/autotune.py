@@ -14,8 +14,9 @@ import torch
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
+from runtime.config.device_tuning import DeviceTuning
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
-from runtime.layers.gemm.tilings import GemmChoice, describe, triton_configs, wgmma_configs
+from runtime.layers.gemm.tilings import GemmChoice, describe, wgmma_configs
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.gemm.triton_gemm import MAX_ROWS
 from runtime.layers.gemm.wgmma_gemm import supports
@@ -63,13 +64,13 @@ def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int]) -> list[GemmGroup
     return [GemmGroup(kind[0].op, [gemm.linear for gemm in kind], kind[0].norm, rows) for kind in kinds.values() for rows in buckets]
 
 
-def candidates(group: GemmGroup, num_sms: int) -> tuple[GemmChoice, ...]:
+def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[GemmChoice, ...]:
     """The choices worth timing, cuBLAS first."""
     linear, rows = group.linears[0], group.rows
-    found: tuple[GemmChoice, ...] = triton_configs(group.op, rows)
+    found: tuple[GemmChoice, ...] = tuning.gemm_configs(group.op, rows)
     if supports(linear.weight, silu=group.op == "gate_up"):
-        wgmma = wgmma_configs(group.op, rows, linear.out_features, num_sms)
-        found = wgmma if wgmma and rows > 64 else (*found, *wgmma)  # Triton is slower for more rows, on an H200
+        wgmma = wgmma_configs(group.op, rows, linear.out_features, num_sms, tuning)
+        found = wgmma if wgmma and rows > tuning.wgmma_only_rows else (*found, *wgmma)
     return None, *found
 
 
@@ -93,7 +94,7 @@ def autotune_gemms(
     runs = {}
     for group in groups:
         run, known = trial(group), timings.known(group.dtype, group.key)
-        runs[group.key] = {choice: run(choice) for choice in (candidates(group, num_sms) if known is None else (known[0],))}
+        runs[group.key] = {choice: run(choice) for choice in (candidates(group, num_sms, timings.tuning) if known is None else (known[0],))}
     compile_all([*(run for tried in runs.values() for run in tried.values()), *(lambda _, other=other: other() for other in others)])
     log.info("compiled the GEMMs of up to %d rows, and other kernels, in %.1f s", MAX_ROWS, time.perf_counter() - start)
     return {group.key: timings.keep(group.dtype, group.key, lambda g=group: _fastest(g, runs[g.key])) for group in groups}

@@ -1,17 +1,17 @@
-"""Kernel tilings worth trying for skinny GEMMs: the one place of the GEMM constants that were found on an H200."""
+"""The choice of a kernel and a tiling for a skinny GEMM, from the device's measured values."""
 
 from __future__ import annotations
 
+from runtime.config.device_tuning import DeviceTuning
+from runtime.config.kernel_configs import TritonConfig
 from runtime.layers.gemm.gemm import GemmOp
-from runtime.layers.gemm.triton_gemm import MAX_ROWS, TritonConfig
+from runtime.layers.gemm.triton_gemm import MAX_ROWS
 from runtime.layers.gemm.wgmma_gemm import MAX_TILE, WgmmaConfig
 
 GemmChoice = TritonConfig | WgmmaConfig | None
 """How a GEMM is computed: Triton or WGMMA with a tiling, or cuBLAS (None) with separate kernels for the epilogue."""
 M_BUCKETS = (1, 4, 8, 16, 32, 64, MAX_ROWS)
 """A GEMM of M rows uses the kernel chosen for the next of these."""
-TRITON_ROWS = 32
-"""Up to this many rows Triton is the default for GEMMs that were not timed; and WGMMA is no faster but for plain GEMMs (H200)."""
 
 
 def m_bucket(rows: int) -> int:
@@ -19,47 +19,14 @@ def m_bucket(rows: int) -> int:
     return next(most for most in M_BUCKETS if rows <= most)
 
 
-def default_choice(op: GemmOp, rows: int) -> GemmChoice:
+def default_choice(op: GemmOp, rows: int, tuning: DeviceTuning) -> GemmChoice:
     """The choice for GEMMs that were not timed."""
-    return None if rows > TRITON_ROWS else triton_configs(op, rows)[0]
+    return None if rows > tuning.triton_gemm_rows else tuning.gemm_configs(op, rows)[0]
 
 
-def triton_configs(op: GemmOp, rows: int) -> tuple[TritonConfig, ...]:
-    """Triton tilings worth timing, the most promising first: the fastest of a sweep over the GEMMs of Llama-3-8B on an H200.
-
-    Deep prefetching slows the chain of kernels for a large GEMM; for a small one it pays for the first columns.
-    """
-    few, some = rows <= 8, rows <= 16
-    if rows > 64:
-        if op in ("gate_up", "logits"):
-            return TritonConfig(256, 64, 8, 4, swap=True, prefetch=0), TritonConfig(128, 64, 8, 4, swap=True, prefetch=0)
-        return TritonConfig(32, 128, 4, 4, prefetch=0), TritonConfig(64, 64, 4, 6, swap=True, prefetch=0)
-    if rows > 32 and op in ("linear", "linear_add"):  # deeper tiles would not fit beside 64 rows of input
-        return TritonConfig(64, 128, 4, 6, swap=True, prefetch=0), TritonConfig(32, 256, 4, 4, swap=True, prefetch=512)
-    shallow = (TritonConfig(128, 64, 8, 4, swap=True, prefetch=0),) if rows > 32 else ()
-    if op == "gate_up":
-        wide = TritonConfig(128, 128, 4, 4, swap=True, prefetch=0)
-        if few:
-            return TritonConfig(64, 256, 4, 3, prefetch=0), TritonConfig(64, 256, 4, 3, tma=True, late=True, prefetch=0)
-        half = TritonConfig(64, 128, 4, 4, swap=True, prefetch=0)
-        return (half, wide) if some else (wide, half, *shallow)
-    if op == "logits":
-        if few:
-            return TritonConfig(32, 128, 2, 6, prefetch=0), TritonConfig(64, 256, 4, 4, swap=True, tma=True, prefetch=0)
-        half, wide = TritonConfig(64, 128, 4, 5, swap=True, prefetch=0), TritonConfig(128, 128, 4, 4, swap=True, prefetch=0)
-        return (half, wide) if some else (wide, half, *shallow)
-    if op == "linear":
-        if few:
-            return TritonConfig(16, 256, 2, 6, swap=True, prefetch=512), TritonConfig(16, 256, 2, 4, swap=True, prefetch=0)
-        return TritonConfig(64, 128, 4, 6, swap=True, prefetch=0), TritonConfig(64, 256, 4, 4, swap=True, prefetch=0)
-    if some:
-        return TritonConfig(16, 256, 2, 6, prefetch=512), TritonConfig(16, 256, 2, 6, swap=True, prefetch=512)
-    return TritonConfig(32, 512, 4, 3, swap=True, prefetch=512), TritonConfig(32, 256, 4, 5, swap=True, tma=True, prefetch=0)
-
-
-def wgmma_configs(op: GemmOp, rows: int, weight_rows: int, num_sms: int) -> tuple[WgmmaConfig, ...]:
+def wgmma_configs(op: GemmOp, rows: int, weight_rows: int, num_sms: int, tuning: DeviceTuning) -> tuple[WgmmaConfig, ...]:
     """WGMMA tilings worth timing: tiles that fill the multiprocessors evenly, whole or in halves."""
-    if rows <= TRITON_ROWS and op != "linear":
+    if rows <= tuning.triton_gemm_rows and op != "linear":
         return ()
     outputs, halves = (weight_rows // 2, 2) if op == "gate_up" else (weight_rows, 1)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from runtime.config.device_tuning import H200, DeviceTuning
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.gemm.gemm import GemmKey
 
@@ -15,9 +16,13 @@ if TYPE_CHECKING:  # it imports Triton, which the CPU build of torch does not ha
 
 
 class GemmTimings:
-    """What was measured. Two models that share it compute equal GEMMs with equal kernels, to the last bit; so do the ranks of `group`."""
+    """What was measured. Two models that share it compute equal GEMMs with equal kernels, to the last bit; so do the ranks of `group`.
 
-    def __init__(self, group: ParallelGroup = ALONE) -> None:
+    `tuning` holds the device's measured values, which name the candidates.
+    """
+
+    def __init__(self, tuning: DeviceTuning = H200, group: ParallelGroup = ALONE) -> None:
+        self.tuning = tuning
         self._group = group
         self._measured: dict[tuple[torch.dtype, GemmKey], tuple[GemmChoice, str]] = {}
 

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from runtime.config.kernel_configs import TritonConfig
 from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
 from runtime.layers.kernels.argmax_reduce import tile_argmax
 from runtime.layers.kernels.pdl import launch_options
@@ -25,35 +24,6 @@ SQUARES = tl.constexpr(16)
 """Partial sums per row that the squares are added to during the main loop: fixed, so that the order of the sum is fixed."""
 SQUARES_IN_FLIGHT = 64
 """Sums of squares that a thread loads before it waits for them."""
-
-
-@dataclass(frozen=True, slots=True)
-class TritonConfig:
-    """Tiling of the Triton GEMM: tiles of `block_n` weight rows by `block_k` columns, `stages` of them in flight.
-
-    Attributes:
-        swap: the weight tile is the tensor cores' left operand and x the right one, which need not be padded to 16 rows.
-        tma: load tiles by descriptor (Hopper's TMA) instead of by the threads.
-        prefetch: columns of each weight row prefetched into L2 while the previous kernel still runs.
-        late: let the next kernel start at the end of this one's main loop, not at its beginning.
-    """
-
-    block_n: int
-    block_k: int
-    num_warps: int
-    stages: int
-    swap: bool = False
-    tma: bool = False
-    prefetch: int = 1024
-    late: bool = False
-
-    def parts(self, weight_rows: int) -> int:
-        """Columns of `DeferredNorm.squares` that a GEMM with this many weight rows writes."""
-        return triton.cdiv(weight_rows, self.block_n)
-
-    def __str__(self) -> str:
-        marks = f"{' swap' if self.swap else ''}{' tma' if self.tma else ''}{' late' if self.late else ''}"
-        return f"{self.block_n}x{self.block_k} warps {self.num_warps} stages {self.stages}{marks} prefetch {self.prefetch}"
 
 
 def padded_rows(rows: int, swap: bool = False) -> int:

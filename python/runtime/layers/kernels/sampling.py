@@ -1,10 +1,11 @@
 """Filters, draws and random numbers of sampling as Triton kernels.
 
-The renormalisation kernels of sgl_kernel 0.4.5 and FlashInfer 0.6.15 are not used. `sgl_kernel.top_k_renorm_prob` hands over to FlashInfer
-where that is installed, which compiles its kernels at first use; they keep every token that ties with the last of top_k, not the first by
-id, change the bits of rows that have no filter, and search until two floats meet, in as many passes over the row as that takes. These here
-keep exactly top_k, leave unfiltered rows alone, take a fixed number of steps, whatever a row holds, and give a row the same bits whatever
-else is in the batch. Nothing waits for the device, and everything may be captured.
+The renormalisation kernels of sgl_kernel 0.4.5 and FlashInfer 0.6.15 are not used. `sgl_kernel.top_k_renorm_prob` calls
+FlashInfer if it is installed, which compiles its kernels at first use. FlashInfer keeps every token that ties with the
+last of top_k instead of the first by id, changes the bits of rows without a filter, and bisects until two floats meet,
+with one pass over the row per step. The kernels here keep exactly top_k tokens, leave unfiltered rows alone, take a
+fixed number of steps, and give a row the same bits whatever else is in the batch. They never wait for the device and
+can be captured.
 """
 
 # pyright: reportIndexIssue=false
@@ -19,26 +20,26 @@ import triton.language as tl
 from runtime.layers.random_streams import POSITION_STEP, STREAM_STEP, signed
 
 GROUPS = tl.constexpr(4096)
-"""Columns are taken in so many groups, by their number modulo this; the largest of each says where the likely tokens end."""
+"""Groups of columns, by column number modulo this; the maxima of the groups bound the likely tokens from below."""
 MOST_LIKELY = tl.constexpr(1024)
-"""Tokens that are picked out of a row before anything else, at least."""
+"""Likely tokens that are picked out of a row first, at least."""
 PICKED = 4096
-"""Room for them: at least `MOST_LIKELY`, and those that come along."""
+"""Capacity for the picked tokens: `MOST_LIKELY` and some more, because the bound is not exact."""
 ROW_BLOCK = tl.constexpr(8192)
-"""Entries of a row that a program reads at once."""
+"""Entries of a row that a program reads per step."""
 CHUNK = 2048
-"""Entries of a row that one program of the draw sums. The same for every batch, because it sets how sums are rounded."""
+"""Entries of a row that one program of the draw sums. The same for every batch, because it determines how sums are rounded."""
 
 
 class TritonSampling:
     """`SamplingOps` on a CUDA GPU."""
 
     def filter(self, probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-        """As `sampler.filter_probs`, in the storage of `probs`; rows without a filter are not touched.
+        """Like `sampler.filter_probs`, in place; rows without a filter are not touched.
 
-        It may differ from the twin where rounding decides: the mass before a token is summed in another order, and where that is within
-        1e-5 of top_p the token may stay or go, as may one whose probability is min_p of the largest to the last bit. With top_p 1 no token
-        goes, where the twin's running sum may reach 1 before the last. Ties are resolved by token id, as there.
+        Results may differ from `sampler.filter_probs` by rounding, because the probability mass before a token is summed in another order:
+        a token whose mass is within 1e-5 of top_p may stay or go, and so may one whose probability equals min_p of the largest. With top_p
+        1 no token goes, while the running sum of `filter_probs` may reach 1 before the last token. Both break ties by token id.
         """
         N, V = probs.shape
         assert probs.dtype is torch.float32, f"filter takes float32, not {probs.dtype}"
@@ -54,7 +55,7 @@ class TritonSampling:
         return probs
 
     def draw(self, probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        """As `sampler.draw`, without storing running sums. Only a random number within 1e-15 of a border between tokens may differ."""
+        """Like `sampler.draw`, without storing running sums. Only a random number within 1e-15 of a boundary between tokens may differ."""
         N, V = probs.shape
         assert probs.dtype is torch.float32, f"draw takes float32, not {probs.dtype}"
         assert probs.stride(1) == 1, "draw takes contiguous rows"
@@ -69,7 +70,7 @@ class TritonSampling:
         return tokens
 
     def uniforms(self, seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
-        """As `sampler.uniforms`, bit for bit."""
+        """Like `sampler.uniforms`, bit for bit."""
         seeds, positions = torch.broadcast_tensors(seeds, positions)
         out = torch.empty(positions.shape, dtype=torch.float32, device=positions.device)
         if out.numel():
@@ -82,8 +83,8 @@ class TritonSampling:
 
 # ---- filters
 #
-# What stays is always a head of the tokens in order, likeliest first and then by id: those above a limit and the first few that equal it.
-# Limits are found bit by bit: probabilities are not negative, so the order of their bits is theirs.
+# The kept tokens are always a prefix of the tokens sorted by probability and then by id: those above a limit and the first few that equal
+# it. Limits are found bit by bit: non-negative floats are ordered like their bits.
 
 
 @triton.jit
@@ -93,7 +94,7 @@ def _bits(x):
 
 @triton.jit
 def _count_limit(ptr, n, k):
-    """The largest bits T that at least k of n probabilities reach; 0 where fewer are there. Two bits a step, of the 30 below 2.0."""
+    """The largest bits T that at least k of n probabilities reach, or 0. Finds two of the 30 bits below 2.0 per step."""
     column = tl.arange(0, ROW_BLOCK)
     T = tl.full([], 0, tl.int32)
     for step in range(15):
@@ -113,7 +114,7 @@ def _count_limit(ptr, n, k):
 
 @triton.jit
 def _mass_limit(ptr, n, target, least):
-    """The largest bits T such that the probabilities that reach it have a mass of `target`; `least` bits are known to have it."""
+    """The largest bits T such that the probabilities of at least T have a mass of `target`; this is known to hold for `least`."""
     column = tl.arange(0, ROW_BLOCK)
     T = tl.full([], 0, tl.int32)
     for step in range(15):
@@ -135,7 +136,7 @@ def _mass_limit(ptr, n, target, least):
 
 @triton.jit
 def _above(ptr, n, T):
-    """How many probabilities are above the limit, and their mass."""
+    """Number and mass of the probabilities above the limit."""
     column = tl.arange(0, ROW_BLOCK)
     count = tl.zeros([ROW_BLOCK], tl.int32)
     mass = tl.zeros([ROW_BLOCK], tl.float32)
@@ -149,7 +150,7 @@ def _above(ptr, n, T):
 
 @triton.jit
 def _tie_end(ptr, n, T, ties):
-    """The place of the last of the first `ties` entries that equal the limit; n where no more than those do."""
+    """Index of the last of the first `ties` entries that equal the limit; n if no more entries do."""
     column = tl.arange(0, ROW_BLOCK)
     seen = tl.full([], 0, tl.int32)
     end = tl.full([], -1, tl.int32)
@@ -166,7 +167,7 @@ def _tie_end(ptr, n, T, ties):
 
 @triton.jit
 def _head(ptr, n, V, k, p, total):
-    """The head that top_k and top_p leave: its limit and the place of the last entry at the limit. `total` is the mass without top_k."""
+    """What top_k and top_p keep: the limit, and the index of the last kept entry at the limit. `total` is the mass before top_k."""
     T = tl.full([], 0, tl.int32)
     ties = n
     mass = total
@@ -176,7 +177,7 @@ def _head(ptr, n, V, k, p, total):
         ties = k - count
         mass = above + ties.to(tl.float32) * T.to(tl.float32, bitcast=True)
     if p < 1.0:
-        target = tl.maximum(p * mass, 1e-37)  # the likeliest always stays
+        target = tl.maximum(p * mass, 1e-37)  # the most likely token always stays
         limit = _mass_limit(ptr, n, target, T)
         count, above = _above(ptr, n, limit)
         each = tl.maximum(limit.to(tl.float32, bitcast=True), 1e-37)
@@ -195,7 +196,7 @@ def _stays(x, place, T, end, least):
 
 @triton.jit
 def _kept_mass(ptr, n, T, end, least):
-    """The mass of what stays."""
+    """Mass of the kept tokens."""
     column = tl.arange(0, ROW_BLOCK)
     kept = tl.zeros([ROW_BLOCK], tl.float32)
     for start in range(0, n, ROW_BLOCK):
@@ -206,9 +207,9 @@ def _kept_mass(ptr, n, T, end, least):
 
 @triton.jit
 def _likely_limit(ptr, V, want):
-    """Bits that at least `want` probabilities reach, want <= GROUPS, and not many more; and the largest probability.
+    """Bits that at least `want` probabilities reach (want <= GROUPS), and few more do; and the largest probability.
 
-    As many groups as are wanted have a largest entry that reaches it. The last 10 bits are left at 0.
+    `want` groups have a maximum that reaches them. The last 10 bits stay 0.
     """
     column = tl.arange(0, GROUPS)
     largest = tl.zeros([GROUPS], tl.float32)
@@ -227,10 +228,10 @@ def _likely_limit(ptr, V, want):
 
 
 @triton.jit
-def _pick(ptr, V, T, picked_ptr, column_ptr, ROOM: tl.constexpr):
-    """Copy the probabilities that reach T and their columns, in order of these, as far as there is room.
+def _pick(ptr, V, T, picked_ptr, column_ptr, CAPACITY: tl.constexpr):
+    """Copy the probabilities of at least T and their columns, in column order, up to the capacity.
 
-    Returns how many there are, their mass, and the mass of the row.
+    Returns their number and mass, and the mass of the row.
     """
     column = tl.arange(0, ROW_BLOCK)
     count = tl.full([], 0, tl.int32)
@@ -244,8 +245,8 @@ def _pick(ptr, V, T, picked_ptr, column_ptr, ROOM: tl.constexpr):
         here = tl.sum(likely.to(tl.int32), 0)
         if here > 0:
             at = count + tl.cumsum(likely.to(tl.int32), 0) - 1
-            tl.store(picked_ptr + at, x, mask=likely & (at < ROOM))
-            tl.store(column_ptr + at, start + column, mask=likely & (at < ROOM))
+            tl.store(picked_ptr + at, x, mask=likely & (at < CAPACITY))
+            tl.store(column_ptr + at, start + column, mask=likely & (at < CAPACITY))
         count += here
     return count, tl.sum(mass, 0), tl.sum(total, 0)
 
@@ -255,7 +256,7 @@ def _filter_kernel(
     probs_ptr, stride, V, top_k_ptr, top_k_stride, top_p_ptr, top_p_stride, min_p_ptr, min_p_stride, picked_ptr, column_ptr,
     PICKED: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row. Where the head ends among its likeliest tokens, only those are searched; else the whole row."""
+    """One program: one row. Searches only the most likely tokens if the kept ones are among them, else the whole row."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.maximum(tl.load(top_k_ptr + row * top_k_stride), 1)
     p = tl.load(top_p_ptr + row * top_p_stride)
@@ -269,7 +270,7 @@ def _filter_kernel(
         least = m * largest
         enough = (k <= count) | (floor == 0) | ((k >= V) & (p < 1.0) & (mass >= p * total))
         enough |= (k >= V) & (m > 0.0) & (least >= floor.to(tl.float32, bitcast=True))
-        tl.debug_barrier()  # what was picked was stored by other threads
+        tl.debug_barrier()  # other threads stored the picked tokens
         column = tl.arange(0, ROW_BLOCK)
         if enough & (count <= PICKED):
             T, end = _head(values, count, V, k, p, total)
@@ -306,14 +307,14 @@ def _chunk_sum_kernel(probs_ptr, stride, V, sums_ptr, CHUNK: tl.constexpr):
 def _draw_kernel(
     probs_ptr, stride, V, sums_ptr, chunks, uniform_ptr, tokens_ptr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """One program: one row. The first chunk whose running sum passes the number, then the first entry of it."""
+    """One program: one row. Finds the first chunk whose running sum exceeds the number, then the first such entry in it."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK)
     sums = tl.load(sums_ptr + row * chunks + chunk, mask=chunk < chunks, other=0.0)
     running = tl.cumsum(sums, 0)
     number = tl.load(uniform_ptr + row).to(tl.float64) * tl.sum(tl.where(chunk == chunks - 1, running, 0.0), 0)
     last = tl.max(tl.where(sums > 0.0, chunk, 0), 0)
-    # Sums of the same numbers in another order differ in their last bits: if none passes, it is the last that holds anything.
+    # Sums in another order differ in their last bits: if no chunk exceeds the number, take the last one with any mass.
     found = tl.min(tl.where((sums > 0.0) & (running > number), chunk, last), 0)
     before = tl.sum(tl.where(chunk == found - 1, running, 0.0), 0)
     column = found * CHUNK + tl.arange(0, CHUNK)

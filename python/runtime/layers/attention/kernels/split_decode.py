@@ -136,7 +136,7 @@ def split_attention(
     lse: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Attend. Bit for bit, a result depends only on the request's own data, on `shape`, and on the schedule if there is one.
+    """Attend. Bit for bit, a result depends only on the request's own data, on `shape` and on the schedule.
 
     Args:
         q: [B * W, H, D] contiguous, W queries per request, bfloat16 or float16.
@@ -260,7 +260,7 @@ def _attend(
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """All queries of request `b` against tiles `first` to `last` of head `g`: sums of values, largest scores, sums of weights."""
+    """Request `b` against tiles `first` to `last` of head `g`: sums of values, largest scores, sums of weights."""
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)
     head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
@@ -274,7 +274,7 @@ def _attend(
         n = tile * TILE + tl.arange(0, TILE)
         n_in = n < length
         kv_at = (slots * NUM_KV + g)[:, None] * D + d[None, :]
-        slots = _slots(pages_ptr, tile + 1, length, TILE, PAGE)  # one step early, so that no copy waits for a page number
+        slots = _slots(pages_ptr, tile + 1, length, TILE, PAGE)  # one step early: no copy waits for a page
         k = tl.load(k_ptr + kv_at, mask=n_in[:, None], other=0.0)
         v = tl.load(v_ptr + kv_at, mask=n_in[:, None], other=0.0)
         visible = n_in[None, :]
@@ -348,7 +348,7 @@ def _split_kernel(
     ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, PREFETCH: tl.constexpr, SCHEDULED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program: all queries of one request against one KV head's share of the keys. A share of all keys writes the result.
+    """One program: all queries of one request against one KV head's share of the keys.
 
     With a schedule a program goes from share to share, up the items and down the next ones, and the last program of a
     request to finish merges its shares.
@@ -359,9 +359,9 @@ def _split_kernel(
         rounds = tl.cdiv(space, tl.num_programs(1))
     if PDL:
         gdc_launch_dependents()
-    # Lengths, schedule and tables are read before the wait, while earlier kernels that also started early may still run. All
-    # of those were launched after the last kernel without early start (the embedding, or the head of the graph), which
-    # began after plan and page table were written. Keys may not be written yet, but a prefetch is only a hint.
+    # Lengths, schedule and tables are read before the wait, while earlier kernels that also started early may still
+    # run. All of those were launched after the last kernel without early start (the embedding, or the head of the
+    # graph), which began after plan and page table were written. Keys may be missing; a prefetch is only a hint.
     for r in range(0, rounds):
         split, b = tl.program_id(1), tl.program_id(2)
         item = b * splits + split

@@ -1,4 +1,4 @@
-"""The tail of a tree pass: attention to a request's last keys under a bit mask, merged with that to all earlier keys."""
+"""The tail of a tree pass: attention to the last keys under a bit mask, merged with that to all earlier keys."""
 
 # Only Triton's types describe kernel[grid](...).
 # pyright: reportIndexIssue=false

@@ -47,7 +47,7 @@ def measure(
     from runtime.model_executor.graph_runner import RunMode
 
     config, worker = build(flags)
-    decode, _, extend = worker.runners
+    _, decode, extend = worker.runners
     rows = []
     for overlap in overlaps:
         for name in graphs:

@@ -22,6 +22,7 @@ from runtime.model_executor.input_buffers import ROW_WIDTH, BufferSpec, InputBuf
 from runtime.model_executor.output_arena import OutputArena
 from runtime.model_executor.staging import HostCopy, StagingRing
 from runtime.model_executor.window import fill_window
+from runtime.worker_info import RunnerRuns
 
 CPU = torch.device("cpu")
 WIDTH, LARGEST = 3, 8
@@ -213,7 +214,7 @@ def test_batches_above_the_largest_size_run_eagerly(table: PageTable) -> None:
     runner, inputs, _ = make([2])
     batch = load(runner, inputs, table, [1, 2, 3], torch.ones(3, WIDTH, dtype=torch.int64))
     assert not runner.run(batch)[1]
-    assert runner.runs() == {"runner": "probe", "replayed": 0, "eager": 1}
+    assert runner.runs() == RunnerRuns("probe", replayed=0, eager=1)
 
 
 def test_a_replay_does_not_see_what_was_rebound_later(table: PageTable) -> None:

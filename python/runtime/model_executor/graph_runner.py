@@ -28,6 +28,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor.graph_capture import CapturePool, CaptureReport, GraphKey, Replay, device_bytes
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.output_arena import OutputArena
+from runtime.worker_info import RunnerRuns
 
 log = logging.getLogger(__name__)
 MIB = 1 << 20
@@ -200,9 +201,9 @@ class GraphRunner:
         replay()
         return outputs, True
 
-    def runs(self) -> dict[str, object]:
-        """Number of runs so far, for `/get_server_info`."""
-        return {"runner": self.spec.name, "replayed": self.replayed, "eager": self.run_eagerly}
+    def runs(self) -> RunnerRuns:
+        """Number of runs so far."""
+        return RunnerRuns(self.spec.name, self.replayed, self.run_eagerly)
 
     def rebind(self, backends: Sequence[AttentionBackend]) -> None:
         """Plan with other backends from now on, after the KV pool was replaced. Before any capture."""

@@ -24,7 +24,7 @@ from runtime.model_executor.results import LogprobCopy, copy_logprobs, join
 from runtime.model_executor.staging import HostCopy
 from runtime.model_executor.target_model import Chunks, PromptsPending, TargetModel
 from runtime.model_executor.verification import Verifier
-from runtime.worker_info import RunnerRuns, WorkerInfo
+from runtime.worker_info import WorkerInfo
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ class Worker:
 
     def info(self) -> WorkerInfo:
         """What was chosen and measured at start-up, and how steps ran since."""
-        runs = [RunnerRuns(runner.spec.name, runner.replayed, runner.run_eagerly) for runner in self.all_runners]
+        runs = [runner.runs() for runner in self.all_runners]
         return structs.replace(self._info, graph_runs=runs, acceptance=self.parts.monitor.stats())
 
     def reset(self) -> None:

@@ -4,9 +4,9 @@ Lengths. A request's KV length counts the positions whose KV is written and comm
 among them: it is the input of the next step, at position `KV length`. A decode step writes at most `tokens_per_step`
 positions from there and commits 1 to `max_accept_len` of them.
 
-Overlap. `submit` may be called for step n + 1 before step n's result is read. The device then knows lengths and last tokens
-that the host does not; the host passes upper bounds (`len_bounds`) and row numbers only. Steps run in the order submitted, so
-that a row or page freed by the host while a step is in flight can be reused at once.
+Overlap. `submit` may be called for step n + 1 before step n's result is read. The device then knows lengths and last
+tokens that the host does not; the host passes upper bounds (`len_bounds`) and row numbers only. Steps run in the order
+submitted, so that a row or page freed by the host while a step is in flight can be reused at once.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class CostModel:
     """What steps cost on the worker's device; admission asks it.
 
     Attributes:
-        saturating_tokens: prompt tokens that saturate the device: longer steps take proportionally longer. 0 if unknown.
-        piggyback_min_tokens: prompt tokens from which decode rows are cheaper in a prompt step than in a step of their own. Shorter prompts
-            run through graphs that hold no decode rows.
+        saturating_tokens: prompt tokens that saturate the device: longer steps take proportionally longer. 0 if
+            unknown.
+        piggyback_min_tokens: prompt tokens from which decode rows are cheaper in a prompt step than in a step of their
+            own. Shorter prompts run through graphs that hold no decode rows.
     """
 
     saturating_tokens: int = 0
@@ -66,10 +67,12 @@ class WorkerLimits:
     """What the device side can hold; admission follows from it.
 
     Attributes:
-        max_total_tokens: KV slots that requests may use, a multiple of `page_size`; pages are numbered 1..max_total_tokens/page_size.
+        max_total_tokens: KV slots that requests may use, a multiple of `page_size`; pages are numbered
+            1..max_total_tokens/page_size.
         max_running_requests: rows that requests may use, numbered 1..max_running_requests.
         max_context_len: prompt and output tokens of one request.
-        max_extend_tokens: tokens of one EXTEND batch, all requests together, `tokens_per_step` for each that decodes along included.
+        max_extend_tokens: tokens of one EXTEND batch, all requests together, `tokens_per_step` for each that decodes
+            along included.
         page_size: slots allocated together.
         vocab_size: token ids are 0..vocab_size - 1.
         tokens_per_step: positions past the KV length that a decode step may write: 1, or max(K * topk, D).
@@ -113,8 +116,10 @@ class RowInit:
         row: 1..max_running_requests.
         prompt_len: the position of the first output token, also after a retraction.
         sampling: the request's parameters.
-        seed: the stream of random numbers; every draw is keyed by (seed, position), so that it does not depend on the batch.
-        eos_ids: int32 [E], forbidden while the output is shorter than `sampling.min_new_tokens`: end-of-text and stop ids.
+        seed: the stream of random numbers; every draw is keyed by (seed, position), so that it does not depend on the
+            batch.
+        eos_ids: int32 [E], forbidden while the output is shorter than `sampling.min_new_tokens`: end-of-text and stop
+            ids.
         history: int32, prompt and output so far, where penalties or the worker (`needs_history`) need it; else None.
     """
 
@@ -135,20 +140,22 @@ def no_ints() -> Int32:
 class ScheduleBatch:
     """One step for the worker: a ragged batch of B requests, P new pages, T prompt tokens.
 
-    The first E requests are prompt chunks. The other B - E are decode rows: their input token is on the device already, so that before
-    drafting their query length is 1.
+    The first E requests are prompt chunks. The other B - E are decode rows: their input token is on the device already,
+    so that before drafting their query length is 1.
 
     Attributes:
         step: the number of this step, counting up.
         rows: int32 [B].
-        len_bounds: int32 [B]. KV length before the step: exact for prompt chunks (it equals `prefix_lens`), an upper bound for decode rows.
+        len_bounds: int32 [B]. KV length before the step: exact for prompt chunks (it equals `prefix_lens`), an upper
+            bound for decode rows.
         new_rows: rows that changed hands since the last step.
-        page_rows, page_cols, page_ids: int32 [P] each. Page `page_ids[i]` holds positions from `page_cols[i] * page_size` of row
-            `page_rows[i]`.
+        page_rows, page_cols, page_ids: int32 [P] each. Page `page_ids[i]` holds positions from `page_cols[i] *
+            page_size` of row `page_rows[i]`.
         prefix_lens: int32 [E]. Positions of each chunk's request whose KV exists.
         extend_lens: int32 [E]. New prompt tokens of each chunk, at least 1.
         token_ids: int32 [T]. Those tokens, request after request.
-        next_tokens: int32 [E]. The prompt token after the chunk; -1 where the chunk ends the prompt and a token is sampled.
+        next_tokens: int32 [E]. The prompt token after the chunk; -1 where the chunk ends the prompt and a token is
+            sampled.
         top_logprobs: int32 [B]. -1: no log-probabilities; k >= 0: the chosen token's and the k most likely.
         prompt_logprobs: bool [E]. Whether log-probabilities of the chunk's prompt tokens are wanted too.
     """
@@ -229,10 +236,11 @@ class BatchResult:
 
     Attributes:
         token_ids: int32 [sum(accept_lens)], request after request.
-        accept_lens: int32 [B]. Prompt chunks: 1 where the chunk ends the prompt, else 0. Decode rows: 1..max_accept_len.
+        accept_lens: int32 [B]. Prompt chunks: 1 where the chunk ends the prompt, else 0. Decode rows:
+            1..max_accept_len.
         logprobs: of `token_ids`, if any request of the batch asked (k is the largest asked for); else None.
-        prompt_logprobs: by index in the batch: for each prompt token of the chunk the log-probability of the token after it
-            (the last one's entry is the next prompt token's, or of no meaning when a token was sampled there).
+        prompt_logprobs: by index in the batch: for each prompt token of the chunk the log-probability of the token
+            after it (the last one's entry is the next prompt token's, or of no meaning when a token was sampled there).
         stats: how the decode rows ran.
     """
 

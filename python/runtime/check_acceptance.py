@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 EMBEDDED_PROMPTS = Path(__file__).parent / "assets" / "chat_prompts.jsonl"
 DIFFERENT, BAD_USE = 1, 2
 TIES = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
-"""Difference of log-probabilities that rounding explains, by type: passes of one token and of a window round differently."""
+"""Difference of log-probabilities that rounding explains, by type: passes of different widths round differently."""
 LEFT_OUT = 1.0
 """Added to the difference where a token is not among the likeliest ones."""
 
@@ -55,7 +55,7 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare, print the table, and return the exit status: 0 where nothing differs, 1 where something does, 2 for impossible flags."""
+    """Compare and print the table. Exit status: 0 where nothing differs, 1 where something does, 2 for wrong flags."""
     try:
         options, rest = read_options(sys.argv[1:] if argv is None else argv)
         command = parse(rest)
@@ -114,7 +114,7 @@ def _prompt_of(line: str) -> str:
 
 
 def tokenised(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
-    """As chat messages where the model has a template, else as they are. Raises `ConfigError` where one is no text that a model reads."""
+    """Token ids: of a chat message if the model has a template, else of the text. Raises `ConfigError` for bad text."""
 
     def ids(prompt: str) -> list[int]:
         chat = tokenizer.has_chat_template
@@ -142,8 +142,9 @@ def fit(prompts: list[list[int]], config: RuntimeConfig, max_new_tokens: int) ->
 def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list[int]], max_new_tokens: int) -> int:
     """All runs on one worker, so that weights and chosen kernels are the same; prints, and returns the exit status.
 
-    The reference runs eagerly: on CUDA over the same padded inputs as the graphs, so that GEMMs have the same shapes and round alike; on
-    a CPU, whose "graphs" are the padded buffers themselves, without padding. Plain decoding is depth 0 of the same worker, eagerly.
+    The reference runs eagerly: on CUDA over the same padded inputs as the graphs, so that GEMMs have the same shapes
+    and round alike; on a CPU, whose "graphs" are the padded buffers themselves, without padding. Plain decoding is
+    depth 0 of the same worker, eagerly.
     """
     speculative = config.speculative
     if speculative is None:
@@ -178,7 +179,7 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
 
 
 def _for_check(config: RuntimeConfig, most: int) -> RuntimeConfig:
-    """The server's configuration with room for `most` queued requests; on a CPU all runners run over their padded buffers."""
+    """The configuration with room for `most` queued requests; on a CPU all runners run over padded buffers."""
     speculative = config.speculative
     if config.device.device == "cpu" and speculative is not None:
         speculative = structs.replace(speculative, draft_decode_graph=True, draft_extend_graph=True)
@@ -214,8 +215,9 @@ class Session:
     def run(self) -> Outcome:
         """Acceptance, and the texts of all prompts. Raises `ServingError` where a request fails.
 
-        With a batch size above which drafting is disabled, the first prompts run few enough at a time to be drafted for, and the last ones
-        together. Prompts that are too few for both run more than once: the texts of a prompt follow each other.
+        With a batch size above which drafting is disabled, the first prompts run few enough at a time to be drafted
+        for, and the last ones together. Prompts that are too few for both run more than once: the texts of a prompt
+        follow each other.
         """
         from runtime.speculative.parity import Outcome
 

@@ -68,8 +68,8 @@ def accept_chain(
         seeds: int64 [R].
 
     Returns:
-        accept_lens int32 [B] and tokens int64 [B, D], as `verify_chain_greedy` or `verify_chain_synthetic` give them up to the accept
-        length.
+        accept_lens int32 [B] and tokens int64 [B, D], as `verify_chain_greedy` or `verify_chain_synthetic` give them up
+        to the accept length.
     """
     B, D = draft.shape
     accept_lens = torch.empty(B, dtype=torch.int32, device=draft.device)

@@ -1,8 +1,9 @@
 """Acceptance rules: which drafts the target commits, greedy and sampled, for chains and trees.
 
-All functions run on the device without host reads, at fixed shapes, so that they can be captured. B requests, D draft tokens (column
-or node 0 is the last committed token), K drafts (chain: D = K + 1), V target vocabulary, Vd draft vocabulary. Padding rows may hold
-anything, NaN and -1 included: their results are meaningless, but every index is valid.
+All functions run on the device without host reads, at fixed shapes, so that they can be captured. B requests, D draft
+tokens (column or node 0 is the last committed token), K drafts (chain: D = K + 1), V target vocabulary, Vd draft
+vocabulary. Padding rows may hold anything, NaN and -1 included: their results are meaningless, but every index is
+valid.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from runtime.layers.sampler import draw as torch_draw
 Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """As `sampler.draw`."""
 BELOW_ONE = 1.0 - 2.0**-24
-"""The largest float32 below 1: where uniform random numbers are clamped, so that an inverse CDF never runs off its end."""
+"""The largest float32 below 1. Uniform numbers are clamped to it, so that an inverse CDF stays in range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,8 @@ def accept_lens_greedy(draft_BD: torch.Tensor, target_BD: torch.Tensor) -> torch
 
 
 def verify_chain_greedy(draft_BD: torch.Tensor, target_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accept lengths int32 [B] and the committed tokens int64 [B, D] in order; columns past the accept length are padding.
+    """Accept lengths int32 [B] and the committed tokens int64 [B, D] in order; columns past the accept length are
+    padding.
 
     The committed tokens are the target's own choices: along the accepted prefix they equal the drafts.
     """
@@ -94,16 +96,18 @@ def verify_chain_sampled(
 
     Args:
         draft_BD: int64 [B, D]. Column 0 is the last committed token, the rest are drafts, as target ids.
-        target_probs: float [B, D, V]. p after each column, after temperature, top-k, top-p and min-p; one-hot for greedy rows.
+        target_probs: float [B, D, V]. p after each column, after temperature, top-k, top-p and min-p; one-hot for
+            greedy rows.
         accept_uniforms: float [B, K], in [0, 1).
         final_uniforms: float [B] for the last token, or [B, D] with one for each position that it may stand at.
-        draft: the distributions the drafts were drawn from; None where they were chosen without chance, so that q is one-hot.
+        draft: the distributions the drafts were drawn from; None where they were chosen without chance, so that q is
+            one-hot.
         thresholds: see `AcceptThresholds`.
         draw: how the last token is drawn.
 
     Returns:
-        accept lengths int32 [B] in 1..D, and the committed tokens int64 [B, D]; columns past the accept length are padding.
-        A committed token never has p = 0.
+        accept lengths int32 [B] in 1..D, and the committed tokens int64 [B, D]; columns past the accept length are
+        padding. A committed token never has p = 0.
 
     Source: Leviathan et al. 2023, arXiv:2211.17192, algorithm 1.
     """
@@ -133,8 +137,9 @@ def tree_targets_sampled(
 ) -> torch.Tensor:
     """Draw the target's token after every node of a tree: int64 [B, D], for `verify_tree`.
 
-    The lossless rule draws x from p and goes to the child that carries x, if there is one. With thresholds below 1, SGLang's rule:
-    children in order, accepted when a coin is at most their summed p / acc or when p >= single; else a draw from p without the children.
+    The lossless rule draws x from p and goes to the child that carries x, if there is one. With thresholds below 1,
+    SGLang's rule: children in order, accepted when a coin is at most their summed p / acc or when p >= single; else a
+    draw from p without the children.
 
     Args:
         tokens_BD, parents_BD: the tree, as in `verify_tree`.
@@ -173,7 +178,8 @@ def verify_tree(
     Args:
         tokens_BD: int64 [B, D]. Node 0 is the last committed token.
         parents_BD: int64 [B, D]. The node above each; -1 for node 0. Parents come before children.
-        target_BD: int64 [B, D]. The target's token after each node: its argmax, or a draw from p (`tree_targets_sampled`).
+        target_BD: int64 [B, D]. The target's token after each node: its argmax, or a draw from p
+            (`tree_targets_sampled`).
         max_path: nodes of the longest path, root included: K + 1.
 
     Returns:
@@ -200,7 +206,8 @@ def compaction(window_slots_BD: torch.Tensor, path_BP: torch.Tensor, accept_lens
     """The arguments of `KVPool.move` that bring an accepted path to the front of its verify window.
 
     Args:
-        window_slots_BD: int64 [B, D]. The KV slot of each node, as verified: not from the page table, whose row may have a new owner.
+        window_slots_BD: int64 [B, D]. The KV slot of each node, as verified: not from the page table, whose row may
+            have a new owner.
         path_BP, accept_lens: from `verify_tree`.
 
     Returns:
@@ -217,10 +224,12 @@ def compaction(window_slots_BD: torch.Tensor, path_BP: torch.Tensor, accept_lens
 def verify_chain_synthetic(
     draft_BD: torch.Tensor, target_BD: torch.Tensor, probabilities_K: torch.Tensor, uniforms_BK: torch.Tensor, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accept draft i with `probabilities_K[i]` given the ones before, whatever the tokens are: for benchmarks with dummy weights.
+    """Accept draft i with `probabilities_K[i]` given the ones before, whatever the tokens are: for benchmarks with
+    dummy weights.
 
     Returns:
-        accept lengths int32 [B], and the committed tokens int64 [B, D]: the drafts, clamped to the vocabulary, then the target's token.
+        accept lengths int32 [B], and the committed tokens int64 [B, D]: the drafts, clamped to the vocabulary, then the
+        target's token.
     """
     accept_lens = _prefix_lens(uniforms_BK < probabilities_K[None])
     last_B = accept_lens.to(torch.int64) - 1
@@ -249,7 +258,7 @@ def _drafted_probs(draft: DraftProbs, tokens_BK: torch.Tensor) -> torch.Tensor:
 
 
 def _residual(target_probs: torch.Tensor, tokens_BK: torch.Tensor, last_B: torch.Tensor, draft: DraftProbs | None) -> torch.Tensor:
-    """The weights [B, V] of the last token: (p - q)+ where a draft was rejected, p where none was or nothing is left."""
+    """Weights [B, V] of the last token: (p - q)+ where a draft was rejected; p where none was, or nothing is left."""
     rejected = last_B < tokens_BK.shape[1]
     p = _row(target_probs, last_B)
     index = last_B.clamp(max=tokens_BK.shape[1] - 1)
@@ -264,7 +273,7 @@ def _residual(target_probs: torch.Tensor, tokens_BK: torch.Tensor, last_B: torch
 
 
 def _or_else(weights: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
-    """`weights` by row, or `fallback` where a row has none left: p and q agree to the last bit, so p itself is right."""
+    """`weights` by row, or `fallback` where a row has none left: there p and q are equal, so p itself is right."""
     return torch.where((weights > 0).any(1, keepdim=True), weights, fallback)
 
 

@@ -1,7 +1,7 @@
 """Acceptance of drafts by position: counted and compared. On the host; no torch.
 
-Rates are conditional: of the drafts whose predecessors were all accepted, the share that was accepted too. They are independent from
-position to position, so that one bad position shows as one bad number.
+Rates are conditional: of the drafts whose predecessors were all accepted, the share that was accepted too. They are
+independent from position to position, so that one bad position shows as one bad number.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ class AcceptanceCounters:
 class DriftAlarm:
     """Compares recent traffic through graphs with an eager sample of the same traffic.
 
-    It keeps two spans of traffic, a full one and a growing one, so that it always compares recent traffic and enough of it.
-    Both sides start and end a span together, so that text with another acceptance changes both alike and is no drift.
+    It keeps two spans of traffic, a full one and a growing one, so that it always compares recent traffic and enough of
+    it. Both sides start and end a span together, so that text with another acceptance changes both alike and is no
+    drift.
     """
 
     def __init__(self, num_steps: int, window: int = 2_000, min_count: int = 300, z_limit: float = 5.0, min_gap: float = 0.02) -> None:

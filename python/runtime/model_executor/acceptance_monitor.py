@@ -13,8 +13,8 @@ from runtime.worker_info import AcceptanceStats
 
 log = logging.getLogger(__name__)
 EAGER_SAMPLE_EVERY = 512
-"""One iteration in this many is the eager sample: its drafts and its verification run eagerly, as do the verification and draft-extend of
-the iteration before it, whose features and first guesses it starts from."""
+"""One iteration in this many is the eager sample: its drafts and its verification run eagerly, as do the verification
+and draft-extend of the iteration before it, whose features and first guesses it starts from."""
 
 
 class AcceptanceMonitor:
@@ -32,7 +32,7 @@ class AcceptanceMonitor:
         self.iterations = 0
 
     def next_iteration(self) -> tuple[bool, bool]:
-        """Count an iteration: whether it may be the eager sample, and whether the next one may. Never without drafts."""
+        """Count an iteration. Returns whether it may be the eager sample, and whether the next one may."""
         self.iterations += 1
         if self._num_steps == 0:
             return False, False

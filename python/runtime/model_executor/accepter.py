@@ -26,7 +26,7 @@ from runtime.model_executor.iteration import AcceptResult, Iteration, VerifyResu
 from runtime.model_executor.target_model import TargetModel
 
 ROWS_ACCEPTED_TOGETHER = 256
-"""Window positions whose distributions exist at the same time: 256 of 128,256 tokens take 0.13 GiB; the largest window has 4,096."""
+"""Window positions whose distributions exist at the same time: 256 of 128,256 tokens take 0.13 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,8 @@ class Accepter:
             return AcceptResult(*verify_chain_greedy(tokens, target))
         draw, final = self._target.rows.tables.ops.draw, self._uniforms(iteration, positions, RandomStream.TARGET)
         if draft.probs is None and policy.thresholds.lossless:
-            # Drafts chosen without chance: draw the target's tokens as plain decoding does, so that a seed keeps its text.
+            # Drafts chosen without chance: draw the target's tokens as plain decoding does, so that a seed keeps its
+            # text.
             chosen = draw(probs.flatten(0, 1), final.flatten()).view_as(target)
             return AcceptResult(*verify_chain_greedy(tokens, chosen))
         q = None if draft.probs is None else DraftProbs(draft.probs, policy.to_target, policy.to_draft)

@@ -48,7 +48,7 @@ CPU_KV_MOST = 4 << 30
 CPU_BUSY_TOKENS = 256
 """Prompt tokens below which a pass on the CPU is bound by reading weights."""
 PAGE_LOOKAHEAD_STEPS = 4
-"""Steps by which a row's pages may be ahead of its committed length: one in flight, one submitted, and both of a finished request."""
+"""Steps by which a row's pages exceed its length: one in flight, one submitted, and both of a finished request."""
 
 
 def build_worker(
@@ -163,7 +163,8 @@ def make_target(context: WorkerContext, runner: ModelRunner, spec: DrafterSpec) 
     positions = context.config.model.context_length + PAGE_LOOKAHEAD_STEPS * reach
     page_table = PageTable(context.running + 1, positions, context.config.cache.page_size, context.device)
     rows = RequestRows(context.running + 1, runner.config.vocab_size, context.device, ops)
-    # A prompt step uploads three numbers per token and five per request; a page takes three: one page per token, or the reach of a step.
+    # A prompt step uploads three numbers per token and five per request; a page takes three: one page per token, or the
+    # reach of a step.
     pages = 2 * reach // page_table.page_size + 2
     capacity = 6 * context.extend_tokens + (64 + 3 * pages + reach) * context.requests + 3 * page_table.max_pages
     return TargetModel(runner, rows, page_table, StagingRing(capacity, context.device), spec.aux_layers)
@@ -215,7 +216,7 @@ def make_policy(context: WorkerContext, spec: DrafterSpec) -> AcceptPolicy:
 
 
 def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, DepthBatches]) -> None:
-    """Choose the kernel of every GEMM of decode passes and of the prompts' last rows; compile other kernels beside them."""
+    """Choose the kernel of every GEMM of decode passes; compile other kernels beside them."""
     target, shape = parts.target, parts.drafter.spec.shape
     model, backend = target.runner.model, target.runner.backend
     rows, warmup_runs = set[int](), parts.drafter.warmup_runs()
@@ -253,7 +254,7 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
 
 
 def _in_capture_order(model: ModelPasses) -> list[GraphRunner]:
-    """The largest first: what one runner leaves free in the pool serves a smaller one, not a larger one, nor those of another model."""
+    """The largest first: memory that one runner leaves free in the pool serves smaller runners of the same model only."""
     return sorted(model.graphs, key=lambda runner: -runner.pool_peak)
 
 

@@ -63,7 +63,7 @@ class WorkerContext:
 def make_context(
     config: RuntimeConfig, replay: ReplayKind | None = None, sizes: list[int] | None = None, timings: GemmTimings | None = None
 ) -> WorkerContext:
-    """Decide device, dtype, admission limit and graph sizes. The other arguments override the configuration (tests, parity checks)."""
+    """Decide device, dtype, admission limit and graph sizes. Arguments override the configuration (tests, checks)."""
     device = torch.device(config.device.device, 0) if config.device.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

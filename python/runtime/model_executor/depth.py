@@ -40,7 +40,8 @@ def choose_depth(batch_size: int, limits: Mapping[int, int]) -> int:
 def split_batch_sizes(
     num_steps: int, most_with_drafts: int | None, running: int, sizes: Sequence[int], padding: bool
 ) -> dict[int, DepthBatches]:
-    """The table of depths: K = `num_steps`, and K = 0 for batches of more than `most_with_drafts` requests if there are such.
+    """The table of depths: K = `num_steps`, and K = 0 for batches of more than `most_with_drafts` requests if there are
+    such.
 
     Args:
         running: requests that decode together at most.

@@ -12,7 +12,8 @@ from runtime.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """Shape of the windows: K `num_steps`, `topk` branches per node, D `num_draft_tokens` nodes verified, root included.
+    """Shape of the windows: K `num_steps`, `topk` branches per node, D `num_draft_tokens` nodes verified, root
+    included.
 
     Raises:
         ConfigError: the levels hold fewer than D - 1 candidates, or a mask does not fit into 64 bits.
@@ -64,14 +65,17 @@ NO_DRAFTS = TreeShape(num_steps=0, topk=1, num_draft_tokens=1)
 
 @dataclass(frozen=True, slots=True)
 class DraftWindow:
-    """D tokens for each of B requests: the last committed one, then the drafts; a chain, or a tree with parents before children.
+    """D tokens for each of B requests: the last committed one, then the drafts; a chain, or a tree with parents before
+    children.
 
     Attributes:
         tokens: int64 [B, D]. Column 0 is the last committed token.
         parents: int64 [B, D]. The node above each node of a tree, -1 for the root; None for a chain.
         depths: int64 [B, D]. Distance of each node of a tree from the root; None for a chain.
-        mask: int64 [B, D], for `ForwardBatch.tree_mask` with `tree_tail` D: bit j of node i is set if j is i or above it; None for a chain.
-        probs: float32 [B, K, Vd], the distributions that a chain was drawn from; None where drafts were chosen without chance.
+        mask: int64 [B, D], for `ForwardBatch.tree_mask` with `tree_tail` D: bit j of node i is set if j is i or above
+            it; None for a chain.
+        probs: float32 [B, K, Vd], the distributions that a chain was drawn from; None where drafts were chosen without
+            chance.
     """
 
     tokens: torch.Tensor
@@ -100,7 +104,7 @@ class DraftWindow:
         return kv_lens.to(torch.int64)[:, None] + depths + 1
 
     def drafts_before(self) -> torch.Tensor:
-        """int64 [B, D, D]: for each node the drafts at and above it, -1 elsewhere. The root is committed output already."""
+        """int64 [B, D, D]: for each node the drafts at and above it, -1 elsewhere. The root is committed already."""
         index = torch.arange(self.width, device=self.tokens.device)
         if self.mask is None:
             on_path = (index[None] <= index[:, None])[None]

@@ -75,7 +75,8 @@ class DraftSetup:
         inputs: persistent inputs, shared with the target's runners.
         depths: batch sizes of each depth.
         requests: most requests of one pass, padding included.
-        make_runner: makes a graph runner over `inputs` of a model's passes at one depth; the last argument says whether to capture it.
+        make_runner: makes a graph runner over `inputs` of a model's passes at one depth; the last argument says whether
+            to capture it.
     """
 
     target: TargetModel

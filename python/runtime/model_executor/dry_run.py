@@ -1,4 +1,4 @@
-"""Dry runs over padding rows with everything that requests can ask for: they compile kernels and show the peak of activations."""
+"""Dry runs over padding rows with everything that requests can ask for: they compile kernels and measure memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ FILTERED = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01)
 
 
 def measure_activations(context: WorkerContext, parts: WorkerParts) -> int:
-    """Bytes that the largest prompt step and the acceptance of the largest batches take at their peak, found by dry runs over page 0.
+    """Bytes that the largest prompt step and the acceptance of the largest batches take at their peak, found by dry
+    runs over page 0.
 
     0 on the CPU, whose allocator returns what it does not use.
     """
@@ -36,7 +37,7 @@ def measure_activations(context: WorkerContext, parts: WorkerParts) -> int:
         extend, prompts = target.extend(padding_prompt(context))
         parts.drafter.follow_prompt(extend)
         prompts.wait()
-        if not context.config.scheduler.mixed_chunk:  # with it, decode rows are accepted while the states of the prompts exist
+        if not context.config.scheduler.mixed_chunk:  # else decode rows are accepted while the prompts' states exist
             del extend, prompts
         for depth, count in parts.depths.limits.items():
             accept_padding(parts, depth, count)
@@ -50,7 +51,7 @@ def measure_activations(context: WorkerContext, parts: WorkerParts) -> int:
 
 
 def padding_prompt(context: WorkerContext) -> ScheduleBatch:
-    """The largest step of prompts, all in the padding row: as many prompts as can run, the first ones as long as fits, all sampled."""
+    """The largest prompt step, in the padding row: as many prompts as can run, the first ones as long as fits."""
     count = max(min(context.running, context.extend_tokens // 2), 1)
     lens, left = np.ones(count, dtype=np.int32), context.extend_tokens - count
     for i in range(count):

@@ -24,8 +24,8 @@ class Iteration:
         needs: what the sampler has to do.
         top_logprobs: number of most likely tokens to report for each token; -1 for no log-probabilities.
         eager_sample: whether drafting and verification run eagerly, to be compared with replays.
-        precedes_eager_sample: whether the next iteration is the sample: verification and draft-extend run eagerly, since it starts from
-            their results.
+        precedes_eager_sample: whether the next iteration is the sample: verification and draft-extend run eagerly,
+            since it starts from their results.
     """
 
     depth: int

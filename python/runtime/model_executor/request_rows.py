@@ -1,7 +1,7 @@
 """Per-request device state in fixed rows: length, last token, sampling parameters, token counts.
 
-Rows are written on admission and read by index; nothing is ever filtered or merged. Row 0 is padding: its length stays 0, so that a padding
-row of a graph reads position 0 of page 0 and no request sees it.
+Rows are written on admission and read by index; nothing is ever filtered or merged. Row 0 is padding: its length stays
+0, so that a padding row of a graph reads position 0 of page 0 and no request sees it.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class TargetModel:
 
 @dataclass(frozen=True, slots=True)
 class PromptsPending:
-    """The tokens of prompt chunks on their way to the host. `ends`: bool [E], on the host, whether a token was sampled."""
+    """Tokens of prompt chunks on their way to the host. `ends`: bool [E], on the host, whether a token was sampled."""
 
     ends: np.ndarray
     tokens: HostCopy

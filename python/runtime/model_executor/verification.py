@@ -1,4 +1,4 @@
-"""Verification: the target's pass over a window of drafts, at every depth. Decoding without drafts is a window of one token."""
+"""Verification: the target's pass over a window of drafts. Plain decoding is a window of one token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime.models.decoder import DecoderModel
 
 
 def verify_spec(shape: TreeShape, name: str, vocab: int, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
-    """Outputs over the window: `logits` float32 [B * D, V], argmax `tokens` int64 [B * D], `features` [B * D, feature]."""
+    """Outputs: `logits` float32 [B * D, V], argmax `tokens` int64 [B * D], `features` [B * D, feature]."""
     D = shape.num_draft_tokens
     return RunnerSpec(
         name=name,

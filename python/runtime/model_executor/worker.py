@@ -1,4 +1,4 @@
-"""The worker: runs every step of the scheduler on the device. Plain decoding and every kind of drafting share this one path."""
+"""The worker: runs every step of the scheduler on the device, with one path for plain decoding and all drafting."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class WorkerParts:
 
 @dataclass(frozen=True, slots=True)
 class DecodesPending:
-    """The tokens of an iteration on their way to the host: `tokens` int64 [live, D], and the accept lengths where D > 1."""
+    """Tokens of an iteration on their way to the host: int64 [live, D], and the accept lengths where D > 1."""
 
     iteration: Iteration
     tokens: HostCopy
@@ -159,7 +159,7 @@ class Worker:
         return lambda: self._read(batch, prompts, decodes)
 
     def _begin(self, batch: ScheduleBatch, rows: torch.Tensor, depth: int) -> Iteration:
-        """An iteration of the decode rows, int64 [size] on the device; rows and KV lengths go into the inputs that all runners share."""
+        """An iteration of the decode rows, int64 [size]. Rows and KV lengths go into the inputs that all runners share."""
         parts, first, size = self.parts, batch.num_prompts, len(rows)
         host_rows, kv_lens = batch.rows[first:], parts.inputs.kv_lens(size)
         parts.inputs.rows(size).copy_(rows)
@@ -167,7 +167,8 @@ class Worker:
         bounds = np.zeros(size, dtype=np.int32)
         bounds[: len(host_rows)] = batch.len_bounds[first:]
         is_sample, precedes_sample = parts.monitor.next_iteration()
-        # The sample is of iterations that would replay a graph: other traffic may be accepted differently, and counts for neither side.
+        # The sample is of iterations that would replay a graph: other traffic may be accepted differently, and counts
+        # for neither side.
         replays = first == 0 and depth == parts.depths.deepest and parts.verifier.has_graph(depth, size)
         needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
         return Iteration(depth, host_rows, rows, kv_lens, bounds, needs, k, is_sample and replays, precedes_sample)

@@ -1,9 +1,9 @@
 """Draft-decode: the draft's one-token passes of one iteration as one graph.
 
-An EAGLE head runs K - 1 of them, since its first guess comes from draft-extend; a draft without lookahead runs K. Row width is topk. Pass
-`i` writes draft KV at `kv_len + i * topk + j` for branch `j`, all at sequence position `kv_len + i`. It sees the committed KV and, through
-the tree mask, its own ancestors. The draft's probabilities are outputs, not tensors of the graphs' memory pool: they are read after the
-target's graph has run.
+An EAGLE head runs K - 1 of them, since its first guess comes from draft-extend; a draft without lookahead runs K. Row
+width is topk. Pass `i` writes draft KV at `kv_len + i * topk + j` for branch `j`, all at sequence position `kv_len +
+i`. It sees the committed KV and, through the tree mask, its own ancestors. The draft's probabilities are outputs, not
+tensors of the graphs' memory pool: they are read after the target's graph has run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ LAUNCHES_A_PASS = 45
 def draft_decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launches: int, passes: int) -> RunnerSpec:
     """The runner at one depth.
 
-    Outputs: `tokens` int64 [B, D]; for trees `parents`, `depths`, `mask` [B, D]; for sampled chains `probs` float32 [B, K, Vd].
+    Outputs: `tokens` int64 [B, D]; for trees `parents`, `depths`, `mask` [B, D]; for sampled chains `probs` float32 [B,
+    K, Vd].
 
     Args:
         most_steps: K at full depth.
@@ -60,7 +61,7 @@ def draft_decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launc
 def draft_decode_forward(
     draft: DraftModel, shape: TreeShape, rows: RequestRows, state: DraftState, page_table: PageTable, inputs: InputBuffers
 ) -> Forward:
-    """The function that the graph records; it reads rows' state itself, so its only per-step input is the row numbers and lengths."""
+    """The function that the graph records. It reads the rows' state itself: its only inputs are rows and lengths."""
     passes = _Passes(draft, shape, rows, state, page_table, inputs)
     return passes.chain if shape.topk == 1 else passes.tree
 
@@ -122,7 +123,8 @@ class _Passes:
         hidden: torch.Tensor,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One pass. tokens int64 [B, topk], hidden [B * topk, hidden], mask int64 [B, topk] -> hidden [B * topk, hidden].
+        """One pass. tokens int64 [B, topk], hidden [B * topk, hidden], mask int64 [B, topk] -> hidden [B * topk,
+        hidden].
 
         Branch j writes slot `kv_len + step * topk + j`; all branches stand at sequence position `kv_len + step`.
         """

@@ -1,9 +1,9 @@
 """Draft-extend: the draft over the verify window as one graph.
 
-It runs over the whole window, rejected positions included: the shape is fixed, so that no host value is needed between verify and the next
-draft. Position `j` of the window carries the committed token that follows it and the target's hidden state at it. Beyond the accepted
-tokens it carries anything valid; the next iteration overwrites the KV written there before it is read. The LM head runs on each request's
-last accepted position only.
+It runs over the whole window, rejected positions included: the shape is fixed, so that no host value is needed between
+verify and the next draft. Position `j` of the window carries the committed token that follows it and the target's
+hidden state at it. Beyond the accepted tokens it carries anything valid; the next iteration overwrites the KV written
+there before it is read. The LM head runs on each request's last accepted position only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from runtime.speculative.draft_state import DraftState, first_guesses
 def draft_extend_spec(full: TreeShape, shape: TreeShape, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
     """The runner over windows of `shape`; `full` is the shape at full depth.
 
-    Inputs: `features` [B * D, feature], the target's hidden states, and `accept_lens` int32 [B]. No outputs: results go to `DraftState`.
+    Inputs: `features` [B * D, feature], the target's hidden states, and `accept_lens` int32 [B]. No outputs: results go
+    to `DraftState`.
     """
     return RunnerSpec(
         name="draft extend" if shape == full else f"draft extend K={shape.num_steps}",

@@ -1,7 +1,7 @@
 """Draft state by request row: the hidden state to continue from, and the first guesses.
 
-Draft-extend writes it (after every verify pass and every prompt chunk); draft-decode of the next iteration reads it. It belongs to request
-rows, so that it does not depend on the batches in between. Row 0 is padding.
+Draft-extend writes it (after every verify pass and every prompt chunk); draft-decode of the next iteration reads it. It
+belongs to request rows, so that it does not depend on the batches in between. Row 0 is padding.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ def guess(
     Args:
         hidden: [B, hidden], the draft's own.
         rows: int64 [B].
-        positions: int64 [B], where the guess will stand: draw it from the draft's distribution at each request's temperature, by a random
-            number keyed by its place; greedy requests take the likeliest all the same. None: all take the likeliest.
+        positions: int64 [B], where the guess will stand: draw it from the draft's distribution at each request's
+            temperature, by a random number keyed by its place; greedy requests take the likeliest all the same. None:
+            all take the likeliest.
 
     Returns:
         int64 [B] ids of the draft's vocabulary, and float32 [B, Vd] what they were drawn from, if they were.
@@ -70,7 +71,7 @@ def first_guesses(
     rows: torch.Tensor,
     positions: torch.Tensor | None,
 ) -> None:
-    """Store the guesses that draft-extend ends with. hidden [B, hidden], rows int64 [B], positions as for `guess`. Inside the graph."""
+    """Store the guesses after draft-extend. hidden [B, hidden], rows int64 [B], positions as for `guess`. In the graph."""
     if state.topk == 1:
         ids, probs = guess(draft, hidden, tables, rows, positions)
         ids = ids[:, None]

@@ -2,8 +2,9 @@
 
 All functions run on the device at fixed shapes without host reads. B requests, K steps, D draft tokens.
 
-Candidates are numbered: 0 is the last committed token, 1..topk the first guesses, then topk * topk of each later level, children of beam
-node j at j * topk. So a parent's number is always smaller than its child's, and numbers grow with depth.
+Candidates are numbered: 0 is the last committed token, 1..topk the first guesses, then topk * topk of each later level,
+children of beam node j at j * topk. So a parent's number is always smaller than its child's, and numbers grow with
+depth.
 
 Source: EAGLE-2, Li et al. 2024, arXiv:2406.16858, section 4.
 """
@@ -25,9 +26,10 @@ class Beam:
         tokens: int64 [B, topk], the inputs of the next draft pass, best first.
         scores: float32 [B, topk], their cumulative log-probabilities.
         ids: int64 [B, topk], their candidate numbers.
-        parents: int64 [B, topk], which token of the previous pass each descends from: the row of its hidden state. 0 at level 0.
-        mask: int64 [B, topk], for `ForwardBatch.tree_mask` of the next pass, whose `tree_tail` is (level + 1) * topk: bit i * topk + j is
-            token j of pass i.
+        parents: int64 [B, topk], which token of the previous pass each descends from: the row of its hidden state. 0 at
+            level 0.
+        mask: int64 [B, topk], for `ForwardBatch.tree_mask` of the next pass, whose `tree_tail` is (level + 1) * topk:
+            bit i * topk + j is token j of pass i.
         all_tokens, all_parents, all_scores: [B, N], every candidate so far; parents by candidate number.
     """
 
@@ -43,7 +45,7 @@ class Beam:
 
 
 def top_log_probs(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `topk` most likely ids int64 [N, topk] and their log-probabilities float32 [N, topk], best first, of logits [N, V]."""
+    """The `topk` likeliest ids int64 [N, topk] and their log-probabilities float32 [N, topk], of logits [N, V]."""
     logits = logits.float()
     values, ids = logits.topk(topk, dim=-1)
     return ids, values - logits.logsumexp(-1, keepdim=True)

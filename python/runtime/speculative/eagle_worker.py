@@ -4,11 +4,12 @@ Per request row and iteration:
 
     draft-decode   a graph of the draft's one-token passes from the last committed token on: the window of drafts
     (verify and accept: the target)
-    draft-extend   a graph of the draft over the whole window with the target's states: draft KV of the committed tokens,
+    draft-extend   a graph of the draft over the whole window with the target's states: draft KV of the committed
+    tokens,
                    and the first guesses of the next iteration
 
-Both graph runners are the drafter's own and have their own memory reservations. The draft has a KV pool over the target's page table, so
-its KV length is always the target's.
+Both graph runners are the drafter's own and have their own memory reservations. The draft has a KV pool over the
+target's page table, so its KV length is always the target's.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from runtime.speculative.draft_tree import begin, select
 
 @dataclass(frozen=True, slots=True)
 class DraftRunners:
-    """The draft's graph runners at one depth. `decode` is None where the first guess is the whole chain, or there are no drafts."""
+    """The draft's graph runners at one depth. `decode` is None where the first guess is all there is to draft."""
 
     decode: GraphRunner | None
     extend: GraphRunner
@@ -172,7 +173,8 @@ class EagleWorker(Drafter):
         hidden = self.model.forward(batch, extend.chunks.last)
         if self.model.lookahead:
             state.hidden[rows] = hidden
-            # A greedy request may later be verified beside sampled ones: not with the probabilities of the row's last owner.
+            # A greedy request may later be verified beside sampled ones: not with the probabilities of the row's last
+            # owner.
             state.probs.index_fill_(0, rows, 0.0)
             positions = None if extend.needs.all_greedy else batch.seq_lens.to(torch.int64) + 1
             first_guesses(state, self.model, hidden, self._target.rows.tables, rows, positions)

@@ -73,7 +73,7 @@ class NgramHistory:
 
 
 def propose_batch(histories: Sequence[NgramHistory], count: int) -> Int32:
-    """Guesses int32 [B, count] of each request; token 0 where nothing matches, since a window has to be filled with something."""
+    """Guesses int32 [B, count] of each request; token 0 where nothing matches."""
     guesses = np.zeros((len(histories), count), dtype=np.int32)
     for row, history in enumerate(histories):
         proposal = history.propose(count)

@@ -29,8 +29,9 @@ GREEDY = SamplingParams(temperature=0.0)
 def eagerly(runners: Sequence[GraphRunner], mode: RunMode = RunMode.EAGER_PADDED) -> Iterator[None]:
     """Within, `runners` run eagerly.
 
-    EAGER_PADDED reads the same inputs as a graph: GEMMs have the same shapes, hence the same kernels and bits, and only the replay differs.
-    EAGER runs without padding and shows its effect too, where shapes do not change the rounding of a GEMM.
+    EAGER_PADDED reads the same inputs as a graph: GEMMs have the same shapes, hence the same kernels and bits, and only
+    the replay differs. EAGER runs without padding and shows its effect too, where shapes do not change the rounding of
+    a GEMM.
     """
     for runner in runners:
         runner.mode = mode
@@ -122,7 +123,7 @@ def _iterate(worker: Worker, count: int, pages: int) -> list[list[int]]:
 
 
 def _prompt(row: int, pages: int, vocab_size: int) -> ScheduleBatch:
-    """The prompt of a row, which has so many pages of its own. It runs alone, and so through a graph where short prompts have them."""
+    """The prompt of a row with `pages` pages of its own. It runs alone, so that a graph for short prompts replays it."""
 
     def ints(*values: int) -> Int32:
         return np.array(values, dtype=np.int32)

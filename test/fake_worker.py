@@ -29,7 +29,7 @@ def logprob(history: Sequence[int] | Int32, rank: int) -> float:
 
 
 def alone(prompt: list[int], sampling: SamplingParams, seed: int, eos_ids: tuple[int, ...], limits: WorkerLimits) -> list[int]:
-    """The slow twin: the whole output of one request, by the definition."""
+    """The definition: the whole output of one request, token by token."""
     ids, stops = list(prompt), set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos_ids))
     while len(ids) < min(len(prompt) + sampling.max_new_tokens, limits.max_context_len):
         ids.append(next_token(ids, seed, limits.vocab_size))

@@ -237,7 +237,7 @@ def test_a_perfect_draft_is_accepted_whole_under_graphs(tmp_path: Path, setup: S
     worker = build(setup, "cuda", speculation(tmp_path, "STANDALONE", setup.draft, 1))
     driver = Driver(worker)
     driver.generate(PROMPTS, 60)
-    # bfloat16 products of one and of four rows round differently, so a near-tie may cost a draft now and then. Two backends round every
+    # bfloat16 GEMMs of one and of four rows round differently, so a near-tie may cost a draft now and then. Two backends round every
     # value differently: simulated on a CPU that leaves 3.76 to 3.8 of 4, and a draft that misses one key has 3.4.
     assert np.concatenate(driver.accepts).mean() > (3.8 if setup.target == setup.draft else 3.6)
     slots = np.concatenate([driver.slots(row, length) for row, length in driver.kv.items()])

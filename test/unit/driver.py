@@ -30,7 +30,7 @@ class Driver:
     """Owner of the pages and rows of one worker. Each request has all its pages from the start, scattered at random.
 
     Attributes:
-        before: called ahead of every step; a test poisons there what nobody may read.
+        before: called ahead of every step; a test poisons unused memory there.
         accepts: of every decode step, and `results` its whole result.
     """
 

@@ -138,7 +138,7 @@ def test_a_stale_input_of_one_graph_fails(command: list[str], monkeypatch: pytes
     out = capsys.readouterr().out
     assert "<- differs" in out
     assert "acceptance differs" in out
-    assert "text of" not in out, "verification is lossless: that is why nobody notices without this check"
+    assert "text of" not in out, "verification is lossless: only this check notices"
 
 
 def test_padding_that_writes_where_somebody_reads_fails(

@@ -115,7 +115,7 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
         ("STANDALONE", 1, {"samplings": MIXED}),
     ],
 )
-def test_decoding_in_the_pass_of_a_prompt_is_decoding_in_a_pass_of_its_own(
+def test_piggybacked_decoding_equals_separate_decoding(
     tmp_path: Path, exact_products: None, algorithm: str | None, page: int, spec: dict[str, Any]
 ) -> None:
     """The same storm by a worker that mixes, over padded and poisoned buffers and without, and by one that does not."""
@@ -159,9 +159,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("algorithm", "spec"), [("EAGLE", CHAIN), ("EAGLE", TREE), ("EAGLE3", CHAIN), ("EAGLE3", TREE), ("STANDALONE", CHAIN), ("NGRAM", CHAIN)]
 )
-def test_greedy_text_is_the_same_with_speculation_whatever_the_targets_family(
-    tmp_path: Path, family: str, algorithm: str, spec: dict[str, Any]
-) -> None:
+def test_greedy_text_is_the_same_for_every_model_family(tmp_path: Path, family: str, algorithm: str, spec: dict[str, Any]) -> None:
     model = model_config(**FAMILIES[family])
     driver = Driver(speculating(tmp_path, algorithm, "eager", [2, 4, 8], model=model, **spec))
     assert driver.generate(PROMPTS, 24, chunk=5) == Driver(plain(model=model)).generate(PROMPTS, 24)
@@ -180,7 +178,7 @@ def test_a_draft_that_is_the_target_is_always_right(tmp_path: Path, steps: int, 
 
 
 @pytest.mark.parametrize("replay", [None, "eager"])
-def test_prompt_lookup_drafts_for_each_request_its_own_continuation(tmp_path: Path, replay: str | None) -> None:
+def test_prompt_lookup_continues_each_request_alone(tmp_path: Path, replay: str | None) -> None:
     driver = Driver(speculating(tmp_path, "NGRAM", replay, [4] if replay else None))
     together = driver.generate(ECHO, 40)
     assert together == Driver(plain()).generate(ECHO, 40)
@@ -195,7 +193,7 @@ def test_prompt_lookup_drafts_for_each_request_its_own_continuation(tmp_path: Pa
     assert accepted / steps == pytest.approx(np.mean(alone), rel=0.15)
 
 
-def test_drafts_are_looked_up_in_all_the_text_of_a_rows_owner_and_no_other(tmp_path: Path) -> None:
+def test_prompt_lookup_searches_only_the_request_of_the_row(tmp_path: Path) -> None:
     worker = speculating(tmp_path, "NGRAM")
     driver, made = Driver(worker), list[torch.Tensor]()
     watch_drafts(worker, lambda draft: made.append(draft.tokens[:, 1:]))
@@ -227,11 +225,11 @@ def check_draft_from_scratch(tmp_path: Path, worker: Any, driver: Driver, algori
         known = (text + driver.out[row])[: kv_len + 1]
         assert len(known) == kv_len + 1, "the committed length is the text without its last token"
         fresh = speculating(tmp_path, algorithm, runtime={"page_size": page}, **spec)
-        twin = Driver(fresh, seed=5)
-        # the last token is given, not sampled: the twin must see what was really generated
-        twin.prefill({9: known}, chunk=kv_len, room=16)
+        reference = Driver(fresh, seed=5)
+        # the last token is given, not sampled: the reference must see what was really generated
+        reference.prefill({9: known}, chunk=kv_len, room=16)
         # it has one position more, which is not compared
-        mine, theirs = torch.from_numpy(driver.slots(row, kv_len)), torch.from_numpy(twin.slots(9, kv_len))
+        mine, theirs = torch.from_numpy(driver.slots(row, kv_len)), torch.from_numpy(reference.slots(9, kv_len))
         for pool, other in zip(pools(worker), pools(fresh), strict=True):
             for a, b in zip((*pool.k, *pool.v), (*other.k, *other.v), strict=True):
                 torch.testing.assert_close(a.flatten(0, 1)[mine], b.flatten(0, 1)[theirs], rtol=1e-4, atol=2e-5)
@@ -255,9 +253,7 @@ def check_draft_from_scratch(tmp_path: Path, worker: Any, driver: Driver, algori
     ],
 )
 @pytest.mark.parametrize("page", [1, 16])
-def test_draft_kv_is_what_a_prefill_of_the_whole_text_would_be(
-    tmp_path: Path, algorithm: str, spec: dict[str, Any], page: int, mixed: bool
-) -> None:
+def test_draft_kv_equals_a_prefill_of_the_whole_text(tmp_path: Path, algorithm: str, spec: dict[str, Any], page: int, mixed: bool) -> None:
     """Chunk ends inside the prompt, a shared prefix, windows accepted in part: draft KV reaches as far as the target's."""
     worker = speculating(tmp_path, algorithm, runtime={"page_size": page, "mixed_chunk": mixed}, **spec)
     driver = Driver(worker)
@@ -298,7 +294,7 @@ def test_the_check_of_draft_kv_notices_a_wrong_token_at_a_chunk_boundary(tmp_pat
         ("EAGLE3", {**TREE, "head": {"draft_vocab_size": 40}}, GREEDY),
     ],
 )
-def test_the_draft_goes_on_from_what_a_prefill_of_the_whole_text_leaves(
+def test_draft_state_equals_a_prefill_of_the_whole_text(
     tmp_path: Path, algorithm: str, spec: dict[str, Any], sampling: SamplingParams
 ) -> None:
     """Its hidden state and first guesses depend on the text and the seed, and not on the windows in which the text was accepted."""
@@ -314,8 +310,8 @@ def check_first_states(driver: Driver, fresh: Any, sampling: SamplingParams) -> 
     """That the draft of each request of `driver`'s worker goes on from what a prefill of all its text leaves in the worker `fresh`."""
     for row, prompt in driver.prompts.items():
         left: list[tuple[torch.Tensor, ...]] = []
-        twin = Driver(fresh, before=lambda row=row, left=left: left.append(first_state(fresh, row)))
-        twin.prefill({row: prompt + driver.out[row]}, chunk=driver.kv[row], sampling=sampling)
+        reference = Driver(fresh, before=lambda row=row, left=left: left.append(first_state(fresh, row)))
+        reference.prefill({row: prompt + driver.out[row]}, chunk=driver.kv[row], sampling=sampling)
         tokens, *numbers = first_state(driver.worker, row)
         assert torch.equal(tokens, left[1][0])
         for mine, its in zip(numbers, left[1][1:], strict=True):
@@ -390,9 +386,7 @@ def branch_logits(worker: Any, row: int, kv_len: int, hidden: torch.Tensor, inpu
 )
 @pytest.mark.parametrize("warm", [(), (1, 3), tuple(PROMPTS)])
 @torch.inference_mode()
-def test_each_draft_of_a_chain_is_what_the_draft_says_after_those_before_it(
-    tmp_path: Path, algorithm: str, spec: dict[str, Any], warm: tuple[int, ...]
-) -> None:
+def test_chain_drafts_equal_one_by_one_drafting(tmp_path: Path, algorithm: str, spec: dict[str, Any], warm: tuple[int, ...]) -> None:
     worker = speculating(tmp_path, algorithm, **spec)
     before, made = drafted(worker, warm)
     model, known = worker.parts.drafter.model, worker.parts.drafter.model.lookahead
@@ -488,7 +482,7 @@ def test_the_drafts_head_reads_no_more_rows_than_it_guesses_from(
 
 
 @pytest.mark.parametrize(("algorithm", "overlap"), [("EAGLE", True), ("EAGLE3", True), ("STANDALONE", True), ("NGRAM", False)])
-def test_a_step_may_be_submitted_before_the_last_is_read_unless_drafts_are_looked_up(tmp_path: Path, algorithm: str, overlap: bool) -> None:
+def test_only_prompt_lookup_gives_up_overlap(tmp_path: Path, algorithm: str, overlap: bool) -> None:
     assert speculating(tmp_path, algorithm).limits.overlap == overlap
     assert not speculating(tmp_path, algorithm, runtime={"overlap": False}).limits.overlap
 
@@ -542,7 +536,7 @@ def greedy_text() -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("name", WORKERS)
 @pytest.mark.parametrize("count", [1, 8])
-def test_whatever_changes_logits_gives_the_same_greedy_text_with_speculation(tmp_path: Path, name: str, count: int) -> None:
+def test_logits_processors_keep_greedy_text(tmp_path: Path, name: str, count: int) -> None:
     algorithm, spec = WORKERS[name]
     worker = speculating(tmp_path, algorithm, **spec)
     for field, wanted in FIELDS.items():
@@ -797,7 +791,7 @@ def test_a_text_can_grow_to_the_end_of_the_context(
     driver.decode([1])
 
 
-def test_looked_up_drafts_leave_a_seeds_text_as_it_is_without_speculation(tmp_path: Path) -> None:
+def test_prompt_lookup_keeps_seeded_text(tmp_path: Path) -> None:
     sampling = SamplingParams(temperature=0.8, top_p=0.95, max_new_tokens=1 << 20)
     prompts = {1: [5, 6, 7, 8, 9] * 5, 2: [1, 2, 3, 4] * 4}
     plain = Driver(build_worker(tiny_runtime(), tiny_model())).generate(prompts, 40, sampling=sampling)

@@ -170,7 +170,7 @@ def test_2_results_lie_inbuffers_of_their_runner(tmp_path: Path, monkeypatch: py
 
 
 def test_2_a_result_from_the_pool_is_noticed(tmp_path: Path, reference: Any) -> None:
-    """A function that hands out a tensor of its own: replayed, it computes into memory that nobody reads."""
+    """A function that hands out a tensor of its own: replayed, it computes into unused memory."""
     worker = graphs(tmp_path)
     runner = runners(worker)["draft_decode"]
     forward = runner._forward
@@ -198,7 +198,7 @@ def test_3_padding_is_inert(tmp_path: Path, reference: Any, spec: dict[str, Any]
 
 
 @pytest.mark.parametrize("row", ["a live one", "an idle one"])
-def test_3_padding_in_somebodys_row_is_noticed(tmp_path: Path, reference: Any, monkeypatch: pytest.MonkeyPatch, row: str) -> None:
+def test_3_padding_in_another_row_is_noticed(tmp_path: Path, reference: Any, monkeypatch: pytest.MonkeyPatch, row: str) -> None:
     worker = graphs(tmp_path)
     stage = worker.parts.target.stage_rows
 
@@ -215,7 +215,7 @@ def test_3_padding_in_somebodys_row_is_noticed(tmp_path: Path, reference: Any, m
         same_life(reference(), storm(worker))
 
 
-def test_3_a_write_to_a_page_that_nobody_holds_is_noticed(tmp_path: Path) -> None:
+def test_3_a_write_to_a_free_page_is_noticed(tmp_path: Path) -> None:
     worker = graphs(tmp_path)
     driver = Driver(worker)
     poison = Poison(worker)
@@ -339,9 +339,7 @@ def test_6_eager_fallback_and_replay_fill_the_same_metadata(tmp_path: Path, refe
 
 @pytest.mark.parametrize("off", [None, "draft_decode_graph", "draft_extend_graph"])
 @pytest.mark.parametrize("spec", [{}, TREE])
-def test_6_batches_and_runners_without_a_graph_live_the_same_life(
-    tmp_path: Path, reference: Any, spec: dict[str, Any], off: str | None
-) -> None:
+def test_6_eager_batches_and_runners_give_the_same_results(tmp_path: Path, reference: Any, spec: dict[str, Any], off: str | None) -> None:
     """Batches of 1 to 8 are replayed, 9 to 33 run eagerly between them."""
     spec = spec if off is None else {**spec, off: False}
     worker = speculating(tmp_path, replay="eager", sizes=[1, 2, 4, 8], **spec)
@@ -353,14 +351,14 @@ def test_6_batches_and_runners_without_a_graph_live_the_same_life(
 
 
 @pytest.mark.parametrize("spec", [{}, TREE, {"algorithm": "STANDALONE"}])
-def test_6_sampled_batches_are_replayed_as_greedy_ones_are(tmp_path: Path, spec: dict[str, Any]) -> None:
+def test_6_sampled_batches_are_replayed_too(tmp_path: Path, spec: dict[str, Any]) -> None:
     for sampling in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9)):
         worker = graphs(tmp_path, **spec)
         Driver(worker).generate(PROMPTS, 12, sampling=sampling)
         assert all(runner.replayed and not runner.run_eagerly for runner in worker.runners)
 
 
-def test_6_no_plan_is_told_of_fewer_keys_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_6_bounds_cover_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, widths = TorchNativeAttention.prepare, set[int]()
 
     def checked(self: Any, batch: Any, num_steps: int = 1) -> None:
@@ -390,7 +388,7 @@ def accept_vectors(worker: Any, driver: Driver, rows: list[int]) -> list[list[in
 
 
 @pytest.mark.parametrize("spec", [{}, TREE])
-def test_7_everyone_sees_one_accept_vector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any]) -> None:
+def test_7_host_rows_and_draft_see_one_accept_vector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any]) -> None:
     worker = graphs(tmp_path, **spec)
     decided: list[int] = []
     decide = worker.parts.accepter.decide
@@ -594,7 +592,7 @@ FAULTS = [(None, None), ("draft_decode", lose_drafts), ("draft_extend", lose_fir
 
 
 @pytest.mark.parametrize(("broken", "fault"), FAULTS)
-def test_10_live_traffic_through_a_stale_graph_raises_the_alarm(
+def test_10_a_stale_graph_raises_the_drift_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str | None, fault: Any
 ) -> None:
     monkeypatch.setattr(
@@ -616,7 +614,7 @@ def test_10_live_traffic_through_a_stale_graph_raises_the_alarm(
     assert ("acceptance of draft" in caplog.text) == (broken is not None)
 
 
-def test_10_what_ran_eagerly_for_want_of_a_graph_is_no_traffic_through_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_10_eager_iterations_are_not_counted_as_graph_traffic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance_monitor, "EAGER_SAMPLE_EVERY", 3)
     for replay, sizes, counted in (("none", [], ["eager"]), ("eager", [2], ["graph", "eager_sample", "eager"])):
         worker = speculating(tmp_path / replay, replay=replay, sizes=sizes)

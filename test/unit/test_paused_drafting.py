@@ -50,7 +50,7 @@ def pausing(tmp_path: Path, kind: str, above: int, replay: Any = None, sizes: li
 
 
 def crossing(driver: Driver, all_of: dict[int, list[int]], few: list[int], tokens: int) -> Iterator[tuple[list[int], Any]]:
-    """Steps by turns of all rows and of `few` of them, until every row has `tokens` tokens: who decoded, and what came of it."""
+    """Alternate steps of all rows and of `few` of them until every row has `tokens` tokens: the rows, and the result."""
     turn = 0
     while any(len(driver.out[row]) < tokens for row in all_of):
         rows = [row for row in (few if turn % 5 in (1, 2) else all_of) if row in driver.kv]
@@ -63,7 +63,7 @@ def crossing(driver: Driver, all_of: dict[int, list[int]], few: list[int], token
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("replay", [None, "eager"])
-def test_greedy_text_is_the_same_while_batches_cross_the_limit(tmp_path: Path, kind: str, replay: str | None) -> None:
+def test_greedy_text_survives_crossing_the_batch_limit(tmp_path: Path, kind: str, replay: str | None) -> None:
     """With whatever changes logits, too."""
     samplings = dict(zip(PROMPTS, (GREEDY, MIXED[2], GREEDY, SamplingParams(temperature=0.0, logit_bias={3: 4.0})), strict=True))
     expected = Driver(plain()).generate(PROMPTS, 30, sampling=samplings)
@@ -80,9 +80,7 @@ WORKERS = [("chain", {}), ("tree", {}), ("eagle3", {}), ("standalone", {}), ("ng
 
 @pytest.mark.parametrize(("kind", "runtime"), WORKERS)
 @pytest.mark.parametrize(("page", "overlap"), [(1, True), (16, False)])
-def test_text_is_the_plain_workers_under_a_scheduler_that_retracts_and_shares_prefixes(
-    tmp_path: Path, kind: str, runtime: dict[str, Any], page: int, overlap: bool
-) -> None:
+def test_served_text_is_that_of_plain_decoding(tmp_path: Path, kind: str, runtime: dict[str, Any], page: int, overlap: bool) -> None:
     ids, sampling = prompts(), SamplingParams(temperature=0.0, max_new_tokens=70)
     roomy = {"context_length": CONTEXT, "max_running_requests": 8}
     expected, _ = serve(plain(**roomy), asked(sampling, ids), {}, radix_cache=False)
@@ -131,7 +129,7 @@ def test_logprobs_are_those_without_speculation(tmp_path: Path, kind: str) -> No
     ("kind", "mixed"), [*((kind, False) for kind in DRAFTED), *((kind, True) for kind in DRAFTED if "topk" not in KINDS[kind][1])]
 )
 @pytest.mark.parametrize("page", [1, 16])
-def test_the_drafts_kv_is_as_long_and_as_right_as_the_targets_after_a_pause(tmp_path: Path, kind: str, page: int, mixed: bool) -> None:
+def test_draft_kv_is_complete_after_steps_without_drafts(tmp_path: Path, kind: str, page: int, mixed: bool) -> None:
     algorithm, spec = KINDS[kind]
     worker = pausing(tmp_path, kind, 2, page_size=page, mixed_chunk=mixed)
     driver = Driver(worker)
@@ -147,9 +145,7 @@ def test_the_drafts_kv_is_as_long_and_as_right_as_the_targets_after_a_pause(tmp_
 
 @pytest.mark.parametrize("kind", [kind for kind in DRAFTED if kind != "standalone"])
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
-def test_a_paused_step_leaves_the_first_guesses_that_a_prefill_of_the_whole_text_would(
-    tmp_path: Path, kind: str, sampling: SamplingParams
-) -> None:
+def test_first_guesses_after_steps_without_drafts_equal_a_prefill(tmp_path: Path, kind: str, sampling: SamplingParams) -> None:
     worker, fresh = pausing(tmp_path, kind, 1), speculating(tmp_path, KINDS[kind][0], **KINDS[kind][1])
     driver = Driver(worker)
     driver.prefill(PROMPTS, sampling=sampling)
@@ -160,7 +156,7 @@ def test_a_paused_step_leaves_the_first_guesses_that_a_prefill_of_the_whole_text
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("replay", [None, "eager"])
-def test_a_perfect_draft_is_right_from_the_first_step_after_a_pause(tmp_path: Path, steps: int, replay: str | None) -> None:
+def test_a_perfect_draft_is_accepted_right_after_a_pause(tmp_path: Path, steps: int, replay: str | None) -> None:
     sizes = [2, 4] if replay else None
     worker = speculating(tmp_path, "STANDALONE", replay, sizes, num_steps=steps, disable_by_batch_size=2)
     for mine, its in zip(worker.parts.drafter.model.model.layers, worker.parts.target.runner.model.layers, strict=True):
@@ -173,7 +169,7 @@ def test_a_perfect_draft_is_right_from_the_first_step_after_a_pause(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "eagle3"])
-def test_a_head_accepts_right_after_a_pause_what_it_accepts_without_one(tmp_path: Path, kind: str) -> None:
+def test_acceptance_does_not_depend_on_earlier_pauses(tmp_path: Path, kind: str) -> None:
     """The same texts continued by one window: its drafts depend on the text alone."""
     many = {r: np.random.default_rng(r).integers(0, VOCAB, 6 + r).tolist() for r in range(1, 31)}
     plain_text = Driver(plain()).generate(many, 12)
@@ -192,7 +188,7 @@ def test_a_head_accepts_right_after_a_pause_what_it_accepts_without_one(tmp_path
 
 
 @pytest.mark.parametrize("kind", ["tree", "bush", "ngram"])
-def test_where_a_seed_gives_the_text_of_plain_decoding_it_does_so_through_pauses(tmp_path: Path, kind: str) -> None:
+def test_seeded_sampling_survives_paused_drafting(tmp_path: Path, kind: str) -> None:
     samplings = {row: SAMPLED[i % 3] for i, row in enumerate(PROMPTS)}
     expected = Driver(plain()).generate(PROMPTS, 24, sampling=samplings)
     driver = Driver(pausing(tmp_path, kind, 2))
@@ -202,9 +198,7 @@ def test_where_a_seed_gives_the_text_of_plain_decoding_it_does_so_through_pauses
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_seeds_answer_repeats_where_drafting_pauses_alike_and_is_plain_decodings_where_it_never_resumes(
-    tmp_path: Path, kind: str
-) -> None:
+def test_seeded_text_repeats_with_equal_pauses(tmp_path: Path, kind: str) -> None:
     samplings = {row: SAMPLED[i % 3] for i, row in enumerate(PROMPTS)}
     worker = pausing(tmp_path, kind, 2)
 
@@ -221,7 +215,7 @@ def test_a_seeds_answer_repeats_where_drafting_pauses_alike_and_is_plain_decodin
 
 @pytest.mark.parametrize("kind", ["chain", "standalone", "eagle3"])
 @pytest.mark.parametrize("paused", [0, 1])
-def test_sampled_text_has_the_targets_distribution_on_both_sides_of_a_pause(tmp_path: Path, kind: str, paused: int) -> None:
+def test_sampled_text_has_the_target_distribution_around_pauses(tmp_path: Path, kind: str, paused: int) -> None:
     """Of the second and third token one comes of a paused step, the other of drafts."""
     rows, prompt, small = 200, [3, 5, 3, 5, 3], model_config(vocab_size=SMALL)
     algorithm, spec = KINDS[kind]
@@ -233,13 +227,13 @@ def test_sampled_text_has_the_targets_distribution_on_both_sides_of_a_pause(tmp_
     texts: list[list[int]] = []
     for turn in range(3):
         driver = Driver(worker)
-        everyone = list(range(1, rows + 1))
-        driver.prefill(dict.fromkeys(everyone, prompt), sampling={r: _seeded(turn * rows + r) for r in everyone}, room=30)
+        all_rows = list(range(1, rows + 1))
+        driver.prefill(dict.fromkeys(all_rows, prompt), sampling={r: _seeded(turn * rows + r) for r in all_rows}, room=30)
         for step in range(2):
-            for part in [everyone] if step == paused else [everyone[:100], everyone[100:]]:
+            for part in [all_rows] if step == paused else [all_rows[:100], all_rows[100:]]:
                 accepted = driver.decode(part).accept_lens
                 assert (accepted.max() == 1) == (step == paused)
-        texts += [driver.out[row][:3] for row in everyone]
+        texts += [driver.out[row][:3] for row in all_rows]
     check_distribution(texts, plain(model=small, sharp=0.6), prompt, SamplingParams(temperature=0.8))
 
 
@@ -250,7 +244,7 @@ def _seeded(seed: int) -> SamplingParams:
 # ---- counts, sizes, limits
 
 
-def test_a_paused_step_is_a_step_and_no_verification(tmp_path: Path) -> None:
+def test_steps_without_drafts_are_not_counted_as_verification(tmp_path: Path) -> None:
     worker = pausing(tmp_path, "chain", 2, "eager", [1, 2, 4])
     driver = Driver(worker)
     driver.prefill(PROMPTS, room=160)
@@ -266,7 +260,7 @@ def test_a_paused_step_is_a_step_and_no_verification(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "mixed"), [("chain", False), ("chain", True), ("ngram", False)])
-def test_the_server_counts_paused_steps_apart_and_requests_are_told_of_their_drafts_alone(tmp_path: Path, kind: str, mixed: bool) -> None:
+def test_steps_without_drafts_are_counted_apart(tmp_path: Path, kind: str, mixed: bool) -> None:
     worker = pausing(tmp_path, kind, 2, "eager", [1, 2, 4, 8], context_length=CONTEXT, max_running_requests=8, mixed_chunk=mixed)
     steps, told = Counter[str](), dict[str, Any]()
     add = worker.parts.monitor.add
@@ -292,7 +286,7 @@ def test_the_server_counts_paused_steps_apart_and_requests_are_told_of_their_dra
         assert told["0"] is None, "others decoded beside it until its end"
 
 
-def test_an_engines_answer_tells_the_acceptance_of_its_verified_windows() -> None:
+def test_meta_info_covers_verified_windows_only() -> None:
     """And not of the tokens that came without drafts."""
     spec = SpecStats(verify_steps=4, draft_tokens=12, accepted_tokens=6, accepted_by_position=[4, 2, 0])
     answer = meta_info("1", GenerationUpdate(0, "text", list(range(40)), Progress(5, 0, 40, spec=spec)))
@@ -310,7 +304,7 @@ def test_without_speculation_or_a_limit_no_step_is_paused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["chain", "standalone", "ngram"])
-def test_a_paused_step_accepts_nothing_whatever_acceptance_is_forced(tmp_path: Path, kind: str) -> None:
+def test_forced_acceptance_needs_drafts(tmp_path: Path, kind: str) -> None:
     algorithm, spec = KINDS[kind]
     worker = speculating(tmp_path, algorithm, synthetic_accept=(1.0, 1.0, 1.0), disable_by_batch_size=2, **spec)
     driver = Driver(worker)
@@ -319,7 +313,7 @@ def test_a_paused_step_accepts_nothing_whatever_acceptance_is_forced(tmp_path: P
         assert set(driver.decode(rows).accept_lens.tolist()) == {1 if len(rows) > 2 else 4}
 
 
-def test_thresholds_below_one_have_nothing_to_accept_in_a_paused_step(tmp_path: Path) -> None:
+def test_thresholds_need_drafts(tmp_path: Path) -> None:
     worker = speculating(tmp_path, accept_threshold_single=1e-12, disable_by_batch_size=2)
     driver = Driver(worker)
     driver.prefill(PROMPTS, sampling=SamplingParams(temperature=1.0), room=200)
@@ -337,9 +331,7 @@ def test_thresholds_below_one_have_nothing_to_accept_in_a_paused_step(tmp_path: 
         ([16], True, [16], [16]),
     ],
 )
-def test_graphs_with_drafts_are_of_small_batches_and_those_without_of_large_ones(
-    tmp_path: Path, sizes: list[int], padding: bool, few: list[int], many: list[int]
-) -> None:
+def test_graph_sizes_are_split_by_depth(tmp_path: Path, sizes: list[int], padding: bool, few: list[int], many: list[int]) -> None:
     worker = pausing(tmp_path, "chain", 4, "eager", sizes, cuda_graph_padding=padding, max_running_requests=16)
     by_name = {runner.spec.name: runner for runner in worker.runners}
     assert list(by_name) == ["verify", "draft decode", "draft extend", "target decode", "draft extend K=0"]
@@ -350,9 +342,7 @@ def test_graphs_with_drafts_are_of_small_batches_and_those_without_of_large_ones
 
 
 @pytest.mark.parametrize("above", [8, 9])
-def test_without_more_requests_than_the_limit_there_is_nothing_to_pause(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, above: int
-) -> None:
+def test_a_limit_above_admission_never_disables_drafting(tmp_path: Path, caplog: pytest.LogCaptureFixture, above: int) -> None:
     with caplog.at_level("INFO"):
         worker = pausing(tmp_path, "chain", above, max_running_requests=8)
     assert "drafting is never disabled: no more than 8 requests run at once" in caplog.text
@@ -361,7 +351,7 @@ def test_without_more_requests_than_the_limit_there_is_nothing_to_pause(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_check_at_start_runs_graphs_with_drafts_and_without(tmp_path: Path, kind: str) -> None:
+def test_the_start_up_check_covers_every_depth(tmp_path: Path, kind: str) -> None:
     worker = pausing(tmp_path, kind, 6, "eager", [1, 2, 4, 8])
     before = [runner.replayed for runner in worker.runners]
     check_parity(worker)
@@ -373,7 +363,7 @@ def test_the_check_at_start_runs_graphs_with_drafts_and_without(tmp_path: Path, 
     assert run_scratch(few).counters.iterations == 2 * 11, "no more prompts than are drafted for at once"
 
 
-def test_the_eager_sample_never_pauses_and_the_step_before_it_feeds_it(tmp_path: Path) -> None:
+def test_the_eager_sample_has_drafts_and_an_eager_predecessor(tmp_path: Path) -> None:
     worker = pausing(tmp_path, "chain", 2, "eager", [1, 2, 4])
     driver = Driver(worker)
     driver.prefill(PROMPTS, room=160)
@@ -391,7 +381,7 @@ def test_the_eager_sample_never_pauses_and_the_step_before_it_feeds_it(tmp_path:
     assert result.stats.graph
 
 
-def test_a_pause_holds_under_a_scheduler_that_runs_ahead(tmp_path: Path) -> None:
+def test_depth_is_chosen_per_step_with_overlap(tmp_path: Path) -> None:
     """With a step in flight, who decodes next is decided by who is there, so that pausing and resuming need nothing that is on the way."""
     worker = pausing(tmp_path, "chain", 2, context_length=CONTEXT, max_running_requests=8)
     seen: list[tuple[int, int]] = []

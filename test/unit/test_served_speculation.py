@@ -144,7 +144,7 @@ def test_kv_of_both_models_is_that_of_a_prefill_behind_prefixes_aborts_and_retra
 ) -> None:
     tight = {"context_length": CONTEXT, "max_running_requests": 8, "page_size": page, "max_total_tokens": 320}
     worker = speculating(tmp_path, algorithm, "eager", [2, 4, 8], runtime=tight, **spec)
-    twin = Driver(fresh := speculating(tmp_path, algorithm, runtime={"page_size": page}, **spec))
+    reference = Driver(fresh := speculating(tmp_path, algorithm, runtime={"page_size": page}, **spec))
     behind_prefixes: set[str] = set()
 
     def check(scheduler: Scheduler) -> None:
@@ -152,9 +152,9 @@ def test_kv_of_both_models_is_that_of_a_prefill_behind_prefixes_aborts_and_retra
             if req.kv_len == 0:
                 continue
             known, pages = req.ids[: req.kv_len + 1].tolist(), torch.from_numpy(req.pages.ids.astype(np.int64))
-            twin.prefill({1: known}, chunk=req.kv_len)
-            its_pages = torch.tensor(twin.pages[1])
-            twin.release(1)
+            reference.prefill({1: known}, chunk=req.kv_len)
+            its_pages = torch.tensor(reference.pages[1])
+            reference.release(1)
             for mine, theirs in zip(pools(worker), pools(fresh), strict=True):
                 for a, b in zip((*mine.k, *mine.v), (*theirs.k, *theirs.v), strict=True):
                     a, b = (pool[held].flatten(0, 1)[: req.kv_len] for pool, held in ((a, pages), (b, its_pages)))
@@ -183,26 +183,26 @@ class Witness:
 
     def submit(self, batch: ScheduleBatch) -> Pending:
         self._owners |= {init.row: str(init.seed) for init in batch.new_rows}
-        riders = [self._owners[row] for row in batch.rows.tolist()] if not batch.num_prompts else []
-        return Watched(self, riders, self._worker.submit(batch))
+        decoding = [self._owners[row] for row in batch.rows.tolist()] if not batch.num_prompts else []
+        return Watched(self, decoding, self._worker.submit(batch))
 
-    def count(self, riders: list[str], result: BatchResult) -> None:
-        live, stats = len(riders), result.stats
+    def count(self, decoding: list[str], result: BatchResult) -> None:
+        live, stats = len(decoding), result.stats
         step = {"steps": 1, "graphs": int(stats.graph), "live": live, "padding": stats.padded_size - live}
-        for counts in (self.total, *(self.seen.setdefault(rid, Counter()) for rid in riders)):
+        for counts in (self.total, *(self.seen.setdefault(rid, Counter()) for rid in decoding)):
             counts.update(step)
 
 
 class Watched:
     """A step that is counted when it is read."""
 
-    def __init__(self, witness: Witness, riders: list[str], pending: Pending) -> None:
-        self._witness, self._riders, self._pending = witness, riders, pending
+    def __init__(self, witness: Witness, decoding: list[str], pending: Pending) -> None:
+        self._witness, self._decoding, self._pending = witness, decoding, pending
 
     def wait(self) -> BatchResult:
         result = self._pending.wait()
-        if self._riders:
-            self._witness.count(self._riders, result)
+        if self._decoding:
+            self._witness.count(self._decoding, result)
         return result
 
 

@@ -68,10 +68,10 @@ def build(setup: str | Setup, replay: Literal["cuda", "eager"], spec: Speculativ
     if spec is None:
         from runtime.model_executor.build import build_worker
 
-        return build_worker(config, model, replay, SIZES, TIMINGS)
+        return build_worker(config, model, replay, SIZES, timings=TIMINGS)
     from runtime.speculative.build import build_speculative_worker
 
-    return build_speculative_worker(config, model, replay, SIZES, TIMINGS)
+    return build_speculative_worker(config, model, replay, SIZES, timings=TIMINGS)
 
 
 def head(tmp_path: Path, algorithm: str) -> str:

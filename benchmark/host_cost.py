@@ -73,4 +73,5 @@ def microseconds(requests: int, num_draft_tokens: int) -> float:
 
 if __name__ == "__main__":
     for size in SIZES:
-        print(f"{size:4d} requests: {microseconds(size, 1):6.0f} us plain, {microseconds(size, 4):6.0f} us with 3 drafts")
+        plain, drafts = microseconds(size, 1), microseconds(size, 4)
+        print(f"{size:4d} requests: {plain:6.0f} us plain, {drafts:6.0f} us with 3 drafts")

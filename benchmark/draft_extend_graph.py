@@ -30,8 +30,8 @@ from benchmark.record import Record
 from benchmark.server import apart, parse_or_answer
 from benchmark.shapes import READ_BYTES_PER_SECOND, Model
 from benchmark.sweep import Setup, add_model, arguments, names, numbers, random_ids, roof_share, served_model, sweep
+from runtime.model_executor.acceptance import AcceptanceCounters
 from runtime.model_executor.graph_runner import RunMode
-from runtime.speculative.acceptance import AcceptanceCounters
 
 NAME = "draft_extend_graph"
 KEYS = ("model", "backend", "overlap", "loop", "output_len", "graph", "concurrency")
@@ -98,7 +98,7 @@ def measure(
                 extend.mode = RunMode.REPLAY if graph == "on" else RunMode.EAGER
                 EngineLoop(config, worker, overlap == "on").serve(concurrency, concurrency, lens[0], 16)
                 runs[graph].append(EngineLoop(config, worker, overlap == "on").serve(requests, concurrency, *lens))
-                counts[graph].merge(worker.verifier.counted())
+                counts[graph].merge(worker.parts.monitor.counted())
                 with phases[graph]:
                     EngineLoop(config, worker, overlap == "on").serve(concurrency, concurrency, lens[0], min(WATCHED, lens[1]))
                 worker.reset()

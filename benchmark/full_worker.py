@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from benchmark.engine_loop import build
 from runtime.batch import RowInit, ScheduleBatch, no_ints
+from runtime.model_executor.acceptance_monitor import EAGER_SAMPLE_EVERY
 from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
-from runtime.speculative.verifier import ORACLE_EVERY
 
 MIB = 1 << 20
 PAGES_AT_ONCE = 1 << 18
@@ -39,9 +40,8 @@ class FullWorker:
         before = torch.cuda.memory_allocated() if on_gpu else 0
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        verifier = getattr(self.worker, "verifier", None)
-        if verifier is not None:
-            verifier._iterations = ORACLE_EVERY - 2  # the second step is the parity sample: eager, at the largest size
+        # The second step is the eager sample of acceptance, at the largest size.
+        self.worker.parts.monitor.iterations = EAGER_SAMPLE_EVERY - 2
         self.prompts()
         self.lengthen(2 * steps)
         for _ in range(steps):
@@ -51,10 +51,10 @@ class FullWorker:
             self.decode([])
         figures = self._memory(before) if on_gpu else {"unused": 0.0, "retries": 0}
         info = self.worker.info()
-        plan = info.get("memory_mib", {})
+        plan = info.memory_mib
         planned = {"weights_and_context_mib": plan.get("weights and context"), "activations_mib": plan.get("activations")}
         self.worker.close()
-        return {**planned, "kv_mib": plan.get("KV cache"), **figures, "graphs": info.get("graphs", []),
+        return {**planned, "kv_mib": plan.get("KV cache"), **figures, "graphs": msgspec.to_builtins(info.graphs),
                 "requests": len(self.rows), "tokens_each": int(self.kv[1:].min()), "plan_mib": plan}  # fmt: skip
 
     def prompts(self) -> None:
@@ -78,7 +78,7 @@ class FullWorker:
         limits = self.limits
         room = min(self.pages * limits.page_size, limits.max_context_len) - (steps + 2) * limits.tokens_per_step
         self.kv[1:] = np.maximum(self.kv[1:], room)
-        self.worker._target.rows.kv_lens[1:] = torch.from_numpy(self.kv[1:]).to(self.worker._target.device)
+        self.worker.parts.target.rows.kv_lens[1:] = torch.from_numpy(self.kv[1:]).to(self.worker.parts.target.device)
 
     def decode(self, new_rows: list[RowInit]) -> None:
         """One step of all rows, with all log-probabilities if they are sampled."""
@@ -96,9 +96,9 @@ class FullWorker:
         zeros, which = np.zeros(len(rows), dtype=np.int32), np.array(rows, dtype=np.int32)
         for start in range(0, len(row_of), PAGES_AT_ONCE):
             part = slice(start, start + PAGES_AT_ONCE)
-            self.worker._target.page_table.write(
-                *(torch.from_numpy(a).to(self.worker._target.device, torch.int64) for a in (row_of[part], columns[part])),
-                torch.from_numpy((row_of[part] - 1) * self.pages + columns[part] + 1).to(self.worker._target.device, torch.int32),
+            self.worker.parts.target.page_table.write(
+                *(torch.from_numpy(a).to(self.worker.parts.target.device, torch.int64) for a in (row_of[part], columns[part])),
+                torch.from_numpy((row_of[part] - 1) * self.pages + columns[part] + 1).to(self.worker.parts.target.device, torch.int32),
             )
         batch = ScheduleBatch(
             step=self._tick(), rows=which, len_bounds=zeros,

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-METHODS = {"draft_decode": "_run_decode", "draft_extend": "_run_extend"}
-"""The draft phases and the methods of an EAGLE worker that launch them."""
+METHODS = {"draft_decode": "propose", "draft_extend": "follow"}
+"""The draft phases and the methods of a drafter that launch them."""
 
 
 class Phases:
@@ -21,34 +21,36 @@ class Phases:
     """
 
     def __init__(self, worker: Any) -> None:
-        self._worker = worker
-        self._wrapped = {"_iterate": self._iterate, "_draft_prompt": self._prompt}
-        self._wrapped |= {method: self._phase(name, getattr(worker, method)) for name, method in METHODS.items()}
-        self._inner = {method: getattr(worker, method) for method in self._wrapped}
+        drafter = worker.parts.drafter
+        self._iterate_inner, self._prompt_inner = worker._iterate, drafter.follow_prompt
+        self._wrapped = [(worker, "_iterate", self._iterate), (drafter, "follow_prompt", self._prompt)]
+        self._wrapped += [(drafter, method, self._phase(name, getattr(drafter, method))) for name, method in METHODS.items()]
         self._iterations: list[dict[str, Any] | None] = []
         self._now: dict[str, Any] | None = None
 
     def __enter__(self) -> Phases:
         self._iterations.append(None)
-        for method, wrapped in self._wrapped.items():
-            setattr(self._worker, method, wrapped)
+        for owner, method, wrapped in self._wrapped:
+            setattr(owner, method, wrapped)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for method in self._wrapped:
-            delattr(self._worker, method)
+        for owner, method, _ in self._wrapped:
+            delattr(owner, method)
 
-    def _iterate(self, *args: Any) -> Any:
+    def _iterate(self, batch: Any, chunks: Any, iteration: Any) -> Any:
+        if chunks is not None:
+            return self._iterate_inner(batch, chunks, iteration)
         self._now = {}
         try:
-            return self._inner["_iterate"](*args)
+            return self._iterate_inner(batch, chunks, iteration)
         finally:
             self._iterations.append(self._now)
             self._now = None
 
     def _prompt(self, *args: Any) -> Any:
         self._iterations.append(None)
-        return self._inner["_draft_prompt"](*args)
+        return self._prompt_inner(*args)
 
     def _phase(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:

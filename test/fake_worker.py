@@ -12,6 +12,7 @@ import numpy as np
 from runtime.batch import BatchResult, Int32, Logprobs, RowInit, ScheduleBatch, StepStats, WorkerLimits
 from runtime.errors import RequestError
 from runtime.sampling_params import SamplingParams
+from runtime.worker_info import WorkerInfo
 
 NOTHING = -7
 """What a slot holds before it is written, and what a rejected draft leaves behind."""
@@ -86,8 +87,8 @@ class FakeWorker:
     def limits(self) -> WorkerLimits:
         return self._limits
 
-    def info(self) -> dict[str, object]:
-        return {"kind": "fake", "startup_seconds": {"load": 1.5}}
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(startup_seconds={"load": 1.5})
 
     def start_profile(self, folder: str) -> None:
         if not folder:

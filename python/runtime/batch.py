@@ -5,8 +5,8 @@ among them: it is the input of the next step, at position `KV length`. A decode 
 positions from there and commits 1 to `max_accept_len` of them.
 
 Overlap. `submit` may be called for step n + 1 before step n's result is read. The device then knows lengths and last tokens
-that the host does not; the host passes upper bounds (`len_bounds`) and row numbers only. Steps run in the order submitted, so a
-row or page freed by the host while a step is in flight may be handed out again at once.
+that the host does not; the host passes upper bounds (`len_bounds`) and row numbers only. Steps run in the order submitted, so
+that a row or page freed by the host while a step is in flight can be reused at once.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.sampling_params import SamplingParams
+from runtime.worker_info import WorkerInfo
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
 PAD_ROW = 0
-"""The request row that belongs to nobody; padding reads and writes it."""
+"""The request row of padding."""
 PAD_PAGE = 0
-"""The KV page that belongs to nobody."""
+"""The KV page that padding reads and writes."""
 
 
 class ForwardMode(enum.IntEnum):
@@ -106,7 +107,7 @@ class WorkerLimits:
 
 @dataclass(frozen=True, slots=True)
 class RowInit:
-    """A request takes a row: what the worker must know of it until the row is given away again.
+    """A request takes a row: what the worker must know of it until the row is freed.
 
     Attributes:
         row: 1..max_running_requests.
@@ -214,14 +215,12 @@ class StepStats:
     Attributes:
         graph: whether a captured graph was replayed.
         padded_size: requests that the graph was captured for; B - E when eager.
-        draft_tokens: drafts verified per request: D - 1, or 0 without speculation and where drafting pauses.
-        oracle: whether the step ran eagerly as the parity sample of a speculative worker.
+        draft_tokens: drafts verified per request: D - 1; 0 without drafts.
     """
 
     graph: bool = False
     padded_size: int = 0
     draft_tokens: int = 0
-    oracle: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +252,7 @@ class Pending(Protocol):
 
 
 class Worker(Protocol):
-    """All that the scheduler knows of the device. Plain decoding and EAGLE look the same through it."""
+    """All that the scheduler knows of the device. Plain decoding and speculation look the same through it."""
 
     @property
     def limits(self) -> WorkerLimits:
@@ -264,8 +263,8 @@ class Worker(Protocol):
         """Queue one step and return at once."""
         ...
 
-    def info(self) -> dict[str, object]:
-        """What was chosen and measured at start, and counters since: JSON types only, for `/get_server_info`."""
+    def info(self) -> WorkerInfo:
+        """What was chosen and measured at start-up, and counters since."""
         ...
 
     def start_profile(self, folder: str) -> None:
@@ -277,5 +276,5 @@ class Worker(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish what is under way and let go of the device."""
+        """Finish what is under way and release the device."""
         ...

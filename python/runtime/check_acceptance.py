@@ -1,4 +1,7 @@
-"""Proof that graphs do not change what is accepted: the same prompts, eager and through every graph runner, position by position."""
+"""Proof that graphs do not change acceptance and that drafts do not change text.
+
+The same prompts run eagerly, through every graph runner, and without drafts.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,20 @@ from runtime.entrypoints.prepare import prepare
 from runtime.errors import ConfigError, RequestError, ServingError
 from runtime.managers.messages import GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
 from runtime.managers.scheduler import Scheduler
-from runtime.model_executor.graph_runner import RunMode
 from runtime.models.config import ModelConfig
-from runtime.sampling_params import SamplingParams
+from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from runtime.speculative.parity import Outcome, SpeculativeWorker
+    from runtime.model_executor.worker import Worker
+    from runtime.speculative.parity import Outcome
 
 EMBEDDED_PROMPTS = Path(__file__).parent / "assets" / "chat_prompts.jsonl"
 DIFFERENT, BAD_USE = 1, 2
+TIES = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
+"""Difference of log-probabilities that rounding explains, by type: passes of one token and of a window round differently."""
+LEFT_OUT = 1.0
+"""Added to the difference where a token is not among the likeliest ones."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,8 @@ def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """Our own options, and the server's flags that are left."""
     parser = argparse.ArgumentParser(
         prog="python -m runtime.check_acceptance",
-        description="Run prompts eagerly and through every graph runner, and compare acceptance by position. Takes the server's flags too.",
+        description="Run prompts eagerly, through every graph runner and without drafts; compare acceptance by position, and text. "
+        "Takes the server's flags too.",
         allow_abbrev=False,
     )
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lines with a prompt each, or plain lines; default: 80 own ones.")
@@ -132,89 +140,173 @@ def fit(prompts: list[list[int]], config: RuntimeConfig, max_new_tokens: int) ->
 
 
 def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list[int]], max_new_tokens: int) -> int:
-    """Both runs on one worker, so that weights and chosen kernels are the same; prints, and returns the exit status.
+    """All runs on one worker, so that weights and chosen kernels are the same; prints, and returns the exit status.
 
-    The reference runs eagerly: on CUDA over the same padded inputs as the graphs, so that products have the same shapes and round alike; on
-    a CPU, whose "graphs" are the padded buffers themselves, without padding.
+    The reference runs eagerly: on CUDA over the same padded inputs as the graphs, so that GEMMs have the same shapes and round alike; on
+    a CPU, whose "graphs" are the padded buffers themselves, without padding. Plain decoding is depth 0 of the same worker, eagerly.
     """
-    if config.speculative is None:
+    speculative = config.speculative
+    if speculative is None:
         raise ConfigError("there is no acceptance without speculation; give --speculative-algorithm and its flags")
-    from runtime.speculative.acceptance import side_by_side
+    from runtime.model_executor.acceptance import side_by_side
+    from runtime.model_executor.graph_runner import RunMode
     from runtime.speculative.build import build_speculative_worker
     from runtime.speculative.parity import eagerly
 
-    most = max(len(prompts), (config.speculative.disable_by_batch_size or 0) + 1)  # at once, in `run`
+    most = max(len(prompts), (speculative.disable_by_batch_size or 0) + 1)  # requests at once, in `run`
     on_cpu = config.device.device == "cpu"
-    if on_cpu:  # there nothing is captured when serving; here every runner is to run its padded buffers
-        config = structs.replace(config, speculative=structs.replace(config.speculative, draft_decode_graph=True, draft_extend_graph=True))
-    config = structs.replace(config, scheduler=structs.replace(config.scheduler, max_queued_requests=most))
+    config = _for_check(config, most)
     running = min(config.scheduler.max_running_requests or most, most)
     sizes = [size for size in default_graph_sizes(running + 1) if size % 2 == 0 or size == 1] if on_cpu else None
-    worker = build_speculative_worker(config, model_config, "eager" if on_cpu else None, sizes)
+    worker = build_speculative_worker(config, model_config, "eager" if on_cpu else None, sizes, with_plain=True)
+    session = Session(worker, config, model_config, prompts, max_new_tokens)
     try:
         if not any(runner.sizes for runner in worker.all_runners):
             raise ConfigError("nothing is captured, so there is nothing to compare; leave --disable-cuda-graph out, or use another backend")
         with eagerly(worker.all_runners, RunMode.EAGER if on_cpu else RunMode.EAGER_PADDED):
-            eager = run(worker, config, model_config, prompts, max_new_tokens)
+            eager = session.run()
+            plain = None if speculative.synthetic_accept is not None else session.plain_texts()
         before = [runner.replayed for runner in worker.all_runners]
-        graphs = run(worker, config, model_config, prompts, max_new_tokens)
+        graphs = session.run()
     finally:
         worker.close()
     print(side_by_side(eager.counters, graphs.counters))
     replays = [runner.replayed - first for runner, first in zip(worker.all_runners, before, strict=True)]
-    return verdict(worker, eager, graphs, replays)
+    lossless = plain is None or report_plain(plain, [*eager.tokens, *graphs.tokens], TIES[config.device.dtype])
+    status = report_parity(worker, eager, graphs, replays)
+    return status if lossless else DIFFERENT
 
 
-def run(
-    worker: SpeculativeWorker, config: RuntimeConfig, model_config: ModelConfig, prompts: list[list[int]], max_new_tokens: int
-) -> Outcome:
-    """All prompts at temperature 0 through a scheduler of their own. Raises `ServingError` where a request fails.
+def _for_check(config: RuntimeConfig, most: int) -> RuntimeConfig:
+    """The server's configuration with room for `most` queued requests; on a CPU all runners run over their padded buffers."""
+    speculative = config.speculative
+    if config.device.device == "cpu" and speculative is not None:
+        speculative = structs.replace(speculative, draft_decode_graph=True, draft_extend_graph=True)
+    scheduler = structs.replace(config.scheduler, max_queued_requests=most)
+    return structs.replace(config, scheduler=scheduler, speculative=speculative)
 
-    Where drafting pauses for large batches, the first ones run so few at a time that it does not, and the last ones as many as can. Prompts
-    that are too few for both run more than once.
+
+@dataclass(frozen=True)
+class PlainText:
+    """One text of plain decoding: its tokens, and at each position the log-probabilities of the likeliest ones."""
+
+    tokens: list[int]
+    top: list[dict[int, float]]
+
+    def gap(self, text: Sequence[int]) -> float:
+        """How much less likely the first token of `text` that differs is, in log-probability; 0 where none differs."""
+        for token, own, top in zip(text, self.tokens, self.top, strict=True):
+            if token != own:
+                return top[own] - top.get(token, min(top.values()) - LEFT_OUT)
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Session:
+    """Runs the prompts at temperature 0, each time through a scheduler of its own."""
+
+    worker: Worker
+    config: RuntimeConfig
+    model_config: ModelConfig
+    prompts: list[list[int]]
+    max_new_tokens: int
+
+    def run(self) -> Outcome:
+        """Acceptance, and the texts of all prompts. Raises `ServingError` where a request fails.
+
+        With a batch size above which drafting is disabled, the first prompts run few enough at a time to be drafted for, and the last ones
+        together. Prompts that are too few for both run more than once: the texts of a prompt follow each other.
+        """
+        from runtime.speculative.parity import Outcome
+
+        limits, count = self.worker.parts.depths.limits, len(self.prompts)
+        with_drafts = min(limits.values())
+        few, many = 0, count
+        if with_drafts < self.worker.limits.max_running_requests:
+            many = max(count // 2, with_drafts + 1)
+            few = max(count - many, 1)
+        order = [*range(few), *(i % count for i in range(count - many, count))]
+        answers = self._serve(order, few, with_drafts)
+        texts = [[token for at, answer in zip(order, answers, strict=True) if at == i for token in answer.tokens] for i in range(count)]
+        return Outcome(self.worker.parts.monitor.counted(), texts)
+
+    def plain_texts(self) -> list[PlainText]:
+        """The texts of plain decoding, by prompt."""
+        with self.worker.parts.depths.forced(0):
+            return self._serve(list(range(len(self.prompts))), 0, 0, top_logprobs=MAX_TOP_LOGPROBS)
+
+    def _serve(self, order: list[int], few: int, at_once: int, top_logprobs: int = -1) -> list[PlainText]:
+        """The prompts in `order`: the first `few` of them at most `at_once` at a time, the others together."""
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=self.max_new_tokens, ignore_eos=True)
+        inbox, alive = list[ToScheduler](), set[str]()
+        asks = [
+            GenerateReq(rid=str(i), input_ids=self.prompts[at], sampling=sampling, seed=at, top_logprobs=top_logprobs)
+            for i, at in enumerate(order)
+        ]
+        answers = {ask.rid: PlainText([], []) for ask in asks}
+
+        def take(message: ToDetokenizer) -> None:
+            for out in message.outs if isinstance(message, TokensOutBatch) else []:
+                answers[out.rid].tokens.extend(out.token_ids)
+                if out.logprobs is not None:
+                    answers[out.rid].top.extend(dict(top) for top in out.logprobs.top)
+                if out.finish is not None and out.finish.reason == "abort":
+                    raise ServingError(f"prompt {order[int(out.rid)] + 1} failed: {out.finish.message}")
+                if out.finish is not None:
+                    alive.discard(out.rid)
+
+        self.worker.reset()
+        eos_ids = self.model_config.eos_ids
+        scheduler = Scheduler(
+            self.config.scheduler, self.config.cache, self.worker, eos_ids, lambda wait: inbox.pop(0) if inbox else None, take
+        )
+        for group, most in ((asks[:few], at_once), (asks[few:], len(asks))):
+            waiting = list(group)
+            while waiting or inbox or not scheduler.idle:
+                for ask in waiting[: most - len(alive)]:
+                    waiting.remove(ask)
+                    alive.add(ask.rid)
+                    inbox.append(ask)
+                scheduler.step()
+        return list(answers.values())
+
+
+def report_plain(plain: list[PlainText], texts: list[list[int]], tie: float) -> bool:
+    """Print how texts compare with those of plain decoding; whether they differ at ties alone.
+
+    Args:
+        texts: of every prompt, of one or several runs each; then of every prompt again.
+        tie: log-probability by which two tokens may differ in passes of other shapes.
     """
-    from runtime.speculative.parity import Outcome
-
-    sampling = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens, ignore_eos=True)
-    pause, inbox, alive = worker.verifier.pause, list[ToScheduler](), set[str]()
-    count = len(prompts)
-    many = count if pause is None else max(count // 2, pause.above + 1)
-    few = 0 if pause is None else max(count - many, 1)
-    turns = [*range(few), *(i % count for i in range(count - many, count))]
-    asks = [GenerateReq(rid=str(i), input_ids=prompts[at], sampling=sampling, seed=at) for i, at in enumerate(turns)]
-    texts: dict[str, list[int]] = {ask.rid: [] for ask in asks}
-
-    def take(message: ToDetokenizer) -> None:
-        for out in message.outs if isinstance(message, TokensOutBatch) else []:
-            texts[out.rid] += out.token_ids
-            if out.finish is not None and out.finish.reason == "abort":
-                raise ServingError(f"prompt {turns[int(out.rid)] + 1} failed: {out.finish.message}")
-            if out.finish is not None:
-                alive.discard(out.rid)
-
-    worker.reset()
-    eos_ids = model_config.eos_ids
-    scheduler = Scheduler(config.scheduler, config.cache, worker, eos_ids, lambda wait: inbox.pop(0) if inbox else None, take)
-    for group, most in ((asks[:few], pause.above if pause is not None else 0), (asks[few:], len(asks))):
-        waiting = list(group)
-        while waiting or inbox or not scheduler.idle:
-            for ask in waiting[: most - len(alive)]:
-                waiting.remove(ask)
-                alive.add(ask.rid)
-                inbox.append(ask)
-            scheduler.step()
-    runs = list(zip(turns, texts.values(), strict=True))
-    return Outcome(worker.verifier.counted(), [[token for at, text in runs if at == i for token in text] for i in range(count)])
+    gaps: dict[int, float] = {}
+    for i, text in enumerate(texts):
+        own = plain[i % len(plain)]
+        for start in range(0, len(text), len(own.tokens)):
+            gap = own.gap(text[start : start + len(own.tokens)])
+            gaps[i % len(plain)] = max(gaps.get(i % len(plain), 0.0), abs(gap))
+    differ = [i for i, gap in gaps.items() if gap > 0]
+    wrong = [i for i in differ if gaps[i] > tie]
+    if wrong:
+        print(
+            f"the text of {len(wrong)} of {len(plain)} prompts is not that of plain decoding, first of prompt {min(wrong) + 1}: "
+            f"its first other token is less likely by {gaps[min(wrong)]:.3g} in log-probability (a tie is within {tie:g})"
+        )
+        return False
+    print(
+        f"the text is that of plain decoding for {len(plain) - len(differ)} of {len(plain)} prompts"
+        + (f"; the others differ first at a tie (within {tie:g} in log-probability)" if differ else "")
+    )
+    return True
 
 
-def verdict(worker: SpeculativeWorker, eager: Outcome, graphs: Outcome, replays: list[int]) -> int:
-    """Say what differs; the exit status."""
-    from runtime.speculative.acceptance import not_compared
+def report_parity(worker: Worker, eager: Outcome, graphs: Outcome, replays: list[int]) -> int:
+    """Print what differs between eager runs and graphs; the exit status."""
+    from runtime.model_executor.acceptance import not_compared
 
     counted = list(zip(worker.all_runners, replays, strict=True))
     for runner, count in counted:
         print(f"{runner.spec.name}: {count} replays" if runner.sizes else f"{runner.spec.name}: no graphs")
-    # Replays of short prompts are no condition: the prompts given may all be long.
+    # Replays of short prompts are no condition: all prompts given may be long.
     unused = [runner.spec.name for runner, count in counted if runner in worker.runners and runner.sizes and not count]
     texts = [i for i, (a, b) in enumerate(zip(eager.tokens, graphs.tokens, strict=True)) if a != b]
     if unused:

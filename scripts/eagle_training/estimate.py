@@ -12,7 +12,7 @@ from eagle_training.batches import make_batch
 from eagle_training.conversations import Conversation
 from eagle_training.head import EagleHead
 from eagle_training.target import FrozenTarget
-from runtime.speculative.acceptance import AcceptanceCounters
+from runtime.model_executor.acceptance import AcceptanceCounters
 
 
 def walk(hits: npt.NDArray[np.bool_], first_base: int, length: int) -> list[int]:

@@ -13,7 +13,7 @@ import numpy as np
 import runtime
 from eagle_training.conversations import loop_period
 from runtime import Engine
-from runtime.speculative.acceptance import AcceptanceCounters
+from runtime.model_executor.acceptance import AcceptanceCounters
 from runtime.text.tokenizer import Tokenizer
 
 CHAT_PROMPTS = Path(runtime.__file__).parent / "assets" / "chat_prompts.jsonl"

@@ -68,7 +68,7 @@ def test_sizes_without_a_graph_give_the_same_answers(
     answers = generate(worker)
     ran = [runner.runs() for runner in worker.runners]
     assert all(int(str(r["eager"])) > 0 for r in ran), "five requests have no graph"
-    worker._target.reset()
+    worker.parts.target.reset()
     for runner in worker.runners:
         runner.mode = RunMode.EAGER
     assert generate(worker) == answers

@@ -68,10 +68,10 @@ def build(setup: str | Setup, replay: Literal["cuda", "eager"], spec: Speculativ
     if spec is None:
         from runtime.model_executor.build import build_worker
 
-        return build_worker(config, model, replay, SIZES, TIMINGS)
+        return build_worker(config, model, replay, SIZES, timings=TIMINGS)
     from runtime.speculative.build import build_speculative_worker
 
-    return build_speculative_worker(config, model, replay, SIZES, TIMINGS)
+    return build_speculative_worker(config, model, replay, SIZES, timings=TIMINGS)
 
 
 def head(tmp_path: Path, algorithm: str) -> str:
@@ -117,7 +117,7 @@ def check_that_replay_equals_eager(tmp_path: Path, setup: Setup, algorithm: str,
         driver = Driver(worker)
         outs.append(driver.generate(PROMPTS, 40, sampling=sampling))
         accepts.append(np.concatenate(driver.accepts).tolist())
-        pools.append([k.clone() for k in worker._draft.runner.kv_pool.k])
+        pools.append([k.clone() for k in worker.parts.drafter.runner.kv_pool.k])
     assert outs[0] == outs[1]
     assert accepts[0] == accepts[1]
     assert all(torch.equal(a[1:], b[1:]) for a, b in zip(*pools, strict=True))
@@ -167,13 +167,13 @@ def test_replay_equals_eager_where_drafting_pauses_and_resumes(
             for _ in range(5):
                 driver.decode(rows)
         assert replay == "eager" or all(runner.replayed for runner in worker.runners), "with drafts and without"
-        runs.append((driver.out, np.concatenate(driver.accepts).tolist(), [k.clone() for k in worker._draft.runner.kv_pool.k]))
+        runs.append((driver.out, np.concatenate(driver.accepts).tolist(), [k.clone() for k in worker.parts.drafter.runner.kv_pool.k]))
     assert runs[0][:2] == runs[1][:2]
     assert all(torch.equal(a[1:], b[1:]) for a, b in zip(runs[0][2], runs[1][2], strict=True))
 
 
 def replays_of_prompts(worker: Any) -> int:
-    return {run["runner"]: run["replayed"] for run in worker.info()["graph_runs"]}["short prompts"]
+    return {run.runner: run.replayed for run in worker.info().graph_runs}["short prompts"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -191,7 +191,7 @@ def test_short_prompts_through_graphs_equal_the_same_pass_run_eagerly(
         for _ in range(12):
             driver.decode(rows)
         outs.append(driver.out)
-        pools.append([k.clone() for k in worker._target.runner.kv_pool.k])
+        pools.append([k.clone() for k in worker.parts.target.runner.kv_pool.k])
         assert replays_of_prompts(worker) == sum(-(-len(prompt) // 33) for prompt in PROMPTS.values())
     assert outs[0] == outs[1]
     assert all(torch.equal(a[1:], b[1:]) for a, b in zip(*pools, strict=True))
@@ -217,7 +217,7 @@ def test_short_prompts_through_graphs_say_what_ragged_passes_say(
 ) -> None:
     setup = Setup(backend, backend, window=window, chunk=chunk, dtype="float16" if window >= 0 else "bfloat16")
     worker = build(setup, "cuda")
-    target, driver = worker._target, Driver(worker)
+    target, driver = worker.parts.target, Driver(worker)
     driver.prefill(prompts, chunk=setup.chunk)
     assert replays_of_prompts(worker) == replays
     target.short_prompts = None
@@ -241,7 +241,7 @@ def test_a_perfect_draft_is_accepted_whole_under_graphs(tmp_path: Path, setup: S
     # value differently: simulated on a CPU that leaves 3.76 to 3.8 of 4, and a draft that misses one key has 3.4.
     assert np.concatenate(driver.accepts).mean() > (3.8 if setup.target == setup.draft else 3.6)
     slots = np.concatenate([driver.slots(row, length) for row, length in driver.kv.items()])
-    target, draft = worker._target.runner.kv_pool, worker._draft.runner.kv_pool
+    target, draft = worker.parts.target.runner.kv_pool, worker.parts.drafter.runner.kv_pool
     for a, b in zip((*target.k, *target.v), (*draft.k, *draft.v), strict=True):
         torch.testing.assert_close(a.flatten(0, 1)[slots], b.flatten(0, 1)[slots], rtol=0, atol=5e-2)
 
@@ -303,8 +303,8 @@ def test_a_steady_iteration_never_waits_for_the_device(
 @pytest.mark.parametrize("synthetic", [False, True])
 def test_the_fused_acceptance_is_the_plain_one(synthetic: bool) -> None:
     from runtime.layers.random_streams import RandomStream, uniforms
-    from runtime.speculative.accept_kernel import accept_chain
-    from runtime.speculative.verify import verify_chain_greedy, verify_chain_synthetic
+    from runtime.model_executor.accept_kernel import accept_chain
+    from runtime.model_executor.accept_rules import verify_chain_greedy, verify_chain_synthetic
 
     B, D, V, R = 37, 4, 3, 64
     g = torch.Generator().manual_seed(0)

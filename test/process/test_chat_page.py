@@ -105,7 +105,7 @@ def test_settings_reach_the_server_and_its_refusals_reach_the_user(page: Page) -
     page.run("document.getElementById('temperature').value = '200'")
     ask(page, "Hi")
     done(page, 1)
-    assert "temperature is 200" in page.run("document.querySelector('.error').textContent")
+    assert "temperature must be a number between 0 and 100; got 200" in page.run("document.querySelector('.error').textContent")
     page.run("document.getElementById('temperature').value = '0'")
     page.run("document.getElementById('max_completion_tokens').value = '2'")
     ask(page, "Hi")

@@ -44,7 +44,7 @@ def draft_folder(folder: Path, algorithm: str, layers: int = 3, **changes: Any) 
 def plain(replay: Any = None, sizes: list[int] | None = None, sharp: float = 1.0, model: ModelConfig | None = None, **runtime: Any) -> Any:
     """The same target without speculation."""
     worker = build_worker(tiny_runtime(**{**RUNTIME, **runtime}), model or model_config(), replay, sizes)
-    calm(worker._target.runner.model, sharp)
+    calm(worker.parts.target.runner.model, sharp)
     return worker
 
 
@@ -67,12 +67,12 @@ def speculating(
         tiny_speculative("", algorithm=algorithm, **{"draft_model_path": folder, **spec}), **{**RUNTIME, **(runtime or {})}
     )
     worker = build_speculative_worker(config, model or model_config(), replay, sizes)
-    calm(worker._target.runner.model, sharp)
+    calm(worker.parts.target.runner.model, sharp)
     if algorithm == "STANDALONE":
-        calm(worker._draft.model.model, sharp)
-        worker._draft.model.model.layers[0].attention.o_proj.weight.mul_(2.5)
+        calm(worker.parts.drafter.model.model, sharp)
+        worker.parts.drafter.model.model.layers[0].attention.o_proj.weight.mul_(2.5)
     elif algorithm != "NGRAM":
-        teach(worker._draft.model, worker._target.runner.model.lm_head.weight)
+        teach(worker.parts.drafter.model, worker.parts.target.runner.model.lm_head.weight)
     return worker
 
 

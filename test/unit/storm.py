@@ -11,29 +11,28 @@ import numpy as np
 import torch
 
 from runtime.sampling_params import SamplingParams
+from runtime.speculative.eagle_worker import EagleWorker
 from unit.driver import GREEDY, Driver
 
 BATCHES = (1, 2, 3, 7, 9, 31, 33)
 SIZES = [1, 2, 4, 8, 16, 32, 40]
 SENTINEL = 977.0
-"""What KV pages that nobody holds are filled with; finite, since keys past a request's end are read and masked."""
+"""What free KV pages are filled with; finite, since keys past a request's end are read and masked."""
 
 
 def runners(worker: Any) -> dict[str, Any]:
-    """The graph runners of a worker, by role."""
-    if hasattr(worker, "_decode"):
-        return {"decode": worker._decode}
-    found = {"verify": worker.verifier.runner}
-    draft = getattr(worker, "_draft", None)
-    if draft is not None:
-        found |= {"draft_decode": draft.decode, "draft_extend": draft.extend}
-    return {name: r for name, r in found.items() if r is not None}
+    """The graph runners of a worker, by name."""
+    return {runner.spec.name.replace(" ", "_"): runner for runner in worker.runners}
 
 
 def pools(worker: Any) -> list[Any]:
     """KV pools: the target's, then the draft's if there is one."""
-    draft = getattr(worker, "_draft", None)
-    return [worker._target.runner.kv_pool, *([draft.runner.kv_pool] if draft is not None else [])]
+    return [worker.parts.target.runner.kv_pool, *(model.runner.kv_pool for model in worker.parts.drafter.models())]
+
+
+def draft_state(worker: Any) -> Any:
+    """The draft's state by request row, or None where it has none."""
+    return worker.parts.drafter.state if isinstance(worker.parts.drafter, EagleWorker) else None
 
 
 @dataclass
@@ -46,31 +45,28 @@ class End:
 
 
 class Poison:
-    """Before every step, fills with nonsense what no live row may read; and finds out who wrote to pages that nobody holds."""
+    """Before every step, fills with nonsense what no live row may read, and checks that no step wrote to free pages."""
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.marked = torch.zeros(len(pools(worker)[0].k[0]), dtype=torch.bool)  # by page
 
     def __call__(self, driver: Driver) -> None:
-        # on the thread that plays the device, hence after whatever was submitted before
         free, live = list(driver.free_pages), set(driver.kv)
-        self.worker._queue.run(lambda: self._between_steps(free, live))
+        self.worker.run_between_steps(lambda: self._between_steps(free, live))
 
     @torch.inference_mode()
     def _between_steps(self, free: list[int], live: set[int]) -> None:
-        inputs = self.worker.verifier._inputs if hasattr(self.worker, "verifier") else self.worker._inputs
-        inputs.poison()
+        self.worker.parts.inputs.poison()
         for runner in self.worker.runners:
             for buffer in runner.buffers.values():
                 buffer.fill_(float("nan") if buffer.is_floating_point() else -1)
-        rows = self.worker._target.rows
+        rows = self.worker.parts.target.rows
         idle = torch.tensor([r for r in range(1, len(rows.kv_lens)) if r not in live], dtype=torch.int64)
         rows.kv_lens[idle] = 1 << 20
         rows.last_tokens[idle] = -1
-        draft = getattr(self.worker, "_draft", None)
-        if draft is not None:
-            state = draft.rows
+        state = draft_state(self.worker)
+        if state is not None:
             state.hidden[idle], state.scores[idle], state.probs[idle], state.tokens[idle] = torch.nan, torch.nan, torch.nan, -1
             state.hidden[0] = 1e4
         self._check_free_pages(free)
@@ -80,7 +76,7 @@ class Poison:
         free_now[torch.tensor(free, dtype=torch.int64)] = True
         for pool in pools(self.worker):
             for tensor in (*pool.k, *pool.v):
-                assert bool((tensor[free_now & self.marked] == SENTINEL).all()), "a step wrote to a page that nobody holds"
+                assert bool((tensor[free_now & self.marked] == SENTINEL).all()), "a step wrote to a free page"
                 tensor[free_now & ~self.marked] = SENTINEL
         self.marked = free_now
 
@@ -90,7 +86,7 @@ class Storm:
     """Runs `turns` turns over a worker; two workers given one seed live the same life if they compute the same.
 
     Attributes:
-        riding: whether requests decode beside the prompts of others: in their pass, where the worker mixes.
+        mixing: whether requests decode beside the prompts of others: in their pass, where the worker mixes.
         reached: how often each kind of event came about.
     """
 
@@ -99,7 +95,7 @@ class Storm:
     samplings: tuple[SamplingParams, ...] = (GREEDY,)
     poison: bool = True
     most: int = 36
-    riding: bool = False
+    mixing: bool = False
     trace: list[tuple[list[int], list[int]]] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
     reached: Counter[str] = field(default_factory=Counter)
@@ -157,19 +153,19 @@ class Storm:
                 "prefix hit": len(shared),
                 "chunk tail": sum(len(p) > chunk for p in prompts.values()),
             }
-            along = self._riders(sorted(self.driver.kv))
-            seen, slack = len(self.driver.results), int(self.rng.integers(0, self.driver.limits.max_accept_len + 1)) if self.riding else 0
+            along = self._decoding_beside(sorted(self.driver.kv))
+            seen, slack = len(self.driver.results), int(self.rng.integers(0, self.driver.limits.max_accept_len + 1)) if self.mixing else 0
             self.driver.prefill(
                 prompts, chunk, {r: self.sampling[r] for r in chosen}, resumed=resumed, shared=shared, along=along, slack=slack
             )
             for result in self.driver.results[seen:]:
                 self._note([], result)
 
-    def _riders(self, living: list[int]) -> Callable[[], list[int]]:
-        """Who decodes beside each piece of the prompts to come: some of those who live and are not done, often all, often nobody."""
+    def _decoding_beside(self, living: list[int]) -> Callable[[], list[int]]:
+        """Which rows decode beside each piece of the prompts to come: some live ones that are not done, often all, often none."""
 
         def choose() -> list[int]:
-            if not self.riding:
+            if not self.mixing:
                 return []
             rows = [row for row in living if len(self.driver.out[row]) < self.limit[row]]
             rows = self.rng.permutation(rows).tolist()[: int(self.rng.choice([0, 1, 3, len(rows)]))]
@@ -246,10 +242,10 @@ class Storm:
 
     def living(self) -> list[torch.Tensor]:
         """KV of every request that is alive, and what its row goes on from."""
-        rows, draft = self.worker._target.rows, getattr(self.worker, "_draft", None)
+        rows, drafter, state = self.worker.parts.target.rows, self.worker.parts.drafter, draft_state(self.worker)
         kept = [rows.kv_lens, rows.last_tokens]
-        if draft is not None and draft.model.lookahead:
-            kept += [draft.rows.hidden, draft.rows.tokens, *([draft.rows.scores] if draft.shape.topk > 1 else [])]
+        if state is not None and drafter.model.lookahead:
+            kept += [state.hidden, state.tokens, *([state.scores] if state.topk > 1 else [])]
         return [t for row in sorted(self.driver.kv) for t in (*self._kv(row), *(k[row] for k in kept))]
 
 

@@ -10,6 +10,7 @@ import re
 import statistics
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,32 +234,37 @@ def test_phases_are_timed_between_consecutive_iterations_only(monkeypatch: pytes
     clock = [0.0]
     monkeypatch.setattr(phases.time, "perf_counter", lambda: clock[0])
 
-    class Worker:
-        def _iterate(self) -> str:
-            self._run_decode()
-            return self._run_extend()
-
-        def _run_decode(self) -> None:
+    class Drafter:
+        def propose(self) -> None:
             clock[0] += 0.002
 
-        def _run_extend(self) -> str:
+        def follow(self) -> str:
             clock[0] += 0.004
             return "done"
 
-        def _draft_prompt(self) -> None:
-            self._run_extend()
+        def follow_prompt(self) -> None:
+            self.follow()
+
+    class Worker:
+        def __init__(self) -> None:
+            self.parts = SimpleNamespace(drafter=Drafter())
+
+        def _iterate(self, batch: None, chunks: None, iteration: None) -> str:
+            self.parts.drafter.propose()
+            return self.parts.drafter.follow()
 
     worker = Worker()
     alone, watched = phases.Phases(worker), phases.Phases(worker)
     with alone:
-        assert worker._iterate() == "done"
-        worker._draft_prompt()
+        assert worker._iterate(None, None, None) == "done"
+        worker.parts.drafter.follow_prompt()
     assert alone.figures() == {}, "there are no two consecutive iterations"
     with watched:
         for _ in range(3):
-            worker._iterate()
-    assert vars(worker) == {}, "the worker is as it was"
-    worker._iterate()
+            worker._iterate(None, None, None)
+    assert vars(worker) == {"parts": worker.parts}, "the worker is as it was"
+    assert vars(worker.parts.drafter) == {}
+    worker._iterate(None, None, None)
     assert watched.figures() == pytest.approx({"draft_decode_host_us": 2000, "draft_extend_host_us": 4000, "draft_host_us": 6000})
 
 

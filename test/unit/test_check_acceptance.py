@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.short_prompts import PromptCost, ShortPrompts, prompt_forward, prompt_spec
 from runtime.speculative import build as speculative_build
 from runtime.speculative.parity import check_parity, eagerly, run_scratch
+from runtime.worker_info import RunnerRuns
 from unit.predicting import calm, draft_folder, speculating, teach
 from unit.small_tokenizer import write_small_tokenizer
 from unit.storm import runners
@@ -30,8 +32,8 @@ def change_builds(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], objec
     """From now on every worker is changed so when it is built."""
     build = speculative_build.build_speculative_worker
 
-    def changed(*args: Any) -> Any:
-        worker: Any = build(*args)
+    def changed(*args: Any, **more: Any) -> Any:
+        worker: Any = build(*args, **more)
         change(worker)
         return worker
 
@@ -48,9 +50,9 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Tell me a tale."}\nplain words\n{"prompt": "one, two, three"}\n')
 
     def tune(worker: Any) -> None:
-        target = worker._target.runner.model
+        target = worker.parts.target.runner.model
         calm(target, 1.0)
-        teach(worker._draft.model, target.lm_head.weight)
+        teach(worker.parts.drafter.model, target.lm_head.weight)
 
     change_builds(monkeypatch, tune)
     flags = [
@@ -91,8 +93,8 @@ def test_where_drafting_pauses_graphs_with_drafts_and_without_are_compared(
     (tmp_path / "prompts.jsonl").write_text("\n".join(f"number {i} of them" for i in range(7)))
     assert check_acceptance.main([*command, "--speculative-disable-by-batch-size", "2"]) == 0
     out = capsys.readouterr().out
-    runs = {name: int(count) for name, count in re.findall(r"^([a-z ]+): (\d+) replays$", out, re.MULTILINE)}
-    assert list(runs) == ["draft decode", "verify", "draft extend", "paused verify", "paused extend"]
+    runs = {name: int(count) for name, count in re.findall(r"^([a-zK=0 ]+): (\d+) replays$", out, re.MULTILINE)}
+    assert list(runs) == ["verify", "draft decode", "draft extend", "target decode", "draft extend K=0"]
     assert min(runs.values()) > 3
 
 
@@ -160,6 +162,49 @@ def test_padding_that_writes_where_somebody_reads_fails(
     assert "prompts differs, first of prompt 1" in capsys.readouterr().out
 
 
+def accept_one_more(worker: Any) -> None:
+    """Every window commits one draft more than the target accepts."""
+    decide = worker.parts.accepter.decide
+
+    def too_many(iteration: Any, draft: Any, verified: Any) -> Any:
+        result = decide(iteration, draft, verified)
+        lens = (result.accept_lens + 1).clamp(max=draft.width)
+        tokens = torch.where(torch.arange(draft.width) < lens[:, None] - 1, draft.tokens.roll(-1, 1), result.tokens)
+        return replace(result, accept_lens=lens, tokens=tokens)
+
+    worker.parts.accepter.decide = too_many
+
+
+def heed_context(model: Any) -> None:
+    """Make text depend more on what attention reads."""
+    for layer in model.layers:
+        layer.attention.o_proj.weight.mul_(4.0)
+
+
+TREE = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "6"]
+SABOTAGES: dict[str, tuple[Callable[[Any], object], list[str]]] = {
+    "one draft too many": (accept_one_more, []),
+    "tree KV never moved": (lambda worker: setattr(worker.parts.target.runner.kv_pool, "move", lambda *args, **more: None), TREE),
+}
+
+
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_text_that_is_not_plain_decodings_fails(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Graphs and eager passes agree here: both are wrong."""
+    sabotage, flags = SABOTAGES[name]
+    flags = [*flags, "--max-new-tokens", "96"]
+    change_builds(monkeypatch, lambda worker: heed_context(worker.parts.target.runner.model))
+    assert check_acceptance.main([*command, *flags]) == 0
+    assert "the text is that of plain decoding for 3 of 3 prompts" in capsys.readouterr().out
+    change_builds(monkeypatch, sabotage)
+    assert check_acceptance.main([*command, *flags]) == check_acceptance.DIFFERENT
+    out = capsys.readouterr().out
+    assert "prompts is not that of plain decoding, first of prompt" in out
+    assert "acceptance and text are the same, eager and through graphs" in out
+
+
 def test_a_runner_that_replayed_nothing_was_not_compared(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,11 +256,11 @@ def make_stale(runner: Any, name: str) -> None:
 def test_sound_workers_start_and_nothing_of_the_check_is_left(tmp_path: Path, spec: dict[str, Any]) -> None:
     worker = speculating(tmp_path, replay="eager", sizes=[1, 2, 4, 8], **spec)
     check_parity(worker)
-    acceptance: Any = worker.info()["acceptance"]
-    assert [acceptance[ran]["iterations"] for ran in ("graph", "eager_sample", "eager")] == [0, 0, 0]
-    assert [worker.verifier._alarm.recent(oracle).iterations for oracle in (False, True)] == [0, 0]
-    assert worker._target.rows.kv_lens.sum() == 0
-    assert worker._target.page_table.pages.sum() == 0
+    acceptance: Any = worker.info().acceptance
+    assert [ran.iterations for ran in (acceptance.graph, acceptance.eager_sample, acceptance.eager)] == [0, 0, 0]
+    assert [worker.parts.monitor.alarm.recent(sample).iterations for sample in (False, True)] == [0, 0]
+    assert worker.parts.target.rows.kv_lens.sum() == 0
+    assert worker.parts.target.page_table.pages.sum() == 0
     assert all(runner.mode is RunMode.REPLAY for runner in worker.runners)
 
 
@@ -246,7 +291,7 @@ def test_the_runner_at_fault_is_named(tmp_path: Path, name: str) -> None:
 def test_graphs_of_short_prompts_are_compared_too(tmp_path: Path, fault: str) -> None:
     """What a draft is fed of a prompt costs acceptance alone when it is wrong."""
     worker = speculating(tmp_path, algorithm="EAGLE3", replay="eager", sizes=[4])
-    target, layers = worker._target, worker._draft.model.aux_layers
+    target, layers = worker.parts.target, worker.parts.drafter.model.aux_layers
     hidden = target.runner.config.hidden_size
     spec = prompt_spec(hidden, len(layers) * hidden, torch.float32, 0)
     inputs = InputBuffers(1, max_tokens=32, device=torch.device("cpu"))
@@ -259,7 +304,7 @@ def test_graphs_of_short_prompts_are_compared_too(tmp_path: Path, fault: str) ->
     if fault == "nothing":
         check_parity(worker)
         assert prompts.replayed == prompts.run_eagerly == 4
-        assert [run["runner"] for run in worker.info()["graph_runs"]][-1] == "short prompts"
+        assert [run.runner for run in worker.info().graph_runs][-1] == "short prompts"
         return
     replay = prompts._replays[1, 32, ""]
 
@@ -317,4 +362,4 @@ def test_a_reference_runs_eagerly_and_ends(tmp_path: Path) -> None:
         assert all(r.size_for(3) == 3 for r in worker.runners)
     run_scratch(worker)
     assert all(r.replayed > 0 for r in worker.runners)
-    assert worker.info()["graph_runs"][0] == {"runner": "draft decode", "replayed": 16, "eager": 16}
+    assert worker.info().graph_runs[0] == RunnerRuns("verify", replayed=16, eager=16)

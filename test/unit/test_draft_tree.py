@@ -9,7 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from runtime.errors import ConfigError
-from runtime.speculative.draft_tree import Beam, DraftTree, TreeShape, ancestor_masks, begin, expand, select, top_log_probs
+from runtime.model_executor.draft_window import TreeShape
+from runtime.speculative.draft_tree import Beam, ancestor_masks, begin, expand, select, top_log_probs
 
 
 @dataclass
@@ -156,7 +157,7 @@ def test_poisoned_rows_give_valid_indices_and_leave_the_others_alone() -> None:
     for tensor in (first, *tokens):
         tensor[2:] = -1
     tree = select(grow(shape, first, first_scores, tokens, scores)[-1], torch.arange(4), shape)
-    for name in DraftTree.__dataclass_fields__:
+    for name in ("tokens", "parents", "depths", "mask"):
         assert torch.equal(getattr(tree, name)[:2], getattr(clean, name)[:2])
     assert ((tree.parents >= -1) & (tree.parents < 9)).all()
     assert ((tree.depths >= 0) & (tree.depths <= 4)).all()

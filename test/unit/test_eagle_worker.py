@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from runtime.layers.linear import Linear
 from runtime.layers.random_streams import RandomStream, uniforms
 from runtime.layers.sampler import draw
 from runtime.model_executor.build import build_worker
-from runtime.model_executor.graph_runner import Outputs
+from runtime.model_executor.draft_window import DraftWindow
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.build import build_speculative_worker
 from runtime.speculative.draft_tree import top_log_probs
@@ -47,7 +47,7 @@ def life(
     turns: int,
     page: int = 1,
     mixed: bool = False,
-    riding: bool = False,
+    mixing: bool = False,
     **spec: Any,
 ) -> Storm:
     sizes = SIZES if replay else None
@@ -57,7 +57,7 @@ def life(
     else:
         worker = speculating(tmp_path, algorithm, replay, sizes, runtime={"page_size": page, "mixed_chunk": mixed}, **spec)
     # the reference is left alone; what runs on padded buffers is poisoned
-    return Storm(worker, seed, samplings, poison=replay is not None, riding=riding).run(turns)
+    return Storm(worker, seed, samplings, poison=replay is not None, mixing=mixing).run(turns)
 
 
 MIXED = (
@@ -121,7 +121,7 @@ def test_decoding_in_the_pass_of_a_prompt_is_decoding_in_a_pass_of_its_own(
     """The same storm by a worker that mixes, over padded and poisoned buffers and without, and by one that does not."""
 
     def storm(mixed: bool, replay: str | None) -> Storm:
-        return life(tmp_path, algorithm, replay, 7, 8, page, mixed=mixed, riding=True, **spec)
+        return life(tmp_path, algorithm, replay, 7, 8, page, mixed=mixed, mixing=True, **spec)
 
     together, padded, apart = storm(True, None), storm(True, "eager"), storm(False, None)
     same_life(together, padded)
@@ -172,7 +172,7 @@ def test_greedy_text_is_the_same_with_speculation_whatever_the_targets_family(
 @pytest.mark.parametrize("page", [1, 16])
 def test_a_draft_that_is_the_target_is_always_right(tmp_path: Path, steps: int, page: int) -> None:
     worker = speculating(tmp_path, "STANDALONE", num_steps=steps, runtime={"page_size": page})
-    for mine, its in zip(worker._draft.model.model.layers, worker._target.runner.model.layers, strict=True):
+    for mine, its in zip(worker.parts.drafter.model.model.layers, worker.parts.target.runner.model.layers, strict=True):
         mine.attention.o_proj.weight.copy_(its.attention.o_proj.weight)
     driver = Driver(worker)
     assert driver.generate(PROMPTS, 30, chunk=5) == Driver(plain()).generate(PROMPTS, 30)
@@ -198,8 +198,7 @@ def test_prompt_lookup_drafts_for_each_request_its_own_continuation(tmp_path: Pa
 def test_drafts_are_looked_up_in_all_the_text_of_a_rows_owner_and_no_other(tmp_path: Path) -> None:
     worker = speculating(tmp_path, "NGRAM")
     driver, made = Driver(worker), list[torch.Tensor]()
-    judge = worker.verifier.judge
-    worker.verifier.judge = lambda turn, drafts: made.append(drafts["tokens"][:, 1:]) or judge(turn, drafts)
+    watch_drafts(worker, lambda draft: made.append(draft.tokens[:, 1:]))
     driver.prefill(ECHO, room=160)
     for turn in range(30):
         if turn == 25:
@@ -236,7 +235,7 @@ def check_draft_from_scratch(tmp_path: Path, worker: Any, driver: Driver, algori
         for pool, other in zip(pools(worker), pools(fresh), strict=True):
             for a, b in zip((*pool.k, *pool.v), (*other.k, *other.v), strict=True):
                 torch.testing.assert_close(a.flatten(0, 1)[mine], b.flatten(0, 1)[theirs], rtol=1e-4, atol=2e-5)
-        assert int(worker._target.rows.kv_lens[row]) == kv_len
+        assert int(worker.parts.target.rows.kv_lens[row]) == kv_len
 
 
 @pytest.mark.parametrize(
@@ -275,13 +274,13 @@ def test_draft_kv_is_what_a_prefill_of_the_whole_text_would_be(
 
 def test_the_check_of_draft_kv_notices_a_wrong_token_at_a_chunk_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = speculating(tmp_path)
-    prompt_pass = worker._draft_prompt
+    prompt_pass = worker.parts.drafter.follow_prompt
 
-    def forgetful(done: Any) -> None:
-        done.next_tokens.zero_()  # the token after the chunk is not looked at
-        prompt_pass(done)
+    def forgetful(extend: Any) -> None:
+        extend.next_tokens.zero_()  # the token after the chunk is not looked at
+        prompt_pass(extend)
 
-    monkeypatch.setattr(worker, "_draft_prompt", forgetful)
+    monkeypatch.setattr(worker.parts.drafter, "follow_prompt", forgetful)
     driver = Driver(worker)
     driver.prefill({1: PROMPTS[5]}, chunk=5)
     with pytest.raises(AssertionError, match="not close"):
@@ -324,7 +323,7 @@ def check_first_states(driver: Driver, fresh: Any, sampling: SamplingParams) -> 
 
 
 def first_state(worker: Any, row: int) -> tuple[torch.Tensor, ...]:
-    state = worker._draft.rows
+    state = worker.parts.drafter.state
     return tuple(t[row].clone() for t in (state.tokens, state.hidden, state.scores, state.probs))
 
 
@@ -336,29 +335,44 @@ REDUCED: dict[str, Any] = {"head": {"draft_vocab_size": 40}}
 WARM = SamplingParams(temperature=0.9)
 
 
-def drafted(worker: Any, warm: Collection[int] = ()) -> tuple[dict[int, tuple[int, tuple[torch.Tensor, ...]]], Outputs]:
+def drafted(worker: Any, warm: Collection[int] = ()) -> tuple[dict[int, tuple[int, tuple[torch.Tensor, ...]]], DraftWindow]:
     """One iteration after a few, rows `warm` sampled: KV length and `first_state` of each row before it, the drafts made."""
     driver = Driver(worker)
     driver.prefill(PROMPTS, sampling={row: WARM if row in warm else GREEDY for row in PROMPTS})
     for _ in range(3):
         driver.decode(list(PROMPTS))
     before = {row: (driver.kv[row], first_state(worker, row)) for row in PROMPTS}
-    made: Outputs = {}
-    judge = worker.verifier.judge
-    worker.verifier.judge = lambda turn, drafts: made.update({name: t.clone() for name, t in drafts.items()}) or judge(turn, drafts)
+    made: list[DraftWindow] = []
+    watch_drafts(worker, lambda draft: made.append(copy_of(draft)))
     driver.decode(list(PROMPTS))
-    worker.verifier.judge = judge
-    return before, made
+    return before, made[0]
+
+
+def copy_of(draft: DraftWindow) -> DraftWindow:
+    tensors = (getattr(draft, name) for name in ("tokens", "parents", "depths", "mask", "probs"))
+    return DraftWindow(*(None if tensor is None else tensor.clone() for tensor in tensors))  # type: ignore[arg-type]
+
+
+def watch_drafts(worker: Any, see: Callable[[DraftWindow], object]) -> None:
+    """From now on `see` is called with what the drafter proposes."""
+    propose = worker.parts.drafter.propose
+
+    def watched(iteration: Any) -> DraftWindow:
+        draft = propose(iteration)
+        see(draft)
+        return draft
+
+    worker.parts.drafter.propose = watched
 
 
 def branch_logits(worker: Any, row: int, kv_len: int, hidden: torch.Tensor, inputs: list[int]) -> torch.Tensor:
     """What the draft says [Vd] after `inputs`, run one at a time from `kv_len` on as a prompt is, beside no other branch."""
-    draft, state = worker._draft, hidden[None]
+    draft, state = worker.parts.drafter, hidden[None]
     for i, token in enumerate(inputs):
         at, one, none = (np.array([n], dtype=np.int32) for n in (kv_len + i, 1, -1))
         ids, which = np.array([token], dtype=np.int32), torch.tensor([row])
         step = ScheduleBatch(0, which.numpy(), at, none, prefix_lens=at, extend_lens=one, token_ids=ids, next_tokens=none)
-        batch = replace(worker._target._ragged(step, which)[0], hidden_states=state)
+        batch = replace(worker.parts.target.stage_chunks(step, which).batch, hidden_states=state)
         plan_pass(draft.runner.backend, batch)
         state = draft.model.forward(batch)
     return draft.model.logits(state)[0]
@@ -381,17 +395,17 @@ def test_each_draft_of_a_chain_is_what_the_draft_says_after_those_before_it(
 ) -> None:
     worker = speculating(tmp_path, algorithm, **spec)
     before, made = drafted(worker, warm)
-    model, known = worker._draft.model, worker._draft.model.lookahead
+    model, known = worker.parts.drafter.model, worker.parts.drafter.model.lookahead
     for i, (row, (kv_len, (_, hidden, _, _))) in enumerate(before.items()):
-        window = made["tokens"][i].tolist()
+        window = made.tokens[i].tolist()
         for at in range(1, len(window)):
             logits = branch_logits(worker, row, kv_len, hidden, window[known:at])
             chosen = logits.argmax()
             if row in warm:
                 probs = torch.softmax(logits / WARM.temperature, -1)
-                torch.testing.assert_close(made["probs"][i, at - 1], probs, rtol=1e-3, atol=1e-5)
+                torch.testing.assert_close(made.probs[i, at - 1], probs, rtol=1e-3, atol=1e-5)
                 place = torch.tensor([kv_len + at])
-                chosen = draw(probs[None], uniforms(worker._target.rows.tables.seeds[row : row + 1], place, RandomStream.DRAFT))[0]
+                chosen = draw(probs[None], uniforms(worker.parts.target.rows.tables.seeds[row : row + 1], place, RandomStream.DRAFT))[0]
             assert window[at] == int(model.map_to_target(chosen))
 
 
@@ -408,7 +422,7 @@ def test_each_draft_of_a_chain_is_what_the_draft_says_after_those_before_it(
 def test_a_tree_is_that_of_its_branches_drafted_one_by_one(tmp_path: Path, algorithm: str, spec: dict[str, Any]) -> None:
     worker = speculating(tmp_path, algorithm, **spec)
     before, made = drafted(worker)
-    model, topk = worker._draft.model, spec["topk"]
+    model, topk = worker.parts.drafter.model, spec["topk"]
     for i, (row, (kv_len, (_, hidden, _, _))) in enumerate(before.items()):
         beam: list[tuple[list[int], float]] = [([], 0.0)]
         known: list[tuple[list[int], float]] = []
@@ -422,7 +436,7 @@ def test_a_tree_is_that_of_its_branches_drafted_one_by_one(tmp_path: Path, algor
             known += level
         best = sorted(known, key=lambda node: -node[1])[: spec["num_draft_tokens"] - 1]
         paths: list[list[int]] = [[]]
-        for token, parent in zip(made["tokens"][i, 1:].tolist(), made["parents"][i, 1:].tolist(), strict=True):
+        for token, parent in zip(made.tokens[i, 1:].tolist(), made.parents[i, 1:].tolist(), strict=True):
             paths.append([*paths[parent], token])
         assert sorted(paths[1:]) == sorted(path for path, _ in best)
 
@@ -431,13 +445,13 @@ def test_the_branches_of_a_pass_have_a_slot_each_and_one_position(tmp_path: Path
     worker = speculating(tmp_path, **BUSHY)
     driver, rows, topk = Driver(worker), [3, 1, 5], BUSHY["topk"]
     driver.prefill(PROMPTS)
-    forward, passes = worker._draft.model.forward, list[tuple[torch.Tensor, torch.Tensor]]()
+    forward, passes = worker.parts.drafter.model.forward, list[tuple[torch.Tensor, torch.Tensor]]()
 
     def watched(batch: Any, wanted: torch.Tensor | None = None) -> torch.Tensor:
         passes.append((batch.positions.view(3, -1).clone(), batch.out_cache_loc.view(3, -1).clone()))
         return forward(batch, wanted)
 
-    monkeypatch.setattr(worker._draft.model, "forward", watched)
+    monkeypatch.setattr(worker.parts.drafter.model, "forward", watched)
     for _ in range(3):
         kv_lens = [driver.kv[row] for row in rows]
         passes.clear()
@@ -452,7 +466,7 @@ def test_the_branches_of_a_pass_have_a_slot_each_and_one_position(tmp_path: Path
 @pytest.mark.parametrize(("algorithm", "steps", "decodes"), [("EAGLE", 1, False), ("EAGLE", 2, True), ("STANDALONE", 1, True)])
 def test_draft_decode_exists_where_the_draft_has_passes_of_its_own(tmp_path: Path, algorithm: str, steps: int, decodes: bool) -> None:
     names = [runner.spec.name for runner in speculating(tmp_path, algorithm, num_steps=steps).runners]
-    assert names == [*(["draft decode"] if decodes else []), "verify", "draft extend"]
+    assert names == ["verify", *(["draft decode"] if decodes else []), "draft extend"]
 
 
 @pytest.mark.parametrize("spec", [CHAIN, TREE])
@@ -462,8 +476,8 @@ def test_the_drafts_head_reads_no_more_rows_than_it_guesses_from(
     worker = speculating(tmp_path, **spec)
     rows = list[int]()
     for name in ("logits", "greedy"):  # a chain's greedy guesses need no logits
-        head = getattr(worker._draft.model, name)
-        monkeypatch.setattr(worker._draft.model, name, lambda hidden, head=head: rows.append(len(hidden)) or head(hidden))
+        head = getattr(worker.parts.drafter.model, name)
+        monkeypatch.setattr(worker.parts.drafter.model, name, lambda hidden, head=head: rows.append(len(hidden)) or head(hidden))
     driver = Driver(worker)
     driver.prefill(PROMPTS, chunk=5)
     assert set(rows) == {4, 3, 2, 1}, "the last row of each chunk"
@@ -720,7 +734,7 @@ def check_distribution(texts: list[list[int]], reference: Any, prompt: list[int]
 
 
 def test_sampled_text_has_the_targets_distribution_with_a_token_map(tmp_path: Path) -> None:
-    """Drafts are drawn from, and judged by, a distribution over the hot tokens alone."""
+    """Drafts are drawn from a distribution over the hot tokens alone, and verified with it."""
     torch.save(torch.tensor([0, 2, 3, 5, 6, 9, 10]), tmp_path / "hot.pt")
     params, small = DISTRIBUTIONS["temperature"], model_config(vocab_size=SMALL)
     runtime, head = {"max_running_requests": 200}, {"vocab_size": SMALL}
@@ -736,15 +750,16 @@ def test_sampled_text_has_the_targets_distribution_with_a_token_map(tmp_path: Pa
 
 
 def test_the_check_of_distributions_notices_a_draft_that_misstates_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts drawn at one temperature, judged as if drawn at another."""
+    """Drafts drawn at one temperature, verified as if drawn at another."""
     small = model_config(vocab_size=SMALL)
     worker = speculating(tmp_path, model=small, runtime={"max_running_requests": 200}, sharp=0.6, head={"vocab_size": SMALL})
-    judge = worker.verifier.judge
+    propose = worker.parts.drafter.propose
 
-    def misjudged(turn: Any, drafted: dict[str, torch.Tensor]) -> Any:
-        return judge(turn, {**drafted, "probs": drafted["probs"].square() / drafted["probs"].square().sum(-1, keepdim=True)})
+    def misstated(iteration: Any) -> DraftWindow:
+        draft = propose(iteration)
+        return replace(draft, probs=draft.probs.square() / draft.probs.square().sum(-1, keepdim=True))
 
-    monkeypatch.setattr(worker.verifier, "judge", misjudged)
+    monkeypatch.setattr(worker.parts.drafter, "propose", misstated)
     prompt = [3, 5, 3, 5, 3]
     texts: list[list[int]] = []
     for turn in range(4):

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.layers.attention.torch_native import TorchNativeAttention
 from runtime.layers.linear import Linear
-from runtime.model_executor import build as executor_build
+from runtime.model_executor import acceptance_monitor
+from runtime.model_executor.context import make_context
 from runtime.model_executor.graph_capture import CallPool
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
 from runtime.model_executor.input_buffers import InputBuffers
@@ -64,10 +65,10 @@ def noticed() -> Iterator[None]:
 
 def in_graphs(worker: Any) -> dict[str, torch.Tensor]:
     """Everything that a captured graph may read or write; while the caller holds it, nothing new can lie at an old address."""
-    rows, draft, inputs = worker._target.rows, worker._draft.rows, worker._inputs
+    rows, draft, inputs = worker.parts.target.rows, worker.parts.drafter.state, worker.parts.inputs
     named = {f"input {n}": t for n, t in inputs.tensors.items()}
     named |= {f"table {f.name}": getattr(rows.tables, f.name) for f in dataclasses.fields(rows.tables) if f.name != "ops"}
-    named |= {"kv_lens": rows.kv_lens, "last_tokens": rows.last_tokens, "pages": worker._target.page_table.pages}
+    named |= {"kv_lens": rows.kv_lens, "last_tokens": rows.last_tokens, "pages": worker.parts.target.page_table.pages}
     named |= {f"draft {n}": getattr(draft, n) for n in ("hidden", "tokens", "scores", "probs")}
     for runner in worker.runners:
         named |= {f"{runner.spec.name} {n}": t for n, t in runner.buffers.items()}
@@ -109,7 +110,7 @@ def test_1_forgetting_every_request_moves_nothing(tmp_path: Path) -> None:
 def test_1_a_rebound_tensor_is_noticed(tmp_path: Path, owner: str) -> None:
     worker = graphs(tmp_path)
     before = in_graphs(worker)
-    rows, state = worker._target.rows, worker._draft.rows
+    rows, state = worker.parts.target.rows, worker.parts.drafter.state
     if owner == "rows.kv_lens":
         rows.kv_lens = rows.kv_lens.clone()
     elif owner == "rows.tables.seeds":
@@ -117,22 +118,22 @@ def test_1_a_rebound_tensor_is_noticed(tmp_path: Path, owner: str) -> None:
     elif owner == "draft.tokens":
         state.tokens = state.tokens.clone()
     elif owner == "inputs":
-        worker._inputs.tensors["kv_lens"] = worker._inputs.tensors["kv_lens"].clone()
+        worker.parts.inputs.tensors["kv_lens"] = worker.parts.inputs.tensors["kv_lens"].clone()
     else:
-        buffers = worker.verifier.runner.buffers
+        buffers = runners(worker)["verify"].buffers
         buffers["tokens"] = buffers["tokens"].clone()
     assert moved(before, worker)
 
 
 def test_1_an_input_written_out_of_place_changes_the_outcome(tmp_path: Path, reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runtime.speculative import verifier
+    from runtime.model_executor import verification
 
     def rebinding(batch: Any, table: Any, kv_lens: torch.Tensor, tokens: torch.Tensor, depths: Any = None) -> None:
         batch.input_ids = tokens.flatten().clone()  # the graph still reads the old one
         batch.positions.copy_((kv_lens[:, None] + torch.arange(batch.tokens_per_req)).flatten())
 
     expected = reference()
-    monkeypatch.setattr(verifier, "fill_window", rebinding)
+    monkeypatch.setattr(verification, "fill_window", rebinding)
     with noticed():
         same_life(expected, storm(graphs(tmp_path)))
 
@@ -160,7 +161,7 @@ def watch_outputs(worker: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.parametrize("spec", [{}, TREE])
-def test_2_results_lie_in_buffers_of_their_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any]) -> None:
+def test_2_results_lie_inbuffers_of_their_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any]) -> None:
     worker = graphs(tmp_path, **spec)
     seen = watch_outputs(worker, monkeypatch)
     storm(worker, 3)
@@ -192,24 +193,24 @@ def test_2_a_result_from_the_pool_is_noticed(tmp_path: Path, reference: Any) -> 
 def test_3_padding_is_inert(tmp_path: Path, reference: Any, spec: dict[str, Any]) -> None:
     worker = graphs(tmp_path, **spec)
     same_life(reference(**spec), storm(worker))
-    assert int(worker._target.rows.kv_lens[0]) == 0
-    assert not worker._target.page_table.pages[0].any()
+    assert int(worker.parts.target.rows.kv_lens[0]) == 0
+    assert not worker.parts.target.page_table.pages[0].any()
 
 
 @pytest.mark.parametrize("row", ["a live one", "an idle one"])
 def test_3_padding_in_somebodys_row_is_noticed(tmp_path: Path, reference: Any, monkeypatch: pytest.MonkeyPatch, row: str) -> None:
     worker = graphs(tmp_path)
-    stage = worker._target.stage_rows
+    stage = worker.parts.target.stage_rows
 
     def careless(batch: Any, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         chunks, rows = stage(batch, size)
-        lens = worker._target.rows.kv_lens.tolist()
+        lens = worker.parts.target.rows.kv_lens.tolist()
         alive = [r for r in range(1, 41) if 0 < lens[r] < 1 << 20]  # poison marks idle rows with more
         others = [r for r in range(1, 41) if r not in batch.rows and (r in alive) == (row == "a live one")]
         rows[batch.num_decodes :] = others[0] if others else 0
         return chunks, rows
 
-    monkeypatch.setattr(worker._target, "stage_rows", careless)
+    monkeypatch.setattr(worker.parts.target, "stage_rows", careless)
     with noticed():
         same_life(reference(), storm(worker))
 
@@ -269,7 +270,7 @@ def draft_rows_written(worker: Any, driver: Driver) -> bool:
         slots = torch.from_numpy(driver.slots(row, kv_len))
         if any(bool((t.flatten(0, 1)[slots] == 977.0).flatten(1).all(1).any()) for t in (*pool.k, *pool.v)):
             return False
-        if int(worker._target.rows.kv_lens[row]) != kv_len:
+        if int(worker.parts.target.rows.kv_lens[row]) != kv_len:
             return False
     return True
 
@@ -293,11 +294,11 @@ def test_5_the_draft_has_kv_wherever_the_target_has(tmp_path: Path, algorithm: s
         assert draft_rows_written(worker, driver)
 
 
-@pytest.mark.parametrize("phase", ["_run_extend", "_draft_prompt"])
+@pytest.mark.parametrize("phase", ["follow", "follow_prompt"])
 def test_5_a_draft_that_lags_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     worker = graphs(tmp_path, algorithm="STANDALONE")
     mark_draft_pool(worker)
-    monkeypatch.setattr(worker, phase, lambda *args: None)
+    monkeypatch.setattr(worker.parts.drafter, phase, lambda *args: None)
     driver = Driver(worker)
     driver.prefill(PROMPTS)
     for _ in range(6):
@@ -320,7 +321,7 @@ def test_6_eager_fallback_and_replay_fill_the_same_metadata(tmp_path: Path, refe
         skipped: list[int] = []
 
         def forgetful(self: Any, batch: Any, num_steps: int = 1, worker: Any = worker, skipped: Any = skipped) -> None:
-            decoding = batch.tokens_per_req > 0 and self is worker._draft.runner.backend
+            decoding = batch.tokens_per_req > 0 and self is worker.parts.drafter.runner.backend
             if decoding and self._steps and len(skipped) % 2:  # what was planned last time will do
                 skipped.append(1)
                 return
@@ -345,9 +346,10 @@ def test_6_batches_and_runners_without_a_graph_live_the_same_life(
     spec = spec if off is None else {**spec, off: False}
     worker = speculating(tmp_path, replay="eager", sizes=[1, 2, 4, 8], **spec)
     same_life(reference(**spec), storm(worker))
-    runs = {name: runner.runs() for name, runner in runners(worker).items()}
-    assert all(r["eager"] for r in runs.values()), "no batch was too large"
-    assert [name for name, r in runs.items() if not r["replayed"]] == ([] if off is None else [off.removesuffix("_graph")])
+    assert all(runner.run_eagerly for runner in worker.runners), "no batch was too large"
+    assert [name for name, runner in runners(worker).items() if not runner.replayed] == (
+        [] if off is None else [off.removesuffix("_graph")]
+    )
 
 
 @pytest.mark.parametrize("spec", [{}, TREE, {"algorithm": "STANDALONE"}])
@@ -355,7 +357,7 @@ def test_6_sampled_batches_are_replayed_as_greedy_ones_are(tmp_path: Path, spec:
     for sampling in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9)):
         worker = graphs(tmp_path, **spec)
         Driver(worker).generate(PROMPTS, 12, sampling=sampling)
-        assert all(r["replayed"] and not r["eager"] for r in (runner.runs() for runner in worker.runners))
+        assert all(runner.replayed and not runner.run_eagerly for runner in worker.runners)
 
 
 def test_6_no_plan_is_told_of_fewer_keys_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,9 +382,9 @@ def test_6_no_plan_is_told_of_fewer_keys_than_there_are(tmp_path: Path, monkeypa
 
 def accept_vectors(worker: Any, driver: Driver, rows: list[int]) -> list[list[int]]:
     """The accept lengths of one step as the host, the rows and draft-extend saw them."""
-    before = worker._target.rows.kv_lens[rows].tolist()
+    before = worker.parts.target.rows.kv_lens[rows].tolist()
     result = driver.decode(rows)
-    after = worker._target.rows.kv_lens[rows].tolist()
+    after = worker.parts.target.rows.kv_lens[rows].tolist()
     held = runners(worker)["draft_extend"].inputs(len(rows))["accept_lens"].tolist()
     return [result.accept_lens.tolist(), [a - b for a, b in zip(after, before, strict=True)], held]
 
@@ -391,8 +393,8 @@ def accept_vectors(worker: Any, driver: Driver, rows: list[int]) -> list[list[in
 def test_7_everyone_sees_one_accept_vector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any]) -> None:
     worker = graphs(tmp_path, **spec)
     decided: list[int] = []
-    decide = worker.verifier._decide
-    monkeypatch.setattr(worker.verifier, "_decide", lambda *args: decided.append(1) or decide(*args))
+    decide = worker.parts.accepter.decide
+    monkeypatch.setattr(worker.parts.accepter, "decide", lambda *args: decided.append(1) or decide(*args))
     driver = Driver(worker)
     driver.prefill(PROMPTS)
     for _ in range(8):
@@ -403,13 +405,13 @@ def test_7_everyone_sees_one_accept_vector(tmp_path: Path, monkeypatch: pytest.M
 
 def test_7_a_second_opinion_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = graphs(tmp_path)
-    judge = worker.verifier.judge
+    follow = worker.parts.drafter.follow
 
-    def judged_twice(*args: Any) -> Any:
-        accepted, flight = judge(*args)
-        return dataclasses.replace(accepted, accept_lens=torch.ones_like(accepted.accept_lens)), flight
+    def decided_twice(iteration: Any, accepted: Any) -> None:
+        result = dataclasses.replace(accepted.result, accept_lens=torch.ones_like(accepted.result.accept_lens))
+        follow(iteration, dataclasses.replace(accepted, result=result))
 
-    monkeypatch.setattr(worker.verifier, "judge", judged_twice)
+    monkeypatch.setattr(worker.parts.drafter, "follow", decided_twice)
     driver = Driver(worker)
     driver.prefill(PROMPTS)
     seen = [accept_vectors(worker, driver, [5, 1, 2]) for _ in range(12)]
@@ -461,14 +463,13 @@ def unwatched_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def iterate_watched(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     unwatched_plan(monkeypatch)
-    for name in ("_iterate", "_mix"):
-        step = getattr(worker, name)
+    iterate = worker._iterate
 
-        def watched(*batches: Any, step: Any = step) -> Any:
-            with NoHostReads(), NoHostCalls():
-                return step(*batches)
+    def watched(*args: Any) -> Any:
+        with NoHostReads(), NoHostCalls():
+            return iterate(*args)
 
-        monkeypatch.setattr(worker, name, watched)
+    monkeypatch.setattr(worker, "_iterate", watched)
 
 
 @pytest.mark.parametrize("spec", [{}, TREE, {"num_steps": 1}, {"algorithm": "EAGLE3"}, {"algorithm": "STANDALONE"}])
@@ -506,13 +507,13 @@ def test_8_a_host_read_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     worker = graphs(tmp_path)
     driver = Driver(worker)
     driver.prefill(PROMPTS)
-    extend = worker._run_extend
+    follow = worker.parts.drafter.follow
 
-    def peeking(turn: Any, accepted: Any, variant: str) -> None:
-        read(accepted.accept_lens)
-        extend(turn, accepted, variant)
+    def peeking(iteration: Any, accepted: Any) -> None:
+        read(accepted.result.accept_lens)
+        follow(iteration, accepted)
 
-    monkeypatch.setattr(worker, "_run_extend", peeking)
+    monkeypatch.setattr(worker.parts.drafter, "follow", peeking)
     iterate_watched(worker, monkeypatch)
     with pytest.raises(AssertionError, match="waits for the device"):
         driver.decode([1, 2, 5])
@@ -525,14 +526,14 @@ def test_8_a_host_read_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_9_admission_beyond_the_largest_graph_is_reported(caplog: pytest.LogCaptureFixture, running: int, warned: bool) -> None:
     config = tiny_runtime(max_running_requests=running)
     with caplog.at_level("WARNING"):
-        parts = executor_build.make_parts(config, "cuda", [1, 2, 4, 8])
-    assert parts.running == running, "never lowered in silence"
+        context = make_context(config, "cuda", [1, 2, 4, 8])
+    assert context.running == running, "never lowered in silence"
     assert ("--cuda-graph-max-bs" in caplog.text) == warned
     assert (str(running) in caplog.text) == warned
 
 
 def test_9_without_a_limit_admission_is_what_the_graphs_hold() -> None:
-    assert executor_build.make_parts(tiny_runtime(max_running_requests=None), "cuda", [1, 2, 24]).running == 24
+    assert make_context(tiny_runtime(max_running_requests=None), "cuda", [1, 2, 24]).running == 24
 
 
 # ---- 10. acceptance through graphs is acceptance without
@@ -543,7 +544,7 @@ def test_10_acceptance_by_position_is_the_same(tmp_path: Path, spec: dict[str, A
     found = []
     for worker in (graphs(tmp_path, **spec), speculating(tmp_path, **spec)):
         Driver(worker).generate({**PROMPTS, 7: [4, 5, 6] * 6}, 30)
-        found.append(worker.verifier.counted())
+        found.append(worker.parts.monitor.counted())
     assert found[0] == found[1]
     assert found[0].accepted.sum() > 0
 
@@ -564,7 +565,7 @@ def test_10_stale_inputs_cost_acceptance_and_are_noticed(tmp_path: Path, monkeyp
 
             monkeypatch.setattr(runner, "run", stale_run)
         texts.append(Driver(worker).generate(PROMPTS, 30))
-        found.append(worker.verifier.counted())
+        found.append(worker.parts.monitor.counted())
     assert texts[0] == texts[1]
     assert found[0] != found[1]
     assert found[1].mean_accept_len < found[0].mean_accept_len
@@ -579,7 +580,7 @@ def lose_drafts(worker: Any, replay: Callable[[], None]) -> None:
 def lose_first_guesses(worker: Any, replay: Callable[[], None]) -> None:
     """What the next drafts start from does not arrive: a first guess that is always the same."""
     replay()
-    worker._draft.rows.tokens.zero_()
+    worker.parts.drafter.state.tokens.zero_()
 
 
 def blur_features(worker: Any, replay: Callable[[], None]) -> None:
@@ -596,9 +597,9 @@ FAULTS = [(None, None), ("draft_decode", lose_drafts), ("draft_extend", lose_fir
 def test_10_live_traffic_through_a_stale_graph_raises_the_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str | None, fault: Any
 ) -> None:
-    from runtime.speculative import verifier
-
-    monkeypatch.setattr(verifier, "ORACLE_EVERY", 5)  # the sample, what it starts from, what starts from it, and two through graphs alone
+    monkeypatch.setattr(
+        acceptance_monitor, "EAGER_SAMPLE_EVERY", 5
+    )  # the sample, what it starts from, what starts from it, and two through graphs alone
     worker = graphs(tmp_path)
     if broken is not None:
         runner = runners(worker)[broken]
@@ -607,63 +608,60 @@ def test_10_live_traffic_through_a_stale_graph_raises_the_alarm(
     with caplog.at_level("WARNING"):
         for _ in range(2):
             Driver(worker).generate(prompts, 60)
-    info = worker.info()["acceptance"]
-    assert info["graph"]["iterations"] > 300
-    assert info["eager_sample"]["iterations"] > 300
-    assert bool(info["drift"]) == (broken is not None)
-    assert all(drift["graph"] < drift["eager"] for drift in info["drift"])
+    info = worker.info().acceptance
+    assert info.graph.iterations > 300
+    assert info.eager_sample.iterations > 300
+    assert bool(info.drift) == (broken is not None)
+    assert all(drift.graph < drift.eager for drift in info.drift)
     assert ("acceptance of draft" in caplog.text) == (broken is not None)
 
 
 def test_10_what_ran_eagerly_for_want_of_a_graph_is_no_traffic_through_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runtime.speculative import verifier
-
-    monkeypatch.setattr(verifier, "ORACLE_EVERY", 3)
+    monkeypatch.setattr(acceptance_monitor, "EAGER_SAMPLE_EVERY", 3)
     for replay, sizes, counted in (("none", [], ["eager"]), ("eager", [2], ["graph", "eager_sample", "eager"])):
         worker = speculating(tmp_path / replay, replay=replay, sizes=sizes)
         driver = Driver(worker)
         driver.prefill({r: [r, 7, 9] for r in range(1, 6)})
         for rows in ([1, 2], [1, 2, 3, 4, 5]) * 6:
             driver.decode(rows)
-        info = worker.info()["acceptance"]
-        assert [ran for ran in verifier.RAN if info[ran]["iterations"]] == counted
-        assert sum(info[ran]["iterations"] for ran in verifier.RAN) == 6 * (2 + 5)
-        replayed = info["graph"]["iterations"]
+        info = worker.info().acceptance
+        ran = {"graph": info.graph.iterations, "eager_sample": info.eager_sample.iterations, "eager": info.eager.iterations}
+        assert [how for how, iterations in ran.items() if iterations] == counted
+        assert sum(ran.values()) == 6 * (2 + 5)
+        replayed = info.graph.iterations
         # Of twelve steps every third may be the sample and the one before it feeds it; of the other four, two have a graph.
         assert replayed == (2 * 2 if sizes else 0)
 
 
 def accept_by_load(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of one request accept all of their drafts, steps of more none: not so for a graph, but for what is asked."""
-    decide = worker.verifier._decide
+    decide = worker.parts.accepter.decide
 
-    def decided(turn: Any, *more: Any) -> Any:
-        _, tokens, path = decide(turn, *more)
-        return torch.full((turn.size,), 4 if turn.live == 1 else 1, dtype=torch.int32), tokens, path
+    def decided(iteration: Any, *more: Any) -> Any:
+        lens = torch.full((iteration.size,), 4 if iteration.live == 1 else 1, dtype=torch.int32)
+        return dataclasses.replace(decide(iteration, *more), accept_lens=lens)
 
-    monkeypatch.setattr(worker.verifier, "_decide", decided)
+    monkeypatch.setattr(worker.parts.accepter, "decide", decided)
 
 
-@pytest.mark.parametrize("riding", [False, True])
-def test_10_the_sample_is_of_the_traffic_that_graphs_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, riding: bool) -> None:
+@pytest.mark.parametrize("beside_prompts", [False, True])
+def test_10_the_sample_is_of_the_traffic_that_graphs_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside_prompts: bool) -> None:
     """Steps that would run eagerly anyhow, for want of a graph or beside prompts, may be of other text, accepted otherwise."""
-    from runtime.speculative import verifier
-
-    monkeypatch.setattr(verifier, "ORACLE_EVERY", 5)
-    worker = speculating(tmp_path, replay="eager", sizes=[1, 2, 4] if riding else [1], runtime={"mixed_chunk": True})
+    monkeypatch.setattr(acceptance_monitor, "EAGER_SAMPLE_EVERY", 5)
+    worker = speculating(tmp_path, replay="eager", sizes=[1, 2, 4] if beside_prompts else [1], runtime={"mixed_chunk": True})
     accept_by_load(worker, monkeypatch)
     for _ in range(80):
         driver = Driver(worker)
         driver.prefill({r: [r, 7, 9] for r in range(1, 5)})
         for _ in range(5):
             driver.decode([1])
-            if riding:
+            if beside_prompts:
                 driver.prefill({5: [3, 4, 5]}, along=lambda: [2, 3, 4])
                 driver.release(5)
             else:
                 driver.decode([2, 3, 4])
-    info = worker.info()["acceptance"]
-    assert info["eager"]["rates"][0] < 1
-    assert info["graph"]["rates"] == [1.0, 1.0, 1.0]
-    assert info["eager_sample"]["rates"] == [1.0, 1.0, 1.0]
-    assert info["drift"] == []
+    info = worker.info().acceptance
+    assert info.eager.rates[0] < 1
+    assert info.graph.rates == [1.0, 1.0, 1.0]
+    assert info.eager_sample.rates == [1.0, 1.0, 1.0]
+    assert info.drift == []

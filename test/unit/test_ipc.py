@@ -20,6 +20,7 @@ from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.managers.telemetry.spec_stats import SpecStats
 from runtime.sampling_params import SamplingParams
+from runtime.worker_info import WorkerInfo
 
 GENERATE = io.GenerateReq(rid="a", input_ids=[1, 2, 3], sampling=SamplingParams(stop=("x",), logit_bias={3: 1.5}), seed=-7)
 FROM_SCHEDULER = [
@@ -36,7 +37,7 @@ FROM_SCHEDULER = [
         ]
     ),
     io.ControlReply(call_id="c", result=io.CallFailed(message="no")),
-    io.ControlReply(call_id="d", result=SchedulerStats(worker={"kind": "fake"})),
+    io.ControlReply(call_id="d", result=SchedulerStats(worker=WorkerInfo(startup_seconds={"load": 1.5}))),
     io.Heartbeat(who="scheduler", count=3, stats=SchedulerStats(num_running_reqs=1, spec=SpecStats(1, 3, 1, [1, 0]))),
 ]
 

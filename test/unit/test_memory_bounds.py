@@ -1,4 +1,4 @@
-"""Sampling in chunks changes no result, and the warm-up runs of the memory plan leave no trace."""
+"""Choosing tokens a few rows at a time changes nothing, and dry runs for the memory plan leave nothing behind."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 
 from runtime.errors import ConfigError
 from runtime.layers import sampler
-from runtime.model_executor import build
-from runtime.model_executor.build import FILTERED, divide_memory, make_parts, padding_prompt, rehearse_sampling
+from runtime.model_executor import accepter, build
+from runtime.model_executor.build import plan_kv
+from runtime.model_executor.context import make_context
+from runtime.model_executor.dry_run import FILTERED, accept_padding, padding_prompt, sample_padding
 from runtime.model_executor.graph_capture import CallPool, GraphKey, Replay
 from runtime.sampling_params import SamplingParams
-from runtime.speculative import verifier
 from unit.driver import GREEDY, Driver
 from unit.predicting import VOCAB, plain, speculating
 from unit.storm import pools
@@ -48,7 +49,7 @@ def test_sampling_in_chunks_equals_sampling_at_once(tmp_path: Path, monkeypatch:
 
     together, logprobs = answers(worker())
     monkeypatch.setattr(sampler, "ROWS_AT_ONCE", 2)
-    monkeypatch.setattr(verifier, "JUDGED_ROWS", 9)
+    monkeypatch.setattr(accepter, "ROWS_ACCEPTED_TOGETHER", 9)
     apart, apart_logprobs = answers(worker())
     assert together == apart
     assert len(logprobs) == len(apart_logprobs) > 5
@@ -64,47 +65,43 @@ def test_draws_of_many_rows_are_those_of_each_row(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("spec", [{}, TREE, {"num_steps": 1, "num_draft_tokens": 2}])
-def test_warm_up_of_the_largest_window_changes_no_answer(tmp_path: Path, spec: dict[str, Any]) -> None:
+def test_a_dry_run_of_the_largest_window_changes_no_answer(tmp_path: Path, spec: dict[str, Any]) -> None:
     worker = speculating(tmp_path, "EAGLE", None, **spec)
     prompts = {r: PROMPTS[r] for r in (1, 2)}
     expected = Driver(worker).generate(prompts, 12)
     worker.reset()
-    draft, rows = worker._draft, torch.zeros(worker.limits.max_running_requests, dtype=torch.int64)
     with torch.inference_mode():
-        from runtime.speculative.eagle_worker import first_window
-
-        window = first_window(draft, worker._target.rows, rows) if draft.decode is None else draft.decode.outputs(len(rows))
-        worker.verifier.rehearse(window)
-    assert worker.verifier.counted().iterations == 0
+        accept_padding(worker.parts, worker.parts.depths.deepest, worker.limits.max_running_requests)
+    assert worker.parts.monitor.counted().iterations == 0
     assert Driver(worker).generate(prompts, 12) == expected
 
 
 def test_a_pass_holds_the_longest_prompt_where_none_is_cut() -> None:
-    assert make_parts(tiny_runtime(chunked_prefill_size=-1, context_length=128, max_prefill_tokens=32)).extend_tokens == 128
+    assert make_context(tiny_runtime(chunked_prefill_size=-1, context_length=128, max_prefill_tokens=32)).extend_tokens == 128
 
 
-def test_warm_up_of_prompts_and_sampling_leaves_rows_unchanged() -> None:
+def test_dry_runs_leave_the_rows_as_they_were() -> None:
     worker = plain(None)
-    target = worker._target
-    parts = make_parts(tiny_runtime(chunked_prefill_size=40, context_length=32, max_running_requests=8))
-    batch = padding_prompt(parts)
+    target = worker.parts.target
+    context = make_context(tiny_runtime(chunked_prefill_size=40, context_length=32, max_running_requests=8))
+    batch = padding_prompt(context)
     assert batch.extend_lens.tolist() == [31, 3, 1, 1, 1, 1, 1, 1]
     assert batch.rows.max() == 0
     before = [t.clone() for t in (target.rows.kv_lens, target.rows.tables.output_counts)]
     with torch.inference_mode():
-        result = target.extend(batch, target.stage_rows(batch)[0])[1].collect()
+        result = target.extend(batch)[1].wait()
         assert result.logprobs is not None
         assert result.logprobs.top.shape == (8, 20)
         assert result.prompt_logprobs[0].chosen.shape == (31,)
-        rehearse_sampling(target, torch.zeros((8, VOCAB)))
+        sample_padding(target, torch.zeros((8, VOCAB)))
     target.reset()
     assert all(torch.equal(a, b) for a, b in zip(before, (target.rows.kv_lens, target.rows.tables.output_counts), strict=True))
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])
 def test_a_slot_costs_what_target_and_draft_keep_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
-    divide, costs = build.divide_memory, list[int]()
-    monkeypatch.setattr(build, "divide_memory", lambda *args: costs.append(args[3]) or divide(*args))
+    divide, costs = build.plan_kv, list[int]()
+    monkeypatch.setattr(build, "plan_kv", lambda *args: costs.append(args[3]) or divide(*args))
     worker = speculating(tmp_path, algorithm)
     assert costs == [sum(t[0, 0].nbytes for pool in pools(worker) for t in (*pool.k, *pool.v))]
 
@@ -114,7 +111,7 @@ def test_kv_on_a_cpu_takes_the_given_or_a_bounded_share(monkeypatch: pytest.Monk
     monkeypatch.setattr(build.psutil, "virtual_memory", lambda: memory)
 
     def tokens(share: float | None) -> int:
-        return divide_memory(make_parts(tiny_runtime(max_total_tokens=None, mem_fraction_static=share)), 0, {}, 1 << 20, 1).num_pages
+        return plan_kv(make_context(tiny_runtime(max_total_tokens=None, mem_fraction_static=share)), 0, {}, 1 << 20, 1).num_pages
 
     assert tokens(0.5) == 4 * 1024 - 1, "half of it less what is in use, and the padding slot"
     assert tokens(0.875) == 10 * 1024 - 1, "more than is taken unasked"
@@ -127,7 +124,7 @@ def test_kv_on_a_cpu_takes_the_given_or_a_bounded_share(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("context", [96, 256])
 def test_kv_on_a_cpu_always_holds_one_request(context: int, page: int) -> None:
     alone = {"max_running_requests": 1, "context_length": context, "page_size": page, "max_total_tokens": None}
-    plan = divide_memory(make_parts(tiny_runtime(**alone)), 0, {}, 1 << 10, 12)
+    plan = plan_kv(make_context(tiny_runtime(**alone)), 0, {}, 1 << 10, 12)
     assert plan.num_pages * page >= context + 2 * 12 + page
 
 
@@ -146,11 +143,10 @@ def test_sizes_without_a_graph_give_the_same_answers(
     monkeypatch.setattr(CallPool, "capture", starved)
     with caplog.at_level("WARNING"):
         worker = plain("eager", [1, 2, 4, 8])
-    assert worker._decode.sizes == [1, 2]
+    assert worker.runners[0].sizes == [1, 2]
     assert "no graph for batch sizes [4, 8]; they run eagerly and slower" in caplog.text
     assert "--cuda-graph-max-bs to 2" in caplog.text
     if error is RuntimeError:
         assert "graph capture failed at size 4 (no memory is left)" in caplog.text
     assert answers(worker)[0] == expected
-    runs = worker.info()["graph_runs"][0]
-    assert runs["eager"] > 0, "five requests run without a graph"
+    assert worker.info().graph_runs[0].eager > 0, "five requests run without a graph"

@@ -15,6 +15,7 @@ from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.managers.telemetry.spec_stats import SpecStats
+from runtime.worker_info import AcceptanceCounts, AcceptanceStats, Drift, RunnerRuns, WorkerInfo
 
 SGLANG = {
     "num_running_reqs", "num_queue_reqs", "token_usage", "cache_hit_rate", "gen_throughput", "prompt_tokens_total",
@@ -81,14 +82,15 @@ def test_scheduler_stats_are_read_at_every_scrape() -> None:
 
 
 def test_graph_runs_and_acceptance_drift_are_exported() -> None:
-    drift = [{"position": 1, "graph": 0.25, "eager": 0.75, "z": -9.0}]
-    runs = [{"runner": "verify", "replayed": 7, "eager": 2}]
+    counts = AcceptanceCounts(0, 1.0, 0, 0, [], [], [], [])
+    acceptance = AcceptanceStats(counts, counts, counts, [Drift(1, 0.25, 0.75, -9.0)])
+    runs = [RunnerRuns("verify", 7, 2)]
     metrics = Metrics("m")
-    samples = scraped(metrics, structs.replace(STATS, worker={"acceptance": {"drift": drift}, "graph_runs": runs}))
+    samples = scraped(metrics, structs.replace(STATS, worker=WorkerInfo(acceptance=acceptance, graph_runs=runs)))
     assert samples["talon:spec_drifted_positions", ()] == 1
     assert samples["talon:spec_drift", (("position", "1"),)] == -0.5
     assert samples["talon:runner_runs_total", (("kind", "replayed"), ("runner", "verify"))] == 7
-    well = scraped(metrics, structs.replace(STATS, worker={"acceptance": {"drift": []}}))
+    well = scraped(metrics, structs.replace(STATS, worker=WorkerInfo(acceptance=structs.replace(acceptance, drift=[]))))
     assert well["talon:spec_drifted_positions", ()] == 0
     assert not any(name == "talon:spec_drift" for name, _ in well)
 

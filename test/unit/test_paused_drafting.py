@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.batch import StepStats
 from runtime.entrypoints.native.meta_info import meta_info
 from runtime.layers.linear import Linear
 from runtime.managers.generation import GenerationUpdate
@@ -18,9 +19,9 @@ from runtime.managers.scheduler import Scheduler
 from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.spec_stats import SpecStats
+from runtime.model_executor.acceptance_monitor import EAGER_SAMPLE_EVERY
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.parity import check_parity, run_scratch
-from runtime.speculative.verifier import ORACLE_EVERY
 from unit.driver import GREEDY, Driver
 from unit.predicting import VOCAB, exact_product, model_config, plain, speculating
 from unit.storm import SIZES, Storm, same_life
@@ -100,7 +101,7 @@ def test_text_is_the_plain_workers_under_a_scheduler_that_retracts_and_shares_pr
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_padded_and_poisoned_buffers_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_padded_and_poisonedbuffers_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """A life of batches from 1 to 33 of which those above 8 pause, requests cut short mid-step, retracted, resumed, prefixes shared."""
     monkeypatch.setattr(Linear, "__call__", exact_product)
 
@@ -162,7 +163,7 @@ def test_a_paused_step_leaves_the_first_guesses_that_a_prefill_of_the_whole_text
 def test_a_perfect_draft_is_right_from_the_first_step_after_a_pause(tmp_path: Path, steps: int, replay: str | None) -> None:
     sizes = [2, 4] if replay else None
     worker = speculating(tmp_path, "STANDALONE", replay, sizes, num_steps=steps, disable_by_batch_size=2)
-    for mine, its in zip(worker._draft.model.model.layers, worker._target.runner.model.layers, strict=True):
+    for mine, its in zip(worker.parts.drafter.model.model.layers, worker.parts.target.runner.model.layers, strict=True):
         mine.attention.o_proj.weight.copy_(its.attention.o_proj.weight)
     driver = Driver(worker)
     driver.prefill(PROMPTS, chunk=5, room=160)
@@ -255,11 +256,11 @@ def test_a_paused_step_is_a_step_and_no_verification(tmp_path: Path) -> None:
     driver.prefill(PROMPTS, room=160)
     list(crossing(driver, PROMPTS, [3, 1], 24))
     drafted = [lens for lens in driver.accepts if len(lens) <= 2]
-    counted = worker.verifier.counted()
+    counted = worker.parts.monitor.counted()
     assert counted.iterations == sum(len(lens) for lens in drafted)
     assert counted.accepted.sum() == sum(int(lens.sum()) - len(lens) for lens in drafted) > 0
     assert counted.iterations == counted.drafted[0] == counted.reached[0]
-    recent = worker.verifier._alarm.recent(False)
+    recent = worker.parts.monitor.alarm.recent(False)
     assert recent == counted
     assert all(result.stats.graph and result.stats.padded_size == (4 if len(result.accept_lens) > 2 else 2) for result in driver.results)
 
@@ -268,15 +269,14 @@ def test_a_paused_step_is_a_step_and_no_verification(tmp_path: Path) -> None:
 def test_the_server_counts_paused_steps_apart_and_requests_are_told_of_their_drafts_alone(tmp_path: Path, kind: str, mixed: bool) -> None:
     worker = pausing(tmp_path, kind, 2, "eager", [1, 2, 4, 8], context_length=CONTEXT, max_running_requests=8, mixed_chunk=mixed)
     steps, told = Counter[str](), dict[str, Any]()
-    collect = worker.verifier.collect
+    add = worker.parts.monitor.add
 
-    def noted(flight: Any) -> Any:
-        result = collect(flight)
-        size = len(result.accept_lens)
-        steps.update({"paused": 1} if size > 2 else {"verified": size, "accepted": int(result.accept_lens.sum()) - size})
-        return result
+    def noted(iteration: Any, accept_lens: np.ndarray, stats: StepStats) -> None:
+        add(iteration, accept_lens, stats)
+        size = len(accept_lens)
+        steps.update({"paused": 1} if size > 2 else {"verified": size, "accepted": int(accept_lens.sum()) - size})
 
-    worker.verifier.collect = noted
+    worker.parts.monitor.add = noted
     endings = [SamplingParams(temperature=0.0, max_new_tokens=4 + 6 * i, ignore_eos=True) for i in range(6)]
     asks = [GenerateReq(rid=str(i), input_ids=prompts()[i], sampling=s, seed=i) for i, s in enumerate(endings)]
     _, scheduler = serve(worker, asks, {}, hear=lambda out: told.update({out.rid: out.progress.spec}), chunked_prefill_size=48)
@@ -342,11 +342,11 @@ def test_graphs_with_drafts_are_of_small_batches_and_those_without_of_large_ones
 ) -> None:
     worker = pausing(tmp_path, "chain", 4, "eager", sizes, cuda_graph_padding=padding, max_running_requests=16)
     by_name = {runner.spec.name: runner for runner in worker.runners}
-    assert list(by_name) == ["draft decode", "verify", "draft extend", "paused verify", "paused extend"]
+    assert list(by_name) == ["verify", "draft decode", "draft extend", "target decode", "draft extend K=0"]
     for name, runner in by_name.items():
-        assert runner.sizes == (many if name.startswith("paused") else few), name
+        assert runner.sizes == (many if name in ("target decode", "draft extend K=0") else few), name
     assert by_name["verify"].buffers["logits"].shape[0] == 4 * max(4, *few), "no larger than it is used"
-    assert by_name["paused verify"].buffers["logits"].shape[0] == 16
+    assert by_name["target decode"].buffers["logits"].shape[0] == 16
 
 
 @pytest.mark.parametrize("above", [8, 9])
@@ -355,9 +355,9 @@ def test_without_more_requests_than_the_limit_there_is_nothing_to_pause(
 ) -> None:
     with caplog.at_level("INFO"):
         worker = pausing(tmp_path, "chain", above, max_running_requests=8)
-    assert "drafting never pauses: no more than 8 requests run at once" in caplog.text
+    assert "drafting is never disabled: no more than 8 requests run at once" in caplog.text
     assert len(worker.runners) == 3
-    assert worker.verifier.pause is None
+    assert worker.parts.depths.limits == {3: 8}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -366,7 +366,7 @@ def test_the_check_at_start_runs_graphs_with_drafts_and_without(tmp_path: Path, 
     before = [runner.replayed for runner in worker.runners]
     check_parity(worker)
     assert all(runner.replayed > count for runner, count in zip(worker.runners, before, strict=True))
-    assert worker.verifier.pause.above == 6, "it is left as it was"
+    assert [worker.parts.depths.choose(count) > 0 for count in (6, 7)] == [True, False], "it is left as it was"
     counters = run_scratch(worker).counters
     assert counters.iterations == 4 * 11, "of four prompts, a third of the iterations paused"
     few = pausing(tmp_path, kind, 2, "eager", [1, 2, 4, 8])
@@ -378,14 +378,16 @@ def test_the_eager_sample_never_pauses_and_the_step_before_it_feeds_it(tmp_path:
     driver = Driver(worker)
     driver.prefill(PROMPTS, room=160)
     by_name = {runner.spec.name: runner for runner in worker.runners}
-    worker.verifier._iterations = ORACLE_EVERY - 2
-    assert by_name["paused extend"].run_eagerly == 0
+    monitor = worker.parts.monitor
+    monitor.iterations = EAGER_SAMPLE_EVERY - 2
+    assert by_name["draft extend K=0"].run_eagerly == 0
     driver.decode(list(PROMPTS))
-    assert by_name["paused extend"].run_eagerly == 1
-    assert driver.decode([1, 2]).stats.oracle
-    worker.verifier._iterations = ORACLE_EVERY - 1
+    assert by_name["draft extend K=0"].run_eagerly == 1
+    driver.decode([1, 2])
+    assert monitor.stats().eager_sample.iterations == 2
+    monitor.iterations = EAGER_SAMPLE_EVERY - 1
     result = driver.decode(list(PROMPTS))
-    assert not result.stats.oracle
+    assert monitor.stats().eager_sample.iterations == 2
     assert result.stats.graph
 
 
@@ -393,14 +395,7 @@ def test_a_pause_holds_under_a_scheduler_that_runs_ahead(tmp_path: Path) -> None
     """With a step in flight, who decodes next is decided by who is there, so that pausing and resuming need nothing that is on the way."""
     worker = pausing(tmp_path, "chain", 2, context_length=CONTEXT, max_running_requests=8)
     seen: list[tuple[int, int]] = []
-    collect = worker.verifier.collect
-
-    def noted(flight: Any) -> Any:
-        result = collect(flight)
-        seen.append((len(result.accept_lens), result.stats.draft_tokens))
-        return result
-
-    worker.verifier.collect = noted
+    worker.parts.monitor.add = lambda iteration, lens, stats: seen.append((len(lens), stats.draft_tokens))
     endings = [SamplingParams(temperature=0.0, max_new_tokens=6 + 9 * i, ignore_eos=True) for i in range(5)]
     asks = [GenerateReq(rid=str(i), input_ids=prompts()[i], sampling=s, seed=i) for i, s in enumerate(endings)]
 

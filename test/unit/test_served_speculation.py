@@ -225,7 +225,7 @@ def test_each_request_is_told_how_its_own_steps_ran_and_the_server_how_all_did(
         worker = plain("eager", [1, 4], **few)
     else:
         worker = speculating(tmp_path, algorithm, "eager", [1, 4], runtime=few, **spec)
-    decoder = runners(worker)["decode" if algorithm is None else "verify"]
+    decoder = runners(worker)["target_decode" if algorithm is None else "verify"]
     witness, told = Witness(worker), dict[str, tuple[float | None, float | None]]()
     said: list[tuple[TokensOut, DecodeStats]] = []
     replayed = decoder.replayed

@@ -16,6 +16,8 @@ from runtime.config.device_tuning import H200
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor import build
 from runtime.model_executor.build import add_short_prompts, build_worker, make_limits, make_runner
+from runtime.model_executor.draft_window import NO_DRAFTS
+from runtime.model_executor.drafter import DrafterSpec
 from runtime.model_executor.graph_capture import CallPool, GraphKey, Replay, capture_all
 from runtime.model_executor.graph_runner import GraphOptions, GraphRunner
 from runtime.model_executor.input_buffers import InputBuffers
@@ -26,7 +28,7 @@ from runtime.model_executor.short_prompts import (
     prompt_forward,
     prompt_spec,
 )
-from runtime.model_executor.target import Target
+from runtime.model_executor.target_model import TargetModel
 from unit.driver import Driver
 from unit.tiny import tiny_model, tiny_runtime
 
@@ -47,11 +49,11 @@ def worker() -> Any:
 
 
 @pytest.fixture
-def target(worker: Any) -> Target:
-    return worker._target
+def target(worker: Any) -> TargetModel:
+    return worker.parts.target
 
 
-def short_prompts(target: Target, layers: tuple[int, ...] = (), free: int = PLENTY) -> ShortPrompts:
+def short_prompts(target: TargetModel, layers: tuple[int, ...] = (), free: int = PLENTY) -> ShortPrompts:
     runner = target.runner
     hidden = runner.config.hidden_size
     spec = prompt_spec(hidden, len(layers) * hidden, torch.float32, 0)
@@ -62,7 +64,7 @@ def short_prompts(target: Target, layers: tuple[int, ...] = (), free: int = PLEN
     return ShortPrompts(graphs, target.page_table, PromptCost(free, READ_TOKENS))
 
 
-def chunks(target: Target, spans: Spans) -> ForwardBatch:
+def chunks(target: TargetModel, spans: Spans) -> ForwardBatch:
     """A ragged batch of one chunk of each row's own text, in the order given; the rows' pages are in the table."""
     table = target.page_table
     for row in spans:
@@ -87,21 +89,21 @@ def chunks(target: Target, spans: Spans) -> ForwardBatch:
     )
 
 
-def chunk(target: Target, start: int, count: int) -> ForwardBatch:
+def chunk(target: TargetModel, start: int, count: int) -> ForwardBatch:
     return chunks(target, {ROW: (start, count)})
 
 
-def caches(target: Target) -> list[torch.Tensor]:
+def caches(target: TargetModel) -> list[torch.Tensor]:
     pool = target.runner.kv_pool
     return [cache.flatten(0, 1) for cache in (*pool.k, *pool.v)]
 
 
-def kv(target: Target) -> list[torch.Tensor]:
+def kv(target: TargetModel) -> list[torch.Tensor]:
     return [cache.clone() for cache in caches(target)]
 
 
 def test_prompt_sizes_without_a_graph_are_named_as_tokens(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, target: Target
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, target: TargetModel
 ) -> None:
     def starved(self: CallPool, key: GraphKey, function: Replay) -> Replay:
         raise torch.OutOfMemoryError("no memory is left")
@@ -113,7 +115,7 @@ def test_prompt_sizes_without_a_graph_are_named_as_tokens(
     assert caplog.text.rstrip().endswith("Lower --mem-fraction-static."), "no flag of batch sizes helps"
 
 
-def check_that_replays_equal_the_ragged_pass(target: Target, spans: Spans) -> None:
+def check_that_replays_equal_the_ragged_pass(target: TargetModel, spans: Spans) -> None:
     """States in the batch's order, and KV; whatever the inputs held before."""
     prompts = short_prompts(target, LAYERS)
     for row, (start, _) in spans.items():
@@ -140,7 +142,7 @@ def check_that_replays_equal_the_ragged_pass(target: Target, spans: Spans) -> No
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 7), (0, 8), (0, 9), (5, 3), (16, 16), (31, 10)])
-def test_a_chunk_is_what_it_is_without_padding(target: Target, start: int, count: int) -> None:
+def test_a_chunk_is_what_it_is_without_padding(target: TargetModel, start: int, count: int) -> None:
     check_that_replays_equal_the_ragged_pass(target, {ROW: (start, count)})
 
 
@@ -156,12 +158,12 @@ def test_a_chunk_is_what_it_is_without_padding(target: Target, start: int, count
     ],
     ids=str,
 )
-def test_replayed_chunks_equal_one_ragged_pass(target: Target, spans: Spans) -> None:
+def test_replayed_chunks_equal_one_ragged_pass(target: TargetModel, spans: Spans) -> None:
     check_that_replays_equal_the_ragged_pass(target, spans)
 
 
 @torch.inference_mode()
-def test_one_after_the_other_leaves_nothing_behind(target: Target) -> None:
+def test_one_after_the_other_leaves_nothing_behind(target: TargetModel) -> None:
     prompts = short_prompts(target)
     for spans in ({3: (0, 16)}, {3: (16, 2)}, {3: (0, 5), 4: (0, 16), 5: (0, 2)}, {4: (16, 1), 3: (5, 12)}, {5: (2, 7)}, {3: (0, 1)}):
         want, _ = target.runner.extend(chunks(target, spans))
@@ -172,7 +174,7 @@ def test_one_after_the_other_leaves_nothing_behind(target: Target) -> None:
 
 
 @torch.inference_mode()
-def test_bounds_include_padding(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_include_padding(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the padding's too: a plan of fewer would be too small for the pass."""
     prompts, backend, seen = short_prompts(target), target.runner.backend, list[int]()
     prepare = backend.prepare
@@ -189,7 +191,7 @@ def test_bounds_include_padding(target: Target, monkeypatch: pytest.MonkeyPatch)
 
 
 @torch.inference_mode()
-def test_a_single_prompt_is_not_copied(target: Target) -> None:
+def test_a_single_prompt_is_not_copied(target: TargetModel) -> None:
     prompts = short_prompts(target, LAYERS)
     found = prompts.run(chunk(target, 0, 5))
     assert found is not None
@@ -199,7 +201,7 @@ def test_a_single_prompt_is_not_copied(target: Target) -> None:
 
 
 @torch.inference_mode()
-def test_batches_that_do_not_fit_a_graph_run_eagerly(target: Target) -> None:
+def test_batches_that_do_not_fit_a_graph_run_eagerly(target: TargetModel) -> None:
     prompts, table = short_prompts(target), target.page_table
     end = table.max_pages * table.page_size
     before = kv(target)
@@ -214,7 +216,7 @@ def test_batches_that_do_not_fit_a_graph_run_eagerly(target: Target) -> None:
 
 
 @torch.inference_mode()
-def test_several_prompts_are_replayed_if_that_is_faster(target: Target) -> None:
+def test_several_prompts_are_replayed_if_that_is_faster(target: TargetModel) -> None:
     def replayed(free: int, *lens: int) -> bool:
         return short_prompts(target, free=free).run(chunks(target, {ROW + i: (0, n) for i, n in enumerate(lens)})) is not None
 
@@ -290,7 +292,7 @@ def test_a_pass_saturates_at_twice_the_free_tokens() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_token_is_multiplied_with_the_blocks_matrices_alone(tied: bool) -> None:
     worker: Any = build_worker(tiny_runtime(), tiny_model(tie_embeddings=tied, qkv_bias=True, qk_norm=True), "none")
-    model = worker._target.runner.model
+    model = worker.parts.target.runner.model
     blocks = [shape for name, shape in model.expected_weights().items() if ".layers." in name and len(shape) == 2]
     assert len(blocks) == 3 * 7
     assert model.active_parameters == sum(math.prod(shape) for shape in blocks)
@@ -299,7 +301,7 @@ def test_every_token_is_multiplied_with_the_blocks_matrices_alone(tied: bool) ->
 # ---- how a worker gets them
 
 
-def test_on_a_cpu_prompts_run_as_they_are(target: Target) -> None:
+def test_on_a_cpu_prompts_run_as_they_are(target: TargetModel) -> None:
     class Parts:
         device, replay, extend_tokens, dtype, config = CPU, "eager", 64, torch.float32, tiny_runtime()
 
@@ -322,7 +324,7 @@ def parts_of(**changes: object) -> Any:
     )
 
 
-def add_as_on_a_gpu(target: Target, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[GraphRunner]:
+def add_as_on_a_gpu(target: TargetModel, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[GraphRunner]:
     """`make_runner` and `add_short_prompts` for a GPU, with buffers on the CPU."""
     monkeypatch.setattr(build, "InputBuffers", lambda most, max_tokens, device: InputBuffers(most, max_tokens=max_tokens, device=CPU))
     backend = target.runner.backend
@@ -330,10 +332,11 @@ def add_as_on_a_gpu(target: Target, monkeypatch: pytest.MonkeyPatch, **changes: 
     monkeypatch.setattr(build, "backend_class", lambda _: captured)
     parts = parts_of(**changes)
     target.runner.prompt_sizes = make_runner(parts, target.runner.model, target.runner.config).prompt_sizes
-    return add_short_prompts(parts, target, LAYERS)
+    target.aux_layers = LAYERS
+    return add_short_prompts(parts, target)
 
 
-def test_attention_that_cannot_be_captured_leaves_prompts_as_they_are(target: Target) -> None:
+def test_attention_that_cannot_be_captured_leaves_prompts_as_they_are(target: TargetModel) -> None:
     assert not target.runner.backend.caps.cuda_graph
     assert make_runner(parts_of(), target.runner.model, target.runner.config).prompt_sizes == []
 
@@ -342,7 +345,7 @@ def test_attention_that_cannot_be_captured_leaves_prompts_as_they_are(target: Ta
     ("chunk", "context", "sizes"), [(64, 256, [32, 64]), (100, 256, [32, 64, 100]), (2048, 256, [32, 64, 128, 256]), (16, 256, [16])]
 )
 def test_graphs_end_at_the_chunk_and_the_context(
-    target: Target, monkeypatch: pytest.MonkeyPatch, chunk: int, context: int, sizes: list[int]
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch, chunk: int, context: int, sizes: list[int]
 ) -> None:
     (runner,) = add_as_on_a_gpu(target, monkeypatch, chunked_prefill_size=chunk, context_length=context)
     assert runner.sizes == sizes
@@ -351,7 +354,7 @@ def test_graphs_end_at_the_chunk_and_the_context(
     assert runner.batch(sizes[-1]).num_tokens == sizes[-1]
 
 
-def test_graphs_follow_the_size_of_the_model(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_follow_the_size_of_the_model(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = target.runner.model.kernel_launches
     for free, sizes in ((150, [32, 64, 128]), (31, [])):
         parameters = round(launches * 30e-6 * 6e14 / (2 * (free + 0.5)))
@@ -366,7 +369,7 @@ def test_replayed_prompts_give_the_eager_answers(worker: Any, monkeypatch: pytes
     prompts = {r: np.random.default_rng(r).integers(2, 90, 3 + 9 * r).tolist() for r in (5, 1, 3)}
     expected = Driver(worker)
     expected.prefill(prompts, chunk=20)
-    target = worker._target
+    target = worker.parts.target
     target.reset()
     runners = add_as_on_a_gpu(target, monkeypatch)
     with torch.inference_mode():
@@ -378,25 +381,25 @@ def test_replayed_prompts_give_the_eager_answers(worker: Any, monkeypatch: pytes
     assert runners[0].run_eagerly == 0
 
 
-def limits(target: Target, **changes: object) -> Any:
-    return make_limits(parts_of(**changes), MemoryPlan(64, {}), target)
+def limits(target: TargetModel, **changes: object) -> Any:
+    return make_limits(parts_of(**changes), MemoryPlan(64, {}), target, DrafterSpec(NO_DRAFTS))
 
 
-def test_the_scheduler_is_told_when_the_device_is_busy(target: Target) -> None:
+def test_the_scheduler_is_told_when_the_device_is_busy(target: TargetModel) -> None:
     model = target.runner.model
     expected = cost(model.active_parameters, model.kernel_launches).saturating_tokens
     assert limits(target).cost_model.saturating_tokens == expected
     on_cpu = parts_of()
     on_cpu.device = CPU
-    assert make_limits(on_cpu, MemoryPlan(64, {}), target).cost_model.saturating_tokens == 256
+    assert make_limits(on_cpu, MemoryPlan(64, {}), target, DrafterSpec(NO_DRAFTS)).cost_model.saturating_tokens == 256
 
 
-def mixing(target: Target, **changes: object) -> tuple[bool, int]:
+def mixing(target: TargetModel, **changes: object) -> tuple[bool, int]:
     made = limits(target, **changes)
     return made.mixed, made.cost_model.piggyback_min_tokens
 
 
-def test_prompts_with_graphs_of_their_own_take_nobody_along(target: Target, caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_with_graphs_of_their_own_take_nobody_along(target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
     assert mixing(target) == (False, 1)
     assert mixing(target, mixed_chunk=True) == (True, 1)
     target.short_prompts = short_prompts(target)
@@ -407,6 +410,6 @@ def test_prompts_with_graphs_of_their_own_take_nobody_along(target: Target, capl
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     with caplog.at_level("WARNING"):
         assert not limits(target, mixed_chunk=True, chunked_prefill_size=SIZES[-1]).mixed
-    assert "--enable-mixed-chunk takes nobody along: a prompt step of this model is at most 16 tokens" in caplog.text
+    assert "--enable-mixed-chunk has no effect: a prompt step of this model has at most 16 tokens" in caplog.text
     target.short_prompts.runner.keep([])
     assert limits(target, mixed_chunk=True).cost_model.piggyback_min_tokens == 1, "no graph fitted into memory"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from runtime.speculative.verify import (
+from runtime.model_executor.accept_rules import (
     BELOW_ONE,
     AcceptThresholds,
     DraftProbs,

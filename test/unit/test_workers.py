@@ -10,11 +10,14 @@ import torch
 
 from runtime.batch import ScheduleBatch
 from runtime.errors import ConfigError
-from runtime.model_executor.build import build_worker, make_parts
+from runtime.model_executor.build import build_worker
+from runtime.model_executor.context import make_context
 from runtime.sampling_params import SamplingParams
+from runtime.worker_info import RunnerRuns
 from unit.driver import Driver
 from unit.predicting import VOCAB, model_config, plain
-from unit.tiny import tiny_runtime, tiny_speculative
+from unit.storm import runners
+from unit.tiny import tiny_runtime
 
 PROMPTS = {r: np.random.default_rng(r).integers(0, VOCAB, 5 + 6 * r).tolist() for r in (1, 2, 3)}
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95)
@@ -125,17 +128,17 @@ def test_runs_are_counted_by_kind() -> None:
     driver.prefill(PROMPTS)
     results = [driver.decode(rows) for rows in ([1], [2, 3], [1, 2, 3])]
     assert [(r.stats.graph, r.stats.padded_size) for r in results] == [(True, 2), (True, 2), (False, 3)]
-    assert worker.info()["graph_runs"] == [{"runner": "target decode", "replayed": 2, "eager": 1}]
+    assert worker.info().graph_runs == [RunnerRuns("target decode", replayed=2, eager=1)]
 
 
 def test_a_reset_worker_has_nobody_left_and_answers_as_at_first() -> None:
     worker: Any = plain()
     first = Driver(worker).generate(PROMPTS, 5)
-    assert worker._target.rows.kv_lens.any()
-    assert worker._target.page_table.pages.any()
+    assert worker.parts.target.rows.kv_lens.any()
+    assert worker.parts.target.page_table.pages.any()
     worker.reset()
-    assert not worker._target.rows.kv_lens.any()
-    assert not worker._target.page_table.pages.any()
+    assert not worker.parts.target.rows.kv_lens.any()
+    assert not worker.parts.target.page_table.pages.any()
     assert Driver(worker, seed=1).generate(PROMPTS, 5) == first
 
 
@@ -146,19 +149,14 @@ def test_limits_are_what_was_asked_and_lengths_what_they_allow() -> None:
     worker.close()
 
 
-def test_a_plain_worker_does_not_speculate() -> None:
-    with pytest.raises(ConfigError):
-        build_worker(tiny_runtime(tiny_speculative("")), model_config())
-
-
 def test_kv_that_cannot_hold_a_request_is_refused() -> None:
     with pytest.raises(ConfigError, match="one request needs"):
         build_worker(tiny_runtime(max_total_tokens=32), model_config())
 
 
 def test_sizes_of_a_configuration_can_be_overridden() -> None:
-    assert make_parts(tiny_runtime(), "eager", [3, 5]).requests == 8
-    assert make_parts(tiny_runtime(max_running_requests=2), "eager", [3, 5]).requests == 5
+    assert make_context(tiny_runtime(), "eager", [3, 5]).requests == 8
+    assert make_context(tiny_runtime(max_running_requests=2), "eager", [3, 5]).requests == 5
 
 
 @pytest.mark.parametrize("vocab", [2, 31, 97, 257])
@@ -169,4 +167,4 @@ def test_any_size_of_vocabulary_works(vocab: int) -> None:
     mixed = {1: SamplingParams(temperature=0.0), 2: SamplingParams(top_k=3, top_p=0.8), 3: SamplingParams(logit_bias={vocab - 1: 3.0})}
     out = Driver(worker).generate(prompts, 10, sampling=mixed)
     assert all(0 <= t < vocab for text in out.values() for t in text)
-    assert torch.isfinite(worker._decode.buffers["logits"]).all()
+    assert torch.isfinite(runners(worker)["target_decode"].buffers["logits"]).all()

@@ -9,7 +9,9 @@ from torch.nn import functional as F
 
 
 class Activation(Enum):
-    """What is applied to the gate before it is multiplied by the up projection; the value is `hidden_act` in a config.json."""
+    """What is applied to the gate before it is multiplied by the up projection; the value is `hidden_act` in a
+    config.json.
+    """
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"

@@ -9,7 +9,8 @@ A transformer block is six operations, so that a device may fuse what it can:
     m   = norm_gate_up(s, mlp_norm, gate_up_proj)
     s   = linear_add(m, down_proj, s, next_norm)
 
-The residual stream is float32 for every weight dtype: hidden states of real models reach 2e4, where bfloat16 steps by 128.
+The residual stream is float32 for every weight dtype: hidden states of real models reach 2e4, where bfloat16 steps by
+128.
 """
 
 from __future__ import annotations
@@ -62,18 +63,23 @@ class BlockOps(Protocol):
         ...
 
     def linear_add(self, x: torch.Tensor, linear: Linear, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
-        """Matmul, reduce, add, leave the norm: `h + linear.reduce(linear(x))` in float32, which may reuse the storage of `h`.
+        """Matmul, reduce, add, leave the norm: `h + linear.reduce(linear(x))` in float32, which may reuse the storage
+        of `h`.
 
-        `next_norm`: the norm that reads the stream next, which the operation may prepare; not where outputs are partial sums.
+        `next_norm`: the norm that reads the stream next, which the operation may prepare; not where outputs are partial
+        sums.
         """
         ...
 
     def norm_gate_up(self, stream: Stream, norm: RMSNorm, gate_up: Linear, activation: Activation = Activation.SILU) -> torch.Tensor:
-        """`activation(gate) * up` of the normed stream; `gate_up` holds the gate's rows, then the up's. [T, intermediate]."""
+        """`activation(gate) * up` of the normed stream; `gate_up` holds the gate's rows, then the up's. [T,
+        intermediate].
+        """
         ...
 
     def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:
-        """Norm q and k per head where `heads` asks for it, rotate them, and write k and v of layer `layer_id` to the batch's slots.
+        """Norm q and k per head where `heads` asks for it, rotate them, and write k and v of layer `layer_id` to the
+        batch's slots.
 
         Args:
             qkv: [T, (H + 2 G) * head_dim].
@@ -88,14 +94,16 @@ class BlockOps(Protocol):
         ...
 
     def greedy(self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """The argmax of each row of `logits(x, head)`, the first of equal entries: int64 [N], written to `tokens` where given.
+        """The argmax of each row of `logits(x, head)`, the first of equal entries: int64 [N], written to `tokens` where
+        given.
 
         `logits` float32 [N, vocab] is written where given; otherwise the logits may never be stored.
         """
         ...
 
     def autotune(self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = ()) -> dict[str, str]:
-        """Choose the fastest kernel for each of a model's GEMMs, given in the order of execution, at these numbers of rows.
+        """Choose the fastest kernel for each of a model's GEMMs, given in the order of execution, at these numbers of
+        rows.
 
         Call it before any graph is captured; weights may be random.
 

@@ -81,8 +81,7 @@ class Scheduler:
         self._send = send
         self._clock = clock
         self.limits = worker.limits
-        startup = worker.info().get("startup_seconds")
-        self.stats = SchedulerStats(startup_seconds=startup if isinstance(startup, dict) else {})
+        self.stats = SchedulerStats(startup_seconds=worker.info().startup_seconds)
         self.admission = Admission(config, cache.radix_cache, self.limits, self.stats, clock)
         self._stats_log = StatsLog(self.current_stats, clock())
         self._reqs: dict[str, Req] = {}

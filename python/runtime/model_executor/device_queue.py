@@ -1,7 +1,7 @@
 """Runs steps in the order submitted, without making the caller wait.
 
-On a GPU launching is already asynchronous: a step is launched inline and its result awaited later. On the CPU one thread plays the
-device, so that the scheduler prepares the next batch while the current one runs.
+On a GPU kernel launches are asynchronous: a step is launched inline and its result is awaited later. On the CPU one thread takes the part
+of the device, so that the scheduler prepares the next batch while the current one runs.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from runtime.batch import BatchResult, Pending, ScheduleBatch
 
+T = TypeVar("T")
 Finish = Callable[[], BatchResult]
 Step = Callable[[ScheduleBatch], Finish]
 
@@ -39,7 +41,7 @@ class _Queued:
 
 
 class DeviceQueue:
-    """Owner of the thread that plays the device on the CPU. `step` launches a batch and returns how to collect its result."""
+    """Owner of the thread that runs steps on the CPU. `step` launches a batch and returns how to collect its result."""
 
     def __init__(self, step: Step, device: torch.device) -> None:
         self._step = step
@@ -55,7 +57,7 @@ class DeviceQueue:
         except Exception as error:  # the scheduler fails these requests and goes on
             return _Launched(None, error)
 
-    def run(self, function: Callable[[], object]) -> object:
+    def run(self, function: Callable[[], T]) -> T:
         """Call `function` between steps, on the thread that runs them."""
         return self._thread.submit(function).result() if self._thread is not None else function()
 

@@ -43,7 +43,8 @@ class FileTensor:
 
 
 def safetensors_weights(folder: str | Path, device: torch.device, progress: bool = True) -> Iterator[tuple[str, FileTensor]]:
-    """Every tensor of a checkpoint folder, to be read onto `device`, with a progress bar in bytes. Read each before you ask for the next.
+    """Every tensor of a checkpoint folder, to be read onto `device`, with a progress bar in bytes. Read each before you
+    ask for the next.
 
     Raises:
         ConfigError: there are no safetensors files, one that the index names is missing, or one is damaged.
@@ -58,10 +59,11 @@ def safetensors_weights(folder: str | Path, device: torch.device, progress: bool
 def dummy_weights(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Random weights that depend on the seed and the order of `shapes` alone: norms are one, biases zero, the rest normal with std 0.02.
+    """Random weights that depend on the seed and the order of `shapes` alone: norms are one, biases zero, the rest
+    normal with std 0.02.
 
-    The variance of the residual stream then stays bounded, so activations are finite at any depth. Tensors are whole, and equal on every
-    rank.
+    The variance of the residual stream then stays bounded, so activations are finite at any depth. Tensors are whole,
+    and equal on every rank.
     """
     generator = torch.Generator(device).manual_seed(seed)
     for name, shape in shapes.items():

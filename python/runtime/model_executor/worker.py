@@ -1,106 +1,204 @@
-"""TpWorker: the plain worker, one target that decodes a token a step."""
+"""The worker: runs every step of the scheduler on the device. Plain decoding and every kind of drafting share this one path."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
 import numpy as np
 import torch
+from msgspec import structs
 
-from runtime.batch import BatchResult, ForwardMode, ScheduleBatch, StepStats, WorkerLimits
-from runtime.layers.forward_batch import ForwardBatch
-from runtime.layers.sampler import sample, top_logprobs
-from runtime.model_executor.device_queue import Finish
-from runtime.model_executor.device_worker import DeviceWorker
-from runtime.model_executor.graph_runner import GraphRunner, Outputs, RunnerSpec
-from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
+from runtime.batch import BatchResult, Pending, ScheduleBatch, StepStats, WorkerLimits
+from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
+from runtime.model_executor.accepter import Accepter
+from runtime.model_executor.depth import DepthControl
+from runtime.model_executor.device_queue import DeviceQueue, Finish
+from runtime.model_executor.drafter import Drafter
+from runtime.model_executor.graph_runner import GraphRunner
+from runtime.model_executor.input_buffers import InputBuffers
+from runtime.model_executor.iteration import Accepted, AcceptResult, Iteration, VerifyResult
+from runtime.model_executor.profiler import Profiler, span
+from runtime.model_executor.results import LogprobCopy, copy_logprobs, join
 from runtime.model_executor.staging import HostCopy
-from runtime.model_executor.target import Target, Windows, joined, to_logprobs
-from runtime.model_executor.window import fill_window
+from runtime.model_executor.target_model import Chunks, PromptsPending, TargetModel
+from runtime.model_executor.verification import Verifier
+from runtime.worker_info import RunnerRuns, WorkerInfo
+
+T = TypeVar("T")
 
 
-def decode_spec(vocab_size: int, launches: int) -> RunnerSpec:
-    """What the target's decode graph computes: logits, and the likeliest token of each."""
-    return RunnerSpec(
-        name="target decode",
-        mode=ForwardMode.DECODE,
-        width=1,
-        outputs=(
-            BufferSpec("logits", "token", torch.float32, 0, (vocab_size,)),
-            BufferSpec("tokens", "token", torch.int64, 0),
-        ),
-        launches=launches,
-    )
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """What a worker is made of.
+
+    Attributes:
+        inputs: persistent inputs that the fixed-width passes of target and drafter share.
+        depths: chooses the depth of each iteration.
+        monitor: counts acceptance.
+    """
+
+    target: TargetModel
+    inputs: InputBuffers
+    drafter: Drafter
+    verifier: Verifier
+    accepter: Accepter
+    depths: DepthControl
+    monitor: AcceptanceMonitor
 
 
-class TpWorker(DeviceWorker):
-    """A `Worker` that decodes one token per request and step."""
+@dataclass(frozen=True, slots=True)
+class DecodesPending:
+    """The tokens of an iteration on their way to the host: `tokens` int64 [live, D], and the accept lengths where D > 1."""
 
-    def __init__(self, target: Target, decode: GraphRunner, inputs: InputBuffers, limits: WorkerLimits, facts: dict[str, object]) -> None:
-        super().__init__(target, (decode,), limits, facts)
-        self._decode, self._inputs = decode, inputs
+    iteration: Iteration
+    tokens: HostCopy
+    logprobs: LogprobCopy | None
+    stats: StepStats
 
-    def _forget(self) -> None:
-        self._target.reset()
+    def wait(self) -> BatchResult:
+        """Wait for them."""
+        tokens, *rest = self.tokens.wait()
+        lens = rest[0] if rest else np.ones(len(tokens), dtype=np.int32)
+        keep = np.arange(tokens.shape[1])[None] < lens[:, None]
+        return BatchResult(
+            token_ids=tokens[keep].astype(np.int32),
+            accept_lens=lens.astype(np.int32),
+            logprobs=None if self.logprobs is None else self.logprobs.wait(keep.flatten()),
+            stats=self.stats,
+        )
+
+
+def send_to_host(iteration: Iteration, result: AcceptResult, verified: VerifyResult) -> DecodesPending:
+    """Start the copies of what an iteration emits."""
+    live, D = iteration.live, result.tokens.shape[1]
+    lens, tokens = result.accept_lens[:live], result.tokens[:live]
+    index = None
+    if result.path is not None:
+        index = (torch.arange(live, device=tokens.device)[:, None] * D + result.path[:live]).flatten()
+    logprobs = copy_logprobs(verified.logits[: live * D], tokens.flatten(), iteration.top_logprobs, index)
+    copies = HostCopy(tokens, lens) if D > 1 else HostCopy(tokens)
+    return DecodesPending(iteration, copies, logprobs, StepStats(verified.graph, iteration.size, D - 1))
+
+
+class Worker:
+    """The device side: `runtime.batch.Worker`.
+
+    Attributes:
+        parts: for checks and tests that look inside; read only.
+        runners: the graph runners of decode steps, deepest first.
+    """
+
+    def __init__(self, parts: WorkerParts, limits: WorkerLimits, info: WorkerInfo) -> None:
+        self.parts, self._limits, self._info = parts, limits, info
+        runners = parts.verifier.runners
+        self.runners = tuple(r for depth in runners for r in (runners[depth], *parts.drafter.runners(depth)))
+        self._queue = DeviceQueue(self._step, parts.target.device)
+        self._profiler = Profiler("scheduler", parts.target.device)
+
+    @property
+    def limits(self) -> WorkerLimits:
+        """What the device side can hold."""
+        return self._limits
+
+    @property
+    def all_runners(self) -> tuple[GraphRunner, ...]:
+        """All graph runners: `runners`, and that of short prompts."""
+        return (*self.runners, *self.parts.target.prompt_runners)
+
+    def submit(self, batch: ScheduleBatch) -> Pending:
+        """Queue one step and return at once."""
+        return self._queue.submit(batch)
+
+    def info(self) -> WorkerInfo:
+        """What was chosen and measured at start-up, and how steps ran since."""
+        runs = [RunnerRuns(runner.spec.name, runner.replayed, runner.run_eagerly) for runner in self.all_runners]
+        return structs.replace(self._info, graph_runs=runs, acceptance=self.parts.monitor.stats())
+
+    def reset(self) -> None:
+        """Forget every request and all counts, between steps. For checks before serving."""
+        self._queue.run(self._reset)
+
+    def run_between_steps(self, function: Callable[[], T]) -> T:
+        """Call `function` on the thread that runs steps, after all steps that were submitted. For checks and tests."""
+        return self._queue.run(function)
+
+    def start_profile(self, folder: str) -> None:
+        """Begin a torch trace."""
+        self._queue.run(lambda: self._profiler.start(folder))
+
+    def stop_profile(self) -> str:
+        """End the trace; returns its file."""
+        return self._queue.run(self._profiler.stop)
+
+    def close(self) -> None:
+        """Finish what is under way."""
+        self._queue.close()
+
+    def _reset(self) -> None:
+        self.parts.target.reset()
+        self.parts.drafter.reset()
+        self.parts.monitor.reset()
+
+    # ---- a step: launches work and returns how to read its result; outside graphs but for the runners' functions
 
     def _step(self, batch: ScheduleBatch) -> Finish:
-        live = batch.num_decodes
-        size = live if batch.num_prompts else self._decode.size_for(live)
-        chunks, rows = self._target.stage_rows(batch, size)
-        if live == 0:
-            return self._target.extend(batch, chunks)[1].collect
-        forward = self._inputs_of(batch, rows)
-        if batch.num_prompts == 0:
-            outputs, replayed = self._decode.run(forward)
-            return self._choose(batch, forward, outputs, StepStats(graph=replayed, padded_size=size))
-        outputs, model = self._decode.outputs(size), self._target.runner.model
-        windows = Windows(forward, live, lambda hidden, _: model.greedy(hidden, outputs["tokens"], outputs["logits"]))
-        _, prompts = self._target.extend(batch, chunks, windows=windows)
-        return joined(prompts.collect, self._choose(batch, forward, outputs, StepStats(padded_size=size)))
+        target, live = self.parts.target, batch.num_decodes
+        depth = self.parts.depths.choose(live) if live else 0
+        size = self.parts.verifier.padded_size(depth, live) if live else 0
+        chunk_rows, rows = target.stage_rows(batch, size)
+        self.parts.drafter.admit(batch.new_rows)
+        chunks = target.stage_chunks(batch, chunk_rows) if batch.num_prompts else None
+        prompts, decodes = None, None
+        if live:
+            prompts, decodes = self._iterate(batch, chunks, self._begin(batch, rows, depth))
+        elif chunks is not None:
+            extend, prompts = target.sample_next(batch, chunks, target.run(chunks)[0])
+            self.parts.drafter.follow_prompt(extend)
+        return lambda: self._read(batch, prompts, decodes)
 
-    def _inputs_of(self, batch: ScheduleBatch, rows: torch.Tensor) -> ForwardBatch:
-        """The persistent inputs of the decode rows int64 [size], filled."""
-        target, state, live = self._target, self._target.rows, batch.num_decodes
-        forward = self._decode.batch(len(rows))
-        forward.req_pool_indices.copy_(rows)
-        forward.seq_len_bounds[:] = 1
-        forward.seq_len_bounds[:live] = batch.len_bounds[batch.num_prompts :] + 1
-        fill_window(forward, target.page_table, state.kv_lens[rows], state.last_tokens[rows][:, None])
-        return forward
+    def _begin(self, batch: ScheduleBatch, rows: torch.Tensor, depth: int) -> Iteration:
+        """An iteration of the decode rows, int64 [size] on the device; rows and KV lengths go into the inputs that all runners share."""
+        parts, first, size = self.parts, batch.num_prompts, len(rows)
+        host_rows, kv_lens = batch.rows[first:], parts.inputs.kv_lens(size)
+        parts.inputs.rows(size).copy_(rows)
+        torch.index_select(parts.target.rows.kv_lens, 0, rows, out=kv_lens)
+        bounds = np.zeros(size, dtype=np.int32)
+        bounds[: len(host_rows)] = batch.len_bounds[first:]
+        is_sample, precedes_sample = parts.monitor.next_iteration()
+        # The sample is of iterations that would replay a graph: other traffic may be accepted differently, and counts for neither side.
+        replays = first == 0 and depth == parts.depths.deepest and parts.verifier.has_graph(depth, size)
+        needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
+        return Iteration(depth, host_rows, rows, kv_lens, bounds, needs, k, is_sample and replays, precedes_sample)
 
-    def _choose(self, batch: ScheduleBatch, forward: ForwardBatch, outputs: Outputs, stats: StepStats) -> Finish:
-        """Choose each request's token after its pass, set the rows, and send the tokens to the host."""
-        state, live = self._target.rows, batch.num_decodes
-        needs = state.needs(batch.rows[batch.num_prompts :])
-        rows, after = forward.req_pool_indices[:live], forward.seq_lens[:live]
-        if needs.all_greedy and not needs.adjusts:
-            tokens = outputs["tokens"][:live].clone()
-        else:
-            tokens = sample(outputs["logits"][:live], state.tables, rows, after.to(torch.int64), needs)
-        state.kv_lens[rows] = after
-        state.last_tokens[rows] = tokens
-        if needs.penalised:
-            state.count(rows, tokens[:, None], torch.ones_like(tokens, dtype=torch.bool)[:, None])
-        k = int(batch.top_logprobs.max(initial=-1))
-        logprobs = HostCopy(*top_logprobs(outputs["logits"][:live], tokens, k)) if k >= 0 else None
-        copied = HostCopy(tokens)
-        return lambda: _collect(copied, logprobs, stats)
+    def _iterate(self, batch: ScheduleBatch, chunks: Chunks | None, iteration: Iteration) -> tuple[PromptsPending | None, DecodesPending]:
+        """Propose, verify, accept, commit, follow. Prompt chunks run in the pass that verifies."""
+        target, drafter, verifier = self.parts.target, self.parts.drafter, self.parts.verifier
+        extend, prompts = None, None
+        with span("draft_decode"):
+            draft = drafter.propose(iteration)
+        with span("verify"):
+            window = verifier.fill(iteration, draft)
+            if chunks is None:
+                verified = verifier.run(iteration, window)
+            else:
+                states, window_states = target.run(chunks, window, iteration.live)
+                verified = verifier.result_of(iteration, window_states)
+                extend, prompts = target.sample_next(batch, chunks, states)
+            result = self.parts.accepter.accept(iteration, draft, verified, window)
+            decodes = send_to_host(iteration, result, verified)
+        if extend is not None:
+            drafter.follow_prompt(extend)
+        with span("draft_extend"):
+            drafter.follow(iteration, Accepted(result, draft.tokens, verified.features))
+        return prompts, decodes
 
-
-def decode_forward(target: Target):
-    """The function that the decode graph records. Inside the graph."""
-    model = target.runner.model
-
-    def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
-        hidden, _ = model.forward(batch)
-        model.greedy(hidden, outputs["tokens"], outputs["logits"])
-
-    return forward
-
-
-def _collect(copied: HostCopy, logprobs: HostCopy | None, stats: StepStats) -> BatchResult:
-    (tokens,) = copied.wait()
-    return BatchResult(
-        token_ids=tokens.astype(np.int32),
-        accept_lens=np.ones(len(tokens), dtype=np.int32),
-        logprobs=to_logprobs(logprobs, None) if logprobs is not None else None,
-        stats=stats,
-    )
+    def _read(self, batch: ScheduleBatch, prompts: PromptsPending | None, decodes: DecodesPending | None) -> BatchResult:
+        """On the host, possibly one step later: wait, count, and hand over."""
+        decoded = None if decodes is None else decodes.wait()
+        if decodes is not None and decoded is not None:
+            self.parts.monitor.add(decodes.iteration, decoded.accept_lens, decoded.stats)
+        result = join(None if prompts is None else prompts.wait(), decoded)
+        self.parts.drafter.observe(batch.rows, result)
+        return result

@@ -20,7 +20,8 @@ class Block:
     """A pre-norm block: `h += attention(attn_norm(h)); h += mlp(mlp_norm(h))`.
 
     Attributes:
-        attn_norm: None for a block whose attention is always fed rows of another origin, such as the first of an EAGLE head.
+        attn_norm: None for a block whose attention is always fed rows of another origin, such as the first of an EAGLE
+            head.
     """
 
     attention: Attention
@@ -44,32 +45,25 @@ class Block:
         yield from self.attention.gemms(first, self.mlp_norm)
         yield from self.mlp.gemms(self.mlp_norm, first)
 
-    def forward(self, stream: Stream, context: PassContext, next_norm: RMSNorm | None = None, wanted: torch.Tensor | None = None) -> Stream:
+    def forward(
+        self,
+        stream: Stream,
+        context: PassContext,
+        next_norm: RMSNorm | None = None,
+        rows: torch.Tensor | None = None,
+        wanted: torch.Tensor | None = None,
+    ) -> Stream:
         """The stream through the block, perhaps in the same storage.
 
         Args:
             next_norm: the norm of the block after this one.
+            rows: [T, in] in the model's dtype: what attention reads instead of the normed stream.
             wanted: int64 [N], tokens whose rows alone are returned; KV is written for all tokens.
         """
-        assert self.attn_norm is not None, "this block has no input norm: use forward_rows"
-        return self._finish(self.attention.project(stream, self.attn_norm), stream, context, next_norm, wanted)
-
-    def forward_rows(
-        self,
-        x: torch.Tensor,
-        stream: Stream,
-        context: PassContext,
-        next_norm: RMSNorm | None = None,
-        wanted: torch.Tensor | None = None,
-    ) -> Stream:
-        """As `forward`, with attention fed rows `x` [T, in] in the model's dtype instead of the normed stream."""
-        return self._finish(self.attention.project_rows(x), stream, context, next_norm, wanted)
-
-    def _finish(
-        self, qkv: torch.Tensor, stream: Stream, context: PassContext, next_norm: RMSNorm | None, wanted: torch.Tensor | None
-    ) -> Stream:
-        attended = self.attention.attend(qkv, context)
+        attention = self.attention
+        qkv = attention.project(stream, self.attn_norm) if rows is None else attention.project_rows(rows)
+        attended = attention.attend(qkv, context)
         if wanted is not None:
             attended, stream = attended[wanted], Stream(stream.h[wanted], in_prompt=stream.in_prompt)
-        stream = self.attention.add_output(attended, stream, self.mlp_norm)
+        stream = attention.add_output(attended, stream, self.mlp_norm)
         return self.mlp.forward(stream, self.mlp_norm, next_norm)

@@ -25,15 +25,18 @@ EMBEDDING = "model.embed_tokens"
 
 
 class DecoderModel:
-    """Weights and forward pass of one model. Owner of its weights; the KV pool and the backend are bound after the memory plan.
+    """Weights and forward pass of one model. Owner of its weights; the KV pool and the backend are bound after the
+    memory plan.
 
-    `forward`, `logits` and `greedy` may be captured and never read from the device. Run them under `torch.inference_mode()`.
+    `forward`, `logits` and `greedy` may be captured and never read from the device. Run them under
+    `torch.inference_mode()`.
 
     Attributes:
         config: the architecture.
         context: operations, dtype, device, quantisation scheme and parallel group.
         embed: [vocab, hidden] in the model's dtype. Draft heads may share it.
-        lm_head: hidden -> vocab. Draft heads may share it. With tied embeddings and unquantised weights its weight is `embed`.
+        lm_head: hidden -> vocab. Draft heads may share it. With tied embeddings and unquantised weights its weight is
+            `embed`.
         layers: the blocks.
         final_norm: the norm before the head.
         attention_specs: the attention of each layer, for the KV pool and the backend.
@@ -103,10 +106,12 @@ class DecoderModel:
         """Run every block over the batch. The backend's `plan` has been called for it.
 
         Args:
-            aux_layers: layers whose *input*, the residual stream, is wanted, ascending; `num_layers` means the last output.
+            aux_layers: layers whose *input*, the residual stream, is wanted, ascending; `num_layers` means the last
+                output.
 
         Returns:
-            Hidden states after the final norm [T, hidden], and the streams [T, len(aux_layers) * hidden] side by side, both in `dtype`.
+            Hidden states after the final norm [T, hidden], and the streams [T, len(aux_layers) * hidden] side by side,
+            both in `dtype`.
         """
         assert self._bound is not None, "bind comes before forward"
         context = PassContext(batch, *self._bound)
@@ -123,7 +128,9 @@ class DecoderModel:
         return hidden, torch.cat(aux, dim=1) if aux else None
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Scores of the next token: hidden [N, hidden] after the final norm -> float32 [N, vocab], written to `out` where given."""
+        """Scores of the next token: hidden [N, hidden] after the final norm -> float32 [N, vocab], written to `out`
+        where given.
+        """
         return self.context.ops.logits(hidden, self.lm_head, out)
 
     def greedy(self, hidden: torch.Tensor, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:

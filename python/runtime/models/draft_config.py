@@ -32,7 +32,8 @@ class DraftConfig:
     """A draft's architecture.
 
     Attributes:
-        model: its decoder; `max_context_len` is the target's, since published heads name the length they were trained on.
+        model: its decoder; `max_context_len` is the target's, since published heads name the length they were trained
+            on.
         aux_layers: EAGLE-3: target layers whose input the head reads, for `DecoderModel.forward`; () for other drafts.
     """
 
@@ -44,7 +45,8 @@ def load_draft_config(folder: str | Path, algorithm: DraftAlgorithm, target: Mod
     """The draft in `folder`, for `target`.
 
     Raises:
-        ConfigError: config.json is unreadable or unsupported, is a draft of another algorithm, or does not fit the target.
+        ConfigError: config.json is unreadable or unsupported, is a draft of another algorithm, or does not fit the
+            target.
     """
     raw, where = read_hf_config(folder), str(folder)
     name = _class_name(raw)
@@ -67,7 +69,9 @@ def _class_name(raw: Mapping[str, Any]) -> str:
 
 
 def _algorithms(name: str, raw: Mapping[str, Any], where: str) -> tuple[DraftAlgorithm, ...]:
-    """The algorithms that a draft of class `name` can serve, the most likely first: a head may look like a model of one layer."""
+    """The algorithms that a draft of class `name` can serve, the most likely first: a head may look like a model of one
+    layer.
+    """
     if name not in DRAFT_FAMILIES and name not in FAMILIES:
         known = ", ".join(dict.fromkeys([*DRAFT_FAMILIES, *FAMILIES]))
         raise ConfigError(f"{where}: draft architecture {name} is not supported; supported are {known}")

@@ -21,11 +21,12 @@ from runtime.models.weights import NamedTensors, Sliceable
 
 
 class DraftModel(Protocol):
-    """What a drafter knows of its draft model. Methods on the decode path may be captured and never read from the device.
+    """What a drafter knows of its draft model. Methods on the decode path may be captured and never read from the
+    device.
 
     Attributes:
-        lookahead: 1 for a head that reads, beside the hidden state at a position, the token after it; 0 for a model that reads the
-            token itself.
+        lookahead: 1 for a head that reads, beside the hidden state at a position, the token after it; 0 for a model
+            that reads the token itself.
         config: the draft's decoder.
         attention_specs: its attention layers, for the draft's KV pool and backend.
         aux_layers: target layers whose input stream is wanted; () where the target's last hidden state is.
@@ -50,15 +51,16 @@ class DraftModel(Protocol):
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Run the draft. `batch.input_ids[t]` is the token after the one that `batch.hidden_states[t]` belongs to.
 
-        `hidden_states` has `input_width` columns when it comes from the target, `hidden_width` when it is the draft's own; any float dtype.
+        `hidden_states` has `input_width` columns when it comes from the target, `hidden_width` when it is the draft's
+        own; any float dtype.
 
         Args:
-            wanted: int64 [N], tokens whose states alone are returned; KV is written for all tokens, and what follows the last attention
-                is skipped for the others.
+            wanted: int64 [N], tokens whose states alone are returned; KV is written for all tokens, and what follows
+                the last attention is skipped for the others.
 
         Returns:
-            [T, hidden_width], or [N, hidden_width], in `hidden_dtype`, for `logits`, `greedy` and the next step. Not in the storage of
-            `hidden_states`.
+            [T, hidden_width], or [N, hidden_width], in `hidden_dtype`, for `logits`, `greedy` and the next step. Not in
+            the storage of `hidden_states`.
         """
         ...
 
@@ -67,7 +69,9 @@ class DraftModel(Protocol):
         ...
 
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The draft id of the most likely token after next, int64 [N]: the argmax of `logits(hidden)`, the first of equal entries."""
+        """The draft id of the most likely token after next, int64 [N]: the argmax of `logits(hidden)`, the first of
+        equal entries.
+        """
         ...
 
     def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
@@ -98,7 +102,8 @@ class DraftModel(Protocol):
 
 
 class DraftBody:
-    """The parts of an EAGLE head beside its target, whose operations, dtype, device and quantisation scheme it takes over.
+    """The parts of an EAGLE head beside its target, whose operations, dtype, device and quantisation scheme it takes
+    over.
 
     Attributes:
         parts: makes the head's own parts.
@@ -163,7 +168,9 @@ class OptionalTensors:
 
 
 def shared_if_equal(own: torch.Tensor | None, shared: torch.Tensor) -> torch.Tensor:
-    """The head's own matrix in the dtype and on the device of the target's; the target's where there is none or they are equal."""
+    """The head's own matrix in the dtype and on the device of the target's; the target's where there is none or they
+    are equal.
+    """
     if own is None:
         return shared
     own = own.to(shared.device, shared.dtype)

@@ -1,6 +1,7 @@
 """The EAGLE-1 and EAGLE-2 draft head: decoder layers fed with the token's embedding beside the target's hidden state.
 
-Source: EAGLE, Li et al. 2024, arXiv:2401.15077; tensor names and the missing first norm follow the published checkpoints.
+Source: EAGLE, Li et al. 2024, arXiv:2401.15077; tensor names and the missing first norm follow the published
+checkpoints.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ OPTIONAL = frozenset({"embed_tokens.weight", "lm_head.weight", "fc.bias"})
 
 
 class LlamaForCausalLMEagle:
-    """`DraftModel`: its hidden states are like the target's, final-normed; the first layer has no input norm, and no norm ends the head.
+    """`DraftModel`: its hidden states are like the target's, final-normed; the first layer has no input norm, and no
+    norm ends the head.
 
-    Embedding and LM head are the target's, unless the checkpoint brings others. With a token map the LM head keeps those rows only.
+    Embedding and LM head are the target's, unless the checkpoint brings others. With a token map the LM head keeps
+    those rows only.
 
     Attributes:
         fc: embedding and hidden state [2 * hidden] -> hidden.
@@ -67,7 +70,8 @@ class LlamaForCausalLMEagle:
         """Fill the weights; load the target first.
 
         Args:
-            weights: (published name, tensor of any float dtype), in any order, each once; a leading `model.` is ignored.
+            weights: (published name, tensor of any float dtype), in any order, each once; a leading `model.` is
+                ignored.
 
         Raises:
             ConfigError: tensors are missing, unexpected or of another shape; it names them.
@@ -101,9 +105,9 @@ class LlamaForCausalLMEagle:
         context, dtype = self._body.context(batch), self.hidden_dtype
         x = self._body.ops.linear(torch.cat([F.embedding(batch.input_ids, self.embed), batch.hidden_states.to(dtype)], dim=1), self.fc)
         last = [*[None] * (len(self.layers) - 1), wanted]  # attention of a later layer reads every token
-        stream = self.layers[0].forward_rows(x, Stream(x.to(torch.float32, copy=True)), context, wanted=last[0])
-        for layer, rows in zip(self.layers[1:], last[1:], strict=True):
-            stream = layer.forward(stream, context, wanted=rows)
+        stream = Stream(x.to(torch.float32, copy=True))
+        for i, layer in enumerate(self.layers):
+            stream = layer.forward(stream, context, rows=x if i == 0 else None, wanted=last[i])
         return stream.h.to(dtype)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

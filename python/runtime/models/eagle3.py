@@ -1,4 +1,5 @@
-"""The EAGLE-3 draft head: one decoder layer fed with the token's embedding beside three of the target's hidden states, projected.
+"""The EAGLE-3 draft head: one decoder layer fed with the token's embedding beside three of the target's hidden states,
+projected.
 
 Source: EAGLE-3, Li et al. 2025, arXiv:2503.01840; tensor names follow the published checkpoints.
 """
@@ -26,8 +27,8 @@ NUM_AUX = 3
 class LlamaForCausalLMEagle3:
     """`DraftModel`: own norm, and an LM head over a vocabulary that is often a part of the target's.
 
-    The target's three states are projected by `fc`; deeper steps are fed the head's own residual stream, before the norm. That stream is
-    float32, like the target's.
+    The target's three states are projected by `fc`; deeper steps are fed the head's own residual stream, before the
+    norm. That stream is float32, like the target's.
 
     Attributes:
         fc: the target's three states -> hidden.
@@ -76,8 +77,9 @@ class LlamaForCausalLMEagle3:
         """Fill the weights; load the target first.
 
         Args:
-            weights: (published name, tensor of any float dtype), in any order, each once; a leading `model.` is ignored.
-                `d2t` int64 [Vd] holds what is added to a draft id to get the target's; `t2d` is its inverse and is not read.
+            weights: (published name, tensor of any float dtype), in any order, each once; a leading `model.` is
+                ignored. `d2t` int64 [Vd] holds what is added to a draft id to get the target's; `t2d` is its inverse
+                and is not read.
 
         Raises:
             ConfigError: tensors are missing, unexpected or of another shape; it names them.
@@ -137,7 +139,9 @@ class LlamaForCausalLMEagle3:
         return self._body.ops.linear(aux_hidden.to(self._body.dtype), self.fc).float()
 
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """The residual stream float32 [T, hidden] or [N, hidden], as `DraftModel.forward` says. States of `input_width` are projected."""
+        """The residual stream float32 [T, hidden] or [N, hidden], as `DraftModel.forward` says. States of `input_width`
+        are projected.
+        """
         hidden = batch.hidden_states
         assert hidden is not None, "a draft head needs hidden states"
         # A copy: the operations write the stream in place, and the caller owns the rows.
@@ -145,7 +149,7 @@ class LlamaForCausalLMEagle3:
         body = self._body
         embeds = body.ops.norm(F.embedding(batch.input_ids, self.embed).float(), self._embed_norm, body.dtype)
         x = torch.cat([embeds, body.ops.norm(h, self._hidden_norm, body.dtype)], dim=1)
-        return self.layer.forward_rows(x, Stream(h), body.context(batch), wanted=wanted).h
+        return self.layer.forward(Stream(h), body.context(batch), rows=x, wanted=wanted).h
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the token after next: [N, hidden] before the norm -> float32 [N, Vd], written to `out` where given."""

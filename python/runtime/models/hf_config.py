@@ -1,4 +1,6 @@
-"""Reads a Hugging Face config.json: the fields that families share, with errors that name the file and the field. No torch."""
+"""Reads a Hugging Face config.json: the fields that families share, with errors that name the file and the field. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,8 @@ def decoder_config(
 def sliding_windows(fields: ConfigFields, full_layers: int) -> tuple[int, ...] | None:
     """The window of each layer of a family with sliding windows; None where `sliding_window` is null.
 
-    `layer_types` says which layers have one, or else all but the first `full_layers` do. The file counts the query's own key too.
+    `layer_types` says which layers have one, or else all but the first `full_layers` do. The file counts the query's
+    own key too.
 
     Raises:
         ConfigError: a field is not of its type.

@@ -60,7 +60,9 @@ class ModelParts:
         return RMSNorm(self.weights.tensor(name, (width or self.config.hidden_size,)), self.config.rms_eps)
 
     def attention(self, prefix: str, layer_id: int, in_features: int | None = None) -> Attention:
-        """The attention layer of tensors `prefix`*, whose qkv projection reads rows of the hidden size or of `in_features`."""
+        """The attention layer of tensors `prefix`*, whose qkv projection reads rows of the hidden size or of
+        `in_features`.
+        """
         c, group = self.config, self.context.group
         kv_shards = min(group.size, c.num_kv_heads)  # KV heads are replicated where there are fewer than ranks
         shards = (Shard(group.rank, group.size), *[Shard(group.rank * kv_shards // group.size, kv_shards)] * 2)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from runtime.models import llama
 from runtime.models.config import ModelConfig
 from runtime.models.hf_config import ConfigFields, decoder_config, sliding_windows
-
-if TYPE_CHECKING:  # the front process reads configurations without torch
-    from runtime.models.block import Block
-    from runtime.models.parts import ModelParts
 
 MAX_WINDOW_LAYERS = 28
 """Layers with full attention before the first sliding one, where the file does not say (transformers' default)."""
@@ -27,6 +22,4 @@ def windows(fields: ConfigFields) -> tuple[int, ...] | None:
     return sliding_windows(fields, full_layers=fields.count("max_window_layers", MAX_WINDOW_LAYERS))
 
 
-def block(parts: ModelParts, layer: int) -> Block:
-    """Layer `layer`."""
-    return parts.dense_block(f"model.layers.{layer}.", layer)
+block = llama.block

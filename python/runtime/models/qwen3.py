@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from runtime.models import llama
 from runtime.models.config import ModelConfig
 from runtime.models.hf_config import ConfigFields, decoder_config
 from runtime.models.qwen2 import windows
-
-if TYPE_CHECKING:  # the front process reads configurations without torch
-    from runtime.models.block import Block
-    from runtime.models.parts import ModelParts
 
 HEAD_DIM = 128
 
@@ -21,6 +16,4 @@ def parse(fields: ConfigFields) -> ModelConfig:
     return decoder_config(fields, head_dim=HEAD_DIM, qkv_bias=bias, o_bias=bias, qk_norm=True, window=windows(fields))
 
 
-def block(parts: ModelParts, layer: int) -> Block:
-    """Layer `layer`."""
-    return parts.dense_block(f"model.layers.{layer}.", layer)
+block = llama.block

@@ -1,4 +1,6 @@
-"""Model families by the class name in config.json; reads a configuration and builds its model. Loads torch only to build."""
+"""Model families by the class name in config.json; reads a configuration and builds its model. Loads torch only to
+build.
+"""
 
 from __future__ import annotations
 

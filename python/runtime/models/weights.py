@@ -82,7 +82,9 @@ class WeightTable:
         return layer
 
     def tied_linear(self, name: str, embed: torch.Tensor) -> Linear:
-        """The LM head of a model whose head is its embedding `name` [vocab, hidden]: the same tensor, or the scheme's form of it."""
+        """The LM head of a model whose head is its embedding `name` [vocab, hidden]: the same tensor, or the scheme's
+        form of it.
+        """
         if self.scheme.gemm_caps.dense:
             return Linear(Storage(embed), None, self.scheme)
         layer = self.linear({name: embed.shape[0]}, embed.shape[1])

@@ -1,9 +1,9 @@
-"""The draft's one-token forwards of one iteration as one graph: its inputs, width, backend and memory reservation.
+"""Draft-decode: the draft's one-token passes of one iteration as one graph.
 
 An EAGLE head runs K - 1 of them, since its first guess comes from draft-extend; a draft without lookahead runs K. Row width is topk. Pass
-`i` writes draft KV at `kv_len + i * topk + j` for branch `j`, all at sequence position `kv_len + i`, and sees the committed KV and,
-through the tree mask, its own ancestors. The draft's probabilities are outputs: they are read after the target's graph has run, so they
-may not live in the pool that graphs share.
+`i` writes draft KV at `kv_len + i * topk + j` for branch `j`, all at sequence position `kv_len + i`. It sees the committed KV and, through
+the tree mask, its own ancestors. The draft's probabilities are outputs, not tensors of the graphs' memory pool: they are read after the
+target's graph has run.
 """
 
 from __future__ import annotations
@@ -15,23 +15,28 @@ import torch
 from runtime.batch import ForwardMode
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
+from runtime.model_executor.draft_window import TreeShape
 from runtime.model_executor.graph_runner import Forward, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.window import fill_window
 from runtime.models.draft_head import DraftModel
-from runtime.speculative.draft_rows import DraftRows, guess
-from runtime.speculative.draft_tree import TreeShape, begin, expand, select, top_log_probs
+from runtime.speculative.draft_state import DraftState, guess
+from runtime.speculative.draft_tree import begin, expand, select, top_log_probs
 
 GREEDY, SAMPLED = "greedy", "sampled"
-LAUNCHES_A_PASS = 45
-"""Kernels around the head's layer in one pass: inputs, the guess, and what a tree needs."""
 
 
-def draft_decode_spec(shape: TreeShape, draft_vocab: int, launches: int, passes: int) -> RunnerSpec:
-    """`launches`: kernels of one pass of the draft. `passes`: K - 1, or K for a draft without lookahead.
+def draft_decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launches: int, passes: int) -> RunnerSpec:
+    """The runner at one depth.
 
-    Outputs: `tokens` int64 [B, D]; for trees `parents`, `depths`, `mask` [B, D]; for sampled chains `probs` float32 [B, K, Vd]."""
+    Outputs: `tokens` int64 [B, D]; for trees `parents`, `depths`, `mask` [B, D]; for sampled chains `probs` float32 [B, K, Vd].
+
+    Args:
+        most_steps: K at full depth.
+        launches: kernels of one draft pass: those of the model, and those for its inputs, the guess and the tree.
+        passes: K - 1, or K for a draft without lookahead.
+    """
     D, chain = shape.num_draft_tokens, shape.topk == 1
     outputs = [BufferSpec("tokens", "req", torch.int64, 0, (D,))]
     if chain:
@@ -39,19 +44,19 @@ def draft_decode_spec(shape: TreeShape, draft_vocab: int, launches: int, passes:
     else:
         outputs += [BufferSpec(name, "req", torch.int64, 0, (D,)) for name in ("parents", "depths", "mask")]
     return RunnerSpec(
-        name="draft decode",
+        name="draft decode" if shape.num_steps == most_steps else f"draft decode K={shape.num_steps}",
         mode=ForwardMode.DECODE,
         width=shape.topk,
         outputs=tuple(outputs),
         num_steps=passes,
         tree_tail=0 if chain else shape.topk,
         variants=(GREEDY, SAMPLED) if chain else (GREEDY,),
-        launches=passes * (launches + LAUNCHES_A_PASS),
+        launches=passes * launches,
     )
 
 
 def draft_decode_forward(
-    draft: DraftModel, shape: TreeShape, rows: RequestRows, state: DraftRows, page_table: PageTable, inputs: InputBuffers
+    draft: DraftModel, shape: TreeShape, rows: RequestRows, state: DraftState, page_table: PageTable, inputs: InputBuffers
 ) -> Forward:
     """The function that the graph records; it reads rows' state itself, so its only per-step input is the row numbers and lengths."""
     passes = _Passes(draft, shape, rows, state, page_table, inputs)
@@ -62,11 +67,11 @@ class _Passes:
     """The K - 1 passes. Every method runs inside the graph."""
 
     def __init__(
-        self, draft: DraftModel, shape: TreeShape, rows: RequestRows, state: DraftRows, page_table: PageTable, inputs: InputBuffers
+        self, draft: DraftModel, shape: TreeShape, rows: RequestRows, state: DraftState, page_table: PageTable, inputs: InputBuffers
     ) -> None:
         self.draft, self.shape, self.rows, self.state = draft, shape, rows, state
         self.page_table, self.inputs = page_table, inputs
-        # slots run topk a step and positions one: what to take back from a slot's place to get its depth
+        # A step advances slots by topk and positions by 1: the difference brings a slot back to its depth.
         steps = torch.arange(shape.num_steps, device=inputs.device)[:, None]
         self._back = (steps * (1 - shape.topk)).expand(-1, shape.topk).contiguous()
 
@@ -83,7 +88,7 @@ class _Passes:
                 outputs["probs"][:, 0].copy_(self.state.probs[index])
         for step in range(K - known):
             hidden = self._forward(batch, step, token[:, None], hidden)
-            at = step + known + 1  # the window position of this pass's guess
+            at = step + known + 1  # window position of this pass's guess
             positions = kv_lens.to(torch.int64) + at if sampled else None
             ids, probs = guess(self.draft, hidden, self.rows.tables, index, positions)
             token = self.draft.map_to_target(ids)
@@ -103,10 +108,9 @@ class _Passes:
             beam = expand(beam, children, scores.view(size, topk, topk))
             hidden = hidden.view(size, topk, -1).gather(1, beam.parents[:, :, None].expand(-1, -1, hidden.shape[-1]))
         tree = select(beam, self.rows.last_tokens[index], self.shape)
-        outputs["tokens"].copy_(tree.tokens)
-        outputs["parents"].copy_(tree.parents)
-        outputs["depths"].copy_(tree.depths)
-        outputs["mask"].copy_(tree.mask)
+        for name, tensor in (("tokens", tree.tokens), ("parents", tree.parents), ("depths", tree.depths), ("mask", tree.mask)):
+            assert tensor is not None, "a tree"
+            outputs[name].copy_(tensor)
 
     def _forward(
         self,

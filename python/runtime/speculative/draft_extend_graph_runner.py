@@ -1,9 +1,9 @@
-"""The draft forward over the verify window: its inputs, width, backend and memory reservation.
+"""Draft-extend: the draft over the verify window as one graph.
 
-Always the whole window, of D tokens or, where drafting pauses, of one, rejected positions included: the shape is fixed, so no host value
-is needed between verify and the next draft. Position `j` of the window carries the committed token that follows it and the target's
-hidden state at it; beyond the accepted tokens it carries anything valid, and what it writes there is overwritten by the next iteration
-before it is read. The LM head runs on each request's last accepted row only.
+It runs over the whole window, rejected positions included: the shape is fixed, so that no host value is needed between verify and the next
+draft. Position `j` of the window carries the committed token that follows it and the target's hidden state at it. Beyond the accepted
+tokens it carries anything valid; the next iteration overwrites the KV written there before it is read. The LM head runs on each request's
+last accepted position only.
 """
 
 from __future__ import annotations
@@ -14,33 +14,32 @@ import torch
 
 from runtime.batch import ForwardMode
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.model_executor.draft_window import TreeShape
 from runtime.model_executor.graph_runner import Forward, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.request_rows import RequestRows
 from runtime.models.draft_head import DraftModel
-from runtime.speculative.draft_decode_graph_runner import GREEDY, LAUNCHES_A_PASS, SAMPLED
-from runtime.speculative.draft_rows import DraftRows, first_guesses
-from runtime.speculative.draft_tree import TreeShape
+from runtime.speculative.draft_decode_graph_runner import GREEDY, SAMPLED
+from runtime.speculative.draft_state import DraftState, first_guesses
 
 
-def draft_extend_spec(shape: TreeShape, width: int, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
-    """Over windows of `width` tokens: D, or 1.
+def draft_extend_spec(full: TreeShape, shape: TreeShape, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
+    """The runner over windows of `shape`; `full` is the shape at full depth.
 
-    Inputs: `features` [B * width, feature], the target's hidden states, and `accept_lens` int32 [B]. No outputs: results go to
-    `DraftRows`.
+    Inputs: `features` [B * D, feature], the target's hidden states, and `accept_lens` int32 [B]. No outputs: results go to `DraftState`.
     """
     return RunnerSpec(
-        name="draft extend" if width > 1 else "paused extend",
+        name="draft extend" if shape == full else f"draft extend K={shape.num_steps}",
         mode=ForwardMode.DRAFT_EXTEND,
-        width=width,
+        width=shape.num_draft_tokens,
         outputs=(),
         inputs=(BufferSpec("features", "token", dtype, 0, (feature,)), BufferSpec("accept_lens", "req", torch.int32, 1)),
-        variants=(GREEDY, SAMPLED) if shape.topk == 1 else (GREEDY,),
-        launches=launches + LAUNCHES_A_PASS,
+        variants=(GREEDY, SAMPLED) if full.topk == 1 else (GREEDY,),
+        launches=launches,
     )
 
 
-def draft_extend_forward(draft: DraftModel, rows: RequestRows, state: DraftRows, inputs: InputBuffers) -> Forward:
+def draft_extend_forward(draft: DraftModel, rows: RequestRows, state: DraftState, inputs: InputBuffers) -> Forward:
     """The function that the graph records."""
 
     def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:

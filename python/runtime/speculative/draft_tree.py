@@ -14,48 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.config.attention_caps import MAX_TREE_BITS
-from runtime.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class TreeShape:
-    """K `num_steps`, `topk` branches per node, D `num_draft_tokens` nodes verified, root included.
-
-    Raises:
-        ConfigError: the levels hold fewer than D - 1 candidates, or a mask does not fit into 64 bits.
-    """
-
-    num_steps: int
-    topk: int
-    num_draft_tokens: int
-
-    def __post_init__(self) -> None:
-        if self.num_draft_tokens - 1 > self.num_candidates:
-            raise ConfigError(
-                f"--speculative-num-draft-tokens is {self.num_draft_tokens}; {self.num_steps} steps of topk {self.topk} "
-                f"give at most {self.num_candidates + 1}"
-            )
-        if self.num_draft_tokens > MAX_TREE_BITS:
-            raise ConfigError(f"--speculative-num-draft-tokens is {self.num_draft_tokens}; a tree has at most {MAX_TREE_BITS}")
-        if self.draft_slots > MAX_TREE_BITS:
-            raise ConfigError(
-                f"(--speculative-num-steps - 1) * --speculative-eagle-topk is {self.draft_slots}; a tree has at most {MAX_TREE_BITS}"
-            )
-
-    @property
-    def num_candidates(self) -> int:
-        """Nodes drafted, root not counted."""
-        return self.topk + (self.num_steps - 1) * self.topk**2
-
-    @property
-    def draft_slots(self) -> int:
-        """KV positions that the draft's own passes write past the committed length."""
-        return (self.num_steps - 1) * self.topk
-
-
-NO_DRAFTS = TreeShape(num_steps=0, topk=1, num_draft_tokens=1)
-"""The last committed token alone: verifying it is a plain decode step."""
+from runtime.model_executor.draft_window import DraftWindow, TreeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,23 +40,6 @@ class Beam:
     all_tokens: torch.Tensor
     all_parents: torch.Tensor
     all_scores: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class DraftTree:
-    """D nodes for verification, root first, parents before children.
-
-    Attributes:
-        tokens: int64 [B, D].
-        parents: int64 [B, D]; -1 for the root.
-        depths: int64 [B, D]; 0 for the root. A node's position is its depth past the root's.
-        mask: int64 [B, D], for `ForwardBatch.tree_mask` with `tree_tail` D: bit j of node i says that j is i or above it.
-    """
-
-    tokens: torch.Tensor
-    parents: torch.Tensor
-    depths: torch.Tensor
-    mask: torch.Tensor
 
 
 def top_log_probs(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +90,7 @@ def expand(beam: Beam, child_tokens: torch.Tensor, child_scores: torch.Tensor) -
     )
 
 
-def select(beam: Beam, last_tokens: torch.Tensor, shape: TreeShape) -> DraftTree:
+def select(beam: Beam, last_tokens: torch.Tensor, shape: TreeShape) -> DraftWindow:
     """Cut the tree to its D - 1 most likely candidates under the root `last_tokens` int64 [B].
 
     Ties go to the smaller candidate number, hence to the parent.
@@ -161,7 +103,7 @@ def select(beam: Beam, last_tokens: torch.Tensor, shape: TreeShape) -> DraftTree
     parents = (ids[:, None, :] == parent_ids[:, :, None]).to(torch.uint8).argmax(2)
     parents = torch.cat([root - 1, parents], 1)
     tokens = torch.cat([last_tokens[:, None], beam.all_tokens.gather(1, chosen)], 1)
-    return DraftTree(tokens, parents, _depths(ids, shape.topk), ancestor_masks(parents, shape.num_steps))
+    return DraftWindow(tokens, parents, _depths(ids, shape.topk), ancestor_masks(parents, shape.num_steps))
 
 
 def ancestor_masks(parents: torch.Tensor, max_depth: int) -> torch.Tensor:

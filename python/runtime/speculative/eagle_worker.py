@@ -1,189 +1,181 @@
-"""EagleWorker: draft, verify, draft-extend; one Worker made of two ModelRunners and their graph runners.
+"""EagleWorker: the drafter with a draft model, an EAGLE head or a small model of its own.
 
-One iteration, for B requests with K steps and a window of D tokens:
+Per request row and iteration:
 
-    draft decode   the draft's one-token passes from the first guess  -> drafts [B, D]          (graph)
-    verify         one target pass over the window                    -> logits, features       (graph)
-    accept         1..K + 1 tokens per request, on the device         -> accept_lens, tokens
-    draft extend   one draft pass over the same window                -> first guesses          (graph)
+    draft-decode   a graph of the draft's one-token passes from the last committed token on: the window of drafts
+    (verify and accept: the target)
+    draft-extend   a graph of the draft over the whole window with the target's states: draft KV of the committed tokens,
+                   and the first guesses of the next iteration
 
-Nothing here waits for the device: lengths, accepted tokens and guesses stay in rows, and the host reads tokens one iteration later. Draft
-KV length equals target KV length after every iteration: both are `RequestRows.kv_lens`, both pools share slots, and draft-extend writes
-whatever verify wrote.
-
-An iteration of more requests than drafting pays for is paused (`Verifier.pause`): no draft decode, and windows of the last token alone. It
-is a plain decode step, after which draft-extend keeps the draft's KV as long as the target's and the first guesses up to date, so that
-the next iteration of fewer requests drafts as if there had been no pause.
-
-A draft that is a model of its own (STANDALONE) runs the same four phases; it reads the token at a position where an EAGLE head reads the
-one after it (`DraftModel.lookahead`).
+Both graph runners are the drafter's own and have their own memory reservations. The draft has a KV pool over the target's page table, so
+its KV length is always the target's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
-from runtime.batch import ScheduleBatch, WorkerLimits
 from runtime.layers.attention.base import plan_pass
-from runtime.layers.sampling_tables import SamplingTables
-from runtime.model_executor.device_queue import Finish
-from runtime.model_executor.device_worker import DeviceWorker
-from runtime.model_executor.graph_runner import GraphRunner, Outputs
-from runtime.model_executor.input_buffers import InputBuffers
+from runtime.model_executor.depth import DepthBatches
+from runtime.model_executor.draft_window import DraftWindow
+from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, ModelPasses
+from runtime.model_executor.graph_runner import GraphRunner
+from runtime.model_executor.iteration import Accepted, Iteration
 from runtime.model_executor.model_runner import ModelRunner
-from runtime.model_executor.profiler import span
-from runtime.model_executor.request_rows import RequestRows
-from runtime.model_executor.target import ExtendPass, Target, joined
+from runtime.model_executor.target_model import ExtendPass, TargetModel
 from runtime.model_executor.window import fill_window
 from runtime.models.draft_head import DraftModel
-from runtime.speculative.draft_decode_graph_runner import GREEDY, SAMPLED
-from runtime.speculative.draft_rows import DraftRows, first_guesses
-from runtime.speculative.draft_tree import TreeShape, begin, select
-from runtime.speculative.verifier import Accepted, Iteration, Verifier
+from runtime.speculative.draft_decode_graph_runner import GREEDY, SAMPLED, draft_decode_forward, draft_decode_spec
+from runtime.speculative.draft_extend_graph_runner import draft_extend_forward, draft_extend_spec
+from runtime.speculative.draft_state import DraftState, first_guesses
+from runtime.speculative.draft_tree import begin, select
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """The draft side.
+class DraftRunners:
+    """The draft's graph runners at one depth. `decode` is None where the first guess is the whole chain, or there are no drafts."""
 
-    Attributes:
-        decode: None where there is nothing to do between the first guess and verify (an EAGLE head with K = 1).
-        extend, paused_extend: over windows of D tokens, and of one; None where drafting never pauses.
-    """
-
-    runner: ModelRunner
-    model: DraftModel
-    rows: DraftRows
-    shape: TreeShape
     decode: GraphRunner | None
     extend: GraphRunner
-    paused_extend: GraphRunner | None = None
 
 
-def draft_prompt(draft: Draft, tables: SamplingTables, done: ExtendPass) -> None:
-    """The draft follows over a prompt that the target ran.
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """Which of the draft's passes are captured, and the approximate number of kernels of one pass."""
 
-    With lookahead each position carries the token after it, the last one the sampled or next one.
-    """
-    batch = done.batch
-    if draft.model.lookahead:
-        tokens = torch.cat([batch.input_ids[1:], batch.input_ids[:1]])
-        tokens[done.last] = done.next_tokens
-        batch = replace(batch, input_ids=tokens, hidden_states=done.hidden if done.aux is None else done.aux)
-    plan_pass(draft.runner.backend, batch)
-    hidden = draft.model.forward(batch, done.last)
-    if draft.model.lookahead:
-        draft.rows.hidden[done.rows] = hidden
-        # A greedy request may meet sampled ones later and be verified with them: not with what the row's last owner left.
-        draft.rows.probs.index_fill_(0, done.rows, 0.0)
-        positions = None if done.needs.all_greedy else batch.seq_lens.to(torch.int64) + 1
-        first_guesses(draft.rows, draft.model, hidden, tables, done.rows, positions)
+    decode_graph: bool
+    extend_graph: bool
+    launches: int
 
 
-def first_window(draft: Draft, target: RequestRows, rows: torch.Tensor) -> Outputs:
-    """A window of the last token and what draft-extend guessed after it, for request rows int64 [B]: all there is where K = 1."""
-    state, last = draft.rows, target.last_tokens[rows]
-    if draft.shape.topk == 1:
-        return {"tokens": torch.stack([last, state.tokens[rows, 0]], dim=1), "probs": state.probs[rows][:, None]}
-    tree = select(begin(state.tokens[rows], state.scores[rows]), last, draft.shape)
-    return {"tokens": tree.tokens, "parents": tree.parents, "depths": tree.depths, "mask": tree.mask}
-
-
-class EagleWorker(DeviceWorker):
-    """A `Worker` that commits 1 to K + 1 tokens per request and step.
+class EagleWorker(Drafter):
+    """Owner of the draft model's runner, its state by request row, and its graph runners at every depth.
 
     Attributes:
-        verifier: decides what stands, and counts it.
+        runner: weights, KV pool and attention backend of the draft.
+        state: hidden states and first guesses, by request row.
+        graphs: by depth.
     """
 
-    def __init__(
-        self, target: Target, draft: Draft, verifier: Verifier, inputs: InputBuffers, limits: WorkerLimits, facts: dict[str, object]
-    ) -> None:
-        paused = None if verifier.pause is None else verifier.pause.runner
-        runners = (draft.decode, verifier.runner, draft.extend, paused, draft.paused_extend)
-        super().__init__(target, tuple(r for r in runners if r is not None), limits, facts)
-        self._draft, self.verifier, self._inputs = draft, verifier, inputs
+    def __init__(self, model: DraftModel, runner: ModelRunner, spec: DrafterSpec, options: DraftOptions) -> None:
+        self.model, self.runner, self.spec, self._options = model, runner, spec, options
+        self.state: DraftState
+        self.graphs: dict[int, DraftRunners] = {}
+        self._target: TargetModel
 
-    def info(self) -> dict[str, object]:
-        """What was chosen and measured at start, and acceptance since."""
-        return {**super().info(), "acceptance": self.verifier.info()}
+    # ---- build
 
-    def _forget(self) -> None:
-        self._target.reset()
-        self._draft.rows.reset()
-        self.verifier.forget()
+    def attach(self, setup: DraftSetup) -> None:
+        """Allocate the draft's state and a KV pool of one page, and make the graph runners."""
+        target, model, topk = setup.target, self.model, self.spec.shape.topk
+        self._target, self._depths = target, setup.depths
+        rows = len(target.rows.kv_lens)
+        self.state = DraftState(rows, topk, model.hidden_width, model.vocab_size, model.hidden_dtype, target.device)
+        self.runner.allocate(1, target.page_table, setup.requests, self.spec.max_width, self._plans)
+        self.graphs = {depth: self._make_runners(setup, depth, batches) for depth, batches in setup.depths.items()}
 
-    # ---- steps; all of it outside graphs but for the runners' functions
+    def _make_runners(self, setup: DraftSetup, depth: int, batches: DepthBatches) -> DraftRunners:
+        full, shape, options, model = self.spec.shape, self.spec.shape.at_depth(depth), self._options, self.model
+        rows, passes, decode = setup.target.rows, depth - model.lookahead, None
+        if passes > 0:
+            spec = draft_decode_spec(shape, full.num_steps, model.vocab_size, options.launches, passes)
+            forward = draft_decode_forward(model, shape, rows, self.state, setup.target.page_table, setup.inputs)
+            decode = setup.make_runner(spec, forward, self.runner, batches, options.decode_graph)
+        spec = draft_extend_spec(full, shape, model.input_width, self.runner.dtype, options.launches)
+        forward = draft_extend_forward(model, rows, self.state, setup.inputs)
+        return DraftRunners(decode, setup.make_runner(spec, forward, self.runner, batches, options.extend_graph))
 
-    def _step(self, batch: ScheduleBatch) -> Finish:
-        live = batch.num_decodes
-        chunks, rows = self._target.stage_rows(batch, self.verifier.padded_size(live) if live else 0)
-        if batch.num_prompts == 0:
-            return self._iterate(batch, rows)
-        if live:
-            return self._mix(batch, chunks, rows)
-        done, result = self._target.extend(batch, chunks, self._draft.model.aux_layers)
-        self._draft_prompt(done)
-        return result.collect
+    @property
+    def _plans(self) -> int:
+        """Passes per plan of the draft's backend."""
+        return max(self.spec.shape.num_steps - self.model.lookahead, 1)
 
-    def _draft_prompt(self, done: ExtendPass) -> None:
-        draft_prompt(self._draft, self._target.rows.tables, done)
+    def models(self) -> list[ModelPasses]:
+        """The draft model."""
+        graphs = [runner for depth in self.graphs for runner in self.runners(depth)]
+        return [ModelPasses(self.runner, graphs, self.spec.max_width, self._plans)]
 
-    def _iterate(self, batch: ScheduleBatch, rows: torch.Tensor) -> Finish:
-        turn = self.verifier.begin(batch, rows)
-        variant = self._variant(turn)
-        with span("draft_decode"):
-            drafted = self._run_decode(turn, variant)
-        with span("verify"):
-            accepted, flight = self.verifier.judge(turn, drafted)
-        with span("draft_extend"):
-            self._run_extend(turn, accepted, variant)
-        return lambda: self.verifier.collect(flight)
+    def runners(self, depth: int) -> list[GraphRunner]:
+        """Draft-decode, where there is one, and draft-extend."""
+        found = self.graphs[depth]
+        return [found.extend] if found.decode is None else [found.decode, found.extend]
 
-    def _mix(self, batch: ScheduleBatch, chunks: torch.Tensor, rows: torch.Tensor) -> Finish:
-        """Prompt chunks, and an iteration of the decode rows, whose windows are verified in the same pass."""
-        turn = self.verifier.begin(batch, rows)
-        variant = self._variant(turn)
-        with span("draft_decode"):
-            drafted = self._run_decode(turn, variant)
-        windows = self.verifier.windows(turn, drafted)
-        with span("extend_and_verify"):
-            done, result = self._target.extend(batch, chunks, self._draft.model.aux_layers, windows)
-            accepted, flight = self.verifier.accept(turn, drafted, windows)
-        with span("draft_prompt"):
-            self._draft_prompt(done)
-        with span("draft_extend"):
-            self._run_extend(turn, accepted, variant)
-        return joined(result.collect, lambda: self.verifier.collect(flight))
+    def warmup_runs(self) -> list[Callable[[], object]]:
+        """Attention of the draft's passes at every depth."""
+        runs: list[Callable[[], object]] = []
+        for depth, batches in self._depths.items():
+            shape, backend = self.spec.shape.at_depth(depth), self.runner.backend
+            if depth:
+                runs += backend.warmup_runs(batches.tuned, shape.topk, shape.topk > 1)
+            if batches.tuned:
+                runs += backend.warmup_runs(batches.tuned, shape.num_draft_tokens, tree=False)
+        return runs
 
-    def _variant(self, turn: Iteration) -> str:
-        return GREEDY if turn.needs.all_greedy or self._draft.shape.topk > 1 else SAMPLED
+    def reset(self) -> None:
+        """Forget every request."""
+        self.state.reset()
 
-    def _run_decode(self, turn: Iteration, variant: str) -> Outputs:
-        draft, rows = self._draft, turn.rows
-        if turn.paused:
-            return self.verifier.bare_window(rows)
-        if draft.decode is None:
-            return first_window(draft, self._target.rows, rows)
-        batch = draft.decode.batch(turn.size)
-        batch.seq_len_bounds[:] = turn.bounds + draft.shape.topk
-        torch.add(self._inputs.kv_lens(turn.size), draft.shape.topk, out=batch.seq_lens)
-        return draft.decode.run(batch, variant, turn.oracle)[0]
+    # ---- steps; outside graphs but for the runners' functions
 
-    def _run_extend(self, turn: Iteration, accepted: Accepted, variant: str) -> None:
-        draft, D = self._draft, turn.width
-        runner = draft.paused_extend if turn.paused else draft.extend
-        assert runner is not None, "iterations that may pause have a runner for it"
-        batch, held = runner.batch(turn.size), runner.inputs(turn.size)
-        batch.seq_len_bounds[:] = turn.bounds + D
-        tokens = accepted.tokens if draft.model.lookahead else accepted.window
-        fill_window(batch, self._target.page_table, self._inputs.kv_lens(turn.size), tokens)
-        held["accept_lens"].copy_(accepted.accept_lens)
+    def propose(self, iteration: Iteration) -> DraftWindow:
+        """Run draft-decode."""
+        if iteration.depth == 0:
+            return self._target.last_tokens(iteration.rows)
+        runner, topk = self.graphs[iteration.depth].decode, self.spec.shape.topk
+        if runner is None:
+            return self._first_window(iteration)
+        batch = runner.batch(iteration.size)
+        batch.seq_len_bounds[:] = iteration.bounds + topk
+        torch.add(iteration.kv_lens, topk, out=batch.seq_lens)
+        outputs, _ = runner.run(batch, self._variant(iteration), iteration.eager_sample)
+        if topk == 1:
+            return DraftWindow(outputs["tokens"], probs=outputs["probs"])
+        return DraftWindow(outputs["tokens"], outputs["parents"], outputs["depths"], outputs["mask"])
+
+    def _first_window(self, iteration: Iteration) -> DraftWindow:
+        """The last token and the guesses of draft-extend, which are all drafts where K = 1."""
+        state, rows = self.state, iteration.rows
+        last = self._target.rows.last_tokens[rows]
+        if self.spec.shape.topk == 1:
+            return DraftWindow(torch.stack([last, state.tokens[rows, 0]], dim=1), probs=state.probs[rows][:, None])
+        return select(begin(state.tokens[rows], state.scores[rows]), last, self.spec.shape)
+
+    def follow(self, iteration: Iteration, accepted: Accepted) -> None:
+        """Run draft-extend over the whole window, rejected positions included."""
+        runner, result = self.graphs[iteration.depth].extend, accepted.result
+        batch, inputs, D = runner.batch(iteration.size), runner.inputs(iteration.size), result.tokens.shape[1]
+        batch.seq_len_bounds[:] = iteration.bounds + D
+        tokens = result.tokens if self.model.lookahead else accepted.window
+        fill_window(batch, self._target.page_table, iteration.kv_lens, tokens)
+        inputs["accept_lens"].copy_(result.accept_lens)
         features = accepted.features
-        if accepted.path is not None:
-            first = torch.arange(turn.size, device=features.device)[:, None] * D
-            features = features[(first + accepted.path).flatten()]
-        held["features"].copy_(features)
-        runner.run(batch, variant, turn.feeds_oracle)
+        if result.path is not None:
+            first = torch.arange(iteration.size, device=features.device)[:, None] * D
+            features = features[(first + result.path).flatten()]
+        inputs["features"].copy_(features)
+        runner.run(batch, self._variant(iteration), iteration.precedes_eager_sample)
+
+    def follow_prompt(self, extend: ExtendPass) -> None:
+        """Run the draft over prompt chunks.
+
+        With lookahead each position carries the token after it, the last one the sampled or next one.
+        """
+        batch, rows, state = extend.chunks.batch, extend.chunks.rows, self.state
+        if self.model.lookahead:
+            tokens = torch.cat([batch.input_ids[1:], batch.input_ids[:1]])
+            tokens[extend.chunks.last] = extend.next_tokens
+            batch = replace(batch, input_ids=tokens, hidden_states=extend.states.features)
+        plan_pass(self.runner.backend, batch)
+        hidden = self.model.forward(batch, extend.chunks.last)
+        if self.model.lookahead:
+            state.hidden[rows] = hidden
+            # A greedy request may later be verified beside sampled ones: not with the probabilities of the row's last owner.
+            state.probs.index_fill_(0, rows, 0.0)
+            positions = None if extend.needs.all_greedy else batch.seq_lens.to(torch.int64) + 1
+            first_guesses(state, self.model, hidden, self._target.rows.tables, rows, positions)
+
+    def _variant(self, iteration: Iteration) -> str:
+        return GREEDY if iteration.needs.all_greedy or self.spec.shape.topk > 1 else SAMPLED

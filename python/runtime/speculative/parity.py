@@ -1,39 +1,36 @@
-"""Graphs against eager at start: prompts run both ways over rows that nobody has yet, and the acceptance of each position compared."""
+"""The check at start-up that graphs compute what eager passes compute: acceptance by position, and text."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from runtime.batch import Int32, RowInit, ScheduleBatch
 from runtime.errors import ConfigError
+from runtime.model_executor.acceptance import AcceptanceCounters, not_compared, side_by_side
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
+from runtime.model_executor.worker import Worker
 from runtime.sampling_params import SamplingParams
-from runtime.speculative.acceptance import AcceptanceCounters, not_compared, side_by_side
-from runtime.speculative.eagle_worker import EagleWorker
-from runtime.speculative.ngram_worker import NgramWorker
 
 log = logging.getLogger(__name__)
 PROMPTS, PROMPT_LEN, ITERATIONS = 4, 16, 16
-PAUSED_EVERY = 3
-"""Where the server may do without drafts, one iteration in so many does."""
+OTHER_DEPTH_EVERY = 3
+"""One iteration in this many is not at full depth, where the worker has other depths."""
 PERIOD = 5
-"""The prompts repeat themselves at this distance, so that prompt lookup has something to find."""
+"""Prompts repeat after this many tokens, so that prompt lookup finds drafts."""
 GREEDY = SamplingParams(temperature=0.0)
-
-SpeculativeWorker = EagleWorker | NgramWorker
 
 
 @contextmanager
 def eagerly(runners: Sequence[GraphRunner], mode: RunMode = RunMode.EAGER_PADDED) -> Iterator[None]:
     """Within, `runners` run eagerly.
 
-    EAGER_PADDED reads the same inputs as a graph: GEMMs have the same shapes, hence the same kernels and bits, and only the
-    replay differs. EAGER runs without padding and shows its effect too, where shapes do not change the rounding of a GEMM.
+    EAGER_PADDED reads the same inputs as a graph: GEMMs have the same shapes, hence the same kernels and bits, and only the replay differs.
+    EAGER runs without padding and shows its effect too, where shapes do not change the rounding of a GEMM.
     """
     for runner in runners:
         runner.mode = mode
@@ -46,7 +43,7 @@ def eagerly(runners: Sequence[GraphRunner], mode: RunMode = RunMode.EAGER_PADDED
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to: acceptance, and each request's tokens."""
+    """The result of a run: acceptance, and the tokens of each request."""
 
     counters: AcceptanceCounters
     tokens: list[list[int]]
@@ -57,11 +54,11 @@ class Outcome:
     __hash__ = None  # type: ignore[assignment]
 
 
-def check_parity(worker: SpeculativeWorker) -> None:
-    """Compare graphs with eager over scratch rows, log the table, and leave the worker as it was.
+def check_parity(worker: Worker) -> None:
+    """Compare graphs with eager passes over unused rows and log the table; the worker is left as it was.
 
     Raises:
-        ConfigError: they differ; it names the runner whose graph is at fault.
+        ConfigError: they differ; the message names the runner whose graph is at fault.
     """
     if not any(runner.sizes for runner in worker.all_runners):
         log.info("acceptance parity: nothing is captured, so there is nothing to compare")
@@ -80,7 +77,7 @@ def check_parity(worker: SpeculativeWorker) -> None:
     )
 
 
-def _culprit(worker: SpeculativeWorker, eager: Outcome) -> str:
+def _culprit(worker: Worker, eager: Outcome) -> str:
     """The runners whose graphs differ from eager when they alone replay."""
     guilty = []
     for runner in worker.all_runners:
@@ -90,11 +87,10 @@ def _culprit(worker: SpeculativeWorker, eager: Outcome) -> str:
     return " and ".join(guilty) or "several runners together"
 
 
-def run_scratch(worker: SpeculativeWorker) -> Outcome:
-    """A short greedy run of fixed prompts over the first rows and pages; nothing of it is left."""
-    limits = worker.limits
-    pause = worker.verifier.pause
-    count = min(PROMPTS, limits.max_running_requests, PROMPTS if pause is None else pause.above)
+def run_scratch(worker: Worker) -> Outcome:
+    """A short greedy run of fixed prompts over the first rows and pages, of which nothing is left."""
+    limits, depths = worker.limits, worker.parts.depths.limits
+    count = min(PROMPTS, limits.max_running_requests, *depths.values())
     room = PROMPT_LEN + ITERATIONS * limits.max_accept_len + 2 * limits.tokens_per_step
     pages = -(-room // limits.page_size)
     count = min(count, limits.max_total_tokens // limits.page_size // pages)
@@ -102,26 +98,27 @@ def run_scratch(worker: SpeculativeWorker) -> Outcome:
         raise ConfigError("--speculative-check-parity needs room for one short request; raise --max-total-tokens or --context-length")
     worker.reset()
     try:
-        tokens = [result.tolist() for result in _iterate(worker, count, pages)]
-        return Outcome(worker.verifier.counted(), tokens)
+        tokens = _iterate(worker, count, pages)
+        return Outcome(worker.parts.monitor.counted(), tokens)
     finally:
-        worker.verifier.pause = pause
         worker.reset()
 
 
-def _iterate(worker: SpeculativeWorker, count: int, pages: int) -> list[np.ndarray]:
-    limits, pause = worker.limits, worker.verifier.pause
+def _iterate(worker: Worker, count: int, pages: int) -> list[list[int]]:
+    """The tokens of `count` prompts after iterations at all depths of the worker in turn, mostly the deepest."""
+    limits, control = worker.limits, worker.parts.depths
     rows, kv = np.arange(1, count + 1, dtype=np.int32), np.full(count, PROMPT_LEN, dtype=np.int32)
     out = [worker.submit(_prompt(row, pages, limits.vocab_size)).wait().token_ids.tolist() for row in rows.tolist()]
+    others = [depth for depth in control.limits if depth != control.deepest]
     for step in range(1, ITERATIONS + 1):
         batch = ScheduleBatch(step, rows, kv.copy(), np.full(count, -1, dtype=np.int32))
-        if pause is not None:
-            worker.verifier.pause = replace(pause, above=0 if step % PAUSED_EVERY == 0 else count)
-        result = worker.submit(batch).wait()
+        depth = others[step % len(others)] if others and step % OTHER_DEPTH_EVERY == 0 else control.deepest
+        with control.forced(depth):
+            result = worker.submit(batch).wait()
         kv += result.accept_lens
         for text, part in zip(out, np.split(result.token_ids, result.accept_lens.cumsum()[:-1]), strict=True):
             text.extend(part.tolist())
-    return [np.array(text, dtype=np.int32) for text in out]
+    return out
 
 
 def _prompt(row: int, pages: int, vocab_size: int) -> ScheduleBatch:

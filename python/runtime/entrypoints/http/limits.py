@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import orjson
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.entrypoints.http.connection import HEADERS_TOO_LARGE, MAX_HEADER_BYTES
 from runtime.entrypoints.http.responses import error_response
@@ -43,125 +44,69 @@ class BodyTimeout(ServingError):
     kind = "invalid_request_error"
 
 
-class BodyLimit:
-    """ASGI middleware that counts the body while it arrives and ends the request at the limit.
+class HeaderLimit:
+    """ASGI middleware that refuses large headers. The parser bounds only headers that arrive in several reads."""
 
-    It counts the headers too, because the parser bounds only headers that arrive in several reads.
-    """
-
-    def __init__(self, app: ASGIApp, max_mib: int = MAX_BODY_MIB) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self.max_mib = max_mib
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on with a counting `receive`."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
+        """Pass the request on or answer 431."""
+        if scope["type"] == "http" and _head_bytes(scope) > MAX_HEADER_BYTES:
+            await error_response(HeadersTooLarge(HEADERS_TOO_LARGE))(scope, receive, send)
             return
-        refused = self._refusal(scope)
-        if refused is None:
-            await self._counted(scope, receive, send)
-        else:
-            await error_response(refused)(scope, receive, _lingering(receive, send))
-
-    def _refusal(self, scope: Scope) -> ServingError | None:
-        """The error of a request whose headers are reason enough to refuse it."""
-        headers = Headers(scope=scope)
-        if _head_bytes(scope) > MAX_HEADER_BYTES:
-            return HeadersTooLarge(HEADERS_TOO_LARGE)
-        if headers.get("content-encoding", "identity").strip().lower() != "identity":
-            return BadBody("Content-Encoding is not supported. Send the JSON without compression.", "Content-Encoding")
-        return BodyTooLarge(self.max_mib) if _announced(headers) > self.max_mib * MIB else None
-
-    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        left, over = self.max_mib * MIB, False
-
-        async def counting() -> Message:
-            nonlocal left, over
-            message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
-                over = True
-                raise BodyTooLarge(self.max_mib)
-            return message
-
-        lingering = _lingering(receive, send)
-
-        async def answering(message: Message) -> None:
-            await (lingering if over else send)(message)
-
-        await self.app(scope, counting, answering)
+        await self.app(scope, receive, send)
 
 
 def _head_bytes(scope: Scope) -> int:
-    return len(scope.get("raw_path") or b"") + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in scope["headers"])
+    fields = sum(len(name) + len(value) for name, value in scope["headers"])
+    return len(scope.get("raw_path") or b"") + len(scope["query_string"]) + fields
 
 
-def _announced(headers: Headers) -> int:
-    length = headers.get("content-length", "0")
-    return int(length) if length.isascii() and length.isdigit() and len(length) < 20 else 0
+class LingeringResponse(Response):
+    """Reads and drops the rest of the body before it ends: a client that is still sending does not read the answer."""
 
-
-def _lingering(receive: Receive, send: Send) -> Send:
-    """A `send` that reads the rest of the request before it ends the answer."""
-
-    async def lingering(message: Message) -> None:
-        if message["type"] != "http.response.body":
-            await send(message)
-            return
-        await send({**message, "more_body": True})
-        await _discard(receive)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(asyncio.TimeoutError, ClientDisconnect):
+            await asyncio.wait_for(_drop(Request(scope, receive)), LINGER_SECONDS)
         await send({"type": "http.response.body", "body": b""})
 
-    return lingering
 
-
-async def _discard(receive: Receive) -> None:
-    """Read and drop the rest of the body, up to `LINGER_BYTES` and `LINGER_SECONDS`."""
-
-    async def drop() -> None:
-        dropped = 0
-        while dropped < LINGER_BYTES:
-            message = await receive()
-            dropped += len(message.get("body", b""))
-            if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                return
-
-    try:
-        await asyncio.wait_for(drop(), LINGER_SECONDS)
-    except asyncio.TimeoutError:
-        return
+async def _drop(request: Request) -> None:
+    dropped = 0
+    async for chunk in request.stream():
+        dropped += len(chunk)
+        if dropped > LINGER_BYTES:
+            return
 
 
 async def read_json(request: Request) -> object:
     """Read and parse the body.
 
     Raises:
-        BadBody: the body is not JSON in UTF-8 or is nested more than `MAX_DEPTH` levels deep.
+        BadBody: the body is compressed, is not JSON in UTF-8, or is nested more than `MAX_DEPTH` levels deep.
         BodyTooLarge, BodyTimeout: it is too large or did not arrive in time.
     """
-    raw = await _read(request)
-    if len(raw) <= THREAD_BYTES:
-        return parse_json(raw)
-    return await asyncio.to_thread(parse_json, raw)
-
-
-async def _read(request: Request) -> bytes:
     try:
-        return await asyncio.wait_for(_chunks(request), BODY_SECONDS)
+        raw = await asyncio.wait_for(_read(request, MAX_BODY_MIB * MIB), BODY_SECONDS)
     except asyncio.TimeoutError:
         raise BodyTimeout(f"The body did not end within {BODY_SECONDS:g} seconds.") from None
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise BadBody("Content-Encoding is not supported. Send the JSON without compression.", "Content-Encoding")
+    return parse_json(raw) if len(raw) <= THREAD_BYTES else await asyncio.to_thread(parse_json, raw)
 
 
-async def _chunks(request: Request) -> bytes:
+async def _read(request: Request, limit: int) -> bytes:
     chunks: list[bytes] = []
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        chunks.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(chunks)
+    async for chunk in request.stream():
+        chunks.append(chunk)
+        limit -= len(chunk)
+        if limit < 0:
+            raise BodyTooLarge(MAX_BODY_MIB)
+    return b"".join(chunks)
 
 
 def parse_json(raw: bytes) -> object:

@@ -47,7 +47,7 @@ ERRORS = {
     500: "The server failed.",
     503: "The server is not ready, is shutting down, or has lost a process.",
 }
-OF_ALL = (400, 401, 413, 431, 500)
+OF_ALL = (400, 401, 431, 500)
 """Any endpoint can answer with these: they come from the connection, the limits, the keys, or a fault."""
 STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "Events `data: {...}`; the last one is `data: [DONE]`."}}}
 
@@ -85,7 +85,7 @@ def _add_posts(app: FastAPI, admin: AdminApi, tokens: TokenApi) -> None:
         ("/start_profile", admin.start_profile, ProfileStarted),
         ("/stop_profile", admin.stop_profile, ProfileWritten),
     ):
-        _add_body_route(app, path, handler, answer, _errors(408, 503))
+        _add_body_route(app, path, handler, answer, _errors(408, 413, 503))
 
 
 def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel) -> None:
@@ -94,7 +94,7 @@ def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenize
         ("/v1/completions", CompletionApi(manager, tokenizer, model).create, Completion),
         ("/generate", GenerateApi(manager, tokenizer).generate, Generated | list[Generated]),
     ):
-        statuses = (408, 429, 503) if path == "/generate" else (404, 408, 429, 503)
+        statuses = (408, 413, 429, 503) if path == "/generate" else (404, 408, 413, 429, 503)
         _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(*statuses)})
 
 
@@ -111,7 +111,18 @@ def _errors(*statuses: int) -> Responses:
 
 def describe(app: FastAPI) -> None:
     """Make /openapi.json say how keys are sent, and leave out FastAPI's own validation error, which never occurs here."""
-    schema = app.openapi()
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = generate()
+        if "security" not in schema:
+            _amend(schema)
+        return schema
+
+    app.openapi = openapi
+
+
+def _amend(schema: dict[str, Any]) -> None:
     for operations in schema["paths"].values():
         for operation in operations.values():
             operation["responses"].pop("422", None)

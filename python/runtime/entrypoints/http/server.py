@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import orjson
 import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -17,10 +18,10 @@ from starlette.responses import Response
 from runtime import __version__
 from runtime.entrypoints.http.auth import KeyGate
 from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, BoundedConnection
-from runtime.entrypoints.http.limits import BodyLimit
-from runtime.entrypoints.http.responses import error_response, internal_error, json_response, status_response
+from runtime.entrypoints.http.limits import HeaderLimit, LingeringResponse
+from runtime.entrypoints.http.responses import error_object, error_response, internal_error, json_response, status_response
 from runtime.entrypoints.http.routes import add_routes, describe
-from runtime.errors import ServingError
+from runtime.errors import BodyTooLarge, ServingError
 from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.tokenizer_manager import TokenizerManager
 
@@ -41,11 +42,12 @@ def create_app(manager: TokenizerManager) -> FastAPI:
     add_routes(app, manager, metrics)
     describe(app)
     app.add_exception_handler(ServingError, _serving_error)
+    app.add_exception_handler(BodyTooLarge, _body_too_large)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_left)
     app.add_exception_handler(Exception, _internal_error)
-    # The last one added sees a request first: the key is checked before the body is read.
-    app.add_middleware(BodyLimit)
+    # The last one added sees a request first.
+    app.add_middleware(HeaderLimit)
     app.add_middleware(KeyGate, api_key=config.server.api_key, admin_api_key=config.server.admin_api_key)
     return app
 
@@ -53,6 +55,11 @@ def create_app(manager: TokenizerManager) -> FastAPI:
 async def _serving_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
     return error_response(error)
+
+
+async def _body_too_large(request: Request, error: Exception) -> Response:
+    assert isinstance(error, BodyTooLarge)
+    return LingeringResponse(orjson.dumps(error_object(error)), error.status, media_type="application/json")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -41,8 +41,9 @@ class Attention:
         yield Gemm("linear", self.qkv_proj, norm)
         yield Gemm("linear_add", self.o_proj, next_norm)
 
-    def project(self, stream: Stream, norm: RMSNorm) -> torch.Tensor:
+    def project(self, stream: Stream, norm: RMSNorm | None) -> torch.Tensor:
         """The qkv rows [T, (H + 2 G) * head_dim] of the normed stream."""
+        assert norm is not None, "this attention layer has no input norm: use project_rows"
         return self._ops.norm_linear(stream, norm, self.qkv_proj)
 
     def project_rows(self, x: torch.Tensor) -> torch.Tensor:

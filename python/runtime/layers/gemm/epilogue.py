@@ -11,7 +11,8 @@ from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
-    """What is done, in float32 and in this order, to the sums [M, N] of `x @ weight.T`, for M rows of x and N of the weight.
+    """What is done, in float32 and in this order, to the sums [M, N] of `x @ weight.T`, for M rows of x and N of the
+    weight.
 
         sums = sums * scale              # one factor per row
         sums = sums + bias

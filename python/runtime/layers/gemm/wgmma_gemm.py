@@ -1,4 +1,5 @@
-"""Skinny GEMMs on Hopper: the copy engine streams each weight through shared memory once while the tensor cores multiply (WGMMA).
+"""Skinny GEMMs on Hopper: the copy engine streams each weight through shared memory once while the tensor cores
+multiply (WGMMA).
 
 The kernel is `wgmma_gemm.cu`. It is compiled when the server starts, for the tilings that are tried.
 """
@@ -96,7 +97,8 @@ def wgmma_gemm(
     Args:
         x: [M, K] contiguous, M <= 128, the weight's dtype.
         weight: [N, K], one that the kernel `supports`.
-        out: [M, `epilogue.columns(N)`] contiguous, the weight's dtype with `silu`, float32 with `add`, else either; written.
+        out: [M, `epilogue.columns(N)`] contiguous, the weight's dtype with `silu`, float32 with `add`, else either;
+            written.
         config: the tiling.
         epilogue: what is done to the sums; a deferred norm gets `config.parts(N)` sums of squares per row.
         pdl: start before the previous kernel has ended, load weights and wait (programmatic dependent launch).
@@ -116,7 +118,8 @@ def wgmma_gemm_argmax(
     bias: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Argmax of `x @ weight.T + bias` in each row and each tile of columns, for `argmax_chunks`; arguments as in `wgmma_gemm`.
+    """Argmax of `x @ weight.T + bias` in each row and each tile of columns, for `argmax_chunks`; arguments as in
+    `wgmma_gemm`.
 
     Args:
         out: float32 [M, N], written where given: the same numbers as `wgmma_gemm` writes.

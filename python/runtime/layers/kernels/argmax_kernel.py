@@ -43,7 +43,8 @@ def argmax_chunks(partial: torch.Tensor, out: torch.Tensor, pdl: bool) -> torch.
     """Argmax of rows whose chunks are already reduced, into int64 [N].
 
     Args:
-        partial: int32 [2, N, chunks] contiguous: the key of each chunk's largest entry and its first column, by `tile_argmax`.
+        partial: int32 [2, N, chunks] contiguous: the key of each chunk's largest entry and its first column, by
+            `tile_argmax`.
         pdl: as in `triton_gemm`.
     """
     _, N, chunks = partial.shape

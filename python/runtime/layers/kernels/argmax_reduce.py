@@ -21,9 +21,11 @@ def _larger(a, b):
 
 @triton.jit
 def tile_argmax(x, column):
-    """For each row of float32 x [rows, columns]: an int32 key that orders as the largest entry does, and its first column.
+    """For each row of float32 x [rows, columns]: an int32 key that orders as the largest entry does, and its first
+    column.
 
-    `column` int32, of a shape that broadcasts to x's. Entries of x outside the row are minus infinity, at columns past the row's own.
+    `column` int32, of a shape that broadcasts to x's. Entries of x outside the row are minus infinity, at columns past
+    the row's own.
     """
     largest = tl.reduce(x, 1, _larger)
     # Callers may hold a whole GEMM tile: use few operations per entry, and build the key from the maximum alone.

@@ -1,4 +1,6 @@
-"""CUDA C++ kernels without nvcc: NVRTC compiles them and the driver API launches them, through the bindings that come with torch."""
+"""CUDA C++ kernels without nvcc: NVRTC compiles them and the driver API launches them, through the bindings that come
+with torch.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,8 @@ def compile_program(source: str, architecture: str = "sm_90a") -> bytes:
 
 
 def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]) -> Any:
-    """A TMA descriptor of a contiguous 16-bit tensor: elements outside read as zero, rows of a box are swizzled by 128 bytes.
+    """A TMA descriptor of a contiguous 16-bit tensor: elements outside read as zero, rows of a box are swizzled by 128
+    bytes.
 
     Args:
         address: address of the first element.

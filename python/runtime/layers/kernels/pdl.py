@@ -9,10 +9,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def pdl_sync(PDL: tl.constexpr):
-    """Let the next kernel start as soon as there is room, and wait for the previous one: after this, its results may be read.
+    """Let the next kernel start as soon as there is room, and wait for the previous one: after this, its results may be
+    read.
 
-    This is safe along a stream because every kernel waits before it reads or writes anything but weights: when one has ended, all before
-    it have ended.
+    This is safe along a stream because every kernel waits before it reads or writes anything but weights: when one has
+    ended, all before it have ended.
     """
     if PDL:
         gdc_launch_dependents()

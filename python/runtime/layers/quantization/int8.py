@@ -18,10 +18,11 @@ N_MULTIPLE = 4
 
 
 class Int8:
-    """`QuantScheme` "int8": `weight` int8 [out, in] and `scale` bfloat16 [out]; row i stands for `weight[i] * scale[i]`.
+    """`QuantScheme` "int8": `weight` int8 [out, in] and `scale` bfloat16 [out]; row i stands for `weight[i] *
+    scale[i]`.
 
-    Activations are rounded to bfloat16: the kernel's float32 form is not vectorised (measured 14 times slower). Scales are bfloat16 numbers
-    and rows are quantised with the rounded scale, so that the scale itself adds no error.
+    Activations are rounded to bfloat16: the kernel's float32 form is not vectorised (measured 14 times slower). Scales
+    are bfloat16 numbers and rows are quantised with the rounded scale, so that the scale itself adds no error.
     """
 
     name = "int8"
@@ -45,7 +46,8 @@ class Int8:
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
         """[T, in] -> [T, out], the dtype of `x`.
 
-        A row's result has the same bits whatever the other rows are: in a prompt pass, and in other passes of up to `DIRECT_ROWS` rows.
+        A row's result has the same bits whatever the other rows are: in a prompt pass, and in other passes of up to
+        `DIRECT_ROWS` rows.
         """
         assert storage.scale is not None
         out = _multiply(x.to(torch.bfloat16), storage.weight, storage.scale, in_prompt).to(x.dtype)
@@ -67,7 +69,9 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, in_pro
 
 
 def blocked_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T` for bfloat16 `x` [T, in], by GEMMs of one size: a CPU sums a row differently in GEMMs of different sizes."""
+    """`x @ weight.T` for bfloat16 `x` [T, in], by GEMMs of one size: a CPU sums a row differently in GEMMs of different
+    sizes.
+    """
     size = block_rows()
     out = x.new_empty(-(-x.shape[0] // size) * size, weight.shape[0])
     for rows, block in zip(F.pad(x, (0, 0, 0, len(out) - len(x))).split(size), out.split(size), strict=True):

@@ -68,15 +68,17 @@ class GemmCaps:
     """Which GEMM kernels can read a scheme's storage.
 
     Attributes:
-        dense: `storage.weight` is the matrix itself in the activations' dtype: the skinny GEMM kernels, and cuBLAS with float32 output,
-            multiply by it directly. Otherwise only the scheme's own `matmul` does.
+        dense: `storage.weight` is the matrix itself in the activations' dtype: the skinny GEMM kernels, and cuBLAS with
+            float32 output, multiply by it directly. Otherwise only the scheme's own `matmul` does.
     """
 
     dense: bool
 
 
 class QuantScheme(Protocol):
-    """How the weight of a linear layer is stored, filled and multiplied by. Stateless; one scheme serves all layers of a model."""
+    """How the weight of a linear layer is stored, filled and multiplied by. Stateless; one scheme serves all layers of
+    a model.
+    """
 
     name: str
     gemm_caps: GemmCaps

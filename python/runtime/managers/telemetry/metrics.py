@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,6 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from runtime.managers.generation import GenerationUpdate
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
+from runtime.worker_info import WorkerInfo
 
 TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 ITL_BUCKETS = (1e-3, 2e-3, 4e-3, 6e-3, 8e-3, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.3, 0.5, 1, 2, 4, 8)
@@ -143,22 +143,22 @@ class _SchedulerCollector:
         yield self._gauge("talon:spec_accept_rate_by_position", help_text, rates, "position")
         phases = {(phase,): seconds for phase, seconds in stats.startup_seconds.items()}
         yield self._gauge("talon:startup_seconds", "Duration of each phase of the start.", phases, "phase")
-        yield from self._of_worker(stats.worker)
+        if stats.worker is not None:
+            yield from self._of_worker(stats.worker)
 
-    def _of_worker(self, worker: Mapping[str, Any]) -> Iterable[Metric]:
+    def _of_worker(self, worker: WorkerInfo) -> Iterable[Metric]:
         """Runs of each graph runner, and whether graphs accept as many drafts as eager steps."""
         labels = ["model_name", "runner", "kind"]
         runs = CounterMetricFamily("talon:runner_runs", "Runs of each graph runner, by kind.", labels=labels)
-        for run in worker.get("graph_runs", []):
-            for kind in ("replayed", "eager"):
-                runs.add_metric([self._model, run["runner"], kind], float(run[kind]))
+        for run in worker.graph_runs:
+            runs.add_metric([self._model, run.runner, "replayed"], float(run.replayed))
+            runs.add_metric([self._model, run.runner, "eager"], float(run.eager))
         yield runs
-        acceptance = worker.get("acceptance")
-        if acceptance is not None:
-            drift = acceptance["drift"]
+        if worker.acceptance is not None:
+            drift = worker.acceptance.drift
             help_text = "Draft positions where graphs and the eager sample accept differently; 0 is normal."
             yield self._gauge("talon:spec_drifted_positions", help_text, {(): len(drift)})
-            gaps = {(str(d["position"]),): d["graph"] - d["eager"] for d in drift}
+            gaps = {(str(d.position),): d.graph - d.eager for d in drift}
             yield self._gauge("talon:spec_drift", "Acceptance with graphs minus the eager sample's.", gaps, "position")
 
     def _gauge(self, name: str, help_text: str, rows: Rows, *labels: str) -> GaugeMetricFamily:

@@ -7,6 +7,7 @@ import msgspec
 from runtime.managers.telemetry.decode_stats import DecodeStats
 from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.spec_stats import SpecStats
+from runtime.worker_info import WorkerInfo
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
@@ -20,7 +21,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
         decode: steps without prompt tokens.
         spec: all drafts.
         startup_seconds: duration of each phase of the start.
-        worker: what the worker reports about itself; empty in heartbeats.
+        worker: what the worker reports about itself; None in heartbeats.
     """
 
     num_running_reqs: int = 0
@@ -45,7 +46,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
     decode: DecodeStats = msgspec.field(default_factory=DecodeStats)
     spec: SpecStats = msgspec.field(default_factory=SpecStats)
     startup_seconds: dict[str, float] = {}
-    worker: dict[str, object] = {}
+    worker: WorkerInfo | None = None
 
     @property
     def steps(self) -> int:
@@ -72,8 +73,9 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
     def figures(self) -> dict[str, object]:
         """All figures, by the names that /get_server_info uses."""
         decode, spec = self.decode, self.spec
-        own = {name: value for name, value in msgspec.structs.asdict(self).items() if name not in ("decode", "spec")}
+        own = {name: value for name, value in msgspec.structs.asdict(self).items() if name not in ("decode", "spec", "worker")}
         return own | {
+            "worker": {} if self.worker is None else msgspec.to_builtins(self.worker),
             "token_usage": self.token_usage,
             "cache_hit_rate": self.cache_hit_rate,
             "queue_time": self.queue_time_sum / self.queue_time_count if self.queue_time_count else 0.0,

@@ -1,8 +1,8 @@
-"""Which drafts the target commits: greedy and probabilistic acceptance of chains and trees.
+"""Acceptance rules: which drafts the target commits, greedy and sampled, for chains and trees.
 
-All functions run on the device without host reads, at fixed shapes, so that they may be captured. B requests, D draft tokens (column
-or node 0 is the last committed token), K drafts (chain: D = K + 1), V target vocabulary, Vd draft vocabulary. Rows of padding may hold
-anything, NaN and -1 included: what comes out for them is meaningless, but every index is valid.
+All functions run on the device without host reads, at fixed shapes, so that they can be captured. B requests, D draft tokens (column
+or node 0 is the last committed token), K drafts (chain: D = K + 1), V target vocabulary, Vd draft vocabulary. Padding rows may hold
+anything, NaN and -1 included: their results are meaningless, but every index is valid.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def verify_chain_sampled(
         target_probs: float [B, D, V]. p after each column, after temperature, top-k, top-p and min-p; one-hot for greedy rows.
         accept_uniforms: float [B, K], in [0, 1).
         final_uniforms: float [B] for the last token, or [B, D] with one for each position that it may stand at.
-        draft: what the drafts were drawn from; None when they were chosen without chance, so that q is one-hot.
+        draft: the distributions the drafts were drawn from; None where they were chosen without chance, so that q is one-hot.
         thresholds: see `AcceptThresholds`.
         draw: how the last token is drawn.
 
@@ -200,12 +200,11 @@ def compaction(window_slots_BD: torch.Tensor, path_BP: torch.Tensor, accept_lens
     """The arguments of `KVPool.move` that bring an accepted path to the front of its verify window.
 
     Args:
-        window_slots_BD: int64 [B, D]. The KV slot of each node, as verified (slots are read from here, never from a row that may have
-            been given away since).
+        window_slots_BD: int64 [B, D]. The KV slot of each node, as verified: not from the page table, whose row may have a new owner.
         path_BP, accept_lens: from `verify_tree`.
 
     Returns:
-        source, target: int64 [B * min(P, D)] each; past the accept length both are slot 0, which belongs to nobody.
+        source, target: int64 [B * min(P, D)] each; past the accept length both are slot 0, the padding slot.
     """
     length = min(path_BP.shape[1], window_slots_BD.shape[1])  # no path is longer than its window
     path_BP = path_BP[:, :length]

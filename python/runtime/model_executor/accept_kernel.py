@@ -1,6 +1,6 @@
 """Greedy and synthetic acceptance of a chain, and what it commits, as one kernel.
 
-The plain form is `verify_chain_greedy` and `verify_chain_synthetic` with `Verifier._commit`: some forty launches, which take longer than
+The plain form is `Accepter.decide` and its commit: about forty launches, which take longer than
 the draft's layer does.
 """
 

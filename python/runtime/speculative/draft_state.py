@@ -1,7 +1,7 @@
-"""Per-request draft state in fixed device rows: the hidden state to go on from, and the first guesses.
+"""Draft state by request row: the hidden state to continue from, and the first guesses.
 
-Written by draft-extend (after every verify, and after a prompt), read by draft-decode of the next iteration. Keyed by request row, so it
-survives whatever the batch does in between. Row 0 is padding: it is written and read by padding rows and means nothing.
+Draft-extend writes it (after every verify pass and every prompt chunk); draft-decode of the next iteration reads it. It belongs to request
+rows, so that it does not depend on the batches in between. Row 0 is padding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from runtime.models.draft_head import DraftModel
 from runtime.speculative.draft_tree import top_log_probs
 
 
-class DraftRows:
+class DraftState:
     """Owner of the draft state.
 
     Attributes:
@@ -33,7 +33,7 @@ class DraftRows:
         self.probs = torch.zeros((rows, draft_vocab if topk == 1 else 0), dtype=torch.float32, device=device)
 
     def reset(self) -> None:
-        """As it was made."""
+        """Back to zeros."""
         for tensor in (self.hidden, self.tokens, self.scores, self.probs):
             tensor.zero_()
 
@@ -63,7 +63,7 @@ def guess(
 
 
 def first_guesses(
-    state: DraftRows,
+    state: DraftState,
     draft: DraftModel,
     hidden: torch.Tensor,
     tables: SamplingTables,

@@ -1,17 +1,17 @@
-"""How many drafts are accepted, position by position: counted, fixed for benchmarks, and compared. On the host; no torch.
+"""Acceptance of drafts by position: counted and compared. On the host; no torch.
 
-Rates are conditional: of the drafts whose predecessors were all accepted, how many were accepted too. Unlike the share of iterations that
-got so far, they are independent from position to position, so one bad position shows as one bad number.
+Rates are conditional: of the drafts whose predecessors were all accepted, the share that was accepted too. They are independent from
+position to position, so that one bad position shows as one bad number.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from runtime.worker_info import AcceptanceCounts, Drift
 
 Int64 = npt.NDArray[np.int64]
 
@@ -22,7 +22,7 @@ class AcceptanceCounters:
     Attributes:
         num_steps: K, the most drafts on a path.
         iterations: verified windows.
-        draft_tokens: verified in them: more than positions where drafts are a tree.
+        draft_tokens: drafts verified in them; a tree has more of them than positions.
         drafted: int64 [K]. Windows that had a draft at the position.
         reached: int64 [K]. Those in which all drafts before it were accepted.
         accepted: int64 [K]. Those in which it was accepted as well.
@@ -41,7 +41,7 @@ class AcceptanceCounters:
         Args:
             accept_lens: int [B], each in 1..num_steps + 1, the bonus token included.
             num_steps: how deep this batch was drafted, 0 included; None for K.
-            draft_tokens: how many drafts each window had; None for a chain's, one at each depth.
+            draft_tokens: number of drafts in each window; None for a chain's, one at each depth.
         """
         depth = self.num_steps if num_steps is None else num_steps
         lens = np.asarray(accept_lens, dtype=np.int64)
@@ -56,8 +56,9 @@ class AcceptanceCounters:
         """Add another's totals, of the same K."""
         self.iterations += other.iterations
         self.draft_tokens += other.draft_tokens
-        for name in ("drafted", "reached", "accepted"):
-            getattr(self, name)[:] += getattr(other, name)
+        self.drafted += other.drafted
+        self.reached += other.reached
+        self.accepted += other.accepted
 
     @property
     def mean_accept_len(self) -> float:
@@ -68,55 +69,36 @@ class AcceptanceCounters:
         """Accepted of reached, by position; 0 where none was reached."""
         return (self.accepted / np.maximum(self.reached, 1)).tolist()
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it, in JSON types."""
-        return {
-            "iterations": self.iterations,
-            "accept_length": self.mean_accept_len,
-            "drafted_tokens": self.draft_tokens,
-            "accepted_tokens": int(self.accepted.sum()),
-            "drafted": self.drafted.tolist(),
-            "reached": self.reached.tolist(),
-            "accepted": self.accepted.tolist(),
-            "rates": self.rates(),
-        }
+    def stats(self) -> AcceptanceCounts:
+        """All counts, as they are reported."""
+        return AcceptanceCounts(
+            iterations=self.iterations,
+            accept_length=self.mean_accept_len,
+            drafted_tokens=self.draft_tokens,
+            accepted_tokens=int(self.accepted.sum()),
+            drafted=self.drafted.tolist(),
+            reached=self.reached.tolist(),
+            accepted=self.accepted.tolist(),
+            rates=self.rates(),
+        )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, AcceptanceCounters) and self.to_json() == other.to_json()
+        return isinstance(other, AcceptanceCounters) and self.stats() == other.stats()
 
     __hash__ = None  # type: ignore[assignment]
-
-
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """One position where two runs accept differently, beyond chance.
-
-    Attributes:
-        position: 0 for the first draft.
-        graph, eager: their rates.
-        z: how many standard deviations they are apart; negative where the graph accepts less.
-    """
-
-    position: int
-    graph: float
-    eager: float
-    z: float
-
-    def __str__(self) -> str:
-        return f"draft {self.position + 1}: {self.graph:.3f} accepted through graphs, {self.eager:.3f} eagerly (z = {self.z:+.1f})"
 
 
 class DriftAlarm:
     """Compares recent traffic through graphs with an eager sample of the same traffic.
 
-    Two spans of it are kept, the full one and the growing one, so what is compared is always recent and never little. Both sides start and
-    end a span together: text that is accepted otherwise from some time on changes both alike, and is no drift.
+    It keeps two spans of traffic, a full one and a growing one, so that it always compares recent traffic and enough of it.
+    Both sides start and end a span together, so that text with another acceptance changes both alike and is no drift.
     """
 
     def __init__(self, num_steps: int, window: int = 2_000, min_count: int = 300, z_limit: float = 5.0, min_gap: float = 0.02) -> None:
-        """A span holds `window` iterations of the sample, which is the scarcer side by far.
+        """A span ends after `window` iterations of the sample, the rarer side.
 
-        Alarms take `min_count` drafts on both sides, `z_limit` deviations, a gap of `min_gap`.
+        An alarm takes `min_count` drafts on both sides, `z_limit` standard deviations and a gap of `min_gap`.
         """
         self._num_steps = num_steps
         self._window = window
@@ -126,24 +108,24 @@ class DriftAlarm:
         self._spans = [self._span(), self._span()]
 
     def _span(self) -> dict[bool, AcceptanceCounters]:
-        return {oracle: AcceptanceCounters(self._num_steps) for oracle in (False, True)}
+        return {sample: AcceptanceCounters(self._num_steps) for sample in (False, True)}
 
-    def add(self, accept_lens: npt.ArrayLike, oracle: bool, num_steps: int | None = None) -> None:
-        """Count one batch; `oracle` says that it ran eagerly as the sample."""
+    def add(self, accept_lens: npt.ArrayLike, eager_sample: bool, num_steps: int | None = None) -> None:
+        """Count one batch; `eager_sample` says on which side."""
         growing = self._spans[1]
-        growing[oracle].add(accept_lens, num_steps)
+        growing[eager_sample].add(accept_lens, num_steps)
         if growing[True].iterations >= self._window:
             self._spans = [growing, self._span()]
 
-    def recent(self, oracle: bool) -> AcceptanceCounters:
-        """The counts that are compared."""
+    def recent(self, eager_sample: bool) -> AcceptanceCounters:
+        """The counts of one side."""
         total = AcceptanceCounters(self._num_steps)
         for span in self._spans:
-            total.merge(span[oracle])
+            total.merge(span[eager_sample])
         return total
 
     def check(self) -> list[Drift]:
-        """The positions that drifted; empty while all is well or little is known."""
+        """The positions that drifted; none while there are too few counts."""
         drifts = compare(self.recent(False), self.recent(True), self._min_count)
         return [d for d in drifts if abs(d.z) >= self._z_limit and abs(d.graph - d.eager) >= self._min_gap]
 
@@ -163,7 +145,7 @@ def compare(graph: AcceptanceCounters, eager: AcceptanceCounters, min_count: int
 
 
 def side_by_side(first: AcceptanceCounters, second: AcceptanceCounters, names: tuple[str, str] = ("eager", "graphs")) -> str:
-    """A table of two runs, position by position, each as accepted / reached and rate, with a mark where the counts differ."""
+    """A table of two runs by position: accepted / reached and the rate of each, with a mark where the counts differ."""
     lines = [f"{'position':>9}  {names[0]:>22}  {names[1]:>22}"]
     for i in range(max(first.num_steps, second.num_steps)):
         same = _cell(first, i) == _cell(second, i)
@@ -174,7 +156,7 @@ def side_by_side(first: AcceptanceCounters, second: AcceptanceCounters, names: t
 
 
 def not_compared(counters: AcceptanceCounters) -> str:
-    """Which draft positions two runs that came to these counters say nothing about, or an empty text."""
+    """A sentence about the draft positions that no window of these counters reached, or an empty text."""
     unreached = [str(i + 1) for i, count in enumerate(counters.reached) if not count]
     return f"not compared: draft positions {', '.join(unreached)}, which no window reached" if unreached else ""
 

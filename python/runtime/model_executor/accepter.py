@@ -1,0 +1,197 @@
+"""Acceptance: which drafts the target commits, and their commit to the rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.logits_processors import LogitsContext, process_logits
+from runtime.layers.random_streams import RandomStream
+from runtime.layers.sampler import sample, target_probs
+from runtime.model_executor.accept_rules import (
+    LOSSLESS,
+    AcceptThresholds,
+    DraftProbs,
+    compaction,
+    tree_targets_sampled,
+    verify_chain_greedy,
+    verify_chain_sampled,
+    verify_chain_synthetic,
+    verify_tree,
+)
+from runtime.model_executor.draft_window import DraftWindow
+from runtime.model_executor.iteration import AcceptResult, Iteration, VerifyResult
+from runtime.model_executor.target_model import TargetModel
+
+ROWS_ACCEPTED_TOGETHER = 256
+"""Window positions whose distributions exist at the same time: 256 of 128,256 tokens take 0.13 GiB; the largest window has 4,096."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptPolicy:
+    """How drafts are accepted.
+
+    Attributes:
+        thresholds: lossless unless the user asked otherwise.
+        synthetic: float32 [K], acceptance of a chain forced by position, or None.
+        to_target, to_draft: maps between the draft's vocabulary and the target's; None where they are the same.
+    """
+
+    thresholds: AcceptThresholds = LOSSLESS
+    synthetic: torch.Tensor | None = None
+    to_target: torch.Tensor | None = None
+    to_draft: torch.Tensor | None = None
+
+
+class Accepter:
+    """Decides about a verified window. Launches kernels and waits for nothing."""
+
+    def __init__(self, target: TargetModel, policy: AcceptPolicy) -> None:
+        self._target, self._policy = target, policy
+
+    def accept(self, iteration: Iteration, draft: DraftWindow, verified: VerifyResult, window: ForwardBatch) -> AcceptResult:
+        """Decide, move accepted KV to the front of its window (trees), and set the rows."""
+        if self.fusable(iteration, draft):
+            return self.accept_fused(iteration, draft, verified)
+        result = self.decide(iteration, draft, verified)
+        self._commit(iteration, result, window)
+        return result
+
+    # ---- one kernel for all of it
+
+    def fusable(self, iteration: Iteration, draft: DraftWindow) -> bool:
+        """Whether one kernel can decide and commit: a chain on a GPU, greedy with unchanged logits or forced."""
+        needs = iteration.needs
+        forced = self._forced(draft) is not None and not needs.penalised
+        greedy = needs.all_greedy and not needs.adjusts
+        return iteration.rows.is_cuda and draft.parents is None and (forced or greedy)
+
+    def accept_fused(self, iteration: Iteration, draft: DraftWindow, verified: VerifyResult) -> AcceptResult:
+        """Decide and commit by one kernel."""
+        from runtime.model_executor.accept_kernel import accept_chain
+
+        state = self._target.rows
+        lens, tokens = accept_chain(
+            draft.tokens,
+            verified.tokens,
+            iteration.kv_lens,
+            iteration.rows,
+            iteration.live,
+            state.kv_lens,
+            state.last_tokens,
+            self._vocab,
+            self._forced(draft),
+            state.tables.seeds,
+        )
+        return AcceptResult(lens, tokens)
+
+    # ---- the decision
+
+    def decide(self, iteration: Iteration, draft: DraftWindow, verified: VerifyResult) -> AcceptResult:
+        """Which tokens are committed. Distributions exist for some requests at a time."""
+        needs, D = iteration.needs, draft.width
+        if D == 1:
+            return self._choose(iteration, verified)
+        most = max(ROWS_ACCEPTED_TOGETHER // D, 1)
+        if iteration.size <= most or (needs.all_greedy and not needs.adjusts):
+            return self._decide_part(iteration, draft, verified)
+        spans = [(start, min(start + most, iteration.size)) for start in range(0, iteration.size, most)]
+        parts = [self._decide_part(iteration.part(*span), draft.part(*span), verified.part(*span)) for span in spans]
+        paths = [part.path for part in parts if part.path is not None]
+        lens, tokens = torch.cat([part.accept_lens for part in parts]), torch.cat([part.tokens for part in parts])
+        return AcceptResult(lens, tokens, torch.cat(paths) if paths else None)
+
+    def _choose(self, iteration: Iteration, verified: VerifyResult) -> AcceptResult:
+        """The token after a window without drafts, as `sample` chooses it."""
+        needs, live, tokens = iteration.needs, iteration.live, verified.tokens
+        if not needs.all_greedy or needs.adjusts:
+            positions = iteration.kv_lens[:live].to(torch.int64) + 1
+            tokens = tokens.clone()
+            tokens[:live, 0] = sample(verified.logits[:live], self._target.rows.tables, iteration.rows[:live], positions, needs)
+        return AcceptResult(torch.ones_like(iteration.kv_lens), tokens)
+
+    def _decide_part(self, iteration: Iteration, draft: DraftWindow, verified: VerifyResult) -> AcceptResult:
+        """`decide` for few enough requests."""
+        needs, tables = iteration.needs, self._target.rows.tables
+        target, probs = verified.tokens, None
+        positions = draft.positions(iteration.kv_lens)
+        if needs.adjusts or not needs.all_greedy:
+            path = draft.drafts_before() if needs.penalised else None
+            window = verified.logits.view(iteration.size, draft.width, -1)
+            logits = process_logits(window, LogitsContext(tables, iteration.rows, positions, path), needs)
+            if needs.adjusts:
+                target = logits.argmax(-1)
+            if not needs.all_greedy:
+                rows = iteration.rows.repeat_interleave(draft.width)
+                probs = target_probs(logits.flatten(0, 1), tables, rows, needs.filtered, needs.any_greedy).view_as(logits)
+        if draft.parents is not None:
+            return self._decide_tree(iteration, draft, target, probs, positions)
+        return self._decide_chain(iteration, draft, target, probs, positions)
+
+    def _decide_chain(
+        self, iteration: Iteration, draft: DraftWindow, target: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor
+    ) -> AcceptResult:
+        policy, tokens, forced = self._policy, draft.tokens, self._forced(draft)
+        if forced is not None:
+            uniforms = self._uniforms(iteration, positions[:, :-1], RandomStream.SYNTHETIC)
+            return AcceptResult(*verify_chain_synthetic(tokens, target, forced, uniforms, self._vocab))
+        if probs is None:
+            return AcceptResult(*verify_chain_greedy(tokens, target))
+        draw, final = self._target.rows.tables.ops.draw, self._uniforms(iteration, positions, RandomStream.TARGET)
+        if draft.probs is None and policy.thresholds.lossless:
+            # Drafts chosen without chance: draw the target's tokens as plain decoding does, so that a seed keeps its text.
+            chosen = draw(probs.flatten(0, 1), final.flatten()).view_as(target)
+            return AcceptResult(*verify_chain_greedy(tokens, chosen))
+        q = None if draft.probs is None else DraftProbs(draft.probs, policy.to_target, policy.to_draft)
+        coins = self._uniforms(iteration, positions[:, :-1], RandomStream.ACCEPT)
+        return AcceptResult(*verify_chain_sampled(tokens, probs, coins, final, q, policy.thresholds, draw))
+
+    def _decide_tree(
+        self, iteration: Iteration, draft: DraftWindow, target: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor
+    ) -> AcceptResult:
+        tokens, parents, D = draft.tokens, draft.parents, draft.width
+        assert parents is not None
+        if probs is not None:
+            coins = self._uniforms(iteration, positions, RandomStream.ACCEPT)
+            final = self._uniforms(iteration, positions, RandomStream.TARGET)
+            draw = self._target.rows.tables.ops.draw
+            target = tree_targets_sampled(tokens, parents, probs, final, coins, self._policy.thresholds, draw)
+        path, lens, out = verify_tree(tokens, parents, target, iteration.depth + 1)
+        return AcceptResult(lens, _widen(out, D), _widen(path, D))
+
+    # ---- the commit
+
+    def _commit(self, iteration: Iteration, result: AcceptResult, window: ForwardBatch) -> None:
+        state, live, D = self._target.rows, iteration.live, result.tokens.shape[1]
+        rows, lens, tokens = iteration.rows[:live], result.accept_lens[:live], result.tokens[:live]
+        if result.path is not None:
+            slots = window.out_cache_loc.view(-1, D)[:live]
+            self._target.runner.kv_pool.move(*compaction(slots, result.path[:live], lens), group=D)
+        state.kv_lens[rows] = iteration.kv_lens[:live] + lens
+        state.last_tokens[rows] = tokens.gather(1, lens.to(torch.int64)[:, None] - 1)[:, 0]
+        if iteration.needs.penalised:
+            state.count(rows, tokens, torch.arange(D, device=rows.device) < lens[:, None])
+
+    # ---- small parts
+
+    @property
+    def _vocab(self) -> int:
+        return self._target.runner.config.vocab_size
+
+    def _forced(self, draft: DraftWindow) -> torch.Tensor | None:
+        """Synthetic acceptance of each draft, float32 [K]; None where there is none to force."""
+        synthetic = self._policy.synthetic
+        return None if synthetic is None or draft.width == 1 else synthetic[: draft.width - 1]
+
+    def _uniforms(self, iteration: Iteration, positions: torch.Tensor, stream: RandomStream) -> torch.Tensor:
+        tables = self._target.rows.tables
+        return tables.ops.uniforms(tables.seeds[iteration.rows][:, None], positions, stream)
+
+
+def _widen(path: torch.Tensor, width: int) -> torch.Tensor:
+    """[B, N] -> [B, width], cut or padded with column 0: entries past the accepted ones only have to be valid."""
+    if path.shape[1] >= width:
+        return path[:, :width]
+    return torch.cat([path, path[:, :1].expand(-1, width - path.shape[1])], dim=1)

@@ -1,0 +1,80 @@
+"""What every stage of building a worker reads: device, dtype, sizes; and what the stages report."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from runtime.config.device_tuning import CPU
+from runtime.config.runtime_config import RuntimeConfig
+from runtime.layers.gemm.timings import GemmTimings
+from runtime.worker_info import WorkerInfo
+
+log = logging.getLogger(__name__)
+ReplayKind = Literal["cuda", "eager", "none"]
+
+
+@dataclass(slots=True)
+class WorkerContext:
+    """Decisions made before the first weight is loaded.
+
+    Attributes:
+        running: most requests that run together.
+        sizes: batch sizes to capture.
+        replay: how captured sizes are replayed.
+        timings: of GEMM kernels.
+        info: filled stage by stage.
+    """
+
+    config: RuntimeConfig
+    device: torch.device
+    dtype: torch.dtype
+    running: int
+    sizes: list[int]
+    replay: ReplayKind
+    timings: GemmTimings
+    info: WorkerInfo = field(default_factory=WorkerInfo)
+
+    @property
+    def requests(self) -> int:
+        """Most requests of one pass, padding included."""
+        return max(self.running, max(self.sizes, default=1))
+
+    @property
+    def extend_tokens(self) -> int:
+        """Most prompt tokens of one step: the chunk size, or the longest prompt where prompts are not cut."""
+        chunk = self.config.scheduler.chunked_prefill_size
+        return chunk if chunk > 0 else self.config.model.context_length
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the seconds spent within to a phase of the start-up."""
+        started, seconds = time.perf_counter(), self.info.startup_seconds
+        yield
+        seconds[phase] = round(seconds.get(phase, 0.0) + time.perf_counter() - started, 3)
+
+
+def make_context(
+    config: RuntimeConfig, replay: ReplayKind | None = None, sizes: list[int] | None = None, timings: GemmTimings | None = None
+) -> WorkerContext:
+    """Decide device, dtype, admission limit and graph sizes. The other arguments override the configuration (tests, parity checks)."""
+    device = torch.device(config.device.device, 0) if config.device.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(config.device.cpu_threads)
+    captured = list(config.graphs.cuda_graph_bs) if sizes is None else sizes
+    kind: ReplayKind = replay if replay is not None else ("cuda" if captured and device.type == "cuda" else "none")
+    default = max(captured, default=CPU.max_running_requests) if kind == "cuda" else CPU.max_running_requests
+    running = config.scheduler.max_running_requests or default
+    if captured and running > max(captured) and kind == "cuda":
+        log.warning("batches above %d requests have no graph and run eagerly; raise --cuda-graph-max-bs to %d", max(captured), running)
+    return WorkerContext(
+        config, device, getattr(torch, config.device.dtype), running, captured, kind, timings or GemmTimings(config.device.tuning)
+    )

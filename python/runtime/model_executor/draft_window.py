@@ -1,0 +1,109 @@
+"""A window of drafts: the tokens that one target pass verifies for each request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from runtime.config.attention_caps import MAX_TREE_BITS
+from runtime.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """Shape of the windows: K `num_steps`, `topk` branches per node, D `num_draft_tokens` nodes verified, root included.
+
+    Raises:
+        ConfigError: the levels hold fewer than D - 1 candidates, or a mask does not fit into 64 bits.
+    """
+
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.num_draft_tokens - 1 > self.num_candidates:
+            raise ConfigError(
+                f"--speculative-num-draft-tokens is {self.num_draft_tokens}; {self.num_steps} steps of topk {self.topk} "
+                f"give at most {self.num_candidates + 1}"
+            )
+        if self.num_draft_tokens > MAX_TREE_BITS:
+            raise ConfigError(f"--speculative-num-draft-tokens is {self.num_draft_tokens}; a tree has at most {MAX_TREE_BITS}")
+        if self.draft_slots > MAX_TREE_BITS:
+            raise ConfigError(
+                f"(--speculative-num-steps - 1) * --speculative-eagle-topk is {self.draft_slots}; a tree has at most {MAX_TREE_BITS}"
+            )
+
+    @property
+    def num_candidates(self) -> int:
+        """Nodes drafted, the root not counted."""
+        return self.topk + (self.num_steps - 1) * self.topk**2
+
+    @property
+    def draft_slots(self) -> int:
+        """KV positions that the draft's own passes write past the committed length."""
+        return (self.num_steps - 1) * self.topk
+
+    @property
+    def tokens_per_step(self) -> int:
+        """KV positions past the committed length that one iteration may write."""
+        return max(self.num_steps * self.topk, self.num_draft_tokens)
+
+    def at_depth(self, num_steps: int) -> TreeShape:
+        """The window at a smaller depth: a shorter chain, or no drafts."""
+        if num_steps == self.num_steps:
+            return self
+        assert num_steps == 0 or self.topk == 1, "a tree has one depth"
+        return TreeShape(num_steps, 1, num_steps + 1)
+
+
+NO_DRAFTS = TreeShape(num_steps=0, topk=1, num_draft_tokens=1)
+"""The last committed token alone: verifying it is a decode step."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWindow:
+    """D tokens for each of B requests: the last committed one, then the drafts; a chain, or a tree with parents before children.
+
+    Attributes:
+        tokens: int64 [B, D]. Column 0 is the last committed token.
+        parents: int64 [B, D]. The node above each node of a tree, -1 for the root; None for a chain.
+        depths: int64 [B, D]. Distance of each node of a tree from the root; None for a chain.
+        mask: int64 [B, D], for `ForwardBatch.tree_mask` with `tree_tail` D: bit j of node i is set if j is i or above it; None for a chain.
+        probs: float32 [B, K, Vd], the distributions that a chain was drawn from; None where drafts were chosen without chance.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor | None = None
+    depths: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    probs: torch.Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.tokens.shape[1]
+
+    def part(self, start: int, stop: int) -> DraftWindow:
+        """The windows of requests `start` to `stop`."""
+        tensors = (self.tokens, self.parents, self.depths, self.mask, self.probs)
+        tokens, *others = (tensor if tensor is None else tensor[start:stop] for tensor in tensors)
+        assert tokens is not None
+        return DraftWindow(tokens, *others)
+
+    def positions(self, kv_lens: torch.Tensor) -> torch.Tensor:
+        """int64 [B, D]: the sequence position of the token chosen after each node. kv_lens int32 [B]."""
+        depths = self.depths
+        if depths is None:
+            depths = torch.arange(self.width, device=self.tokens.device)
+        return kv_lens.to(torch.int64)[:, None] + depths + 1
+
+    def drafts_before(self) -> torch.Tensor:
+        """int64 [B, D, D]: for each node the drafts at and above it, -1 elsewhere. The root is committed output already."""
+        index = torch.arange(self.width, device=self.tokens.device)
+        if self.mask is None:
+            on_path = (index[None] <= index[:, None])[None]
+        else:
+            on_path = ((self.mask[:, :, None] >> index) & 1).bool()
+        return torch.where(on_path & (index > 0), self.tokens[:, None], -1)

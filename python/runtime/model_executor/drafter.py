@@ -1,0 +1,157 @@
+"""The drafter: proposes tokens for the target to verify, and follows what is committed. Adding one takes one class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from runtime.batch import BatchResult, Int32, RowInit
+from runtime.model_executor.depth import DepthBatches
+from runtime.model_executor.draft_window import NO_DRAFTS, DraftWindow, TreeShape
+from runtime.model_executor.graph_runner import Forward, GraphRunner, RunnerSpec
+from runtime.model_executor.input_buffers import InputBuffers
+from runtime.model_executor.iteration import Accepted, Iteration
+from runtime.model_executor.model_runner import ModelRunner
+from runtime.model_executor.target_model import ExtendPass, TargetModel
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSpec:
+    """What a drafter needs of its worker.
+
+    Attributes:
+        shape: windows at full depth.
+        prefix_lookahead: 1 where draft KV at a position also depends on the next token, else 0.
+        needs_history: whether every `RowInit` must carry its history.
+        overlap: whether drafts can be proposed before the last step is read on the host.
+        aux_layers: layers of the target whose states are features, instead of the last hidden states.
+        feature_width: width of the target's states that `follow` reads at each window position; 0 for none.
+        to_target, to_draft: int64 [Vd] and [V], maps between the vocabularies; None where they are the same.
+    """
+
+    shape: TreeShape
+    prefix_lookahead: int = 0
+    needs_history: bool = False
+    overlap: bool = True
+    aux_layers: tuple[int, ...] = ()
+    feature_width: int = 0
+    to_target: torch.Tensor | None = None
+    to_draft: torch.Tensor | None = None
+
+    @property
+    def max_width(self) -> int:
+        """Tokens per request of the widest fixed-width pass."""
+        return max(self.shape.num_draft_tokens, self.shape.topk)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPasses:
+    """One model on the device and its passes, for the memory plan.
+
+    Attributes:
+        runner: its weights, KV pool and backend.
+        graphs: its graph runners.
+        width: tokens per request that the backend prepares for.
+        num_steps: passes per plan that the backend prepares for.
+    """
+
+    runner: ModelRunner
+    graphs: list[GraphRunner]
+    width: int
+    num_steps: int = 1
+
+
+MakeRunner = Callable[[RunnerSpec, Forward, ModelRunner, DepthBatches, bool], GraphRunner]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSetup:
+    """What a drafter makes its graph runners from.
+
+    Attributes:
+        inputs: persistent inputs, shared with the target's runners.
+        depths: batch sizes of each depth.
+        requests: most requests of one pass, padding included.
+        make_runner: makes a graph runner over `inputs` of a model's passes at one depth; the last argument says whether to capture it.
+    """
+
+    target: TargetModel
+    inputs: InputBuffers
+    depths: dict[int, DepthBatches]
+    requests: int
+    make_runner: MakeRunner
+
+
+class Drafter(Protocol):
+    """Proposes drafts and follows the target. Subclass it explicitly: hooks that a drafter does not need do nothing.
+
+    Everything but `observe` launches work on the device and waits for nothing.
+
+    Attributes:
+        spec: fixed from the start.
+    """
+
+    spec: DrafterSpec
+
+    def propose(self, iteration: Iteration) -> DraftWindow:
+        """K = `iteration.depth` drafts after each request's last token; that token alone where K = 0."""
+        ...
+
+    def follow(self, iteration: Iteration, accepted: Accepted) -> None:
+        """Bring the draft's state to the end of the committed tokens."""
+        ...
+
+    def follow_prompt(self, extend: ExtendPass) -> None:
+        """Bring the draft's state to the end of the prompt chunks that the target ran."""
+        ...
+
+    # ---- hooks
+
+    def attach(self, setup: DraftSetup) -> None:
+        """Make device state and graph runners. Called once, before memory is planned."""
+
+    def admit(self, new_rows: Sequence[RowInit]) -> None:
+        """Requests took rows."""
+
+    def observe(self, rows: Int32, result: BatchResult) -> None:
+        """A step of `rows`, int32 [B], was read on the host."""
+
+    def reset(self) -> None:
+        """Forget every request."""
+
+    def models(self) -> list[ModelPasses]:
+        """The drafter's own models, which need KV and memory for graphs."""
+        return []
+
+    def runners(self, depth: int) -> list[GraphRunner]:
+        """The drafter's graph runners at one depth."""
+        return []
+
+    def warmup_runs(self) -> list[Callable[[], object]]:
+        """Runs that compile the drafter's kernels."""
+        return []
+
+
+class NoDrafter(Drafter):
+    """Plain decoding: windows of one token."""
+
+    def __init__(self) -> None:
+        self.spec = DrafterSpec(NO_DRAFTS)
+        self._target: TargetModel
+
+    def attach(self, setup: DraftSetup) -> None:
+        """Keep the target."""
+        self._target = setup.target
+
+    def propose(self, iteration: Iteration) -> DraftWindow:
+        """The last token alone."""
+        return self._target.last_tokens(iteration.rows)
+
+    def follow(self, iteration: Iteration, accepted: Accepted) -> None:
+        """There is no draft state."""
+
+    def follow_prompt(self, extend: ExtendPass) -> None:
+        """There is no draft state."""

@@ -1,0 +1,85 @@
+"""Dry runs over padding rows with everything that requests can ask for: they compile kernels and show the peak of activations."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from runtime.batch import PAD_ROW, RowInit, ScheduleBatch, no_ints
+from runtime.layers.sampler import sample, top_logprobs
+from runtime.layers.sampling_tables import SamplingNeeds
+from runtime.model_executor.context import WorkerContext
+from runtime.model_executor.iteration import Iteration
+from runtime.model_executor.request_rows import GREEDY
+from runtime.model_executor.staging import HostCopy
+from runtime.model_executor.target_model import TargetModel
+from runtime.model_executor.worker import WorkerParts, send_to_host
+from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+
+FILTERED = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01)
+"""Sampling parameters that need every filter."""
+
+
+def measure_activations(context: WorkerContext, parts: WorkerParts) -> int:
+    """Bytes that the largest prompt step and the acceptance of the largest batches take at their peak, found by dry runs over page 0.
+
+    0 on the CPU, whose allocator returns what it does not use.
+    """
+    if context.device.type != "cuda":
+        return 0
+    target = parts.target
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.inference_mode():
+        extend, prompts = target.extend(padding_prompt(context))
+        parts.drafter.follow_prompt(extend)
+        prompts.wait()
+        if not context.config.scheduler.mixed_chunk:  # with it, decode rows are accepted while the states of the prompts exist
+            del extend, prompts
+        for depth, count in parts.depths.limits.items():
+            accept_padding(parts, depth, count)
+        target.rows.admit([RowInit(PAD_ROW, 0, GREEDY, 0, no_ints())])
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    target.reset()
+    parts.drafter.reset()
+    torch.cuda.empty_cache()
+    return peak
+
+
+def padding_prompt(context: WorkerContext) -> ScheduleBatch:
+    """The largest step of prompts, all in the padding row: as many prompts as can run, the first ones as long as fits, all sampled."""
+    count = max(min(context.running, context.extend_tokens // 2), 1)
+    lens, left = np.ones(count, dtype=np.int32), context.extend_tokens - count
+    for i in range(count):
+        lens[i] += (more := min(left, context.config.model.context_length - 2))
+        left -= more
+    zeros = np.zeros(count, dtype=np.int32)
+    return ScheduleBatch(
+        step=0, rows=zeros + PAD_ROW, len_bounds=zeros, top_logprobs=zeros + MAX_TOP_LOGPROBS,
+        new_rows=[RowInit(PAD_ROW, 1, FILTERED, 0, no_ints())], prefix_lens=zeros, extend_lens=lens,
+        token_ids=np.zeros(int(lens.sum()), dtype=np.int32), next_tokens=zeros - 1, prompt_logprobs=zeros == np.arange(count),
+    )  # fmt: skip
+
+
+def accept_padding(parts: WorkerParts, depth: int, count: int) -> None:
+    """Draft for `count` padding rows and accept with everything that requests can ask for. Commits nothing."""
+    zeros, rows = np.zeros(count, dtype=np.int32), torch.zeros(count, dtype=torch.int64, device=parts.target.device)
+    parts.inputs.rows(count).zero_()
+    kv_lens = parts.inputs.kv_lens(count).zero_()
+    iteration = Iteration(depth, zeros, rows, kv_lens, zeros, SamplingNeeds.every(count), MAX_TOP_LOGPROBS)
+    draft, verified = parts.drafter.propose(iteration), parts.verifier.latest(iteration)
+    result = parts.accepter.decide(iteration, draft, verified)
+    send_to_host(iteration, result, verified).wait()
+    greedy = Iteration(depth, zeros[:0], rows, kv_lens, zeros, SamplingNeeds(True, True, False, [], [], []))
+    if parts.accepter.fusable(greedy, draft):  # compile its kernel now, not at the first batch
+        parts.accepter.accept_fused(greedy, draft, verified)
+
+
+def sample_padding(target: TargetModel, logits: torch.Tensor) -> None:
+    """Sample from float32 [B, V] logits with everything that requests can ask for."""
+    rows = torch.full((len(logits),), PAD_ROW, dtype=torch.int64, device=logits.device)
+    tokens = sample(logits, target.rows.tables, rows, rows, SamplingNeeds.every(len(logits)))
+    HostCopy(*top_logprobs(logits, tokens, MAX_TOP_LOGPROBS)).wait()

@@ -1,0 +1,114 @@
+"""One iteration of the decoding requests, from proposal to commit: what each stage hands to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from runtime.layers.sampling_tables import SamplingNeeds
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """The decode rows of one step: `live` requests, `size` with padding.
+
+    Attributes:
+        depth: K, drafts on a path; 0 for none.
+        host_rows: int32 [live], on the host: request rows.
+        rows: int64 [size], request rows; padding: row 0.
+        kv_lens: int32 [size], KV lengths before the iteration; padding: 0.
+        bounds: int32 [size], on the host: upper bounds of `kv_lens`.
+        needs: what the sampler has to do.
+        top_logprobs: number of most likely tokens to report for each token; -1 for no log-probabilities.
+        eager_sample: whether drafting and verification run eagerly, to be compared with replays.
+        precedes_eager_sample: whether the next iteration is the sample: verification and draft-extend run eagerly, since it starts from
+            their results.
+    """
+
+    depth: int
+    host_rows: npt.NDArray[np.int32]
+    rows: torch.Tensor
+    kv_lens: torch.Tensor
+    bounds: npt.NDArray[np.int32]
+    needs: SamplingNeeds
+    top_logprobs: int = -1
+    eager_sample: bool = False
+    precedes_eager_sample: bool = False
+
+    @property
+    def live(self) -> int:
+        """Requests without the padding."""
+        return len(self.host_rows)
+
+    @property
+    def size(self) -> int:
+        """Requests with the padding."""
+        return len(self.bounds)
+
+    def part(self, start: int, stop: int) -> Iteration:
+        """Requests `start` to `stop`."""
+        one = slice(start, stop)
+        return replace(
+            self,
+            host_rows=self.host_rows[one],
+            rows=self.rows[one],
+            kv_lens=self.kv_lens[one],
+            bounds=self.bounds[one],
+            needs=self.needs.part(start, stop),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """The target over the windows of an iteration. Valid until the next verify pass.
+
+    Attributes:
+        logits: float32 [size * D, V].
+        tokens: int64 [size, D], the argmax of each.
+        features: [size * D, feature], the states that the drafter reads.
+        graph: whether a graph was replayed.
+    """
+
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    features: torch.Tensor
+    graph: bool
+
+    def part(self, start: int, stop: int) -> VerifyResult:
+        """Requests `start` to `stop`."""
+        D = self.tokens.shape[1]
+        window = slice(start * D, stop * D)
+        return VerifyResult(self.logits[window], self.tokens[start:stop], self.features[window], self.graph)
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptResult:
+    """Which tokens an iteration commits. Padding rows hold anything valid.
+
+    Attributes:
+        accept_lens: int32 [size], each in 1..D.
+        tokens: int64 [size, D]: the committed tokens, then anything valid.
+        path: int64 [size, D]: window index of each committed position (trees); None for 0, 1, 2, …
+    """
+
+    accept_lens: torch.Tensor
+    tokens: torch.Tensor
+    path: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What a drafter follows: the committed tokens, and the target's pass over their window.
+
+    Attributes:
+        result: what was committed.
+        window: int64 [size, D]: the tokens that were verified.
+        features: [size * D, feature]: the target's states over the window.
+    """
+
+    result: AcceptResult
+    window: torch.Tensor
+    features: torch.Tensor

@@ -1,0 +1,57 @@
+"""Results of a step: log-probabilities on their way to the host, and one result of prompt chunks and decode rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from runtime.batch import BatchResult, Logprobs
+from runtime.layers.sampler import top_logprobs
+from runtime.model_executor.staging import HostCopy
+
+Mask = npt.NDArray[np.bool_]
+
+
+class LogprobCopy:
+    """Log-probabilities of N tokens on their way to the host: the tensors that `top_logprobs` returns."""
+
+    def __init__(self, chosen: torch.Tensor, ids: torch.Tensor, top: torch.Tensor) -> None:
+        self._copy = HostCopy(chosen, ids, top)
+
+    def wait(self, keep: Mask | None = None) -> Logprobs:
+        """Wait for them; `keep` bool [N] selects tokens."""
+        chosen, ids, top = self._copy.wait()
+        if keep is not None:
+            chosen, ids, top = chosen[keep], ids[keep], top[keep]
+        return Logprobs(chosen=chosen.astype(np.float32), top_ids=ids.astype(np.int32), top=top.astype(np.float32))
+
+
+def copy_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, index: torch.Tensor | None = None) -> LogprobCopy | None:
+    """Start the copy of `top_logprobs(logits, tokens, k, index)`; None where k < 0."""
+    return LogprobCopy(*top_logprobs(logits, tokens, k, index)) if k >= 0 else None
+
+
+def join(prompts: BatchResult | None, decodes: BatchResult | None) -> BatchResult:
+    """The result of one step from those of its prompt chunks and its decode rows, at least one of which it has."""
+    if prompts is None or decodes is None:
+        only = prompts or decodes
+        assert only is not None
+        return only
+    return BatchResult(
+        token_ids=np.concatenate([prompts.token_ids, decodes.token_ids]),
+        accept_lens=np.concatenate([prompts.accept_lens, decodes.accept_lens]),
+        logprobs=_join_logprobs(prompts.logprobs, decodes.logprobs),
+        prompt_logprobs=prompts.prompt_logprobs,
+        stats=decodes.stats,
+    )
+
+
+def _join_logprobs(first: Logprobs | None, second: Logprobs | None) -> Logprobs | None:
+    if first is None or second is None:
+        return None
+    return Logprobs(
+        chosen=np.concatenate([first.chosen, second.chosen]),
+        top_ids=np.concatenate([first.top_ids, second.top_ids]),
+        top=np.concatenate([first.top, second.top]),
+    )

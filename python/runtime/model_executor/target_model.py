@@ -1,0 +1,227 @@
+"""The target: stages a batch, runs its prompt chunks and windows in one pass, and keeps the rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from runtime.batch import PAD_ROW, BatchResult, ScheduleBatch
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.sampler import sample, top_logprobs
+from runtime.layers.sampling_tables import SamplingNeeds
+from runtime.mem_cache.kv_pool import PageTable
+from runtime.model_executor.draft_window import DraftWindow
+from runtime.model_executor.graph_runner import GraphRunner
+from runtime.model_executor.model_runner import ModelRunner
+from runtime.model_executor.request_rows import RequestRows
+from runtime.model_executor.results import LogprobCopy, copy_logprobs
+from runtime.model_executor.short_prompts import ShortPrompts
+from runtime.model_executor.staging import HostCopy, StagingRing
+from runtime.model_executor.window import prompts_and_windows
+
+LOGPROB_CHUNK = 256
+"""Prompt positions whose logits exist at the same time, where prompt log-probabilities are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The prompt chunks of one step, on the device.
+
+    Attributes:
+        batch: the ragged inputs.
+        rows: int64 [E].
+        last: int64 [E]. Index among the T tokens of each chunk's last one.
+        given: int64 [E]. The prompt token after the chunk, or -1 where one is sampled.
+    """
+
+    batch: ForwardBatch
+    rows: torch.Tensor
+    last: torch.Tensor
+    given: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The target's states: `hidden` [N, hidden], and `aux` [N, A * hidden] where the drafter reads auxiliary layers."""
+
+    hidden: torch.Tensor
+    aux: torch.Tensor | None
+
+    @property
+    def features(self) -> torch.Tensor:
+        """What a drafter reads."""
+        return self.hidden if self.aux is None else self.aux
+
+    def part(self, start: int, stop: int | None) -> States:
+        """Tokens `start` to `stop`."""
+        return States(self.hidden[start:stop], None if self.aux is None else self.aux[start:stop])
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendPass:
+    """Prompt chunks after the target ran: what a drafter needs to follow.
+
+    Attributes:
+        chunks: their inputs.
+        next_tokens: int64 [E]. The token after each chunk: from the prompt, or just sampled.
+        states: of the T tokens.
+        needs: what the sampler had to do.
+    """
+
+    chunks: Chunks
+    next_tokens: torch.Tensor
+    states: States
+    needs: SamplingNeeds
+
+
+class TargetModel:
+    """Owner of the target's runner, the rows, the page table and the staging ring.
+
+    Attributes:
+        aux_layers: layers whose states passes return beside the last hidden states.
+        short_prompts: graphs for short prompts, set once before memory is planned; None where all prompts run eagerly.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        rows: RequestRows,
+        page_table: PageTable,
+        staging: StagingRing,
+        aux_layers: tuple[int, ...] = (),
+    ) -> None:
+        self.runner, self.rows, self.page_table, self.staging = runner, rows, page_table, staging
+        self.aux_layers = aux_layers
+        self.short_prompts: ShortPrompts | None = None
+        self.device = runner.device
+
+    # ---- outside any graph
+
+    def reset(self) -> None:
+        """Forget every request: lengths, last tokens and pages. What KV holds is not read after that."""
+        self.rows.kv_lens.zero_()
+        self.rows.last_tokens.zero_()
+        self.page_table.pages.zero_()
+
+    @property
+    def prompt_runners(self) -> list[GraphRunner]:
+        """The graph runner of short prompts, if there is one."""
+        return [] if self.short_prompts is None else [self.short_prompts.runner]
+
+    def last_tokens(self, rows: torch.Tensor) -> DraftWindow:
+        """Windows without drafts for request rows int64 [size]."""
+        return DraftWindow(self.rows.last_tokens[rows][:, None])
+
+    def stage_rows(self, batch: ScheduleBatch, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write pages and new rows.
+
+        Returns:
+            int64 [E] rows of the prompt chunks, and int64 [size] those of the decode rows, padded with row 0.
+        """
+        self.rows.admit(batch.new_rows)
+        decoding = np.full(size, PAD_ROW, dtype=np.int32)
+        decoding[: batch.num_decodes] = batch.rows[batch.num_prompts :]
+        chunks, decoding_d, page_rows, page_cols, page_ids = self.staging.upload(
+            batch.rows[: batch.num_prompts], decoding, batch.page_rows, batch.page_cols, batch.page_ids
+        )
+        if len(batch.page_ids):
+            self.page_table.write(page_rows.to(torch.int64), page_cols.to(torch.int64), page_ids)
+        return chunks.to(torch.int64), decoding_d.to(torch.int64)
+
+    def stage_chunks(self, batch: ScheduleBatch, rows: torch.Tensor) -> Chunks:
+        """The inputs of the prompt chunks. rows int64 [E], from `stage_rows`."""
+        lens = batch.extend_lens
+        ends = lens.cumsum(dtype=np.int32)
+        indptr = np.concatenate([np.zeros(1, dtype=np.int32), ends])
+        starts = np.repeat(batch.prefix_lens - indptr[:-1], lens)
+        positions = (np.arange(ends[-1], dtype=np.int32) + starts).astype(np.int32)
+        seq_lens = (batch.prefix_lens + lens).astype(np.int32)
+        owner = np.repeat(np.arange(batch.num_prompts, dtype=np.int32), lens)
+        ids_d, pos_d, owner_d, indptr_d, lens_d, last_d, next_d = self.staging.upload(
+            batch.token_ids, positions, owner, indptr, seq_lens, ends - 1, batch.next_tokens
+        )
+        position = pos_d.to(torch.int64)
+        forward = ForwardBatch(
+            mode=batch.mode,
+            batch_size=batch.num_prompts,
+            tokens_per_req=0,
+            input_ids=ids_d.to(torch.int64),
+            positions=position,
+            out_cache_loc=self.page_table.slots(rows[owner_d.to(torch.int64)], position),
+            req_pool_indices=rows,
+            seq_lens=lens_d.clone(),
+            qo_indptr=indptr_d.clone(),
+            seq_len_bounds=seq_lens,
+            extend_lens=lens,
+        )
+        return Chunks(forward, rows, last_d.to(torch.int64), next_d.to(torch.int64))
+
+    def run(self, chunks: Chunks, windows: ForwardBatch | None = None, live: int = 0) -> tuple[States, States]:
+        """One pass over prompt chunks and, after them, the first `live` requests of `windows`: the states of both."""
+        prompts, T = chunks.batch, chunks.batch.num_tokens
+        if windows is not None:
+            states = States(*self.runner.extend(prompts_and_windows(prompts, windows, live), self.aux_layers))
+        else:
+            short = None if self.short_prompts is None else self.short_prompts.run(prompts)
+            states = States(*(short or self.runner.extend(prompts, self.aux_layers)))
+        return states.part(0, T), states.part(T, None)
+
+    def sample_next(self, batch: ScheduleBatch, chunks: Chunks, states: States) -> tuple[ExtendPass, PromptsPending]:
+        """Sample where a prompt ends, set the rows' lengths and last tokens, and send the tokens to the host."""
+        rows, positions = chunks.rows, chunks.batch.seq_lens.to(torch.int64)
+        needs = self.rows.needs(batch.rows[: batch.num_prompts])
+        logits = self.runner.model.logits(states.hidden[chunks.last])
+        sampled = sample(logits, self.rows.tables, rows, positions, needs)
+        ends = chunks.given < 0
+        next_tokens = torch.where(ends, sampled, chunks.given)
+        self.rows.kv_lens[rows] = chunks.batch.seq_lens
+        self.rows.last_tokens[rows] = next_tokens
+        if needs.penalised:
+            self.rows.count(rows, next_tokens[:, None], ends[:, None])
+        logprobs = copy_logprobs(logits, next_tokens, int(batch.top_logprobs.max(initial=-1)))
+        prompt = self._prompt_logprobs(batch, chunks, states.hidden, next_tokens)
+        pending = PromptsPending(batch.next_tokens < 0, HostCopy(next_tokens), logprobs, prompt)
+        return ExtendPass(chunks, next_tokens, states, needs), pending
+
+    def extend(self, batch: ScheduleBatch) -> tuple[ExtendPass, PromptsPending]:
+        """Run a step of prompt chunks alone."""
+        chunks = self.stage_chunks(batch, self.stage_rows(batch)[0])
+        return self.sample_next(batch, chunks, self.run(chunks)[0])
+
+    def _prompt_logprobs(
+        self, batch: ScheduleBatch, chunks: Chunks, hidden: torch.Tensor, next_tokens: torch.Tensor
+    ) -> dict[int, LogprobCopy]:
+        """Log-probabilities of the token after each prompt token, for chunks that want them, some logits at a time."""
+        found: dict[int, LogprobCopy] = {}
+        start = 0
+        for i, length in enumerate(batch.extend_lens.tolist()):
+            if len(batch.prompt_logprobs) and batch.prompt_logprobs[i]:
+                following = torch.cat([chunks.batch.input_ids[start + 1 : start + length], next_tokens[i : i + 1]])
+                pieces = zip(hidden[start : start + length].split(LOGPROB_CHUNK), following.split(LOGPROB_CHUNK), strict=True)
+                k = max(int(batch.top_logprobs[i]), 0)
+                parts = [top_logprobs(self.runner.model.logits(piece), ids, k) for piece, ids in pieces]
+                found[i] = LogprobCopy(*(torch.cat(column) for column in zip(*parts, strict=True)))
+            start += length
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class PromptsPending:
+    """The tokens of prompt chunks on their way to the host. `ends`: bool [E], on the host, whether a token was sampled."""
+
+    ends: np.ndarray
+    tokens: HostCopy
+    logprobs: LogprobCopy | None
+    prompt_logprobs: dict[int, LogprobCopy]
+
+    def wait(self) -> BatchResult:
+        """Wait for them."""
+        (tokens,) = self.tokens.wait()
+        return BatchResult(
+            token_ids=tokens[self.ends].astype(np.int32),
+            accept_lens=self.ends.astype(np.int32),
+            logprobs=None if self.logprobs is None else self.logprobs.wait(self.ends),
+            prompt_logprobs={i: copy.wait() for i, copy in self.prompt_logprobs.items()},
+        )

@@ -1,0 +1,98 @@
+"""What a worker reports about itself, for `/get_server_info`, metrics and benchmarks. No torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class GraphInfo(msgspec.Struct):
+    """Cost of one runner's graphs. `sizes` are requests (or tokens of a short prompt) that have a graph."""
+
+    runner: str
+    sizes: list[int]
+    seconds: float
+    reserved_mib: float
+    used_mib: float
+
+
+class RunnerRuns(msgspec.Struct):
+    """Runs of one graph runner so far: graphs replayed, and passes run eagerly."""
+
+    runner: str
+    replayed: int
+    eager: int
+
+
+class AcceptanceCounts(msgspec.Struct):
+    """Acceptance of one kind of run. The lists have an entry for each draft position; see `AcceptanceCounters`."""
+
+    iterations: int
+    accept_length: float
+    drafted_tokens: int
+    accepted_tokens: int
+    drafted: list[int]
+    reached: list[int]
+    accepted: list[int]
+    rates: list[float]
+
+
+class Drift(msgspec.Struct, frozen=True):
+    """One draft position where two runs accept differently, beyond chance.
+
+    Attributes:
+        position: 0 for the first draft.
+        graph, eager: acceptance rates.
+        z: their difference in standard deviations; negative where the graph accepts less.
+    """
+
+    position: int
+    graph: float
+    eager: float
+    z: float
+
+    def __str__(self) -> str:
+        return f"draft {self.position + 1}: {self.graph:.3f} accepted through graphs, {self.eager:.3f} eagerly (z = {self.z:+.1f})"
+
+
+class AcceptanceStats(msgspec.Struct):
+    """Acceptance since the start, by how verification ran, and the positions where graphs and the eager sample differ.
+
+    Attributes:
+        graph: windows verified by a replayed graph.
+        eager_sample: windows verified eagerly in place of a replay, to be compared with `graph`.
+        eager: all other windows.
+    """
+
+    graph: AcceptanceCounts
+    eager_sample: AcceptanceCounts
+    eager: AcceptanceCounts
+    drift: list[Drift]
+
+
+class SpeculativeInfo(msgspec.Struct):
+    """How drafts are made."""
+
+    algorithm: str
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+    disable_by_batch_size: int | None
+
+
+class WorkerInfo(msgspec.Struct):
+    """What a worker chose and measured at start-up, and its counters since.
+
+    Attributes:
+        startup_seconds: by phase.
+        memory_mib: the memory plan, by owner.
+        gemms: the kernel that autotuning chose, by GEMM; empty where nothing was tuned.
+        acceptance, speculative: None without speculation.
+    """
+
+    startup_seconds: dict[str, float] = {}
+    memory_mib: dict[str, float] = {}
+    gemms: dict[str, str] = {}
+    graphs: list[GraphInfo] = []
+    graph_runs: list[RunnerRuns] = []
+    speculative: SpeculativeInfo | None = None
+    acceptance: AcceptanceStats | None = None

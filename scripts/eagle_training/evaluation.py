@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 import runtime
@@ -98,7 +99,7 @@ def _measure_set(engine: Engine, tokenizer: Tokenizer, prompts: PromptSet, steps
         "set": prompts.name,
         "prompts": len(ids),
         "tokens": sum(len(output["output_ids"]) for output in outputs),
-        **_sum(counted, steps).to_json(),
+        **msgspec.to_builtins(_sum(counted, steps).stats()),
         "looping_answers": sum(loops),
         "accept_length_without_loops": _sum([c for c, loop in zip(counted, loops, strict=True) if not loop], steps).mean_accept_len,
         "accept_length_by_kind": kinds,

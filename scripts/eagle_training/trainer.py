@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from tqdm import tqdm
 
@@ -210,7 +211,7 @@ class Trainer:
         self.head.eval()
         counters = estimate(self.head, self.target, self._held_out, c.passes, c.batch_tokens, c.amp)
         self.head.train()
-        found = {"step": p.step, "seconds": round(p.seconds, 1), "tokens": p.tokens, **counters.to_json()}
+        found = {"step": p.step, "seconds": round(p.seconds, 1), "tokens": p.tokens, **msgspec.to_builtins(counters.stats())}
         p.checks.append(found)
         rates = " ".join(f"{rate:.3f}" for rate in counters.rates())
         tqdm.write(f"step {p.step}: held-out accept length {counters.mean_accept_len:.3f} with K = {c.passes}; by position {rates}")

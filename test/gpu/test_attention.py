@@ -344,7 +344,7 @@ def test_float32_is_refused_when_built(name: str) -> None:
 @pytest.mark.parametrize("masked", ["mixed", "window"])
 def test_a_tree_beside_a_window_is_refused_when_planned(name: str, masked: str) -> None:
     world = make_world(name, replace(plain(128, 16, 4, tail=4), kernel=(BF16, 128, masked), window=100))
-    with pytest.raises(ConfigError, match=f"full attention in every layer with {name.split()[0]}; use --speculative-eagle-topk 1"):
+    with pytest.raises(ConfigError, match=f"full attention in every layer with {name.split()[0]}. Use --speculative-eagle-topk 1"):
         plan_pass(world.fast, fixed_batch(world.kind))
 
 

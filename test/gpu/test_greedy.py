@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from runtime.config.device_tuning import H200
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.timings import GemmTimings
-from runtime.layers.gemm.triton_gemm import MAX_ROWS, TritonConfig, triton_gemm, triton_gemm_argmax
+from runtime.layers.gemm.triton_gemm import MAX_ROWS, TritonConfig, triton_gemm
 from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
 from runtime.layers.linear import Linear
 
@@ -43,7 +43,9 @@ def definition(logits: torch.Tensor) -> torch.Tensor:
 
 def greedy(x: torch.Tensor, weight: torch.Tensor, config: TritonConfig, **given: torch.Tensor | None) -> torch.Tensor:
     tokens = torch.empty(len(x), dtype=torch.int64, device=DEVICE)
-    return argmax_chunks(triton_gemm_argmax(x, weight, config, **given), tokens, pdl=False)
+    partial = torch.empty((2, len(x), config.parts(len(weight))), dtype=torch.int32, device=DEVICE)
+    triton_gemm(x, weight, given.get("out"), config, Epilogue(bias=given.get("bias"), argmax=partial))
+    return argmax_chunks(partial, tokens, pdl=False)
 
 
 @pytest.mark.parametrize("config", CUTS, ids=str)

@@ -15,7 +15,7 @@ from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.gemm import GemmOp
 from runtime.layers.gemm.tilings import wgmma_configs
-from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, _kernel, _Variant, supports, wgmma_gemm, wgmma_gemm_argmax
+from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, _kernel, _Variant, supports, wgmma_gemm
 from runtime.layers.kernels.argmax_kernel import argmax_chunks
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -55,6 +55,14 @@ def compiled() -> None:
 def matrices(rows: int, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor]:
     x, weight = (torch.randn((n, K), device="cuda").mul_(K**-0.25).to(dtype) for n in (rows, N))
     return x, weight
+
+
+def tile_argmax(
+    x: torch.Tensor, weight: torch.Tensor, config: WgmmaConfig, out: torch.Tensor | None = None, pdl: bool = False
+) -> torch.Tensor:
+    partial = torch.empty((2, len(x), config.parts(len(weight))), dtype=torch.int32, device="cuda")
+    wgmma_gemm(x, weight, out, config, Epilogue(argmax=partial), pdl=pdl)
+    return partial
 
 
 def off(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -134,8 +142,8 @@ def test_the_argmax_of_each_row_is_that_of_the_stored_logits(rows: int) -> None:
     weight[500:].mul_(4)
     for config in WHOLE:
         logits = torch.full((rows + 1, N), float("nan"), device="cuda")
-        stored = wgmma_gemm_argmax(x, weight, config, out=logits[:rows], pdl=True)
-        alone = wgmma_gemm_argmax(x, weight, config, pdl=True)
+        stored = tile_argmax(x, weight, config, out=logits[:rows], pdl=True)
+        alone = tile_argmax(x, weight, config, pdl=True)
         assert torch.equal(stored, alone), config
         assert torch.equal(logits[:rows], wgmma_gemm(x, weight, torch.empty_like(logits[:rows]), config)), config
         assert logits[rows].isnan().all(), f"{config} writes past its rows"
@@ -150,7 +158,7 @@ def test_the_argmax_orders_infinities_zeros_and_nan_as_torch_does() -> None:
     for row, value in enumerate(special):  # times the identity a row is itself where no other entry is infinite or NaN
         x[row, 40] = value
     logits = torch.empty((len(special), 64), device="cuda")
-    partial = wgmma_gemm_argmax(x, weight, WgmmaConfig(16), out=logits)
+    partial = tile_argmax(x, weight, WgmmaConfig(16), out=logits)
     got = argmax_chunks(partial, torch.empty(len(special), dtype=torch.int64, device="cuda"), False)
     assert torch.equal(got, logits.argmax(dim=1))
 

@@ -88,4 +88,4 @@ def test_the_server_accepts_what_training_estimates(head_folder: Path) -> None:
     estimated = estimate(head, target, answers, shape.steps, 2048, torch.float32)
     assert served.accepted.sum() > 0, "the head must get something right for this to mean anything"
     assert abs(served.iterations - estimated.iterations) <= len(talks)
-    assert (abs(served.accepted - estimated.accepted) <= len(talks)).all(), (served.to_json(), estimated.to_json())
+    assert (abs(served.accepted - estimated.accepted) <= len(talks)).all(), (served.stats(), estimated.stats())

@@ -16,6 +16,7 @@ BF16 = torch.bfloat16
 BIAS = torch.empty(WEIGHT_ROWS, dtype=BF16)
 SCALE = RowScale(torch.empty((ROWS, 5)), 1e-5)
 DEFERRED = DeferredNorm(BIAS, torch.empty((ROWS, WEIGHT_ROWS), dtype=BF16), torch.empty((ROWS, PARTS)))
+ARGMAX = torch.empty((2, ROWS, PARTS), dtype=torch.int32)
 FULL, HALF = torch.empty((ROWS, WEIGHT_ROWS)), torch.empty((ROWS, WEIGHT_ROWS // 2))
 
 
@@ -32,7 +33,8 @@ def fits(epilogue: Epilogue, out: torch.Tensor | None) -> bool:
     [
         (NO_EPILOGUE, FULL),
         (NO_EPILOGUE, FULL.to(BF16)),
-        (Epilogue(bias=BIAS), None),
+        (Epilogue(bias=BIAS, argmax=ARGMAX), None),
+        (Epilogue(bias=BIAS, argmax=ARGMAX), FULL),
         (Epilogue(bias=BIAS, silu=True, scale=SCALE), HALF),
         (Epilogue(bias=BIAS, add=True, scale=SCALE, deferred=DEFERRED), FULL),
     ],
@@ -46,6 +48,11 @@ def test_epilogues_that_fit_are_accepted(epilogue: Epilogue, out: torch.Tensor |
     [
         (NO_EPILOGUE, HALF),
         (NO_EPILOGUE, FULL[:2]),
+        (NO_EPILOGUE, None),
+        (Epilogue(argmax=ARGMAX[:, :2]), FULL),
+        (Epilogue(argmax=ARGMAX), FULL.to(BF16)),
+        (Epilogue(argmax=ARGMAX, add=True), FULL),
+        (Epilogue(argmax=ARGMAX, silu=True), HALF),
         (Epilogue(silu=True), FULL),
         (Epilogue(silu=True, add=True), HALF),
         (Epilogue(bias=BIAS[:4], silu=True), HALF),

@@ -265,7 +265,7 @@ def test_short_prompts_run_without_decode_rows() -> None:
 
 
 def test_decode_rows_take_at_most_half_of_a_chunk() -> None:
-    """Windows of 4 tokens and chunks of 32: up to four decode rows fit beside a chunk; five requests decode between two prompt steps."""
+    """Windows of 4 tokens, chunks of 32: four decode rows fit beside a chunk; five decode between two prompt steps."""
     for running in range(1, 7):
         harness = Harness(limits_of(mixed=True, max_accept_len=3, tokens_per_step=4, max_total_tokens=2048), chunked_prefill_size=32)
         asked = [harness.ask(f"r{i}", [i], max_new_tokens=100, ignore_eos=True) for i in range(running)]
@@ -303,7 +303,7 @@ def test_a_worker_without_mixed_steps_gets_none() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_mixed_step_never_causes_a_retraction(overlap: bool) -> None:
-    """A prompt takes nearly all pages when it is admitted. The decode row soon lacks a page; the remaining chunks then run alone."""
+    """An admitted prompt takes nearly all pages. The decode row soon lacks one; the remaining chunks then run alone."""
     limits = limits_of(mixed=True, max_total_tokens=32, overlap=overlap)
     harness = Harness(limits, schedule_conservativeness=0.0, chunked_prefill_size=4, max_prefill_tokens=64)
     first = harness.ask("first", [1, 2], max_new_tokens=24, ignore_eos=True)

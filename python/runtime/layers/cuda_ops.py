@@ -17,8 +17,8 @@ from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
 from runtime.layers.gemm.tilings import GemmChoice, default_choice, m_bucket
 from runtime.layers.gemm.timings import GemmTimings
-from runtime.layers.gemm.triton_gemm import MAX_ROWS, TritonConfig, triton_gemm, triton_gemm_argmax
-from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, wgmma_gemm, wgmma_gemm_argmax
+from runtime.layers.gemm.triton_gemm import MAX_ROWS, TritonConfig, triton_gemm
+from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, wgmma_gemm
 from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
 from runtime.layers.kernels.rms_norm import rms_norm_rows
 from runtime.layers.kernels.rope_and_cache import rope_and_cache
@@ -184,13 +184,15 @@ class CudaOps:
         if choice is None:
             return linear(x)
         out = torch.empty((x.shape[0], linear.out_features), dtype=x.dtype, device=x.device)
-        return self._skinny(x, linear.weight, out, choice, Epilogue(bias=linear.bias, scale=scale))
+        self._skinny(x, linear.weight, out, choice, Epilogue(bias=linear.bias, scale=scale))
+        return out
 
     def _gate_up(self, x: torch.Tensor, scale: RowScale | None, gate_up: Linear, choice: GemmChoice) -> torch.Tensor:
         if choice is None:
             return silu_and_mul(gate_up(x))
         out = torch.empty((x.shape[0], gate_up.out_features // 2), dtype=x.dtype, device=x.device)
-        return self._skinny(x, gate_up.weight, out, choice, Epilogue(bias=gate_up.bias, silu=True, scale=scale))
+        self._skinny(x, gate_up.weight, out, choice, Epilogue(bias=gate_up.bias, silu=True, scale=scale))
+        return out
 
     def _linear_add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor, next_norm: RMSNorm | None, choice: GemmChoice) -> Stream:
         if linear.is_partial:  # the sum over ranks comes before the add and the norm
@@ -218,24 +220,29 @@ class CudaOps:
             tokens = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
         if choice is None or (logits is not None and not logits.is_contiguous()):
             return argmax_rows(self._logits(x, head, logits, choice), tokens, self.pdl)
-        if isinstance(choice, TritonConfig):
-            partial = triton_gemm_argmax(x.contiguous(), head.weight, choice, out=logits, bias=head.bias, pdl=self.pdl)
-        else:
-            partial = wgmma_gemm_argmax(x.contiguous(), head.weight, choice, out=logits, bias=head.bias, pdl=self.pdl)
+        partial = torch.empty((2, x.shape[0], choice.parts(head.out_features)), dtype=torch.int32, device=x.device)
+        self._skinny(x, head.weight, logits, choice, Epilogue(bias=head.bias, argmax=partial))
         return argmax_chunks(partial, tokens, self.pdl)
 
     def _skinny(
-        self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, choice: TritonConfig | WgmmaConfig, epilogue: Epilogue
-    ) -> torch.Tensor:
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None,
+        choice: TritonConfig | WgmmaConfig,
+        epilogue: Epilogue,
+    ) -> None:
         if isinstance(choice, TritonConfig):
-            return triton_gemm(x.contiguous(), weight, out, choice, epilogue, pdl=self.pdl)
-        return wgmma_gemm(x.contiguous(), weight, out, choice, epilogue, pdl=self.pdl)
+            triton_gemm(x.contiguous(), weight, out, choice, epilogue, pdl=self.pdl)
+        else:
+            wgmma_gemm(x.contiguous(), weight, out, choice, epilogue, pdl=self.pdl)
 
     def _logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None, choice: GemmChoice) -> torch.Tensor:
         if out is None:
             out = torch.empty((x.shape[0], head.out_features), dtype=torch.float32, device=x.device)
         if choice is not None and out.is_contiguous():
-            return self._skinny(x, head.weight, out, choice, Epilogue(bias=head.bias))
+            self._skinny(x, head.weight, out, choice, Epilogue(bias=head.bias))
+            return out
         if not self._float32_gemms or not head.is_dense:
             return out.copy_(head(x))
         torch.ops.aten.mm.dtype_out(x, head.weight.t(), torch.float32, out=out)

@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from runtime.batch import CostModel, WorkerLimits
+from runtime.config.device_tuning import CPU
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.layers.attention.registry import backend_class
 from runtime.layers.backend_selection import select_ops, select_sampling
@@ -42,11 +43,6 @@ from runtime.worker_info import GraphInfo, SpeculativeInfo
 
 log = logging.getLogger(__name__)
 MakeDrafter = Callable[[WorkerContext, DecoderModel], Drafter]
-CPU_KV_SHARE = 0.25
-"""Share of the free memory that KV takes on a machine without a GPU."""
-CPU_KV_MOST = 4 << 30
-CPU_BUSY_TOKENS = 256
-"""Prompt tokens below which a pass on the CPU is bound by reading weights."""
 PAGE_LOOKAHEAD_STEPS = 4
 """Steps by which a row's pages exceed its length: one in flight, one submitted, and both of a finished request."""
 
@@ -303,7 +299,7 @@ def plan_kv(
     else:
         free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
         if wanted is None and cache.mem_fraction_static is None:
-            most = min(int(free * CPU_KV_SHARE), CPU_KV_MOST) // bytes_per_slot
+            most = min(int(free * CPU.kv_share), CPU.kv_bytes) // bytes_per_slot
             # A step writes past the end of the context, so one short request needs more than its own context.
             wanted = min(most, max(context.running * length, least + cache.page_size))
     budget = Budget(total, free, activations, reservations, bytes_per_slot)
@@ -358,7 +354,7 @@ def make_limits(context: WorkerContext, plan: MemoryPlan, target: TargetModel, s
         overlap=config.scheduler.overlap and spec.overlap,
         needs_history=spec.needs_history,
         mixed=mixed,
-        cost_model=CostModel(prompt_cost(context, model).saturating_tokens if on_gpu else CPU_BUSY_TOKENS, mixed_from),
+        cost_model=CostModel(prompt_cost(context, model).saturating_tokens if on_gpu else CPU.saturating_tokens, mixed_from),
     )
     log.info("admission: at most %d requests at once, %d tokens of KV, %d tokens a prompt step", limits.max_running_requests,
              limits.max_total_tokens, limits.max_extend_tokens)  # fmt: skip

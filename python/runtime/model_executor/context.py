@@ -11,13 +11,13 @@ from typing import Literal
 
 import torch
 
+from runtime.config.device_tuning import CPU
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.worker_info import WorkerInfo
 
 log = logging.getLogger(__name__)
 ReplayKind = Literal["cuda", "eager", "none"]
-CPU_RUNNING = 16
 
 
 @dataclass(slots=True)
@@ -71,8 +71,10 @@ def make_context(
         torch.set_num_threads(config.device.cpu_threads)
     captured = list(config.graphs.cuda_graph_bs) if sizes is None else sizes
     kind: ReplayKind = replay if replay is not None else ("cuda" if captured and device.type == "cuda" else "none")
-    default = max(captured, default=CPU_RUNNING) if kind == "cuda" else CPU_RUNNING
+    default = max(captured, default=CPU.max_running_requests) if kind == "cuda" else CPU.max_running_requests
     running = config.scheduler.max_running_requests or default
     if captured and running > max(captured) and kind == "cuda":
         log.warning("batches above %d requests have no graph and run eagerly; raise --cuda-graph-max-bs to %d", max(captured), running)
-    return WorkerContext(config, device, getattr(torch, config.device.dtype), running, captured, kind, timings or GemmTimings())
+    return WorkerContext(
+        config, device, getattr(torch, config.device.dtype), running, captured, kind, timings or GemmTimings(config.device.tuning)
+    )

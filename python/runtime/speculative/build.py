@@ -73,7 +73,8 @@ def make_drafter(context: WorkerContext, target: DecoderModel) -> Drafter:
         to_target=model.to_target,
         to_draft=model.to_draft,
     )
-    options = DraftOptions(config.draft_decode_graph, config.draft_extend_graph, model.kernel_launches)
+    launches = model.kernel_launches + context.config.device.tuning.draft_step_launches
+    options = DraftOptions(config.draft_decode_graph, config.draft_extend_graph, launches)
     return EagleWorker(model, runner, spec, options)
 
 

@@ -25,8 +25,6 @@ from runtime.speculative.draft_state import DraftState, guess
 from runtime.speculative.draft_tree import begin, expand, select, top_log_probs
 
 GREEDY, SAMPLED = "greedy", "sampled"
-LAUNCHES_A_PASS = 45
-"""Kernels around the head's layer in one pass: inputs, the guess, and what a tree needs."""
 
 
 def draft_decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launches: int, passes: int) -> RunnerSpec:
@@ -37,7 +35,7 @@ def draft_decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launc
 
     Args:
         most_steps: K at full depth.
-        launches: kernels of one pass of the draft.
+        launches: kernels of one draft pass: those of the model, and those for its inputs, the guess and the tree.
         passes: K - 1, or K for a draft without lookahead.
     """
     D, chain = shape.num_draft_tokens, shape.topk == 1
@@ -54,7 +52,7 @@ def draft_decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launc
         num_steps=passes,
         tree_tail=0 if chain else shape.topk,
         variants=(GREEDY, SAMPLED) if chain else (GREEDY,),
-        launches=passes * (launches + LAUNCHES_A_PASS),
+        launches=passes * launches,
     )
 
 

@@ -20,6 +20,7 @@ class Epilogue:
         out = out + sums if add else sums
         deferred.scaled = out * deferred.gain
         deferred.squares = partial sums of out * out
+        argmax = largest of the sums in each tile of columns
 
     Attributes:
         bias: [N], the weight's dtype.
@@ -27,6 +28,8 @@ class Epilogue:
         add: add to `out` instead of overwriting it.
         scale: of the rows, where a deferred norm precedes this GEMM.
         deferred: needs `add` and a float32 `out`: what is also written for the norm that reads `out` next.
+        argmax: int32 [2, M, tiles] contiguous: the key of each tile's largest sum and its first column, by `tile_argmax`;
+            `out` may then be None, and is float32 otherwise. Not with `silu` or `add`.
     """
 
     bias: torch.Tensor | None = None
@@ -34,6 +37,7 @@ class Epilogue:
     add: bool = False
     scale: RowScale | None = None
     deferred: DeferredNorm | None = None
+    argmax: torch.Tensor | None = None
 
     def columns(self, weight_rows: int) -> int:
         """Columns of `out`."""
@@ -46,9 +50,10 @@ class Epilogue:
             out: what is written; None where only the argmax of each tile is.
             rows: of x.
             weight_rows: of the weight.
-            parts: columns of `deferred.squares`, as the GEMM is tiled.
+            parts: columns of `deferred.squares`, or tiles of `argmax`, as the GEMM is tiled.
         """
         shape = (rows, self.columns(weight_rows))
+        assert out is not None or self.argmax is not None, "expected out or argmax"
         assert out is None or tuple(out.shape) == shape, f"expected out of shape {shape}; got {tuple(out.shape)}"
         assert not (self.silu and self.add), "silu and add exclude each other"
         if self.bias is not None:
@@ -59,6 +64,12 @@ class Epilogue:
             assert self.add, "a deferred norm requires add"
             assert out is not None and out.dtype is torch.float32, "a deferred norm requires a float32 out"  # noqa: PT018
             self.deferred.check(*shape, parts)
+        if self.argmax is not None:
+            expected = (2, rows, parts)
+            assert tuple(self.argmax.shape) == expected, f"expected argmax of shape {expected}; got {tuple(self.argmax.shape)}"
+            assert not self.silu, "argmax excludes silu"
+            assert not self.add, "argmax excludes add"
+            assert out is None or out.dtype is torch.float32, f"argmax requires a float32 out; got {out.dtype}"
 
 
 NO_EPILOGUE = Epilogue()

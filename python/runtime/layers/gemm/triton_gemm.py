@@ -21,7 +21,7 @@ MAX_ROWS = 128
 CHUNK = tl.constexpr(512)
 """Columns of a weight row that one instruction prefetches into L2."""
 SQUARES = tl.constexpr(16)
-"""Partial sums per row that the squares are added to during the main loop: fixed, so that the order of the sum is fixed."""
+"""Partial sums per row that the squares are added to during the main loop: fixed, so that the order is fixed."""
 SQUARES_IN_FLIGHT = 64
 """Sums of squares that a thread loads before it waits for them."""
 
@@ -34,70 +34,33 @@ def padded_rows(rows: int, swap: bool = False) -> int:
 def triton_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     config: TritonConfig,
     epilogue: Epilogue = NO_EPILOGUE,
     *,
     pdl: bool = False,
     launch: bool = True,
-) -> torch.Tensor:
-    """`out = epilogue(x @ weight.T)`.
+) -> torch.Tensor | None:
+    """`out = epilogue(x @ weight.T)`; returns `out`.
 
     Args:
         x: [M, K] contiguous, M <= 128, K a multiple of 16, the weight's dtype.
         weight: [N, K] contiguous, bfloat16 or float16.
-        out: [M, `epilogue.columns(N)`] contiguous, any float dtype; written.
+        out: [M, `epilogue.columns(N)`] contiguous, any float dtype; None where only the argmax is wanted.
         config: the tiling.
-        epilogue: what is done to the sums; a deferred norm gets `config.parts(N)` sums of squares per row.
-        pdl: start before the previous kernel has ended, prefetch weights and wait (programmatic dependent launch, Hopper).
+        epilogue: what is done to the sums; a deferred norm gets `config.parts(N)` sums of squares per row, an argmax as
+            many tiles.
+        pdl: start before the previous kernel has ended, prefetch weights and wait (programmatic dependent launch,
+            Hopper).
         launch: False compiles only; tensors may be mock tensors.
 
     Each row of `out` depends on its own row of x only, summed in an order that N, K and `config` fix.
     """
-    _launch(x, weight, out, None, config, epilogue, pdl, launch)
-    return out
-
-
-def triton_gemm_argmax(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    config: TritonConfig,
-    *,
-    out: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    pdl: bool = False,
-) -> torch.Tensor:
-    """Argmax of `x @ weight.T + bias` in each row and each tile of columns, for `argmax_chunks`; arguments as in `triton_gemm`.
-
-    Args:
-        out: float32 [M, N], written where given: the same numbers as `triton_gemm` writes.
-
-    Returns:
-        int32 [2, M, tiles]: the key of each tile's largest entry and its first column, by `tile_argmax`.
-    """
-    assert out is None or out.dtype is torch.float32, f"expected a float32 out; got {out.dtype}"
-    tiles = triton.cdiv(weight.shape[0], config.block_n)
-    partial = torch.empty((2, x.shape[0], tiles), dtype=torch.int32, device=x.device)
-    _launch(x, weight, out, partial, config, Epilogue(bias=bias), pdl, True)
-    return partial
-
-
-def _launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor | None,
-    partial: torch.Tensor | None,
-    config: TritonConfig,
-    epilogue: Epilogue,
-    pdl: bool,
-    launch: bool,
-) -> None:
-    """Launch, or only compile; writes `out` and `partial` where given."""
     (M, K), N = x.shape, epilogue.columns(weight.shape[0])
     assert M <= MAX_ROWS and K % 16 == 0, f"expected at most {MAX_ROWS} rows and a multiple of 16 columns; got {M} x {K}"  # noqa: PT018
     epilogue.check(out, M, weight.shape[0], config.parts(weight.shape[0]))
     bias, silu, add, scale, deferred = epilogue.bias, epilogue.silu, epilogue.add, epilogue.scale, epilogue.deferred
-    block_n = config.block_n
+    argmax, block_n = epilogue.argmax, config.block_n
     outputs = block_n // 2 if silu else block_n
     tiles = weight
     if config.tma and silu:
@@ -113,11 +76,11 @@ def _launch(
     PARTS = triton.next_power_of_2(count)
     fit = max(SQUARES_IN_FLIGHT * 32 * config.num_warps // BLOCK_M, SQUARES.value)
     args = (
-        x, tiles, weight, out, partial, bias, row_squares, gain, scaled, squares, M, N, K, count, eps, config.prefetch, int(config.late),
+        x, tiles, weight, out, argmax, bias, row_squares, gain, scaled, squares, M, N, K, count, eps, config.prefetch, int(config.late),
     )  # fmt: skip
     options = dict(
         BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=config.block_k, EVEN_N=N % outputs == 0,
-        EVEN_K=K % config.block_k == 0, BIAS=bias is not None, SILU=silu, ADD=add, ARGMAX=partial is not None, STORE=out is not None,
+        EVEN_K=K % config.block_k == 0, BIAS=bias is not None, SILU=silu, ADD=add, ARGMAX=argmax is not None, STORE=out is not None,
         SCALE=scale is not None, PARTS=PARTS, PARTS_PER_LOOP=min(PARTS, fit), DEFER=deferred is not None, PDL=pdl,
         SWAP=config.swap, TMA=config.tma, num_warps=config.num_warps, num_stages=config.stages,
         **launch_options(pdl),
@@ -129,6 +92,7 @@ def _launch(
         _triton_gemm_kernel.warmup(  # pyright: ignore[reportFunctionMemberAccess]
             *args, grid=grid, **options
         )
+    return out
 
 
 @triton.jit

@@ -86,63 +86,26 @@ def supports(weight: torch.Tensor, silu: bool = False) -> bool:
 def wgmma_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     config: WgmmaConfig,
     epilogue: Epilogue = NO_EPILOGUE,
     *,
     pdl: bool = False,
-) -> torch.Tensor:
-    """`out = epilogue(x @ weight.T)`.
+) -> torch.Tensor | None:
+    """`out = epilogue(x @ weight.T)`; returns `out`.
 
     Args:
         x: [M, K] contiguous, M <= 128, the weight's dtype.
         weight: [N, K], one that the kernel `supports`.
         out: [M, `epilogue.columns(N)`] contiguous, the weight's dtype with `silu`, float32 with `add`, else either;
-            written.
+            None where only the argmax is wanted.
         config: the tiling.
-        epilogue: what is done to the sums; a deferred norm gets `config.parts(N)` sums of squares per row.
+        epilogue: what is done to the sums; a deferred norm gets `config.parts(N)` sums of squares per row, an argmax as
+            many tiles.
         pdl: start before the previous kernel has ended, load weights and wait (programmatic dependent launch).
 
     Each row of `out` depends on its own row of x only, summed in an order that K and `config` fix.
     """
-    _launch(x, weight, out, None, config, epilogue, pdl)
-    return out
-
-
-def wgmma_gemm_argmax(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    config: WgmmaConfig,
-    *,
-    out: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    pdl: bool = False,
-) -> torch.Tensor:
-    """Argmax of `x @ weight.T + bias` in each row and each tile of columns, for `argmax_chunks`; arguments as in
-    `wgmma_gemm`.
-
-    Args:
-        out: float32 [M, N], written where given: the same numbers as `wgmma_gemm` writes.
-
-    Returns:
-        int32 [2, M, tiles]: the key of each tile's largest entry and its first column, by `tile_argmax`.
-    """
-    assert out is None or out.dtype is torch.float32, f"expected a float32 out; got {out.dtype}"
-    partial = torch.empty((2, x.shape[0], -(-weight.shape[0] // config.tile)), dtype=torch.int32, device=x.device)
-    _launch(x, weight, out, partial, config, Epilogue(bias=bias), pdl)
-    return partial
-
-
-def _launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor | None,
-    partial: torch.Tensor | None,
-    config: WgmmaConfig,
-    epilogue: Epilogue,
-    pdl: bool,
-) -> None:
-    """Launch; writes `out` and `partial` where given."""
     (M, K), N = x.shape, weight.shape[0]
     assert 0 < M <= MAX_ROWS, f"expected 1 to {MAX_ROWS} rows; got {M}"
     assert weight.shape[1] == K, f"expected x of {weight.shape[1]} columns; got {K}"
@@ -153,7 +116,7 @@ def _launch(
     rows, x_rows = _computed_rows(M), max(8, 1 << (M - 1).bit_length())
     variant = _Variant(
         rows, _store(epilogue, out, weight.dtype), weight.dtype, bias is not None, pdl, scale is not None, deferred is not None,
-        partial is not None, out is not None,
+        epilogue.argmax is not None, out is not None,
     )  # fmt: skip
     kernel = _kernel(config, variant)
     # Rows that are computed but not loaded lie past the last stage.
@@ -165,7 +128,7 @@ def _launch(
             _map(x.data_ptr(), M, K, x.dtype, x_rows),
             _map(weight.data_ptr(), N, K, weight.dtype, outputs),
             cuda_driver.pointer(out),
-            cuda_driver.pointer(partial),
+            cuda_driver.pointer(epilogue.argmax),
             cuda_driver.pointer(bias),
             _norms(scale, deferred),
             cuda_driver.int32(M),
@@ -176,6 +139,7 @@ def _launch(
         ),
         pdl,
     )
+    return out
 
 
 def _store(epilogue: Epilogue, out: torch.Tensor | None, narrow: torch.dtype) -> Store:

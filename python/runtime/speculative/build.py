@@ -10,8 +10,7 @@ from runtime.errors import ConfigError
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.model_executor.build import build_worker, model_weights
 from runtime.model_executor.context import ReplayKind, WorkerContext
-from runtime.model_executor.draft_window import TreeShape
-from runtime.model_executor.drafter import Drafter, DrafterSpec
+from runtime.model_executor.drafter import Drafter
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.worker import Worker
 from runtime.models.config import ModelConfig
@@ -23,7 +22,7 @@ from runtime.models.eagle3 import LlamaForCausalLMEagle3
 from runtime.models.registry import build_model
 from runtime.models.standalone import StandaloneDraft
 from runtime.models.token_map import load_token_map
-from runtime.speculative.eagle_worker import DraftOptions, EagleWorker
+from runtime.speculative.eagle_worker import EagleWorker
 from runtime.speculative.ngram_drafter import NgramDrafter
 from runtime.speculative.parity import check_parity
 
@@ -65,17 +64,7 @@ def make_drafter(context: WorkerContext, target: DecoderModel) -> Drafter:
         context.device,
         tuning=context.config.device.tuning,
     )
-    spec = DrafterSpec(
-        shape=TreeShape(config.num_steps, config.topk, config.num_draft_tokens),
-        prefix_lookahead=model.lookahead,
-        aux_layers=model.aux_layers,
-        feature_width=model.input_width,
-        to_target=model.to_target,
-        to_draft=model.to_draft,
-    )
-    launches = model.kernel_launches + context.config.device.tuning.draft_step_launches
-    options = DraftOptions(config.draft_decode_graph, config.draft_extend_graph, launches)
-    return EagleWorker(model, runner, spec, options)
+    return EagleWorker(model, runner, config)
 
 
 def load_draft(context: WorkerContext, config: SpeculativeConfig, target: DecoderModel) -> DraftModel:

@@ -19,9 +19,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from runtime.config.runtime_config import SpeculativeConfig
 from runtime.layers.attention.base import plan_pass
 from runtime.model_executor.depth import DepthBatches
-from runtime.model_executor.draft_window import DraftWindow
+from runtime.model_executor.draft_window import DraftWindow, TreeShape
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, ModelPasses
 from runtime.model_executor.graph_runner import GraphRunner
 from runtime.model_executor.iteration import Accepted, Iteration
@@ -43,15 +44,6 @@ class DraftRunners:
     extend: GraphRunner
 
 
-@dataclass(frozen=True, slots=True)
-class DraftOptions:
-    """Which of the draft's passes are captured, and the approximate number of kernels of one pass."""
-
-    decode_graph: bool
-    extend_graph: bool
-    launches: int
-
-
 class EagleWorker(Drafter):
     """Owner of the draft model's runner, its state by request row, and its graph runners at every depth.
 
@@ -61,8 +53,16 @@ class EagleWorker(Drafter):
         graphs: by depth.
     """
 
-    def __init__(self, model: DraftModel, runner: ModelRunner, spec: DrafterSpec, options: DraftOptions) -> None:
-        self.model, self.runner, self.spec, self._options = model, runner, spec, options
+    def __init__(self, model: DraftModel, runner: ModelRunner, config: SpeculativeConfig) -> None:
+        self.model, self.runner, self._config = model, runner, config
+        self.spec = DrafterSpec(
+            shape=TreeShape(config.num_steps, config.topk, config.num_draft_tokens),
+            prefix_lookahead=model.lookahead,
+            aux_layers=model.aux_layers,
+            feature_width=model.input_width,
+            to_target=model.to_target,
+            to_draft=model.to_draft,
+        )
         self.state: DraftState
         self.graphs: dict[int, DraftRunners] = {}
         self._target: TargetModel
@@ -79,15 +79,15 @@ class EagleWorker(Drafter):
         self.graphs = {depth: self._make_runners(setup, depth, batches) for depth, batches in setup.depths.items()}
 
     def _make_runners(self, setup: DraftSetup, depth: int, batches: DepthBatches) -> DraftRunners:
-        full, shape, options, model = self.spec.shape, self.spec.shape.at_depth(depth), self._options, self.model
-        rows, passes, decode = setup.target.rows, depth - model.lookahead, None
+        full, shape, model, config = self.spec.shape, self.spec.shape.at_depth(depth), self.model, self._config
+        rows, launches, passes, decode = setup.target.rows, model.kernel_launches, depth - model.lookahead, None
         if passes > 0:
-            spec = draft_decode_spec(shape, full.num_steps, model.vocab_size, options.launches, passes)
+            spec = draft_decode_spec(shape, full.num_steps, model.vocab_size, launches, passes)
             forward = draft_decode_forward(model, shape, rows, self.state, setup.target.page_table, setup.inputs)
-            decode = setup.make_runner(spec, forward, self.runner, batches, options.decode_graph)
-        spec = draft_extend_spec(full, shape, model.input_width, self.runner.dtype, options.launches)
+            decode = setup.make_runner(spec, forward, self.runner, batches, config.draft_decode_graph)
+        spec = draft_extend_spec(full, shape, model.input_width, self.runner.dtype, launches)
         forward = draft_extend_forward(model, rows, self.state, setup.inputs)
-        return DraftRunners(decode, setup.make_runner(spec, forward, self.runner, batches, options.extend_graph))
+        return DraftRunners(decode, setup.make_runner(spec, forward, self.runner, batches, config.draft_extend_graph))
 
     @property
     def _plans(self) -> int:

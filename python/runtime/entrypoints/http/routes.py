@@ -49,7 +49,9 @@ ERRORS = {
 }
 OF_ALL = (400, 401, 431, 500)
 """Any endpoint can answer with these: they come from the connection, the limits, the keys, or a fault."""
-STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "Events `data: {...}`; the last one is `data: [DONE]`."}}}
+EVENT = {"type": "string", "description": "A JSON object; `[DONE]` in the last event."}
+STREAM = {"text/event-stream": {"schema": {"type": "object", "required": ["data"], "properties": {"data": EVENT}}}}
+"""A stream's schema describes each event, by the convention of OpenAPI before 3.2."""
 
 
 def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> None:

@@ -88,7 +88,7 @@ def allow_many_files() -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket before anything slow happens. Raises `ConfigError` if the address is taken or not of this machine."""
+    """Bind a socket before anything slow happens. Raises `ConfigError` for an address that is taken or not ours."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

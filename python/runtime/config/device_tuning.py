@@ -22,7 +22,8 @@ class CpuTuning:
         chunked_prefill_size: prompt tokens of one step.
         kv_share: share of the free memory that the KV cache may take.
         kv_bytes: most bytes of the KV cache.
-        saturating_tokens: prompt tokens below which a pass takes longer per token, because reading (and widening) the weights dominates.
+        saturating_tokens: prompt tokens below which a pass takes longer per token, because it is bound by reading (and
+            widening) the weights.
     """
 
     max_running_requests: int = 16
@@ -49,11 +50,11 @@ class DeviceTuning:
         weight_read_tokens: tokens whose GEMMs take as long as reading the weights once, at two bytes per parameter.
         graph_node_bytes: device memory of one kernel node of an instantiated graph.
         draft_step_launches: kernels of one draft pass beside those of the draft model.
-        split_kv_batches: batch sizes, first and last, whose fixed-width passes run by split-KV attention rather than FA3.
+        split_kv_batches: batch sizes, first and last, whose fixed-width passes run by split-KV attention, not FA3.
         split_kv: (largest batch, configuration for head dimensions up to 128), ascending; the last holds for any batch.
         gemm_candidates: by operation, (largest number of input rows, candidates), ascending.
-        triton_gemm_rows: up to this many rows, a GEMM that was not timed takes the first candidate, above it cuBLAS; and the WGMMA GEMM is
-            timed for `linear` alone.
+        triton_gemm_rows: up to this many rows, a GEMM that was not timed takes the first candidate, above it cuBLAS; and
+            the WGMMA GEMM is timed for `linear` alone.
         wgmma_only_rows: above this many rows, Triton's candidates are not timed where the WGMMA GEMM takes the weights.
     """
 
@@ -73,7 +74,7 @@ class DeviceTuning:
         return any(first <= batch <= last for first, last in self.split_kv_batches)
 
     def split_config(self, head_dim: int, batch: int) -> SplitConfig:
-        """The cut of split-KV attention for a head dimension and a batch size. Tiles halve above a head dimension of 128."""
+        """The cut of split-KV attention for a head dimension and a batch size; above a head dimension of 128, half tiles."""
         config = next((config for largest, config in self.split_kv if batch <= largest), self.split_kv[-1][1])
         return config if head_dim <= 128 else dataclasses.replace(config, tile=config.tile // 2)
 
@@ -148,11 +149,11 @@ H200 = DeviceTuning(
 _LISTED = {"H200": H200}
 _H200_SMS = 132
 _FLOPS_PER_SM = {(8, 0): 0.5, (9, 0): 1.0, (10, 0): 2.0, (10, 3): 2.0}
-"""Tensor-core FLOP per clock and multiprocessor in 16 bits, relative to Hopper; 0.25 for other capabilities (consumer GPUs)."""
+"""Tensor-core FLOP per clock and SM in 16 bits, relative to Hopper; 0.25 for other capabilities (consumer GPUs)."""
 
 
 def tuning_of(gpu: Gpu | None) -> DeviceTuning:
-    """The values of this GPU: the measured ones where it is listed, else estimates from its multiprocessors and memory bandwidth.
+    """The values of this GPU: measured if it is listed, else estimated from its multiprocessors and memory bandwidth.
 
     Without a GPU the H200's, which then only tests read.
     """

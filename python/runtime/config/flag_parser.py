@@ -129,7 +129,7 @@ def from_fields(given: Mapping[str, object]) -> ServerArgs:
     """`ServerArgs` of the offline engine's keyword arguments; aliases of a flag are accepted too, such as `model`.
 
     Raises:
-        ConfigError: for an unknown name, with the nearest flag; for two names of one flag; for a value of the wrong type.
+        ConfigError: for an unknown name, with the nearest flag; for two names of one flag; for a wrong type.
     """
     return ServerArgs(**_values(given))
 

@@ -10,7 +10,7 @@ class TritonConfig:
     """How the Triton GEMM is cut: tiles of `block_n` weight rows by `block_k` columns, `stages` of them in flight.
 
     Attributes:
-        swap: the weight tile is the tensor cores' left operand and x the right one, which need not be padded to 16 rows.
+        swap: the weight tile is the tensor cores' left operand and x the right one, which then needs no padding to 16 rows.
         tma: tiles come by descriptor (Hopper's copy engine), not by the threads' own loads.
         prefetch: columns of each weight row that are prefetched into L2 while the previous kernel still runs.
         late: the next kernel may start at the end of the main loop, not at its beginning.
@@ -45,7 +45,7 @@ class SplitConfig:
         programs_per_sm: programs that the split aims at for each multiprocessor.
         max_partial_rows: splits times rows that a request and KV head may have to merge; wide passes get fewer splits.
         alone: up to this many tiles, one program takes all of them and nothing is merged.
-        scheduled: programs follow a `WorkSchedule` made from the lengths of the pass; otherwise each request has its own programs.
+        scheduled: programs follow a `WorkSchedule` made from the lengths of the pass; otherwise each request has its own.
     """
 
     tile: int

@@ -1,4 +1,4 @@
-"""From `ServerArgs` to `RuntimeConfig`: every open option is decided and logged, and what cannot take effect is refused."""
+"""From `ServerArgs` to `RuntimeConfig`: open options are decided and logged, those without effect are refused."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How requests share the device.
 
-    `max_running_requests` is None where the largest graph decides. `chunked_prefill_size` is -1 where prompts are never cut.
-    Sizes are in tokens; `watchdog_timeout` is in seconds.
+    `max_running_requests` is None where the largest graph decides. `chunked_prefill_size` is -1 where prompts are never
+    cut. Sizes are in tokens; `watchdog_timeout` is in seconds.
     """
 
     max_running_requests: int | None
@@ -80,7 +80,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Which batch sizes are captured (none: every step runs eagerly), and whether smaller batches are padded to them."""
+    """Which batch sizes are captured (none: all steps run eagerly), and whether smaller batches are padded to them."""
 
     cuda_graph_bs: tuple[int, ...]
     cuda_graph_padding: bool
@@ -97,8 +97,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How drafts are made and verified. K = `num_steps`, D = `num_draft_tokens`.
 
-    `synthetic_accept` holds the probability that each draft position is accepted, given that the positions before it were. It overrides the
-    models and serves benchmarks with dummy weights. Steps of more than `disable_by_batch_size` requests run without drafts.
+    `synthetic_accept` holds the probability that each draft position is accepted, given that the positions before it
+    were. It overrides the models and serves benchmarks with dummy weights. Steps of more than `disable_by_batch_size`
+    requests run without drafts.
     """
 
     algorithm: SpecAlgorithm

@@ -63,7 +63,7 @@ def _chunk(args: ServerArgs, device: DeviceKind) -> int:
 
 
 def _prefill_tokens(args: ServerArgs, device: DeviceKind, chunk: int, context_length: int) -> int:
-    """Several chunks on a GPU, where a decode step is much shorter than a prompt step; one on a CPU, to keep streams moving.
+    """Several chunks on a GPU, where decode steps are much shorter than prompt steps; one on a CPU, for steady streams.
 
     If prompts are never cut, the number asked for, or at least the longest prompt.
     """

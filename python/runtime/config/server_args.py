@@ -96,7 +96,7 @@ class ServerArgs:
     """Threads of one CPU operation; default: the number of cores."""
 
     chunked_prefill_size: int | None = _flag(SCHEDULING, None, "TOKENS")
-    """Prompt tokens per step, longer prompts are cut into chunks; -1 never cuts; default: 512 on a CPU, 2048 on CUDA."""
+    """Prompt tokens per step; longer prompts are cut, -1 never cuts; default: 512 on a CPU, 2048 on CUDA."""
     max_prefill_tokens: int | None = _flag(SCHEDULING, None, "TOKENS")
     """Prompt tokens of all requests that run before a decode step; default: one chunk on a CPU, 8192 on CUDA."""
     enable_mixed_chunk: bool = _flag(SCHEDULING, False)
@@ -136,7 +136,7 @@ class ServerArgs:
     speculative_num_draft_tokens: int | None = _flag(SPECULATION, None, "D")
     """Tokens that one verify pass checks per request, the root included; a chain has K + 1."""
     speculative_disable_by_batch_size: int | None = _flag(SPECULATION, None, "N")
-    """Do not draft in decode steps of more than N requests; default: never, or as measured for the embedded model on a CPU."""
+    """Do not draft in steps of more than N requests; default: no limit, or as measured for the embedded model on a CPU."""
     speculative_token_map: str | None = _flag(SPECULATION, None, "PATH")
     """File, written by torch.save, with the token ids that an EAGLE draft may propose."""
     speculative_accept_threshold_single: float | None = _flag(SPECULATION, None, "P")

@@ -27,11 +27,12 @@ EMBEDDED_DRAFT_STEPS: dict[DeviceKind, int] = {"cpu": 3, "cuda": 4}
 Measured for one request: on a CPU in int8 against depths 1, 2 and 5, on an H200 against 2, 3 and 5.
 """
 EMBEDDED_DRAFT_MAX_BATCH: dict[tuple[DeviceKind, str], int] = {("cpu", "int8"): 4, ("cpu", "float32"): 8}
-"""Largest batch size at which the embedded model's draft is not slower, by device and type of weights. Elsewhere it is faster at every
-batch size we measured.
+"""Largest batch size at which the embedded model's draft is not slower, by device and type of weights. Elsewhere it is
+faster at every batch size we measured.
 
-Measured with and without drafts side by side, on real text (`benchmark/results/cpu-2/embedded_speculation.json`): in int8, drafts gave
-1.24 times the tokens at batch size 2, 0.93 to 1.02 times at 4 and 0.81 times at 8; in float32, 1.17 times at 8, the largest measured.
+Measured with and without drafts side by side, on real text (`benchmark/results/cpu-2/embedded_speculation.json`): in
+int8, drafts gave 1.24 times the tokens at batch size 2, 0.93 to 1.02 times at 4 and 0.81 times at 8; in float32, 1.17
+times at 8, the largest measured.
 """
 DEFAULT_STEPS = 3
 

@@ -62,7 +62,7 @@ def render(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """Rates, ratios, and the share of int8's greedy tokens that equal those of float32."""
+    """Rates, ratios, and how many of int8's greedy tokens and whole answers equal those of float32."""
     rows = result["rows"]
     base = pick(rows, system="transformers", batch=1)
     lines: list[list[Any]] = []
@@ -73,8 +73,12 @@ def summary(result: Result) -> str:
         gain = rates[1] / rates[0] if rates[0] and rates[1] else None
         agreement = one.get("agreement") if one else None
         kind = "float32" if quantization == "none" else quantization
-        lines.append([f"{system}, {kind}", *rates, gain, against, percent(agreement, 2)])
-    header = ["", "batch 1 (tok/s)", "batch 8 (tok/s)", "8 against 1", "batch 1 against transformers", "greedy tokens as in float32"]
+        whole = f"{one['whole_answers']} of {one['answers']}" if one and "answers" in one else None
+        lines.append([f"{system}, {kind}", *rates, gain, against, percent(agreement, 2), whole])
+    header = [
+        *("", "batch 1 (tok/s)", "batch 8 (tok/s)", "8 against 1", "batch 1 against transformers"),
+        *("greedy tokens as in float32, each after float32's text", "whole answers as in float32"),
+    ]
     return table(header, lines)
 
 
@@ -101,9 +105,8 @@ def measure(record: Record, flags: Sequence[str], tokens: int, prompts: int, thr
     with Server([*common, "--quantization", "int8"]) as server:
         found: Agreement = compare(server, answers)
         for row in server_rows(server, "int8", tokens):
-            record.add(
-                row | {"agreement": found.same / found.tokens, "agreement_tokens": found.tokens, "whole_answers": found.whole_answers}
-            )
+            same = {"agreement": found.same / found.tokens, "agreement_tokens": found.tokens}
+            record.add(row | same | {"whole_answers": found.whole_answers, "answers": len(answers)})
 
 
 def main() -> None:

@@ -190,11 +190,6 @@ class ScheduleBatch:
         return len(self.rows) - len(self.extend_lens)
 
     @property
-    def query_lens(self) -> Int32:
-        """int32 [B]. Input tokens of each request before drafting."""
-        return np.concatenate([self.extend_lens, np.ones(self.num_decodes, dtype=np.int32)])
-
-    @property
     def mode(self) -> ForwardMode:
         """EXTEND where the batch holds prompt chunks, else DECODE."""
         return ForwardMode.EXTEND if self.num_prompts else ForwardMode.DECODE

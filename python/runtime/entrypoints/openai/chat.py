@@ -53,7 +53,7 @@ class ChatApi:
         return Call(
             name=name,
             prompts=[await self._prompt_ids(body)],
-            sampling=[body.sampling(body.limit, body.min_tokens)],
+            sampling=[body.sampling(body.limit, body.min_tokens, self._model.sampling)],
             rids=[name],
             n=body.n,
             stream=body.stream,
@@ -95,7 +95,7 @@ class ChatApi:
         counter = UsageCounter(group)
         counter.add_all(texts)
         choices = [self._choice(body, index, each) for index, each in enumerate(texts[0])]
-        answer = {**self._model.head(name, "chat.completion"), "choices": choices, "usage": counter.usage()}
+        answer = {**self._model.head(name, "chat.completion"), "choices": choices, "usage": counter.usage(), **counter.extension(body)}
         return {**answer, "prompt_token_ids": group.each[0].prompt_ids} if body.return_token_ids else answer
 
     def _choice(self, body: ChatBody, index: int, choice: Choice) -> Json:
@@ -114,7 +114,7 @@ class ChatApi:
 
     async def _events(self, body: ChatBody, group: Generations, name: str) -> AsyncGenerator[bytes, None]:
         counter = UsageCounter(group)
-        chunks = Chunks(self._model.head(name, "chat.completion.chunk"), body.stream_options, counter)
+        chunks = Chunks(self._model.head(name, "chat.completion.chunk"), body, counter)
         prompt_ids = {"prompt_token_ids": group.each[0].prompt_ids} if body.return_token_ids else {}
         async with group:
             for index in range(body.n):

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from runtime.entrypoints.http.sse import DONE, event
-from runtime.entrypoints.openai.protocol import StreamOptions
+from runtime.entrypoints.openai.protocol import OpenAIBody
 from runtime.entrypoints.openai.usage import UsageCounter
 
 
 class Chunks:
     """Encodes chunks that share a head, with usage where the client asked for it."""
 
-    def __init__(self, head: dict[str, Any], options: StreamOptions, counter: UsageCounter) -> None:
+    def __init__(self, head: dict[str, Any], body: OpenAIBody, counter: UsageCounter) -> None:
         self._head = head
-        self._options = options
+        self._body = body
+        self._options = body.stream_options
         self._counter = counter
 
     def choice(self, shown: dict[str, Any], **more: object) -> bytes:
@@ -25,7 +26,9 @@ class Chunks:
         return event(chunk)
 
     def end(self) -> bytes:
-        """The last chunk with the usage, if asked for, and the end mark."""
-        if not self._options.include_usage:
-            return DONE
-        return event({**self._head, "choices": [], "usage": self._counter.usage()}) + DONE
+        """The last chunks, with the details and the usage that were asked for, and the end mark."""
+        extension = self._counter.extension(self._body)
+        last = event({**self._head, "choices": [], **extension}) if extension else b""
+        if self._options.include_usage:
+            last += event({**self._head, "choices": [], "usage": self._counter.usage()})
+        return last + DONE

@@ -76,7 +76,7 @@ class CompletionApi:
 
     async def _events(self, body: CompletionBody, group: Generations, name: str) -> AsyncGenerator[bytes, None]:
         counter = UsageCounter(group, output=not body.only_echo)
-        chunks = Chunks(self._model.head(name, "text_completion"), body.stream_options, counter)
+        chunks = Chunks(self._model.head(name, "text_completion"), body.stream_options, counter.usage)
         logprobs: dict[int, CompletionLogprobs] = {}
         async with group:
             async for prompt, update in group.updates():

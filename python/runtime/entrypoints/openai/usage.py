@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from runtime.entrypoints.generations import Choice, Generations
 from runtime.managers.generation import GenerationUpdate
 
 
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """The tokens of one call."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def usage(self) -> dict[str, Any]:
+        """The counts as OpenAI's `usage`."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
 class UsageCounter:
-    """OpenAI's `usage`. Without `output` the generated tokens are not counted, because the client does not see them."""
+    """Counts tokens. Without `output` the generated tokens are not counted, because the client does not see them."""
 
     def __init__(self, group: Generations, *, output: bool = True) -> None:
         self._output = output
@@ -29,12 +48,11 @@ class UsageCounter:
             for choice in choices:
                 self.add(prompt, choice.last)
 
-    def usage(self) -> dict[str, Any]:
+    def counts(self) -> TokenCounts:
         """The counts so far."""
         generated = sum(self._generated.values()) if self._output else 0
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": generated,
-            "total_tokens": self._prompt_tokens + generated,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
-        }
+        return TokenCounts(self._prompt_tokens, generated, sum(self._cached))
+
+    def usage(self) -> dict[str, Any]:
+        """The counts so far, as OpenAI's `usage`."""
+        return self.counts().usage()

@@ -66,7 +66,8 @@ class CompletionApi:
                 candidates.sort(key=lambda each: each.mean_logprob, reverse=True)
             for choice in candidates[: body.n]:
                 choices.append(self._choice(body, prompt, generation, choice, len(choices)))
-        return {**self._model.head(name, "text_completion"), "choices": choices, "usage": counter.usage(), **counter.extension(body)}
+        counts = counter.counts()
+        return {**self._model.head(name, "text_completion"), "choices": choices, "usage": counts.usage(), **counts.extension(body)}
 
     def _choice(self, body: CompletionBody, prompt: int, generation: Generation, choice: Choice, index: int) -> Json:
         assert choice.last is not None
@@ -77,7 +78,7 @@ class CompletionApi:
 
     async def _events(self, body: CompletionBody, group: Generations, name: str) -> AsyncGenerator[bytes, None]:
         counter = UsageCounter(group, output=not body.only_echo)
-        chunks = Chunks(self._model.head(name, "text_completion"), body, counter)
+        chunks = Chunks(self._model.head(name, "text_completion"), body, counter.counts)
         logprobs: dict[int, CompletionLogprobs] = {}
         async with group:
             async for prompt, update in group.updates():

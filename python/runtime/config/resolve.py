@@ -43,7 +43,7 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
         graphs=graphs,
         parallel=ParallelConfig(tp_size=args.tp_size, dp_size=args.dp_size, ep_size=args.ep_size),
         speculative=speculative,
-        server=resolve_server(args),
+        server=resolve_server(args, served.context_length),
     )
 
 

@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
+import numpy as np
 from msgspec import structs
 
-from runtime.batch import BatchResult, Worker
+from runtime.batch import BatchResult, Int32, Worker
 from runtime.config.runtime_config import CacheConfig, SchedulerConfig
-from runtime.errors import CacheBusy, QueueFull, RequestError, ServerDraining, ServingError, StepFailed
+from runtime.errors import CacheBusy, QueueFull, QueueTimeout, RequestError, RequestTimeout, ServerDraining, ServingError, StepFailed
 from runtime.managers import schedule_policy as policy
 from runtime.managers.admission import Admission
 from runtime.managers.messages import (
@@ -123,6 +124,7 @@ class Scheduler:
         """One iteration of the loop; an idle scheduler waits up to `wait` seconds for a message."""
         self._moved_at = time.monotonic()
         self._receive_all(wait if self.idle else 0.0)
+        self._expire()
         plan = self._plan()
         overlaps = plan is not None and self._submit(plan) and plan.overlaps
         while len(self._in_flight) > overlaps:
@@ -140,9 +142,10 @@ class Scheduler:
     def _handle(self, message: ToScheduler) -> None:
         match message:
             case GenerateReq():
-                self._enqueue(message)
+                self._take(message)
             case AbortReq():
-                reqs = [req for req in self._reqs.values() if message.all or req.rid == message.rid]
+                one = self._reqs.get(message.rid)
+                reqs = list(self._reqs.values()) if message.all else [one] if one is not None else []
                 self._end_all(reqs, Finish(reason="abort", message="The request was aborted."))
             case StopReq():
                 if (req := self._reqs.pop(message.rid, None)) is not None:
@@ -152,7 +155,18 @@ class Scheduler:
             case DrainReq():
                 self._draining = True
 
-    def _enqueue(self, request: GenerateReq) -> None:
+    def _take(self, message: GenerateReq) -> None:
+        """Let every text of a prompt wait; they share the tokens of the prompt."""
+        problem: ServingError | None = None
+        try:
+            policy.check_request(message, self.limits)
+        except RequestError as error:
+            problem = error
+        prompt = np.array(message.input_ids, dtype=np.int32) if problem is None else np.empty(0, dtype=np.int32)
+        for request in message.samples():
+            self._enqueue(request, prompt, problem)
+
+    def _enqueue(self, request: GenerateReq, prompt: Int32, problem: ServingError | None) -> None:
         if request.rid in self._reqs:
             log.error("dropped a second request named %s while the first is running", request.rid[:80])
             return
@@ -161,7 +175,8 @@ class Scheduler:
         try:
             if self._draining:
                 raise ServerDraining()
-            policy.check_request(request, self.limits)
+            if problem is not None:
+                raise problem
             if self.admission.queue_is_full:
                 raise QueueFull(self._config.max_queued_requests)
         except ServingError as error:
@@ -170,7 +185,7 @@ class Scheduler:
             self._send_replies()
             return
         self._arrivals += 1
-        req = Req(request, self._arrivals, self._eos_ids, self.limits.max_context_len, self._clock())
+        req = Req(request, prompt, self._arrivals, self._eos_ids, self.limits.max_context_len, self._clock())
         self._reqs[request.rid] = req
         self.admission.enqueue(req)
 
@@ -201,6 +216,15 @@ class Scheduler:
         while self._in_flight:  # steps whose requests have all ended
             self._collect()
         return self.admission.kv_pages.flush()
+
+    def _expire(self) -> None:
+        """End the requests that wait or run for longer than the time-outs allow."""
+        waits, runs, now = self._config.queue_timeout, self._config.request_timeout, self._clock()
+        if waits is not None:
+            late = [req for req in self._reqs.values() if not req.was_admitted and now - req.arrived > waits]
+            self._end_all(late, failure(QueueTimeout(waits)))
+        if runs is not None:
+            self._end_all([req for req in self._reqs.values() if now - req.arrived > runs], failure(RequestTimeout(runs)))
 
     # ---- planning
 

@@ -37,7 +37,7 @@ class BodyRoute(APIRoute):
         logged: set[str] = set()
 
         async def route(request: Request) -> Response:
-            value = await read_json(request)
+            value = await read_json(request, request.app.state.body_limits)
             try:
                 response = await handle(_ParsedRequest(request, value))
             except RequestValidationError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -17,9 +16,6 @@ from runtime.managers.generation import GenerationUpdate
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.parsers.deltas import Content
 from runtime.text.tokenizer import Tokenizer
-
-LONG_CHAT = 2048
-"""Characters of a conversation from which its template runs in a thread."""
 
 
 class Chat:
@@ -99,21 +95,15 @@ class Chats:
         return Chat(name, body.n, await Generations.start(self._manager, call))
 
     async def prompt_ids(self, body: ChatBody) -> list[int]:
-        """Token ids of the conversation; a long one is rendered in a thread."""
+        """Token ids of the conversation."""
         if body.chat_template is not None and not self._manager.config.server.trust_request_chat_template:
             raise UnsupportedField("chat_template", TEMPLATE_REFUSED)
         if not self._tokenizer.has_chat_template and body.chat_template is None:
             raise RequestError(
                 "This model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.", "messages"
             )
-        messages = [message.rendered() for message in body.messages]
-        if body.chat_template is None and sum(len(message["content"]) for message in messages) < LONG_CHAT:
-            return self._render(body, messages)
-        return await asyncio.to_thread(self._render, body, messages)
-
-    def _render(self, body: ChatBody, messages: list[dict[str, str]]) -> list[int]:
-        return self._tokenizer.encode_chat(
-            messages,
+        return await self._manager.encoder.encode_chat(
+            [message.rendered() for message in body.messages],
             add_generation_prompt=not body.continue_final_message,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.chat_template_kwargs or None,

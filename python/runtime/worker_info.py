@@ -96,9 +96,9 @@ class WorkerInfo(msgspec.Struct):
         memory_mib: the memory plan, by owner.
         gemms: the kernel that autotuning chose, by GEMM; empty where nothing was tuned.
         acceptance, speculative: None without speculation.
-        ranks: the processes that share the model; one where it is not sharded.
-        tokens_agree: whether all ranks have committed the same tokens so far, as a hash in every decode step checks; None for one rank.
-        exchange_share: share of the steps' time that ranks spend in exchanges; None for one rank.
+        ranks: the processes that share the model; empty where it is not sharded.
+        token_checks: decode steps in which all ranks had the same hash of their committed tokens; None for one rank.
+        exchange_share: share of the steps' time that rank 0 spends in exchanges with the other ranks, waiting included; None for one rank.
     """
 
     startup_seconds: dict[str, float] = {}
@@ -109,5 +109,5 @@ class WorkerInfo(msgspec.Struct):
     speculative: SpeculativeInfo | None = None
     acceptance: AcceptanceStats | None = None
     ranks: list[RankInfo] = []
-    tokens_agree: bool | None = None
+    token_checks: int | None = None
     exchange_share: float | None = None

@@ -38,6 +38,7 @@ class ThreadGroup:
     rank: int
     size: int
     meeting: Meeting
+    exchange_seconds: float = 0.0
 
     def gather(self, value: T) -> list[T]:
         self.meeting.values[self.rank] = value

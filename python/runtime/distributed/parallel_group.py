@@ -16,7 +16,11 @@ class ParallelGroup(Protocol):
     Attributes:
         rank: of this process, 0..size - 1.
         size: 1 where the model is not sharded.
+        exchange_seconds: time spent in exchanges within steps so far.
     """
+
+    @property
+    def exchange_seconds(self) -> float: ...  # noqa: D102
 
     @property
     def rank(self) -> int: ...  # noqa: D102
@@ -47,6 +51,7 @@ class SingleProcess:
 
     rank: int = 0
     size: int = 1
+    exchange_seconds: float = 0.0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """`x` itself."""

@@ -87,7 +87,8 @@ def build_worker(
     if config.speculative is not None:
         s = config.speculative
         context.info.speculative = SpeculativeInfo(s.algorithm, s.num_steps, s.topk, s.num_draft_tokens, s.disable_by_batch_size)
-    context.info.ranks = group.gather(RankInfo(group.rank, socket.gethostname(), str(context.device), context.info.memory_mib))
+    if group.size > 1:
+        context.info.ranks = group.gather(RankInfo(group.rank, socket.gethostname(), str(context.device), context.info.memory_mib))
     return Worker(parts, make_limits(context, plan, parts.target, drafter.spec), context.info, followers)
 
 
@@ -110,7 +111,7 @@ def model_weights(context: WorkerContext, shapes: dict[str, tuple[int, ...]], fo
     """The tensors of a checkpoint, or random ones."""
     if load_format == "dummy":
         return dummy_weights(shapes, context.dtype, context.device, seed=context.config.model.random_seed)
-    return safetensors_weights(folder, context.device)
+    return safetensors_weights(folder, context.device, progress=context.group.rank == 0)
 
 
 # ---- runners

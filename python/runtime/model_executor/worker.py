@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -109,7 +110,8 @@ class Worker:
         self.parts, self._limits, self._info, self._followers = parts, limits, info, followers
         runners = parts.verifier.runners
         self.runners = tuple(r for depth in runners for r in (runners[depth], *parts.drafter.runners(depth)))
-        self._queue = DeviceQueue(self._step, parts.target.device)
+        self._queue = DeviceQueue(self._step if followers is None else self._timed_step, parts.target.device)
+        self._step_seconds, self._token_checks = 0.0, 0
         self._profiler = Profiler("scheduler", parts.target.device)
 
     @property
@@ -138,7 +140,12 @@ class Worker:
     def info(self) -> WorkerInfo:
         """What was chosen and measured at start-up, and how steps ran since."""
         runs = [runner.runs() for runner in self.all_runners]
-        return structs.replace(self._info, graph_runs=runs, acceptance=self.parts.monitor.stats())
+        info = structs.replace(self._info, graph_runs=runs, acceptance=self.parts.monitor.stats())
+        if self._followers is None:
+            return info
+        exchanges = self.parts.target.runner.model.context.group.exchange_seconds
+        share = round(exchanges / max(self._step_seconds, exchanges, 1e-9), 4)
+        return structs.replace(info, token_checks=self._token_checks, exchange_share=share)
 
     def reset(self) -> None:
         """Forget every request and all counts, between steps. For checks before serving."""
@@ -169,6 +176,12 @@ class Worker:
         self.parts.drafter.reset()
         self.parts.monitor.reset()
         self.parts.target.agreement.reset()
+
+    def _timed_step(self, batch: ScheduleBatch) -> Finish:
+        started = time.perf_counter()
+        finish = self._step(batch)
+        self._step_seconds += time.perf_counter() - started
+        return finish
 
     # ---- a step: launches work and returns how to read its result; outside graphs but for the runners' functions
 
@@ -227,8 +240,10 @@ class Worker:
 
     def _read(self, batch: ScheduleBatch, prompts: PromptsPending | None, decodes: DecodesPending | None) -> BatchResult:
         """On the host, possibly one step later: wait, count, and hand over."""
-        if decodes is not None and decodes.ranks_differ:
-            raise RanksDiffer(batch.step)
+        if decodes is not None and decodes.checked:
+            if decodes.ranks_differ:
+                raise RanksDiffer(batch.step)
+            self._token_checks += 1
         decoded = None if decodes is None else decodes.wait()
         if decodes is not None and decoded is not None:
             self.parts.monitor.add(decodes.iteration, decoded.accept_lens, decoded.stats)

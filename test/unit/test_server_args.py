@@ -44,7 +44,7 @@ OUR_FLAGS = re.findall(
     """
     shutdown-timeout speculative-draft-load-format speculative-draft-attention-backend disable-draft-extend-cuda-graph
     disable-draft-decode-cuda-graph speculative-synthetic-accept-length speculative-check-parity trust-request-chat-template profile
-    cpu-threads speculative-disable-by-batch-size
+    cpu-threads speculative-disable-by-batch-size embedding-pooling
     """,
 )
 

@@ -9,6 +9,7 @@ import msgspec
 from runtime.config.device_tuning import DeviceTuning, tuning_of
 from runtime.config.machine import Gpu
 from runtime.pooling import PoolingName
+from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 DeviceKind = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
@@ -22,7 +23,8 @@ LoadFormat = Literal["safetensors", "gguf", "dummy"]
 class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which model is served, and how its weights are stored.
 
-    `random_seed` seeds dummy weights and the requests that bring no seed of their own.
+    `random_seed` seeds dummy weights and the requests that bring no seed of their own. OpenAI's endpoints sample with
+    `default_sampling_params` what a request leaves out, SGLang's native ones with `preferred_sampling_params`.
     """
 
     model_path: str
@@ -34,6 +36,9 @@ class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     chat_template: str | None
     random_seed: int
+    sampling_defaults: Literal["model", "openai"] = "model"
+    default_sampling_params: SamplingDefaults = NO_DEFAULTS
+    preferred_sampling_params: SamplingDefaults = NO_DEFAULTS
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,6 +46,10 @@ class ServerArgs:
     """Maximum tokens of prompt and output together; default: the model's."""
     chat_template: str | None = _flag(MODEL, None, "TEMPLATE")
     """Jinja chat template, a file or the text itself; default: the model's own."""
+    sampling_defaults: Literal["model", "openai"] = _flag(MODEL, "model")
+    """Sampling of OpenAI requests that leave a field out: as the model's generation_config.json says, or OpenAI's (temperature 1)."""
+    preferred_sampling_params: str | None = _flag(MODEL, None, "JSON")
+    """Sampling of all requests that leave a field out, such as '{"temperature": 0.7}'; comes before --sampling-defaults."""
     trust_remote_code: bool = _flag(MODEL, False)
     """Accepted without effect: code in model folders never runs."""
 

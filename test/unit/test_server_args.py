@@ -403,12 +403,13 @@ def spec_of(config: RuntimeConfig) -> SpeculativeConfig:
 TREE = {"speculative_eagle_topk": 4, "speculative_num_steps": 5, "speculative_num_draft_tokens": 8}
 SAME_NAME: dict[str, object] = {
     "tokenizer_path": None, "served_model_name": "m", "revision": "r", "context_length": 99, "host": "::1", "port": 1, "api_key": "k",
-    "embedding_pooling": "last", "admin_api_key": "a", "max_queued_requests": 3, "trust_request_chat_template": True, "skip_server_warmup": True,
+    "admin_api_key": "a", "max_queued_requests": 3, "trust_request_chat_template": True, "skip_server_warmup": True,
     "shutdown_timeout": 5.0, "watchdog_timeout": 6.0, "chat_template": "{{ x }}", "device": "cpu", "attention_backend": "flashinfer",
     "sampling_backend": "pytorch", "mem_fraction_static": 0.5, "max_total_tokens": 77, "max_running_requests": 7, "page_size": 32,
     "cpu_threads": 3, "chunked_prefill_size": 64, "max_prefill_tokens": 4096, "schedule_policy": "lpm", "schedule_conservativeness": 0.5,
     "stream_interval": 4, "random_seed": 5, "cuda_graph_bs": (1, 3), "log_level": "debug", "log_requests": True, "enable_metrics": False,
     "dtype": "float16", "load_format": None, "model_path": None, "quantization": None, "sampling_defaults": "openai",
+    "embedding_pooling": "last",
 }  # fmt: skip
 """Flags with a field of the same name; None for those that come from the model's facts or have tests of their own."""
 OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object], object]] = {

@@ -173,6 +173,23 @@ def test_a_call_with_one_bad_prompt_sends_none() -> None:
     asyncio.run(check())
 
 
+def test_a_query_that_many_prompts_share_is_priced_before_they_are_built() -> None:
+    async def check() -> None:
+        scheduler = ScriptedScheduler()
+        async with front(scheduler, max_queued_tokens=1000) as f:
+            for path, body in (
+                ("/v1/score", {"query": "x" * 100_000, "items": ["y"] * 2000, "label_token_ids": [1]}),
+                ("/v1/score", {"query": [1] * 100, "items": [[2]] * 20, "label_token_ids": [1]}),
+                ("/v1/rerank", {"query": "x" * 100, "documents": ["y"] * 20}),
+            ):
+                answer = await f.post(path, body)
+                assert answer.status_code == 400
+                assert "--max-queued-tokens" in answer.json()["error"]["message"]
+            assert scheduler.requests == []
+
+    asyncio.run(check())
+
+
 # ---- room in the queue
 
 

@@ -35,6 +35,8 @@ def resolve_server(args: ServerArgs, context_length: int) -> ServerConfig:
         max_parse_ms=args.max_parse_ms,
         max_logprob_cells=args.max_logprob_cells or LOGPROB_CELLS_PER_TOKEN * context_length,
         trust_request_chat_template=args.trust_request_chat_template,
+        strict_request_fields=args.strict_request_fields,
+        embedding_pooling=args.embedding_pooling,
         enable_metrics=args.enable_metrics,
         log_level=args.log_level,
         log_requests=args.log_requests,

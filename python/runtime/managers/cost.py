@@ -42,6 +42,15 @@ class CallCost:
             asked = f"{prompts} prompts times {n}"
             raise RequestError(f"One call may ask for at most {self.limits.samples} texts; this one asks for {asked}.", "prompt")
 
+    def check_tokens(self, tokens: int, param: str) -> None:
+        """Refuse more prompt tokens than may wait."""
+        if tokens > self.limits.prompt_tokens:
+            raise RequestError(
+                f"The prompts of one call may have {self.limits.prompt_tokens:,} tokens (--max-queued-tokens); these have at least "
+                f"{tokens:,}. Send fewer prompts per call.",
+                param,
+            )
+
     def add(self, prompt_len: int, n: int, sampling: SamplingParams, top_logprobs: int, prompt_logprobs: bool) -> None:
         """Add one prompt with its `n` samples.
 
@@ -55,12 +64,7 @@ class CallCost:
         self.samples += n
         shown = (prompt_len if prompt_logprobs else 0) + (sampling.max_new_tokens if top_logprobs >= 0 else 0)
         self.logprob_cells += n * shown * (1 + max(top_logprobs, 0))
-        if self.prompt_tokens > self.limits.prompt_tokens:
-            raise RequestError(
-                f"The prompts of one call may have {self.limits.prompt_tokens:,} tokens (--max-queued-tokens); these have at least "
-                f"{self.prompt_tokens:,}. Send fewer prompts per call.",
-                "prompt",
-            )
+        self.check_tokens(self.prompt_tokens, "prompt")
         if self.logprob_cells > self.limits.logprob_cells:
             raise RequestError(
                 f"One call may ask for {self.limits.logprob_cells:,} log-probabilities (--max-logprob-cells); this one asks for up to "

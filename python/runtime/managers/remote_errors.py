@@ -10,7 +10,7 @@ def request_failure(finish: Finish) -> ServingError:
     """The error of a request that the scheduler refused or failed."""
     error = _error(finish.message, finish.status, StepFailed)
     if finish.status == QueueFull.status:
-        error.kind = QueueFull.kind
+        error.kind, error.code = QueueFull.kind, QueueFull.code
     if finish.status in (QueueFull.status, QueueTimeout.status):
         error.retry_after = QueueFull.retry_after
     return error

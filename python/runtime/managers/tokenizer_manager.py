@@ -40,8 +40,10 @@ from runtime.managers.request_limits import RequestLimits
 from runtime.managers.room import Room
 from runtime.managers.telemetry.health import Health
 from runtime.managers.telemetry.observer import Observer
+from runtime.managers.telemetry.request_log import log_request
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.models.config import ModelConfig
+from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 from runtime.text.tokenizer import Tokenizer
 
@@ -146,6 +148,7 @@ class TokenizerManager:
         add_special_tokens: bool = True,
         rid: str | None = None,
         call: str = "",
+        pooling: Pooling | None = None,
         call_cost: CallCost | None = None,
     ) -> Generation:
         """Check one request and send it to the scheduler.
@@ -164,6 +167,7 @@ class TokenizerManager:
             add_special_tokens: whether the tokenizer puts its BOS token before a text.
             rid: the request's name for `abort`; generated if None.
             call: a name for `abort` that the requests of one call share; empty for none.
+            pooling: reduce the prompt to numbers instead of generating.
             call_cost: the account to which `price` has added this request; None: the request is a call of its own.
 
         Raises:
@@ -178,6 +182,8 @@ class TokenizerManager:
             sampling = self._request_limits.fit(sampling, len(prompt_ids), fill_context)
             call_cost.add(len(prompt_ids), n, sampling, top_logprobs, prompt_logprobs)
             self.check_room(call_cost)
+        if pooling is not None:
+            pooling.check(self.model_config.vocab_size)
         client = CURRENT.get()
         name = rid if rid is not None else f"talon-{next(self._serial)}"
         if name in self._named:
@@ -199,6 +205,7 @@ class TokenizerManager:
                 max_priority=self.config.scheduler.max_priority if client.max_priority is None else client.max_priority,
                 cache_salt=cache_salt,
                 continues_prompt=continues_prompt,
+                pooling=pooling,
                 more=tuple(more),
             )
         )
@@ -411,7 +418,7 @@ class TokenizerManager:
         if self.observer is not None:
             self.observer.ended(seconds, update)
         if self.config.server.log_requests:
-            _log_request(generation, choice, update, seconds)
+            log_request(generation, choice.index, update, seconds)
 
     def _observe(self, choice: _Choice, update: GenerationUpdate, now: float) -> None:
         if not update.token_ids:
@@ -422,22 +429,3 @@ class TokenizerManager:
             else:
                 self.observer.next_tokens(now - choice.latest, len(update.token_ids))
         choice.latest = now
-
-
-def _log_request(generation: Generation, choice: _Choice, update: GenerationUpdate | None, seconds: float) -> None:
-    name = generation.rid.encode("unicode_escape").decode()  # a line feed must not forge a line of the log
-    if update is None or update.finish is None:
-        log.info("%s[%d]: ended early after %.2f s", name, choice.index, seconds)
-        return
-    progress = update.progress
-    log.info(
-        "%s[%d]: %d prompt tokens (%d cached), %d new, %s, %.2f s, queued %.2f s",
-        name,
-        choice.index,
-        progress.prompt_tokens,
-        progress.cached_tokens,
-        progress.completion_tokens,
-        update.finish.reason,
-        seconds,
-        progress.queue_seconds,
-    )

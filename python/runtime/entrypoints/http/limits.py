@@ -36,6 +36,7 @@ class HeadersTooLarge(ServingError):
 
     status = 431
     kind = "invalid_request_error"
+    code = "request_too_large"
 
 
 class BodyTimeout(ServingError):
@@ -43,6 +44,7 @@ class BodyTimeout(ServingError):
 
     status = 408
     kind = "invalid_request_error"
+    code = "timeout"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from runtime.batch import BatchResult, Worker
 from runtime.config.runtime_config import CacheConfig, SchedulerConfig
-from runtime.errors import CacheBusy, QueueFull, RequestError, ServerDraining, ServingError, StepFailed
+from runtime.errors import CacheBusy, QueueFull, RequestError, ServerDraining, ServerFault, ServingError, StepFailed
 from runtime.managers import schedule_policy as policy
 from runtime.managers.admission import Admission
 from runtime.managers.messages import (
@@ -32,7 +32,7 @@ from runtime.managers.messages import (
     TokensOutBatch,
     ToScheduler,
 )
-from runtime.managers.replies import collect_prompt_logprobs, failure, is_due, refusal, request_info, tokens_out
+from runtime.managers.replies import collect_pooled, collect_prompt_logprobs, failure, is_due, refusal, request_info, tokens_out
 from runtime.managers.req import Req
 from runtime.managers.step_plan import InFlightStep, StepPlan
 from runtime.managers.telemetry.heartbeat import HeartbeatThread
@@ -268,9 +268,13 @@ class Scheduler:
                 continue
             req.kv_len = chunk.end
             collect_prompt_logprobs(chunk, index, result)
+            collect_pooled(chunk, index, result)
             if not chunk.is_last:
                 continue
             req.emits_in_flight -= 1
+            if req.request.pooling is not None:
+                self._end(req, Finish(reason="stop"))
+                continue
             self._emit(req, tokens[starts[index] : starts[index + 1]], starts[index], result)
             if req.alive:
                 self.admission.kv_pages.publish(req.pages, req.ids, req.kv_len)
@@ -332,7 +336,9 @@ class Scheduler:
         self._send_replies()
 
     def _step_failed(self, reqs: Iterable[Req], error: Exception) -> None:
-        """End the requests of a failed step; raise if too many steps failed."""
+        """End the requests of a failed step; raise if too many steps failed, or if no later one can work."""
+        if isinstance(error, ServerFault):
+            raise error
         log.error("a forward step failed", exc_info=error)
         self._end_all(reqs, failure(StepFailed()), keep=False)
         self.stats.num_failed_steps_total += 1

@@ -27,8 +27,9 @@ class AcceptanceMonitor:
         schedule: chooses the sample.
     """
 
-    def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
+    def __init__(self, num_steps: int, adaptive: bool = True) -> None:
+        """`adaptive`: whether suspicion makes samples more frequent. Not where ranks that read no results must choose alike."""
+        self._num_steps, self._adaptive = num_steps, adaptive
         self._sampling = num_steps > 0
         self.schedule = SampleSchedule()
         self.reset()
@@ -41,7 +42,7 @@ class AcceptanceMonitor:
 
     def next_iteration(self, live: int) -> tuple[bool, bool]:
         """Count an iteration of `live` requests. Returns whether it may be in the eager sample, and whether the next may."""
-        return self.schedule.next(live, self.alarm.suspicious) if self._sampling else (False, False)
+        return self.schedule.next(live, self._adaptive and self.alarm.suspicious) if self._sampling else (False, False)
 
     @contextmanager
     def without_sample(self) -> Iterator[None]:

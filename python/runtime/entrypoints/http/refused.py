@@ -12,10 +12,6 @@ _NAMES_BY_REASON = {
         "function_call", "functions", "parallel_tool_calls", "tool_call_id", "tool_calls", "tool_choice",
         "tools",
     ),
-    "this server cannot constrain its output yet": (
-        "ebnf", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema", "regex",
-        "response_format", "structural_tag",
-    ),
     "this server does not fill in the middle": ("suffix",),
     "the server takes a profile in its own way, in the folder of --profile": (
         "activities", "num_steps", "output_dir", "profile_by_stage", "record_shapes", "start_step", "with_stack",
@@ -40,7 +36,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "include_obfuscation": (False,),
     "modalities": (["text"],),
     "no_stop_trim": (False,),
-    "response_format": ({"type": "text"},),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
     "spaces_between_special_tokens": (True,),

@@ -13,7 +13,8 @@ from runtime.entrypoints.http.server import create_app
 
 CHAT = """cache_salt chat_template_kwargs continue_final_message frequency_penalty ignore_eos logit_bias logprobs
 max_completion_tokens max_tokens messages min_p min_tokens model n presence_penalty priority repetition_penalty
-return_token_ids seed skip_special_tokens stop stop_token_ids stream stream_options temperature top_k top_logprobs top_p
+return_cached_tokens_details return_spec_tokens_details return_token_ids
+seed skip_special_tokens stop stop_token_ids stream stream_options temperature top_k top_logprobs top_p
 user metadata store prompt_cache_key safety_identifier service_tier verbosity prediction rid separate_reasoning"""
 NOT_FOR_COMPLETIONS = """chat_template_kwargs continue_final_message max_completion_tokens messages top_logprobs"""
 NATIVE = """text input_ids sampling_params rid stream return_logprob logprob_start_len top_logprobs_num

@@ -8,6 +8,7 @@ import msgspec
 
 from runtime.config.device_tuning import DeviceTuning, tuning_of
 from runtime.config.machine import Gpu
+from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 DeviceKind = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
@@ -15,13 +16,15 @@ AttentionName = Literal["torch_native", "fa3", "flashinfer"]
 SamplingName = Literal["triton", "pytorch"]
 SpecAlgorithm = Literal["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"]
 Quantization = Literal["int8"]
+GrammarBackendName = Literal["llguidance", "xgrammar", "none"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
 
 
 class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which model is served, and how its weights are stored.
 
-    `random_seed` seeds dummy weights and the requests that bring no seed of their own.
+    `random_seed` seeds dummy weights and the requests that bring no seed of their own. OpenAI's endpoints sample with
+    `default_sampling_params` what a request leaves out, SGLang's native ones with `preferred_sampling_params`.
     """
 
     model_path: str
@@ -33,6 +36,9 @@ class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     chat_template: str | None
     random_seed: int
+    sampling_defaults: Literal["model", "openai"] = "model"
+    default_sampling_params: SamplingDefaults = NO_DEFAULTS
+    preferred_sampling_params: SamplingDefaults = NO_DEFAULTS
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +83,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     mixed_chunk: bool
     stream_interval: int
     watchdog_timeout: float
+    grammar_backend: GrammarBackendName = "llguidance"
 
 
 class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):

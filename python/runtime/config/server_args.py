@@ -44,6 +44,10 @@ class ServerArgs:
     """Maximum tokens of prompt and output together; default: the model's."""
     chat_template: str | None = _flag(MODEL, None, "TEMPLATE")
     """Jinja chat template, a file or the text itself; default: the model's own."""
+    sampling_defaults: Literal["model", "openai"] = _flag(MODEL, "model")
+    """Sampling of OpenAI requests that leave a field out: as the model's generation_config.json says, or OpenAI's (temperature 1)."""
+    preferred_sampling_params: str | None = _flag(MODEL, None, "JSON")
+    """Sampling of all requests that leave a field out, such as '{"temperature": 0.7}'; comes before --sampling-defaults."""
     trust_remote_code: bool = _flag(MODEL, False)
     """Accepted without effect: code in model folders never runs."""
 
@@ -76,8 +80,8 @@ class ServerArgs:
     """Attention kernels; default: fa3 on Hopper GPUs, flashinfer on other GPUs, torch_native on a CPU."""
     sampling_backend: Literal["triton", "pytorch", "flashinfer"] | None = _flag(DEVICE, None)
     """Sampling kernels; default: triton on a GPU, pytorch on a CPU; flashinfer is not supported."""
-    grammar_backend: str | None = _flag(DEVICE, None, "NAME")
-    """Not supported yet."""
+    grammar_backend: Literal["llguidance", "xgrammar", "none"] = _flag(DEVICE, "llguidance")
+    """Library that compiles JSON schemas and other grammars; none refuses requests with one."""
     mem_fraction_static: float | None = _flag(DEVICE, None, "SHARE")
     """Share of the device memory for weights and KV cache; default: all that measured activations and graphs leave."""
     max_total_tokens: int | None = _flag(DEVICE, None, "TOKENS")

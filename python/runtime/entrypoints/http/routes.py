@@ -25,6 +25,7 @@ from runtime.entrypoints.native.protocol import (
 )
 from runtime.entrypoints.native.tokens import TokenApi
 from runtime.entrypoints.openai.chat import ChatApi
+from runtime.entrypoints.openai.chats import Chats
 from runtime.entrypoints.openai.completions import CompletionApi
 from runtime.entrypoints.openai.protocol import ChatCompletion, Completion, ModelCard, ModelList
 from runtime.entrypoints.openai.served_model import ServedModel
@@ -92,7 +93,7 @@ def _add_posts(app: FastAPI, admin: AdminApi, tokens: TokenApi) -> None:
 
 def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel) -> None:
     for path, handler, answer in (
-        ("/v1/chat/completions", ChatApi(manager, tokenizer, model).create, ChatCompletion),
+        ("/v1/chat/completions", ChatApi(Chats(manager, tokenizer), tokenizer, model).create, ChatCompletion),
         ("/v1/completions", CompletionApi(manager, tokenizer, model).create, Completion),
         ("/generate", GenerateApi(manager, tokenizer).generate, Generated | list[Generated]),
     ):

@@ -18,6 +18,7 @@ from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.logprobs import Top, aligned, finite
 from runtime.managers.generation import Generation
 from runtime.managers.tokenizer_manager import TokenizerManager
+from runtime.sampling_params import SamplingDefaults
 from runtime.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -33,7 +34,9 @@ class GenerateApi:
     async def generate(self, request: Request, body: GenerateBody) -> Response:
         """Generate: one object, an array for several prompts or n > 1, or a stream of outputs so far."""
         began = time.monotonic()
-        group = await until_gone(request, Generations.start(self._manager, _call(body)))
+        group = await until_gone(
+            request, Generations.start(self._manager, _call(body, self._manager.config.model.preferred_sampling_params))
+        )
         if body.stream:
             return EventStream(self._events(body, group, began), group.close)
         async with group:
@@ -86,12 +89,12 @@ class GenerateApi:
         return self._triples(body, [token for token, _ in kept], [value for _, value in kept])
 
 
-def _call(body: GenerateBody) -> Call:
+def _call(body: GenerateBody, defaults: SamplingDefaults) -> Call:
     prompts = body.prompts
     return Call(
         name=body.rid if isinstance(body.rid, str) else "",
         prompts=prompts,
-        sampling=[one.params() for one in body.samplings],
+        sampling=[one.params(defaults) for one in body.samplings],
         rids=_rids(body.rid, len(prompts)),
         n=body.n,
         stream=body.stream,

@@ -22,7 +22,7 @@ from runtime.entrypoints.http.body import (
 )
 from runtime.entrypoints.openai.protocol import Messages, ModelName, TemplateKwargs
 from runtime.errors import InvalidField, RequestError
-from runtime.sampling_params import MAX_TOKENS, MinNewTokens, NewTokens, SamplingParams
+from runtime.sampling_params import MAX_TOKENS, NO_DEFAULTS, MinNewTokens, NewTokens, SamplingDefaults, SamplingParams
 
 DEFAULT_NEW_TOKENS = 128
 
@@ -50,9 +50,9 @@ class NativeSampling(SamplingFields):
             raise InvalidField("sampling_params.min_new_tokens", self.min_new_tokens, f"at most max_new_tokens ({self.max_new_tokens})")
         return self
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: SamplingDefaults = NO_DEFAULTS) -> SamplingParams:
         """The parameters as the engine takes them; `sampling_seed` overrides `seed`."""
-        sampling = self.sampling(self.max_new_tokens, self.min_new_tokens)
+        sampling = self.sampling(self.max_new_tokens, self.min_new_tokens, defaults)
         return sampling if self.sampling_seed is None else msgspec.structs.replace(sampling, seed=self.sampling_seed)
 
 
@@ -282,3 +282,6 @@ class ModelInfo(BaseModel):
     weights: str
     vocab_size: int
     max_context_len: int
+    sampling_defaults: Literal["model", "openai"]
+    default_sampling_params: dict[str, float]
+    preferred_sampling_params: dict[str, float] | None

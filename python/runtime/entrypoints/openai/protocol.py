@@ -106,6 +106,8 @@ class OpenAIBody(ConstrainedFields):
     model: ModelName | None = None
     n: Choices = 1
     priority: Int64 = 0
+    return_cached_tokens_details: bool = False
+    return_spec_tokens_details: bool = False
     return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -228,6 +230,7 @@ class ModelCard(BaseModel):
     root: str
     max_model_len: int
     weights: str
+    default_sampling_params: dict[str, float]
 
 
 class ModelList(BaseModel):
@@ -250,6 +253,31 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+
+
+class CachedTokensDetails(BaseModel):
+    """Where the cached prompt tokens were: `device` is the KV cache."""
+
+    device: int
+    host: int
+
+
+class SpecTokensDetails(BaseModel):
+    """Acceptance of one choice's drafts; the histogram counts verify steps by the drafts that they accepted."""
+
+    spec_accept_rate: float
+    spec_accept_length: float
+    spec_num_correct_drafts: int
+    spec_num_proposed_drafts: int
+    spec_verify_ct: int
+    spec_correct_drafts_histogram: list[int]
+
+
+class SglExt(BaseModel):
+    """SGLang's extension: details that `return_cached_tokens_details` and `return_spec_tokens_details` ask for."""
+
+    cached_tokens_details: CachedTokensDetails | None = None
+    spec_tokens_details: SpecTokensDetails | list[SpecTokensDetails] | None = None
 
 
 class TokenLogprob(BaseModel):
@@ -304,6 +332,7 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None = None
     usage: Usage
+    sglext: SglExt | None = None
 
 
 class CompletionLists(BaseModel):
@@ -335,3 +364,4 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    sglext: SglExt | None = None

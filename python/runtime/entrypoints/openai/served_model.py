@@ -13,10 +13,16 @@ from runtime.managers.tokenizer_manager import TokenizerManager
 
 
 class ServedModel:
-    """Answers /v1/models and heads every completion."""
+    """Answers /v1/models and heads every completion.
+
+    Attributes:
+        name: the name of the model in the API.
+        sampling: the defaults of requests to OpenAI's endpoints.
+    """
 
     def __init__(self, manager: TokenizerManager) -> None:
         self.name = manager.config.model.served_model_name
+        self.sampling = manager.config.model.default_sampling_params
         self._card = {
             "id": self.name,
             "object": "model",
@@ -25,6 +31,7 @@ class ServedModel:
             "root": self.name,
             "max_model_len": manager.max_context_len,
             "weights": manager.config.weights,
+            "default_sampling_params": self.sampling.complete(),
         }
 
     async def models(self) -> Response:

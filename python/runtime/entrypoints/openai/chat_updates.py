@@ -1,0 +1,79 @@
+"""The answer to a conversation, free of any protocol: its updates, and what they add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from runtime.managers.messages import TokenLogprobs
+from runtime.parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning
+
+ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFinish:
+    """Why an answer ended; `matched` is the stop token id or the stop string."""
+
+    reason: ChatFinishReason
+    matched: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatUpdate:
+    """One step of one answer.
+
+    Attributes:
+        index: the answer, 0..n - 1.
+        deltas: its new pieces in order, maybe none.
+        token_ids: new tokens, including a stop token that ended the answer.
+        logprobs: of `token_ids`, if requested.
+        finish: why the answer ended; exactly one update of each answer has it.
+    """
+
+    index: int
+    deltas: Sequence[Delta]
+    token_ids: list[int]
+    logprobs: TokenLogprobs | None = None
+    finish: ChatFinish | None = None
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """One complete tool call; `arguments` is JSON text as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class ChatAnswer:
+    """One answer so far, gathered from its updates."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    finish: ChatFinish | None = None
+
+    def add(self, update: ChatUpdate) -> None:
+        """Append an update."""
+        for delta in update.deltas:
+            match delta:
+                case Content(text):
+                    self.content += text
+                case Reasoning(text):
+                    self.reasoning += text
+                case CallStart(_, call_id, name):
+                    self.calls.append(ToolCall(call_id, name))
+                case CallArguments(call, text):
+                    self.calls[call].arguments += text
+        self.token_ids.extend(update.token_ids)
+        if update.logprobs is not None:
+            self.logprobs.extend(update.logprobs.chosen)
+            self.top.extend(update.logprobs.top)
+        self.finish = update.finish or self.finish

@@ -1,0 +1,1 @@
+"""The model's output as typed deltas: content, reasoning and tool calls."""

@@ -79,14 +79,16 @@ class _Finite:
             return False
         for name in ("anyOf", "oneOf"):
             branches = schema.get(name)
-            if isinstance(branches, list) and branches and not any([self._of(branch) for branch in branches]):
+            if isinstance(branches, list) and branches and not any(self._of(branch) for branch in branches):
                 return False
         parts = schema.get("allOf")
-        if isinstance(parts, list) and not all([self._of(part) for part in parts]):
+        if isinstance(parts, list) and not all(self._of(part) for part in parts):
             return False
         kinds = schema.get("type")
         kinds = {kinds} if isinstance(kinds, str) else set(map(str, kinds)) if isinstance(kinds, list) else {"any"}
-        return bool(kinds - {"object", "array"}) or ("object" in kinds and self._object(schema)) or ("array" in kinds and self._array(schema))
+        if kinds - {"object", "array"}:
+            return True
+        return ("object" in kinds and self._object(schema)) or ("array" in kinds and self._array(schema))
 
     def _of_reference(self, reference: str) -> bool:
         if reference not in self._finite and reference not in self._visited:
@@ -99,7 +101,7 @@ class _Finite:
         properties, required = schema.get("properties"), schema.get("required")
         if not isinstance(properties, dict) or not isinstance(required, list):
             return True
-        return all([self._of(properties[name]) for name in required if isinstance(name, str) and name in properties])
+        return all(self._of(properties[name]) for name in required if isinstance(name, str) and name in properties)
 
     def _array(self, schema: dict[str, Any]) -> bool:
         least = schema.get("minItems")
@@ -108,7 +110,7 @@ class _Finite:
         first = schema.get("prefixItems")
         first = first[:least] if isinstance(first, list) else []
         rest = schema.get("items") if len(first) < least else True
-        return all([self._of(part) for part in first]) and self._of(rest)
+        return all(self._of(part) for part in first) and self._of(rest)
 
     def _target(self, reference: str) -> Any:
         """The schema at a pointer into this document; True for any other."""

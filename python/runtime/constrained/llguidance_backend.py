@@ -6,11 +6,11 @@ Source: https://github.com/guidance-ai/llguidance
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
+from runtime.constrained.backends import Vocabulary
 from runtime.constrained.grammar import Grammar, MaskRow, Matcher, allowed_tokens, mask_words
 from runtime.constrained.json_schema import check_json_schema
 from runtime.constrained.structural_tag import lark_of, parse_structural_tag
@@ -26,18 +26,12 @@ LIMITS = LLParserLimits(
 
 
 class LlguidanceBackend:
-    """Compiles grammars for the tokenizer of a tokenizer.json.
+    """Compiles grammars for one tokenizer."""
 
-    Args:
-        definition: the text of tokenizer.json.
-        vocab_size: ids of the model, at least as many as the tokenizer has.
-        eos_ids: tokens that end a text.
-        special: the spelling of each control token, and its id.
-    """
-
-    def __init__(self, definition: str, vocab_size: int, eos_ids: Sequence[int], special: dict[str, int]) -> None:
-        self._tokenizer = LLTokenizer(definition, n_vocab=vocab_size, eos_token=list(eos_ids))
-        self._words, self._eos_ids, self._special = mask_words(vocab_size), frozenset(eos_ids), special
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        size, eos_ids = vocabulary.vocab_size, vocabulary.eos_ids
+        self._tokenizer = LLTokenizer(vocabulary.definition, n_vocab=size, eos_token=list(eos_ids))
+        self._words, self._eos_ids, self._special = mask_words(size), frozenset(eos_ids), vocabulary.special
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Compile a grammar; see `GrammarBackend`."""

@@ -21,6 +21,7 @@ from runtime import log as logging_setup
 from runtime.batch import Worker, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.collector import freeze_gc
+from runtime.entrypoints.grammars import make_compiler
 from runtime.errors import ConfigError
 from runtime.managers.detokenizer_manager import DetokenizerManager
 from runtime.managers.ipc import Inbox, Outbox
@@ -111,11 +112,14 @@ def serve_scheduler(child: ChildConfig, status: StatusPipe, build: BuildWorker) 
     eos_ids = dict.fromkeys((*model_config.eos_ids, *tokenizer_eos_ids(Path(child.config.model.tokenizer_path))))
     worker = build(child.config, model_config)
     config = child.config
-    scheduler = Scheduler(config.scheduler, config.cache, worker, tuple(eos_ids), inbox.receive, outbox.send)
+    compiler = make_compiler(config, tuple(eos_ids), worker.limits.vocab_size)
+    scheduler = Scheduler(config.scheduler, config.cache, worker, tuple(eos_ids), inbox.receive, outbox.send, compiler=compiler)
     freeze_gc()
     status.send(ChildReady(worker.limits))
     scheduler.run()
     worker.close()
+    if compiler is not None:
+        compiler.close()
     outbox.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,6 +37,8 @@ class LogprobBuffer:
         self.chosen.extend(logprobs.chosen[start:stop].tolist())
         ids, values = logprobs.top_ids[start:stop, :k].tolist(), logprobs.top[start:stop, :k].tolist()
         self.top.extend(list(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True))
+        if stop > start and k and logprobs.top[start:stop, k - 1].min() == -math.inf:  # a grammar allowed fewer than k tokens
+            self.top[start - stop :] = [[pair for pair in row if pair[1] > -math.inf] for row in self.top[start - stop :]]
 
     def take(self) -> TokenLogprobs:
         """Empty the buffer into a message."""

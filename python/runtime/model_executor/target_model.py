@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from runtime.batch import PAD_ROW, BatchResult, ScheduleBatch
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.sampler import sample, top_logprobs
 from runtime.layers.sampling_tables import SamplingNeeds
+from runtime.layers.token_mask import TokenMask
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.draft_window import DraftWindow
 from runtime.model_executor.graph_runner import GraphRunner
@@ -168,19 +169,27 @@ class TargetModel:
             states = States(*(short or self.runner.extend(prompts, self.aux_layers)))
         return states.part(0, T), states.part(T, None)
 
-    def sample_next(self, batch: ScheduleBatch, chunks: Chunks, states: States) -> tuple[ExtendPass, PromptsPending]:
-        """Sample where a prompt ends, set the rows' lengths and last tokens, and send the tokens to the host."""
+    def sample_next(
+        self, batch: ScheduleBatch, chunks: Chunks, states: States, mask: TokenMask | None = None
+    ) -> tuple[ExtendPass, PromptsPending]:
+        """Sample where a prompt ends, set the rows' lengths and last tokens, and send the tokens to the host.
+
+        Args:
+            mask: what grammars allow the first tokens to be.
+        """
         rows, positions = chunks.rows, chunks.batch.seq_lens.to(torch.int64)
         needs = self.rows.needs(batch.rows[: batch.num_prompts])
         logits = self.runner.model.logits(states.hidden[chunks.last])
-        sampled = sample(logits, self.rows.tables, rows, positions, needs)
+        if mask is not None:
+            needs = replace(needs, constrained=mask.selected)
+        sampled = sample(logits, self.rows.tables, rows, positions, needs, mask)
         ends = chunks.given < 0
         next_tokens = torch.where(ends, sampled, chunks.given)
         self.rows.kv_lens[rows] = chunks.batch.seq_lens
         self.rows.last_tokens[rows] = next_tokens
         if needs.penalised:
             self.rows.count(rows, next_tokens[:, None], ends[:, None])
-        logprobs = copy_logprobs(logits, next_tokens, int(batch.top_logprobs.max(initial=-1)))
+        logprobs = copy_logprobs(logits, next_tokens, int(batch.top_logprobs.max(initial=-1)), mask=mask)
         prompt = self._prompt_logprobs(batch, chunks, states.hidden, next_tokens)
         pending = PromptsPending(batch.next_tokens < 0, HostCopy(next_tokens), logprobs, prompt)
         return ExtendPass(chunks, next_tokens, states, needs), pending

@@ -14,7 +14,6 @@ from runtime.entrypoints.http.body import (
     Choices,
     Int64,
     Name,
-    SamplingFields,
     Text,
     TokenIds,
     TopLogprobs,

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.constrained.grammar import Grammar
+from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 from runtime.worker_info import WorkerInfo
 
@@ -162,6 +163,7 @@ class ScheduleBatch:
             sampled.
         top_logprobs: int32 [B]. -1: no log-probabilities; k >= 0: the chosen token's and the k most likely.
         prompt_logprobs: bool [E]. Whether log-probabilities of the chunk's prompt tokens are wanted too.
+        pooling: by index of the chunk: what its hidden states are reduced to.
     """
 
     step: int
@@ -177,6 +179,7 @@ class ScheduleBatch:
     token_ids: Int32 = field(default_factory=no_ints)
     next_tokens: Int32 = field(default_factory=no_ints)
     prompt_logprobs: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
+    pooling: dict[int, Pooling] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -242,6 +245,8 @@ class BatchResult:
             after it (the last one's entry is the next prompt token's, or of no meaning when a token was sampled there).
         stats: how the decode rows ran.
         grammar_errors: by index in the batch, why a request's grammar cannot be followed; its tokens have no meaning.
+        pooled: by index in the batch: what `pooling` asked for, float32 [hidden] or [labels]; of `mean` the sum over the
+            chunk's tokens.
     """
 
     token_ids: Int32
@@ -250,6 +255,7 @@ class BatchResult:
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     stats: StepStats = StepStats()
     grammar_errors: dict[int, str] = field(default_factory=dict)
+    pooled: dict[int, Float32] = field(default_factory=dict)
 
 
 class Pending(Protocol):

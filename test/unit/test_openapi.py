@@ -19,6 +19,7 @@ user metadata store prompt_cache_key safety_identifier service_tier verbosity pr
 NOT_FOR_COMPLETIONS = """chat_template_kwargs continue_final_message max_completion_tokens messages top_logprobs"""
 NATIVE = """text input_ids sampling_params rid stream return_logprob logprob_start_len top_logprobs_num
 return_text_in_logprobs cache_salt priority"""
+POOLING = "cache_salt model priority rid user"
 SAMPLING = """frequency_penalty ignore_eos logit_bias max_new_tokens min_new_tokens min_p n presence_penalty
 repetition_penalty sampling_seed seed skip_special_tokens stop stop_token_ids temperature top_k top_p"""
 UNBOUNDED = {"metadata", "prediction", "prompt_cache_key", "rid", "safety_identifier", "separate_reasoning", "service_tier"}
@@ -63,6 +64,9 @@ def test_every_documented_field_has_a_type_and_every_number_bounds(spec: dict[st
         "/v1/chat/completions": {*CHAT.split(), "chat_template"},
         "/v1/completions": completion,
         "/generate": set(NATIVE.split()),
+        "/v1/embeddings": {*POOLING.split(), "dimensions", "encoding_format", "input"},
+        "/v1/score": {*POOLING.split(), "apply_softmax", "item_first", "items", "label_token_ids", "query"},
+        "/v1/rerank": {*POOLING.split(), "documents", "query", "return_documents", "top_n"},
     }
     for path, names in expected.items():
         found = fields(spec, path)

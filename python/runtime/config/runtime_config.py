@@ -8,6 +8,7 @@ import msgspec
 
 from runtime.config.device_tuning import DeviceTuning, tuning_of
 from runtime.config.machine import Gpu
+from runtime.pooling import PoolingName
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -134,6 +135,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str | None
     admin_api_key: str | None
     trust_request_chat_template: bool
+    embedding_pooling: PoolingName
     enable_metrics: bool
     log_level: str
     log_requests: bool

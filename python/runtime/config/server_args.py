@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from runtime.pooling import PoolingName
+
 MODEL, SERVER, DEVICE, SCHEDULING = "model", "server", "device and memory", "scheduling"
 GRAPHS, SPECULATION, OBSERVING = "CUDA graphs", "speculative decoding", "observing"
 AttentionChoice = Literal["torch_native", "fa3", "flashinfer"]
@@ -67,6 +69,8 @@ class ServerArgs:
     """Not supported yet."""
     reasoning_parser: str | None = _flag(SERVER, None, "NAME")
     """Not supported yet; reasoning stays in the text."""
+    embedding_pooling: PoolingName = _flag(SERVER, "mean")
+    """How /v1/embeddings reduces a prompt: mean of its hidden states, or the state of its last token."""
     skip_server_warmup: bool = _flag(SERVER, False)
     """Report ready without generating a first token."""
     shutdown_timeout: float = _flag(SERVER, 30.0, "SECONDS")

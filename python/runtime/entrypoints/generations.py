@@ -11,6 +11,7 @@ from runtime.errors import RequestError
 from runtime.managers.generation import Generation, GenerationUpdate
 from runtime.managers.messages import TokenLogprobs
 from runtime.managers.tokenizer_manager import TokenizerManager
+from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 
 MAX_UNREAD = 256
@@ -30,6 +31,7 @@ class Call:
         fill_context: generate to the end of the context.
         continues_prompt: whether the text of the output continues that of the prompt.
         top_logprobs: -1 for no log-probabilities, else how many beside each chosen token.
+        pooling: reduce the prompts to numbers instead of generating.
         params: the protocol's names for fields that the manager calls "prompt", "input_ids" and "max_new_tokens".
     """
 
@@ -46,6 +48,7 @@ class Call:
     params: Mapping[str, str]
     fill_context: bool = False
     continues_prompt: bool = True
+    pooling: Pooling | None = None
 
 
 class Generations:
@@ -82,6 +85,7 @@ class Generations:
                     continues_prompt=call.continues_prompt,
                     rid=rid,
                     call=call.name,
+                    pooling=call.pooling,
                 )
                 group.each.append(generation)
         except RequestError as error:

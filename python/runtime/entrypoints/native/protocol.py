@@ -129,12 +129,16 @@ class TokenizeBody(Body):
     add_generation_prompt: bool = True
     add_special_tokens: bool = True
     chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
+    continue_final_message: bool = False
     model: ModelName | None = None
+    return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _check_fields(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("Send either prompt or messages.", "prompt")
+        if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+            raise RequestError("continue_final_message requires add_generation_prompt: false.", "continue_final_message")
         return self
 
 
@@ -226,11 +230,12 @@ class Generated(BaseModel):
 
 
 class Tokenized(BaseModel):
-    """The answer of /tokenize: arrays for several prompts."""
+    """The answer of /tokenize: arrays for several prompts. `token_strs` comes with `return_token_strs`."""
 
     tokens: list[int] | list[list[int]]
     count: int | list[int]
     max_model_len: int
+    token_strs: list[str] | list[list[str]] | None = None
 
 
 class Detokenized(BaseModel):

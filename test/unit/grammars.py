@@ -20,7 +20,7 @@ from runtime.managers.messages import Finish, GenerateReq, TokensOut, TokensOutB
 from runtime.managers.scheduler import Scheduler
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tokenizer_files import TokenizerFiles
-from unit.predicting import plain, speculating
+from unit.predicting import model_config, plain, speculating
 from unit.tiny import tiny_runtime
 from unit.wire import as_sent
 
@@ -41,7 +41,8 @@ def json_tokenizer() -> Tokenizer:
     hf.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     hf.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    hf.train_from_iterator(CORPUS, BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<eos>", "<end>", "<think>"], show_progress=False))
+    special = ["<eos>", "<end>", "<think>"]
+    hf.train_from_iterator(CORPUS, BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False))
     hf.add_special_tokens([AddedToken("<tool>", special=True)])
     return Tokenizer(TokenizerFiles(hf.to_str(), {"eos_token": "<eos>"}, (0, 1), None))
 
@@ -56,10 +57,15 @@ def make_compiler(name: str = "llguidance") -> GrammarCompiler:
     return GrammarCompiler(lambda: make_backend(name, vocabulary()))
 
 
-def constrained_worker(folder: Path, algorithm: str | None, replay: Any = None, sizes: list[int] | None = None, runtime: dict[str, Any] | None = None, **spec: Any) -> Any:
+def constrained_worker(
+    folder: Path,
+    algorithm: str | None,
+    replay: Any = None,
+    sizes: list[int] | None = None,
+    runtime: dict[str, Any] | None = None,
+    **spec: Any,
+) -> Any:
     """A worker of the vocabulary of `json_tokenizer`, plain where `algorithm` is None."""
-    from unit.predicting import model_config
-
     settings = {"context_length": CONTEXT, "max_running_requests": 16, **(runtime or {})}
     model = model_config(vocab_size=VOCAB, max_context_len=CONTEXT, eos_ids=(0, 1))
     if algorithm is None:

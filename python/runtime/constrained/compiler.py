@@ -31,17 +31,21 @@ class Compilation:
     Args:
         spec: the grammar.
         clock: monotonic seconds.
+
+    Attributes:
+        started: when a thread began with it; None before.
+        future: its outcome.
     """
 
     def __init__(self, spec: GrammarSpec, clock: Callable[[], float]) -> None:
         self._spec, self._clock = spec, clock
         self._asked = clock()
-        self._started: float | None = None
+        self.started: float | None = None
         self.future: Future[Grammar] = Future()
 
     def start(self) -> None:
-        """A thread begins."""
-        self._started = self._clock()
+        """Note that a thread begins."""
+        self.started = self._clock()
 
     def result(self) -> Grammar | None:
         """The grammar; None while it is being compiled.
@@ -52,7 +56,7 @@ class Compilation:
         """
         if self.future.done():
             return self.future.result()
-        if self._started is not None and self._clock() - self._started > MAX_SECONDS:
+        if self.started is not None and self._clock() - self.started > MAX_SECONDS:
             raise GrammarError(self._spec.kind, f"It takes longer than {MAX_SECONDS:g} s to compile. Make it smaller.")
         if self._clock() - self._asked > MAX_WAIT:
             raise CompilerBusy

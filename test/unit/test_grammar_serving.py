@@ -124,9 +124,7 @@ def test_log_probabilities_are_those_of_the_allowed_tokens(tmp_path: Path, compi
         worker = constrained_worker(tmp_path / str(len(found)), algorithm, **spec)
         served, _ = serve(worker, asks, compiler)
         worker.close()
-        found.append(
-            {ask.rid: [row for out in served.outs if out.rid == ask.rid and out.logprobs for row in _rows(out.logprobs)] for ask in asks}
-        )
+        found.append({ask.rid: _rows(served, ask.rid) for ask in asks})
     for other in found[1:]:
         for rid, rows in found[0].items():
             assert len(rows) == len(other[rid])

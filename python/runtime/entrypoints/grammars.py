@@ -7,16 +7,24 @@ from pathlib import Path
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.constrained.backends import Vocabulary, make_backend
 from runtime.constrained.compiler import GrammarCompiler
+from runtime.models.config import ModelConfig
 from runtime.text.tokenizer import Tokenizer
+from runtime.text.tokenizer_files import tokenizer_eos_ids
 
 
-def make_compiler(config: RuntimeConfig, eos_ids: tuple[int, ...], vocab_size: int) -> GrammarCompiler | None:
+def eos_ids_of(config: RuntimeConfig, model_config: ModelConfig) -> tuple[int, ...]:
+    """The tokens that end a text, from the model's and the tokenizer's files."""
+    named = tokenizer_eos_ids(Path(config.model.tokenizer_path))
+    return tuple(dict.fromkeys((*model_config.eos_ids, *named)))
+
+
+def make_compiler(config: RuntimeConfig, model_config: ModelConfig) -> GrammarCompiler | None:
     """The compiler that the configuration asks for, or None. Its tokenizer and library are loaded in a thread of it."""
-    name = config.scheduler.grammar_backend
+    name, folder = config.scheduler.grammar_backend, Path(config.model.tokenizer_path)
     if name == "none":
         return None
-    folder = Path(config.model.tokenizer_path)
-    return GrammarCompiler(lambda: make_backend(name, vocabulary_of(Tokenizer.load(folder), eos_ids, vocab_size)))
+    eos_ids, size = eos_ids_of(config, model_config), model_config.vocab_size
+    return GrammarCompiler(lambda: make_backend(name, vocabulary_of(Tokenizer.load(folder), eos_ids, size)))
 
 
 def vocabulary_of(tokenizer: Tokenizer, eos_ids: tuple[int, ...], vocab_size: int) -> Vocabulary:

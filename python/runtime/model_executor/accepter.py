@@ -109,8 +109,8 @@ class Accepter:
         if not needs.all_greedy or needs.adjusts:
             positions = iteration.kv_lens[:live].to(torch.int64) + 1
             tokens = tokens.clone()
-            tables, mask = self._target.rows.tables, iteration.mask
-            tokens[:live, 0] = sample(verified.logits[:live], tables, iteration.rows[:live], positions, needs, mask)
+            tables, logits = self._target.rows.tables, verified.all_logits(live)
+            tokens[:live, 0] = sample(logits, tables, iteration.rows[:live], positions, needs, iteration.mask)
         return AcceptResult(torch.ones_like(iteration.kv_lens), tokens)
 
     def _decide_part(self, iteration: Iteration, draft: DraftWindow, verified: VerifyResult) -> AcceptResult:
@@ -120,7 +120,7 @@ class Accepter:
         positions = draft.positions(iteration.kv_lens)
         if needs.adjusts or not needs.all_greedy:
             path = draft.drafts_before() if needs.penalised else None
-            window = verified.logits.view(iteration.size, draft.width, -1)
+            window = verified.all_logits(iteration.size * draft.width).view(iteration.size, draft.width, -1)
             logits = process_logits(window, LogitsContext(tables, iteration.rows, positions, path, iteration.mask), needs)
             if needs.adjusts:
                 target = logits.argmax(-1)

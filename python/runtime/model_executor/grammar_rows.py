@@ -7,7 +7,7 @@ own drafts. The masks of its window are computed in a thread while the target ru
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -17,11 +17,12 @@ import torch
 
 from runtime.batch import Int32, RowInit
 from runtime.constrained.constraint import Constraint
-from runtime.constrained.grammar import MaskRow, mask_words
+from runtime.constrained.grammar import Grammar, MaskRow, mask_words
 from runtime.constrained.window_masks import Path, WindowMasks
 from runtime.layers.token_mask import TokenMask
 from runtime.model_executor.draft_window import DraftWindow
 from runtime.model_executor.staging import HostCopy
+from runtime.sampling_params import GrammarSpec
 
 Bool = npt.NDArray[np.bool_]
 MaskRows = list[list[MaskRow | None]]
@@ -30,7 +31,7 @@ MaskRows = list[list[MaskRow | None]]
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """Committed tokens on their way to the host: int64 [B] or [B, D], and the accept lengths where there are any."""
+    """Committed tokens on their way to the host: int64 [B, D], and the accept lengths where there are any."""
 
     constraints: list[tuple[int, Constraint]]
     tokens: HostCopy
@@ -38,7 +39,6 @@ class _Unread:
     def commit(self) -> None:
         """Wait for them, and let the constraints go on."""
         tokens, *lens = self.tokens.wait()
-        tokens = tokens.reshape(len(tokens), -1)
         for request, constraint in self.constraints:
             for token in tokens[request, : int(lens[0][request]) if lens else 1].tolist():
                 constraint.commit(token)
@@ -131,10 +131,14 @@ class GrammarRows:
     Args:
         vocab_size: ids of the target.
         device: where masks go.
+
+    Attributes:
+        compile: compiles the grammar of a request that comes without it, on a rank that follows another; set once.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._words, self._device = mask_words(vocab_size), device
+        self.compile: Callable[[GrammarSpec], Grammar] | None = None
         self._constraints: dict[int, Constraint] = {}
         self._unread: deque[_Unread] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
@@ -152,9 +156,12 @@ class GrammarRows:
         """Requests took rows. A resumed one goes on behind the output it has."""
         for init in new_rows:
             self._constraints.pop(init.row, None)
-            if init.grammar is not None:
+            grammar, spec = init.grammar, init.sampling.grammar
+            if grammar is None and spec is not None and self.compile is not None:
+                grammar = self.compile(spec)
+            if grammar is not None:
                 assert init.history is not None, "a constrained request comes with its tokens"
-                constraint = Constraint(init.grammar, frozenset(init.eos_ids.tolist()), init.sampling.grammar_after)
+                constraint = Constraint(grammar, frozenset(init.eos_ids.tolist()), init.sampling.grammar_after)
                 for token in init.history[init.prompt_len :].tolist():
                     constraint.commit(token)
                 self._constraints[init.row] = constraint
@@ -177,10 +184,10 @@ class GrammarRows:
             self._unread.popleft().commit()
         return GrammarStep(constraints, size, self._words, self._device, self._thread)
 
-    def follow(self, step: GrammarStep | None, tokens: HostCopy) -> None:
-        """Tokens were committed in `step`: int64 [B] or [B, D], then the accept lengths int32 [B] where there are any."""
-        if step is not None:
-            self._unread.append(_Unread(step.constraints, tokens))
+    def follow(self, step: GrammarStep, tokens: torch.Tensor, accept_lens: torch.Tensor | None = None) -> None:
+        """Tokens were committed in `step`: the first `accept_lens`, or 1, of each request's int64 [B, D]."""
+        copies = HostCopy(tokens) if accept_lens is None else HostCopy(tokens, accept_lens)
+        self._unread.append(_Unread(step.constraints, copies))
 
 
 def _paths(tokens: Sequence[int], parents: Sequence[int]) -> list[Path]:

@@ -61,6 +61,18 @@ class UnsupportedField(RequestError):
         super().__init__(f"{field} is not supported: {why}. Leave it out.", field)
 
 
+class GrammarError(RequestError):
+    """The grammar of a request cannot be used.
+
+    Args:
+        kind: the field of `SamplingParams` that holds it.
+        reason: completes the sentence "The KIND cannot be used: ...".
+    """
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(f"The {kind} cannot be used: {reason}", kind)
+
+
 class MissingField(RequestError):
     """A field that the protocol requires is not there."""
 
@@ -188,6 +200,7 @@ class QueuedTokensFull(ServingError):
     status = 429
     kind = "rate_limit_error"
     retry_after = 1
+    code = "rate_limit_exceeded"
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"The queue is full: its prompts have {limit} tokens (--max-queued-tokens). Try again later.")
@@ -210,6 +223,16 @@ class RequestTimeout(ServingError):
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"The request took longer than {seconds:g} seconds (--request-timeout). Ask for fewer tokens.")
+
+
+class CompilerBusy(ServingError):
+    """Other grammars keep the compiler busy."""
+
+    status = 503
+    retry_after = 1
+
+    def __init__(self) -> None:
+        super().__init__("The server is compiling other grammars. Try again later.")
 
 
 class ServerDraining(ServingError):

@@ -67,6 +67,7 @@ class Admission:
 
     def enqueue(self, req: Req) -> None:
         """Let `req` wait for a row."""
+        req.phase = Phase.WAITING
         self.queue.add(req)
 
     # ---- prompts
@@ -183,7 +184,7 @@ class Admission:
         """End `req`, waiting or running; with `keep`, its committed KV stays in the prefix cache."""
         if req.phase is Phase.WAITING:
             self.queue.remove(req)
-        else:
+        elif req.phase is not Phase.COMPILING:
             self._free(req, keep)
         req.end()
 

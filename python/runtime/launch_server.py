@@ -130,11 +130,10 @@ class _Server:
             await asyncio.sleep(0)  # starts the children; HTTP's modules are imported while they load
             from runtime.entrypoints.http.server import serve
 
-            if not await self._finished(start):
-                return 0
-            return await self._answer(serve)
+            status = await self._answer(serve) if await self._finished(start) else 0
         finally:
             await self._runtime.stop()
+        return 1 if self._runtime.died.is_set() else status
 
     def _on_signal(self, number: int) -> None:
         self.signals += 1
@@ -153,15 +152,15 @@ class _Server:
                 freeze_gc()
                 self._print_ready()
                 await _first(self._stop_requested.wait(), runtime.died.wait(), http)
+            if not runtime.died.is_set():
+                if http.done():
+                    http.result()
+                    return 1
+                await _first(runtime.drain(), runtime.died.wait())
             if runtime.died.is_set():
                 _end_process_after(LAST_RESORT)
                 await asyncio.sleep(DEATH_GRACE)
-                return 1
-            if http.done():
-                http.result()
-                return 1
-            await _first(runtime.drain(), runtime.died.wait())
-            return 1 if runtime.died.is_set() else 0
+            return 0
         finally:
             runtime.stopping.set()
             await asyncio.wait([http], timeout=DEATH_CLOSE if runtime.died.is_set() else CLOSE_SECONDS)

@@ -99,6 +99,47 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             check_number("logit_bias", bias, Bias)
 
 
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request that leaves a field out is sampled with. None: the default of `SamplingParams`."""
+
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> SamplingDefaults:
+        """The defaults among the entries of `raw`; null counts as left out.
+
+        Raises:
+            InvalidField: a value is out of bounds.
+        """
+        given = {name: raw[name] for name in cls.__struct_fields__ if raw.get(name) is not None}
+        for name, value in given.items():
+            check_number(name, value, _NUMBERS[name])
+        return cls(**given)
+
+    def given(self) -> dict[str, Any]:
+        """The fields that have a value."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+    def over(self, others: SamplingDefaults) -> SamplingDefaults:
+        """These, and `others` where these have none."""
+        return SamplingDefaults(**{**others.given(), **self.given()})
+
+    def complete(self) -> dict[str, float]:
+        """Every field, with the value of `SamplingParams` where these have none."""
+        plain = SamplingParams()
+        return {name: getattr(plain, name) for name in self.__struct_fields__} | self.given()
+
+
+NO_DEFAULTS = SamplingDefaults()
+"""OpenAI's defaults, which are those of `SamplingParams`."""
+
+
 _NUMBERS: dict[str, Any] = {
     name: hint for name, hint in get_type_hints(SamplingParams, include_extras=True).items() if get_origin(hint) is Annotated
 }

@@ -215,7 +215,12 @@ def serving(model: Path, *flags: str, behaviour: str = "0.01", ready: bool = Tru
         command = [sys.executable, str(Path(__file__).resolve()), "serve", behaviour, "--port", "0", "--served-model-name", "fake"]
         command += ["--model", str(model), "--load-format", "dummy", "--device", "cpu", *flags]
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**ENV, "TMPDIR": temp}, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**ENV, "TMPDIR": temp, "XDG_RUNTIME_DIR": ""},
+            start_new_session=True,
         )
         server = Server(process, queue.Queue(), Path(temp), [])
         reader = threading.Thread(target=_keep, args=(process, server), daemon=True)

@@ -34,6 +34,14 @@ PARTS = """
   return ['img,script', 'pre code', 'li strong'].map((which) => at.querySelectorAll(which).length);
 })
 """
+CUT_STREAM = """
+window.fetch = () => {
+  const chunk = 'data: {"choices":[{"index":0,"delta":{"content":"So"}}]}\\n\\n';
+  const start = (stream) => { stream.enqueue(new TextEncoder().encode(chunk));
+                              setTimeout(() => stream.error(new TypeError('network error')), 300); };
+  return Promise.resolve(new Response(new ReadableStream({ start })));
+}
+"""
 NAMELESS = """
 [...document.querySelectorAll('input,textarea,button')]
   .filter((e) => !(e.labels?.length || e.ariaLabel || e.textContent)).map((e) => e.id)
@@ -68,6 +76,7 @@ def test_it_streams_an_answer_and_shows_its_figures(page: Page, embedded: Embedd
     assert page.run("document.querySelector('.assistant .body').textContent") == ANSWER
     figures = page.run("document.querySelector('.figures').textContent")
     assert re.search(r"TTFT \d+ ms · [\d.]+ tokens/s · \d+ tokens", figures), figures
+    assert re.search(r"accept length \d\.\d\d · \d+ of \d+ drafts accepted", figures), figures
     ask(page, "And of Italy?")
     done(page, 2)
     assert "Rome" in page.run("document.querySelectorAll('.assistant .body')[1].textContent")
@@ -114,6 +123,30 @@ def test_settings_reach_the_server_and_its_refusals_reach_the_user(page: Page) -
     body = page.run("JSON.stringify(request())")
     assert '"role":"system","content":"Answer in one word."' in body
     assert '"max_completion_tokens":2' in body
+
+
+def test_paris_is_the_second_answer_at_the_models_defaults(page: Page) -> None:
+    assert page.run("[document.getElementById('temperature').placeholder, document.getElementById('top_p').placeholder]") == ["0.2", "0.9"]
+    for _ in range(5):
+        ask(page, "Hello!")
+        done(page, 1)
+        ask(page, "What is the capital of France?")
+        done(page, 2)
+        assert "Paris" in page.run("document.querySelectorAll('.assistant .body')[1].textContent")
+        page.run("document.getElementById('clear').click()")
+
+
+def test_the_page_says_in_words_that_the_server_is_gone(page: Page) -> None:
+    page.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
+    ask(page, "Hi")
+    done(page, 1)
+    words = page.run("document.querySelector('.error').textContent")
+    assert words == "The server cannot be reached. Check that the server is running, then send the message again."
+    page.run(CUT_STREAM)
+    ask(page, "Hi")
+    done(page, 2)
+    assert page.run("document.querySelectorAll('.assistant .body')[1].textContent") == "So"
+    assert "went away before the answer was complete" in page.run("document.querySelectorAll('.error')[1].textContent")
 
 
 def test_every_control_has_a_name(page: Page) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +13,6 @@ import psutil
 import pytest
 
 from process.fake import POISON, Server, dummy_model, serving
-from runtime.entrypoints.processes import private_folder
 
 PATIENCE = 60.0
 """Seconds until a test gives up. Tests do not measure times; `benchmark/faults.py` does."""
@@ -155,8 +152,7 @@ def test_children_follow_a_killed_parent(server: Server) -> None:
     children = psutil.Process(server.process.pid).children()
     assert len(children) == 2
     server.process.kill()
-    _, alive = psutil.wait_procs(children, timeout=PATIENCE)
-    assert alive == []
+    assert_gone(server, children)
 
 
 def test_a_signal_while_loading_ends_the_server(model: Path) -> None:
@@ -194,20 +190,3 @@ def test_the_private_folder_admits_its_owner_only_and_only_http_listens(model: P
         parent = psutil.Process(server.process.pid)
         sockets = [socket for process in (parent, *parent.children()) for socket in process.net_connections()]
         assert [socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN] == ["127.0.0.1"]
-
-
-def test_leftovers_of_dead_servers_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryDirectory() as temp:
-        monkeypatch.setattr(tempfile, "tempdir", temp)
-        left, alive, other = (Path(temp) / name for name in (f"talon-{dead_pid()}-x", f"talon-{os.getpid()}-x", "talon-notes"))
-        for folder in (left, alive, other):
-            folder.mkdir()
-        made = Path(private_folder())
-        assert set(Path(temp).iterdir()) == {alive, other, made}
-
-
-def dead_pid() -> int:
-    pid = 4_000_000
-    while psutil.pid_exists(pid):
-        pid += 1
-    return pid

@@ -36,7 +36,7 @@ SGLANG_FLAGS = re.findall(
     speculative-draft-model-path speculative-num-steps speculative-eagle-topk speculative-num-draft-tokens speculative-token-map
     speculative-accept-threshold-single speculative-accept-threshold-acc disable-cuda-graph disable-cuda-graph-padding cuda-graph-max-bs
     cuda-graph-bs watchdog-timeout stream-interval skip-server-warmup chat-template tool-call-parser reasoning-parser random-seed log-level
-    log-requests enable-metrics
+    log-requests enable-metrics sampling-defaults preferred-sampling-params
     """,
 )
 OUR_FLAGS = re.findall(
@@ -44,7 +44,7 @@ OUR_FLAGS = re.findall(
     """
     shutdown-timeout speculative-draft-load-format speculative-draft-attention-backend disable-draft-extend-cuda-graph
     disable-draft-decode-cuda-graph speculative-synthetic-accept-length speculative-check-parity trust-request-chat-template profile
-    cpu-threads speculative-disable-by-batch-size
+    cpu-threads speculative-disable-by-batch-size embedding-pooling strict-request-fields
     """,
 )
 
@@ -408,10 +408,15 @@ SAME_NAME: dict[str, object] = {
     "sampling_backend": "pytorch", "mem_fraction_static": 0.5, "max_total_tokens": 77, "max_running_requests": 7, "page_size": 32,
     "cpu_threads": 3, "chunked_prefill_size": 64, "max_prefill_tokens": 4096, "schedule_policy": "lpm", "schedule_conservativeness": 0.5,
     "stream_interval": 4, "random_seed": 5, "cuda_graph_bs": (1, 3), "log_level": "debug", "log_requests": True, "enable_metrics": False,
-    "dtype": "float16", "load_format": None, "model_path": None, "quantization": None,
+    "dtype": "float16", "load_format": None, "model_path": None, "quantization": None, "sampling_defaults": "openai",
+    "strict_request_fields": True,
+    "embedding_pooling": "last",
 }  # fmt: skip
 """Flags with a field of the same name; None for those that come from the model's facts or have tests of their own."""
 OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object], object]] = {
+    "preferred_sampling_params": (
+        {"preferred_sampling_params": '{"top_k": 5}'}, lambda c: c.model.preferred_sampling_params.given(), {"top_k": 5}
+    ),
     "cuda_graph_max_bs": ({"cuda_graph_max_bs": 24}, lambda c: c.graphs.cuda_graph_bs[-1], 24),
     "disable_cuda_graph": ({"disable_cuda_graph": True}, lambda c: c.graphs.cuda_graph_bs, ()),
     "disable_cuda_graph_padding": ({"disable_cuda_graph_padding": True}, lambda c: c.graphs.cuda_graph_padding, False),

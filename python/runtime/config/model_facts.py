@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.runtime_config import DType, LoadFormat
+from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class ModelFacts:
         dtype: type of the stored weights.
         max_context_len, vocab_size, head_dim: shape of the model.
         embedded: whether it is the model that comes with the server.
+        sampling: what requests that leave sampling fields out are sampled with, as --sampling-defaults chooses.
     """
 
     path: str
@@ -30,3 +32,4 @@ class ModelFacts:
     vocab_size: int
     head_dim: int
     embedded: bool = False
+    sampling: SamplingDefaults = NO_DEFAULTS

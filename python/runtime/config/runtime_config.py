@@ -8,6 +8,8 @@ import msgspec
 
 from runtime.config.device_tuning import DeviceTuning, tuning_of
 from runtime.config.machine import Gpu
+from runtime.pooling import PoolingName
+from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 DeviceKind = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
@@ -21,7 +23,9 @@ LoadFormat = Literal["safetensors", "gguf", "dummy"]
 class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which model is served, and how its weights are stored.
 
-    `random_seed` seeds dummy weights and the requests that bring no seed of their own.
+    Requests may call the model by its served name or by one of `aliases`. `random_seed` seeds dummy weights and the
+    requests that bring no seed of their own. OpenAI's endpoints sample with `default_sampling_params` what a request
+    leaves out, SGLang's native ones with `preferred_sampling_params`.
     """
 
     model_path: str
@@ -33,6 +37,10 @@ class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     chat_template: str | None
     random_seed: int
+    aliases: tuple[str, ...] = ()
+    sampling_defaults: Literal["model", "openai"] = "model"
+    default_sampling_params: SamplingDefaults = NO_DEFAULTS
+    preferred_sampling_params: SamplingDefaults = NO_DEFAULTS
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,12 +135,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str | None
     admin_api_key: str | None
     trust_request_chat_template: bool
+    embedding_pooling: PoolingName
     enable_metrics: bool
     log_level: str
     log_requests: bool
     shutdown_timeout: float
     skip_server_warmup: bool
     profile_folder: str | None
+    strict_request_fields: bool = False
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):

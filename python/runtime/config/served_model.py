@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 from pathlib import Path
@@ -11,7 +12,8 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.refusals import check_ranges
 from runtime.config.runtime_config import DeviceKind, Quantization, ServedModelConfig
 from runtime.config.server_args import ServerArgs
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, InvalidField
+from runtime.sampling_params import SamplingDefaults
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +27,17 @@ def check_model(args: ServerArgs) -> None:
     template = args.chat_template
     if template is not None and "{" not in template and not Path(template).is_file():
         raise ConfigError(f"--chat-template {template} is neither a file nor the text of a template.")
+    _preferred(args)
 
 
 def resolve_model(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> ServedModelConfig:
     """Combine the model's facts with what was asked of it."""
     if args.trust_remote_code:  # command lines written for other servers carry it
         log.warning("--trust-remote-code has no effect: code in model folders is never run")
+    preferred = _preferred(args)
+    sampling = preferred.over(model.sampling)
+    shown = ", ".join(f"{name} {value:g}" for name, value in sampling.complete().items())
+    log.info("default sampling %s: --sampling-defaults %s", shown, args.sampling_defaults)
     return ServedModelConfig(
         model_path=model.path,
         load_format=model.load_format,
@@ -41,7 +48,33 @@ def resolve_model(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> Se
         context_length=_context_length(args, model),
         chat_template=args.chat_template,
         random_seed=_seed(args),
+        aliases=_aliases(args, model),
+        sampling_defaults=args.sampling_defaults,
+        default_sampling_params=sampling,
+        preferred_sampling_params=preferred,
     )
+
+
+def _aliases(args: ServerArgs, model: ModelFacts) -> tuple[str, ...]:
+    """Other names of the model: SGLang's default, its path as it was given and as it was found, and the last part of these."""
+    paths = [path.rstrip("/") for path in (args.model_path, model.path) if path]
+    return tuple(dict.fromkeys(("default", model.name, *paths, *(Path(path).name for path in paths))))
+
+
+def _preferred(args: ServerArgs) -> SamplingDefaults:
+    flag = "--preferred-sampling-params"
+    try:
+        raw = json.loads(args.preferred_sampling_params or "{}")
+    except ValueError as error:
+        raise ConfigError(f"{flag} is not JSON: {error}.") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{flag} must be a JSON object such as '{{\"temperature\": 0.7}}'.")
+    for name in raw.keys() - set(SamplingDefaults.__struct_fields__):
+        raise ConfigError(f"{flag} cannot set {name}; it takes {', '.join(SamplingDefaults.__struct_fields__)}.")
+    try:
+        return SamplingDefaults.of(raw)
+    except InvalidField as error:
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 def _quantization(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> Quantization | None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from runtime.pooling import PoolingName
+
 MODEL, SERVER, DEVICE, SCHEDULING = "model", "server", "device and memory", "scheduling"
 GRAPHS, SPECULATION, OBSERVING = "CUDA graphs", "speculative decoding", "observing"
 AttentionChoice = Literal["torch_native", "fa3", "flashinfer"]
@@ -44,6 +46,10 @@ class ServerArgs:
     """Maximum tokens of prompt and output together; default: the model's."""
     chat_template: str | None = _flag(MODEL, None, "TEMPLATE")
     """Jinja chat template, a file or the text itself; default: the model's own."""
+    sampling_defaults: Literal["model", "openai"] = _flag(MODEL, "model")
+    """Sampling of OpenAI requests that leave a field out: as the model's generation_config.json says, or OpenAI's (temperature 1)."""
+    preferred_sampling_params: str | None = _flag(MODEL, None, "JSON")
+    """Sampling of all requests that leave a field out, such as '{"temperature": 0.7}'; comes before --sampling-defaults."""
     trust_remote_code: bool = _flag(MODEL, False)
     """Accepted without effect: code in model folders never runs."""
 
@@ -59,10 +65,14 @@ class ServerArgs:
     """Requests that may wait; further requests are answered with status 429."""
     trust_request_chat_template: bool = _flag(SERVER, False)
     """Allow requests to bring their own chat template (it runs in a sandbox)."""
+    strict_request_fields: bool = _flag(SERVER, False)
+    """Refuse requests with unknown fields; otherwise they are ignored, and a header of the answer names them."""
     tool_call_parser: str | None = _flag(SERVER, None, "NAME")
     """Not supported yet."""
     reasoning_parser: str | None = _flag(SERVER, None, "NAME")
     """Not supported yet; reasoning stays in the text."""
+    embedding_pooling: PoolingName = _flag(SERVER, "mean")
+    """How /v1/embeddings reduces a prompt: mean of its hidden states, or the state of its last token."""
     skip_server_warmup: bool = _flag(SERVER, False)
     """Report ready without generating a first token."""
     shutdown_timeout: float = _flag(SERVER, 30.0, "SECONDS")

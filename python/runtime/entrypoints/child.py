@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -59,7 +60,11 @@ class ChildFailed(msgspec.Struct, frozen=True, tag=True):
     is_config: bool
 
 
-ChildStatus = ChildReady | ChildFailed
+class ChildFinished(msgspec.Struct, frozen=True, tag=True):
+    """The child was drained and ends. Without this message its end is a failure."""
+
+
+ChildStatus = ChildReady | ChildFailed | ChildFinished
 
 
 class StatusPipe:
@@ -78,7 +83,7 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], N
     """Run as child process `role`; returns the exit status."""
     status = StatusPipe(status_fd)
     child = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildConfig)
-    _die_with(child.parent)
+    _die_with(child, role)
     setproctitle.setproctitle(f"talon::{role}")
     logging_setup.setup(child.config.server.log_level, f"talon::{role}")
     faulthandler.enable()  # prints the stacks when the parent aborts a child that hangs
@@ -91,6 +96,7 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], N
         log.exception("the %s failed", role)
         status.send(ChildFailed(f"the {role} failed: {type(error).__name__}: {error}", is_config=False))
         return 1
+    status.send(ChildFinished())
     return 0
 
 
@@ -140,11 +146,21 @@ def build_worker(config: RuntimeConfig, model_config: ModelConfig) -> Worker:
     return build(config, model_config)
 
 
-def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when `parent` ends, however it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the request took effect
+def _die_with(child: ChildConfig, role: Role) -> None:
+    """End this process when its parent ends, however it ends. The detokenizer removes the sockets' folder then.
+
+    The scheduler is killed by the kernel, because it may be in a long call in which Python handles no signal.
+    """
+
+    def clean_up(*_: object) -> None:
+        shutil.rmtree(child.folder, ignore_errors=True)
         os._exit(1)
+
+    signal.signal(signal.SIGHUP, clean_up)
+    number = signal.SIGHUP if role == "detokenizer" else signal.SIGKILL
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != child.parent:  # it ended before the request took effect
+        clean_up()
 
 
 def main(argv: list[str]) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from runtime.batch import WorkerLimits
-from runtime.entrypoints.child import ChildConfig, ChildFailed, ChildStatus, Role
+from runtime.entrypoints.child import ChildConfig, ChildFailed, ChildFinished, ChildStatus, Role
 from runtime.errors import ConfigError, ServingError
 
 
@@ -23,12 +23,14 @@ class ChildProcess:
     Attributes:
         ready: done when the child serves; holds the limits of the scheduler's worker, or the error of the start.
         gone: set when the process has ended.
+        finished: whether it has done all its work and ends by itself.
     """
 
     def __init__(self, role: Role, command: Sequence[str], config: ChildConfig) -> None:
         self.role: Role = role
         self.ready: asyncio.Future[WorkerLimits | None] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
+        self.finished = False
         self._rest = b""
         self._fd, theirs = os.pipe()
         os.set_blocking(self._fd, False)
@@ -86,6 +88,8 @@ class ChildProcess:
     def _take(self, status: ChildStatus) -> None:
         if isinstance(status, ChildFailed):
             self._fail(ConfigError(status.message) if status.is_config else ServingError(status.message))
+        elif isinstance(status, ChildFinished):
+            self.finished = True
         elif not self.ready.done():
             self.ready.set_result(status.limits)
 

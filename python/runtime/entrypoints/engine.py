@@ -16,7 +16,7 @@ from runtime.entrypoints.prepare import prepare
 from runtime.entrypoints.processes import Runtime
 from runtime.errors import InvalidField, ServingError
 from runtime.managers.generation import Generation
-from runtime.sampling_params import SamplingParams
+from runtime.sampling_params import SamplingDefaults, SamplingParams
 
 T = TypeVar("T")
 
@@ -50,6 +50,7 @@ class Engine:
         args = from_fields({"log_level": "warning", **options})
         logging_setup.setup(args.log_level, "talon::engine")
         self.config, self._model_config = prepare(args)
+        self._defaults = self.config.model.preferred_sampling_params
         self._loop = asyncio.new_event_loop()
         self._gate = threading.RLock()  # guards `_closed` and what is handed to the loop
         self._closed = False
@@ -97,7 +98,7 @@ class Engine:
             RequestError: a value is out of bounds. ServingError: the server failed.
         """
         self._alive()
-        jobs = _Jobs(prompt, input_ids, sampling_params, top_logprobs_num if return_logprob else -1)
+        jobs = _Jobs(prompt, input_ids, sampling_params, top_logprobs_num if return_logprob else -1, self._defaults)
         if stream:
             jobs.check_single()
             return self._stream_sync(jobs)
@@ -116,7 +117,7 @@ class Engine:
     ) -> Any:
         """`generate` for a running event loop; with `stream` the result is an async iterator."""
         self._alive()
-        jobs = _Jobs(prompt, input_ids, sampling_params, top_logprobs_num if return_logprob else -1)
+        jobs = _Jobs(prompt, input_ids, sampling_params, top_logprobs_num if return_logprob else -1, self._defaults)
         if stream:
             jobs.check_single()
             return self._stream_async(jobs)
@@ -262,14 +263,14 @@ def _output(generation: Generation, choice: Choice) -> Output:
 class _Jobs:
     """The prompts of one call with their sampling parameters. `many`: whether a list of prompts was given."""
 
-    def __init__(self, prompt: object, input_ids: object, sampling_params: object, top_logprobs: int) -> None:
+    def __init__(self, prompt: object, input_ids: object, sampling_params: object, top_logprobs: int, defaults: SamplingDefaults) -> None:
         if (prompt is None) == (input_ids is None):
             raise InvalidField("prompt", prompt, "given, or input_ids instead")
         self.prompts, self.many = _id_lists(input_ids) if prompt is None else _texts(prompt)
         given = list(sampling_params) if _is_list(sampling_params) else [sampling_params] * len(self.prompts)
         if len(given) != len(self.prompts):
             raise InvalidField("sampling_params", given, f"one mapping, or one per prompt ({len(self.prompts)})")
-        self.sampling = [_sampling(one) for one in given]
+        self.sampling = [_sampling(one, defaults) for one in given]
         self.top_logprobs = top_logprobs
 
     def check_single(self) -> None:
@@ -300,12 +301,12 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def _sampling(given: object) -> SamplingParams:
+def _sampling(given: object, defaults: SamplingDefaults) -> SamplingParams:
     if isinstance(given, SamplingParams):
         return given
     if not isinstance(given, Mapping | None):
         raise InvalidField("sampling_params", given, "a mapping, a SamplingParams, or one of these per prompt")
-    values = dict(given or {})
+    values = {**defaults.given(), **{name: value for name, value in (given or {}).items() if value is not None}}
     for name in values.keys() - set(SamplingParams.__struct_fields__):
         raise InvalidField("sampling_params", name, f"made of {', '.join(SamplingParams.__struct_fields__)}")
     for name in ("stop", "stop_token_ids"):

@@ -8,10 +8,13 @@ from runtime.config.resolve import check, resolve
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.server_args import ServerArgs
 from runtime.config.speculative import with_embedded_draft
-from runtime.model_files.model_source import DRAFT_FLAGS, resolve_model, resolve_weights
+from runtime.model_files.embedded import SAMPLING as EMBEDDED_SAMPLING
+from runtime.model_files.model_source import DRAFT_FLAGS, ModelSource, resolve_model, resolve_weights
 from runtime.models.config import ModelConfig
 from runtime.models.draft_config import load_draft_config
+from runtime.models.hf_config import recommended_sampling
 from runtime.models.registry import load_hf_config
+from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 
 def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
@@ -34,6 +37,7 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         vocab_size=model_config.vocab_size,
         head_dim=model_config.head_dim,
         embedded=source.is_embedded,
+        sampling=_sampling(args, source),
     )
     config = resolve(args, probe(), facts, find_draft(args, source.kind))
     speculative = config.speculative
@@ -41,6 +45,13 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         assert speculative.draft_model_path is not None
         load_draft_config(speculative.draft_model_path, speculative.algorithm, model_config)  # refuse it before loading weights
     return config, model_config
+
+
+def _sampling(args: ServerArgs, source: ModelSource) -> SamplingDefaults:
+    """What --sampling-defaults chooses."""
+    if args.sampling_defaults == "openai":
+        return NO_DEFAULTS
+    return EMBEDDED_SAMPLING if source.is_embedded else recommended_sampling(source.weights_folder)
 
 
 def find_draft(args: ServerArgs, target_format: str) -> tuple[str, str] | None:

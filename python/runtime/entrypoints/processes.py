@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import shutil
 import sys
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
-
-import psutil
+from collections.abc import Coroutine, Sequence
+from typing import TypeVar
 
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.child import ChildConfig, Role
 from runtime.entrypoints.child_process import ChildProcess
+from runtime.entrypoints.socket_folder import make_socket_folder
 from runtime.entrypoints.watchdog import SILENT_TURNS, TURN_SECONDS, Watchdog
-from runtime.errors import ServerDraining
+from runtime.errors import ServerDraining, ServingError
 from runtime.managers.ipc import AsyncInbox, Outbox
 from runtime.managers.messages import ToTokenizer
 from runtime.managers.telemetry.health import Health
@@ -29,12 +26,12 @@ from runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 EXIT_SECONDS = 3.0
 """How long a child may take to exit when it is asked to."""
 DUMP_SECONDS = 1.0
 """How long a hung child may take to print its stacks."""
-_FOLDER_PREFIX = "talon-"
-_MAX_TEMP_BYTES = 60  # a longer path of the temporary folder leaves no room for a socket's address
 
 
 class Runtime:
@@ -77,7 +74,7 @@ class Runtime:
             ConfigError: a child cannot run with this configuration.
             ServingError: a child failed.
         """
-        self._folder = private_folder()
+        self._folder = make_socket_folder()
         self._inbox = AsyncInbox(self._folder, "tokenizer", ToTokenizer)
         self._outbox = Outbox(self._folder, "scheduler")
         child_config = ChildConfig(config=self.config, folder=self._folder, parent=os.getpid())
@@ -86,7 +83,7 @@ class Runtime:
         detokenizer = ChildProcess("detokenizer", self._own_command, child_config)
         self._children.append(detokenizer)
         load = asyncio.to_thread(Tokenizer.load, self.config.model.tokenizer_path, chat_template=self.config.model.chat_template)
-        tokenizer, limits, _ = await asyncio.gather(load, scheduler.ready, detokenizer.ready)
+        tokenizer, limits, _ = await self._while_all_live(asyncio.gather(load, scheduler.ready, detokenizer.ready))
         assert limits is not None
         self._manager = TokenizerManager(self.config, tokenizer, self.model_config, limits, self._outbox.send, self.health)
         if self.manager.max_context_len < self.config.model.context_length:
@@ -94,8 +91,8 @@ class Runtime:
                 "KV cache of %d tokens limits requests to %d of the model's %d; raise --max-total-tokens for more",
                 limits.max_total_tokens, self.manager.max_context_len, self.config.model.context_length,
             )  # fmt: skip
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
-        self._tasks += [asyncio.create_task(self._await_end(child)) for child in self._children]
+        duties = [self._receive(), self._watch(), *map(self._await_end, self._children)]
+        self._tasks = [asyncio.create_task(self._perform(duty)) for duty in duties]
 
     async def warm_up(self) -> None:
         """Generate a few tokens, so that the first request does not pay for lazy initialisation."""
@@ -114,12 +111,17 @@ class Runtime:
             await self.manager.drain(1.0)
 
     async def stop(self) -> None:
-        """End all processes and remove their files; open requests fail. May be called twice and after a failed start."""
+        """End all processes and remove their files; open requests fail. May be called twice and after a failed start.
+
+        Sets `died` if a process dies before it has finished its work.
+        """
         self.health.draining = True
         if self._tasks and not self.died.is_set():
             self.manager.dismiss()
-            with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
-                await asyncio.wait_for(asyncio.gather(*(child.gone.wait() for child in self._children)), EXIT_SECONDS)
+            ends = [asyncio.create_task(self._all_gone()), asyncio.create_task(self.died.wait())]
+            await asyncio.wait(ends, timeout=EXIT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                end.cancel()
         if self._manager is not None:
             self._manager.give_up(ServerDraining)
         for task in self._tasks:
@@ -143,6 +145,28 @@ class Runtime:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
+    async def _while_all_live(self, start: asyncio.Future[T]) -> T:
+        """The result of `start`. Raises `ServingError` if a child dies before."""
+        ends = [asyncio.create_task(child.gone.wait()) for child in self._children]
+        try:
+            await asyncio.wait([start, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if not start.done():
+                child = next(child for child in self._children if child.gone.is_set())
+                raise ServingError(f"the {child.role} process died during its start ({child.describe_end()})")
+            return start.result()
+        finally:
+            for task in (start, *ends):
+                task.cancel()
+
+    async def _perform(self, duty: Coroutine[object, object, None]) -> None:
+        """Run a background task; an unexpected error in it is logged and ends the server."""
+        try:
+            await duty
+        except Exception:
+            log.exception("a task of the HTTP process failed")
+            self.manager.fail_all("http")
+            self.died.set()
+
     async def _receive(self) -> None:
         assert self._inbox is not None
         try:
@@ -150,9 +174,13 @@ class Runtime:
         except Exception:  # logged by the manager
             self.died.set()
 
+    async def _all_gone(self) -> None:
+        for child in self._children:
+            await child.gone.wait()
+
     async def _await_end(self, child: ChildProcess) -> None:
         await child.gone.wait()
-        if not self.health.draining or self.manager.open_requests:
+        if not child.finished:
             log.error("the %s process died: %s", child.role, child.describe_end())
             self._fail(child.role)
 
@@ -174,15 +202,3 @@ class Runtime:
     def _fail(self, role: Role) -> None:
         self.manager.fail_all(role)
         self.died.set()
-
-
-def private_folder() -> str:
-    """A new folder for the sockets that only this user can enter. Removes the folders of servers that were killed."""
-    base = tempfile.gettempdir()
-    if len(os.fsencode(base)) > _MAX_TEMP_BYTES:
-        base = "/tmp"
-    for left in Path(base).glob(f"{_FOLDER_PREFIX}*-*"):
-        pid = left.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)) and left.stat().st_uid == os.getuid():
-            shutil.rmtree(left, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-", dir=base)

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from runtime.batch import Int32, Logprobs, RowInit
 from runtime.managers.messages import Finish, GenerateReq, TokenLogprobs
@@ -56,6 +57,7 @@ class Req:
         prefill_len: tokens to prefill: the prompt, and after a retraction also the output so far.
         emits_in_flight: steps in flight that emit at least one token of it.
         unsent: tokens that the detokenizer does not have yet.
+        pooled: float64, the sum of what the prompt chunks of a pooling request gave so far.
         progress: the counts that replies carry; messages share this instance, so `send` must encode before it returns.
     """
 
@@ -78,6 +80,7 @@ class Req:
         self.progress = Progress(self.prompt_len)
         self.top_logprobs = request.top_logprobs
         self.logprobs = LogprobBuffer()
+        self.pooled: npt.NDArray[np.float64] | None = None
         self.prompt_logprobs: LogprobBuffer | None = LogprobBuffer() if request.prompt_logprobs else None
 
     # ---- state
@@ -117,6 +120,12 @@ class Req:
         """Whether prompt log-probabilities are missing; cached prefixes have none, so the whole prompt is computed."""
         return self.prompt_logprobs is not None and self.completion_tokens == 0
 
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether no cached prefix may be reused, because results of all prompt tokens are wanted."""
+        pooling = self.request.pooling
+        return self.wants_prompt_logprobs or (pooling is not None and pooling.whole_prompt)
+
     def row_init(self, needs_history: bool) -> RowInit:
         """What the worker needs to know about the request; with `needs_history` all its tokens."""
         sampling = self.request.sampling
@@ -141,6 +150,7 @@ class Req:
             self.progress.queue_seconds, self.progress.cached_tokens = now - self.arrived, prefix_len
         if self.wants_prompt_logprobs:
             self.prompt_logprobs = LogprobBuffer()
+        self.pooled = None
 
     def chunk_submitted(self, end: int) -> None:
         """The worker has the tokens up to `end`; after the last one the request decodes."""

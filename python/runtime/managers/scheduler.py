@@ -32,7 +32,7 @@ from runtime.managers.messages import (
     TokensOutBatch,
     ToScheduler,
 )
-from runtime.managers.replies import collect_prompt_logprobs, failure, is_due, refusal, request_info, tokens_out
+from runtime.managers.replies import collect_pooled, collect_prompt_logprobs, failure, is_due, refusal, request_info, tokens_out
 from runtime.managers.req import Req
 from runtime.managers.step_plan import InFlightStep, StepPlan
 from runtime.managers.telemetry.heartbeat import HeartbeatThread
@@ -268,9 +268,13 @@ class Scheduler:
                 continue
             req.kv_len = chunk.end
             collect_prompt_logprobs(chunk, index, result)
+            collect_pooled(chunk, index, result)
             if not chunk.is_last:
                 continue
             req.emits_in_flight -= 1
+            if req.request.pooling is not None:
+                self._end(req, Finish(reason="stop"))
+                continue
             self._emit(req, tokens[starts[index] : starts[index + 1]], starts[index], result)
             if req.alive:
                 self.admission.kv_pages.publish(req.pages, req.ids, req.kv_len)

@@ -44,6 +44,7 @@ def join(prompts: BatchResult | None, decodes: BatchResult | None) -> BatchResul
         logprobs=_join_logprobs(prompts.logprobs, decodes.logprobs),
         prompt_logprobs=prompts.prompt_logprobs,
         stats=decodes.stats,
+        pooled=prompts.pooled,
     )
 
 

@@ -15,6 +15,7 @@ from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.draft_window import DraftWindow
 from runtime.model_executor.graph_runner import GraphRunner
 from runtime.model_executor.model_runner import ModelRunner
+from runtime.model_executor.pooled import pool_chunks
 from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.results import LogprobCopy, copy_logprobs
 from runtime.model_executor.short_prompts import ShortPrompts
@@ -182,7 +183,8 @@ class TargetModel:
             self.rows.count(rows, next_tokens[:, None], ends[:, None])
         logprobs = copy_logprobs(logits, next_tokens, int(batch.top_logprobs.max(initial=-1)))
         prompt = self._prompt_logprobs(batch, chunks, states.hidden, next_tokens)
-        pending = PromptsPending(batch.next_tokens < 0, HostCopy(next_tokens), logprobs, prompt)
+        pooled = pool_chunks(batch, states.hidden, logits)
+        pending = PromptsPending(batch.next_tokens < 0, HostCopy(next_tokens), logprobs, prompt, pooled)
         return ExtendPass(chunks, next_tokens, states, needs), pending
 
     def extend(self, batch: ScheduleBatch) -> tuple[ExtendPass, PromptsPending]:
@@ -215,6 +217,7 @@ class PromptsPending:
     tokens: HostCopy
     logprobs: LogprobCopy | None
     prompt_logprobs: dict[int, LogprobCopy]
+    pooled: dict[int, HostCopy]
 
     def wait(self) -> BatchResult:
         """Wait for them."""
@@ -224,4 +227,5 @@ class PromptsPending:
             accept_lens=self.ends.astype(np.int32),
             logprobs=None if self.logprobs is None else self.logprobs.wait(self.ends),
             prompt_logprobs={i: copy.wait() for i, copy in self.prompt_logprobs.items()},
+            pooled={i: copy.wait()[0].astype(np.float32) for i, copy in self.pooled.items()},
         )

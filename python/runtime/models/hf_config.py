@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, InvalidField
 from runtime.models.config import ModelConfig, RopeScaling
+from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 MAX_NUMBER = 1e300
 """Above every number that a config.json may sensibly hold."""
@@ -41,6 +42,19 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
         both = (ConfigFields(generation, f"{folder}/generation_config.json"), ConfigFields(raw, str(folder)))
         raw["eos_token_id"] = [token for fields in both for token in fields.ids("eos_token_id")]
     return raw
+
+
+def recommended_sampling(folder: str | Path) -> SamplingDefaults:
+    """How generation_config.json of a folder recommends to sample the model; nothing where there is no such file.
+
+    Raises:
+        ConfigError: a value is out of bounds.
+    """
+    path = Path(folder) / "generation_config.json"
+    try:
+        return SamplingDefaults.of(_read_json(path)) if path.is_file() else NO_DEFAULTS
+    except InvalidField as error:
+        raise ConfigError(f"{path}: {error} Correct the file, or start with --sampling-defaults openai.") from None
 
 
 def decoder_config(

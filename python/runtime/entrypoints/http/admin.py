@@ -33,6 +33,7 @@ class NotHealthy(ServingError):
     """A health check failed."""
 
     status = 503
+    code = "service_unavailable"
 
 
 class AdminApi:
@@ -134,6 +135,9 @@ class AdminApi:
                 "weights": config.weights,
                 "vocab_size": model.vocab_size,
                 "max_context_len": self.manager.max_context_len,
+                "sampling_defaults": config.model.sampling_defaults,
+                "default_sampling_params": config.model.default_sampling_params.complete(),
+                "preferred_sampling_params": config.model.preferred_sampling_params.given() or None,
             }
         )
 

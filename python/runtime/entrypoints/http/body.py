@@ -17,11 +17,13 @@ from runtime.sampling_params import (
     MAX_STOPS,
     MAX_TOKENS,
     MAX_TOP_LOGPROBS,
+    NO_DEFAULTS,
     Bias,
     Int64,
     MinP,
     Penalty,
     RepetitionPenalty,
+    SamplingDefaults,
     SamplingParams,
     Temperature,
     TopK,
@@ -83,25 +85,29 @@ LogitBias = Annotated[
 
 
 class SamplingFields(Body):
-    """The sampling fields that all generating endpoints share, with the bounds of `SamplingParams`."""
+    """The sampling fields that all generating endpoints share, with the bounds of `SamplingParams`.
 
-    frequency_penalty: Penalty = 0.0
+    What is null or left out takes the server's defaults, which `/get_model_info` shows.
+    """
+
+    frequency_penalty: Penalty | None = None
     ignore_eos: bool = False
     logit_bias: LogitBias = {}
-    min_p: MinP = 0.0
-    presence_penalty: Penalty = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     seed: Int64 | None = None
     skip_special_tokens: bool = True
     stop: StopText | Annotated[list[StopText], items(0, MAX_STOPS)] = []
     stop_token_ids: Annotated[list[TokenId], items(0, MAX_STOP_IDS)] = []
-    temperature: Temperature = 1.0
-    top_k: TopK = -1
-    top_p: TopP = 1.0
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
 
-    def sampling(self, max_new_tokens: int, min_new_tokens: int) -> SamplingParams:
-        """The parameters as the engine takes them."""
-        fields: dict[str, Any] = {name: getattr(self, name) for name in SamplingFields.model_fields}
+    def sampling(self, max_new_tokens: int, min_new_tokens: int, defaults: SamplingDefaults = NO_DEFAULTS) -> SamplingParams:
+        """The parameters as the engine takes them; `defaults` hold for the fields that the request leaves out."""
+        given: dict[str, Any] = {name: getattr(self, name) for name in SamplingFields.model_fields}
+        fields = {**defaults.given(), **{name: value for name, value in given.items() if value is not None}}
         fields["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()} or None
         fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         fields["stop_token_ids"] = tuple(self.stop_token_ids)

@@ -29,6 +29,11 @@ from runtime.entrypoints.openai.chats import Chats
 from runtime.entrypoints.openai.completions import CompletionApi
 from runtime.entrypoints.openai.protocol import ChatCompletion, Completion, ModelCard, ModelList
 from runtime.entrypoints.openai.served_model import ServedModel
+from runtime.entrypoints.pooling.embeddings import EmbeddingApi
+from runtime.entrypoints.pooling.pooler import Pooler
+from runtime.entrypoints.pooling.protocol import EmbeddingList, Rank, Scores
+from runtime.entrypoints.pooling.rerank import RerankApi
+from runtime.entrypoints.pooling.scores import ScoreApi
 from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
@@ -77,6 +82,7 @@ def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> Non
     app.add_api_route("/flush_cache", admin.flush_cache, response_model=None, include_in_schema=False)
     _add_posts(app, admin, TokenApi(manager, manager.tokenizer))
     _add_generation(app, manager, manager.tokenizer, model)
+    _add_pooling(app, manager, model)
 
 
 def _add_posts(app: FastAPI, admin: AdminApi, tokens: TokenApi) -> None:
@@ -84,6 +90,7 @@ def _add_posts(app: FastAPI, admin: AdminApi, tokens: TokenApi) -> None:
         ("/tokenize", tokens.tokenize, Tokenized),
         ("/v1/tokenize", tokens.tokenize, Tokenized),
         ("/detokenize", tokens.detokenize, Detokenized),
+        ("/v1/detokenize", tokens.detokenize, Detokenized),
         ("/abort_request", admin.abort_request, Done),
         ("/start_profile", admin.start_profile, ProfileStarted),
         ("/stop_profile", admin.stop_profile, ProfileWritten),
@@ -95,10 +102,20 @@ def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenize
     for path, handler, answer in (
         ("/v1/chat/completions", ChatApi(Chats(manager, tokenizer), tokenizer, model).create, ChatCompletion),
         ("/v1/completions", CompletionApi(manager, tokenizer, model).create, Completion),
-        ("/generate", GenerateApi(manager, tokenizer).generate, Generated | list[Generated]),
+        ("/generate", GenerateApi(manager, tokenizer, model).generate, Generated | list[Generated]),
     ):
-        statuses = (408, 413, 429, 503) if path == "/generate" else (404, 408, 413, 429, 503)
-        _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(*statuses)})
+        _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(404, 408, 413, 429, 503)})
+
+
+def _add_pooling(app: FastAPI, manager: TokenizerManager, model: ServedModel) -> None:
+    pooler = Pooler(manager)
+    embeddings = EmbeddingApi(pooler, model, manager.config.server.embedding_pooling, manager.model_config.hidden_size)
+    for path, handler, answer in (
+        ("/v1/embeddings", embeddings.create, EmbeddingList),
+        ("/v1/score", ScoreApi(pooler, model).create, Scores),
+        ("/v1/rerank", RerankApi(pooler, manager, model).create, list[Rank]),
+    ):
+        _add_body_route(app, path, handler, answer, _errors(404, 408, 413, 429, 503))
 
 
 def _add_body_route(app: FastAPI, path: str, handler: Handler, answer: Any, responses: Responses) -> None:

@@ -31,14 +31,24 @@ class TokenApi:
         else:
             tokens = [await self._manager.tokenize(text, body.add_special_tokens) for text in body.prompt or ()]
         count = [len(ids) for ids in tokens] if isinstance(body.prompt, list) else len(tokens)
-        return json_response({"tokens": tokens, "count": count, "max_model_len": self._manager.max_context_len})
+        answer = {"tokens": tokens, "count": count, "max_model_len": self._manager.max_context_len}
+        return json_response({**answer, "token_strs": self._token_strs(tokens)} if body.return_token_strs else answer)
+
+    def _token_strs(self, tokens: Any) -> Any:
+        """The text of every token, in the shape of `tokens`."""
+        return self._tokenizer.token_text(tokens) if isinstance(tokens, int) else [self._token_strs(each) for each in tokens]
 
     def _chat_ids(self, body: TokenizeBody, messages: list[Message]) -> list[int]:
         if not self._tokenizer.has_chat_template:
             raise RequestError("This model has no chat template. Send a prompt, or start the server with --chat-template FILE.", "messages")
         rendered = [message.rendered() for message in messages]
         kwargs = body.chat_template_kwargs or None
-        return self._tokenizer.encode_chat(rendered, add_generation_prompt=body.add_generation_prompt, template_kwargs=kwargs)
+        return self._tokenizer.encode_chat(
+            rendered,
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=kwargs,
+        )
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of one list of token ids, or the texts of several."""

@@ -43,7 +43,9 @@ class ChatApi:
 
     async def _answer(self, body: ChatBody, chat: Chat) -> Json:
         choices = [self._choice(body, index, each) for index, each in enumerate(await chat.answers())]
-        answer = {**self._model.head(chat.name, "chat.completion"), "choices": choices, "usage": chat.counts().usage()}
+        counts = chat.counts()
+        shown = {"choices": choices, "usage": counts.usage(), **counts.extension(body)}
+        answer = {**self._model.head(chat.name, "chat.completion"), **shown}
         return {**answer, "prompt_token_ids": chat.prompt_ids} if body.return_token_ids else answer
 
     def _choice(self, body: ChatBody, index: int, answer: ChatAnswer) -> Json:
@@ -53,6 +55,7 @@ class ChatApi:
             "message": _message(answer),
             "logprobs": self._logprobs(body, answer.token_ids, answer.logprobs, answer.top),
             "finish_reason": answer.finish.reason,
+            "matched_stop": answer.finish.matched,
         }
         return {**shown, "token_ids": answer.token_ids} if body.return_token_ids else shown
 
@@ -62,7 +65,7 @@ class ChatApi:
     # ---- streams
 
     async def _events(self, body: ChatBody, chat: Chat) -> AsyncGenerator[bytes, None]:
-        chunks = Chunks(self._model.head(chat.name, "chat.completion.chunk"), body.stream_options, lambda: chat.counts().usage())
+        chunks = Chunks(self._model.head(chat.name, "chat.completion.chunk"), body, chat.counts)
         prompt_ids = {"prompt_token_ids": chat.prompt_ids} if body.return_token_ids else {}
         async with chat:
             for index in range(body.n):
@@ -84,7 +87,8 @@ class ChatApi:
         if shown:
             logprobs = update.logprobs
             shown[0]["logprobs"] = logprobs and self._logprobs(body, update.token_ids, logprobs.chosen, logprobs.top)
-            shown[-1]["finish_reason"] = update.finish.reason if update.finish else None
+            if update.finish is not None:
+                shown[-1].update(finish_reason=update.finish.reason, matched_stop=update.finish.matched)
             if body.return_token_ids:
                 shown[0]["token_ids"] = update.token_ids
         return shown

@@ -84,7 +84,7 @@ class Chats:
         call = Call(
             name=name,
             prompts=[await self.prompt_ids(body)],
-            sampling=[body.sampling(body.limit, body.min_tokens)],
+            sampling=[body.sampling(body.limit, body.min_tokens, self._manager.config.model.default_sampling_params)],
             rids=[name],
             n=body.n,
             stream=body.stream,

@@ -6,26 +6,31 @@ from collections.abc import Callable
 from typing import Any
 
 from runtime.entrypoints.http.sse import DONE, event
-from runtime.entrypoints.openai.protocol import StreamOptions
+from runtime.entrypoints.openai.protocol import OpenAIBody
+from runtime.entrypoints.openai.usage import TokenCounts
 
 
 class Chunks:
     """Encodes chunks that share a head, with usage where the client asked for it."""
 
-    def __init__(self, head: dict[str, Any], options: StreamOptions, usage: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, head: dict[str, Any], body: OpenAIBody, counts: Callable[[], TokenCounts]) -> None:
         self._head = head
-        self._options = options
-        self._usage = usage
+        self._body = body
+        self._options = body.stream_options
+        self._counts = counts
 
     def choice(self, shown: dict[str, Any], **more: object) -> bytes:
         """The news of one choice."""
         chunk = {**self._head, "choices": [shown], **more}
         if self._options.include_usage:
-            chunk["usage"] = self._usage() if self._options.continuous_usage_stats else None
+            chunk["usage"] = self._counts().usage() if self._options.continuous_usage_stats else None
         return event(chunk)
 
     def end(self) -> bytes:
-        """The last chunk with the usage, if asked for, and the end mark."""
-        if not self._options.include_usage:
-            return DONE
-        return event({**self._head, "choices": [], "usage": self._usage()}) + DONE
+        """The last chunks, with the details and the usage that were asked for, and the end mark."""
+        counts = self._counts()
+        extension = counts.extension(self._body)
+        last = event({**self._head, "choices": [], **extension}) if extension else b""
+        if self._options.include_usage:
+            last += event({**self._head, "choices": [], "usage": counts.usage()})
+        return last + DONE

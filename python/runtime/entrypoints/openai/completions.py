@@ -19,6 +19,7 @@ from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.entrypoints.openai.usage import UsageCounter
 from runtime.managers.generation import Generation, GenerationUpdate
 from runtime.managers.tokenizer_manager import TokenizerManager
+from runtime.sampling_params import SamplingDefaults
 from runtime.text.decode_stream import PROMPT_TAIL
 from runtime.text.tokenizer import Tokenizer
 
@@ -48,7 +49,7 @@ class CompletionApi:
     async def create(self, request: Request, body: CompletionBody) -> Response:
         """Complete one prompt or several, as JSON or as a stream."""
         self._model.check(body.model)
-        call = _call(body)
+        call = _call(body, self._model.sampling)
         group = await until_gone(request, Generations.start(self._manager, call))
         if body.stream:
             return EventStream(self._events(body, group, call.name), group.close)
@@ -65,7 +66,8 @@ class CompletionApi:
                 candidates.sort(key=lambda each: each.mean_logprob, reverse=True)
             for choice in candidates[: body.n]:
                 choices.append(self._choice(body, prompt, generation, choice, len(choices)))
-        return {**self._model.head(name, "text_completion"), "choices": choices, "usage": counter.usage()}
+        counts = counter.counts()
+        return {**self._model.head(name, "text_completion"), "choices": choices, "usage": counts.usage(), **counts.extension(body)}
 
     def _choice(self, body: CompletionBody, prompt: int, generation: Generation, choice: Choice, index: int) -> Json:
         assert choice.last is not None
@@ -76,7 +78,7 @@ class CompletionApi:
 
     async def _events(self, body: CompletionBody, group: Generations, name: str) -> AsyncGenerator[bytes, None]:
         counter = UsageCounter(group, output=not body.only_echo)
-        chunks = Chunks(self._model.head(name, "text_completion"), body.stream_options, counter.usage)
+        chunks = Chunks(self._model.head(name, "text_completion"), body, counter.counts)
         logprobs: dict[int, CompletionLogprobs] = {}
         async with group:
             async for prompt, update in group.updates():
@@ -125,13 +127,13 @@ class CompletionApi:
         return _Piece(text + piece.text, [*ids, *piece.ids], [*chosen, *piece.chosen], [*top, *piece.top])
 
 
-def _call(body: CompletionBody) -> Call:
+def _call(body: CompletionBody, defaults: SamplingDefaults) -> Call:
     name, prompts = f"cmpl-{uuid.uuid4().hex}", body.prompts
     ranked = body.candidates > body.n  # the ranking needs the log-probabilities of the chosen tokens
     return Call(
         name=name,
         prompts=prompts,
-        sampling=[body.sampling(max(body.max_tokens, 1), body.min_tokens)] * len(prompts),
+        sampling=[body.sampling(max(body.max_tokens, 1), body.min_tokens, defaults)] * len(prompts),
         rids=[name] if len(prompts) == 1 else [f"{name}-{index}" for index in range(len(prompts))],
         n=body.candidates,
         stream=body.stream,
@@ -150,6 +152,8 @@ def _shown(
     lists = logprobs.take(piece.ids, piece.chosen, piece.top) if body.top >= 0 else None
     finish = update.finish and ("length" if body.only_echo else update.finish.reason)
     shown: Json = {"index": index, "text": piece.text, "logprobs": lists, "finish_reason": finish}
+    if finish is not None:
+        shown["matched_stop"] = None if body.only_echo else update.finish and update.finish.matched
     if body.return_token_ids:
         shown["token_ids"] = piece.ids
         if prompt_ids is not None:

@@ -57,6 +57,7 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+    cache_control: Unused = None
 
     @model_validator(mode="before")
     @classmethod
@@ -76,6 +77,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], items(1, MAX_MESSAGES)]
     name: Name | None = None
+    cache_control: Unused = None
 
     def rendered(self) -> dict[str, str]:
         """The message as chat templates know it; `developer` is the newer name of `system`."""
@@ -105,17 +107,22 @@ class OpenAIBody(SamplingFields):
     model: ModelName | None = None
     n: Choices = 1
     priority: Int64 = 0
+    return_cached_tokens_details: bool = False
+    return_spec_tokens_details: bool = False
     return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    cache_control: Unused = None
     metadata: Unused = None
     prediction: Unused = None
     prompt_cache_key: Unused = None
+    prompt_cache_retention: Unused = None
     rid: Unused = None
     safety_identifier: Unused = None
     separate_reasoning: Unused = None
     service_tier: Unused = None
     store: Unused = None
+    stream_reasoning: Unused = None
     user: Unused = None
     verbosity: Unused = None
 
@@ -227,6 +234,7 @@ class ModelCard(BaseModel):
     root: str
     max_model_len: int
     weights: str
+    default_sampling_params: dict[str, float]
 
 
 class ModelList(BaseModel):
@@ -249,6 +257,31 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+
+
+class CachedTokensDetails(BaseModel):
+    """Where the cached prompt tokens were: `device` is the KV cache."""
+
+    device: int
+    host: int
+
+
+class SpecTokensDetails(BaseModel):
+    """Acceptance of one choice's drafts; the histogram counts verify steps by the drafts that they accepted."""
+
+    spec_accept_rate: float
+    spec_accept_length: float
+    spec_num_correct_drafts: int
+    spec_num_proposed_drafts: int
+    spec_verify_ct: int
+    spec_correct_drafts_histogram: list[int]
+
+
+class SglExt(BaseModel):
+    """SGLang's extension: details that `return_cached_tokens_details` and `return_spec_tokens_details` ask for."""
+
+    cached_tokens_details: CachedTokensDetails | None = None
+    spec_tokens_details: SpecTokensDetails | list[SpecTokensDetails] | None = None
 
 
 class TokenLogprob(BaseModel):
@@ -284,12 +317,13 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class ChatChoice(BaseModel):
-    """One answer of a chat."""
+    """One answer of a chat. `matched_stop` is the stop text or the stop token that ended it."""
 
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    matched_stop: int | str | None
     token_ids: list[int] | None = None
 
 
@@ -303,6 +337,7 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None = None
     usage: Usage
+    sglext: SglExt | None = None
 
 
 class CompletionLists(BaseModel):
@@ -315,12 +350,13 @@ class CompletionLists(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One completion."""
+    """One completion. `matched_stop` is the stop text or the stop token that ended it."""
 
     index: int
     text: str
     logprobs: CompletionLists | None
     finish_reason: FinishReason
+    matched_stop: int | str | None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
 
@@ -334,3 +370,4 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    sglext: SglExt | None = None

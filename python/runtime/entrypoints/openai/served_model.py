@@ -13,10 +13,17 @@ from runtime.managers.tokenizer_manager import TokenizerManager
 
 
 class ServedModel:
-    """Answers /v1/models and heads every completion."""
+    """Answers /v1/models and heads every completion.
+
+    Attributes:
+        name: the name of the model in the API.
+        sampling: the defaults of requests to OpenAI's endpoints.
+    """
 
     def __init__(self, manager: TokenizerManager) -> None:
         self.name = manager.config.model.served_model_name
+        self._names = {self.name, *manager.config.model.aliases}
+        self.sampling = manager.config.model.default_sampling_params
         self._card = {
             "id": self.name,
             "object": "model",
@@ -25,6 +32,7 @@ class ServedModel:
             "root": self.name,
             "max_model_len": manager.max_context_len,
             "weights": manager.config.weights,
+            "default_sampling_params": self.sampling.complete(),
         }
 
     async def models(self) -> Response:
@@ -37,8 +45,8 @@ class ServedModel:
         return json_response(self._card)
 
     def check(self, asked: str | None) -> None:
-        """Raise `ModelNotFound` unless `asked` is this model or None."""
-        if asked is not None and asked != self.name:
+        """Raise `ModelNotFound` unless `asked` is a name of this model, empty or None."""
+        if asked and asked.rstrip("/") not in self._names:
             raise ModelNotFound(asked, self.name)
 
     def head(self, call: str, kind: str) -> dict[str, Any]:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from runtime.entrypoints.generations import Choice, Generations
+from runtime.entrypoints.openai.protocol import OpenAIBody
 from runtime.managers.generation import GenerationUpdate
+from runtime.managers.telemetry.spec_stats import SpecStats
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """The tokens of one call."""
+    """The tokens of one call. `spec` holds the acceptance of each choice that had drafts."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    spec: tuple[SpecStats, ...] = ()
 
     def usage(self) -> dict[str, Any]:
         """The counts as OpenAI's `usage`."""
@@ -26,6 +30,16 @@ class TokenCounts:
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
+    def extension(self, body: OpenAIBody) -> dict[str, Any]:
+        """SGLang's `sglext` with the details that `body` asks for; empty if there are none."""
+        shown: dict[str, Any] = {}
+        if body.return_cached_tokens_details:
+            shown["cached_tokens_details"] = {"device": self.cached_tokens, "host": 0}
+        if body.return_spec_tokens_details and self.spec:
+            details = [_spec_details(spec) for spec in self.spec]
+            shown["spec_tokens_details"] = details if len(details) > 1 else details[0]
+        return {"sglext": shown} if shown else {}
+
 
 class UsageCounter:
     """Counts tokens. Without `output` the generated tokens are not counted, because the client does not see them."""
@@ -35,12 +49,15 @@ class UsageCounter:
         self._prompt_tokens = sum(len(each.prompt_ids) for each in group.each)
         self._cached = [0] * len(group.each)
         self._generated: dict[tuple[int, int], int] = {}
+        self._spec: dict[tuple[int, int], SpecStats] = {}
 
     def add(self, prompt: int, update: GenerationUpdate | None) -> None:
         """Take the counts of an update; they are totals of its choice."""
         if update is not None:
             self._cached[prompt] = max(self._cached[prompt], update.progress.cached_tokens)
             self._generated[prompt, update.index] = update.progress.completion_tokens
+            if update.progress.spec is not None and update.progress.spec.verify_steps:
+                self._spec[prompt, update.index] = update.progress.spec
 
     def add_all(self, texts: list[list[Choice]]) -> None:
         """Take the counts of complete choices, a list per prompt."""
@@ -51,8 +68,20 @@ class UsageCounter:
     def counts(self) -> TokenCounts:
         """The counts so far."""
         generated = sum(self._generated.values()) if self._output else 0
-        return TokenCounts(self._prompt_tokens, generated, sum(self._cached))
+        return TokenCounts(self._prompt_tokens, generated, sum(self._cached), tuple(self._spec[key] for key in sorted(self._spec)))
 
     def usage(self) -> dict[str, Any]:
         """The counts so far, as OpenAI's `usage`."""
         return self.counts().usage()
+
+
+def _spec_details(spec: SpecStats) -> dict[str, Any]:
+    reached = [spec.verify_steps, *spec.accepted_by_position, 0]
+    return {
+        "spec_accept_rate": spec.accept_rate,
+        "spec_accept_length": spec.accept_length,
+        "spec_num_correct_drafts": spec.accepted_tokens,
+        "spec_num_proposed_drafts": spec.draft_tokens,
+        "spec_verify_ct": spec.verify_steps,
+        "spec_correct_drafts_histogram": [this - further for this, further in pairwise(reached)],
+    }

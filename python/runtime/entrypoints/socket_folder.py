@@ -1,0 +1,48 @@
+"""The private folder that holds the sockets of one server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+import psutil
+
+_PREFIX = "talon-"
+_MAX_BASE_BYTES = 60
+"""A longer path leaves no room for a socket's address."""
+
+
+def make_socket_folder() -> str:
+    """Make a folder that only this user can enter, and remove the folders of servers that were killed.
+
+    It lies in $XDG_RUNTIME_DIR if that is private to this user, else in the temporary folder.
+    """
+    base = _base()
+    for left in Path(base).glob(f"{_PREFIX}*-*"):
+        pid = left.name.removeprefix(_PREFIX).partition("-")[0]
+        if pid.isdigit() and _is_own_folder(left) and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base)
+
+
+def _base() -> str:
+    private = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(private) and _fits(private) and _is_own_folder(Path(private)) and os.access(private, os.W_OK):
+        return private
+    return tempfile.gettempdir() if _fits(tempfile.gettempdir()) else "/tmp"
+
+
+def _fits(folder: str) -> bool:
+    return len(os.fsencode(folder)) <= _MAX_BASE_BYTES
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Whether `path` is a folder of this user, which no other user can enter. A link is not a folder."""
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return False

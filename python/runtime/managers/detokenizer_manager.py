@@ -61,7 +61,7 @@ class DetokenizerManager:
     def handle(self, message: ToDetokenizer) -> None:
         """Process one message, and send the results."""
         if isinstance(message, RequestInfo):
-            text = self._tokenizer.stream(message.skip_special_tokens, message.prompt_tail)
+            text = self._tokenizer.stream(message.skip_special_tokens, message.prompt_tail, message.shown_token_ids)
             self._open[message.rid] = _Open(message.stream, text, StopFinder(message.stop))
         elif isinstance(message, TokensOutBatch):
             outs = [shown for out in message.outs if (shown := self._advance(out)) is not None]

@@ -198,6 +198,24 @@ class StepFailed(ServingError):
         super().__init__(detail)
 
 
+class ServerFault(ServingError):
+    """Something went wrong that no later step can mend; the server ends."""
+
+
+class RankFailed(ServerFault):
+    """One rank of a model failed in a step, so that the ranks no longer hold the same."""
+
+    def __init__(self, rank: int, step: int, error: Exception) -> None:
+        super().__init__(f"rank {rank} failed in step {step}: {type(error).__name__}: {error}")
+
+
+class RanksDiffer(ServerFault):
+    """The ranks of a model committed different tokens."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"the ranks committed different tokens in step {step - 1}, found in step {step}")
+
+
 class ConfigError(ServingError):
     """The server cannot start as it was asked to: one line, exit status 2."""
 

@@ -315,7 +315,7 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("given", "machine", "words"),
     [
-        ({"tp_size": 2}, HOPPER, ["--tp-size"]),
+        ({"tp_size": 2}, HOPPER, ["--tp-size 2", "2 GPUs", "reports 1"]),
         ({"dp_size": 4}, HOPPER, ["--dp-size"]),
         ({"ep_size": 2}, HOPPER, ["--ep-size"]),
         ({"attention_backend": "fa3"}, CPU, ["fa3", "torch_native"]),
@@ -451,10 +451,13 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "speculative_disable_by_batch_size": (
         {"speculative_disable_by_batch_size": 24}, lambda c: spec_of(c).disable_by_batch_size, 24
     ),
+    "tp_size": (
+        {"tp_size": 4, "device": "cpu", "attention_backend": "torch_native"}, lambda c: (c.parallel.tp_size, c.device.cpu_threads), (4, 4)
+    ),
     "speculative_check_parity": ({"speculative_check_parity": True}, lambda c: spec_of(c).check_parity, True),
 }  # fmt: skip
 REFUSED = {
-    "kv_cache_dtype", "trust_remote_code", "tool_call_parser", "reasoning_parser", "grammar_backend", "tp_size", "dp_size", "ep_size"
+    "kv_cache_dtype", "trust_remote_code", "tool_call_parser", "reasoning_parser", "grammar_backend", "dp_size", "ep_size"
 }  # fmt: skip
 
 
@@ -484,7 +487,13 @@ def test_keys_that_no_header_can_carry_are_refused(name: str, key: str) -> None:
 
 
 def test_check_refuses_what_no_machine_can_do() -> None:
-    for given in ({"tp_size": 2}, {"port": -1}, {"speculative_num_steps": 3, "model_path": "x"}, {"speculative_algorithm": "EAGLE"}):
+    for given in (
+        {"tp_size": 0},
+        {"dp_size": 2},
+        {"port": -1},
+        {"speculative_num_steps": 3, "model_path": "x"},
+        {"speculative_algorithm": "EAGLE"},
+    ):
         with pytest.raises(ConfigError):
             check(args(**given))
 

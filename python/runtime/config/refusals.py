@@ -9,7 +9,6 @@ from runtime.errors import ConfigError
 
 _ONE_DEVICE = "A server runs on one device; start one server per device, or leave the flag out."
 UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
-    "tp_size": ((1,), _ONE_DEVICE),
     "dp_size": ((1,), _ONE_DEVICE),
     "ep_size": ((1,), _ONE_DEVICE),
     "grammar_backend": ((None, "none"), "Grammars are not implemented yet; leave the flag out."),

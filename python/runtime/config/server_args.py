@@ -97,13 +97,13 @@ class ServerArgs:
     page_size: int | None = _flag(DEVICE, None, "SLOTS")
     """KV slots per page; default: 64 with fa3, else 16."""
     tp_size: int = _flag(DEVICE, 1, "N", "--tensor-parallel-size", "--tp")
-    """GPUs that share one model; only 1 is supported."""
+    """GPUs, or CPU processes, that share one model."""
     dp_size: int = _flag(DEVICE, 1, "N", "--data-parallel-size", "--dp")
     """Copies of the model; only 1 is supported."""
     ep_size: int = _flag(DEVICE, 1, "N", "--expert-parallel-size", "--ep")
     """GPUs that share the experts; only 1 is supported."""
     cpu_threads: int | None = _flag(DEVICE, None, "N")
-    """Threads of one CPU operation; default: the number of cores."""
+    """Threads of one CPU operation; default: the number of cores, shared by the ranks of a sharded model."""
 
     chunked_prefill_size: int | None = _flag(SCHEDULING, None, "TOKENS")
     """Prompt tokens per step; longer prompts are cut, -1 never cuts; default: 512 on a CPU, 2048 on CUDA."""

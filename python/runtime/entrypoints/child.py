@@ -11,8 +11,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import setproctitle
@@ -20,6 +20,7 @@ import setproctitle
 from runtime import log as logging_setup
 from runtime.batch import Worker, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
+from runtime.distributed.rank_place import RankPlace
 from runtime.entrypoints.collector import freeze_gc
 from runtime.errors import ConfigError
 from runtime.managers.detokenizer_manager import DetokenizerManager
@@ -35,16 +36,20 @@ BEAT_SECONDS = 0.5
 """Seconds between heartbeats of the detokenizer. (The scheduler has its own.)"""
 _PR_SET_PDEATHSIG = 1
 
-Role = Literal["scheduler", "detokenizer"]
+Role = str
+"""scheduler, detokenizer, or worker-R for rank R of a sharded model."""
 BuildWorker = Callable[[RuntimeConfig, ModelConfig], Worker]
 
 
 class ChildConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child reads from stdin, as JSON: the configuration, the folder of the sockets, the parent's pid."""
+    """What a child reads from stdin, as JSON: the configuration, the folder of the sockets, the parent's pid, and its
+    place among the ranks where the model is sharded.
+    """
 
     config: RuntimeConfig
     folder: str
     parent: int
+    place: RankPlace | None = None
 
 
 class ChildReady(msgspec.Struct, frozen=True, tag=True):
@@ -85,7 +90,7 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], N
     child = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildConfig)
     _die_with(child, role)
     setproctitle.setproctitle(f"talon::{role}")
-    logging_setup.setup(child.config.server.log_level, f"talon::{role}")
+    logging_setup.setup(_log_level(child), f"talon::{role}")
     faulthandler.enable()  # prints the stacks when the parent aborts a child that hangs
     try:
         serve(child, status)
@@ -98,6 +103,12 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], N
         return 1
     status.send(ChildFinished())
     return 0
+
+
+def _log_level(child: ChildConfig) -> str:
+    """Ranks that follow another would log everything once more: they log what is wrong only."""
+    level = child.config.server.log_level
+    return "warning" if level == "info" and child.place is not None and child.place.rank > 0 else level
 
 
 def serve_scheduler(child: ChildConfig, status: StatusPipe, build: BuildWorker) -> None:
@@ -137,8 +148,25 @@ def serve_detokenizer(child: ChildConfig, status: StatusPipe) -> None:
     to_scheduler.close()
 
 
-def build_worker(config: RuntimeConfig, model_config: ModelConfig) -> Worker:
-    """The worker of this configuration. Loads torch."""
+def serve_rank(child: ChildConfig, status: StatusPipe) -> None:
+    """Run what rank 0 sends until it sends no more. Loads torch."""
+    from runtime.entrypoints.rank import follow_rank_0
+    from runtime.models.registry import load_hf_config
+
+    def ready() -> None:
+        freeze_gc()
+        status.send(ChildReady())
+
+    assert child.place is not None, "a rank needs a place"
+    follow_rank_0(child.config, load_hf_config(child.config.model.model_path), child.place, ready)
+
+
+def build_worker(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace | None = None) -> Worker:
+    """The worker of this configuration, rank 0 of several where there is a `place`. Loads torch."""
+    if place is not None:
+        from runtime.entrypoints.rank import lead
+
+        return lead(config, model_config, place)
     if config.speculative is not None:
         from runtime.speculative.build import build_speculative_worker as build
     else:
@@ -168,7 +196,9 @@ def main(argv: list[str]) -> int:
     role, status_fd = argv[0], int(argv[1])
     if role == "detokenizer":
         return run("detokenizer", status_fd, serve_detokenizer)
-    return run("scheduler", status_fd, lambda child, status: serve_scheduler(child, status, build_worker))
+    if role != "scheduler":
+        return run(role, status_fd, serve_rank)
+    return run(role, status_fd, lambda child, status: serve_scheduler(child, status, partial(build_worker, place=child.place)))
 
 
 if __name__ == "__main__":

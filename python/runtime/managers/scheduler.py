@@ -12,7 +12,7 @@ from msgspec import structs
 
 from runtime.batch import BatchResult, Worker
 from runtime.config.runtime_config import CacheConfig, SchedulerConfig
-from runtime.errors import CacheBusy, QueueFull, RequestError, ServerDraining, ServingError, StepFailed
+from runtime.errors import CacheBusy, QueueFull, RequestError, ServerDraining, ServerFault, ServingError, StepFailed
 from runtime.managers import schedule_policy as policy
 from runtime.managers.admission import Admission
 from runtime.managers.messages import (
@@ -336,7 +336,9 @@ class Scheduler:
         self._send_replies()
 
     def _step_failed(self, reqs: Iterable[Req], error: Exception) -> None:
-        """End the requests of a failed step; raise if too many steps failed."""
+        """End the requests of a failed step; raise if too many steps failed, or if no later one can work."""
+        if isinstance(error, ServerFault):
+            raise error
         log.error("a forward step failed", exc_info=error)
         self._end_all(reqs, failure(StepFailed()), keep=False)
         self.stats.num_failed_steps_total += 1

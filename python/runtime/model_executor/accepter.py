@@ -109,7 +109,7 @@ class Accepter:
         if not needs.all_greedy or needs.adjusts:
             positions = iteration.kv_lens[:live].to(torch.int64) + 1
             tokens = tokens.clone()
-            tokens[:live, 0] = sample(verified.logits[:live], self._target.rows.tables, iteration.rows[:live], positions, needs)
+            tokens[:live, 0] = sample(verified.all_logits(live), self._target.rows.tables, iteration.rows[:live], positions, needs)
         return AcceptResult(torch.ones_like(iteration.kv_lens), tokens)
 
     def _decide_part(self, iteration: Iteration, draft: DraftWindow, verified: VerifyResult) -> AcceptResult:
@@ -119,7 +119,7 @@ class Accepter:
         positions = draft.positions(iteration.kv_lens)
         if needs.adjusts or not needs.all_greedy:
             path = draft.drafts_before() if needs.penalised else None
-            window = verified.logits.view(iteration.size, draft.width, -1)
+            window = verified.all_logits(iteration.size * draft.width).view(iteration.size, draft.width, -1)
             logits = process_logits(window, LogitsContext(tables, iteration.rows, positions, path), needs)
             if needs.adjusts:
                 target = logits.argmax(-1)

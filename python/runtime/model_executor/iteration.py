@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from runtime.layers.linear import Linear
 from runtime.layers.sampling_tables import SamplingNeeds
 
 
@@ -66,22 +67,28 @@ class VerifyResult:
     """The target over the windows of an iteration. Valid until the next verify pass.
 
     Attributes:
-        logits: float32 [size * D, V].
+        logits: float32 [size * D, V], or this rank's columns of them.
         tokens: int64 [size, D], the argmax of each.
         features: [size * D, feature], the states that the drafter reads.
         graph: whether a graph was replayed.
+        head: the LM head that made the logits.
     """
 
     logits: torch.Tensor
     tokens: torch.Tensor
     features: torch.Tensor
     graph: bool
+    head: Linear
+
+    def all_logits(self, count: int) -> torch.Tensor:
+        """float32 [count, V]: the logits of the first `count` window positions. All ranks call it together."""
+        return self.head.gather(self.logits[:count])
 
     def part(self, start: int, stop: int) -> VerifyResult:
         """Requests `start` to `stop`."""
         D = self.tokens.shape[1]
         window = slice(start * D, stop * D)
-        return VerifyResult(self.logits[window], self.tokens[start:stop], self.features[window], self.graph)
+        return VerifyResult(self.logits[window], self.tokens[start:stop], self.features[window], self.graph, self.head)
 
 
 @dataclass(frozen=True, slots=True)

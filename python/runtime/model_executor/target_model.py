@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from runtime.batch import PAD_ROW, BatchResult, ScheduleBatch
+from runtime.distributed.agreement import Agreement
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.sampler import sample, top_logprobs
 from runtime.layers.sampling_tables import SamplingNeeds
@@ -83,6 +84,8 @@ class TargetModel:
     Attributes:
         aux_layers: layers whose states passes return beside the last hidden states.
         short_prompts: graphs for short prompts, set once before memory is planned; None where all prompts run eagerly.
+        agreement: the check that all ranks commit the same tokens.
+        reads_results: whether this rank copies results to the host.
     """
 
     def __init__(
@@ -92,8 +95,10 @@ class TargetModel:
         page_table: PageTable,
         staging: StagingRing,
         aux_layers: tuple[int, ...] = (),
+        reads_results: bool = True,
     ) -> None:
         self.runner, self.rows, self.page_table, self.staging = runner, rows, page_table, staging
+        self.agreement, self.reads_results = Agreement(runner.device, runner.model.context.group), reads_results
         self.aux_layers = aux_layers
         self.short_prompts: ShortPrompts | None = None
         self.device = runner.device
@@ -181,10 +186,13 @@ class TargetModel:
         self.rows.last_tokens[rows] = next_tokens
         if needs.penalised:
             self.rows.count(rows, next_tokens[:, None], ends[:, None])
-        logprobs = copy_logprobs(logits, next_tokens, int(batch.top_logprobs.max(initial=-1)))
+        self.agreement.commit(next_tokens[:, None], ends.to(torch.int32))
         prompt = self._prompt_logprobs(batch, chunks, states.hidden, next_tokens)
-        pooled = pool_chunks(batch, states.hidden, logits)
-        pending = PromptsPending(batch.next_tokens < 0, HostCopy(next_tokens), logprobs, prompt, pooled)
+        logprobs, copy, pooled = None, HostCopy(), {}
+        if self.reads_results:
+            logprobs, copy = copy_logprobs(logits, next_tokens, int(batch.top_logprobs.max(initial=-1))), HostCopy(next_tokens)
+            pooled = pool_chunks(batch, states.hidden, logits)
+        pending = PromptsPending(batch.next_tokens < 0, copy, logprobs, prompt, pooled)
         return ExtendPass(chunks, next_tokens, states, needs), pending
 
     def extend(self, batch: ScheduleBatch) -> tuple[ExtendPass, PromptsPending]:
@@ -204,7 +212,8 @@ class TargetModel:
                 pieces = zip(hidden[start : start + length].split(LOGPROB_CHUNK), following.split(LOGPROB_CHUNK), strict=True)
                 k = max(int(batch.top_logprobs[i]), 0)
                 parts = [top_logprobs(self.runner.model.logits(piece), ids, k) for piece, ids in pieces]
-                found[i] = LogprobCopy(*(torch.cat(column) for column in zip(*parts, strict=True)))
+                if self.reads_results:
+                    found[i] = LogprobCopy(*(torch.cat(column) for column in zip(*parts, strict=True)))
             start += length
         return found
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,13 +11,15 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from runtime.batch import BatchResult, Pending, ScheduleBatch, StepStats, WorkerLimits
+from runtime.batch import BatchResult, Pending, ScheduleBatch, StepStats, WorkerLimits, no_ints
+from runtime.errors import RanksDiffer
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.accepter import Accepter
 from runtime.model_executor.depth import DepthControl
 from runtime.model_executor.device_queue import DeviceQueue, Finish
 from runtime.model_executor.drafter import Drafter
-from runtime.model_executor.graph_runner import GraphRunner
+from runtime.model_executor.followers import Followers, SharedPending
+from runtime.model_executor.graph_runner import GraphRunner, RunMode
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.iteration import Accepted, AcceptResult, Iteration, VerifyResult
 from runtime.model_executor.profiler import Profiler, span
@@ -50,17 +53,25 @@ class WorkerParts:
 
 @dataclass(frozen=True, slots=True)
 class DecodesPending:
-    """Tokens of an iteration on their way to the host: int64 [live, D], and the accept lengths where D > 1."""
+    """Tokens of an iteration on their way to the host: int64 [live, D], the accept lengths where D > 1, and with several ranks
+    whether they differ.
+    """
 
     iteration: Iteration
     tokens: HostCopy
     logprobs: LogprobCopy | None
     stats: StepStats
+    checked: bool = False
+
+    @property
+    def ranks_differ(self) -> bool:
+        """Whether the ranks committed different tokens before this iteration. Waits for it."""
+        return self.checked and bool(self.tokens.wait()[-1].any())
 
     def wait(self) -> BatchResult:
         """Wait for them."""
         tokens, *rest = self.tokens.wait()
-        lens = rest[0] if rest else np.ones(len(tokens), dtype=np.int32)
+        lens = rest[0] if tokens.shape[1] > 1 else np.ones(len(tokens), dtype=np.int32)
         keep = np.arange(tokens.shape[1])[None] < lens[:, None]
         return BatchResult(
             token_ids=tokens[keep].astype(np.int32),
@@ -70,16 +81,20 @@ class DecodesPending:
         )
 
 
-def send_to_host(iteration: Iteration, result: AcceptResult, verified: VerifyResult) -> DecodesPending:
-    """Start the copies of what an iteration emits."""
+def send_to_host(target: TargetModel, iteration: Iteration, result: AcceptResult, verified: VerifyResult) -> DecodesPending:
+    """Start the copies of what an iteration emits, on a rank that reads results."""
     live, D = iteration.live, result.tokens.shape[1]
     lens, tokens = result.accept_lens[:live], result.tokens[:live]
     index = None
     if result.path is not None:
         index = (torch.arange(live, device=tokens.device)[:, None] * D + result.path[:live]).flatten()
-    logprobs = copy_logprobs(verified.logits[: live * D], tokens.flatten(), iteration.top_logprobs, index)
-    copies = HostCopy(tokens, lens) if D > 1 else HostCopy(tokens)
-    return DecodesPending(iteration, copies, logprobs, StepStats(verified.graph, iteration.size, D - 1))
+    logprobs, reads, agreement = None, target.reads_results, target.agreement
+    if iteration.top_logprobs >= 0:
+        logits = verified.all_logits(live * D)
+        logprobs = copy_logprobs(logits, tokens.flatten(), iteration.top_logprobs, index) if reads else None
+    wanted = [tokens, *([lens] if D > 1 else []), *([agreement.differs] if agreement.active else [])] if reads else []
+    stats = StepStats(verified.graph, iteration.size, D - 1)
+    return DecodesPending(iteration, HostCopy(*wanted), logprobs, stats, agreement.active)
 
 
 class Worker:
@@ -90,11 +105,13 @@ class Worker:
         runners: the graph runners of decode steps, deepest first.
     """
 
-    def __init__(self, parts: WorkerParts, limits: WorkerLimits, info: WorkerInfo) -> None:
-        self.parts, self._limits, self._info = parts, limits, info
+    def __init__(self, parts: WorkerParts, limits: WorkerLimits, info: WorkerInfo, followers: Followers | None = None) -> None:
+        """`followers`: the other ranks of the model, on rank 0 of several."""
+        self.parts, self._limits, self._info, self._followers = parts, limits, info, followers
         runners = parts.verifier.runners
         self.runners = tuple(r for depth in runners for r in (runners[depth], *parts.drafter.runners(depth)))
-        self._queue = DeviceQueue(self._step, parts.target.device)
+        self._queue = DeviceQueue(self._step if followers is None else self._timed_step, parts.target.device)
+        self._step_seconds, self._token_checks = 0.0, 0
         self._profiler = Profiler("scheduler", parts.target.device)
 
     @property
@@ -109,15 +126,31 @@ class Worker:
 
     def submit(self, batch: ScheduleBatch) -> Pending:
         """Queue one step and return at once."""
-        return self._queue.submit(batch)
+        if self._followers is None:
+            return self._queue.submit(batch)
+        self._followers.run(batch, self.parts.depths.forced_depth, tuple(runner.mode.value for runner in self.all_runners))
+        return SharedPending(self._queue.submit(batch), batch.step)
+
+    def set_run(self, depth: int | None, modes: Sequence[str]) -> None:
+        """How the following steps run, on a rank that follows another: the forced depth, and the mode of each of `all_runners`."""
+        self.parts.depths.force(depth)
+        for runner, mode in zip(self.all_runners, modes, strict=True):
+            runner.mode = RunMode(mode)
 
     def info(self) -> WorkerInfo:
         """What was chosen and measured at start-up, and how steps ran since."""
         runs = [runner.runs() for runner in self.all_runners]
-        return structs.replace(self._info, graph_runs=runs, acceptance=self.parts.monitor.stats())
+        info = structs.replace(self._info, graph_runs=runs, acceptance=self.parts.monitor.stats())
+        if self._followers is None:
+            return info
+        exchanges = self.parts.target.runner.model.context.group.exchange_seconds
+        share = round(exchanges / max(self._step_seconds, exchanges, 1e-9), 4)
+        return structs.replace(info, token_checks=self._token_checks, exchange_share=share)
 
     def reset(self) -> None:
         """Forget every request and all counts, between steps. For checks before serving."""
+        if self._followers is not None:
+            self._followers.reset()
         self._queue.run(self._reset)
 
     def run_between_steps(self, function: Callable[[], T]) -> T:
@@ -135,11 +168,20 @@ class Worker:
     def close(self) -> None:
         """Finish what is under way."""
         self._queue.close()
+        if self._followers is not None:
+            self._followers.close()
 
     def _reset(self) -> None:
         self.parts.target.reset()
         self.parts.drafter.reset()
         self.parts.monitor.reset()
+        self.parts.target.agreement.reset()
+
+    def _timed_step(self, batch: ScheduleBatch) -> Finish:
+        started = time.perf_counter()
+        finish = self._step(batch)
+        self._step_seconds += time.perf_counter() - started
+        return finish
 
     # ---- a step: launches work and returns how to read its result; outside graphs but for the runners' functions
 
@@ -156,7 +198,7 @@ class Worker:
         elif chunks is not None:
             extend, prompts = target.sample_next(batch, chunks, target.run(chunks)[0])
             self.parts.drafter.follow_prompt(extend)
-        return lambda: self._read(batch, prompts, decodes)
+        return (lambda: self._read(batch, prompts, decodes)) if target.reads_results else _read_nothing
 
     def _begin(self, batch: ScheduleBatch, rows: torch.Tensor, depth: int) -> Iteration:
         """An iteration of the decode rows, int64 [size]. Rows and KV lengths go into the inputs that all runners share."""
@@ -188,7 +230,8 @@ class Worker:
                 verified = verifier.result_of(iteration, window_states)
                 extend, prompts = target.sample_next(batch, chunks, states)
             result = self.parts.accepter.accept(iteration, draft, verified, window)
-            decodes = send_to_host(iteration, result, verified)
+            decodes = send_to_host(target, iteration, result, verified)
+            target.agreement.commit(result.tokens[: iteration.live], result.accept_lens[: iteration.live])
         if extend is not None:
             drafter.follow_prompt(extend)
         with span("draft_extend"):
@@ -197,9 +240,18 @@ class Worker:
 
     def _read(self, batch: ScheduleBatch, prompts: PromptsPending | None, decodes: DecodesPending | None) -> BatchResult:
         """On the host, possibly one step later: wait, count, and hand over."""
+        if decodes is not None and decodes.checked:
+            if decodes.ranks_differ:
+                raise RanksDiffer(batch.step)
+            self._token_checks += 1
         decoded = None if decodes is None else decodes.wait()
         if decodes is not None and decoded is not None:
             self.parts.monitor.add(decodes.iteration, decoded.accept_lens, decoded.stats)
         result = join(None if prompts is None else prompts.wait(), decoded)
         self.parts.drafter.observe(batch.rows, result)
         return result
+
+
+def _read_nothing() -> BatchResult:
+    """The result of a step on a rank that reads none."""
+    return BatchResult(no_ints(), no_ints())

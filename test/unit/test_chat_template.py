@@ -259,7 +259,8 @@ CALLED: list[dict[str, Any]] = [
     {"role": "tool", "content": "2", "tool_call_id": "call_1"},
 ]
 WITH_TOOLS = (
-    "{% if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} ARGUMENTS</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
 )
 OBJECTS = WITH_TOOLS.replace("ARGUMENTS", "{{ c.function.arguments | tojson }}")

@@ -17,6 +17,7 @@ return_cached_tokens_details return_spec_tokens_details return_token_ids
 seed skip_special_tokens stop stop_token_ids stream stream_options temperature top_k top_logprobs top_p
 user cache_control prompt_cache_retention stream_reasoning
 metadata store prompt_cache_key safety_identifier service_tier verbosity prediction rid separate_reasoning"""
+TOOLS = "function_call functions parallel_tool_calls reasoning_effort tool_choice tools"
 NOT_FOR_COMPLETIONS = """chat_template_kwargs continue_final_message max_completion_tokens messages top_logprobs"""
 NATIVE = """text input_ids sampling_params rid stream return_logprob logprob_start_len top_logprobs_num
 return_text_in_logprobs cache_salt priority model background conversation_id custom_labels external_trace_header log_metrics
@@ -64,7 +65,7 @@ def test_it_is_openapi_3_1(spec: dict[str, Any]) -> None:
 def test_every_documented_field_has_a_type_and_every_number_bounds(spec: dict[str, Any]) -> None:
     completion = {*CHAT.split(), "best_of", "echo", "prompt"} - set(NOT_FOR_COMPLETIONS.split())
     expected = {
-        "/v1/chat/completions": {*CHAT.split(), "chat_template"},
+        "/v1/chat/completions": {*CHAT.split(), *TOOLS.split(), "chat_template"},
         "/v1/completions": completion,
         "/generate": set(NATIVE.split()),
         "/v1/embeddings": {*POOLING.split(), "dimensions", "encoding_format", "input"},

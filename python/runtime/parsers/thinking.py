@@ -46,10 +46,11 @@ class ThinkFormat:
             return
         start = reader.pos
         yield from reader.skip_all(WHITE)
-        if (yield from reader.skip(self.begin)) or opening == "open" or self.forced:
-            yield from self.read(reader)
-        else:
+        begun = yield from reader.skip(self.begin)
+        if not begun:
             reader.pos = start
+        if begun or opening == "open" or self.forced:
+            yield from self.read(reader)
 
     def read(self, reader: Reader) -> Steps[None]:
         """Read thinking whose opening tag was read. Line breaks at its edges and in front of the answer belong to the tags."""

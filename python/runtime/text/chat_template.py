@@ -101,9 +101,7 @@ class ChatTemplate:
     @cached_property
     def _traits(self) -> TemplateTraits:
         """What the template does with tools."""
-        return TemplateTraits.probe(
-            lambda messages, tools: self._run(messages, {**self._named_tokens, "tools": tools or None}, True)
-        )
+        return TemplateTraits.probe(lambda messages, tools: self._run(messages, {**self._named_tokens, "tools": tools or None}, True))
 
     def _run(self, chat: Sequence[Message], variables: Mapping[str, object], add_generation_prompt: bool) -> str:
         given = {"messages": chat, "documents": None, "add_generation_prompt": add_generation_prompt}

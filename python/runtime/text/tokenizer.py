@@ -31,6 +31,7 @@ class Tokenizer:
         eos_ids: the ids that end a text, from the tokenizer's and the model's configuration.
         bos_id: the id that begins a text, or None.
         special_ids: control tokens, which are left out of visible text.
+        control_ids: these and tags such as `</think>`, which only templates and the model can make.
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
@@ -46,6 +47,7 @@ class Tokenizer:
             frozenset(token.content for token in special.values()), frozenset(token.content for token in soft.values())
         )
         self.special_ids = frozenset(special)
+        self.control_ids = frozenset(self._control)
         self.vocab_size = max(self._hf.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.bos_id = self._named_id("bos_token")
         eos = self._named_id("eos_token")

@@ -98,7 +98,6 @@ def test_two_calls_are_answered_and_streamed() -> None:
     assert (streamed["content"], without_ids(streamed)) == ("I look.", without_ids(message))
     prompt = bytes(token for token in requests[0].input_ids if token < 256)
     assert prompt.startswith(b'<tools>{"type": "function", "function": {"name": "weather", "description": "d", "parameters"')
-    )
 
 
 def test_a_stream_of_calls_has_openais_form() -> None:

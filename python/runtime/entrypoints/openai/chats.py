@@ -148,7 +148,7 @@ class Chats:
 
 def output_format(manager: TokenizerManager, tokenizer: Tokenizer) -> OutputFormat:
     """The format that the configuration asks for, or the model's own."""
-    config, architecture, template = manager.config.model, manager.model_config.architecture, tokenizer.template_source
+    config, architecture, template = manager.config.model, manager.model_config.architecture, tokenizer.chat_template or ""
     tools = pick_tool_format(config.tool_call_parser, architecture, template)
     thinking = pick_think_format(config.reasoning_parser, architecture, template)
     log.info("tool calls are read as %s, thinking as %s", tools, thinking or "part of the text")

@@ -13,7 +13,6 @@ from runtime.entrypoints.http.body import (
     Choices,
     Int64,
     Name,
-    SamplingFields,
     Text,
     TokenIds,
     TopLogprobs,
@@ -22,6 +21,7 @@ from runtime.entrypoints.http.body import (
     items,
 )
 from runtime.entrypoints.openai.messages import Messages
+from runtime.entrypoints.openai.structured import ConstrainedFields
 from runtime.entrypoints.openai.tools import (
     FunctionChoice,
     FunctionReference,
@@ -66,7 +66,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class OpenAIBody(SamplingFields):
+class OpenAIBody(ConstrainedFields):
     """The fields that chats and completions share."""
 
     cache_salt: Name = ""

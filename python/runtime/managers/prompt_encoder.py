@@ -53,9 +53,10 @@ class PromptEncoder:
 
     async def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Token ids of a conversation; `options` are those of `Tokenizer.encode_chat`. Raises like `encode`."""
-        chars = count_chars(list(messages))
+        tools = options.get("tools") or []
+        chars = count_chars([*messages, *tools])
         self._check_chars(chars)
-        long = options.get("chat_template") is not None or options.get("tools") is not None
+        long = options.get("chat_template") is not None or bool(tools)
         bound = self._context_bound()
         return await self._run(max(chars, LONG_TEXT * long), lambda: self._tokenizer.encode_chat(messages, bound=bound, **options))
 

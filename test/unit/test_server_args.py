@@ -45,7 +45,7 @@ OUR_FLAGS = re.findall(
     """
     shutdown-timeout speculative-draft-load-format speculative-draft-attention-backend disable-draft-extend-cuda-graph
     disable-draft-decode-cuda-graph speculative-synthetic-accept-length speculative-check-parity trust-request-chat-template profile
-    cpu-threads speculative-disable-by-batch-size embedding-pooling strict-request-fields
+    cpu-threads speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins
     """,
 )
 
@@ -419,11 +419,14 @@ SAME_NAME: dict[str, object] = {
     "cpu_threads": 3, "chunked_prefill_size": 64, "max_prefill_tokens": 4096, "schedule_policy": "lpm", "schedule_conservativeness": 0.5,
     "stream_interval": 4, "random_seed": 5, "cuda_graph_bs": (1, 3), "log_level": "debug", "log_requests": True, "enable_metrics": False,
     "dtype": "float16", "load_format": None, "model_path": None, "quantization": None, "sampling_defaults": "openai",
-    "strict_request_fields": True,
+    "strict_request_fields": True, "protect_metrics": True,
     "embedding_pooling": "last",
 }  # fmt: skip
 """Flags with a field of the same name; None for those that come from the model's facts or have tests of their own."""
 OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object], object]] = {
+    "allow_origins": (
+        {"allow_origins": "https://a.example, http://b:3000/"}, lambda c: c.server.allow_origins, ("https://a.example", "http://b:3000")
+    ),
     "preferred_sampling_params": (
         {"preferred_sampling_params": '{"top_k": 5}'}, lambda c: c.model.preferred_sampling_params.given(), {"top_k": 5}
     ),

@@ -165,6 +165,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     skip_server_warmup: bool
     profile_folder: str | None
     strict_request_fields: bool = False
+    protect_metrics: bool = False
+    allow_origins: tuple[str, ...] = ()
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -61,6 +61,10 @@ class ServerArgs:
     """Key that every request must send as 'Authorization: Bearer KEY'."""
     admin_api_key: str | None = _flag(SERVER, None, "KEY")
     """Key for administrative endpoints (flush, profile, abort); default: the API key."""
+    protect_metrics: bool = _flag(SERVER, False)
+    """Ask for the key at /metrics and /health_generate too; without this flag they are open to probes."""
+    allow_origins: str | None = _flag(SERVER, None, "ORIGINS")
+    """Origins whose web pages may use the API, separated by commas, such as https://app.example; * allows all."""
     max_queued_requests: int = _flag(SERVER, 4096, "N")
     """Requests that may wait; further requests are answered with status 429."""
     trust_request_chat_template: bool = _flag(SERVER, False)

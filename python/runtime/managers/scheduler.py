@@ -200,6 +200,8 @@ class Scheduler:
             raise CacheBusy(len(self._reqs))
         while self._in_flight:  # steps whose requests have all ended
             self._collect()
+        self.stats.spec = SpecStats()
+        self._stats_log = StatsLog(self.current_stats, self._clock())
         return self.admission.kv_pages.flush()
 
     # ---- planning

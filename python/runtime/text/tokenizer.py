@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,16 @@ class Tokenizer:
         return definition
 
     # ---- chats
+
+    @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """`bos_token`, `eos_token` and so on, by their names in the tokenizer's files."""
+        return self._files.named_tokens
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja text of the chat template, if there is one."""
+        return self._files.chat_template
 
     @property
     def has_chat_template(self) -> bool:

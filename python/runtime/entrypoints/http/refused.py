@@ -17,8 +17,8 @@ _NAMES_BY_REASON = {
         "response_format", "structural_tag",
     ),
     "this server does not fill in the middle": ("suffix",),
-    "the server takes a profile in its own way, in the folder of --profile": (
-        "activities", "num_steps", "output_dir", "profile_by_stage", "record_shapes", "start_step", "with_stack",
+    "a trace lasts from /start_profile to /stop_profile": (
+        "num_steps", "profile_by_stage", "profile_stages", "start_step",
     ),
     "this server does not return these details": (
         "return_bytes", "return_entropy", "return_hidden_states", "return_indexer_topk", "return_meta_info",
@@ -56,6 +56,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "no_stop_trim": (False,),
     "parallel_tool_calls": (False, True),
     "reasoning_effort": ("none",),
+    "profile_by_stage": (False,),
     "require_reasoning": (False,),
     "response_format": ({"type": "text"},),
     "return_bytes": (False,),

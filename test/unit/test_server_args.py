@@ -341,7 +341,6 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"disable_cuda_graph": True, "cuda_graph_bs": (1,)}, HOPPER, ["--disable-cuda-graph"]),
         ({"cuda_graph_bs": (0, 2)}, HOPPER, ["--cuda-graph-bs"]),
         ({"cuda_graph_bs": (1, 64), "cuda_graph_max_bs": 32}, HOPPER, ["--cuda-graph-max-bs", "64"]),
-        ({"grammar_backend": "xgrammar"}, CPU, ["--grammar-backend"]),
         ({"tool_call_parser": "llama3"}, CPU, ["--tool-call-parser"]),
         ({"reasoning_parser": "qwen3"}, CPU, ["--reasoning-parser"]),
         ({"sampling_backend": "flashinfer"}, HOPPER, ["--sampling-backend", "pytorch"]),
@@ -420,7 +419,7 @@ SAME_NAME: dict[str, object] = {
     "stream_interval": 4, "random_seed": 5, "cuda_graph_bs": (1, 3), "log_level": "debug", "log_requests": True, "enable_metrics": False,
     "dtype": "float16", "load_format": None, "model_path": None, "quantization": None, "sampling_defaults": "openai",
     "strict_request_fields": True, "protect_metrics": True,
-    "embedding_pooling": "last",
+    "embedding_pooling": "last", "grammar_backend": "none",
 }  # fmt: skip
 """Flags with a field of the same name; None for those that come from the model's facts or have tests of their own."""
 OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object], object]] = {
@@ -474,7 +473,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "speculative_check_parity": ({"speculative_check_parity": True}, lambda c: spec_of(c).check_parity, True),
 }  # fmt: skip
 REFUSED = {
-    "kv_cache_dtype", "trust_remote_code", "tool_call_parser", "reasoning_parser", "grammar_backend", "dp_size", "ep_size"
+    "kv_cache_dtype", "trust_remote_code", "tool_call_parser", "reasoning_parser", "dp_size", "ep_size"
 }  # fmt: skip
 
 
@@ -489,6 +488,17 @@ def test_each_flag_reaches_the_configuration(name: str) -> None:
     elif (value := SAME_NAME[name]) is not None:
         assert resolve(args(**{name: value}), HOPPER, LLAMA).by_flag()[name] == value
         assert resolve(args(), HOPPER, LLAMA).by_flag()[name] != value, "the default is the same"
+
+
+def test_a_grammar_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="--grammar-backend xgrammar needs the package: pip install xgrammar"):
+        resolve(args(grammar_backend="xgrammar"), CPU, LLAMA)
+
+
+def test_forced_acceptance_allows_no_grammars() -> None:
+    forced = args(**{**EAGLE, "speculative_synthetic_accept_length": "0.9,0.5,0.1"})
+    assert resolve(forced, HOPPER, LLAMA, DRAFT).scheduler.grammar_backend == "none"
 
 
 def test_every_flag_is_configured_or_refused() -> None:

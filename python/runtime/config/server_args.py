@@ -90,8 +90,8 @@ class ServerArgs:
     """Attention kernels; default: fa3 on Hopper GPUs, flashinfer on other GPUs, torch_native on a CPU."""
     sampling_backend: Literal["triton", "pytorch", "flashinfer"] | None = _flag(DEVICE, None)
     """Sampling kernels; default: triton on a GPU, pytorch on a CPU; flashinfer is not supported."""
-    grammar_backend: str | None = _flag(DEVICE, None, "NAME")
-    """Not supported yet."""
+    grammar_backend: Literal["llguidance", "xgrammar", "none"] = _flag(DEVICE, "llguidance")
+    """Library that compiles JSON schemas and other grammars; none refuses requests with one."""
     mem_fraction_static: float | None = _flag(DEVICE, None, "SHARE")
     """Share of the device memory for weights and KV cache; default: all that measured activations and graphs leave."""
     max_total_tokens: int | None = _flag(DEVICE, None, "TOKENS")

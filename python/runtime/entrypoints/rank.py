@@ -17,6 +17,7 @@ from runtime.distributed.ring import RingReader, RingWriter
 from runtime.distributed.step_links import SenderList, StepReceiver, StepSender
 from runtime.distributed.step_sockets import StepPublisher, StepSubscriber
 from runtime.distributed.torch_group import EXCHANGE_SECONDS, TorchGroup
+from runtime.entrypoints.grammars import make_compiler
 from runtime.errors import RankFailed
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.follow import follow
@@ -70,6 +71,9 @@ def follow_rank_0(config: RuntimeConfig, model_config: ModelConfig, place: RankP
     config = with_own_files(leader, config)
     receiver: StepReceiver = StepSubscriber(sockets.steps) if place.ring is None else RingReader(place.ring, place.rank - 1)
     worker = _build(config)(config, model_config, group=group)
+    compiler = make_compiler(config, model_config)
+    if compiler is not None:
+        worker.parts.grammars.compile = lambda spec: compiler.compile(spec).future.result()
     beat = RankBeat(sockets.watch, place.rank, _end_process)
     beat.start()
     ready()
@@ -80,6 +84,8 @@ def follow_rank_0(config: RuntimeConfig, model_config: ModelConfig, place: RankP
         raise
     beat.close()
     worker.close()
+    if compiler is not None:
+        compiler.close()
 
 
 def join(config: RuntimeConfig, place: RankPlace) -> TorchGroup:

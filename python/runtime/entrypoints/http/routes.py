@@ -85,6 +85,7 @@ def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> Non
         ("/v1/models/{model:path}", model.one_model, ModelCard, (404,)),
     ):
         app.add_api_route(path, handler, response_model=answer, responses=_errors(*statuses))
+        app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
     app.add_api_route("/flush_cache", admin.flush_cache, methods=["POST"], response_model=Flushed, responses=_errors(409, 503))
     for path, handler in (
         ("/flush_cache", admin.flush_cache), ("/start_profile", admin.begin_profile), ("/stop_profile", admin.end_profile)

@@ -61,6 +61,18 @@ class UnsupportedField(RequestError):
         super().__init__(f"{field} is not supported: {why}. Leave it out.", field)
 
 
+class GrammarError(RequestError):
+    """The grammar of a request cannot be used.
+
+    Args:
+        kind: the field of `SamplingParams` that holds it.
+        reason: completes the sentence "The KIND cannot be used: ...".
+    """
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(f"The {kind} cannot be used: {reason}", kind)
+
+
 class MissingField(RequestError):
     """A field that the protocol requires is not there."""
 
@@ -157,6 +169,16 @@ class QueueFull(ServingError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"The queue is full: {limit} requests are waiting (--max-queued-requests). Try again later.")
+
+
+class CompilerBusy(ServingError):
+    """Other grammars keep the compiler busy."""
+
+    status = 503
+    retry_after = 1
+
+    def __init__(self) -> None:
+        super().__init__("The server is compiling other grammars. Try again later.")
 
 
 class ServerDraining(ServingError):

@@ -17,6 +17,10 @@ return_cached_tokens_details return_spec_tokens_details return_token_ids
 seed skip_special_tokens stop stop_token_ids stream stream_options temperature top_k top_logprobs top_p
 user cache_control prompt_cache_retention stream_reasoning
 metadata store prompt_cache_key safety_identifier service_tier verbosity prediction rid separate_reasoning"""
+CONSTRAINED = "ebnf json_schema regex structural_tag"
+OPENAI_CONSTRAINED = """guided_choice guided_decoding_backend guided_grammar guided_json guided_regex guided_whitespace_pattern
+response_format structured_outputs"""
+CHAT = f"{CHAT} {CONSTRAINED} {OPENAI_CONSTRAINED}"
 NOT_FOR_COMPLETIONS = """chat_template_kwargs continue_final_message max_completion_tokens messages top_logprobs"""
 NATIVE = """text input_ids sampling_params rid stream return_logprob logprob_start_len top_logprobs_num
 return_text_in_logprobs cache_salt priority model background conversation_id custom_labels external_trace_header log_metrics
@@ -24,9 +28,11 @@ no_logs routing_key"""
 POOLING = "cache_salt model priority rid user"
 SAMPLING = """frequency_penalty ignore_eos logit_bias max_new_tokens min_new_tokens min_p n presence_penalty
 repetition_penalty sampling_seed seed skip_special_tokens stop stop_token_ids temperature top_k top_p"""
+SAMPLING = f"{SAMPLING} {CONSTRAINED}"
 UNBOUNDED = {"metadata", "prediction", "prompt_cache_key", "rid", "safety_identifier", "separate_reasoning", "service_tier"}
 UNBOUNDED |= {"store", "user", "verbosity", "cache_control", "prompt_cache_retention", "stream_reasoning", "background"}
 UNBOUNDED |= {"conversation_id", "custom_labels", "external_trace_header", "log_metrics", "no_logs", "routing_key"}
+UNBOUNDED |= {"guided_decoding_backend", "guided_whitespace_pattern"}
 
 
 @pytest.fixture(scope="module")

@@ -45,6 +45,7 @@ OUR_FLAGS = re.findall(
     shutdown-timeout speculative-draft-load-format speculative-draft-attention-backend disable-draft-extend-cuda-graph
     disable-draft-decode-cuda-graph speculative-synthetic-accept-length speculative-check-parity trust-request-chat-template profile
     cpu-threads speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins
+    download-dir log-level-http
     """,
 )
 
@@ -331,7 +332,6 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"disable_cuda_graph": True, "cuda_graph_bs": (1,)}, HOPPER, ["--disable-cuda-graph"]),
         ({"cuda_graph_bs": (0, 2)}, HOPPER, ["--cuda-graph-bs"]),
         ({"cuda_graph_bs": (1, 64), "cuda_graph_max_bs": 32}, HOPPER, ["--cuda-graph-max-bs", "64"]),
-        ({"grammar_backend": "xgrammar"}, CPU, ["--grammar-backend"]),
         ({"tool_call_parser": "llama3"}, CPU, ["--tool-call-parser"]),
         ({"reasoning_parser": "qwen3"}, CPU, ["--reasoning-parser"]),
         ({"sampling_backend": "flashinfer"}, HOPPER, ["--sampling-backend", "pytorch"]),
@@ -409,8 +409,8 @@ SAME_NAME: dict[str, object] = {
     "cpu_threads": 3, "chunked_prefill_size": 64, "max_prefill_tokens": 4096, "schedule_policy": "lpm", "schedule_conservativeness": 0.5,
     "stream_interval": 4, "random_seed": 5, "cuda_graph_bs": (1, 3), "log_level": "debug", "log_requests": True, "enable_metrics": False,
     "dtype": "float16", "load_format": None, "model_path": None, "quantization": None, "sampling_defaults": "openai",
-    "strict_request_fields": True, "protect_metrics": True,
-    "embedding_pooling": "last",
+    "strict_request_fields": True, "protect_metrics": True, "log_level_http": "error",
+    "embedding_pooling": "last", "grammar_backend": "none",
 }  # fmt: skip
 """Flags with a field of the same name; None for those that come from the model's facts or have tests of their own."""
 OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object], object]] = {
@@ -460,7 +460,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "speculative_check_parity": ({"speculative_check_parity": True}, lambda c: spec_of(c).check_parity, True),
 }  # fmt: skip
 REFUSED = {
-    "kv_cache_dtype", "trust_remote_code", "tool_call_parser", "reasoning_parser", "grammar_backend", "dp_size", "ep_size"
+    "download_dir", "kv_cache_dtype", "trust_remote_code", "tool_call_parser", "reasoning_parser", "dp_size", "ep_size"
 }  # fmt: skip
 
 
@@ -475,6 +475,17 @@ def test_each_flag_reaches_the_configuration(name: str) -> None:
     elif (value := SAME_NAME[name]) is not None:
         assert resolve(args(**{name: value}), HOPPER, LLAMA).by_flag()[name] == value
         assert resolve(args(), HOPPER, LLAMA).by_flag()[name] != value, "the default is the same"
+
+
+def test_a_grammar_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="--grammar-backend xgrammar needs the package: pip install xgrammar"):
+        resolve(args(grammar_backend="xgrammar"), CPU, LLAMA)
+
+
+def test_forced_acceptance_allows_no_grammars() -> None:
+    forced = args(**{**EAGLE, "speculative_synthetic_accept_length": "0.9,0.5,0.1"})
+    assert resolve(forced, HOPPER, LLAMA, DRAFT).scheduler.grammar_backend == "none"
 
 
 def test_every_flag_is_configured_or_refused() -> None:
@@ -585,7 +596,7 @@ def test_graph_flags_on_a_cpu_log_a_warning(flag: str, caplog: pytest.LogCapture
 def test_a_dummy_target_gets_a_dummy_draft_unless_it_is_gguf(
     monkeypatch: pytest.MonkeyPatch, target: str, draft: str, asked: str | None, found: str
 ) -> None:
-    monkeypatch.setattr(prepare, "resolve_weights", lambda path, load_format, flags: (path, load_format))
+    monkeypatch.setattr(prepare, "resolve_weights", lambda path, load_format, download_dir, flags: (path, load_format))
     given = args(speculative_draft_model_path=draft, speculative_draft_load_format=asked)
     assert prepare.find_draft(given, target) == (draft, found)
 

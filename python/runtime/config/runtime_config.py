@@ -17,6 +17,7 @@ AttentionName = Literal["torch_native", "fa3", "flashinfer"]
 SamplingName = Literal["triton", "pytorch"]
 SpecAlgorithm = Literal["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"]
 Quantization = Literal["int8"]
+GrammarBackendName = Literal["llguidance", "xgrammar", "none"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
 
 
@@ -85,6 +86,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     mixed_chunk: bool
     stream_interval: int
     watchdog_timeout: float
+    grammar_backend: GrammarBackendName = "llguidance"
 
 
 class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +161,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout: float
     skip_server_warmup: bool
     profile_folder: str | None
+    log_level_http: str | None = None
     strict_request_fields: bool = False
     protect_metrics: bool = False
     allow_origins: tuple[str, ...] = ()

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import setproctitle
@@ -22,13 +21,13 @@ from runtime.batch import Worker, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.distributed.rank_place import RankPlace
 from runtime.entrypoints.collector import freeze_gc
+from runtime.entrypoints.grammars import eos_ids_of, make_compiler
 from runtime.errors import ConfigError
 from runtime.managers.detokenizer_manager import DetokenizerManager
 from runtime.managers.ipc import Inbox, Outbox
 from runtime.managers.messages import DrainReq, Heartbeat, ToDetokenizer, ToScheduler
 from runtime.models.config import ModelConfig
 from runtime.text.tokenizer import Tokenizer
-from runtime.text.tokenizer_files import tokenizer_eos_ids
 
 log = logging.getLogger(__name__)
 
@@ -119,14 +118,16 @@ def serve_scheduler(child: ChildConfig, status: StatusPipe, build: BuildWorker) 
     inbox: Inbox[ToScheduler] = Inbox(child.folder, "scheduler", ToScheduler)
     outbox = Outbox(child.folder, "detokenizer")
     model_config = load_hf_config(child.config.model.model_path)
-    eos_ids = dict.fromkeys((*model_config.eos_ids, *tokenizer_eos_ids(Path(child.config.model.tokenizer_path))))
     worker = build(child.config, model_config)
     config = child.config
-    scheduler = Scheduler(config.scheduler, config.cache, worker, tuple(eos_ids), inbox.receive, outbox.send)
+    eos_ids, compiler = eos_ids_of(config, model_config), make_compiler(config, model_config)
+    scheduler = Scheduler(config.scheduler, config.cache, worker, eos_ids, inbox.receive, outbox.send, compiler=compiler)
     freeze_gc()
     status.send(ChildReady(worker.limits))
     scheduler.run()
     worker.close()
+    if compiler is not None:
+        compiler.close()
     outbox.close()
 
 

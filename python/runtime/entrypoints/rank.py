@@ -12,6 +12,7 @@ from runtime.distributed.rank_place import RankPlace
 from runtime.distributed.rank_watch import RankBeat, RankWatch
 from runtime.distributed.ring import RingReader, RingWriter
 from runtime.distributed.torch_group import EXCHANGE_SECONDS, TorchGroup
+from runtime.entrypoints.grammars import make_compiler
 from runtime.errors import RankFailed
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.follow import follow
@@ -46,6 +47,9 @@ def follow_rank_0(config: RuntimeConfig, model_config: ModelConfig, place: RankP
     """
     group = TorchGroup(place.rendezvous, place.rank, place.size, place.timeout)
     worker = _build(config)(config, model_config, group=group)
+    compiler = make_compiler(config, model_config)
+    if compiler is not None:
+        worker.parts.grammars.compile = lambda spec: compiler.compile(spec).future.result()
     receiver = RingReader(place.ring, place.reader)
     beat = RankBeat(place.watch, place.rank, _end_process)
     beat.start()
@@ -57,6 +61,8 @@ def follow_rank_0(config: RuntimeConfig, model_config: ModelConfig, place: RankP
         raise
     beat.close()
     worker.close()
+    if compiler is not None:
+        compiler.close()
 
 
 def _build(config: RuntimeConfig) -> Callable[..., Worker]:

@@ -27,6 +27,7 @@ from runtime.model_executor.depth import DepthBatches, DepthControl, split_batch
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, ModelPasses, NoDrafter
 from runtime.model_executor.dry_run import measure_activations, sample_padding
 from runtime.model_executor.followers import Followers
+from runtime.model_executor.grammar_rows import GrammarRows
 from runtime.model_executor.graph_capture import capture_all
 from runtime.model_executor.graph_runner import Forward, GraphOptions, GraphRunner, RunnerSpec
 from runtime.model_executor.input_buffers import InputBuffers
@@ -149,6 +150,7 @@ def make_parts(
         accepter=Accepter(target, make_policy(context, spec)),
         depths=DepthControl(limits),
         monitor=AcceptanceMonitor(max(depths)),
+        grammars=GrammarRows(config.vocab_size, context.device),
     )
 
 

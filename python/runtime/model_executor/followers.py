@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.batch import BatchResult, Pending, ScheduleBatch
 from runtime.distributed.step_links import StepSender
@@ -25,6 +25,9 @@ class Followers:
         if wanted != self._set:
             self._set = wanted
             self._sender.send(self._codec.encode(wanted))
+        # A compiled grammar stays in its process: the other ranks compile the text that comes with the sampling parameters.
+        if any(init.grammar is not None for init in batch.new_rows):
+            batch = replace(batch, new_rows=[replace(init, grammar=None) for init in batch.new_rows])
         self._sender.send(self._codec.encode(RunStep(batch)))
 
     def reset(self) -> None:

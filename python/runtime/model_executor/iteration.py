@@ -10,6 +10,8 @@ import torch
 
 from runtime.layers.linear import Linear
 from runtime.layers.sampling_tables import SamplingNeeds
+from runtime.layers.token_mask import TokenMask
+from runtime.model_executor.grammar_rows import GrammarStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class Iteration:
         eager_sample: whether drafting and verification run eagerly, to be compared with replays.
         precedes_eager_sample: whether the next iteration is the sample: verification and draft-extend run eagerly,
             since it starts from their results.
+        grammar: the constrained requests; None where there are none.
+        mask: what grammars allow at the positions of the window, once it is known; None where nothing is restricted.
     """
 
     depth: int
@@ -38,6 +42,8 @@ class Iteration:
     top_logprobs: int = -1
     eager_sample: bool = False
     precedes_eager_sample: bool = False
+    grammar: GrammarStep | None = None
+    mask: TokenMask | None = None
 
     @property
     def live(self) -> int:
@@ -59,6 +65,7 @@ class Iteration:
             kv_lens=self.kv_lens[one],
             bounds=self.bounds[one],
             needs=self.needs.part(start, stop),
+            mask=None if self.mask is None else self.mask.part(start, stop),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from runtime.distributed.agreement import Agreement
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.sampler import sample, top_logprobs
 from runtime.layers.sampling_tables import SamplingNeeds
+from runtime.layers.token_mask import TokenMask
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.draft_window import DraftWindow
 from runtime.model_executor.graph_runner import GraphRunner
@@ -174,12 +175,20 @@ class TargetModel:
             states = States(*(short or self.runner.extend(prompts, self.aux_layers)))
         return states.part(0, T), states.part(T, None)
 
-    def sample_next(self, batch: ScheduleBatch, chunks: Chunks, states: States) -> tuple[ExtendPass, PromptsPending]:
-        """Sample where a prompt ends, set the rows' lengths and last tokens, and send the tokens to the host."""
+    def sample_next(
+        self, batch: ScheduleBatch, chunks: Chunks, states: States, mask: TokenMask | None = None
+    ) -> tuple[ExtendPass, PromptsPending]:
+        """Sample where a prompt ends, set the rows' lengths and last tokens, and send the tokens to the host.
+
+        Args:
+            mask: what grammars allow the first tokens to be.
+        """
         rows, positions = chunks.rows, chunks.batch.seq_lens.to(torch.int64)
         needs = self.rows.needs(batch.rows[: batch.num_prompts])
         logits = self.runner.model.logits(states.hidden[chunks.last])
-        sampled = sample(logits, self.rows.tables, rows, positions, needs)
+        if mask is not None:
+            needs = replace(needs, constrained=mask.selected)
+        sampled = sample(logits, self.rows.tables, rows, positions, needs, mask)
         ends = chunks.given < 0
         next_tokens = torch.where(ends, sampled, chunks.given)
         self.rows.kv_lens[rows] = chunks.batch.seq_lens
@@ -190,7 +199,8 @@ class TargetModel:
         prompt = self._prompt_logprobs(batch, chunks, states.hidden, next_tokens)
         logprobs, copy, pooled = None, HostCopy(), {}
         if self.reads_results:
-            logprobs, copy = copy_logprobs(logits, next_tokens, int(batch.top_logprobs.max(initial=-1))), HostCopy(next_tokens)
+            k, copy = int(batch.top_logprobs.max(initial=-1)), HostCopy(next_tokens)
+            logprobs = copy_logprobs(logits, next_tokens, k, mask=mask)
             pooled = pool_chunks(batch, states.hidden, logits)
         pending = PromptsPending(batch.next_tokens < 0, copy, logprobs, prompt, pooled)
         return ExtendPass(chunks, next_tokens, states, needs), pending

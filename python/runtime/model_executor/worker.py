@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -19,13 +19,14 @@ from runtime.model_executor.depth import DepthControl
 from runtime.model_executor.device_queue import DeviceQueue, Finish
 from runtime.model_executor.drafter import Drafter
 from runtime.model_executor.followers import Followers, SharedPending
+from runtime.model_executor.grammar_rows import GrammarRows, GrammarStep
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.iteration import Accepted, AcceptResult, Iteration, VerifyResult
 from runtime.model_executor.profiler import Profiler, span
 from runtime.model_executor.results import LogprobCopy, copy_logprobs, join
 from runtime.model_executor.staging import HostCopy
-from runtime.model_executor.target_model import Chunks, PromptsPending, TargetModel
+from runtime.model_executor.target_model import Chunks, ExtendPass, PromptsPending, States, TargetModel
 from runtime.model_executor.verification import Verifier
 from runtime.worker_info import WorkerInfo
 
@@ -40,6 +41,7 @@ class WorkerParts:
         inputs: persistent inputs that the fixed-width passes of target and drafter share.
         depths: chooses the depth of each iteration.
         monitor: counts acceptance.
+        grammars: masks what grammars forbid.
     """
 
     target: TargetModel
@@ -49,6 +51,7 @@ class WorkerParts:
     accepter: Accepter
     depths: DepthControl
     monitor: AcceptanceMonitor
+    grammars: GrammarRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +94,18 @@ def send_to_host(target: TargetModel, iteration: Iteration, result: AcceptResult
     logprobs, reads, agreement = None, target.reads_results, target.agreement
     if iteration.top_logprobs >= 0:
         logits = verified.all_logits(live * D)
-        logprobs = copy_logprobs(logits, tokens.flatten(), iteration.top_logprobs, index) if reads else None
+        logprobs = copy_logprobs(logits, tokens.flatten(), iteration.top_logprobs, index, iteration.mask) if reads else None
     wanted = [tokens, *([lens] if D > 1 else []), *([agreement.differs] if agreement.active else [])] if reads else []
     stats = StepStats(verified.graph, iteration.size, D - 1)
     return DecodesPending(iteration, HostCopy(*wanted), logprobs, stats, agreement.active)
+
+
+def masked(iteration: Iteration) -> Iteration:
+    """The iteration with what grammars allow at the positions of its window. Waits for the thread that computes it."""
+    mask = None if iteration.grammar is None else iteration.grammar.window_mask()
+    if mask is None:
+        return iteration
+    return replace(iteration, mask=mask, needs=replace(iteration.needs, constrained=mask.selected))
 
 
 class Worker:
@@ -168,6 +179,7 @@ class Worker:
     def close(self) -> None:
         """Finish what is under way."""
         self._queue.close()
+        self.parts.grammars.close()
         if self._followers is not None:
             self._followers.close()
 
@@ -175,6 +187,7 @@ class Worker:
         self.parts.target.reset()
         self.parts.drafter.reset()
         self.parts.monitor.reset()
+        self.parts.grammars.reset()
         self.parts.target.agreement.reset()
 
     def _timed_step(self, batch: ScheduleBatch) -> Finish:
@@ -191,14 +204,28 @@ class Worker:
         size = self.parts.verifier.padded_size(depth, live) if live else 0
         chunk_rows, rows = target.stage_rows(batch, size)
         self.parts.drafter.admit(batch.new_rows)
+        self.parts.grammars.admit(batch.new_rows)
         chunks = target.stage_chunks(batch, chunk_rows) if batch.num_prompts else None
-        prompts, decodes = None, None
+        first = self.parts.grammars.step(batch.rows[: batch.num_prompts], batch.num_prompts, batch.next_tokens < 0)
+        prompts, decodes, grammar = None, None, None
         if live:
-            prompts, decodes = self._iterate(batch, chunks, self._begin(batch, rows, depth))
+            iteration = self._begin(batch, rows, depth)
+            grammar = iteration.grammar
+            prompts, decodes = self._iterate(batch, chunks, first, iteration)
         elif chunks is not None:
-            extend, prompts = target.sample_next(batch, chunks, target.run(chunks)[0])
+            extend, prompts = self._sample_next(batch, chunks, first, target.run(chunks)[0])
             self.parts.drafter.follow_prompt(extend)
-        return (lambda: self._read(batch, prompts, decodes)) if target.reads_results else _read_nothing
+        return (lambda: self._read(batch, prompts, decodes, (first, grammar))) if target.reads_results else _read_nothing
+
+    def _sample_next(
+        self, batch: ScheduleBatch, chunks: Chunks, first: GrammarStep | None, states: States
+    ) -> tuple[ExtendPass, PromptsPending]:
+        """Sample where a prompt ends; `first` holds the constrained requests among those."""
+        mask = None if first is None else first.first()
+        extend, prompts = self.parts.target.sample_next(batch, chunks, states, mask)
+        if first is not None:
+            self.parts.grammars.follow(first, extend.next_tokens[:, None])
+        return extend, prompts
 
     def _begin(self, batch: ScheduleBatch, rows: torch.Tensor, depth: int) -> Iteration:
         """An iteration of the decode rows, int64 [size]. Rows and KV lengths go into the inputs that all runners share."""
@@ -213,14 +240,20 @@ class Worker:
         # for neither side.
         replays = first == 0 and depth == parts.depths.deepest and parts.verifier.has_graph(depth, size)
         needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
-        return Iteration(depth, host_rows, rows, kv_lens, bounds, needs, k, is_sample and replays, precedes_sample)
+        grammar = parts.grammars.step(host_rows, size)
+        is_sample, precedes_sample = is_sample and replays and grammar is None, precedes_sample and grammar is None
+        return Iteration(depth, host_rows, rows, kv_lens, bounds, needs, k, is_sample, precedes_sample, grammar)
 
-    def _iterate(self, batch: ScheduleBatch, chunks: Chunks | None, iteration: Iteration) -> tuple[PromptsPending | None, DecodesPending]:
+    def _iterate(
+        self, batch: ScheduleBatch, chunks: Chunks | None, first: GrammarStep | None, iteration: Iteration
+    ) -> tuple[PromptsPending | None, DecodesPending]:
         """Propose, verify, accept, commit, follow. Prompt chunks run in the pass that verifies."""
         target, drafter, verifier = self.parts.target, self.parts.drafter, self.parts.verifier
         extend, prompts = None, None
         with span("draft_decode"):
             draft = drafter.propose(iteration)
+        if iteration.grammar is not None:
+            iteration.grammar.verify(draft)
         with span("verify"):
             window = verifier.fill(iteration, draft)
             if chunks is None:
@@ -228,9 +261,12 @@ class Worker:
             else:
                 states, window_states = target.run(chunks, window, iteration.live)
                 verified = verifier.result_of(iteration, window_states)
-                extend, prompts = target.sample_next(batch, chunks, states)
+                extend, prompts = self._sample_next(batch, chunks, first, states)
+            iteration = masked(iteration)
             result = self.parts.accepter.accept(iteration, draft, verified, window)
             decodes = send_to_host(target, iteration, result, verified)
+            if iteration.grammar is not None:
+                self.parts.grammars.follow(iteration.grammar, result.tokens[: iteration.live], result.accept_lens[: iteration.live])
             target.agreement.commit(result.tokens[: iteration.live], result.accept_lens[: iteration.live])
         if extend is not None:
             drafter.follow_prompt(extend)
@@ -238,8 +274,14 @@ class Worker:
             drafter.follow(iteration, Accepted(result, draft.tokens, verified.features))
         return prompts, decodes
 
-    def _read(self, batch: ScheduleBatch, prompts: PromptsPending | None, decodes: DecodesPending | None) -> BatchResult:
-        """On the host, possibly one step later: wait, count, and hand over."""
+    def _read(
+        self,
+        batch: ScheduleBatch,
+        prompts: PromptsPending | None,
+        decodes: DecodesPending | None,
+        grammars: tuple[GrammarStep | None, GrammarStep | None],
+    ) -> BatchResult:
+        """On the host, possibly one step later: wait, count, and hand over. `grammars`: of the prompts, of the decode rows."""
         if decodes is not None and decodes.checked:
             if decodes.ranks_differ:
                 raise RanksDiffer(batch.step)
@@ -249,6 +291,9 @@ class Worker:
             self.parts.monitor.add(decodes.iteration, decoded.accept_lens, decoded.stats)
         result = join(None if prompts is None else prompts.wait(), decoded)
         self.parts.drafter.observe(batch.rows, result)
+        for grammar, offset in zip(grammars, (0, batch.num_prompts), strict=True):
+            if grammar is not None:
+                result.grammar_errors.update(grammar.errors(offset))
         return result
 
 

@@ -75,6 +75,16 @@ class Tokenizer:
         token = self._files.named_tokens.get(name)
         return None if token is None else self._hf.token_to_id(token)
 
+    @property
+    def definition(self) -> str:
+        """The JSON text of tokenizer.json."""
+        return self._files.definition
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The spelling of each control token that is left out of visible text, and its id."""
+        return {self._control[token].content: token for token in self.special_ids}
+
     # ---- text to ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -12,10 +12,6 @@ _NAMES_BY_REASON = {
         "function_call", "functions", "parallel_tool_calls", "tool_call_id", "tool_calls", "tool_choice",
         "tools",
     ),
-    "this server cannot constrain its output yet": (
-        "ebnf", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema", "regex",
-        "response_format", "structural_tag",
-    ),
     "this server does not fill in the middle": ("suffix",),
     "a trace lasts from /start_profile to /stop_profile": (
         "num_steps", "profile_by_stage", "profile_stages", "start_step",
@@ -58,7 +54,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "profile_by_stage": (False,),
     "require_reasoning": (False,),
-    "response_format": ({"type": "text"},),
     "return_bytes": (False,),
     "return_entropy": (False,),
     "return_hidden_states": (False,),

@@ -332,8 +332,6 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"disable_cuda_graph": True, "cuda_graph_bs": (1,)}, HOPPER, ["--disable-cuda-graph"]),
         ({"cuda_graph_bs": (0, 2)}, HOPPER, ["--cuda-graph-bs"]),
         ({"cuda_graph_bs": (1, 64), "cuda_graph_max_bs": 32}, HOPPER, ["--cuda-graph-max-bs", "64"]),
-        ({"tool_call_parser": "llama3"}, CPU, ["--tool-call-parser"]),
-        ({"reasoning_parser": "qwen3"}, CPU, ["--reasoning-parser"]),
         ({"sampling_backend": "flashinfer"}, HOPPER, ["--sampling-backend", "pytorch"]),
         ({"sampling_backend": "triton"}, CPU, ["--sampling-backend", "pytorch", "CUDA"]),
         ({"kv_cache_dtype": "fp8_e5m2"}, HOPPER, ["--kv-cache-dtype", "auto"]),
@@ -458,9 +456,11 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
         {"tp_size": 4, "device": "cpu", "attention_backend": "torch_native"}, lambda c: (c.parallel.tp_size, c.device.cpu_threads), (4, 4)
     ),
     "speculative_check_parity": ({"speculative_check_parity": True}, lambda c: spec_of(c).check_parity, True),
+    "tool_call_parser": ({"tool_call_parser": "mistral"}, lambda c: c.model.tool_call_parser, "mistral"),
+    "reasoning_parser": ({"reasoning_parser": "none"}, lambda c: c.model.reasoning_parser, "none"),
 }  # fmt: skip
 REFUSED = {
-    "download_dir", "kv_cache_dtype", "trust_remote_code", "tool_call_parser", "reasoning_parser", "dp_size", "ep_size"
+    "download_dir", "kv_cache_dtype", "trust_remote_code", "dp_size", "ep_size"
 }  # fmt: skip
 
 

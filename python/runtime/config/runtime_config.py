@@ -39,6 +39,8 @@ class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None
     random_seed: int
     aliases: tuple[str, ...] = ()
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     sampling_defaults: Literal["model", "openai"] = "model"
     default_sampling_params: SamplingDefaults = NO_DEFAULTS
     preferred_sampling_params: SamplingDefaults = NO_DEFAULTS

@@ -12,6 +12,11 @@ MODEL, SERVER, DEVICE, SCHEDULING = "model", "server", "device and memory", "sch
 GRAPHS, SPECULATION, OBSERVING = "CUDA graphs", "speculative decoding", "observing"
 AttentionChoice = Literal["torch_native", "fa3", "flashinfer"]
 FormatChoice = Literal["auto", "safetensors", "gguf", "dummy"]
+ToolParserChoice = Literal[
+    "auto", "hermes", "qwen25", "qwen3_coder", "llama3", "mistral", "deepseekv3", "deepseekv31", "gpt-oss", "glm47", "mimo", "minimax-m2",
+    "gemma4", "pythonic",
+]  # fmt: skip
+ReasoningParserChoice = Literal["auto", "none", "deepseek-r1", "qwen3", "gpt-oss", "glm45", "mimo", "minimax", "gemma4"]
 
 
 def _flag(group: str, default: object, metavar: str | None = None, *aliases: str) -> Any:
@@ -73,10 +78,10 @@ class ServerArgs:
     """Allow requests to bring their own chat template (it runs in a sandbox)."""
     strict_request_fields: bool = _flag(SERVER, False)
     """Refuse requests with unknown fields; otherwise they are ignored, and a header of the answer names them."""
-    tool_call_parser: str | None = _flag(SERVER, None, "NAME")
-    """Not supported yet."""
-    reasoning_parser: str | None = _flag(SERVER, None, "NAME")
-    """Not supported yet; reasoning stays in the text."""
+    tool_call_parser: ToolParserChoice = _flag(SERVER, "auto")
+    """Format of the model's tool calls; auto picks it by architecture and chat template."""
+    reasoning_parser: ReasoningParserChoice = _flag(SERVER, "auto")
+    """Format of the model's thinking; auto picks it by architecture and chat template, none leaves thinking in the text."""
     embedding_pooling: PoolingName = _flag(SERVER, "mean")
     """How /v1/embeddings reduces a prompt: mean of its hidden states, or the state of its last token."""
     skip_server_warmup: bool = _flag(SERVER, False)

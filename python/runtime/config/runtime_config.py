@@ -118,6 +118,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Ranks on each node."""
         return self.tp_size // self.nnodes
 
+    @property
+    def own_ranks(self) -> range:
+        """The ranks of this node."""
+        return range(self.node_rank * self.ranks_per_node, (self.node_rank + 1) * self.ranks_per_node)
+
     def device_index(self, rank: int) -> int:
         """The device of a rank among those of its node."""
         return rank % self.ranks_per_node

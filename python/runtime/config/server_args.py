@@ -109,6 +109,14 @@ class ServerArgs:
     """KV slots per page; default: 64 with fa3, else 16."""
     tp_size: int = _flag(DEVICE, 1, "N", "--tensor-parallel-size", "--tp")
     """GPUs, or CPU processes, that share one model."""
+    nnodes: int = _flag(DEVICE, 1, "N")
+    """Hosts that share one model, each with the same number of its ranks; start the same command on all of them."""
+    node_rank: int = _flag(DEVICE, 0, "I")
+    """Number of this host, from 0; node 0 serves HTTP, the others wait until it ends."""
+    dist_init_addr: str | None = _flag(DEVICE, None, "HOST:PORT", "--nccl-init-addr")
+    """Address of node 0 at which the ranks meet; in a private network, because nothing in it is encrypted."""
+    dist_timeout: float = _flag(DEVICE, 600.0, "SECONDS")
+    """Seconds that the ranks wait for each other at start-up."""
     dp_size: int = _flag(DEVICE, 1, "N", "--data-parallel-size", "--dp")
     """Copies of the model; only 1 is supported."""
     ep_size: int = _flag(DEVICE, 1, "N", "--expert-parallel-size", "--ep")

@@ -40,7 +40,6 @@ def test_a_long_command_line_of_sglang_loads(caplog: pytest.LogCaptureFixture) -
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--nnodes", "2"], ["--nnodes 2", "not supported"]),
         (["--json-model-override-args", '{"rope_theta": 1}'], ["--json-model-override-args", "config.json"]),
         (["--disaggregation-mode", "prefill"], ["--disaggregation-mode prefill", "one server"]),
         (["--lora-paths", "a"], ["--lora-paths", "adapters"]),
@@ -70,7 +69,7 @@ def test_keyword_options_and_files_take_the_same_flags(tmp_path: Path) -> None:
 def test_the_tables_name_no_flag_of_talon_and_none_twice() -> None:
     ours = {spelling.removeprefix("--") for flag in flags() for spelling in flag.spellings}
     theirs = [*NO_EFFECT, *ONLY]
-    assert ours & set(theirs) <= {"nnodes", "node-rank"}
+    assert not ours & set(theirs)
     assert len(theirs) == len(set(theirs))
     beginnings = [beginning for group, _ in REFUSED for beginning in group]
     assert [name for name in theirs for beginning in beginnings if name.startswith(beginning) and name not in ONLY] == []

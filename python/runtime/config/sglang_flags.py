@@ -9,7 +9,6 @@ from runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_ONE_MACHINE = "a server runs on one machine"
 _NO_CHOICE = "the reduction between devices is not configurable"
 _ALWAYS_METRICS = "metrics have fixed labels and buckets"
 
@@ -58,8 +57,6 @@ ONLY: dict[str, tuple[tuple[str, ...], str]] = {
     "json-model-override-args": (("{}",), "change config.json in a copy of the model's folder"),
     "load-balance-method": (("auto", "round_robin"), "put a router in front of several servers"),
     "model-impl": (("auto", "sglang"), "models are Talon's own"),
-    "nnodes": (("1",), _ONE_MACHINE),
-    "node-rank": (("0",), _ONE_MACHINE),
     "pipeline-parallel-size": (("1",), "layers are not spread over devices"),
     "pp-size": (("1",), "layers are not spread over devices"),
     "radix-cache-backend": (("auto",), "the radix cache has one implementation"),
@@ -81,7 +78,7 @@ REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("moe-", "deepep-", "ep-", "eplb-", "enable-eplb", "enable-deepep", "expert-", "elastic-ep", "init-expert", "kt-"),
      "experts are not spread over devices"),
     (("enable-dp-", "attn-dp-size", "attention-data-parallel-size", "enable-dp-lm-head"), "put a router in front of several servers"),
-    (("dist-init-addr", "nccl-init-addr", "dist-timeout", "nccl-port"), _ONE_MACHINE),
+    (("nccl-init-addr", "dist-timeout", "nccl-port"), "give the address of the first node as --dist-init-addr"),
     (("attn-cp", "attention-context", "dcp-", "decode-context", "enable-prefill-cp", "cp-"), "the context is not spread over devices"),
     (("mamba-", "linear-attn", "enable-linear", "max-mamba", "dsa-", "dsv4-", "dllm-"), "models of this kind are not supported"),
     (("remote-instance-", "checkpoint-engine-", "weight-cache-", "custom-weight-loader", "modelexpress-", "model-loader-extra"),

@@ -46,17 +46,19 @@ Responses = dict[int | str, dict[str, Any]]
 ERRORS = {
     400: "The request is wrong; the message says what to change.",
     401: "The API key is missing or wrong.",
+    403: "A page of another origin sent the request, or its Host is not a name of this server.",
     404: "This server has no such model, or the endpoint is switched off.",
     408: "The body of the request did not arrive in time.",
     409: "Requests are running, so the cache cannot be flushed.",
-    413: "The body of the request is too large.",
+    413: "The body of the request is too large, or has too many values.",
+    415: "The body is not declared as JSON.",
     429: "The queue is full.",
     431: "The headers are too large.",
     500: "The server failed.",
     503: "The server is not ready, is shutting down, or has lost a process, or the request waited too long.",
     504: "The request took too long.",
 }
-OF_ALL = (400, 401, 431, 500)
+OF_ALL = (400, 401, 403, 431, 500)
 """Any endpoint can answer with these: they come from the connection, the limits, the keys, or a fault."""
 EVENT = {"type": "string", "description": "A JSON object; `[DONE]` in the last event."}
 STREAM = {"text/event-stream": {"schema": {"type": "object", "required": ["data"], "properties": {"data": EVENT}}}}
@@ -106,7 +108,7 @@ def _add_posts(app: FastAPI, admin: AdminApi, tokens: TokenApi) -> None:
         ("/start_profile", admin.start_profile, ProfileStarted),
         ("/stop_profile", admin.stop_profile, ProfileWritten),
     ):
-        _add_body_route(app, path, handler, answer, _errors(408, 413, 503))
+        _add_body_route(app, path, handler, answer, _errors(408, 413, 415, 503))
 
 
 def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel) -> None:
@@ -115,7 +117,7 @@ def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenize
         ("/v1/completions", CompletionApi(manager, tokenizer, model).create, Completion),
         ("/generate", GenerateApi(manager, tokenizer, model).generate, Generated | list[Generated]),
     ):
-        _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(404, 408, 413, 429, 503, 504)})
+        _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(404, 408, 413, 415, 429, 503, 504)})
 
 
 def _add_pooling(app: FastAPI, manager: TokenizerManager, model: ServedModel) -> None:
@@ -126,7 +128,7 @@ def _add_pooling(app: FastAPI, manager: TokenizerManager, model: ServedModel) ->
         ("/v1/score", ScoreApi(pooler, model).create, Scores),
         ("/v1/rerank", RerankApi(pooler, manager, model).create, list[Rank]),
     ):
-        _add_body_route(app, path, handler, answer, _errors(404, 408, 413, 429, 503, 504))
+        _add_body_route(app, path, handler, answer, _errors(404, 408, 413, 415, 429, 503, 504))
 
 
 def _add_body_route(app: FastAPI, path: str, handler: Handler, answer: Any, responses: Responses) -> None:

@@ -41,7 +41,7 @@ class CudaGroup:
     def __init__(self, control: TorchGroup, device: torch.device, one_host: bool, timeout: float) -> None:
         """All ranks call it together, each with its own `device`, which is torch's current one."""
         self.rank, self.size, self._control = control.rank, control.size, control
-        self._nccl = dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout), device_id=device)
+        self._nccl = dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout))
         dist.all_reduce(torch.zeros(1, device=device), group=self._nccl)  # makes the communicator: not inside a capture
         self.exchange_micros: dict[int, str] = {}
         self.fused = self._make_fused(device) if one_host else None

@@ -21,7 +21,7 @@ from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, BoundedConnect
 from runtime.entrypoints.http.limits import HeaderLimit, LingeringResponse
 from runtime.entrypoints.http.responses import error_object, error_response, internal_error, json_response, status_response
 from runtime.entrypoints.http.routes import add_routes, describe
-from runtime.errors import BodyTooLarge, ServingError
+from runtime.errors import BodyTooLarge, RequestError, ServingError
 from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.tokenizer_manager import TokenizerManager
 
@@ -42,6 +42,7 @@ def create_app(manager: TokenizerManager) -> FastAPI:
     add_routes(app, manager, metrics)
     describe(app)
     app.add_exception_handler(ServingError, _serving_error)
+    app.add_exception_handler(RequestValidationError, _bad_parameter)
     app.add_exception_handler(BodyTooLarge, _body_too_large)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_left)
@@ -55,6 +56,14 @@ def create_app(manager: TokenizerManager) -> FastAPI:
 async def _serving_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
     return error_response(error)
+
+
+async def _bad_parameter(request: Request, error: Exception) -> Response:
+    """A parameter of the path or the query; bodies have sentences of their own."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return error_response(RequestError(f"{name}: {first['msg']}.", name))
 
 
 async def _body_too_large(request: Request, error: Exception) -> Response:

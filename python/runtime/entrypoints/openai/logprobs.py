@@ -32,7 +32,7 @@ def finite(value: float) -> float:
 
 def chat_logprobs(
     tokenizer: TokenTexts, ids: Sequence[int], chosen: Sequence[float | None], top: Sequence[Top], k: int
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The `logprobs` of a chat choice: one entry per token, with the `k` most likely tokens in its place."""
 
     def entry(token: int, logprob: float | None) -> dict[str, object]:

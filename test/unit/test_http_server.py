@@ -186,7 +186,7 @@ def test_unknown_paths_and_methods_get_errors_in_openais_form() -> None:
         async with front() as f:
             for method, path, status in (
                 ("GET", "/nope", 404),
-                ("POST", "/v1/embeddings", 404),
+                ("POST", "/v1/images/generations", 404),
                 ("GET", "/generate", 405),
                 ("DELETE", "/health", 405),
             ):

@@ -44,7 +44,7 @@ OUR_FLAGS = re.findall(
     """
     shutdown-timeout speculative-draft-load-format speculative-draft-attention-backend disable-draft-extend-cuda-graph
     disable-draft-decode-cuda-graph speculative-synthetic-accept-length speculative-check-parity trust-request-chat-template profile
-    cpu-threads speculative-disable-by-batch-size embedding-pooling
+    cpu-threads speculative-disable-by-batch-size embedding-pooling strict-request-fields
     """,
 )
 
@@ -409,6 +409,7 @@ SAME_NAME: dict[str, object] = {
     "cpu_threads": 3, "chunked_prefill_size": 64, "max_prefill_tokens": 4096, "schedule_policy": "lpm", "schedule_conservativeness": 0.5,
     "stream_interval": 4, "random_seed": 5, "cuda_graph_bs": (1, 3), "log_level": "debug", "log_requests": True, "enable_metrics": False,
     "dtype": "float16", "load_format": None, "model_path": None, "quantization": None, "sampling_defaults": "openai",
+    "strict_request_fields": True,
     "embedding_pooling": "last",
 }  # fmt: skip
 """Flags with a field of the same name; None for those that come from the model's facts or have tests of their own."""

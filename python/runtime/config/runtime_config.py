@@ -23,8 +23,9 @@ LoadFormat = Literal["safetensors", "gguf", "dummy"]
 class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which model is served, and how its weights are stored.
 
-    `random_seed` seeds dummy weights and the requests that bring no seed of their own. OpenAI's endpoints sample with
-    `default_sampling_params` what a request leaves out, SGLang's native ones with `preferred_sampling_params`.
+    Requests may call the model by its served name or by one of `aliases`. `random_seed` seeds dummy weights and the
+    requests that bring no seed of their own. OpenAI's endpoints sample with `default_sampling_params` what a request
+    leaves out, SGLang's native ones with `preferred_sampling_params`.
     """
 
     model_path: str
@@ -36,6 +37,7 @@ class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     chat_template: str | None
     random_seed: int
+    aliases: tuple[str, ...] = ()
     sampling_defaults: Literal["model", "openai"] = "model"
     default_sampling_params: SamplingDefaults = NO_DEFAULTS
     preferred_sampling_params: SamplingDefaults = NO_DEFAULTS
@@ -140,6 +142,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout: float
     skip_server_warmup: bool
     profile_folder: str | None
+    strict_request_fields: bool = False
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,6 +29,7 @@ def resolve_server(args: ServerArgs) -> ServerConfig:
         api_key=args.api_key,
         admin_api_key=args.admin_api_key,
         trust_request_chat_template=args.trust_request_chat_template,
+        strict_request_fields=args.strict_request_fields,
         embedding_pooling=args.embedding_pooling,
         enable_metrics=args.enable_metrics,
         log_level=args.log_level,

@@ -65,6 +65,8 @@ class ServerArgs:
     """Requests that may wait; further requests are answered with status 429."""
     trust_request_chat_template: bool = _flag(SERVER, False)
     """Allow requests to bring their own chat template (it runs in a sandbox)."""
+    strict_request_fields: bool = _flag(SERVER, False)
+    """Refuse requests with unknown fields; otherwise they are ignored, and a header of the answer names them."""
     tool_call_parser: str | None = _flag(SERVER, None, "NAME")
     """Not supported yet."""
     reasoning_parser: str | None = _flag(SERVER, None, "NAME")

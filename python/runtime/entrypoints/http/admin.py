@@ -33,6 +33,7 @@ class NotHealthy(ServingError):
     """A health check failed."""
 
     status = 503
+    code = "service_unavailable"
 
 
 class AdminApi:

@@ -102,10 +102,9 @@ def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenize
     for path, handler, answer in (
         ("/v1/chat/completions", ChatApi(Chats(manager, tokenizer), tokenizer, model).create, ChatCompletion),
         ("/v1/completions", CompletionApi(manager, tokenizer, model).create, Completion),
-        ("/generate", GenerateApi(manager, tokenizer).generate, Generated | list[Generated]),
+        ("/generate", GenerateApi(manager, tokenizer, model).generate, Generated | list[Generated]),
     ):
-        statuses = (408, 413, 429, 503) if path == "/generate" else (404, 408, 413, 429, 503)
-        _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(*statuses)})
+        _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(404, 408, 413, 429, 503)})
 
 
 def _add_pooling(app: FastAPI, manager: TokenizerManager, model: ServedModel) -> None:

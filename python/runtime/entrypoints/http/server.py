@@ -19,6 +19,7 @@ from runtime import __version__
 from runtime.entrypoints.http.auth import KeyGate
 from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, BoundedConnection
 from runtime.entrypoints.http.limits import HeaderLimit, LingeringResponse
+from runtime.entrypoints.http.request_id import RequestId
 from runtime.entrypoints.http.responses import error_object, error_response, internal_error, json_response, status_response
 from runtime.entrypoints.http.routes import add_routes, describe
 from runtime.errors import BodyTooLarge, RequestError, ServingError
@@ -39,6 +40,7 @@ def create_app(manager: TokenizerManager) -> FastAPI:
     metrics = Metrics(config.model.served_model_name)
     manager.observer = metrics
     app = FastAPI(title="Talon", version=__version__, docs_url=None, redoc_url=None)
+    app.state.strict_request_fields = config.server.strict_request_fields
     add_routes(app, manager, metrics)
     describe(app)
     app.add_exception_handler(ServingError, _serving_error)
@@ -50,6 +52,7 @@ def create_app(manager: TokenizerManager) -> FastAPI:
     # The last one added sees a request first.
     app.add_middleware(HeaderLimit)
     app.add_middleware(KeyGate, api_key=config.server.api_key, admin_api_key=config.server.admin_api_key)
+    app.add_middleware(RequestId)
     return app
 
 

@@ -89,7 +89,9 @@ def _calls(turn: Turn) -> list[Block]:
 def _tools(tools: list[Tool], choice: ToolChoice | None) -> Json:
     if not tools:
         return {}
-    functions = [{"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict} for tool in tools]
+    functions = [
+        {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict} for tool in tools
+    ]
     given = [{name: value for name, value in function.items() if value is not None} for function in functions]
     fields: Json = {"tools": [{"type": "function", "function": function} for function in given]}
     if choice is not None:

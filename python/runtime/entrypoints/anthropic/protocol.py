@@ -139,7 +139,7 @@ class CountBody(Body):
     system: str | Blocks | None = None
     thinking: Thinking | None = None
     tool_choice: ToolChoice | None = None
-    tools: Annotated[list[Tool], items(0, MAX_TOOLS)] = []
+    tools: Annotated[list[Tool], items(0, MAX_TOOLS)] = Field(default_factory=list)
     cache_control: Unused = None
     context_management: Unused = None
 
@@ -149,7 +149,7 @@ class MessagesBody(CountBody):
 
     max_tokens: NewTokens
     priority: Int64 = 0
-    stop_sequences: Annotated[list[StopText], items(0, MAX_STOPS)] = []
+    stop_sequences: Annotated[list[StopText], items(0, MAX_STOPS)] = Field(default_factory=list)
     stream: bool = False
     temperature: Annotated[float, Interval(ge=0, le=1)] | None = None
     top_k: TopK | None = None

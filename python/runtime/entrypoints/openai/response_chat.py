@@ -20,6 +20,9 @@ CHAT_NAMES = {
 }
 """Fields of a chat body under their names in /v1/responses."""
 
+SYSTEM_ROLES = ("system", "developer")
+"""Messages of these roles are never dropped."""
+
 
 def chat_fields(body: ResponseBody, conversation: Sequence[InputItem]) -> Json:
     """The fields of the chat body that answers `body`, whose conversation so far is `conversation`."""
@@ -79,7 +82,7 @@ def without_oldest(conversation: Sequence[InputItem], count: int) -> list[InputI
     """The conversation without its `count` oldest items; system messages stay, and outputs of dropped calls go too."""
     kept: list[InputItem] = []
     for item in conversation:
-        if count and item.role not in ("system", "developer"):
+        if count and item.role not in SYSTEM_ROLES:
             count -= 1
         else:
             kept.append(item)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from annotated_types import Interval, Len
+from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -62,12 +62,12 @@ class InputItem(Body):
     type: ItemType = "message"
     arguments: str | None = None
     call_id: Name | None = None
-    content: str | Parts = []
+    content: str | Parts = Field(default_factory=list)
     id: Name | None = None
     name: Name | None = None
     output: str | Parts | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    summary: Parts = []
+    summary: Parts = Field(default_factory=list)
     encrypted_content: Unused = None
     phase: Unused = None
     status: Unused = None
@@ -122,7 +122,7 @@ class ChosenTool(Body):
     type: Literal["function", "allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
     name: Name | None = None
-    tools: Annotated[list[AllowedTool], items(0, MAX_TOOLS)] = []
+    tools: Annotated[list[AllowedTool], items(0, MAX_TOOLS)] = Field(default_factory=list)
 
 
 class AllowedTool(Body):
@@ -170,10 +170,10 @@ class ResponseBody(SamplingFields):
     input: str | Annotated[list[InputItem], items(1, MAX_MESSAGES)]
     cache_salt: Name = ""
     chat_template_kwargs: TemplateKwargs | None = None
-    include: Annotated[list[Annotated[str, Len(1, 64)]], items(0, 16)] = []
+    include: Annotated[list[Annotated[str, Len(1, 64)]], items(0, 16)] = Field(default_factory=list)
     instructions: str | None = None
     max_output_tokens: NewTokens | None = None
-    metadata: Metadata = {}
+    metadata: Metadata = Field(default_factory=dict)
     model: ModelName | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: Name | None = None
@@ -183,7 +183,7 @@ class ResponseBody(SamplingFields):
     stream: bool = False
     text: TextOptions = TextOptions()
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
-    tools: Annotated[list[FunctionTool], items(0, MAX_TOOLS)] = []
+    tools: Annotated[list[FunctionTool], items(0, MAX_TOOLS)] = Field(default_factory=list)
     top_logprobs: TopLogprobs | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
     max_tool_calls: Unused = None

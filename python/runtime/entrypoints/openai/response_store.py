@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.entrypoints.openai.response_protocol import InputItem
-from runtime.errors import ServingError, shown
+from runtime.errors import RequestError, ServingError, shown
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 << 20
@@ -20,6 +20,7 @@ class ResponseNotFound(ServingError):
 
     status = 404
     kind = "not_found_error"
+    code = "response_not_found"
 
     def __init__(self, response_id: str) -> None:
         super().__init__(
@@ -27,6 +28,12 @@ class ResponseNotFound(ServingError):
             f"(the last {MAX_RESPONSES} are kept, up to {MAX_BYTES >> 20} MiB).",
             "response_id",
         )
+
+
+class PreviousResponseNotFound(RequestError):
+    """The response that a request wants to continue is not stored."""
+
+    code = "previous_response_not_found"
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class ResponseWriter:
         """End with an error."""
         events = self._close("incomplete")
         self.response["status"], self.response["error"] = "failed", {"code": "server_error", "message": str(error)}
-        told = self._event("error", code=type(error).__name__, message=str(error), param=error.param)
+        told = self._event("error", code=error.code, message=str(error), param=error.param)
         return [*events, told, self._state("response.failed")]
 
     # ---- items

@@ -20,9 +20,9 @@ from runtime.entrypoints.openai.chat_updates import ChatFinish, ChatUpdate
 from runtime.entrypoints.openai.chats import Chat, Chats
 from runtime.entrypoints.openai.logprobs import chat_logprobs
 from runtime.entrypoints.openai.protocol import ChatBody
-from runtime.entrypoints.openai.response_chat import CHAT_NAMES, chat_fields, without_oldest
+from runtime.entrypoints.openai.response_chat import CHAT_NAMES, SYSTEM_ROLES, chat_fields, without_oldest
 from runtime.entrypoints.openai.response_protocol import ChosenTool, InputItem, ResponseBody
-from runtime.entrypoints.openai.response_store import ResponseNotFound, ResponseStore, StoredResponse
+from runtime.entrypoints.openai.response_store import PreviousResponseNotFound, ResponseNotFound, ResponseStore, StoredResponse
 from runtime.entrypoints.openai.response_writer import ITEM_PREFIX, ResponseWriter
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.errors import ContextTooLong, RequestError, ServingError, shown
@@ -114,7 +114,7 @@ class ResponseApi:
             try:
                 previous = self._store.get(body.previous_response_id)
             except ResponseNotFound as error:
-                raise RequestError(str(error), "previous_response_id") from None
+                raise PreviousResponseNotFound(str(error), "previous_response_id") from None
             conversation, size = list(previous.conversation), previous.size
         conversation.extend(body.input_items)
         with self._conversion.naming():
@@ -128,9 +128,10 @@ class ResponseApi:
         try:
             return await self._chats.start(chat_body), chat_body
         except ContextTooLong:
-            if body.truncation != "auto":
+            droppable = sum(item.role not in SYSTEM_ROLES for item in conversation) - 1  # the last one stays
+            if body.truncation != "auto" or droppable < 1:
                 raise
-        low, high = 1, len(conversation) - 1  # the fewest of the oldest items without which the rest fits
+        low, high = 1, droppable  # the fewest of the oldest items without which the rest fits
         while low < high:
             middle = (low + high) // 2
             chat_body = self._conversion.body(chat_fields(body, without_oldest(conversation, middle)))

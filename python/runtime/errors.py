@@ -61,6 +61,18 @@ class UnsupportedField(RequestError):
         super().__init__(f"{field} is not supported: {why}. Leave it out.", field)
 
 
+class GrammarError(RequestError):
+    """The grammar of a request cannot be used.
+
+    Args:
+        kind: the field of `SamplingParams` that holds it.
+        reason: completes the sentence "The KIND cannot be used: ...".
+    """
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(f"The {kind} cannot be used: {reason}", kind)
+
+
 class MissingField(RequestError):
     """A field that the protocol requires is not there."""
 
@@ -159,6 +171,16 @@ class QueueFull(ServingError):
         super().__init__(f"The queue is full: {limit} requests are waiting (--max-queued-requests). Try again later.")
 
 
+class CompilerBusy(ServingError):
+    """Other grammars keep the compiler busy."""
+
+    status = 503
+    retry_after = 1
+
+    def __init__(self) -> None:
+        super().__init__("The server is compiling other grammars. Try again later.")
+
+
 class ServerDraining(ServingError):
     """The server is shutting down and takes no new work."""
 
@@ -196,6 +218,24 @@ class StepFailed(ServingError):
 
     def __init__(self, detail: str = "The forward step of this request failed.") -> None:
         super().__init__(detail)
+
+
+class ServerFault(ServingError):
+    """Something went wrong that no later step can mend; the server ends."""
+
+
+class RankFailed(ServerFault):
+    """One rank of a model failed in a step, so that the ranks no longer hold the same."""
+
+    def __init__(self, rank: int, step: int, error: Exception) -> None:
+        super().__init__(f"rank {rank} failed in step {step}: {type(error).__name__}: {error}")
+
+
+class RanksDiffer(ServerFault):
+    """The ranks of a model committed different tokens."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"the ranks committed different tokens in step {step - 1}, found in step {step}")
 
 
 class ConfigError(ServingError):

@@ -386,9 +386,9 @@ def test_tokenize_and_detokenize_are_inverse() -> None:
             for path in ("/tokenize", "/v1/tokenize"):
                 many = (await f.post(path, {"prompt": texts})).json()
                 assert many["count"] == [len(text.encode()) for text in texts]
-            assert (await f.post("/detokenize", {"tokens": [many["tokens"][0], [33]]})).json() == {"text": [texts[0], "!"]}
+            assert (await f.post("/detokenize", {"tokens": [many["tokens"][0], [33]]})).json()["text"] == [texts[0], "!"]
             for path in ("/detokenize", "/v1/detokenize"):
-                assert (await f.post(path, {"tokens": many["tokens"][0]})).json() == {"text": texts[0]}
+                assert (await f.post(path, {"tokens": many["tokens"][0]})).json()["text"] == texts[0]
             named = (await f.post("/v1/tokenize", {"prompt": ["ab", "c"], "return_token_strs": True})).json()
             assert named["token_strs"] == [["a", "b"], ["c"]]
             assert Tokenized.model_validate(named).count == [2, 1]

@@ -367,7 +367,7 @@ def test_native_answers_follow_the_form_of_the_prompts() -> None:
         ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n"),
-        ({"text": "a", "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
+        ({"text": "a", "sampling_params": {"regex": ""}}, "sampling_params.regex"),
         ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 2, "min_new_tokens": 3}}, "sampling_params.min_new_tokens"),
         ({"text": "a", "image_data": "http://127.0.0.1/"}, "image_data"),

@@ -31,6 +31,7 @@ from runtime.managers.messages import (
     TokensOutBatch,
 )
 from runtime.managers.scheduler import Scheduler
+from runtime.managers.telemetry.spec_stats import SpecStats
 from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 from unit.tiny import tiny_runtime
@@ -909,6 +910,21 @@ def test_the_cache_is_flushed_only_when_idle() -> None:
     harness.inbox.append(AbortReq(all=True))  # leaves a step in flight whose requests have all ended
     assert control(harness, "flush_cache") == CacheFlushed(pages=4)
     assert harness.scheduler.admission.kv_pages.allocator.available == 512
+
+
+def test_flushing_the_cache_restarts_the_acceptance_figures() -> None:
+    harness = Harness(limits_of(max_accept_len=4, tokens_per_step=4))
+    harness.ask("a", [1, 2, 3], max_new_tokens=20, ignore_eos=True)
+    harness.run_until_idle()
+    assert harness.scheduler.stats.spec.verify_steps > 0
+    generated = harness.scheduler.stats.generation_tokens_total
+    assert isinstance(control(harness, "flush_cache"), CacheFlushed)
+    assert harness.scheduler.stats.spec == SpecStats()
+    assert harness.scheduler.stats.generation_tokens_total == generated
+    harness.ask("b", [1, 2, 3], max_new_tokens=20, ignore_eos=True)
+    harness.run_until_idle()
+    harness.scheduler._stats_log.tick(1e9)
+    assert 0 < harness.scheduler.stats.spec.verify_steps < 20
 
 
 def test_profiling_is_passed_to_the_worker_and_its_error_to_the_caller() -> None:

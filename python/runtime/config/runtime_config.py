@@ -17,6 +17,7 @@ AttentionName = Literal["torch_native", "fa3", "flashinfer"]
 SamplingName = Literal["triton", "pytorch"]
 SpecAlgorithm = Literal["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"]
 Quantization = Literal["int8"]
+GrammarBackendName = Literal["llguidance", "xgrammar", "none"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
 
 
@@ -85,6 +86,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     mixed_chunk: bool
     stream_interval: int
     watchdog_timeout: float
+    grammar_backend: GrammarBackendName = "llguidance"
 
 
 class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,11 +97,28 @@ class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How many devices share the work: tensor, data and expert parallel ranks."""
+    """How many devices share the work: tensor, data and expert parallel ranks; and the nodes that hold them.
+
+    Node `node_rank` of `nnodes` holds `tp_size / nnodes` ranks in a row. Node 0 listens at `dist_init_addr`, HOST:PORT.
+    `dist_timeout` is how many seconds ranks wait for each other at start-up.
+    """
 
     tp_size: int = 1
     dp_size: int = 1
     ep_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str | None = None
+    dist_timeout: float = 600.0
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on each node."""
+        return self.tp_size // self.nnodes
+
+    def device_index(self, rank: int) -> int:
+        """The device of a rank among those of its node."""
+        return rank % self.ranks_per_node
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +162,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     skip_server_warmup: bool
     profile_folder: str | None
     strict_request_fields: bool = False
+    protect_metrics: bool = False
+    allow_origins: tuple[str, ...] = ()
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):

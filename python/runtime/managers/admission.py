@@ -66,6 +66,7 @@ class Admission:
 
     def enqueue(self, req: Req) -> None:
         """Let `req` wait for a row."""
+        req.phase = Phase.WAITING
         policy.enqueue(self.queue, req)
 
     # ---- prompts
@@ -182,7 +183,7 @@ class Admission:
         """End `req`, waiting or running; with `keep`, its committed KV stays in the prefix cache."""
         if req.phase is Phase.WAITING:
             self.queue.remove(req)
-        else:
+        elif req.phase is not Phase.COMPILING:
             self._free(req, keep)
         req.end()
 

@@ -12,13 +12,9 @@ _NAMES_BY_REASON = {
         "function_call", "functions", "parallel_tool_calls", "tool_call_id", "tool_calls", "tool_choice",
         "tools",
     ),
-    "this server cannot constrain its output yet": (
-        "ebnf", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema", "regex",
-        "response_format", "structural_tag",
-    ),
     "this server does not fill in the middle": ("suffix",),
-    "the server takes a profile in its own way, in the folder of --profile": (
-        "activities", "num_steps", "output_dir", "profile_by_stage", "record_shapes", "start_step", "with_stack",
+    "a trace lasts from /start_profile to /stop_profile": (
+        "num_steps", "profile_by_stage", "profile_stages", "start_step",
     ),
     "this server does not return these details": (
         "return_bytes", "return_entropy", "return_hidden_states", "return_indexer_topk", "return_meta_info",
@@ -56,8 +52,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "no_stop_trim": (False,),
     "parallel_tool_calls": (False, True),
     "reasoning_effort": ("none",),
+    "profile_by_stage": (False,),
     "require_reasoning": (False,),
-    "response_format": ({"type": "text"},),
     "return_bytes": (False,),
     "return_entropy": (False,),
     "return_hidden_states": (False,),

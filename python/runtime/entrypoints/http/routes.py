@@ -13,6 +13,7 @@ from runtime.entrypoints.anthropic.messages import MessagesApi
 from runtime.entrypoints.anthropic.protocol import AnthropicMessage, TokenCount
 from runtime.entrypoints.http.admin import AdminApi
 from runtime.entrypoints.http.body_route import IGNORED_HEADER, BodyRoute
+from runtime.entrypoints.http.loads import LoadApi, Loads, RankLoad
 from runtime.entrypoints.http.responses import ANTHROPIC_PATH, AnthropicError, ErrorBody
 from runtime.entrypoints.native.generate import GenerateApi
 from runtime.entrypoints.native.protocol import (
@@ -25,6 +26,7 @@ from runtime.entrypoints.native.protocol import (
     ProfileWritten,
     Status,
     Tokenized,
+    TokenizerInfo,
 )
 from runtime.entrypoints.native.tokens import TokenApi
 from runtime.entrypoints.openai.chat import ChatApi
@@ -68,7 +70,8 @@ STREAM = {"text/event-stream": {"schema": {"type": "object", "required": ["data"
 def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> None:
     """Add all endpoints."""
     assert isinstance(manager.tokenizer, Tokenizer)
-    admin, model = AdminApi(manager, metrics), ServedModel(manager)
+    admin, model, tokens = AdminApi(manager, metrics), ServedModel(manager), TokenApi(manager, manager.tokenizer)
+    load = LoadApi(manager, admin.fresh_stats)
     app.add_api_route("/", admin.page, response_class=HTMLResponse, include_in_schema=False)
     app.add_api_route("/metrics", admin.scrape, response_class=PlainTextResponse, responses=_errors(404))
     for path, handler, answer, statuses in (
@@ -79,13 +82,19 @@ def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> Non
         ("/server_info", admin.server_info, dict[str, Any], ()),
         ("/get_model_info", admin.model_info, ModelInfo, ()),
         ("/model_info", admin.model_info, ModelInfo, ()),
+        ("/get_load", load.get_load, list[RankLoad], ()),
+        ("/v1/loads", load.loads, Loads, ()),
+        ("/tokenizer_info", tokens.info, TokenizerInfo, ()),
         ("/v1/models", model.models, ModelList, ()),
         ("/v1/models/{model:path}", model.one_model, ModelCard, (404,)),
     ):
         app.add_api_route(path, handler, response_model=answer, responses=_errors(*statuses))
     app.add_api_route("/flush_cache", admin.flush_cache, methods=["POST"], response_model=Flushed, responses=_errors(409, 503))
-    app.add_api_route("/flush_cache", admin.flush_cache, response_model=None, include_in_schema=False)
-    _add_posts(app, admin, TokenApi(manager, manager.tokenizer))
+    for path, handler in (
+        ("/flush_cache", admin.flush_cache), ("/start_profile", admin.begin_profile), ("/stop_profile", admin.end_profile)
+    ):  # fmt: skip
+        app.add_api_route(path, handler, response_model=None, include_in_schema=False)
+    _add_posts(app, admin, tokens)
     _add_generation(app, manager, manager.tokenizer, model)
     _add_pooling(app, manager, model)
 

@@ -178,7 +178,14 @@ class AbortBody(Body):
 
 
 class ProfileBody(Body):
-    """A body of /start_profile and /stop_profile: no fields."""
+    """A body of /start_profile and /stop_profile. What SGLang's clients send does not change what is traced."""
+
+    activities: Unused = None
+    merge_profiles: Unused = None
+    output_dir: Unused = None
+    profile_prefix: Unused = None
+    record_shapes: Unused = None
+    with_stack: Unused = None
 
 
 # ---- responses
@@ -253,9 +260,24 @@ class Tokenized(BaseModel):
 
 
 class Detokenized(BaseModel):
-    """The answer of /detokenize: an array for several lists."""
+    """The answer of /detokenize: an array for several lists. `prompt` repeats `text` under vLLM's name."""
 
     text: str | list[str]
+    prompt: str | list[str]
+
+
+class TokenizerInfo(BaseModel):
+    """The answer of /tokenizer_info."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    bos_token_id: int | None
+    eos_token_ids: list[int]
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | None
 
 
 class Done(BaseModel):

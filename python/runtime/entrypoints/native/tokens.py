@@ -58,4 +58,13 @@ class TokenApi:
             raise InvalidField("tokens", highest, f"an integer between 0 and {limit - 1}", subject="A token id")
         skip = body.skip_special_tokens
         texts = await asyncio.to_thread(lambda: [self._tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists])
-        return json_response({"text": texts if isinstance(body.tokens[0], list) else texts[0]})
+        text = texts if isinstance(body.tokens[0], list) else texts[0]
+        return json_response({"text": text, "prompt": text})
+
+    async def info(self) -> Response:
+        """The tokenizer's named tokens and chat template, for evaluation tools that tokenise through the server."""
+        tokenizer = self._tokenizer
+        named = {name: tokenizer.named_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_ids": tokenizer.eos_ids, "vocab_size": tokenizer.vocab_size}
+        lengths = {"model_max_length": self._manager.max_context_len}
+        return json_response({**named, **ids, **lengths, "chat_template": tokenizer.chat_template})

@@ -14,7 +14,6 @@ from runtime.entrypoints.http.body import (
     Choices,
     Int64,
     Name,
-    SamplingFields,
     Text,
     TokenIds,
     TopLogprobs,
@@ -22,6 +21,7 @@ from runtime.entrypoints.http.body import (
     entries,
     items,
 )
+from runtime.entrypoints.openai.structured import ConstrainedFields
 from runtime.errors import InvalidField, RequestError
 from runtime.sampling_params import MAX_TOKENS, MinNewTokens, NewTokens
 
@@ -99,7 +99,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class OpenAIBody(SamplingFields):
+class OpenAIBody(ConstrainedFields):
     """The fields that chats and completions share."""
 
     cache_salt: Name = ""

@@ -197,8 +197,12 @@ def test_thinking_and_formats_become_those_of_a_chat() -> None:
     def fields(**more: Any) -> dict[str, Any]:
         return chat_fields(MessagesBody.model_validate({"max_tokens": 5, "messages": HI, **more}), 100)
 
-    assert fields()["chat_template_kwargs"] == {"enable_thinking": False}
-    assert fields(thinking={"type": "enabled", "budget_tokens": 1024})["chat_template_kwargs"] == {"enable_thinking": True}
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    assert fields()["chat_template_kwargs"] == {"enable_thinking": False, "thinking": False}
+    assert fields(thinking=thinking)["chat_template_kwargs"] == {
+        "enable_thinking": True,
+        "thinking": True,
+    }
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     config = {"effort": "max", "format": {"type": "json_schema", "schema": schema}}
     made = fields(output_config=config)

@@ -20,11 +20,12 @@ def prompt_fields(body: CountBody) -> Json:
     """The fields of a chat body that make its prompt. A last message of the assistant is continued."""
     last = body.messages[-1]
     effort, form = body.output_config.effort, body.output_config.format
+    thinks = body.thinking is not None and body.thinking.type != "disabled"
     schema = {"name": "answer", "schema": form.schema_, "strict": True} if form is not None else None
     return {
         "messages": messages(body),
         "model": body.model,
-        "chat_template_kwargs": {"enable_thinking": body.thinking is not None and body.thinking.type != "disabled"},
+        "chat_template_kwargs": {"enable_thinking": thinks, "thinking": thinks},
         "continue_final_message": (last.role == "assistant" and not _calls(last)) or None,
         "reasoning_effort": effort and EFFORTS.get(effort, effort),
         "response_format": schema and {"type": "json_schema", "json_schema": schema},

@@ -27,7 +27,6 @@ SYSTEM_ROLES = ("system", "developer")
 def chat_fields(body: ResponseBody, conversation: Sequence[InputItem]) -> Json:
     """The fields of the chat body that answers `body`, whose conversation so far is `conversation`."""
     sampling = body.model_dump(include=set(SamplingFields.model_fields), exclude_unset=True)
-    tools, choice = _tools(body)
     return {
         **sampling,
         "messages": messages(conversation, body.instructions),
@@ -36,13 +35,13 @@ def chat_fields(body: ResponseBody, conversation: Sequence[InputItem]) -> Json:
         "logprobs": body.logprobs or None,
         "max_completion_tokens": body.max_output_tokens,
         "model": body.model,
-        "parallel_tool_calls": body.parallel_tool_calls if tools else None,
+        "parallel_tool_calls": body.parallel_tool_calls,
         "priority": body.priority,
         "reasoning_effort": body.reasoning.effort,
         "response_format": _response_format(body.text.format),
         "stream": body.stream,
-        "tool_choice": choice if tools else None,
-        "tools": [_tool(tool) for tool in tools] or None,
+        "tool_choice": _choice(body),
+        "tools": [_tool(tool) for tool in body.tools] or None,
         "top_logprobs": body.top_logprobs,
     }
 
@@ -93,17 +92,18 @@ def without_oldest(conversation: Sequence[InputItem], count: int) -> list[InputI
 # ---- tools and formats
 
 
-def _tools(body: ResponseBody) -> tuple[list[FunctionTool], str | Json | None]:
-    """The tools that may be called, and the choice among them."""
+def _choice(body: ResponseBody) -> str | Json | None:
+    """The choice among the tools."""
     choice = body.tool_choice
     if not isinstance(choice, ChosenTool):
-        return body.tools, choice
-    names = {tool.name for tool in choice.tools} if choice.type == "allowed_tools" else {choice.name}
-    for name in names - {tool.name for tool in body.tools}:
-        raise RequestError(f"tool_choice names {name or 'no function'}, which is not among tools.", "tool_choice")
-    if choice.type == "allowed_tools":
-        return [tool for tool in body.tools if tool.name in names], choice.mode
-    return body.tools, {"type": "function", "function": {"name": choice.name}}
+        return choice
+    if choice.type == "function":
+        return _reference(choice.name)
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": [_reference(tool.name) for tool in choice.tools]}}
+
+
+def _reference(name: str | None) -> Json:
+    return {"type": "function", "function": {"name": name}}
 
 
 def _tool(tool: FunctionTool) -> Json:

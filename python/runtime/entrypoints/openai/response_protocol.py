@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from runtime.entrypoints.http.body import Body, Int64, Name, SamplingFields, TopLogprobs, Unused, entries, items
-from runtime.entrypoints.openai.protocol import MAX_MESSAGES, TEXT_PARTS_ONLY, ModelName, TemplateKwargs
+from runtime.entrypoints.openai.messages import MAX_MESSAGES, TEXT_PARTS_ONLY
+from runtime.entrypoints.openai.protocol import ModelName, TemplateKwargs
 from runtime.errors import RequestError
 from runtime.sampling_params import NewTokens
 

@@ -151,7 +151,7 @@ def usage(counts: TokenCounts) -> Json:
         "input_tokens": chat["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": counts.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": chat["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": (chat.get("completion_tokens_details") or {}).get("reasoning_tokens", 0)},
+        "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens or 0},
         "total_tokens": chat["total_tokens"],
     }
 

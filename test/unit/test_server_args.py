@@ -45,7 +45,8 @@ OUR_FLAGS = re.findall(
     """
     shutdown-timeout speculative-draft-load-format speculative-draft-attention-backend disable-draft-extend-cuda-graph
     disable-draft-decode-cuda-graph speculative-synthetic-accept-length speculative-check-parity trust-request-chat-template profile
-    cpu-threads speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins
+    cpu-threads max-queued-tokens max-body-mib max-parse-ms max-logprob-cells queue-timeout request-timeout max-priority
+    speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins
     """,
 )
 
@@ -410,7 +411,10 @@ def spec_of(config: RuntimeConfig) -> SpeculativeConfig:
 TREE = {"speculative_eagle_topk": 4, "speculative_num_steps": 5, "speculative_num_draft_tokens": 8}
 SAME_NAME: dict[str, object] = {
     "tokenizer_path": None, "served_model_name": "m", "revision": "r", "context_length": 99, "host": "::1", "port": 1, "api_key": "k",
-    "admin_api_key": "a", "max_queued_requests": 3, "trust_request_chat_template": True, "skip_server_warmup": True,
+    "admin_api_key": "a", "max_queued_requests": 3, "max_queued_tokens": 9, "max_body_mib": 2,
+    "max_parse_ms": 7, "max_logprob_cells": 8, "queue_timeout": 1.5,
+    "request_timeout": 2.5, "max_priority": 4,
+    "trust_request_chat_template": True, "skip_server_warmup": True,
     "shutdown_timeout": 5.0, "watchdog_timeout": 6.0, "chat_template": "{{ x }}", "device": "cpu", "attention_backend": "flashinfer",
     "sampling_backend": "pytorch", "mem_fraction_static": 0.5, "max_total_tokens": 77, "max_running_requests": 7, "page_size": 32,
     "cpu_threads": 3, "chunked_prefill_size": 64, "max_prefill_tokens": 4096, "schedule_policy": "lpm", "schedule_conservativeness": 0.5,

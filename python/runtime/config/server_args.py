@@ -72,6 +72,20 @@ class ServerArgs:
     """Origins whose web pages may use the API, separated by commas, such as https://app.example; * allows all."""
     max_queued_requests: int = _flag(SERVER, 4096, "N")
     """Requests that may wait; further requests are answered with status 429."""
+    max_queued_tokens: int | None = _flag(SERVER, None, "TOKENS")
+    """Prompt tokens that may wait, and that one call may send; default: 524288 on a CPU, 8388608 on CUDA."""
+    max_body_mib: int = _flag(SERVER, 8, "MIB")
+    """Size of a request body; a larger one is answered with status 413."""
+    max_parse_ms: int = _flag(SERVER, 50, "MS")
+    """Estimated time to parse and check a request body, which other requests wait for; a slower one gets status 413."""
+    max_logprob_cells: int | None = _flag(SERVER, None, "N")
+    """Log-probabilities in all answers of one call; default: 128 times the context length."""
+    queue_timeout: float | None = _flag(SERVER, None, "SECONDS")
+    """Seconds that a request may wait for its first step; then it is answered with status 503; default: no limit."""
+    request_timeout: float | None = _flag(SERVER, None, "SECONDS")
+    """Seconds that a request may take in all; then it is ended with status 504; default: no limit."""
+    max_priority: int = _flag(SERVER, 0, "N")
+    """Highest priority that counts between clients; among the requests of one client every priority counts."""
     trust_request_chat_template: bool = _flag(SERVER, False)
     """Allow requests to bring their own chat template (it runs in a sandbox)."""
     strict_request_fields: bool = _flag(SERVER, False)

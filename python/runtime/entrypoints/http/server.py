@@ -112,6 +112,8 @@ class _Server(uvicorn.Server):
 
 async def serve(manager: TokenizerManager, listener: socket.socket, stopping: asyncio.Event) -> None:
     """Serve HTTP on a bound socket until `stopping` is set; then give open answers `CLOSE_SECONDS` to end."""
+    if (level := manager.config.server.log_level_http) is not None:
+        logging.getLogger("uvicorn").setLevel(level.upper())
     server = _Server(
         uvicorn.Config(
             create_app(manager),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from runtime.parsers.call_grammar import CallGrammar, Schema
 from runtime.parsers.json_reader import escaped, read_object, read_value, take_string
 from runtime.parsers.reader import WHITE, Malformed, Out, Reader, Steps
 
@@ -32,6 +33,10 @@ class ToolFormat(Protocol):
 
     def read(self, reader: Reader) -> Steps[None]:
         """Read the calls that begin here, at one of `begins`. Raises `Malformed` where the text breaks the format."""
+        ...
+
+    def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
+        """How calls of these functions are written."""
         ...
 
 

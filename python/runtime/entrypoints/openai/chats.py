@@ -99,12 +99,11 @@ class Chats:
         tools = body.tool_request()
         prompt_ids = await self.prompt_ids(body)
         sampling = body.sampling(body.limit, body.min_tokens, self._manager.config.model.default_sampling_params)
-        schemas = {function.name: function.parameters or {} for function in tools.allowed}
-        output = OutputRequest(schemas, sampling.stop, body.separate_reasoning)
+        output = OutputRequest(tools.schemas, sampling.stop, body.separate_reasoning, tools.rule, tools.parallel)
         call = Call(
             name=name,
             prompts=[prompt_ids],
-            sampling=[self._format.adapt(sampling, output)],
+            sampling=[self._format.adapt(sampling, output, prompt_ids)],
             rids=[name],
             n=body.n,
             stream=body.stream,

@@ -57,8 +57,11 @@ def read_block(reader: Reader, end: str | None, call: Callable[[], Steps[bool]],
             continue
         if not count:
             raise Malformed
-        if not ended:
+        rest = reader.text[reader.done :]
+        if not ended and not (end is not None and end.startswith(rest.strip())):  # unless the output was cut inside of the end
             reader.pos = reader.done  # what stands behind the last call is no part of it
+        elif not ended:
+            reader.pos = len(reader.text)
         return reader.accept()
 
 

@@ -63,6 +63,11 @@ class GrammarStep:
         self._windows = [WindowMasks(constraint, words) for _, constraint in constraints]
         self._rows: Future[MaskRows] | None = None
 
+    @property
+    def restricts(self) -> bool:
+        """Whether a grammar restricts the token behind the last committed one."""
+        return any(constraint.restricts for _, constraint in self.constraints)
+
     def first(self) -> TokenMask | None:
         """What may follow the last committed token: W = 1. None where nothing is restricted."""
         rows: MaskRows = [[window.row(())] for window in self._windows]

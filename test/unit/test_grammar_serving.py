@@ -102,7 +102,7 @@ def test_text_is_the_plain_workers(
 def test_retraction_aborts_and_shared_prefixes_leave_no_trace(
     tmp_path: Path, compiler: GrammarCompiler, expected: Served, algorithm: str | None, spec: dict[str, Any], mixed: bool, page: int
 ) -> None:
-    tight = {"page_size": page, "max_total_tokens": 272, "mixed_chunk": mixed}
+    tight = {"page_size": page, "max_total_tokens": 288, "mixed_chunk": mixed}
     worker = constrained_worker(tmp_path, algorithm, runtime=tight, **spec)
     aborted = {12: "1", 17: "6"}
 

@@ -39,6 +39,8 @@ class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None
     random_seed: int
     aliases: tuple[str, ...] = ()
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     sampling_defaults: Literal["model", "openai"] = "model"
     default_sampling_params: SamplingDefaults = NO_DEFAULTS
     preferred_sampling_params: SamplingDefaults = NO_DEFAULTS
@@ -115,6 +117,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def ranks_per_node(self) -> int:
         """Ranks on each node."""
         return self.tp_size // self.nnodes
+
+    @property
+    def own_ranks(self) -> range:
+        """The ranks of this node."""
+        return range(self.node_rank * self.ranks_per_node, (self.node_rank + 1) * self.ranks_per_node)
 
     def device_index(self, rank: int) -> int:
         """The device of a rank among those of its node."""

@@ -12,6 +12,11 @@ MODEL, SERVER, DEVICE, SCHEDULING = "model", "server", "device and memory", "sch
 GRAPHS, SPECULATION, OBSERVING = "CUDA graphs", "speculative decoding", "observing"
 AttentionChoice = Literal["torch_native", "fa3", "flashinfer"]
 FormatChoice = Literal["auto", "safetensors", "gguf", "dummy"]
+ToolParserChoice = Literal[
+    "auto", "hermes", "qwen25", "qwen3_coder", "llama3", "mistral", "deepseekv3", "deepseekv31", "gpt-oss", "glm47", "mimo", "minimax-m2",
+    "gemma4", "pythonic",
+]  # fmt: skip
+ReasoningParserChoice = Literal["auto", "none", "deepseek-r1", "qwen3", "gpt-oss", "glm45", "mimo", "minimax", "gemma4"]
 
 
 def _flag(group: str, default: object, metavar: str | None = None, *aliases: str) -> Any:
@@ -71,10 +76,10 @@ class ServerArgs:
     """Allow requests to bring their own chat template (it runs in a sandbox)."""
     strict_request_fields: bool = _flag(SERVER, False)
     """Refuse requests with unknown fields; otherwise they are ignored, and a header of the answer names them."""
-    tool_call_parser: str | None = _flag(SERVER, None, "NAME")
-    """Not supported yet."""
-    reasoning_parser: str | None = _flag(SERVER, None, "NAME")
-    """Not supported yet; reasoning stays in the text."""
+    tool_call_parser: ToolParserChoice = _flag(SERVER, "auto")
+    """Format of the model's tool calls; auto picks it by architecture and chat template."""
+    reasoning_parser: ReasoningParserChoice = _flag(SERVER, "auto")
+    """Format of the model's thinking; auto picks it by architecture and chat template, none leaves thinking in the text."""
     embedding_pooling: PoolingName = _flag(SERVER, "mean")
     """How /v1/embeddings reduces a prompt: mean of its hidden states, or the state of its last token."""
     skip_server_warmup: bool = _flag(SERVER, False)
@@ -102,6 +107,14 @@ class ServerArgs:
     """KV slots per page; default: 64 with fa3, else 16."""
     tp_size: int = _flag(DEVICE, 1, "N", "--tensor-parallel-size", "--tp")
     """GPUs, or CPU processes, that share one model."""
+    nnodes: int = _flag(DEVICE, 1, "N")
+    """Hosts that share one model, each with the same number of its ranks; start the same command on all of them."""
+    node_rank: int = _flag(DEVICE, 0, "I")
+    """Number of this host, from 0; node 0 serves HTTP, the others wait until it ends."""
+    dist_init_addr: str | None = _flag(DEVICE, None, "HOST:PORT", "--nccl-init-addr")
+    """Address of node 0 at which the ranks meet; in a private network, because nothing in it is encrypted."""
+    dist_timeout: float = _flag(DEVICE, 600.0, "SECONDS")
+    """Seconds that the ranks wait for each other at start-up."""
     dp_size: int = _flag(DEVICE, 1, "N", "--data-parallel-size", "--dp")
     """Copies of the model; only 1 is supported."""
     ep_size: int = _flag(DEVICE, 1, "N", "--expert-parallel-size", "--ep")

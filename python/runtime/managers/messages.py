@@ -130,7 +130,8 @@ class TokensOutBatch(Message, frozen=True, kw_only=True):
 class RequestInfo(Message, frozen=True, kw_only=True):
     """What the detokenizer needs to decode a request; sent before the first tokens.
 
-    `prompt_tail` holds the last tokens of a prompt whose text the output continues.
+    `prompt_tail` holds the last tokens of a prompt whose text the output continues; `shown_token_ids` control tokens
+    that are part of the text.
     """
 
     rid: str
@@ -138,6 +139,7 @@ class RequestInfo(Message, frozen=True, kw_only=True):
     skip_special_tokens: bool
     stream: bool
     prompt_tail: list[int] = []
+    shown_token_ids: tuple[int, ...] = ()
 
 
 class CacheFlushed(Message, frozen=True, kw_only=True):

@@ -149,7 +149,7 @@ def make_parts(
         verifier=Verifier(target, verify),
         accepter=Accepter(target, make_policy(context, spec)),
         depths=DepthControl(limits),
-        monitor=AcceptanceMonitor(max(depths)),
+        monitor=AcceptanceMonitor(max(depths), adaptive=context.group.size == 1),
         grammars=GrammarRows(config.vocab_size, context.device),
     )
 

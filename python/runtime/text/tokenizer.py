@@ -31,6 +31,7 @@ class Tokenizer:
         eos_ids: the ids that end a text, from the tokenizer's and the model's configuration.
         bos_id: the id that begins a text, or None.
         special_ids: control tokens, which are left out of visible text.
+        control_ids: these and tags such as `</think>`, which only templates and the model can make.
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
@@ -46,6 +47,7 @@ class Tokenizer:
             frozenset(token.content for token in special.values()), frozenset(token.content for token in soft.values())
         )
         self.special_ids = frozenset(special)
+        self.control_ids = frozenset(self._control)
         self.vocab_size = max(self._hf.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.bos_id = self._named_id("bos_token")
         eos = self._named_id("eos_token")
@@ -219,6 +221,10 @@ class Tokenizer:
         """Return the text of a whole sequence; invalid UTF-8 shows as U+FFFD, unknown ids as nothing."""
         return self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the token that is spelled `text`, or None."""
+        return self._hf.token_to_id(text)
+
     def token_text(self, token_id: int) -> str:
         """Return one token as text, for log-probabilities; half a character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
@@ -233,14 +239,15 @@ class Tokenizer:
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
 
-    def stream(self, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()) -> StreamDecoder:
+    def stream(self, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = (), shown: Sequence[int] = ()) -> StreamDecoder:
         """Return a decoder for one text that arrives token by token; each token costs O(1).
 
         Args:
             skip_special_tokens: leave control tokens out.
             prompt_tail: the last tokens of the text that this one continues; they are not shown again.
+            shown: control tokens that are not left out.
         """
-        skip = self.special_ids if skip_special_tokens else frozenset[int]()
+        skip = self.special_ids.difference(shown) if skip_special_tokens else frozenset[int]()
         decoder = ByteStream(self.token_bytes, skip) if self._is_byte_level else WindowStream(self._hf, skip)
         decoder.step(prompt_tail)
         return decoder

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.native.protocol import DetokenizeBody, TokenizeBody
-from runtime.entrypoints.openai.protocol import Message
+from runtime.entrypoints.openai.messages import Message, rendered_messages
 from runtime.errors import InvalidField, RequestError
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class TokenApi:
     def _chat_ids(self, body: TokenizeBody, messages: list[Message]) -> list[int]:
         if not self._tokenizer.has_chat_template:
             raise RequestError("This model has no chat template. Send a prompt, or start the server with --chat-template FILE.", "messages")
-        rendered = [message.rendered() for message in messages]
+        rendered = rendered_messages(messages)
         kwargs = body.chat_template_kwargs or None
         return self._tokenizer.encode_chat(
             rendered,

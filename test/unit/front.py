@@ -97,8 +97,9 @@ class ScriptedScheduler:
 
     def send(self, message: ToScheduler) -> None:
         if isinstance(message, GenerateReq):
-            self.requests.append(message)
-            self.tasks[message.rid] = asyncio.get_running_loop().create_task(self._run(message))
+            for request in message.samples():
+                self.requests.append(request)
+                self.tasks[request.rid] = asyncio.get_running_loop().create_task(self._run(request))
         elif isinstance(message, AbortReq):
             for rid in list(self.tasks) if message.all else [message.rid]:
                 self._abort(rid)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
 
 from runtime.entrypoints.generations import Call, Generations
 from runtime.entrypoints.http.refused import TEMPLATE_REFUSED
@@ -16,7 +14,6 @@ from runtime.entrypoints.openai.answer_reader import AnswerReader
 from runtime.entrypoints.openai.chat_updates import ChatAnswer, ChatUpdate
 from runtime.entrypoints.openai.messages import rendered_messages
 from runtime.entrypoints.openai.protocol import ChatBody
-from runtime.entrypoints.openai.tools import Function
 from runtime.entrypoints.openai.usage import TokenCounts, UsageCounter
 from runtime.errors import RequestError, UnsupportedField
 from runtime.managers.tokenizer_manager import TokenizerManager
@@ -25,9 +22,6 @@ from runtime.parsers.registry import pick_think_format, pick_tool_format
 from runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-LONG_CHAT = 2048
-"""Characters of a conversation from which its template runs in a thread."""
 
 
 class Chat:
@@ -122,23 +116,16 @@ class Chats:
         return Chat(name, group, readers, self._format.thinks)
 
     async def prompt_ids(self, body: ChatBody) -> list[int]:
-        """Token ids of the conversation; a long one is rendered in a thread."""
+        """Token ids of the conversation."""
         if body.chat_template is not None and not self._manager.config.server.trust_request_chat_template:
             raise UnsupportedField("chat_template", TEMPLATE_REFUSED)
         if not self._tokenizer.has_chat_template and body.chat_template is None:
             raise RequestError(
                 "This model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.", "messages"
             )
-        messages = rendered_messages(body.messages)
-        tools = body.tool_request().described
-        if body.chat_template is None and not tools and sum(len(message["content"]) for message in messages) < LONG_CHAT:
-            return self._render(body, messages, ())
-        return await asyncio.to_thread(self._render, body, messages, tools)
-
-    def _render(self, body: ChatBody, messages: list[dict[str, Any]], tools: Sequence[Function]) -> list[int]:
-        return self._tokenizer.encode_chat(
-            messages,
-            tools=[function.rendered() for function in tools],
+        return await self._manager.encoder.encode_chat(
+            rendered_messages(body.messages),
+            tools=[function.rendered() for function in body.tool_request().described],
             add_generation_prompt=not body.continue_final_message,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.template_kwargs() or None,

@@ -75,13 +75,17 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How requests share the device.
 
     `max_running_requests` is None where the largest graph decides. `chunked_prefill_size` is -1 where prompts are never
-    cut. Sizes are in tokens; `watchdog_timeout` is in seconds.
+    cut. Sizes are in tokens; the time-outs are in seconds.
     """
 
     max_running_requests: int | None
     chunked_prefill_size: int
     max_prefill_tokens: int
     max_queued_requests: int
+    max_queued_tokens: int
+    max_priority: int
+    queue_timeout: float | None
+    request_timeout: float | None
     schedule_policy: Literal["fcfs", "lpm"]
     schedule_conservativeness: float
     overlap: bool
@@ -165,6 +169,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     api_key: str | None
     admin_api_key: str | None
+    max_body_mib: int
+    max_parse_ms: int
+    max_logprob_cells: int
     trust_request_chat_template: bool
     embedding_pooling: PoolingName
     enable_metrics: bool
@@ -173,6 +180,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout: float
     skip_server_warmup: bool
     profile_folder: str | None
+    log_level_http: str | None = None
     strict_request_fields: bool = False
     protect_metrics: bool = False
     allow_origins: tuple[str, ...] = ()

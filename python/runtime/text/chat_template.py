@@ -105,7 +105,7 @@ class ChatTemplate:
 
     def _run(self, chat: Sequence[Message], variables: Mapping[str, object], add_generation_prompt: bool) -> str:
         given = {"messages": chat, "documents": None, "add_generation_prompt": add_generation_prompt}
-        chars = _count_chars(chat) + _count_chars(variables["tools"])
+        chars = count_chars(chat) + count_chars(variables["tools"])
         return render_bounded(self._template, {**variables, **given}, input_chars=chars)
 
     def _run_unfinished(self, chat: list[dict[str, Any]], variables: Mapping[str, object], tag: str) -> str:
@@ -148,12 +148,13 @@ def _check_kwargs(kwargs: Mapping[str, object]) -> None:
         raise RequestError(f"{field} has {len(text):,} characters of JSON; the limit is {MAX_KWARGS_CHARS:,}.", field)
 
 
-def _count_chars(value: object) -> int:
+def count_chars(value: object) -> int:
+    """Characters of all texts in a JSON value; other values count 8."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(_count_chars(item) for item in value.values())
-    return sum(map(_count_chars, value)) if isinstance(value, (list, tuple)) else 8
+        return sum(count_chars(item) for item in value.values())
+    return sum(map(count_chars, value)) if isinstance(value, (list, tuple)) else 8
 
 
 def _text_parts(message: Mapping[str, Any]) -> list[str]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
 
 from runtime.entrypoints.generations import Call, Generations
 from runtime.entrypoints.http.refused import TEMPLATE_REFUSED
@@ -16,7 +14,6 @@ from runtime.entrypoints.openai.answer_reader import AnswerReader
 from runtime.entrypoints.openai.chat_updates import ChatAnswer, ChatUpdate
 from runtime.entrypoints.openai.messages import rendered_messages
 from runtime.entrypoints.openai.protocol import ChatBody
-from runtime.entrypoints.openai.tools import Function
 from runtime.entrypoints.openai.usage import TokenCounts, UsageCounter
 from runtime.errors import RequestError, UnsupportedField
 from runtime.managers.tokenizer_manager import TokenizerManager
@@ -25,9 +22,6 @@ from runtime.parsers.registry import pick_think_format, pick_tool_format
 from runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-LONG_CHAT = 2048
-"""Characters of a conversation from which its template runs in a thread."""
 
 
 class Chat:
@@ -38,12 +32,12 @@ class Chat:
         prompt_ids: the rendered conversation.
     """
 
-    def __init__(self, name: str, group: Generations, readers: list[AnswerReader], thinks: bool) -> None:
+    def __init__(self, name: str, group: Generations, readers: list[AnswerReader], *, thinks: bool, enforces_tools: bool) -> None:
         self.name = name
         self.prompt_ids = group.each[0].prompt_ids
         self._group = group
         self._readers = readers
-        self._thinks = thinks
+        self._thinks, self._enforces_tools = thinks, enforces_tools
         self._counter = UsageCounter(group)
 
     async def __aenter__(self) -> Chat:
@@ -63,10 +57,15 @@ class Chat:
 
     async def updates(self) -> AsyncGenerator[ChatUpdate, None]:
         """The updates of all answers as they come; the first error is raised."""
-        async with aclosing(self._group.updates()) as updates:
-            async for prompt, update in updates:
-                self._counter.add(prompt, update)
-                yield self._readers[update.index].read(update)
+        try:
+            async with aclosing(self._group.updates()) as updates:
+                async for prompt, update in updates:
+                    self._counter.add(prompt, update)
+                    yield self._readers[update.index].read(update)
+        except RequestError as error:
+            if self._enforces_tools and error.status == RequestError.status:
+                raise RequestError(f"The schemas of the tools cannot be enforced. {error}", "tools") from error
+            raise
 
     async def answers(self) -> list[ChatAnswer]:
         """All answers, complete."""
@@ -99,12 +98,11 @@ class Chats:
         tools = body.tool_request()
         prompt_ids = await self.prompt_ids(body)
         sampling = body.sampling(body.limit, body.min_tokens, self._manager.config.model.default_sampling_params)
-        schemas = {function.name: function.parameters or {} for function in tools.allowed}
-        output = OutputRequest(schemas, sampling.stop, body.separate_reasoning)
+        output = OutputRequest(tools.schemas, sampling.stop, body.separate_reasoning, tools.rule, tools.parallel)
         call = Call(
             name=name,
             prompts=[prompt_ids],
-            sampling=[self._format.adapt(sampling, output)],
+            sampling=[self._format.adapt(sampling, output, prompt_ids)],
             rids=[name],
             n=body.n,
             stream=body.stream,
@@ -119,26 +117,19 @@ class Chats:
         group = await Generations.start(self._manager, call)
         parsers = [self._format.parser(output, prompt_ids) for _ in range(body.n)]
         readers = [AnswerReader(parser, tools.parallel, body.stream_reasoning) for parser in parsers]
-        return Chat(name, group, readers, self._format.thinks)
+        return Chat(name, group, readers, thinks=self._format.thinks, enforces_tools=tools.rule != "free")
 
     async def prompt_ids(self, body: ChatBody) -> list[int]:
-        """Token ids of the conversation; a long one is rendered in a thread."""
+        """Token ids of the conversation."""
         if body.chat_template is not None and not self._manager.config.server.trust_request_chat_template:
             raise UnsupportedField("chat_template", TEMPLATE_REFUSED)
         if not self._tokenizer.has_chat_template and body.chat_template is None:
             raise RequestError(
                 "This model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.", "messages"
             )
-        messages = rendered_messages(body.messages)
-        tools = body.tool_request().described
-        if body.chat_template is None and not tools and sum(len(message["content"]) for message in messages) < LONG_CHAT:
-            return self._render(body, messages, ())
-        return await asyncio.to_thread(self._render, body, messages, tools)
-
-    def _render(self, body: ChatBody, messages: list[dict[str, Any]], tools: Sequence[Function]) -> list[int]:
-        return self._tokenizer.encode_chat(
-            messages,
-            tools=[function.rendered() for function in tools],
+        return await self._manager.encoder.encode_chat(
+            rendered_messages(body.messages),
+            tools=[function.rendered() for function in body.tool_request().described],
             add_generation_prompt=not body.continue_final_message,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.template_kwargs() or None,

@@ -31,7 +31,7 @@ def check_memory(config: RuntimeConfig, model: ModelConfig, memory: HostMemory) 
     """
     if config.device.device != "cpu":
         return
-    available = memory.available + psutil.Process().memory_info().rss
+    available = min(memory.total, memory.available + psutil.Process().memory_info().rss)
     log.info("memory: %d MiB of %d MiB are available, by %s", available // MIB, memory.total // MIB, memory.source)
     needed = needed_bytes(config, model)
     if needed > available:

@@ -56,7 +56,7 @@ class OriginGate:
         """Pass the request on, or answer 403 or 415."""
         error = self._refusal(scope) if scope["type"] == "http" else None
         if error is not None:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         await self.app(scope, receive, send)
 

@@ -47,12 +47,14 @@ class Flag:
         hint: the field's type.
         kind: type of one value: bool, int, float, str, or tuple for a list of integers.
         choices: the values it takes; None for any of its kind.
+        words: texts that it takes beside values of its kind.
     """
 
     name: str
     hint: Any
     kind: type
     choices: tuple[str, ...] | None
+    words: tuple[str, ...]
     group: str
     help: str
     metavar: str | None
@@ -66,7 +68,14 @@ class Flag:
     @property
     def expected(self) -> str:
         """What its value must be, for error messages."""
-        return f"one of {', '.join(self.choices)}" if self.choices else _KINDS[self.kind]
+        return f"one of {', '.join(self.choices)}" if self.choices else " or ".join([_KINDS[self.kind], *self.words])
+
+    def read(self, text: str) -> object:
+        """The value of a text on the command line."""
+        try:
+            return text if text in self.words else self.kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {self.expected}, not {text!r}") from None
 
 
 @functools.cache
@@ -191,12 +200,13 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _flag(field: Field[Any], hint: Any, help: str) -> Flag:
-    plain = hint
+    plain, others = hint, ()
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        plain = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+        plain, *others = (arg for arg in typing.get_args(hint) if arg is not type(None))
     choices = typing.get_args(plain) if typing.get_origin(plain) is typing.Literal else None
     kind = str if choices else typing.get_origin(plain) or plain
-    return Flag(field.name, hint, kind, choices, help=help, **field.metadata)
+    words = tuple(word for other in others for word in typing.get_args(other))
+    return Flag(field.name, hint, kind, choices, words, help=help, **field.metadata)
 
 
 def _docstrings() -> dict[str, str]:
@@ -214,7 +224,12 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
         group.add_argument(*flag.spellings, dest=flag.name, nargs="+", type=int, action=_ToTuple, metavar=flag.metavar, help=flag.help)
     else:
         action = group.add_argument(
-            *flag.spellings, dest=flag.name, type=flag.kind, choices=flag.choices, metavar=flag.metavar, help=flag.help
+            *flag.spellings,
+            dest=flag.name,
+            type=flag.read if flag.words else flag.kind,
+            choices=flag.choices,
+            metavar=flag.metavar,
+            help=flag.help,
         )
         if flag.metavar == "PATH":
             action.complete = shtab.FILE  # type: ignore[attr-defined]

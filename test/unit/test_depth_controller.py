@@ -1,0 +1,108 @@
+"""The depth controller against an exhaustive simulation of fixed depths, its averages, its probes and its hysteresis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from runtime.config.synthetic_acceptance import synthetic_acceptance
+from runtime.model_executor.depth_controller import (
+    DecodeRows,
+    DepthController,
+    Observed,
+)
+from runtime.model_executor.iteration_cost import CostPoint, IterationCost
+
+DEPTHS = (0, 1, 2, 3, 5, 7)
+UNCAPPED = 1 << 15
+PLAIN = {1: 4.16, 16: 5.90, 64: 11.66, 256: 35.0}
+DRAFTED = {1: 5.97, 16: 11.07, 64: 26.8, 256: 96.4}
+"""Milliseconds of an iteration of the 8B model without drafts and with three, from the crossover benchmark: batch / (tokens/s / accept
+length)."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A true cost table: straight lines in K between 0 and 3 and beyond, with `more` milliseconds for each further draft."""
+
+    plain: Mapping[int, float]
+    drafted: Mapping[int, float]
+
+    def milliseconds(self, size: int, depth: int) -> float:
+        at0, at3 = (float(np.interp(size, list(points), list(points.values()))) for points in (self.plain, self.drafted))
+        return at0 + (at3 - at0) * depth / 3
+
+
+GPU = Table(PLAIN, DRAFTED)
+CPU = Table({1: 31.5, 2: 48.5, 4: 55.0, 8: 63.2, 16: 94.0}, {1: 46.1, 2: 79.0, 4: 119.5, 8: 157.6, 16: 271.5})
+"""Of the embedded model on two cores, from the same benchmark's figures."""
+
+
+def rates(accept_length: float) -> tuple[float, ...]:
+    """Acceptance of each position: that of a chain of three drafts with this accept length."""
+    return synthetic_acceptance(str(accept_length), 3)[:1] * max(DEPTHS)
+
+
+def controller(table: Table, batch: int, rng: np.random.Generator, error: float = 0.03) -> DepthController:
+    sizes = [size for size in (1, 4, 16, 64, 256) if size <= max(batch, max(table.plain))]
+    points = [CostPoint(s, d, 1e-3 * table.milliseconds(s, d) * (1 + error * rng.standard_normal())) for s in sizes for d in (0, 1, 3, 7)]
+    return DepthController(DEPTHS, IterationCost(points))
+
+
+def run(
+    control: DepthController, table: Table, batch: int, acceptance: Callable[[int], float], rng: np.random.Generator, iterations: int
+) -> tuple[float, float, list[int]]:
+    """Tokens of all requests, seconds, and the depth of each iteration."""
+    tokens, seconds, depths = 0.0, 0.0, []
+    rows = DecodeRows(np.full(batch, UNCAPPED), np.ones(batch, dtype=np.bool_), 300 * batch)
+    for step in range(iterations):
+        depth = control.choose(rows, dict.fromkeys(DEPTHS, batch))
+        accepted = rng.random((batch, depth)) < np.array(rates(acceptance(step))[:depth])
+        lens = 1 + accepted.cumprod(axis=1).sum(axis=1)
+        took = 1e-3 * table.milliseconds(batch, depth)
+        control.observe(Observed(depth, batch, lens, rows.caps, rows.greedy, rows.kv_tokens, took * (1 + 0.03 * rng.standard_normal())))
+        tokens, seconds = tokens + float(lens.sum()), seconds + took
+        depths.append(depth)
+    return tokens, seconds, depths
+
+
+def fixed_rate(table: Table, batch: int, acceptance: Callable[[int], float], depth: int, iterations: int) -> float:
+    """Expected tokens per second at a fixed depth."""
+    counts: dict[float, int] = {}
+    for step in range(iterations):
+        counts[acceptance(step)] = counts.get(acceptance(step), 0) + 1
+    tokens = sum(n * (1 + np.cumprod(rates(length)[:depth]).sum()) for length, n in counts.items()) * batch
+    return float(tokens / (iterations * 1e-3 * table.milliseconds(batch, depth)))
+
+
+def check_against_fixed(table: Table, batch: int, acceptance: Callable[[int], float], iterations: int) -> None:
+    rng = np.random.default_rng(batch)
+    tokens, seconds, depths = run(controller(table, batch, rng), table, batch, acceptance, rng, iterations)
+    best = max(fixed_rate(table, batch, acceptance, depth, iterations) for depth in DEPTHS)
+    plain = fixed_rate(table, batch, acceptance, 0, iterations)
+    rate = tokens / seconds
+    counts = {depth: depths.count(depth) for depth in DEPTHS}
+    assert rate >= 0.97 * best, f"{rate:.0f} against {best:.0f} tokens/s; {counts}"
+    assert rate >= 0.99 * plain, f"{rate:.0f} against {plain:.0f} tokens/s; {counts}"
+
+
+@pytest.mark.parametrize("accept_length", [1.2, 1.6, 2.5, 3.5])
+@pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+def test_steady_acceptance_is_within_three_percent_of_the_best_depth(batch: int, accept_length: float) -> None:
+    check_against_fixed(GPU, batch, lambda step: accept_length, 3000)
+
+
+@pytest.mark.parametrize("accept_length", [1.2, 1.6, 2.5, 3.5])
+@pytest.mark.parametrize("batch", [1, 2, 4, 8, 16])
+def test_a_cpu_is_within_three_percent_of_its_best_depth(batch: int, accept_length: float) -> None:
+    check_against_fixed(CPU, batch, lambda step: accept_length, 3000)
+
+
+@pytest.mark.parametrize("table", [GPU, CPU])
+@pytest.mark.parametrize("batch", [1, 16, 64, 256])
+def test_acceptance_that_falls_and_returns_is_followed(table: Table, batch: int) -> None:
+    if batch <= max(table.plain):
+        check_against_fixed(table, batch, lambda step: 1.2 if 3000 <= step < 6000 else 3.5, 9000)

@@ -27,6 +27,17 @@ def parts_of(result: BatchResult, prompts: int) -> tuple[BatchResult, BatchResul
     return part(slice(0, prompts), slice(0, cut)), part(slice(prompts, None), slice(cut, None))
 
 
+class EveryNth:
+    """A sample schedule for tests: one iteration in `n` is eager; `after` says how many have run already."""
+
+    def __init__(self, n: int, after: int = 0) -> None:
+        self.n, self.iterations = n, after
+
+    def next(self, live: int, suspicious: bool) -> tuple[bool, bool]:
+        self.iterations += 1
+        return self.iterations % self.n == 0, (self.iterations + 1) % self.n == 0
+
+
 class Driver:
     """Owner of the pages and rows of one worker. Each request has all its pages from the start, scattered at random.
 

@@ -7,7 +7,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -97,8 +97,9 @@ class ScriptedScheduler:
 
     def send(self, message: ToScheduler) -> None:
         if isinstance(message, GenerateReq):
-            self.requests.append(message)
-            self.tasks[message.rid] = asyncio.get_running_loop().create_task(self._run(message))
+            for request in message.samples():
+                self.requests.append(request)
+                self.tasks[request.rid] = asyncio.get_running_loop().create_task(self._run(request))
         elif isinstance(message, AbortReq):
             for rid in list(self.tasks) if message.all else [message.rid]:
                 self._abort(rid)
@@ -183,7 +184,9 @@ LIMITS = WorkerLimits(
 def make_manager(scheduler: ScriptedScheduler, template: str | None = TEMPLATE, **config: object) -> TokenizerManager:
     """A manager whose messages go to `scheduler`."""
     model = tiny_model(vocab_size=VOCAB, eos_ids=(IM_END,))
-    manager = TokenizerManager(tiny_runtime(**config), byte_tokenizer(template), model, LIMITS, scheduler.send)
+    runtime = tiny_runtime(**config)
+    limits = replace(LIMITS, max_context_len=runtime.model.context_length)
+    manager = TokenizerManager(runtime, byte_tokenizer(template), model, limits, scheduler.send)
     manager.health.warm = True
     scheduler.manager = manager
     return manager

@@ -17,6 +17,7 @@ return_cached_tokens_details return_spec_tokens_details return_token_ids
 seed skip_special_tokens stop stop_token_ids stream stream_options temperature top_k top_logprobs top_p
 user cache_control prompt_cache_retention stream_reasoning
 metadata store prompt_cache_key safety_identifier service_tier verbosity prediction rid separate_reasoning"""
+TOOLS = "function_call functions parallel_tool_calls reasoning_effort tool_choice tools"
 CONSTRAINED = "ebnf json_schema regex structural_tag"
 OPENAI_CONSTRAINED = """guided_choice guided_decoding_backend guided_grammar guided_json guided_regex guided_whitespace_pattern
 response_format structured_outputs"""
@@ -70,7 +71,7 @@ def test_it_is_openapi_3_1(spec: dict[str, Any]) -> None:
 def test_every_documented_field_has_a_type_and_every_number_bounds(spec: dict[str, Any]) -> None:
     completion = {*CHAT.split(), "best_of", "echo", "prompt"} - set(NOT_FOR_COMPLETIONS.split())
     expected = {
-        "/v1/chat/completions": {*CHAT.split(), "chat_template"},
+        "/v1/chat/completions": {*CHAT.split(), *TOOLS.split(), "chat_template"},
         "/v1/completions": completion,
         "/generate": set(NATIVE.split()),
         "/v1/embeddings": {*POOLING.split(), "dimensions", "encoding_format", "input"},

@@ -49,6 +49,8 @@ def resolve_model(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> Se
         chat_template=args.chat_template,
         random_seed=_seed(args),
         aliases=_aliases(args, model),
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         sampling_defaults=args.sampling_defaults,
         default_sampling_params=sampling,
         preferred_sampling_params=preferred,

@@ -156,7 +156,7 @@ def make_parts(
         verifier=verifier,
         accepter=Accepter(target, make_policy(context, spec)),
         depths=DepthControl(limits, context.running + 1, verifier),
-        monitor=AcceptanceMonitor(max(depths)),
+        monitor=AcceptanceMonitor(max(depths), adaptive=context.group.size == 1),
         grammars=GrammarRows(config.vocab_size, context.device),
     )
 

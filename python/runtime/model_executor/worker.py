@@ -240,7 +240,7 @@ class Worker:
         torch.index_select(parts.target.rows.kv_lens, 0, rows, out=kv_lens)
         bounds = np.zeros(size, dtype=np.int32)
         bounds[: len(host_rows)] = batch.len_bounds[first:]
-        is_sample, precedes_sample = parts.monitor.next_iteration()
+        is_sample, precedes_sample = parts.monitor.next_iteration(batch.num_decodes)
         # The sample is of iterations that would replay a graph: other traffic may be accepted differently, and counts
         # for neither side.
         replays = first == 0 and depth > 0 and parts.verifier.has_graph(depth, size)

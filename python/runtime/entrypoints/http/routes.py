@@ -53,7 +53,8 @@ ERRORS = {
     429: "The queue is full.",
     431: "The headers are too large.",
     500: "The server failed.",
-    503: "The server is not ready, is shutting down, or has lost a process.",
+    503: "The server is not ready, is shutting down, or has lost a process, or the request waited too long.",
+    504: "The request took too long.",
 }
 OF_ALL = (400, 401, 431, 500)
 """Any endpoint can answer with these: they come from the connection, the limits, the keys, or a fault."""
@@ -113,7 +114,7 @@ def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenize
         ("/v1/completions", CompletionApi(manager, tokenizer, model).create, Completion),
         ("/generate", GenerateApi(manager, tokenizer, model).generate, Generated | list[Generated]),
     ):
-        _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(404, 408, 413, 429, 503)})
+        _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(404, 408, 413, 429, 503, 504)})
 
 
 def _add_pooling(app: FastAPI, manager: TokenizerManager, model: ServedModel) -> None:
@@ -124,7 +125,7 @@ def _add_pooling(app: FastAPI, manager: TokenizerManager, model: ServedModel) ->
         ("/v1/score", ScoreApi(pooler, model).create, Scores),
         ("/v1/rerank", RerankApi(pooler, manager, model).create, list[Rank]),
     ):
-        _add_body_route(app, path, handler, answer, _errors(404, 408, 413, 429, 503))
+        _add_body_route(app, path, handler, answer, _errors(404, 408, 413, 429, 503, 504))
 
 
 def _add_body_route(app: FastAPI, path: str, handler: Handler, answer: Any, responses: Responses) -> None:

@@ -20,7 +20,7 @@ from runtime import __version__
 from runtime.entrypoints.http.auth import KeyGate
 from runtime.entrypoints.http.body_route import IGNORED_HEADER
 from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, BoundedConnection
-from runtime.entrypoints.http.limits import HeaderLimit, LingeringResponse
+from runtime.entrypoints.http.limits import BodyLimits, HeaderLimit, LingeringResponse
 from runtime.entrypoints.http.request_id import HEADER, RequestId
 from runtime.entrypoints.http.responses import error_object, error_response, internal_error, json_response, status_response
 from runtime.entrypoints.http.routes import add_routes, describe
@@ -46,6 +46,7 @@ def create_app(manager: TokenizerManager) -> FastAPI:
     metrics = Metrics(config.model.served_model_name)
     manager.observer = metrics
     app = FastAPI(title="Talon", version=__version__, docs_url=None, redoc_url=None)
+    app.state.body_limits = BodyLimits(config.server.max_body_mib, config.server.max_parse_ms)
     app.state.strict_request_fields = config.server.strict_request_fields
     add_routes(app, manager, metrics)
     describe(app)

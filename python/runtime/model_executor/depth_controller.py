@@ -23,7 +23,7 @@ PROBE_SHARE = 0.005
 """Share of the time that probes of other depths may lose."""
 PROBE_DISTANCE = 8
 """Least iterations between two probes."""
-STALE = 256
+STALE = 64
 """A depth that did not run for so many iterations is probed: its time may have changed."""
 MOST_SAVED = 8
 """Iterations whose time probes may lose in a row, after none for long."""

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 MEMORY = 200
 """Iterations over which the scale and the cost of context are averaged."""
-CELL_RATE = 0.02
-"""Share of an error that a single batch size and depth takes; the scale takes most of it."""
+CELL_RATE, FIRST_RUNS = 0.02, 5
+"""Share of an error that a single batch size and depth takes, the scale takes most of it; at first 1 / (runs + `FIRST_RUNS`)."""
 MOST_CELL = math.log(3.0)
 """The largest correction of a single batch size and depth, as a logarithm."""
 OUTLIER = 2.0
@@ -51,6 +51,7 @@ class IterationCost:
         self._ratios = {depth: self._ratios_at(depth) for depth in sorted({point.depth for point in self.points})}
         self._table: dict[tuple[int, int], float] = {}
         self._cells: dict[tuple[int, int], float] = {}
+        self._runs: dict[tuple[int, int], int] = {}
         self._sums = np.zeros(5)  # 1, u, u^2, y, u * y of the regression y = scale + u * context
         self._scale, self._context = 1.0, 0.0
         self._unit = self._measured(1, 0) / CONTEXT_UNIT
@@ -70,7 +71,8 @@ class IterationCost:
         context = max((n * suy - su * sy) / (n * suu - su * su), 0.0)
         self._scale, self._context = max((sy - su * context) / n, 1e-3), context
         key = (size.bit_length(), depth)
-        cell = self._cells.get(key, 0.0) + CELL_RATE * math.log(seconds / expected)
+        runs = self._runs[key] = self._runs.get(key, 0) + 1
+        cell = self._cells.get(key, 0.0) + max(CELL_RATE, 1 / (runs + FIRST_RUNS)) * math.log(seconds / expected)
         self._cells[key] = min(max(cell, -MOST_CELL), MOST_CELL)
 
     def _at(self, size: int, depth: int) -> float:

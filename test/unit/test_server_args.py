@@ -47,6 +47,7 @@ OUR_FLAGS = re.findall(
     disable-draft-decode-cuda-graph speculative-synthetic-accept-length speculative-check-parity trust-request-chat-template profile
     cpu-threads max-queued-tokens max-body-mib max-parse-ms max-logprob-cells queue-timeout request-timeout max-priority
     speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins
+    download-dir log-level-http
     """,
 )
 
@@ -430,7 +431,7 @@ SAME_NAME: dict[str, object] = {
     "cpu_threads": 3, "chunked_prefill_size": 64, "max_prefill_tokens": 4096, "schedule_policy": "lpm", "schedule_conservativeness": 0.5,
     "stream_interval": 4, "random_seed": 5, "cuda_graph_bs": (1, 3), "log_level": "debug", "log_requests": True, "enable_metrics": False,
     "dtype": "float16", "load_format": None, "model_path": None, "quantization": None, "sampling_defaults": "openai",
-    "strict_request_fields": True, "protect_metrics": True,
+    "strict_request_fields": True, "protect_metrics": True, "log_level_http": "error",
     "embedding_pooling": "last", "grammar_backend": "none",
 }  # fmt: skip
 """Flags with a field of the same name; None for those that come from the model's facts or have tests of their own."""
@@ -487,7 +488,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "reasoning_parser": ({"reasoning_parser": "none"}, lambda c: c.model.reasoning_parser, "none"),
 }  # fmt: skip
 REFUSED = {
-    "kv_cache_dtype", "trust_remote_code", "dp_size", "ep_size"
+    "download_dir", "kv_cache_dtype", "trust_remote_code", "dp_size", "ep_size"
 }  # fmt: skip
 
 
@@ -623,7 +624,7 @@ def test_graph_flags_on_a_cpu_log_a_warning(flag: str, caplog: pytest.LogCapture
 def test_a_dummy_target_gets_a_dummy_draft_unless_it_is_gguf(
     monkeypatch: pytest.MonkeyPatch, target: str, draft: str, asked: str | None, found: str
 ) -> None:
-    monkeypatch.setattr(prepare, "resolve_weights", lambda path, load_format, flags: (path, load_format))
+    monkeypatch.setattr(prepare, "resolve_weights", lambda path, load_format, download_dir, flags: (path, load_format))
     given = args(speculative_draft_model_path=draft, speculative_draft_load_format=asked)
     assert prepare.find_draft(given, target) == (draft, found)
 

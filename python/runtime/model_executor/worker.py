@@ -243,12 +243,11 @@ class Worker:
         is_sample, precedes_sample = parts.monitor.next_iteration(batch.num_decodes)
         # The sample is of iterations that would replay a graph: other traffic may be accepted differently, and counts
         # for neither side.
-        replays = first == 0 and depth > 0 and parts.verifier.has_graph(depth, size)
         needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
         grammar = parts.grammars.step(host_rows, size)
-        is_sample, precedes_sample = is_sample and replays and grammar is None, precedes_sample and grammar is None
+        replays = first == 0 and depth > 0 and grammar is None and parts.verifier.has_graph(depth, size)
         return Iteration(
-            *(depth, host_rows, rows, kv_lens, bounds, needs, k, is_sample, precedes_sample, grammar),
+            *(depth, host_rows, rows, kv_lens, bounds, needs, k, is_sample and replays, precedes_sample, grammar),
             caps=self._caps(host_rows, depth, size),
             greedy=None if parts.depths.controller is None else parts.target.rows.greedy(host_rows),
             started=time.perf_counter(),

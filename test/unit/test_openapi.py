@@ -26,8 +26,8 @@ NOT_FOR_COMPLETIONS = """chat_template_kwargs continue_final_message max_complet
 NATIVE = """text input_ids sampling_params rid stream return_logprob logprob_start_len top_logprobs_num
 return_text_in_logprobs cache_salt priority model background conversation_id custom_labels external_trace_header log_metrics
 no_logs routing_key"""
-SHARED = """frequency_penalty ignore_eos logit_bias min_p presence_penalty repetition_penalty seed skip_special_tokens speculative_num_steps stop
-stop_token_ids temperature top_k top_p"""
+SHARED = """frequency_penalty ignore_eos logit_bias min_p presence_penalty repetition_penalty seed skip_special_tokens
+speculative_num_steps stop stop_token_ids temperature top_k top_p"""
 RESPONSE = """cache_salt chat_template_kwargs include input instructions max_output_tokens max_tool_calls metadata model
 parallel_tool_calls previous_response_id priority prompt_cache_key prompt_cache_options prompt_cache_retention reasoning
 safety_identifier service_tier store stream stream_options text tool_choice tools top_logprobs truncation user"""

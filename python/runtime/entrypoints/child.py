@@ -20,6 +20,7 @@ import setproctitle
 from runtime import log as logging_setup
 from runtime.batch import Worker, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
+from runtime.entrypoints import cuda_context
 from runtime.entrypoints.collector import freeze_gc
 from runtime.errors import ConfigError
 from runtime.managers.detokenizer_manager import DetokenizerManager
@@ -102,6 +103,8 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], N
 
 def serve_scheduler(child: ChildConfig, status: StatusPipe, build: BuildWorker) -> None:
     """Build the worker with `build`, then schedule until drained."""
+    if child.config.device.device == "cuda":
+        cuda_context.create_early()
     from runtime.managers.scheduler import Scheduler
     from runtime.models.registry import load_hf_config
 

@@ -41,6 +41,7 @@ SCRIPTS = {
     "lossless": "Greedy output with and without drafts",
     "memory_limits": "Memory at its limits",
     "compare_commits": "Two checkouts on one machine",
+    "drift_alarm": "The drift alarm",
 }
 """Titles of the generated pages by script."""
 PAGES = ROOT / "docs" / "benchmarks"

@@ -9,8 +9,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from runtime.batch import BatchResult, Int32, Logprobs, RowInit, ScheduleBatch, StepStats, WorkerLimits
+from runtime.batch import BatchResult, Float32, Int32, Logprobs, RowInit, ScheduleBatch, StepStats, WorkerLimits
 from runtime.errors import RequestError
+from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 from runtime.worker_info import WorkerInfo
 
@@ -26,6 +27,14 @@ def next_token(history: Sequence[int] | Int32, seed: int, vocab_size: int) -> in
 def logprob(history: Sequence[int] | Int32, rank: int) -> float:
     """A made-up log-probability after `history`; rank 0 is the chosen token's."""
     return -float(zlib.crc32(np.asarray(history, dtype=np.int32).tobytes()) % 997) - rank
+
+
+def pooled(pooling: Pooling, history: Sequence[int], start: int = 0) -> Float32:
+    """A made-up answer to a pooling request whose tokens from `start` on were computed: one vector of 4, or one number per label."""
+    if pooling.kind == "labels":
+        return np.array([logprob([*history, label], 0) for label in pooling.label_ids], dtype=np.float32)
+    states = np.array([[token, token % 7, i, 1] for i, token in enumerate(history)], dtype=np.float32)
+    return states[-1] if pooling.kind == "last" else states[start:].sum(0)
 
 
 def alone(prompt: list[int], sampling: SamplingParams, seed: int, eos_ids: tuple[int, ...], limits: WorkerLimits) -> list[int]:
@@ -46,6 +55,7 @@ class Emitted:
     accept_lens: list[int] = field(default_factory=list)
     histories: list[list[int]] = field(default_factory=list)
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    pooled: dict[int, Float32] = field(default_factory=dict)
 
 
 class FakePending:
@@ -142,6 +152,7 @@ class FakeWorker:
             accept_lens=np.array(step.accept_lens, dtype=np.int32),
             logprobs=self._logprobs(step.histories, k) if k >= 0 else None,
             prompt_logprobs=step.prompt_logprobs,
+            pooled=step.pooled,
             stats=StepStats(graph=True, padded_size=live + 1, draft_tokens=self._limits.max_accept_len - 1) if live else StepStats(),
         )
 
@@ -164,6 +175,8 @@ class FakeWorker:
             step.accept_lens.append(int(batch.next_tokens[i] < 0))
             self._write(row, prefix, [*fresh, following])
             self.length[row], self.last[row] = prefix + count, following
+            if (pooling := batch.pooling.get(i)) is not None:
+                step.pooled[i] = pooled(pooling, history, prefix)
             if batch.prompt_logprobs[i]:
                 step.prompt_logprobs[i] = self._logprobs([history[: prefix + t + 1] for t in range(count)], 2)
 

@@ -18,6 +18,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from runtime.constrained.grammar import Grammar
+from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 from runtime.worker_info import WorkerInfo
 
@@ -120,7 +122,9 @@ class RowInit:
             batch.
         eos_ids: int32 [E], forbidden while the output is shorter than `sampling.min_new_tokens`: end-of-text and stop
             ids.
-        history: int32, prompt and output so far, where penalties or the worker (`needs_history`) need it; else None.
+        history: int32, prompt and output so far, where penalties, a grammar or the worker (`needs_history`) need it; else
+            None.
+        grammar: `sampling.grammar`, compiled; None for free text.
     """
 
     row: int
@@ -129,6 +133,7 @@ class RowInit:
     seed: int
     eos_ids: Int32
     history: Int32 | None = None
+    grammar: Grammar | None = None
 
 
 def no_ints() -> Int32:
@@ -158,6 +163,7 @@ class ScheduleBatch:
             sampled.
         top_logprobs: int32 [B]. -1: no log-probabilities; k >= 0: the chosen token's and the k most likely.
         prompt_logprobs: bool [E]. Whether log-probabilities of the chunk's prompt tokens are wanted too.
+        pooling: by index of the chunk: what its hidden states are reduced to.
     """
 
     step: int
@@ -173,6 +179,7 @@ class ScheduleBatch:
     token_ids: Int32 = field(default_factory=no_ints)
     next_tokens: Int32 = field(default_factory=no_ints)
     prompt_logprobs: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
+    pooling: dict[int, Pooling] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -237,6 +244,9 @@ class BatchResult:
         prompt_logprobs: by index in the batch: for each prompt token of the chunk the log-probability of the token
             after it (the last one's entry is the next prompt token's, or of no meaning when a token was sampled there).
         stats: how the decode rows ran.
+        grammar_errors: by index in the batch, why a request's grammar cannot be followed; its tokens have no meaning.
+        pooled: by index in the batch: what `pooling` asked for, float32 [hidden] or [labels]; of `mean` the sum over the
+            chunk's tokens.
     """
 
     token_ids: Int32
@@ -244,6 +254,8 @@ class BatchResult:
     logprobs: Logprobs | None = None
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     stats: StepStats = StepStats()
+    grammar_errors: dict[int, str] = field(default_factory=dict)
+    pooled: dict[int, Float32] = field(default_factory=dict)
 
 
 class Pending(Protocol):

@@ -228,7 +228,8 @@ class Session:
             many = max(count // 2, with_drafts + 1)
             few = max(count - many, 1)
         order = [*range(few), *(i % count for i in range(count - many, count))]
-        answers = self._serve(order, few, with_drafts)
+        with self.worker.parts.monitor.without_sample():
+            answers = self._serve(order, few, with_drafts)
         texts = [[token for at, answer in zip(order, answers, strict=True) if at == i for token in answer.tokens] for i in range(count)]
         return Outcome(self.worker.parts.monitor.counted(), texts)
 

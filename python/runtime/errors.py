@@ -13,12 +13,14 @@ class ServingError(Exception):
     Attributes:
         status: the HTTP status of the answer.
         kind: OpenAI's `error.type`.
+        code: OpenAI's `error.code`; null where OpenAI has no word for the error.
         param: the request field at fault, if there is one.
         retry_after: seconds for the `Retry-After` header, if a retry can help.
     """
 
     status = 500
     kind = "server_error"
+    code: str | None = "internal_error"
     retry_after: int | None = None
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -31,6 +33,7 @@ class RequestError(ServingError):
 
     status = 400
     kind = "invalid_request_error"
+    code = None
 
 
 class InvalidField(RequestError):
@@ -43,6 +46,8 @@ class InvalidField(RequestError):
         subject: what the sentence calls the field, where the protocols have different names for it.
     """
 
+    code = "invalid_value"
+
     def __init__(self, field: str, value: object, limit: str, *, subject: str | None = None) -> None:
         super().__init__(f"{subject or field} must be {limit}; got {shown(value)}.", field)
 
@@ -50,16 +55,50 @@ class InvalidField(RequestError):
 class UnsupportedField(RequestError):
     """The field belongs to the protocol, but this server does not support it."""
 
+    code = "unsupported_parameter"
+
     def __init__(self, field: str, why: str) -> None:
         super().__init__(f"{field} is not supported: {why}. Leave it out.", field)
+
+
+class GrammarError(RequestError):
+    """The grammar of a request cannot be used.
+
+    Args:
+        kind: the field of `SamplingParams` that holds it.
+        reason: completes the sentence "The KIND cannot be used: ...".
+    """
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(f"The {kind} cannot be used: {reason}", kind)
+
+
+class MissingField(RequestError):
+    """A field that the protocol requires is not there."""
+
+    code = "missing_required_parameter"
+
+    def __init__(self, field: str, param: str) -> None:
+        super().__init__(f"{field} is required.", param)
+
+
+class UnknownFields(RequestError):
+    """The request has fields that no protocol knows, and --strict-request-fields refuses them."""
+
+    code = "unknown_parameter"
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(f"Unknown request fields: {', '.join(names)}. Correct or remove them.", names[0])
 
 
 class ContextTooLong(RequestError):
     """The prompt leaves no room for an output token."""
 
+    code = "context_length_exceeded"
+
     def __init__(self, prompt_len: int, max_context_len: int) -> None:
         super().__init__(
-            f"The prompt has {prompt_len} tokens; prompt and output together may have {max_context_len}. "
+            f"This model's maximum context length is {max_context_len} tokens, prompt and output together; the prompt has {prompt_len}. "
             f"Shorten the prompt to at most {max_context_len - 1} tokens.",
             "prompt",
         )
@@ -67,6 +106,8 @@ class ContextTooLong(RequestError):
 
 class NeverFits(RequestError):
     """The request needs more KV cache than the server has."""
+
+    code = "context_length_exceeded"
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(
@@ -80,6 +121,7 @@ class Unauthorized(ServingError):
 
     status = 401
     kind = "authentication_error"
+    code = "invalid_api_key"
 
     def __init__(self) -> None:
         super().__init__("The API key is missing or wrong. Send the header 'Authorization: Bearer KEY'.")
@@ -90,6 +132,7 @@ class ModelNotFound(ServingError):
 
     status = 404
     kind = "not_found_error"
+    code = "model_not_found"
 
     def __init__(self, asked: str, served: str) -> None:
         super().__init__(f"This server does not serve the model {shown(asked)}; it serves {shown(served)}.", "model")
@@ -100,6 +143,7 @@ class BodyTooLarge(ServingError):
 
     status = 413
     kind = "invalid_request_error"
+    code = "request_too_large"
 
     def __init__(self, limit_mib: int) -> None:
         super().__init__(f"The request body is larger than {limit_mib} MiB.")
@@ -109,6 +153,7 @@ class CacheBusy(RequestError):
     """The prefix cache cannot be flushed while requests use it."""
 
     status = 409
+    code = "cache_busy"
 
     def __init__(self, requests: int) -> None:
         super().__init__(f"The cache cannot be flushed while requests are running ({requests} now). Try again when they have ended.")
@@ -120,9 +165,20 @@ class QueueFull(ServingError):
     status = 429
     kind = "rate_limit_error"
     retry_after = 1
+    code = "rate_limit_exceeded"
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"The queue is full: {limit} requests are waiting (--max-queued-requests). Try again later.")
+
+
+class CompilerBusy(ServingError):
+    """Other grammars keep the compiler busy."""
+
+    status = 503
+    retry_after = 1
+
+    def __init__(self) -> None:
+        super().__init__("The server is compiling other grammars. Try again later.")
 
 
 class ServerDraining(ServingError):
@@ -130,6 +186,7 @@ class ServerDraining(ServingError):
 
     status = 503
     retry_after = 10
+    code = "service_unavailable"
 
     def __init__(self) -> None:
         super().__init__("The server is shutting down.")
@@ -139,6 +196,7 @@ class WorkerDied(ServingError):
     """A process of the server died; the server is about to stop."""
 
     status = 503
+    code = "service_unavailable"
 
     def __init__(self, process: str) -> None:
         super().__init__(f"The {process} process died; the server is stopping.")
@@ -149,6 +207,7 @@ class SlowReader(ServingError):
 
     status = 408
     kind = "invalid_request_error"
+    code = "timeout"
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"The stream has ended because the client did not read it: {limit} parts were unread.")
@@ -159,6 +218,24 @@ class StepFailed(ServingError):
 
     def __init__(self, detail: str = "The forward step of this request failed.") -> None:
         super().__init__(detail)
+
+
+class ServerFault(ServingError):
+    """Something went wrong that no later step can mend; the server ends."""
+
+
+class RankFailed(ServerFault):
+    """One rank of a model failed in a step, so that the ranks no longer hold the same."""
+
+    def __init__(self, rank: int, step: int, error: Exception) -> None:
+        super().__init__(f"rank {rank} failed in step {step}: {type(error).__name__}: {error}")
+
+
+class RanksDiffer(ServerFault):
+    """The ranks of a model committed different tokens."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"the ranks committed different tokens in step {step - 1}, found in step {step}")
 
 
 class ConfigError(ServingError):

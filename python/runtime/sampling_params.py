@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from annotated_types import Interval
 
-from runtime.errors import InvalidField
+from runtime.errors import InvalidField, RequestError
 
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20
@@ -16,6 +16,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_CHARS = 1 << 18
+MAX_GRAMMAR_AFTER = 64
 MAX_TOKENS = (1 << 31) - 1
 TOP_K_ALL = 1 << 30
 """The `top_k` that keeps every token; padding rows hold it too."""
@@ -30,12 +32,25 @@ Penalty = Annotated[float, Interval(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Interval(gt=0, le=10)]
 Bias = Annotated[float, Interval(ge=-100, le=100)]
 Int64 = Annotated[int, Interval(ge=-(1 << 63), le=(1 << 63) - 1)]
+GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+GRAMMAR_KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
+
+
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """The text of a grammar and the language it is written in."""
+
+    kind: GrammarKind
+    text: str
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling of one request, under SGLang's names.
 
     `temperature == 0` means greedy. `top_k <= 0` means all tokens. If `seed` is None, the server draws one.
+
+    At most one of `json_schema` (the schema as JSON text), `regex`, `ebnf` and `structural_tag` (JSON text) is given: the
+    output then follows that grammar. With `grammar_after` the output is free until these tokens appear in it one after
+    the other, and the grammar starts behind them.
     """
 
     max_new_tokens: NewTokens = 128
@@ -53,6 +68,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+    grammar_after: tuple[int, ...] = ()
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        """The grammar that the output follows; None for free text."""
+        return next((GrammarSpec(kind, text) for kind in GRAMMAR_KINDS if (text := getattr(self, kind)) is not None), None)
 
     @property
     def greedy(self) -> bool:
@@ -77,6 +102,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidField(name, flag, "true or false")
         self._check_stops(vocab_size)
         self._check_bias(vocab_size)
+        self._check_grammar(vocab_size)
 
     def _check_stops(self, vocab_size: int) -> None:
         if not isinstance(self.stop, tuple) or len(self.stop) > MAX_STOPS:
@@ -97,6 +123,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token, bias in (self.logit_bias or {}).items():
             check_token("logit_bias", token, vocab_size)
             check_number("logit_bias", bias, Bias)
+
+    def _check_grammar(self, vocab_size: int) -> None:
+        given = [kind for kind in GRAMMAR_KINDS if getattr(self, kind) is not None]
+        if len(given) > 1:
+            raise RequestError(f"{given[0]} and {given[1]} cannot be combined: the output follows one grammar.", given[1])
+        for kind in given:
+            text = getattr(self, kind)
+            if not isinstance(text, str) or len(text) > MAX_GRAMMAR_CHARS:
+                raise InvalidField(kind, text, f"a string of at most {MAX_GRAMMAR_CHARS} characters")
+            if not _encodable(text):
+                raise InvalidField(kind, text, "valid Unicode, without half of a surrogate pair")
+        if not isinstance(self.grammar_after, tuple) or len(self.grammar_after) > MAX_GRAMMAR_AFTER:
+            raise InvalidField("grammar_after", self.grammar_after, f"an array of at most {MAX_GRAMMAR_AFTER} token ids")
+        for token in self.grammar_after:
+            check_token("grammar_after", token, vocab_size)
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):

@@ -79,6 +79,15 @@ class SpeculativeInfo(msgspec.Struct):
     disable_by_batch_size: int | None
 
 
+class RankInfo(msgspec.Struct, frozen=True):
+    """One rank of the model: where it runs, and its memory plan by owner."""
+
+    rank: int
+    host: str
+    device: str
+    memory_mib: dict[str, float]
+
+
 class WorkerInfo(msgspec.Struct):
     """What a worker chose and measured at start-up, and its counters since.
 
@@ -87,6 +96,9 @@ class WorkerInfo(msgspec.Struct):
         memory_mib: the memory plan, by owner.
         gemms: the kernel that autotuning chose, by GEMM; empty where nothing was tuned.
         acceptance, speculative: None without speculation.
+        ranks: the processes that share the model; empty where it is not sharded.
+        token_checks: decode steps in which all ranks had the same hash of their committed tokens; None for one rank.
+        exchange_share: share of the steps' time that rank 0 spends in exchanges with the other ranks, waiting included; None for one rank.
     """
 
     startup_seconds: dict[str, float] = {}
@@ -96,3 +108,6 @@ class WorkerInfo(msgspec.Struct):
     graph_runs: list[RunnerRuns] = []
     speculative: SpeculativeInfo | None = None
     acceptance: AcceptanceStats | None = None
+    ranks: list[RankInfo] = []
+    token_checks: int | None = None
+    exchange_share: float | None = None

@@ -209,10 +209,10 @@ class Stream:
 
 
 @contextmanager
-def serving(model: Path, *flags: str, behaviour: str = "0.01", ready: bool = True) -> Iterator[Server]:
-    """A fake server on a free port, ended when the test ends."""
+def serving(model: Path, *flags: str, behaviour: str = "0.01", ready: bool = True, program: str = __file__) -> Iterator[Server]:
+    """A fake server on a free port, ended when the test ends. `program`: the file that runs it."""
     with tempfile.TemporaryDirectory(prefix="t-") as temp:
-        command = [sys.executable, str(Path(__file__).resolve()), "serve", behaviour, "--port", "0", "--served-model-name", "fake"]
+        command = [sys.executable, str(Path(program).resolve()), "serve", behaviour, "--port", "0", "--served-model-name", "fake"]
         command += ["--model", str(model), "--load-format", "dummy", "--device", "cpu", *flags]
         process = subprocess.Popen(
             command,

@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("embedded_speculation", [], 4),
         ("lossless", [], 2),
         ("lossless", ["--default-start"], 6),
+        ("drift_alarm", [], 17),
         ("memory_limits", [], 2),
     ],
 )

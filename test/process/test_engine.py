@@ -156,7 +156,7 @@ def test_bad_calls_are_refused_by_name_and_the_engine_goes_on(engine: Engine) ->
 
 def test_an_unknown_or_impossible_option_is_refused_and_leaves_no_process() -> None:
     before = len(psutil.Process().children())
-    for options in ({"modle_path": "m"}, {"tp_size": 2}, {"model_path": "/nowhere/at/all"}):
+    for options in ({"modle_path": "m"}, {"dp_size": 2}, {"model_path": "/nowhere/at/all"}):
         with pytest.raises(ConfigError):
             Engine(**options)
     assert len(psutil.Process().children()) == before

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from runtime.batch import BatchResult, Logprobs, Pending, RowInit, ScheduleBatch, Worker
+from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
@@ -24,6 +25,17 @@ def parts_of(result: BatchResult, prompts: int) -> tuple[BatchResult, BatchResul
         return replace(result, token_ids=result.token_ids[tokens], accept_lens=result.accept_lens[requests], logprobs=logprobs)
 
     return part(slice(0, prompts), slice(0, cut)), part(slice(prompts, None), slice(cut, None))
+
+
+class EveryNth:
+    """A sample schedule for tests: one iteration in `n` is eager; `after` says how many have run already."""
+
+    def __init__(self, n: int, after: int = 0) -> None:
+        self.n, self.iterations = n, after
+
+    def next(self, live: int, suspicious: bool) -> tuple[bool, bool]:
+        self.iterations += 1
+        return self.iterations % self.n == 0, (self.iterations + 1) % self.n == 0
 
 
 class Driver:
@@ -59,6 +71,7 @@ class Driver:
         prompt_logprobs: bool = False,
         along: Callable[[], Sequence[int]] = lambda: (),
         slack: int = 0,
+        pooling: Mapping[int, Pooling] | None = None,
     ) -> list[BatchResult]:
         """Take rows for prompts {row: ids} and run them, at most `chunk` tokens of each at a time, all rows side by side.
 
@@ -66,6 +79,7 @@ class Driver:
             along: asked before each piece which other rows decode in its pass. A worker that does not mix runs them in a step before it.
             slack: as for `launch`, of those rows.
             shared: {row: (other row, n)}: the KV of the first n positions, whole pages, is the other row's.
+            pooling: {row: what its prompt is reduced to}.
             resumed: {row: prompt length} of requests that lost their row and come back with prompt and output so far.
         """
         shared, resumed = shared or {}, resumed or {}
@@ -95,6 +109,7 @@ class Driver:
                 next_tokens=np.array(following, dtype=np.int32),
                 prompt_logprobs=np.full(len(rows), prompt_logprobs),
                 new_rows=new_rows,
+                pooling={i: p for i, r in enumerate(rows) if (p := (pooling or {}).get(r)) and (ends[i] or p.whole_prompt)},
             )
             if pages:
                 batch.page_rows, batch.page_cols, batch.page_ids = (np.array(c, dtype=np.int32) for c in zip(*pages, strict=True))

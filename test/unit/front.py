@@ -33,6 +33,7 @@ from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.managers.telemetry.spec_stats import SpecStats
 from runtime.managers.tokenizer_manager import TokenizerManager
+from runtime.pooling import Pooling
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tokenizer_files import TokenizerFiles
 
@@ -118,7 +119,22 @@ class ScriptedScheduler:
             out = TextOut(rid=rid, text="", token_ids=[], progress=Progress(1), finish=finish)
             asyncio.get_running_loop().call_soon(self.manager.handle, TextOutBatch(outs=[out]))
 
+    async def _pool(self, request: GenerateReq, pooling: Pooling) -> None:
+        """The first tokens of the prompt as its vector; of labels their log-probabilities."""
+        await asyncio.sleep(self.gap)
+        if self.hold is not None:
+            await asyncio.Event().wait()
+        ids = [*request.input_ids, *[0] * 32][:32]
+        vector = [logprob_of(label) for label in pooling.label_ids] if pooling.kind == "labels" else [float(i) for i in ids]
+        out = TextOut(
+            rid=request.rid, text="", token_ids=[], progress=Progress(len(request.input_ids)), finish=Finish(reason="stop"), pooled=vector
+        )
+        self.manager.handle(TextOutBatch(outs=[out]))
+
     async def _run(self, request: GenerateReq) -> None:
+        if request.pooling is not None:
+            await self._pool(request, request.pooling)
+            return
         data = self.say(request).encode()[: request.sampling.max_new_tokens]
         cut = len(self.say(request).encode()) > len(data)
         tokens = list(data) if cut else [*data, IM_END]

@@ -14,6 +14,7 @@ from runtime.models.config import ModelConfig
 from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
 from runtime.speculative.build import build_speculative_worker
+from unit.driver import EveryNth
 from unit.tiny import tiny_model, tiny_runtime, tiny_speculative
 
 VOCAB = 97
@@ -67,6 +68,7 @@ def speculating(
         tiny_speculative("", algorithm=algorithm, **{"draft_model_path": folder, **spec}), **{**RUNTIME, **(runtime or {})}
     )
     worker = build_speculative_worker(config, model or model_config(), replay, sizes)
+    worker.parts.monitor.schedule = EveryNth(512)  # too few iterations to have a sample
     calm(worker.parts.target.runner.model, sharp)
     if algorithm == "STANDALONE":
         calm(worker.parts.drafter.model.model, sharp)

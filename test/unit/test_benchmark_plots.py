@@ -129,6 +129,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         for s in ("off", "3/1/4") for b in (1, 2)
     ],
     "lossless": [{"shape": "3/1/4", "dtype": "float32", "prompts": 8, "accept_length": 2.0, "differences": []}],
+    "drift_alarm": [
+        {"kind": "simulation", "fault": f, "requests": b, "rates": [0.4, 0.1], "median": 20.0, "p90": 30.0, "missed": 0, "runs": 2}
+        for f in ("slots off by one", "5 points") for b in (1, 32)
+    ],
     "compare_commits": [{"mode": "plain", "backend": "fa3", "old": [CHECKOUT], "new": [CHECKOUT]}],
     "memory_limits": [{"case": "8b-plain", "unused": 0.01, "graphs": [graph("target decode")]}, {"case": "bad", "error": "out of memory"}],
 }  # fmt: skip

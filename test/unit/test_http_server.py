@@ -17,7 +17,7 @@ from front import Front, ScriptedScheduler, front, make_manager, until
 from pydantic import BaseModel
 
 from runtime.entrypoints.http import connection, limits, sse
-from runtime.entrypoints.http.auth import ADMIN_PATHS, OPEN_PATHS
+from runtime.entrypoints.http.auth import ADMIN_PATHS, OPEN_PATHS, PROBE_PATHS
 from runtime.entrypoints.http.page import ChatPage
 from runtime.entrypoints.http.server import create_app
 from runtime.entrypoints.native.protocol import GenerateBody, NativeSampling
@@ -186,7 +186,7 @@ def test_unknown_paths_and_methods_get_errors_in_openais_form() -> None:
         async with front() as f:
             for method, path, status in (
                 ("GET", "/nope", 404),
-                ("POST", "/v1/embeddings", 404),
+                ("POST", "/v1/images/generations", 404),
                 ("GET", "/generate", 405),
                 ("DELETE", "/health", 405),
             ):
@@ -233,11 +233,14 @@ def test_an_internal_error_is_a_500_without_details() -> None:
 
 def test_all_routes_except_the_open_ones_need_the_key() -> None:
     async def check() -> None:
-        scheduler = ScriptedScheduler()
-        manager = make_manager(scheduler, api_key="user", admin_api_key="admin")
+        await check_all(OPEN_PATHS | PROBE_PATHS, protect_metrics=False)
+        await check_all(OPEN_PATHS, protect_metrics=True)
+
+    async def check_all(open_paths: frozenset[str], protect_metrics: bool) -> None:
+        manager = make_manager(ScriptedScheduler(), api_key="user", admin_api_key="admin", protect_metrics=protect_metrics)
         app = create_app(manager)
         paths = {str(route.path) for route in app.routes} | {"/nope", "/v1//models", "//", "/health/", "/%68ealth", "/v1/models/tiny"}  # type: ignore[attr-defined]
-        assert paths >= OPEN_PATHS | ADMIN_PATHS
+        assert paths >= OPEN_PATHS | PROBE_PATHS | ADMIN_PATHS
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://health/health") as client:
             for path in paths:
@@ -246,7 +249,7 @@ def test_all_routes_except_the_open_ones_need_the_key() -> None:
                     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic user"}, {"authorization": "user"}):
                         answer = await client.request(method, url, headers={**headers, "host": "x/health?"})
                         refused = answer.status_code == 401
-                        assert refused == (path not in OPEN_PATHS | {"/%68ealth"}), (method, path, answer.status_code)
+                        assert refused == (path not in open_paths | {"/%68ealth"}), (method, path, answer.status_code)
         manager.close()
 
     run(check())
@@ -575,10 +578,16 @@ def test_server_info_has_the_fields_that_benchmarks_read() -> None:
 def test_profiles_go_to_the_servers_folder() -> None:
     async def check() -> None:
         async with front(profile_folder="/traces") as f:
-            assert error_of(await f.post("/start_profile", {"output_dir": "/etc"}))["param"] == "output_dir"
-            assert (await f.client.post("/start_profile")).status_code == 200
-            assert (await f.client.post("/stop_profile")).status_code == 200
-            assert [(call.what, call.folder) for call in f.scheduler.calls] == [("start_profile", "/traces"), ("stop_profile", "")]
+            assert error_of(await f.post("/start_profile", {"num_steps": 5}))["param"] == "num_steps"
+            started = await f.post(
+                "/start_profile", {"output_dir": "/etc", "activities": ["CPU"], "num_steps": None, "profile_by_stage": False}
+            )
+            assert started.json() == {"success": True, "folder": "/traces"}
+            for method in ("POST", "GET"):
+                assert (await f.client.request(method, "/start_profile")).status_code == 200
+                assert (await f.client.request(method, "/stop_profile")).status_code == 200
+            calls = [(call.what, call.folder) for call in f.scheduler.calls]
+            assert calls == [("start_profile", "/traces"), *[("start_profile", "/traces"), ("stop_profile", "")] * 2]
         async with front() as f:
             assert "--profile" in error_of(await f.post("/start_profile", {}))["message"]
 

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.layers.attention.torch_native import TorchNativeAttention
 from runtime.layers.linear import Linear
-from runtime.model_executor import acceptance_monitor
 from runtime.model_executor.context import make_context
 from runtime.model_executor.graph_capture import CallPool
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
@@ -24,7 +23,7 @@ from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.staging import HostCopy
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.parity import eagerly
-from unit.driver import Driver
+from unit.driver import Driver, EveryNth
 from unit.predicting import VOCAB, exact_product, speculating
 from unit.storm import SIZES, Poison, Storm, pools, runners, same_life
 from unit.tiny import tiny_runtime
@@ -595,10 +594,9 @@ FAULTS = [(None, None), ("draft_decode", lose_drafts), ("draft_extend", lose_fir
 def test_10_a_stale_graph_raises_the_drift_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str | None, fault: Any
 ) -> None:
-    monkeypatch.setattr(
-        acceptance_monitor, "EAGER_SAMPLE_EVERY", 5
-    )  # the sample, what it starts from, what starts from it, and two through graphs alone
     worker = graphs(tmp_path)
+    # The sample, what it starts from, what starts from it, and two through graphs alone.
+    worker.parts.monitor.schedule = EveryNth(5)
     if broken is not None:
         runner = runners(worker)[broken]
         runner._replays = {key: (lambda replay=replay: fault(worker, replay)) for key, replay in runner._replays.items()}
@@ -614,10 +612,10 @@ def test_10_a_stale_graph_raises_the_drift_alarm(
     assert ("acceptance of draft" in caplog.text) == (broken is not None)
 
 
-def test_10_eager_iterations_are_not_counted_as_graph_traffic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptance_monitor, "EAGER_SAMPLE_EVERY", 3)
+def test_10_eager_iterations_are_not_counted_as_graph_traffic(tmp_path: Path) -> None:
     for replay, sizes, counted in (("none", [], ["eager"]), ("eager", [2], ["graph", "eager_sample", "eager"])):
         worker = speculating(tmp_path / replay, replay=replay, sizes=sizes)
+        worker.parts.monitor.schedule = EveryNth(3)
         driver = Driver(worker)
         driver.prefill({r: [r, 7, 9] for r in range(1, 6)})
         for rows in ([1, 2], [1, 2, 3, 4, 5]) * 6:
@@ -645,8 +643,8 @@ def accept_by_load(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("beside_prompts", [False, True])
 def test_10_the_sample_is_of_the_traffic_that_graphs_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside_prompts: bool) -> None:
     """Steps that would run eagerly anyhow, for want of a graph or beside prompts, may be of other text, accepted otherwise."""
-    monkeypatch.setattr(acceptance_monitor, "EAGER_SAMPLE_EVERY", 5)
     worker = speculating(tmp_path, replay="eager", sizes=[1, 2, 4] if beside_prompts else [1], runtime={"mixed_chunk": True})
+    worker.parts.monitor.schedule = EveryNth(5)
     accept_by_load(worker, monkeypatch)
     for _ in range(80):
         driver = Driver(worker)

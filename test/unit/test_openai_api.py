@@ -386,14 +386,22 @@ def test_tokenize_and_detokenize_are_inverse() -> None:
             for path in ("/tokenize", "/v1/tokenize"):
                 many = (await f.post(path, {"prompt": texts})).json()
                 assert many["count"] == [len(text.encode()) for text in texts]
-            assert (await f.post("/detokenize", {"tokens": [many["tokens"][0], [33]]})).json() == {"text": [texts[0], "!"]}
-            assert (await f.post("/detokenize", {"tokens": many["tokens"][0]})).json() == {"text": texts[0]}
+            assert (await f.post("/detokenize", {"tokens": [many["tokens"][0], [33]]})).json()["text"] == [texts[0], "!"]
+            for path in ("/detokenize", "/v1/detokenize"):
+                assert (await f.post(path, {"tokens": many["tokens"][0]})).json()["text"] == texts[0]
+            named = (await f.post("/v1/tokenize", {"prompt": ["ab", "c"], "return_token_strs": True})).json()
+            assert named["token_strs"] == [["a", "b"], ["c"]]
+            assert Tokenized.model_validate(named).count == [2, 1]
             chat = (await f.post("/tokenize", {"messages": HI})).json()
             assert chat["tokens"] == HI_IDS
+            unfinished = [*HI, {"role": "assistant", "content": "we"}]
+            chat = (await f.post("/tokenize", {"messages": unfinished, "continue_final_message": True})).json()
+            assert chat["tokens"] == [*HI_IDS, *b"we"]
             assert chat["max_model_len"] == 256
             for body in ({"tokens": [259]}, {"tokens": [-1]}, {"tokens": ["a"]}, {"tokens": []}, {}):
                 assert (await f.post("/detokenize", body)).status_code == 400
-            for body in ({}, {"prompt": 3}, {"prompt": "a", "messages": HI}):
+            both = {"messages": unfinished, "continue_final_message": True, "add_generation_prompt": True}
+            for body in ({}, {"prompt": 3}, {"prompt": "a", "messages": HI}, both):
                 assert (await f.post("/tokenize", body)).status_code == 400
 
     run(check())

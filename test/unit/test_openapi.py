@@ -15,14 +15,24 @@ CHAT = """cache_salt chat_template_kwargs continue_final_message frequency_penal
 max_completion_tokens max_tokens messages min_p min_tokens model n presence_penalty priority repetition_penalty
 return_cached_tokens_details return_spec_tokens_details return_token_ids
 seed skip_special_tokens stop stop_token_ids stream stream_options temperature top_k top_logprobs top_p
-user metadata store prompt_cache_key safety_identifier service_tier verbosity prediction rid separate_reasoning"""
+user cache_control prompt_cache_retention stream_reasoning
+metadata store prompt_cache_key safety_identifier service_tier verbosity prediction rid separate_reasoning"""
+CONSTRAINED = "ebnf json_schema regex structural_tag"
+OPENAI_CONSTRAINED = """guided_choice guided_decoding_backend guided_grammar guided_json guided_regex guided_whitespace_pattern
+response_format structured_outputs"""
+CHAT = f"{CHAT} {CONSTRAINED} {OPENAI_CONSTRAINED}"
 NOT_FOR_COMPLETIONS = """chat_template_kwargs continue_final_message max_completion_tokens messages top_logprobs"""
 NATIVE = """text input_ids sampling_params rid stream return_logprob logprob_start_len top_logprobs_num
-return_text_in_logprobs cache_salt priority"""
+return_text_in_logprobs cache_salt priority model background conversation_id custom_labels external_trace_header log_metrics
+no_logs routing_key"""
+POOLING = "cache_salt model priority rid user"
 SAMPLING = """frequency_penalty ignore_eos logit_bias max_new_tokens min_new_tokens min_p n presence_penalty
 repetition_penalty sampling_seed seed skip_special_tokens stop stop_token_ids temperature top_k top_p"""
+SAMPLING = f"{SAMPLING} {CONSTRAINED}"
 UNBOUNDED = {"metadata", "prediction", "prompt_cache_key", "rid", "safety_identifier", "separate_reasoning", "service_tier"}
-UNBOUNDED |= {"store", "user", "verbosity"}
+UNBOUNDED |= {"store", "user", "verbosity", "cache_control", "prompt_cache_retention", "stream_reasoning", "background"}
+UNBOUNDED |= {"conversation_id", "custom_labels", "external_trace_header", "log_metrics", "no_logs", "routing_key"}
+UNBOUNDED |= {"guided_decoding_backend", "guided_whitespace_pattern"}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +73,9 @@ def test_every_documented_field_has_a_type_and_every_number_bounds(spec: dict[st
         "/v1/chat/completions": {*CHAT.split(), "chat_template"},
         "/v1/completions": completion,
         "/generate": set(NATIVE.split()),
+        "/v1/embeddings": {*POOLING.split(), "dimensions", "encoding_format", "input"},
+        "/v1/score": {*POOLING.split(), "apply_softmax", "item_first", "items", "label_token_ids", "query"},
+        "/v1/rerank": {*POOLING.split(), "documents", "query", "return_documents", "top_n"},
     }
     for path, names in expected.items():
         found = fields(spec, path)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fake_worker import FakeWorker, alone, logprob
+from fake_worker import FakeWorker, alone, logprob, pooled
 from runtime.batch import CostModel, ForwardMode, ScheduleBatch, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.managers.messages import (
@@ -31,6 +31,8 @@ from runtime.managers.messages import (
     TokensOutBatch,
 )
 from runtime.managers.scheduler import Scheduler
+from runtime.managers.telemetry.spec_stats import SpecStats
+from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 from unit.tiny import tiny_runtime
 from unit.wire import as_sent
@@ -80,7 +82,7 @@ class Harness:
         self.sent.append(as_sent(message))
 
     def ask(self, rid: str, prompt: list[int], seed: int = 0, stream: bool = True, **fields: Any) -> GenerateReq:
-        own = {k: fields.pop(k) for k in ("top_logprobs", "prompt_logprobs", "priority", "cache_salt") if k in fields}
+        own = {k: fields.pop(k) for k in ("top_logprobs", "prompt_logprobs", "priority", "cache_salt", "pooling") if k in fields}
         req = GenerateReq(rid=rid, input_ids=prompt, sampling=SamplingParams(**fields), seed=seed, stream=stream, **own)
         self.inbox.append(req)
         return req
@@ -552,6 +554,48 @@ def test_prompt_logprobs_are_whole_after_a_retraction_between_chunks() -> None:
     assert [p.chosen for p in prompts] == [[None] + [logprob(range(i), 0) for i in range(1, 35)]]
 
 
+@pytest.mark.parametrize("chunk", [4, 64])
+def test_a_pooling_request_ends_with_its_prompt_and_emits_nothing(chunk: int) -> None:
+    harness = Harness(limits_of(), chunked_prefill_size=chunk)
+    prompt = list(range(30))
+    harness.ask("text", prompt, max_new_tokens=3, ignore_eos=True)
+    harness.run_until_idle()
+    kinds = {"mean": Pooling(kind="mean"), "last": Pooling(kind="last"), "labels": Pooling(kind="labels", label_ids=(3, 7))}
+    for name, pooling in kinds.items():
+        harness.ask(name, prompt, max_new_tokens=1, pooling=pooling)
+    harness.run_until_idle()
+    for name, pooling in kinds.items():
+        (out,) = harness.outs(name)
+        assert (out.token_ids, out.progress.completion_tokens, harness.finish(name).reason) == ([], 0, "stop")
+        divisor = len(prompt) if name == "mean" else 1
+        assert out.pooled == pytest.approx((pooled(pooling, prompt) / divisor).tolist())
+        assert (out.progress.cached_tokens > 0) == (name != "mean")  # a mean needs the states of the whole prompt
+    assert all(out.pooled is None for out in harness.outs("text"))
+    harness.check_empty()
+
+
+def test_pooled_states_are_whole_after_a_retraction_between_chunks() -> None:
+    harness = Harness(limits_of(max_total_tokens=64), chunked_prefill_size=4, schedule_conservativeness=0.0)
+    old = harness.ask("old", [9] * 6, max_new_tokens=50, ignore_eos=True)
+    harness.step(20)
+    harness.ask("a", list(range(35)), max_new_tokens=1, pooling=Pooling(kind="mean"))
+    harness.run_until_idle()
+    assert harness.scheduler.stats.num_retracted_requests_total == 1
+    harness.check_answer(old)
+    assert harness.outs("a")[-1].pooled == pytest.approx((pooled(Pooling(kind="mean"), range(35)) / 35).tolist())
+
+
+def test_an_aborted_pooling_request_has_no_vector() -> None:
+    harness = Harness(limits_of(), chunked_prefill_size=4)
+    harness.ask("a", list(range(30)), max_new_tokens=1, pooling=Pooling(kind="mean"))
+    harness.step(3)
+    harness.inbox.append(AbortReq(rid="a"))
+    harness.run_until_idle()
+    assert harness.finish("a").reason == "abort"
+    assert harness.outs("a")[-1].pooled is None
+    harness.check_empty()
+
+
 def test_a_conservative_server_never_retracts() -> None:
     harness = Harness(limits_of(max_total_tokens=64), schedule_conservativeness=2.0)
     for i in range(4):
@@ -866,6 +910,21 @@ def test_the_cache_is_flushed_only_when_idle() -> None:
     harness.inbox.append(AbortReq(all=True))  # leaves a step in flight whose requests have all ended
     assert control(harness, "flush_cache") == CacheFlushed(pages=4)
     assert harness.scheduler.admission.kv_pages.allocator.available == 512
+
+
+def test_flushing_the_cache_restarts_the_acceptance_figures() -> None:
+    harness = Harness(limits_of(max_accept_len=4, tokens_per_step=4))
+    harness.ask("a", [1, 2, 3], max_new_tokens=20, ignore_eos=True)
+    harness.run_until_idle()
+    assert harness.scheduler.stats.spec.verify_steps > 0
+    generated = harness.scheduler.stats.generation_tokens_total
+    assert isinstance(control(harness, "flush_cache"), CacheFlushed)
+    assert harness.scheduler.stats.spec == SpecStats()
+    assert harness.scheduler.stats.generation_tokens_total == generated
+    harness.ask("b", [1, 2, 3], max_new_tokens=20, ignore_eos=True)
+    harness.run_until_idle()
+    harness.scheduler._stats_log.tick(1e9)
+    assert 0 < harness.scheduler.stats.spec.verify_steps < 20
 
 
 def test_profiling_is_passed_to_the_worker_and_its_error_to_the_caller() -> None:

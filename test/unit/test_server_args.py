@@ -44,7 +44,7 @@ OUR_FLAGS = re.findall(
     """
     shutdown-timeout speculative-draft-load-format speculative-draft-attention-backend disable-draft-extend-cuda-graph
     disable-draft-decode-cuda-graph speculative-synthetic-accept-length speculative-check-parity trust-request-chat-template profile
-    cpu-threads speculative-disable-by-batch-size
+    cpu-threads speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins
     """,
 )
 
@@ -315,7 +315,7 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("given", "machine", "words"),
     [
-        ({"tp_size": 2}, HOPPER, ["--tp-size"]),
+        ({"tp_size": 2}, HOPPER, ["--tp-size 2", "2 GPUs", "reports 1"]),
         ({"dp_size": 4}, HOPPER, ["--dp-size"]),
         ({"ep_size": 2}, HOPPER, ["--ep-size"]),
         ({"attention_backend": "fa3"}, CPU, ["fa3", "torch_native"]),
@@ -331,7 +331,6 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"disable_cuda_graph": True, "cuda_graph_bs": (1,)}, HOPPER, ["--disable-cuda-graph"]),
         ({"cuda_graph_bs": (0, 2)}, HOPPER, ["--cuda-graph-bs"]),
         ({"cuda_graph_bs": (1, 64), "cuda_graph_max_bs": 32}, HOPPER, ["--cuda-graph-max-bs", "64"]),
-        ({"grammar_backend": "xgrammar"}, CPU, ["--grammar-backend"]),
         ({"tool_call_parser": "llama3"}, CPU, ["--tool-call-parser"]),
         ({"reasoning_parser": "qwen3"}, CPU, ["--reasoning-parser"]),
         ({"sampling_backend": "flashinfer"}, HOPPER, ["--sampling-backend", "pytorch"]),
@@ -409,9 +408,14 @@ SAME_NAME: dict[str, object] = {
     "cpu_threads": 3, "chunked_prefill_size": 64, "max_prefill_tokens": 4096, "schedule_policy": "lpm", "schedule_conservativeness": 0.5,
     "stream_interval": 4, "random_seed": 5, "cuda_graph_bs": (1, 3), "log_level": "debug", "log_requests": True, "enable_metrics": False,
     "dtype": "float16", "load_format": None, "model_path": None, "quantization": None, "sampling_defaults": "openai",
+    "strict_request_fields": True, "protect_metrics": True,
+    "embedding_pooling": "last", "grammar_backend": "none",
 }  # fmt: skip
 """Flags with a field of the same name; None for those that come from the model's facts or have tests of their own."""
 OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object], object]] = {
+    "allow_origins": (
+        {"allow_origins": "https://a.example, http://b:3000/"}, lambda c: c.server.allow_origins, ("https://a.example", "http://b:3000")
+    ),
     "preferred_sampling_params": (
         {"preferred_sampling_params": '{"top_k": 5}'}, lambda c: c.model.preferred_sampling_params.given(), {"top_k": 5}
     ),
@@ -449,10 +453,13 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "speculative_disable_by_batch_size": (
         {"speculative_disable_by_batch_size": 24}, lambda c: spec_of(c).disable_by_batch_size, 24
     ),
+    "tp_size": (
+        {"tp_size": 4, "device": "cpu", "attention_backend": "torch_native"}, lambda c: (c.parallel.tp_size, c.device.cpu_threads), (4, 4)
+    ),
     "speculative_check_parity": ({"speculative_check_parity": True}, lambda c: spec_of(c).check_parity, True),
 }  # fmt: skip
 REFUSED = {
-    "kv_cache_dtype", "trust_remote_code", "tool_call_parser", "reasoning_parser", "grammar_backend", "tp_size", "dp_size", "ep_size"
+    "kv_cache_dtype", "trust_remote_code", "tool_call_parser", "reasoning_parser", "dp_size", "ep_size"
 }  # fmt: skip
 
 
@@ -469,6 +476,17 @@ def test_each_flag_reaches_the_configuration(name: str) -> None:
         assert resolve(args(), HOPPER, LLAMA).by_flag()[name] != value, "the default is the same"
 
 
+def test_a_grammar_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="--grammar-backend xgrammar needs the package: pip install xgrammar"):
+        resolve(args(grammar_backend="xgrammar"), CPU, LLAMA)
+
+
+def test_forced_acceptance_allows_no_grammars() -> None:
+    forced = args(**{**EAGLE, "speculative_synthetic_accept_length": "0.9,0.5,0.1"})
+    assert resolve(forced, HOPPER, LLAMA, DRAFT).scheduler.grammar_backend == "none"
+
+
 def test_every_flag_is_configured_or_refused() -> None:
     assert {flag.name for flag in flags()} == {*SAME_NAME, *OTHER_NAME, *REFUSED}
 
@@ -482,7 +500,13 @@ def test_keys_that_no_header_can_carry_are_refused(name: str, key: str) -> None:
 
 
 def test_check_refuses_what_no_machine_can_do() -> None:
-    for given in ({"tp_size": 2}, {"port": -1}, {"speculative_num_steps": 3, "model_path": "x"}, {"speculative_algorithm": "EAGLE"}):
+    for given in (
+        {"tp_size": 0},
+        {"dp_size": 2},
+        {"port": -1},
+        {"speculative_num_steps": 3, "model_path": "x"},
+        {"speculative_algorithm": "EAGLE"},
+    ):
         with pytest.raises(ConfigError):
             check(args(**given))
 

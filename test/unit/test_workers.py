@@ -12,6 +12,7 @@ from runtime.batch import ScheduleBatch
 from runtime.errors import ConfigError
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.context import make_context
+from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 from runtime.worker_info import RunnerRuns
 from unit.driver import Driver
@@ -93,6 +94,28 @@ def test_prompt_log_probabilities_are_those_of_the_following_tokens(k: int) -> N
         for i, token in enumerate(PROMPTS[3][1:]):
             assert chosen[i] == pytest.approx(whole[i][token], abs=1e-4)
             np.testing.assert_allclose(top[i], np.sort(whole[i])[::-1][:k], atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1 << 30, 7])
+def test_pooled_prompts_are_the_states_and_log_probabilities_of_their_tokens(chunk: int) -> None:
+    prompt, labels, worker = PROMPTS[3], (3, 9, 3), plain()
+    kinds = {1: Pooling(kind="mean"), 2: Pooling(kind="last"), 3: Pooling(kind="labels", label_ids=labels)}
+    results = Driver(worker).prefill(dict.fromkeys(kinds, prompt), chunk=chunk, pooling=kinds)
+    mean, last, scores = (np.sum([r.pooled[i] for r in results if i in r.pooled], axis=0) for i in range(3))
+    states = np.stack([_last_state(worker, prompt[:length]) for length in range(1, len(prompt) + 1)])
+    np.testing.assert_allclose(mean, states.sum(0), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(last, states[-1], rtol=1e-3, atol=1e-4)
+    whole = _all_logprobs(prompt)[-1]
+    np.testing.assert_allclose(scores, whole[list(labels)], atol=1e-4)
+    logits = worker.parts.target.runner.model.logits(torch.from_numpy(last)[None])  # the state that predicts the next token
+    np.testing.assert_allclose(torch.log_softmax(logits, -1)[0].numpy(), whole, atol=1e-4)
+
+
+def _last_state(worker: Any, prompt: list[int]) -> np.ndarray:
+    """float32 [hidden]: the state after a prompt that runs alone."""
+    worker.reset()
+    (result,) = Driver(worker).prefill({1: prompt}, pooling={1: Pooling(kind="last")})
+    return result.pooled[0]
 
 
 def _all_logprobs(prompt: list[int]) -> np.ndarray:

@@ -33,6 +33,7 @@ def tiny_runtime(speculative: SpeculativeConfig | None = None, **changes: object
         overlap=True, mixed_chunk=False, stream_interval=1, random_seed=0, watchdog_timeout=300.0,
         host="127.0.0.1", port=0, api_key=None, admin_api_key=None, trust_request_chat_template=False, enable_metrics=True,
         log_level="info", log_requests=False, shutdown_timeout=30.0, skip_server_warmup=True, profile_folder=None,
+        embedding_pooling="mean",
     )  # fmt: skip
     values.update(changes)
     parts = {part.name: part.type for part in msgspec.structs.fields(RuntimeConfig) if part.name != "speculative"}

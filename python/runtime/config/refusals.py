@@ -9,10 +9,8 @@ from runtime.errors import ConfigError
 
 _ONE_DEVICE = "A server runs on one device; start one server per device, or leave the flag out."
 UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
-    "tp_size": ((1,), _ONE_DEVICE),
     "dp_size": ((1,), _ONE_DEVICE),
     "ep_size": ((1,), _ONE_DEVICE),
-    "grammar_backend": ((None, "none"), "Grammars are not implemented yet; leave the flag out."),
     "tool_call_parser": ((None,), "Tool calls are not parsed yet; leave the flag out."),
     "reasoning_parser": ((None,), "Reasoning is not parsed yet; leave the flag out."),
     "sampling_backend": ((None, "triton", "pytorch"), "Use triton or pytorch, or leave the flag out."),

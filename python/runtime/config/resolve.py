@@ -7,8 +7,9 @@ from runtime.config.device import check_device, resolve_device
 from runtime.config.graphs import check_graphs, resolve_graphs
 from runtime.config.machine import MachineFacts
 from runtime.config.model_facts import ModelFacts
+from runtime.config.parallel import check_parallel, resolve_parallel
 from runtime.config.refusals import check_supported
-from runtime.config.runtime_config import ParallelConfig, RuntimeConfig
+from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.scheduler import check_scheduler, resolve_scheduler
 from runtime.config.served_model import check_model, resolve_model
 from runtime.config.server import check_server, resolve_server
@@ -41,7 +42,7 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
         cache=resolve_cache(args, device.attention_backend, served.context_length),
         scheduler=resolve_scheduler(args, device, served.context_length, speculative),
         graphs=graphs,
-        parallel=ParallelConfig(tp_size=args.tp_size, dp_size=args.dp_size, ep_size=args.ep_size),
+        parallel=resolve_parallel(args, device, machine),
         speculative=speculative,
         server=resolve_server(args),
     )
@@ -50,7 +51,16 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
 def check(args: ServerArgs) -> None:
     """Refuse what no machine and no model can do, before anything is fetched or loaded. Raises `ConfigError`."""
     check_supported(args)
-    for check_part in (check_model, check_device, check_cache, check_scheduler, check_graphs, check_speculative, check_server):
+    for check_part in (
+        check_model,
+        check_device,
+        check_parallel,
+        check_cache,
+        check_scheduler,
+        check_graphs,
+        check_speculative,
+        check_server,
+    ):
         check_part(args)
     # Without a model path the embedded model is served, and `with_embedded_draft` fills in its draft.
     if args.model_path is not None or not asks_for_embedded_draft(args):

@@ -8,6 +8,7 @@ import msgspec
 
 from runtime.config.device_tuning import DeviceTuning, tuning_of
 from runtime.config.machine import Gpu
+from runtime.pooling import PoolingName
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -16,14 +17,16 @@ AttentionName = Literal["torch_native", "fa3", "flashinfer"]
 SamplingName = Literal["triton", "pytorch"]
 SpecAlgorithm = Literal["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"]
 Quantization = Literal["int8"]
+GrammarBackendName = Literal["llguidance", "xgrammar", "none"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
 
 
 class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which model is served, and how its weights are stored.
 
-    `random_seed` seeds dummy weights and the requests that bring no seed of their own. OpenAI's endpoints sample with
-    `default_sampling_params` what a request leaves out, SGLang's native ones with `preferred_sampling_params`.
+    Requests may call the model by its served name or by one of `aliases`. `random_seed` seeds dummy weights and the
+    requests that bring no seed of their own. OpenAI's endpoints sample with `default_sampling_params` what a request
+    leaves out, SGLang's native ones with `preferred_sampling_params`.
     """
 
     model_path: str
@@ -35,6 +38,7 @@ class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     chat_template: str | None
     random_seed: int
+    aliases: tuple[str, ...] = ()
     sampling_defaults: Literal["model", "openai"] = "model"
     default_sampling_params: SamplingDefaults = NO_DEFAULTS
     preferred_sampling_params: SamplingDefaults = NO_DEFAULTS
@@ -82,6 +86,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     mixed_chunk: bool
     stream_interval: int
     watchdog_timeout: float
+    grammar_backend: GrammarBackendName = "llguidance"
 
 
 class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,11 +97,28 @@ class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How many devices share the work: tensor, data and expert parallel ranks."""
+    """How many devices share the work: tensor, data and expert parallel ranks; and the nodes that hold them.
+
+    Node `node_rank` of `nnodes` holds `tp_size / nnodes` ranks in a row. Node 0 listens at `dist_init_addr`, HOST:PORT.
+    `dist_timeout` is how many seconds ranks wait for each other at start-up.
+    """
 
     tp_size: int = 1
     dp_size: int = 1
     ep_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str | None = None
+    dist_timeout: float = 600.0
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on each node."""
+        return self.tp_size // self.nnodes
+
+    def device_index(self, rank: int) -> int:
+        """The device of a rank among those of its node."""
+        return rank % self.ranks_per_node
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,12 +154,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str | None
     admin_api_key: str | None
     trust_request_chat_template: bool
+    embedding_pooling: PoolingName
     enable_metrics: bool
     log_level: str
     log_requests: bool
     shutdown_timeout: float
     skip_server_warmup: bool
     profile_folder: str | None
+    strict_request_fields: bool = False
+    protect_metrics: bool = False
+    allow_origins: tuple[str, ...] = ()
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 
 from runtime.config.device_tuning import CPU
 from runtime.config.refusals import check_positive, check_ranges
-from runtime.config.runtime_config import AttentionName, DeviceConfig, DeviceKind, SchedulerConfig, SpeculativeConfig
+from runtime.config.runtime_config import AttentionName, DeviceConfig, DeviceKind, GrammarBackendName, SchedulerConfig, SpeculativeConfig
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
 
@@ -49,7 +50,17 @@ def resolve_scheduler(
         mixed_chunk=args.enable_mixed_chunk,
         stream_interval=args.stream_interval,
         watchdog_timeout=args.watchdog_timeout,
+        grammar_backend=_grammar_backend(args, speculative),
     )
+
+
+def _grammar_backend(args: ServerArgs, speculative: SpeculativeConfig | None) -> GrammarBackendName:
+    if args.grammar_backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
+        raise ConfigError("--grammar-backend xgrammar needs the package: pip install xgrammar. Or leave the flag out.")
+    if speculative is not None and speculative.synthetic_accept is not None:
+        log.info("grammar backend none: synthetic acceptance commits drafts that a grammar forbids")
+        return "none"
+    return args.grammar_backend
 
 
 def _chunk(args: ServerArgs, device: DeviceKind) -> int:

@@ -48,10 +48,17 @@ def resolve_model(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> Se
         context_length=_context_length(args, model),
         chat_template=args.chat_template,
         random_seed=_seed(args),
+        aliases=_aliases(args, model),
         sampling_defaults=args.sampling_defaults,
         default_sampling_params=sampling,
         preferred_sampling_params=preferred,
     )
+
+
+def _aliases(args: ServerArgs, model: ModelFacts) -> tuple[str, ...]:
+    """Other names of the model: SGLang's default, its path as it was given and as it was found, and the last part of these."""
+    paths = [path.rstrip("/") for path in (args.model_path, model.path) if path]
+    return tuple(dict.fromkeys(("default", model.name, *paths, *(Path(path).name for path in paths))))
 
 
 def _preferred(args: ServerArgs) -> SamplingDefaults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from runtime.config.refusals import check_positive, check_ranges, flag_of
@@ -17,6 +18,7 @@ def check_server(args: ServerArgs) -> None:
     for name in ("api_key", "admin_api_key"):
         if (key := getattr(args, name)) is not None:
             _check_key(flag_of(name), key)
+    _origins(args)
     if args.profile is not None and (not args.profile or Path(args.profile).is_file()):
         raise ConfigError(f"--profile must name a folder for the traces; got {args.profile!r}. A missing folder is created.")
 
@@ -29,6 +31,10 @@ def resolve_server(args: ServerArgs) -> ServerConfig:
         api_key=args.api_key,
         admin_api_key=args.admin_api_key,
         trust_request_chat_template=args.trust_request_chat_template,
+        strict_request_fields=args.strict_request_fields,
+        protect_metrics=args.protect_metrics,
+        allow_origins=_origins(args),
+        embedding_pooling=args.embedding_pooling,
         enable_metrics=args.enable_metrics,
         log_level=args.log_level,
         log_requests=args.log_requests,
@@ -36,6 +42,15 @@ def resolve_server(args: ServerArgs) -> ServerConfig:
         skip_server_warmup=args.skip_server_warmup,
         profile_folder=args.profile,
     )
+
+
+def _origins(args: ServerArgs) -> tuple[str, ...]:
+    """The origins of --allow-origins. Raises `ConfigError` for what no browser sends as an origin."""
+    origins = tuple(name.strip().rstrip("/") for name in (args.allow_origins or "").split(",") if name.strip())
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
+            raise ConfigError(f"--allow-origins {origin} is not an origin. Give scheme://host or scheme://host:port, or *.")
+    return origins
 
 
 def _check_key(flag: str, key: str) -> None:

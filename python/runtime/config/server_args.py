@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from runtime.pooling import PoolingName
+
 MODEL, SERVER, DEVICE, SCHEDULING = "model", "server", "device and memory", "scheduling"
 GRAPHS, SPECULATION, OBSERVING = "CUDA graphs", "speculative decoding", "observing"
 AttentionChoice = Literal["torch_native", "fa3", "flashinfer"]
@@ -59,14 +61,22 @@ class ServerArgs:
     """Key that every request must send as 'Authorization: Bearer KEY'."""
     admin_api_key: str | None = _flag(SERVER, None, "KEY")
     """Key for administrative endpoints (flush, profile, abort); default: the API key."""
+    protect_metrics: bool = _flag(SERVER, False)
+    """Ask for the key at /metrics and /health_generate too; without this flag they are open to probes."""
+    allow_origins: str | None = _flag(SERVER, None, "ORIGINS")
+    """Origins whose web pages may use the API, separated by commas, such as https://app.example; * allows all."""
     max_queued_requests: int = _flag(SERVER, 4096, "N")
     """Requests that may wait; further requests are answered with status 429."""
     trust_request_chat_template: bool = _flag(SERVER, False)
     """Allow requests to bring their own chat template (it runs in a sandbox)."""
+    strict_request_fields: bool = _flag(SERVER, False)
+    """Refuse requests with unknown fields; otherwise they are ignored, and a header of the answer names them."""
     tool_call_parser: str | None = _flag(SERVER, None, "NAME")
     """Not supported yet."""
     reasoning_parser: str | None = _flag(SERVER, None, "NAME")
     """Not supported yet; reasoning stays in the text."""
+    embedding_pooling: PoolingName = _flag(SERVER, "mean")
+    """How /v1/embeddings reduces a prompt: mean of its hidden states, or the state of its last token."""
     skip_server_warmup: bool = _flag(SERVER, False)
     """Report ready without generating a first token."""
     shutdown_timeout: float = _flag(SERVER, 30.0, "SECONDS")
@@ -80,8 +90,8 @@ class ServerArgs:
     """Attention kernels; default: fa3 on Hopper GPUs, flashinfer on other GPUs, torch_native on a CPU."""
     sampling_backend: Literal["triton", "pytorch", "flashinfer"] | None = _flag(DEVICE, None)
     """Sampling kernels; default: triton on a GPU, pytorch on a CPU; flashinfer is not supported."""
-    grammar_backend: str | None = _flag(DEVICE, None, "NAME")
-    """Not supported yet."""
+    grammar_backend: Literal["llguidance", "xgrammar", "none"] = _flag(DEVICE, "llguidance")
+    """Library that compiles JSON schemas and other grammars; none refuses requests with one."""
     mem_fraction_static: float | None = _flag(DEVICE, None, "SHARE")
     """Share of the device memory for weights and KV cache; default: all that measured activations and graphs leave."""
     max_total_tokens: int | None = _flag(DEVICE, None, "TOKENS")
@@ -91,13 +101,13 @@ class ServerArgs:
     page_size: int | None = _flag(DEVICE, None, "SLOTS")
     """KV slots per page; default: 64 with fa3, else 16."""
     tp_size: int = _flag(DEVICE, 1, "N", "--tensor-parallel-size", "--tp")
-    """GPUs that share one model; only 1 is supported."""
+    """GPUs, or CPU processes, that share one model."""
     dp_size: int = _flag(DEVICE, 1, "N", "--data-parallel-size", "--dp")
     """Copies of the model; only 1 is supported."""
     ep_size: int = _flag(DEVICE, 1, "N", "--expert-parallel-size", "--ep")
     """GPUs that share the experts; only 1 is supported."""
     cpu_threads: int | None = _flag(DEVICE, None, "N")
-    """Threads of one CPU operation; default: the number of cores."""
+    """Threads of one CPU operation; default: the number of cores, shared by the ranks of a sharded model."""
 
     chunked_prefill_size: int | None = _flag(SCHEDULING, None, "TOKENS")
     """Prompt tokens per step; longer prompts are cut, -1 never cuts; default: 512 on a CPU, 2048 on CUDA."""

@@ -11,12 +11,16 @@ T = TypeVar("T")
 
 
 class ParallelGroup(Protocol):
-    """`size` processes that each hold a shard of a model.
+    """`size` processes that each hold a shard of a model. All of them make the same calls in the same order.
 
     Attributes:
         rank: of this process, 0..size - 1.
         size: 1 where the model is not sharded.
+        exchange_seconds: time spent in exchanges within steps so far.
     """
+
+    @property
+    def exchange_seconds(self) -> float: ...  # noqa: D102
 
     @property
     def rank(self) -> int: ...  # noqa: D102
@@ -28,8 +32,16 @@ class ParallelGroup(Protocol):
         """The sum of `x` over all ranks, the same bits on every rank; may reuse the storage of `x`."""
         ...
 
+    def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
+        """[N, own] of every rank side by side: [N, `columns`], where rank r holds `Shard(r, size).of(columns)`."""
+        ...
+
     def agree(self, value: T) -> T:
-        """Rank 0's `value`: every measured choice that ranks must share goes through here."""
+        """Rank 0's `value`: every measured choice that ranks must share goes through here. At start-up only."""
+        ...
+
+    def gather(self, value: T) -> list[T]:
+        """The `value` of every rank, in the order of ranks. At start-up only."""
         ...
 
 
@@ -39,14 +51,23 @@ class SingleProcess:
 
     rank: int = 0
     size: int = 1
+    exchange_seconds: float = 0.0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` itself."""
+        return x
+
+    def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         """`x` itself."""
         return x
 
     def agree(self, value: T) -> T:
         """`value` itself."""
         return value
+
+    def gather(self, value: T) -> list[T]:
+        """`value` alone."""
+        return [value]
 
 
 ALONE = SingleProcess()
@@ -55,16 +76,20 @@ ALONE = SingleProcess()
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `count` equal parts of a dimension."""
+    """One of `count` parts of a dimension that is cut into units of `unit`, the first parts larger where it does not
+    divide evenly.
+    """
 
     index: int = 0
     count: int = 1
+    unit: int = 1
 
     def of(self, size: int) -> slice:
-        """This part's range of a dimension of `size`, a multiple of `count`."""
-        assert size % self.count == 0, f"{size} is not a multiple of {self.count}"
-        part = size // self.count
-        return slice(self.index * part, (self.index + 1) * part)
+        """This part's range of a dimension of `size`, a multiple of `unit`."""
+        assert size % self.unit == 0, f"{size} is not a multiple of {self.unit}"
+        each, more = divmod(size // self.unit, self.count)
+        start = self.index * each + min(self.index, more)
+        return slice(start * self.unit, (start + each + (self.index < more)) * self.unit)
 
 
 WHOLE = Shard()

@@ -11,8 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Literal
+from functools import partial
 
 import msgspec
 import setproctitle
@@ -20,15 +19,16 @@ import setproctitle
 from runtime import log as logging_setup
 from runtime.batch import Worker, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
+from runtime.distributed.rank_place import RankPlace
 from runtime.entrypoints import cuda_context
 from runtime.entrypoints.collector import freeze_gc
+from runtime.entrypoints.grammars import eos_ids_of, make_compiler
 from runtime.errors import ConfigError
 from runtime.managers.detokenizer_manager import DetokenizerManager
 from runtime.managers.ipc import Inbox, Outbox
 from runtime.managers.messages import DrainReq, Heartbeat, ToDetokenizer, ToScheduler
 from runtime.models.config import ModelConfig
 from runtime.text.tokenizer import Tokenizer
-from runtime.text.tokenizer_files import tokenizer_eos_ids
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +36,20 @@ BEAT_SECONDS = 0.5
 """Seconds between heartbeats of the detokenizer. (The scheduler has its own.)"""
 _PR_SET_PDEATHSIG = 1
 
-Role = Literal["scheduler", "detokenizer"]
+Role = str
+"""scheduler, detokenizer, or worker-R for rank R of a sharded model."""
 BuildWorker = Callable[[RuntimeConfig, ModelConfig], Worker]
 
 
 class ChildConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child reads from stdin, as JSON: the configuration, the folder of the sockets, the parent's pid."""
+    """What a child reads from stdin, as JSON: the configuration, the folder of the sockets, the parent's pid, and its
+    place among the ranks where the model is sharded.
+    """
 
     config: RuntimeConfig
     folder: str
     parent: int
+    place: RankPlace | None = None
 
 
 class ChildReady(msgspec.Struct, frozen=True, tag=True):
@@ -86,7 +90,7 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], N
     child = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildConfig)
     _die_with(child, role)
     setproctitle.setproctitle(f"talon::{role}")
-    logging_setup.setup(child.config.server.log_level, f"talon::{role}")
+    logging_setup.setup(_log_level(child), f"talon::{role}")
     faulthandler.enable()  # prints the stacks when the parent aborts a child that hangs
     try:
         serve(child, status)
@@ -101,24 +105,37 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], N
     return 0
 
 
+def _log_level(child: ChildConfig) -> str:
+    """Ranks that follow another would log everything once more: they log what is wrong only."""
+    level = child.config.server.log_level
+    return "warning" if level == "info" and child.place is not None and child.place.rank > 0 else level
+
+
+def _create_cuda_context(child: ChildConfig) -> None:
+    """Begin to create it, if this process has a GPU."""
+    if child.config.device.device == "cuda":
+        cuda_context.create_early(child.config.parallel.device_index(child.place.rank if child.place is not None else 0))
+
+
 def serve_scheduler(child: ChildConfig, status: StatusPipe, build: BuildWorker) -> None:
     """Build the worker with `build`, then schedule until drained."""
-    if child.config.device.device == "cuda":
-        cuda_context.create_early()
+    _create_cuda_context(child)
     from runtime.managers.scheduler import Scheduler
     from runtime.models.registry import load_hf_config
 
     inbox: Inbox[ToScheduler] = Inbox(child.folder, "scheduler", ToScheduler)
     outbox = Outbox(child.folder, "detokenizer")
     model_config = load_hf_config(child.config.model.model_path)
-    eos_ids = dict.fromkeys((*model_config.eos_ids, *tokenizer_eos_ids(Path(child.config.model.tokenizer_path))))
     worker = build(child.config, model_config)
     config = child.config
-    scheduler = Scheduler(config.scheduler, config.cache, worker, tuple(eos_ids), inbox.receive, outbox.send)
+    eos_ids, compiler = eos_ids_of(config, model_config), make_compiler(config, model_config)
+    scheduler = Scheduler(config.scheduler, config.cache, worker, eos_ids, inbox.receive, outbox.send, compiler=compiler)
     freeze_gc()
     status.send(ChildReady(worker.limits))
     scheduler.run()
     worker.close()
+    if compiler is not None:
+        compiler.close()
     outbox.close()
 
 
@@ -140,8 +157,26 @@ def serve_detokenizer(child: ChildConfig, status: StatusPipe) -> None:
     to_scheduler.close()
 
 
-def build_worker(config: RuntimeConfig, model_config: ModelConfig) -> Worker:
-    """The worker of this configuration. Loads torch."""
+def serve_rank(child: ChildConfig, status: StatusPipe) -> None:
+    """Run what rank 0 sends until it sends no more. Loads torch."""
+    _create_cuda_context(child)
+    from runtime.entrypoints.rank import follow_rank_0
+    from runtime.models.registry import load_hf_config
+
+    def ready() -> None:
+        freeze_gc()
+        status.send(ChildReady())
+
+    assert child.place is not None, "a rank needs a place"
+    follow_rank_0(child.config, load_hf_config(child.config.model.model_path), child.place, ready)
+
+
+def build_worker(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace | None = None) -> Worker:
+    """The worker of this configuration, rank 0 of several where there is a `place`. Loads torch."""
+    if place is not None:
+        from runtime.entrypoints.rank import lead
+
+        return lead(config, model_config, place)
     if config.speculative is not None:
         from runtime.speculative.build import build_speculative_worker as build
     else:
@@ -171,7 +206,9 @@ def main(argv: list[str]) -> int:
     role, status_fd = argv[0], int(argv[1])
     if role == "detokenizer":
         return run("detokenizer", status_fd, serve_detokenizer)
-    return run("scheduler", status_fd, lambda child, status: serve_scheduler(child, status, build_worker))
+    if role != "scheduler":
+        return run(role, status_fd, serve_rank)
+    return run(role, status_fd, lambda child, status: serve_scheduler(child, status, partial(build_worker, place=child.place)))
 
 
 if __name__ == "__main__":

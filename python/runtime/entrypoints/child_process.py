@@ -34,9 +34,10 @@ class ChildProcess:
         self._rest = b""
         self._fd, theirs = os.pipe()
         os.set_blocking(self._fd, False)
+        inherited = (theirs, *(config.place.ring.all if config.place else ()))
         # In a session of its own it does not get Ctrl-C from the terminal: the parent decides when it ends.
         self._process = subprocess.Popen(
-            [*command, role, str(theirs)], stdin=subprocess.PIPE, pass_fds=(theirs,), start_new_session=True, env=_environment()
+            [*command, role, str(theirs)], stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=True, env=_environment()
         )
         os.close(theirs)
         assert self._process.stdin is not None

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from runtime.errors import RequestError
 from runtime.managers.generation import Generation, GenerationUpdate
-from runtime.managers.messages import TokenLogprobs
+from runtime.managers.messages import Finish, TokenLogprobs
 from runtime.managers.tokenizer_manager import TokenizerManager
+from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 
 MAX_UNREAD = 256
@@ -30,6 +33,7 @@ class Call:
         fill_context: generate to the end of the context.
         continues_prompt: whether the text of the output continues that of the prompt.
         top_logprobs: -1 for no log-probabilities, else how many beside each chosen token.
+        pooling: reduce the prompts to numbers instead of generating.
         params: the protocol's names for fields that the manager calls "prompt", "input_ids" and "max_new_tokens".
     """
 
@@ -46,6 +50,7 @@ class Call:
     params: Mapping[str, str]
     fill_context: bool = False
     continues_prompt: bool = True
+    pooling: Pooling | None = None
 
 
 class Generations:
@@ -82,6 +87,7 @@ class Generations:
                     continues_prompt=call.continues_prompt,
                     rid=rid,
                     call=call.name,
+                    pooling=call.pooling,
                 )
                 group.each.append(generation)
         except RequestError as error:
@@ -165,6 +171,15 @@ class Choice:
             self.top.extend(update.logprobs.top)
         self.prompt_logprobs = update.prompt_logprobs or self.prompt_logprobs
         self.last = update
+
+    def prompt_only(self) -> Choice:
+        """This choice without the one token that is generated where none is asked for: reading a prompt yields it."""
+        assert self.last is not None
+        finish = self.last.finish
+        if finish is not None and finish.reason != "abort":
+            finish = Finish(reason="length")
+        progress = msgspec.structs.replace(self.last.progress, completion_tokens=0)
+        return Choice(prompt_logprobs=self.prompt_logprobs, last=replace(self.last, progress=progress, finish=finish))
 
     @property
     def finish_reason(self) -> str | None:

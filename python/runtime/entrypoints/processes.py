@@ -10,7 +10,10 @@ import sys
 from collections.abc import Coroutine, Sequence
 from typing import TypeVar
 
+from msgspec import structs
+
 from runtime.config.runtime_config import RuntimeConfig
+from runtime.distributed.rank_place import places_on_host
 from runtime.entrypoints.child import ChildConfig, Role
 from runtime.entrypoints.child_process import ChildProcess
 from runtime.entrypoints.socket_folder import make_socket_folder
@@ -39,7 +42,8 @@ class Runtime:
 
     Args:
         config, model_config: from `prepare`.
-        scheduler_command: what to run instead of this package's scheduler process; it gets the role and a file descriptor.
+        scheduler_command: what to run instead of this package's scheduler process and workers; it gets the role and a file
+            descriptor.
 
     Attributes:
         died: set when a process died or hangs; all open requests have failed by then.
@@ -68,7 +72,7 @@ class Runtime:
         return self._manager
 
     async def start(self) -> None:
-        """Start both children and wait until they serve.
+        """Start all children and wait until they serve.
 
         Raises:
             ConfigError: a child cannot run with this configuration.
@@ -78,12 +82,12 @@ class Runtime:
         self._inbox = AsyncInbox(self._folder, "tokenizer", ToTokenizer)
         self._outbox = Outbox(self._folder, "scheduler")
         child_config = ChildConfig(config=self.config, folder=self._folder, parent=os.getpid())
-        scheduler = ChildProcess("scheduler", self._scheduler_command, child_config)
-        self._children.append(scheduler)
+        scheduler, *ranks = self._start_ranks(child_config)
         detokenizer = ChildProcess("detokenizer", self._own_command, child_config)
         self._children.append(detokenizer)
         load = asyncio.to_thread(Tokenizer.load, self.config.model.tokenizer_path, chat_template=self.config.model.chat_template)
-        tokenizer, limits, _ = await self._while_all_live(asyncio.gather(load, scheduler.ready, detokenizer.ready))
+        others = asyncio.gather(detokenizer.ready, *(rank.ready for rank in ranks))
+        tokenizer, limits, _ = await self._while_all_live(asyncio.gather(load, scheduler.ready, others))
         assert limits is not None
         self._manager = TokenizerManager(self.config, tokenizer, self.model_config, limits, self._outbox.send, self.health)
         if self.manager.max_context_len < self.config.model.context_length:
@@ -145,6 +149,17 @@ class Runtime:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
+    def _start_ranks(self, config: ChildConfig) -> list[ChildProcess]:
+        """The scheduler, and a worker for every other rank of the model."""
+        parallel = self.config.parallel
+        places = places_on_host(config.folder, parallel.tp_size, parallel.dist_timeout) if parallel.tp_size > 1 else [None]
+        for place in places:
+            role = "scheduler" if place is None or place.rank == 0 else f"worker-{place.rank}"
+            self._children.append(ChildProcess(role, self._scheduler_command, structs.replace(config, place=place)))
+        if places[0] is not None:
+            places[0].ring.close()
+        return list(self._children)
+
     async def _while_all_live(self, start: asyncio.Future[T]) -> T:
         """The result of `start`. Raises `ServingError` if a child dies before."""
         ends = [asyncio.create_task(child.gone.wait()) for child in self._children]
@@ -187,7 +202,8 @@ class Runtime:
     async def _watch(self) -> None:
         """Fail when a child neither ends nor responds."""
         # The detokenizer comes first: it forwards the scheduler's heartbeats.
-        children: dict[Role, ChildProcess] = {child.role: child for child in reversed(self._children)}
+        # Rank 0 watches the other ranks.
+        children: dict[Role, ChildProcess] = {child.role: child for child in reversed(self._children) if child.role in self.manager.beats}
         watchdog = Watchdog(children)
         while True:
             await asyncio.sleep(TURN_SECONDS)

@@ -6,7 +6,7 @@ from enum import Enum
 
 import torch
 
-from runtime.distributed.parallel_group import ALONE, ParallelGroup
+from runtime.distributed.parallel_group import ALONE, ParallelGroup, Shard
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.scheme import QuantScheme, Storage
 
@@ -27,6 +27,7 @@ class Linear:
         bias: [out] in the model's dtype, or None.
         scheme: how the weight is stored and multiplied by.
         partition, group: how the layer is shared.
+        whole: outputs of all ranks together.
     """
 
     def __init__(
@@ -36,14 +37,26 @@ class Linear:
         scheme: QuantScheme = DENSE,
         partition: Partition = Partition.REPLICATED,
         group: ParallelGroup = ALONE,
+        whole: int | None = None,
     ) -> None:
         self.storage, self.bias, self.scheme = storage, bias, scheme
         self.partition, self.group = partition, group
+        self.whole = self.out_features if whole is None else whole
 
     @classmethod
     def dense(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """An unquantised layer of the given tensors."""
         return cls(Storage(weight), bias)
+
+    @classmethod
+    def sharded(cls, weight: torch.Tensor, group: ParallelGroup) -> Linear:
+        """This rank's rows of a whole unquantised weight [out, in], without a copy."""
+        rows = Shard(group.rank, group.size).of(len(weight))
+        return cls(Storage(weight[rows]), None, DENSE, Partition.COLUMN, group, len(weight))
+
+    def with_weight(self, weight: torch.Tensor) -> Linear:
+        """An unquantised layer without a bias, shared between the ranks as this one is."""
+        return Linear(Storage(weight), None, DENSE, self.partition, self.group, self.whole)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -80,14 +93,40 @@ class Linear:
         """Whether outputs are partial sums, so that nothing may be fused behind the GEMM before `reduce`."""
         return self.partition is Partition.ROW and self.group.size > 1
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank computes some of the outputs only."""
+        return self.partition is Partition.COLUMN and self.group.size > 1
+
+    @property
+    def own_rows(self) -> slice:
+        """Which of the `whole` outputs this rank computes, in a layer that is not fused of several."""
+        return Shard(self.group.rank, self.group.size).of(self.whole) if self.is_sharded else slice(0, self.whole)
+
     def reduce(self, out: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' outputs where they are partial."""
         return self.group.all_reduce(out) if self.is_partial else out
 
+    def gather(self, out: torch.Tensor) -> torch.Tensor:
+        """The outputs of all ranks, [T, whole], from this rank's [T, out]."""
+        return self.group.gather_columns(out, self.whole) if self.is_sharded else out
+
     def select_rows(self, rows: torch.Tensor) -> Linear:
-        """A layer of the outputs int64 [n] of this one, copied."""
+        """A layer of the outputs int64 [n] of this one, copied; sharded as this one is. At load time only."""
+        if self.is_sharded:
+            return self._select_sharded(rows)
         bias = None if self.bias is None else self.bias[rows]
         return Linear(self.scheme.select_rows(self.storage, rows), bias, self.scheme, self.partition, self.group)
+
+    def _select_sharded(self, rows: torch.Tensor) -> Linear:
+        """`select_rows` where each row lies on one rank: sums with the zeros of the others bring it to all."""
+        assert self.bias is None, "an LM head has no bias"
+        own = self.own_rows
+        held = (rows >= own.start) & (rows < own.stop)
+        part = self.scheme.select_rows(self.storage, torch.where(held, rows - own.start, 0))
+        keep = Shard(self.group.rank, self.group.size).of(len(rows))
+        found = [self.group.all_reduce(t.float().mul_(held.view(-1, *[1] * (t.dim() - 1))))[keep].to(t.dtype) for t in part.tensors]
+        return Linear(Storage(*found), None, self.scheme, self.partition, self.group, len(rows))
 
     def __call__(self, x: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
         """[T, in] -> [T, out], the dtype of `x`; without `reduce`. `in_prompt`: rows of a prompt pass."""

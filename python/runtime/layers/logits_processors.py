@@ -1,7 +1,7 @@
 """Logits processors: changes to the target's logits before a token is chosen, vectorised over the requests that need them.
 
-A step runs every processor of `LOGITS_PROCESSORS` in order, each over the requests that it selects from `SamplingNeeds`. A processor that
-masks tokens (a grammar) belongs at the end, so that no other processor makes a forbidden token possible again.
+A step runs every processor of `LOGITS_PROCESSORS` in order, each over the requests that it selects from `SamplingNeeds`. The grammar's mask
+is the last, so that no other processor makes a forbidden token possible again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from runtime.layers.sampling_tables import FREQUENCY, PRESENCE, REPETITION, ROWS_AT_ONCE, SamplingNeeds, SamplingTables
+from runtime.layers.token_mask import TokenMask
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,14 @@ class LogitsContext:
         rows: int64 [B].
         positions: int64 [B, W]. Sequence position of the token chosen from each window position.
         path: int64 [B, W, A]. Drafts before each window position, -1 for none; they count as output. None: nothing is drafted.
+        mask: what grammars allow at the W positions; None where no request is constrained.
     """
 
     tables: SamplingTables
     rows: torch.Tensor
     positions: torch.Tensor
     path: torch.Tensor | None = None
+    mask: TokenMask | None = None
 
 
 class LogitsProcessor(Protocol):
@@ -94,7 +97,27 @@ class MinLength:
         _add_at(logits, selected, ids.clamp(min=0), banned)
 
 
-LOGITS_PROCESSORS: tuple[LogitsProcessor, ...] = (Penalties(), LogitBias(), MinLength())
+class GrammarMask:
+    """Nothing but what the grammar allows."""
+
+    def selects(self, needs: SamplingNeeds) -> list[int]:
+        """Constrained requests."""
+        return needs.constrained
+
+    def apply(self, logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
+        """Set the logits of forbidden tokens to minus infinity.
+
+        Where that leaves nothing, because the grammar is at its end before the minimum length is reached, all that the
+        grammar allows is equally likely.
+        """
+        assert context.mask is not None, "constrained requests come with a mask"
+        allowed = context.mask.allowed(selected, logits.shape[-1])
+        masked = torch.where(allowed, logits[selected], -torch.inf)
+        nothing_left = masked.amax(-1, keepdim=True) == -torch.inf
+        logits[selected] = torch.where(nothing_left & allowed, 0.0, masked)
+
+
+LOGITS_PROCESSORS: tuple[LogitsProcessor, ...] = (Penalties(), LogitBias(), MinLength(), GrammarMask())
 
 
 def process_logits(

@@ -10,6 +10,7 @@ import torch
 from runtime.layers.logits_processors import LogitsContext, process_logits
 from runtime.layers.random_streams import RandomStream, uniforms
 from runtime.layers.sampling_tables import MIN_P, ROWS_AT_ONCE, TEMPERATURE, TOP_P, SamplingNeeds, SamplingTables
+from runtime.layers.token_mask import TokenMask
 
 
 def target_probs(logits: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, filtered: bool, greedy: bool = True) -> torch.Tensor:
@@ -97,14 +98,32 @@ class TorchSampling:
         return uniforms(seeds, positions, stream)
 
 
-def sample(logits: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, positions: torch.Tensor, needs: SamplingNeeds) -> torch.Tensor:
-    """Choose one token per request. logits float32 [B, V] from the model, rows and positions int64 [B] -> int64 [B]."""
+def sample(
+    logits: torch.Tensor,
+    tables: SamplingTables,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    needs: SamplingNeeds,
+    mask: TokenMask | None = None,
+) -> torch.Tensor:
+    """Choose one token per request.
+
+    Args:
+        logits: float32 [B, V] from the model.
+        rows, positions: int64 [B].
+        mask: what grammars allow at one position; needed where `needs.constrained` names a request.
+
+    Returns:
+        int64 [B].
+    """
     if needs.all_greedy and not needs.adjusts:
         return logits.argmax(-1)
     if len(rows) > ROWS_AT_ONCE:
         spans = [slice(start, start + ROWS_AT_ONCE) for start in range(0, len(rows), ROWS_AT_ONCE)]
-        return torch.cat([sample(logits[s], tables, rows[s], positions[s], needs.part(s.start, s.stop)) for s in spans])
-    logits = process_logits(logits[:, None], LogitsContext(tables, rows, positions[:, None]), needs)[:, 0]
+        masks = [None if mask is None else mask.part(s.start, s.stop) for s in spans]
+        parts = zip(spans, masks, strict=True)
+        return torch.cat([sample(logits[s], tables, rows[s], positions[s], needs.part(s.start, s.stop), m) for s, m in parts])
+    logits = process_logits(logits[:, None], LogitsContext(tables, rows, positions[:, None], mask=mask), needs)[:, 0]
     if needs.all_greedy:
         return logits.argmax(-1)
     probs = target_probs(logits, tables, rows, needs.filtered, needs.any_greedy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -69,6 +69,7 @@ class SamplingNeeds:
         all_greedy, any_greedy: whether all, or any, requests have temperature 0.
         filtered: whether any request has top_k, top_p or min_p.
         penalised, biased, min_length: requests with penalties, a logit bias, a minimum output length.
+        constrained: requests whose grammar restricts the next token.
     """
 
     all_greedy: bool
@@ -77,19 +78,21 @@ class SamplingNeeds:
     penalised: list[int]
     biased: list[int]
     min_length: list[int]
+    constrained: list[int] = field(default_factory=list)
 
     @classmethod
     def every(cls, count: int) -> SamplingNeeds:
-        """Every stage for each of `count` requests."""
+        """Every stage for each of `count` requests; without grammars, which need a mask."""
         requests = list(range(count))
         return cls(all_greedy=False, any_greedy=True, filtered=True, penalised=requests, biased=requests, min_length=requests)
 
     @property
     def adjusts(self) -> bool:
         """Whether logits change before the choice."""
-        return bool(self.penalised or self.biased or self.min_length)
+        return bool(self.penalised or self.biased or self.min_length or self.constrained)
 
     def part(self, start: int, stop: int) -> SamplingNeeds:
         """The needs of requests `start` to `stop` alone."""
-        lists = ([i - start for i in which if start <= i < stop] for which in (self.penalised, self.biased, self.min_length))
+        stages = (self.penalised, self.biased, self.min_length, self.constrained)
+        lists = ([i - start for i in which if start <= i < stop] for which in stages)
         return SamplingNeeds(self.all_greedy, self.any_greedy, self.filtered, *lists)

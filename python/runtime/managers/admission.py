@@ -66,6 +66,7 @@ class Admission:
 
     def enqueue(self, req: Req) -> None:
         """Let `req` wait for a row."""
+        req.phase = Phase.WAITING
         policy.enqueue(self.queue, req)
 
     # ---- prompts
@@ -106,7 +107,7 @@ class Admission:
             if not self._free_rows or budget.left == 0:
                 return
             cached = self._cached_len(req)
-            shares = self.kv_pages.cache_prefixes and not req.wants_prompt_logprobs
+            shares = self.kv_pages.cache_prefixes and not req.needs_whole_prompt
             if shares and policy.defer_for_shared_prefix(req, cached, unfinished, self._limits):
                 continue
             if budget.offer(req.length - cached, first=not plan.chunks) == 0:
@@ -120,7 +121,7 @@ class Admission:
             _add_chunk(plan, budget, req)
 
     def _cached_len(self, req: Req) -> int:
-        return 0 if req.wants_prompt_logprobs else self.kv_pages.cached_len(req.ids, req.request.cache_salt)
+        return 0 if req.needs_whole_prompt else self.kv_pages.cached_len(req.ids, req.request.cache_salt)
 
     def _missing_pages(self, req: Req) -> int:
         """Pages that `req` is expected to need beyond those it has."""
@@ -129,7 +130,7 @@ class Admission:
     def _allocate_row(self, plan: StepPlan, req: Req, reserved: int) -> bool:
         """Give `req` a row and pages for all its tokens; False if less than `reserved` pages would remain."""
         kv_pages = self.kv_pages
-        req.pages = pages = kv_pages.open(req.ids, req.request.cache_salt, reuse=not req.wants_prompt_logprobs)
+        req.pages = pages = kv_pages.open(req.ids, req.request.cache_salt, reuse=not req.needs_whole_prompt)
         missing = kv_pages.pages_for(req.length) - pages.count
         if (reserved + self._missing_pages(req) if self.running else missing) > kv_pages.available:
             assert self.running, "a request that fits alone does not fit alone"
@@ -182,7 +183,7 @@ class Admission:
         """End `req`, waiting or running; with `keep`, its committed KV stays in the prefix cache."""
         if req.phase is Phase.WAITING:
             self.queue.remove(req)
-        else:
+        elif req.phase is not Phase.COMPILING:
             self._free(req, keep)
         req.end()
 

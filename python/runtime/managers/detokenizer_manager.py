@@ -154,6 +154,7 @@ def _with_text(out: TokensOut, text: str, used: int, finish: Finish | None) -> T
         finish=finish,
         logprobs=logprobs,
         prompt_logprobs=out.prompt_logprobs,
+        pooled=out.pooled,
     )
 
 

@@ -25,6 +25,7 @@ class GenerationUpdate:
         progress: counts of this choice so far.
         finish: why the choice ended; exactly one update of each choice has it.
         logprobs, prompt_logprobs: of `token_ids` and of the prompt, if requested.
+        pooled: what a pooling request asked for, with its only update.
     """
 
     index: int
@@ -34,11 +35,12 @@ class GenerationUpdate:
     finish: Finish | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+    pooled: list[float] | None = None
 
     @classmethod
     def of(cls, index: int, out: TextOut) -> GenerationUpdate:
         """`out` as the next step of choice `index`."""
-        return cls(index, out.text, out.token_ids, out.progress, out.finish, out.logprobs, out.prompt_logprobs)
+        return cls(index, out.text, out.token_ids, out.progress, out.finish, out.logprobs, out.prompt_logprobs, out.pooled)
 
 
 class Generation:

@@ -12,6 +12,7 @@ import msgspec
 
 from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
+from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 
 
@@ -30,6 +31,7 @@ class GenerateReq(Message, frozen=True, kw_only=True):
         top_logprobs: -1: no log-probabilities; k >= 0: those of the chosen token and of the k most likely.
         cache_salt: separates prefix caches; prompts share cached KV only within the same salt.
         continues_prompt: whether the text of the output continues that of the prompt, so that a leading space counts.
+        pooling: what the prompt is reduced to; such a request ends with the prompt and generates nothing.
     """
 
     rid: str
@@ -42,6 +44,7 @@ class GenerateReq(Message, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     continues_prompt: bool = False
+    pooling: Pooling | None = None
 
 
 class AbortReq(Message, frozen=True, kw_only=True):
@@ -105,7 +108,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 class TokensOut(Message, frozen=True, kw_only=True):
     """New tokens of one request. Exactly one message of a request, the last, carries `finish`.
 
-    A stop token that ended the request is part of `token_ids`; `finish.matched` is then its id.
+    A stop token that ended the request is part of `token_ids`; `finish.matched` is then its id. The last message of a
+    pooling request carries `pooled`.
     """
 
     rid: str
@@ -114,6 +118,7 @@ class TokensOut(Message, frozen=True, kw_only=True):
     finish: Finish | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+    pooled: list[float] | None = None
 
 
 class TokensOutBatch(Message, frozen=True, kw_only=True):
@@ -182,6 +187,7 @@ class TextOut(Message, frozen=True, kw_only=True):
     finish: Finish | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+    pooled: list[float] | None = None
 
 
 class TextOutBatch(Message, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ def request_failure(finish: Finish) -> ServingError:
     """The error of a request that the scheduler refused or failed."""
     error = _error(finish.message, finish.status, StepFailed)
     if finish.status == QueueFull.status:
-        error.kind, error.retry_after = QueueFull.kind, QueueFull.retry_after
+        error.kind, error.code, error.retry_after = QueueFull.kind, QueueFull.code, QueueFull.retry_after
     return error
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from runtime.batch import BatchResult
 from runtime.errors import ServingError
 from runtime.managers.messages import Finish, GenerateReq, RequestInfo, TokensOut
@@ -58,7 +60,24 @@ def tokens_out(req: Req, finish: Finish | None) -> TokensOut:
         finish=finish,
         logprobs=req.logprobs.take() if req.top_logprobs >= 0 else None,
         prompt_logprobs=prompt_logprobs,
+        pooled=_pooled(req),
     )
+
+
+def _pooled(req: Req) -> list[float] | None:
+    """What a pooling request asked for, once its prompt has run."""
+    pooling = req.request.pooling
+    if pooling is None or req.pooled is None or req.kv_len < req.prompt_len:
+        return None
+    return (req.pooled / req.prompt_len if pooling.whole_prompt else req.pooled).tolist()
+
+
+def collect_pooled(chunk: Chunk, index: int, result: BatchResult) -> None:
+    """Add what chunk `index` of a pooling request gave."""
+    vector = result.pooled.get(index)
+    if vector is not None:
+        req = chunk.req
+        req.pooled = vector.astype(np.float64) if req.pooled is None else req.pooled + vector
 
 
 def collect_prompt_logprobs(chunk: Chunk, index: int, result: BatchResult) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from runtime.batch import Int32, Logprobs, RowInit
+from runtime.constrained.grammar import Grammar
 from runtime.managers.messages import Finish, GenerateReq, TokenLogprobs
 from runtime.managers.telemetry.progress import Progress
 from runtime.mem_cache.kv_page_manager import RequestPages
@@ -16,6 +19,7 @@ from runtime.mem_cache.kv_page_manager import RequestPages
 class Phase(enum.Enum):
     """Where a request is."""
 
+    COMPILING = "compiling"  # as waiting, and not in the queue: its grammar is being compiled
     WAITING = "waiting"  # no row, no pages
     PREFILLING = "prefilling"  # has both; some of its tokens were not submitted yet
     DECODING = "decoding"  # all its tokens were submitted
@@ -34,6 +38,8 @@ class LogprobBuffer:
         self.chosen.extend(logprobs.chosen[start:stop].tolist())
         ids, values = logprobs.top_ids[start:stop, :k].tolist(), logprobs.top[start:stop, :k].tolist()
         self.top.extend(list(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True))
+        if stop > start and k and logprobs.top[start:stop, k - 1].min() == -math.inf:  # a grammar allowed fewer than k tokens
+            self.top[start - stop :] = [[pair for pair in row if pair[1] > -math.inf] for row in self.top[start - stop :]]
 
     def take(self) -> TokenLogprobs:
         """Empty the buffer into a message."""
@@ -53,9 +59,11 @@ class Req:
         seq: order of arrival.
         total_limit: the length at which the request ends.
         stop_ids: tokens that end it.
+        grammar: what the output follows, once it is compiled; None for free text.
         prefill_len: tokens to prefill: the prompt, and after a retraction also the output so far.
         emits_in_flight: steps in flight that emit at least one token of it.
         unsent: tokens that the detokenizer does not have yet.
+        pooled: float64, the sum of what the prompt chunks of a pooling request gave so far.
         progress: the counts that replies carry; messages share this instance, so `send` must encode before it returns.
     """
 
@@ -68,7 +76,10 @@ class Req:
         self.total_limit = min(self.prompt_len + sampling.max_new_tokens, max_len)
         self._ids: Int32 = np.empty(max(self.total_limit, self.prompt_len), dtype=np.int32)
         self._ids[: self.prompt_len] = request.input_ids
-        self.stop_ids = frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else eos_ids)
+        # A finished grammar allows nothing but the end of the text.
+        endless = sampling.ignore_eos and sampling.grammar is None
+        self.stop_ids = frozenset(sampling.stop_token_ids).union(() if endless else eos_ids)
+        self.grammar: Grammar | None = None
         self.phase = Phase.WAITING
         self.row = 0
         self.pages = RequestPages(request.cache_salt)
@@ -78,6 +89,7 @@ class Req:
         self.progress = Progress(self.prompt_len)
         self.top_logprobs = request.top_logprobs
         self.logprobs = LogprobBuffer()
+        self.pooled: npt.NDArray[np.float64] | None = None
         self.prompt_logprobs: LogprobBuffer | None = LogprobBuffer() if request.prompt_logprobs else None
 
     # ---- state
@@ -117,6 +129,12 @@ class Req:
         """Whether prompt log-probabilities are missing; cached prefixes have none, so the whole prompt is computed."""
         return self.prompt_logprobs is not None and self.completion_tokens == 0
 
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether no cached prefix may be reused, because results of all prompt tokens are wanted."""
+        pooling = self.request.pooling
+        return self.wants_prompt_logprobs or (pooling is not None and pooling.whole_prompt)
+
     def row_init(self, needs_history: bool) -> RowInit:
         """What the worker needs to know about the request; with `needs_history` all its tokens."""
         sampling = self.request.sampling
@@ -126,7 +144,8 @@ class Req:
             sampling=sampling,
             seed=self.request.seed,
             eos_ids=np.array(sorted(self.stop_ids), dtype=np.int32),
-            history=self.ids.copy() if sampling.penalised or needs_history else None,
+            history=self.ids.copy() if sampling.penalised or needs_history or self.grammar is not None else None,
+            grammar=self.grammar,
         )
 
     # ---- events
@@ -141,6 +160,7 @@ class Req:
             self.progress.queue_seconds, self.progress.cached_tokens = now - self.arrived, prefix_len
         if self.wants_prompt_logprobs:
             self.prompt_logprobs = LogprobBuffer()
+        self.pooled = None
 
     def chunk_submitted(self, end: int) -> None:
         """The worker has the tokens up to `end`; after the last one the request decodes."""
@@ -167,11 +187,13 @@ class Req:
 
     def commit(self, tokens: list[int]) -> Finish | None:
         """Append the tokens of one step up to the one that ends the request; returns why it ended, or None."""
+        # With a grammar, a stop token before the minimum length is chosen only where nothing else is allowed.
+        least = self.request.sampling.min_new_tokens if self.grammar is None else 0
         for token in tokens:
             self._ids[self.length] = token
             self.length += 1
             self.unsent.append(token)
-            if token in self.stop_ids and self.completion_tokens > self.request.sampling.min_new_tokens:
+            if token in self.stop_ids and self.completion_tokens > least:
                 return Finish(reason="stop", matched=token)
             if self.length >= self.total_limit:
                 return Finish(reason="length")

@@ -32,6 +32,8 @@ def check_request(req: GenerateReq, limits: WorkerLimits) -> None:
         limit = f"an integer between 0 and {limits.vocab_size - 1}"
         raise InvalidField("input_ids", wrong, limit, subject="A token id")
     req.sampling.check(limits.vocab_size)
+    if req.pooling is not None:
+        req.pooling.check(limits.vocab_size)
     if not -1 <= req.top_logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidField("top_logprobs", req.top_logprobs, f"an integer between -1 and {MAX_TOP_LOGPROBS}")
     if not -(1 << 63) <= req.seed < 1 << 63:

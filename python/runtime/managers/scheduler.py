@@ -12,9 +12,11 @@ from msgspec import structs
 
 from runtime.batch import BatchResult, Worker
 from runtime.config.runtime_config import CacheConfig, SchedulerConfig
-from runtime.errors import CacheBusy, QueueFull, RequestError, ServerDraining, ServingError, StepFailed
+from runtime.constrained.compiler import GrammarCompiler
+from runtime.errors import CacheBusy, GrammarError, QueueFull, RequestError, ServerDraining, ServerFault, ServingError, StepFailed
 from runtime.managers import schedule_policy as policy
 from runtime.managers.admission import Admission
+from runtime.managers.grammar_queue import GrammarQueue
 from runtime.managers.messages import (
     AbortReq,
     CacheFlushed,
@@ -32,7 +34,7 @@ from runtime.managers.messages import (
     TokensOutBatch,
     ToScheduler,
 )
-from runtime.managers.replies import collect_prompt_logprobs, failure, is_due, refusal, request_info, tokens_out
+from runtime.managers.replies import collect_pooled, collect_prompt_logprobs, failure, is_due, refusal, request_info, tokens_out
 from runtime.managers.req import Req
 from runtime.managers.step_plan import InFlightStep, StepPlan
 from runtime.managers.telemetry.heartbeat import HeartbeatThread
@@ -44,6 +46,8 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT = 0.5
 """Seconds to wait for a message when there is nothing to do."""
+COMPILE_WAIT = 0.002
+"""Seconds to wait for a message when there is nothing to do before a grammar is compiled."""
 FAILURES_ALLOWED = 2
 FAILURE_WINDOW = 60.0
 """The process ends when more than `FAILURES_ALLOWED` steps fail within this many seconds."""
@@ -62,6 +66,7 @@ class Scheduler:
         receive: returns the next message, or None if none comes within the given seconds.
         send: sends a message to the detokenizer. Any thread may call it. It must encode the message before it returns.
         clock: monotonic seconds.
+        compiler: compiles the grammars of requests; None if they may have none.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class Scheduler:
         receive: Callable[[float], ToScheduler | None],
         send: Callable[[ToDetokenizer], None],
         clock: Callable[[], float] = time.monotonic,
+        compiler: GrammarCompiler | None = None,
     ) -> None:
         self._config = config
         self._worker = worker
@@ -83,6 +89,7 @@ class Scheduler:
         self.limits = worker.limits
         self.stats = SchedulerStats(startup_seconds=worker.info().startup_seconds)
         self.admission = Admission(config, cache.radix_cache, self.limits, self.stats, clock)
+        self._grammars = GrammarQueue(compiler)
         self._stats_log = StatsLog(self.current_stats, clock())
         self._reqs: dict[str, Req] = {}
         self._in_flight: deque[InFlightStep] = deque()
@@ -122,7 +129,8 @@ class Scheduler:
     def step(self, wait: float = 0.0) -> None:
         """One iteration of the loop; an idle scheduler waits up to `wait` seconds for a message."""
         self._moved_at = time.monotonic()
-        self._receive_all(wait if self.idle else 0.0)
+        self._receive_all(self._patience(wait))
+        self._queue_compiled()
         plan = self._plan()
         overlaps = plan is not None and self._submit(plan) and plan.overlaps
         while len(self._in_flight) > overlaps:
@@ -130,6 +138,13 @@ class Scheduler:
         self._stats_log.tick(self._clock())
 
     # ---- receiving
+
+    def _patience(self, wait: float) -> float:
+        """Seconds to wait for a message; `wait` where there is nothing to do."""
+        if self.idle:
+            return wait
+        only_compiling = len(self._grammars) >= len(self._reqs) and not self._in_flight
+        return min(wait, COMPILE_WAIT) if only_compiling else 0.0
 
     def _receive_all(self, wait: float) -> None:
         message = self._receive(wait)
@@ -162,7 +177,9 @@ class Scheduler:
             if self._draining:
                 raise ServerDraining()
             policy.check_request(request, self.limits)
-            if self.admission.queue_is_full:
+            if (grammar := request.sampling.grammar) is not None:
+                self._grammars.check(grammar)
+            if self.admission.queue_is_full or len(self._grammars) >= self._config.max_queued_requests:
                 raise QueueFull(self._config.max_queued_requests)
         except ServingError as error:
             self.stats.num_aborted_requests_total += 1
@@ -172,7 +189,21 @@ class Scheduler:
         self._arrivals += 1
         req = Req(request, self._arrivals, self._eos_ids, self.limits.max_context_len, self._clock())
         self._reqs[request.rid] = req
-        self.admission.enqueue(req)
+        if grammar is None:
+            self.admission.enqueue(req)
+        else:
+            self._grammars.add(req, grammar)
+
+    def _queue_compiled(self) -> None:
+        """Queue the requests whose grammar is compiled, and refuse those whose grammar cannot be used."""
+        if not len(self._grammars):
+            return
+        for req, error in self._grammars.take():
+            if error is None:
+                self.admission.enqueue(req)
+            else:
+                self._end(req, failure(error))
+        self._send_replies()
 
     def _control(self, message: ControlReq) -> SchedulerStats | CacheFlushed | ProfileAt | CallFailed:
         try:
@@ -200,6 +231,8 @@ class Scheduler:
             raise CacheBusy(len(self._reqs))
         while self._in_flight:  # steps whose requests have all ended
             self._collect()
+        self.stats.spec = SpecStats()
+        self._stats_log = StatsLog(self.current_stats, self._clock())
         return self.admission.kv_pages.flush()
 
     # ---- planning
@@ -251,6 +284,9 @@ class Scheduler:
         except Exception as error:  # as in `_submit`
             self._step_failed(plan.reqs, error)
             return
+        for index, reason in result.grammar_errors.items():
+            if (req := plan.reqs[index]).alive and (spec := req.request.sampling.grammar) is not None:
+                self._end(req, failure(GrammarError(spec.kind, reason)), keep=False)
         tokens, starts = result.token_ids.tolist(), [0, *result.accept_lens.cumsum().tolist()]
         self._apply_chunks(plan, result, tokens, starts)
         if plan.decodes:
@@ -268,9 +304,13 @@ class Scheduler:
                 continue
             req.kv_len = chunk.end
             collect_prompt_logprobs(chunk, index, result)
+            collect_pooled(chunk, index, result)
             if not chunk.is_last:
                 continue
             req.emits_in_flight -= 1
+            if req.request.pooling is not None:
+                self._end(req, Finish(reason="stop"))
+                continue
             self._emit(req, tokens[starts[index] : starts[index + 1]], starts[index], result)
             if req.alive:
                 self.admission.kv_pages.publish(req.pages, req.ids, req.kv_len)
@@ -332,7 +372,9 @@ class Scheduler:
         self._send_replies()
 
     def _step_failed(self, reqs: Iterable[Req], error: Exception) -> None:
-        """End the requests of a failed step; raise if too many steps failed."""
+        """End the requests of a failed step; raise if too many steps failed, or if no later one can work."""
+        if isinstance(error, ServerFault):
+            raise error
         log.error("a forward step failed", exc_info=error)
         self._end_all(reqs, failure(StepFailed()), keep=False)
         self.stats.num_failed_steps_total += 1
@@ -348,7 +390,7 @@ class Scheduler:
     def current_stats(self) -> SchedulerStats:
         """The statistics with their gauges up to date. Any thread may call it."""
         stats, kv_pages = self.stats, self.admission.kv_pages
-        stats.num_running_reqs, stats.num_queue_reqs = len(self.admission.running), len(self.admission.queue)
+        stats.num_running_reqs, stats.num_queue_reqs = len(self.admission.running), len(self.admission.queue) + len(self._grammars)
         stats.pages_total, stats.pages_free = kv_pages.num_pages, kv_pages.available
         stats.num_used_tokens = kv_pages.used * kv_pages.page_size
         stats.max_total_num_tokens = self.limits.max_total_tokens

@@ -9,6 +9,7 @@ import numpy as np
 
 from runtime.batch import Int32, Pending, RowInit, ScheduleBatch, no_ints
 from runtime.managers.req import Req
+from runtime.pooling import Pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,12 @@ class Chunk:
     def is_last(self) -> bool:
         """Whether a token is sampled after it."""
         return self.end == self.req.prefill_len
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """What the worker reduces it to."""
+        pooling = self.req.request.pooling
+        return pooling if pooling is not None and (self.is_last or pooling.whole_prompt) else None
 
 
 @dataclass(slots=True)
@@ -101,6 +108,7 @@ class StepPlan:
             batch.token_ids = np.concatenate([chunk.req.ids[chunk.start : chunk.end] for chunk in chunks])
             batch.next_tokens = as_int32([-1 if chunk.is_last else int(chunk.req.ids[chunk.end]) for chunk in chunks])
             batch.prompt_logprobs = np.array([chunk.req.wants_prompt_logprobs for chunk in chunks], dtype=np.bool_)
+            batch.pooling = {i: pooling for i, chunk in enumerate(chunks) if (pooling := chunk.pooling) is not None}
         return batch
 
     def mark_submitted(self, max_accept_len: int) -> None:

@@ -37,6 +37,7 @@ from runtime.managers.request_limits import RequestLimits
 from runtime.managers.telemetry.health import Health
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.models.config import ModelConfig
+from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 from runtime.text.tokenizer import Tokenizer
 
@@ -156,6 +157,7 @@ class TokenizerManager:
         add_special_tokens: bool = True,
         rid: str | None = None,
         call: str = "",
+        pooling: Pooling | None = None,
     ) -> Generation:
         """Check one request and send it to the scheduler.
 
@@ -173,6 +175,7 @@ class TokenizerManager:
             add_special_tokens: whether the tokenizer puts its BOS token before a text.
             rid: the request's name for `abort`; generated if None.
             call: a name for `abort` that the requests of one call share; empty for none.
+            pooling: reduce the prompt to numbers instead of generating.
 
         Raises:
             RequestError: a value is out of bounds; `param` names it as `SamplingParams` does.
@@ -183,6 +186,8 @@ class TokenizerManager:
         limits.check_call(n, top_logprobs, rid)
         prompt_ids = await self.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else list(prompt)
         limits.check_prompt(prompt_ids)
+        if pooling is not None:
+            pooling.check(self.model_config.vocab_size)
         sampling = limits.fit(sampling, len(prompt_ids), fill_context)
         self._check_open()  # tokenising may have taken a while
         self._check_queue(n)
@@ -204,6 +209,7 @@ class TokenizerManager:
                     priority=priority,
                     cache_salt=cache_salt,
                     continues_prompt=continues_prompt,
+                    pooling=pooling,
                 )
             )
         return generation

@@ -88,49 +88,6 @@ class AcceptanceCounters:
     __hash__ = None  # type: ignore[assignment]
 
 
-class DriftAlarm:
-    """Compares recent traffic through graphs with an eager sample of the same traffic.
-
-    It keeps two spans of traffic, a full one and a growing one, so that it always compares recent traffic and enough of
-    it. Both sides start and end a span together, so that text with another acceptance changes both alike and is no
-    drift.
-    """
-
-    def __init__(self, num_steps: int, window: int = 2_000, min_count: int = 300, z_limit: float = 5.0, min_gap: float = 0.02) -> None:
-        """A span ends after `window` iterations of the sample, the rarer side.
-
-        An alarm takes `min_count` drafts on both sides, `z_limit` standard deviations and a gap of `min_gap`.
-        """
-        self._num_steps = num_steps
-        self._window = window
-        self._min_count = min_count
-        self._z_limit = z_limit
-        self._min_gap = min_gap
-        self._spans = [self._span(), self._span()]
-
-    def _span(self) -> dict[bool, AcceptanceCounters]:
-        return {sample: AcceptanceCounters(self._num_steps) for sample in (False, True)}
-
-    def add(self, accept_lens: npt.ArrayLike, eager_sample: bool, num_steps: int | None = None) -> None:
-        """Count one batch; `eager_sample` says on which side."""
-        growing = self._spans[1]
-        growing[eager_sample].add(accept_lens, num_steps)
-        if growing[True].iterations >= self._window:
-            self._spans = [growing, self._span()]
-
-    def recent(self, eager_sample: bool) -> AcceptanceCounters:
-        """The counts of one side."""
-        total = AcceptanceCounters(self._num_steps)
-        for span in self._spans:
-            total.merge(span[eager_sample])
-        return total
-
-    def check(self) -> list[Drift]:
-        """The positions that drifted; none while there are too few counts."""
-        drifts = compare(self.recent(False), self.recent(True), self._min_count)
-        return [d for d in drifts if abs(d.z) >= self._z_limit and abs(d.graph - d.eager) >= self._min_gap]
-
-
 def compare(graph: AcceptanceCounters, eager: AcceptanceCounters, min_count: int = 1) -> list[Drift]:
     """Each position that both reached `min_count` times, with the z of the difference of two proportions."""
     drifts = []

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
 from runtime.batch import StepStats
-from runtime.model_executor.acceptance import AcceptanceCounters, DriftAlarm
+from runtime.model_executor.acceptance import AcceptanceCounters
+from runtime.model_executor.drift_alarm import DriftAlarm, SampleSchedule
 from runtime.model_executor.iteration import Iteration
 from runtime.worker_info import AcceptanceStats
 
 log = logging.getLogger(__name__)
-EAGER_SAMPLE_EVERY = 512
-"""One iteration in this many is the eager sample: its drafts and its verification run eagerly, as do the verification
-and draft-extend of the iteration before it, whose features and first guesses it starts from."""
 
 
 class AcceptanceMonitor:
-    """Owner of the acceptance counters. Iterations without drafts are not counted."""
+    """Owner of the acceptance counters. Iterations without drafts are not counted.
 
-    def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
+    The eager sample is some of the iterations: their drafts and verification run eagerly, as do the verification and
+    draft-extend of the iteration before them, whose features and first guesses they start from.
+
+    Attributes:
+        schedule: chooses the sample.
+    """
+
+    def __init__(self, num_steps: int, adaptive: bool = True) -> None:
+        """`adaptive`: whether suspicion makes samples more frequent. Not where ranks that read no results must choose alike."""
+        self._num_steps, self._adaptive = num_steps, adaptive
+        self._sampling = num_steps > 0
+        self.schedule = SampleSchedule()
         self.reset()
 
     def reset(self) -> None:
@@ -29,14 +39,17 @@ class AcceptanceMonitor:
         K = self._num_steps
         self._graph, self._sample, self._eager = AcceptanceCounters(K), AcceptanceCounters(K), AcceptanceCounters(K)
         self.alarm = DriftAlarm(K)
-        self.iterations = 0
 
-    def next_iteration(self) -> tuple[bool, bool]:
-        """Count an iteration. Returns whether it may be the eager sample, and whether the next one may."""
-        self.iterations += 1
-        if self._num_steps == 0:
-            return False, False
-        return self.iterations % EAGER_SAMPLE_EVERY == 0, (self.iterations + 1) % EAGER_SAMPLE_EVERY == 0
+    def next_iteration(self, live: int) -> tuple[bool, bool]:
+        """Count an iteration of `live` requests. Returns whether it may be in the eager sample, and whether the next may."""
+        return self.schedule.next(live, self._adaptive and self.alarm.suspicious) if self._sampling else (False, False)
+
+    @contextmanager
+    def without_sample(self) -> Iterator[None]:
+        """No iteration is in the sample meanwhile: for checks that compare graphs with eager runs themselves."""
+        before, self._sampling = self._sampling, False
+        yield
+        self._sampling = before
 
     def add(self, iteration: Iteration, accept_lens: np.ndarray, stats: StepStats) -> None:
         """Count an iteration that was read. On the host."""

@@ -66,7 +66,7 @@ class Accepter:
         needs = iteration.needs
         forced = self._forced(draft) is not None and not needs.penalised
         greedy = needs.all_greedy and not needs.adjusts
-        return iteration.rows.is_cuda and draft.parents is None and (forced or greedy)
+        return iteration.rows.is_cuda and draft.parents is None and not needs.constrained and (forced or greedy)
 
     def accept_fused(self, iteration: Iteration, draft: DraftWindow, verified: VerifyResult) -> AcceptResult:
         """Decide and commit by one kernel."""
@@ -109,7 +109,8 @@ class Accepter:
         if not needs.all_greedy or needs.adjusts:
             positions = iteration.kv_lens[:live].to(torch.int64) + 1
             tokens = tokens.clone()
-            tokens[:live, 0] = sample(verified.logits[:live], self._target.rows.tables, iteration.rows[:live], positions, needs)
+            tables, logits = self._target.rows.tables, verified.all_logits(live)
+            tokens[:live, 0] = sample(logits, tables, iteration.rows[:live], positions, needs, iteration.mask)
         return AcceptResult(torch.ones_like(iteration.kv_lens), tokens)
 
     def _decide_part(self, iteration: Iteration, draft: DraftWindow, verified: VerifyResult) -> AcceptResult:
@@ -119,8 +120,8 @@ class Accepter:
         positions = draft.positions(iteration.kv_lens)
         if needs.adjusts or not needs.all_greedy:
             path = draft.drafts_before() if needs.penalised else None
-            window = verified.logits.view(iteration.size, draft.width, -1)
-            logits = process_logits(window, LogitsContext(tables, iteration.rows, positions, path), needs)
+            window = verified.all_logits(iteration.size * draft.width).view(iteration.size, draft.width, -1)
+            logits = process_logits(window, LogitsContext(tables, iteration.rows, positions, path, iteration.mask), needs)
             if needs.adjusts:
                 target = logits.argmax(-1)
             if not needs.all_greedy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 from runtime.batch import CostModel, WorkerLimits
 from runtime.config.device_tuning import CPU
 from runtime.config.runtime_config import RuntimeConfig
+from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.attention.registry import backend_class
 from runtime.layers.backend_selection import select_ops, select_sampling
 from runtime.layers.gemm.timings import GemmTimings
@@ -24,6 +26,8 @@ from runtime.model_executor.context import ReplayKind, WorkerContext, make_conte
 from runtime.model_executor.depth import DepthBatches, DepthControl, split_batch_sizes
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, ModelPasses, NoDrafter
 from runtime.model_executor.dry_run import measure_activations, sample_padding
+from runtime.model_executor.followers import Followers
+from runtime.model_executor.grammar_rows import GrammarRows
 from runtime.model_executor.graph_capture import capture_all
 from runtime.model_executor.graph_runner import Forward, GraphOptions, GraphRunner, RunnerSpec
 from runtime.model_executor.input_buffers import InputBuffers
@@ -39,7 +43,7 @@ from runtime.model_executor.worker import Worker, WorkerParts
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.registry import build_model
-from runtime.worker_info import GraphInfo, SpeculativeInfo
+from runtime.worker_info import GraphInfo, RankInfo, SpeculativeInfo
 
 log = logging.getLogger(__name__)
 MakeDrafter = Callable[[WorkerContext, DecoderModel], Drafter]
@@ -55,6 +59,8 @@ def build_worker(
     make_drafter: MakeDrafter = lambda context, target: NoDrafter(),
     with_plain: bool = False,
     timings: GemmTimings | None = None,
+    group: ParallelGroup = ALONE,
+    followers: Followers | None = None,
 ) -> Worker:
     """The worker, ready to run.
 
@@ -63,11 +69,13 @@ def build_worker(
         make_drafter: makes the drafter beside the loaded target; plain decoding if not given.
         with_plain: whether depth 0 can be forced, for comparisons with plain decoding.
         timings: of GEMM kernels; workers that share them compute equal GEMMs with equal kernels.
+        group: the ranks that share the model, all of which build their workers at the same time.
+        followers: the other ranks, on rank 0 of several.
 
     Raises:
         ConfigError: the model, the drafter or the memory does not allow it.
     """
-    context = make_context(config, replay, sizes, timings)
+    context = make_context(config, replay, sizes, timings, group)
     model = load_model(context, model_config, config.model.model_path, config.model.load_format, config.model.quantization)
     drafter = make_drafter(context, model)
     depths = make_depths(context, drafter.spec, with_plain)
@@ -80,7 +88,9 @@ def build_worker(
     if config.speculative is not None:
         s = config.speculative
         context.info.speculative = SpeculativeInfo(s.algorithm, s.num_steps, s.topk, s.num_draft_tokens, s.disable_by_batch_size)
-    return Worker(parts, make_limits(context, plan, parts.target, drafter.spec), context.info)
+    if group.size > 1:
+        context.info.ranks = group.gather(RankInfo(group.rank, socket.gethostname(), str(context.device), context.info.memory_mib))
+    return Worker(parts, make_limits(context, plan, parts.target, drafter.spec), context.info, followers)
 
 
 # ---- load
@@ -91,7 +101,7 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
     with context.timed("load_weights"):
         ops, why = select_ops(context.device, context.dtype, context.timings)
         log.info("block operations: %s", why)
-        model = build_model(config, ops, context.dtype, context.device, quantization)
+        model = build_model(config, ops, context.dtype, context.device, quantization, context.group)
         model.load(model_weights(context, model.expected_weights(), folder, load_format))
     kind = f" with {quantization} linears" if quantization else ""
     log.info("weights: %s, %.0f MiB, %s%s", config.architecture, model.weight_bytes / MIB, context.config.device.dtype, kind)
@@ -102,7 +112,7 @@ def model_weights(context: WorkerContext, shapes: dict[str, tuple[int, ...]], fo
     """The tensors of a checkpoint, or random ones."""
     if load_format == "dummy":
         return dummy_weights(shapes, context.dtype, context.device, seed=context.config.model.random_seed)
-    return safetensors_weights(folder, context.device)
+    return safetensors_weights(folder, context.device, progress=context.group.rank == 0)
 
 
 # ---- runners
@@ -139,7 +149,8 @@ def make_parts(
         verifier=Verifier(target, verify),
         accepter=Accepter(target, make_policy(context, spec)),
         depths=DepthControl(limits),
-        monitor=AcceptanceMonitor(max(depths)),
+        monitor=AcceptanceMonitor(max(depths), adaptive=context.group.size == 1),
+        grammars=GrammarRows(config.vocab_size, context.device),
     )
 
 
@@ -163,7 +174,9 @@ def make_target(context: WorkerContext, runner: ModelRunner, spec: DrafterSpec) 
     # reach of a step.
     pages = 2 * reach // page_table.page_size + 2
     capacity = 6 * context.extend_tokens + (64 + 3 * pages + reach) * context.requests + 3 * page_table.max_pages
-    return TargetModel(runner, rows, page_table, StagingRing(capacity, context.device), spec.aux_layers)
+    # Drafts that are looked up in the text need the text on every rank.
+    reads = context.group.rank == 0 or spec.needs_history
+    return TargetModel(runner, rows, page_table, StagingRing(capacity, context.device), spec.aux_layers, reads)
 
 
 def _make_graph_runner(
@@ -193,7 +206,8 @@ def make_verify_runner(
     """The graph runner of the target's passes over windows at one depth."""
     model, shape = target.runner, spec.shape.at_depth(depth)
     name = "target decode" if depth == 0 else "verify" if depth == spec.shape.num_steps else f"verify K={depth}"
-    runner_spec = verify_spec(shape, name, model.config.vocab_size, spec.feature_width, model.dtype, model.model.kernel_launches)
+    columns, launches = model.model.lm_head.out_features, model.model.kernel_launches
+    runner_spec = verify_spec(shape, name, columns, spec.feature_width, model.dtype, launches)
     return make(runner_spec, verify_forward(target), model, batches)
 
 
@@ -299,11 +313,12 @@ def plan_kv(
     else:
         free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
         if wanted is None and cache.mem_fraction_static is None:
-            most = min(int(free * CPU.kv_share), CPU.kv_bytes) // bytes_per_slot
+            most = min(int(free * CPU.kv_share), CPU.kv_bytes) // context.config.parallel.ranks_per_node // bytes_per_slot
             # A step writes past the end of the context, so one short request needs more than its own context.
             wanted = min(most, max(context.running * length, least + cache.page_size))
     budget = Budget(total, free, activations, reservations, bytes_per_slot)
     plan = plan_memory(budget, cache.page_size, wanted, cache.mem_fraction_static, least)
+    plan = plan.with_pages(min(context.group.gather(plan.num_pages)), bytes_per_slot * cache.page_size)
     log.info("KV cache: %d tokens in pages of %d", plan.num_pages * cache.page_size, cache.page_size)
     context.info.memory_mib = {name: round(size / MIB, 1) for name, size in plan.table.items()}
     return plan
@@ -315,7 +330,10 @@ def plan_kv(
 def capture_graphs(context: WorkerContext, models: list[ModelPasses], plan: MemoryPlan) -> None:
     """Capture all graphs; log their cost, and the memory plan against what was used."""
     with torch.inference_mode(), context.timed("capture_graphs"):
-        reports = capture_all([runner for model in models for runner in _in_capture_order(model)])
+        runners = [runner for model in models for runner in _in_capture_order(model)]
+        reports = capture_all(runners)
+        for runner in runners:
+            runner.keep(sorted(set.intersection(*map(set, context.group.gather(runner.sizes)))))
     for r in reports:
         log.info("graphs: %-14s %3d sizes up to %4d, %5.1f s, reserved %8.1f MiB, used %8.1f MiB",
                  r.name, len(r.sizes), max(r.sizes, default=0), r.seconds, r.reserved_mib, r.used_mib)  # fmt: skip
@@ -363,4 +381,4 @@ def make_limits(context: WorkerContext, plan: MemoryPlan, target: TargetModel, s
 
 def prompt_cost(context: WorkerContext, model: DecoderModel) -> PromptCost:
     """Cost of the model's prompt passes on this GPU."""
-    return PromptCost.of(context.config.device.tuning, model.active_parameters, model.kernel_launches)
+    return context.group.agree(PromptCost.of(context.config.device.tuning, model.active_parameters, model.kernel_launches))

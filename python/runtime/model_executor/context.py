@@ -13,6 +13,7 @@ import torch
 
 from runtime.config.device_tuning import CPU
 from runtime.config.runtime_config import RuntimeConfig
+from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.worker_info import WorkerInfo
 
@@ -29,6 +30,7 @@ class WorkerContext:
         sizes: batch sizes to capture.
         replay: how captured sizes are replayed.
         timings: of GEMM kernels.
+        group: the ranks that share the model.
         info: filled stage by stage.
     """
 
@@ -39,6 +41,7 @@ class WorkerContext:
     sizes: list[int]
     replay: ReplayKind
     timings: GemmTimings
+    group: ParallelGroup = ALONE
     info: WorkerInfo = field(default_factory=WorkerInfo)
 
     @property
@@ -61,10 +64,18 @@ class WorkerContext:
 
 
 def make_context(
-    config: RuntimeConfig, replay: ReplayKind | None = None, sizes: list[int] | None = None, timings: GemmTimings | None = None
+    config: RuntimeConfig,
+    replay: ReplayKind | None = None,
+    sizes: list[int] | None = None,
+    timings: GemmTimings | None = None,
+    group: ParallelGroup = ALONE,
 ) -> WorkerContext:
     """Decide device, dtype, admission limit and graph sizes. Arguments override the configuration (tests, checks)."""
-    device = torch.device(config.device.device, 0) if config.device.device == "cuda" else torch.device("cpu")
+    device = (
+        torch.device(config.device.device, config.parallel.device_index(group.rank))
+        if config.device.device == "cuda"
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -75,6 +86,5 @@ def make_context(
     running = config.scheduler.max_running_requests or default
     if captured and running > max(captured) and kind == "cuda":
         log.warning("batches above %d requests have no graph and run eagerly; raise --cuda-graph-max-bs to %d", max(captured), running)
-    return WorkerContext(
-        config, device, getattr(torch, config.device.dtype), running, captured, kind, timings or GemmTimings(config.device.tuning)
-    )
+    timings = timings or GemmTimings(config.device.tuning, group)
+    return WorkerContext(config, device, getattr(torch, config.device.dtype), running, captured, kind, timings, group)

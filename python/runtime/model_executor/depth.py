@@ -75,6 +75,11 @@ class DepthControl:
         self._forced: int | None = None
 
     @property
+    def forced_depth(self) -> int | None:
+        """The depth that every iteration runs at; None where the batch size decides."""
+        return self._forced
+
+    @property
     def deepest(self) -> int:
         """K at full depth."""
         return max(self.limits)
@@ -86,9 +91,13 @@ class DepthControl:
     @contextmanager
     def forced(self, depth: int | None) -> Iterator[None]:
         """Within, every iteration runs at `depth`, which must be in the table. For checks; None forces nothing."""
-        assert depth is None or depth in self.limits, f"depth {depth} was not built"
-        self._forced = depth
+        self.force(depth)
         try:
             yield
         finally:
             self._forced = None
+
+    def force(self, depth: int | None) -> None:
+        """Run every iteration at `depth` from now on, which must be in the table; None forces nothing."""
+        assert depth is None or depth in self.limits, f"depth {depth} was not built"
+        self._forced = depth

@@ -8,7 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from runtime.layers.linear import Linear
 from runtime.layers.sampling_tables import SamplingNeeds
+from runtime.layers.token_mask import TokenMask
+from runtime.model_executor.grammar_rows import GrammarStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,8 @@ class Iteration:
         eager_sample: whether drafting and verification run eagerly, to be compared with replays.
         precedes_eager_sample: whether the next iteration is the sample: verification and draft-extend run eagerly,
             since it starts from their results.
+        grammar: the constrained requests; None where there are none.
+        mask: what grammars allow at the positions of the window, once it is known; None where nothing is restricted.
     """
 
     depth: int
@@ -37,6 +42,8 @@ class Iteration:
     top_logprobs: int = -1
     eager_sample: bool = False
     precedes_eager_sample: bool = False
+    grammar: GrammarStep | None = None
+    mask: TokenMask | None = None
 
     @property
     def live(self) -> int:
@@ -58,6 +65,7 @@ class Iteration:
             kv_lens=self.kv_lens[one],
             bounds=self.bounds[one],
             needs=self.needs.part(start, stop),
+            mask=None if self.mask is None else self.mask.part(start, stop),
         )
 
 
@@ -66,22 +74,28 @@ class VerifyResult:
     """The target over the windows of an iteration. Valid until the next verify pass.
 
     Attributes:
-        logits: float32 [size * D, V].
+        logits: float32 [size * D, V], or this rank's columns of them.
         tokens: int64 [size, D], the argmax of each.
         features: [size * D, feature], the states that the drafter reads.
         graph: whether a graph was replayed.
+        head: the LM head that made the logits.
     """
 
     logits: torch.Tensor
     tokens: torch.Tensor
     features: torch.Tensor
     graph: bool
+    head: Linear
+
+    def all_logits(self, count: int) -> torch.Tensor:
+        """float32 [count, V]: the logits of the first `count` window positions. All ranks call it together."""
+        return self.head.gather(self.logits[:count])
 
     def part(self, start: int, stop: int) -> VerifyResult:
         """Requests `start` to `stop`."""
         D = self.tokens.shape[1]
         window = slice(start * D, stop * D)
-        return VerifyResult(self.logits[window], self.tokens[start:stop], self.features[window], self.graph)
+        return VerifyResult(self.logits[window], self.tokens[start:stop], self.features[window], self.graph, self.head)
 
 
 @dataclass(frozen=True, slots=True)

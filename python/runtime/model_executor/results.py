@@ -8,6 +8,7 @@ import torch
 
 from runtime.batch import BatchResult, Logprobs
 from runtime.layers.sampler import top_logprobs
+from runtime.layers.token_mask import TokenMask
 from runtime.model_executor.staging import HostCopy
 
 Mask = npt.NDArray[np.bool_]
@@ -27,9 +28,19 @@ class LogprobCopy:
         return Logprobs(chosen=chosen.astype(np.float32), top_ids=ids.astype(np.int32), top=top.astype(np.float32))
 
 
-def copy_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, index: torch.Tensor | None = None) -> LogprobCopy | None:
-    """Start the copy of `top_logprobs(logits, tokens, k, index)`; None where k < 0."""
-    return LogprobCopy(*top_logprobs(logits, tokens, k, index)) if k >= 0 else None
+def copy_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, k: int, index: torch.Tensor | None = None, mask: TokenMask | None = None
+) -> LogprobCopy | None:
+    """Start the copy of `top_logprobs(logits, tokens, k, index)`; None where k < 0.
+
+    Constrained requests report the distribution over the tokens that their grammar allows.
+
+    Args:
+        mask: what grammars allow at the W positions of each request; `logits` has W rows per request.
+    """
+    if k < 0:
+        return None
+    return LogprobCopy(*top_logprobs(logits if mask is None else mask.apply(logits), tokens, k, index))
 
 
 def join(prompts: BatchResult | None, decodes: BatchResult | None) -> BatchResult:
@@ -44,6 +55,7 @@ def join(prompts: BatchResult | None, decodes: BatchResult | None) -> BatchResul
         logprobs=_join_logprobs(prompts.logprobs, decodes.logprobs),
         prompt_logprobs=prompts.prompt_logprobs,
         stats=decodes.stats,
+        pooled=prompts.pooled,
     )
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from runtime.batch import PAD_ROW, BatchResult, ScheduleBatch
+from runtime.distributed.agreement import Agreement
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.sampler import sample, top_logprobs
 from runtime.layers.sampling_tables import SamplingNeeds
+from runtime.layers.token_mask import TokenMask
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.draft_window import DraftWindow
 from runtime.model_executor.graph_runner import GraphRunner
 from runtime.model_executor.model_runner import ModelRunner
+from runtime.model_executor.pooled import pool_chunks
 from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.results import LogprobCopy, copy_logprobs
 from runtime.model_executor.short_prompts import ShortPrompts
@@ -82,6 +85,8 @@ class TargetModel:
     Attributes:
         aux_layers: layers whose states passes return beside the last hidden states.
         short_prompts: graphs for short prompts, set once before memory is planned; None where all prompts run eagerly.
+        agreement: the check that all ranks commit the same tokens.
+        reads_results: whether this rank copies results to the host.
     """
 
     def __init__(
@@ -91,8 +96,10 @@ class TargetModel:
         page_table: PageTable,
         staging: StagingRing,
         aux_layers: tuple[int, ...] = (),
+        reads_results: bool = True,
     ) -> None:
         self.runner, self.rows, self.page_table, self.staging = runner, rows, page_table, staging
+        self.agreement, self.reads_results = Agreement(runner.device, runner.model.context.group), reads_results
         self.aux_layers = aux_layers
         self.short_prompts: ShortPrompts | None = None
         self.device = runner.device
@@ -168,21 +175,34 @@ class TargetModel:
             states = States(*(short or self.runner.extend(prompts, self.aux_layers)))
         return states.part(0, T), states.part(T, None)
 
-    def sample_next(self, batch: ScheduleBatch, chunks: Chunks, states: States) -> tuple[ExtendPass, PromptsPending]:
-        """Sample where a prompt ends, set the rows' lengths and last tokens, and send the tokens to the host."""
+    def sample_next(
+        self, batch: ScheduleBatch, chunks: Chunks, states: States, mask: TokenMask | None = None
+    ) -> tuple[ExtendPass, PromptsPending]:
+        """Sample where a prompt ends, set the rows' lengths and last tokens, and send the tokens to the host.
+
+        Args:
+            mask: what grammars allow the first tokens to be.
+        """
         rows, positions = chunks.rows, chunks.batch.seq_lens.to(torch.int64)
         needs = self.rows.needs(batch.rows[: batch.num_prompts])
         logits = self.runner.model.logits(states.hidden[chunks.last])
-        sampled = sample(logits, self.rows.tables, rows, positions, needs)
+        if mask is not None:
+            needs = replace(needs, constrained=mask.selected)
+        sampled = sample(logits, self.rows.tables, rows, positions, needs, mask)
         ends = chunks.given < 0
         next_tokens = torch.where(ends, sampled, chunks.given)
         self.rows.kv_lens[rows] = chunks.batch.seq_lens
         self.rows.last_tokens[rows] = next_tokens
         if needs.penalised:
             self.rows.count(rows, next_tokens[:, None], ends[:, None])
-        logprobs = copy_logprobs(logits, next_tokens, int(batch.top_logprobs.max(initial=-1)))
+        self.agreement.commit(next_tokens[:, None], ends.to(torch.int32))
         prompt = self._prompt_logprobs(batch, chunks, states.hidden, next_tokens)
-        pending = PromptsPending(batch.next_tokens < 0, HostCopy(next_tokens), logprobs, prompt)
+        logprobs, copy, pooled = None, HostCopy(), {}
+        if self.reads_results:
+            k, copy = int(batch.top_logprobs.max(initial=-1)), HostCopy(next_tokens)
+            logprobs = copy_logprobs(logits, next_tokens, k, mask=mask)
+            pooled = pool_chunks(batch, states.hidden, logits)
+        pending = PromptsPending(batch.next_tokens < 0, copy, logprobs, prompt, pooled)
         return ExtendPass(chunks, next_tokens, states, needs), pending
 
     def extend(self, batch: ScheduleBatch) -> tuple[ExtendPass, PromptsPending]:
@@ -202,7 +222,8 @@ class TargetModel:
                 pieces = zip(hidden[start : start + length].split(LOGPROB_CHUNK), following.split(LOGPROB_CHUNK), strict=True)
                 k = max(int(batch.top_logprobs[i]), 0)
                 parts = [top_logprobs(self.runner.model.logits(piece), ids, k) for piece, ids in pieces]
-                found[i] = LogprobCopy(*(torch.cat(column) for column in zip(*parts, strict=True)))
+                if self.reads_results:
+                    found[i] = LogprobCopy(*(torch.cat(column) for column in zip(*parts, strict=True)))
             start += length
         return found
 
@@ -215,6 +236,7 @@ class PromptsPending:
     tokens: HostCopy
     logprobs: LogprobCopy | None
     prompt_logprobs: dict[int, LogprobCopy]
+    pooled: dict[int, HostCopy]
 
     def wait(self) -> BatchResult:
         """Wait for them."""
@@ -224,4 +246,5 @@ class PromptsPending:
             accept_lens=self.ends.astype(np.int32),
             logprobs=None if self.logprobs is None else self.logprobs.wait(self.ends),
             prompt_logprobs={i: copy.wait() for i, copy in self.prompt_logprobs.items()},
+            pooled={i: copy.wait()[0].astype(np.float32) for i, copy in self.pooled.items()},
         )

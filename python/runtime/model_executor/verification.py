@@ -14,11 +14,13 @@ from runtime.model_executor.input_buffers import BufferSpec
 from runtime.model_executor.iteration import Iteration, VerifyResult
 from runtime.model_executor.target_model import States, TargetModel
 from runtime.model_executor.window import fill_window
-from runtime.models.decoder import DecoderModel
 
 
 def verify_spec(shape: TreeShape, name: str, vocab: int, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
-    """Outputs: `logits` float32 [B * D, V], argmax `tokens` int64 [B * D], `features` [B * D, feature]."""
+    """Outputs: `logits` float32 [B * D, vocab], argmax `tokens` int64 [B * D], `features` [B * D, feature].
+
+    `vocab`: columns of the logits on this rank.
+    """
     D = shape.num_draft_tokens
     return RunnerSpec(
         name=name,
@@ -39,13 +41,13 @@ def verify_forward(target: TargetModel) -> Forward:
     model = target.runner.model
 
     def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
-        _write_outputs(model, States(*model.forward(batch, target.aux_layers)), outputs)
+        _write_outputs(target, States(*model.forward(batch, target.aux_layers)), outputs)
 
     return forward
 
 
-def _write_outputs(model: DecoderModel, states: States, outputs: Outputs) -> None:
-    model.greedy(states.hidden, outputs["tokens"], outputs["logits"])
+def _write_outputs(target: TargetModel, states: States, outputs: Outputs) -> None:
+    target.runner.model.greedy(states.hidden, outputs["tokens"], outputs["logits"], target.agreement)
     if outputs["features"].shape[1]:
         outputs["features"].copy_(states.features)
 
@@ -84,21 +86,21 @@ class Verifier:
         """Run the target over filled inputs."""
         eager = iteration.eager_sample or iteration.precedes_eager_sample
         outputs, graph = self.runners[iteration.depth].run(batch, eager=eager)
-        return _result(iteration, outputs, graph)
+        return self._result(iteration, outputs, graph)
 
     def result_of(self, iteration: Iteration, states: States) -> VerifyResult:
         """The result of an eager pass over the live windows, whose states are given; padding rows hold zeros."""
         outputs = self.runners[iteration.depth].outputs(iteration.size)
         tokens = len(states.hidden)
-        _write_outputs(self._target.runner.model, states, {name: tensor[:tokens] for name, tensor in outputs.items()})
+        _write_outputs(self._target, states, {name: tensor[:tokens] for name, tensor in outputs.items()})
         for tensor in outputs.values():
             tensor[tokens:].zero_()
-        return _result(iteration, outputs, graph=False)
+        return self._result(iteration, outputs, graph=False)
 
     def latest(self, iteration: Iteration) -> VerifyResult:
         """The buffers as they are, for a dry run."""
-        return _result(iteration, self.runners[iteration.depth].outputs(iteration.size), graph=False)
+        return self._result(iteration, self.runners[iteration.depth].outputs(iteration.size), graph=False)
 
-
-def _result(iteration: Iteration, outputs: Outputs, graph: bool) -> VerifyResult:
-    return VerifyResult(outputs["logits"], outputs["tokens"].view(iteration.size, -1), outputs["features"], graph)
+    def _result(self, iteration: Iteration, outputs: Outputs, graph: bool) -> VerifyResult:
+        tokens, head = outputs["tokens"].view(iteration.size, -1), self._target.runner.model.lm_head
+        return VerifyResult(outputs["logits"], tokens, outputs["features"], graph, head)

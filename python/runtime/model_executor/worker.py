@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 import torch
 from msgspec import structs
 
-from runtime.batch import BatchResult, Pending, ScheduleBatch, StepStats, WorkerLimits
+from runtime.batch import BatchResult, Pending, ScheduleBatch, StepStats, WorkerLimits, no_ints
+from runtime.errors import RanksDiffer
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.accepter import Accepter
 from runtime.model_executor.depth import DepthControl
 from runtime.model_executor.device_queue import DeviceQueue, Finish
 from runtime.model_executor.drafter import Drafter
-from runtime.model_executor.graph_runner import GraphRunner
+from runtime.model_executor.followers import Followers, SharedPending
+from runtime.model_executor.grammar_rows import GrammarRows, GrammarStep
+from runtime.model_executor.graph_runner import GraphRunner, RunMode
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.iteration import Accepted, AcceptResult, Iteration, VerifyResult
 from runtime.model_executor.profiler import Profiler, span
 from runtime.model_executor.results import LogprobCopy, copy_logprobs, join
 from runtime.model_executor.staging import HostCopy
-from runtime.model_executor.target_model import Chunks, PromptsPending, TargetModel
+from runtime.model_executor.target_model import Chunks, ExtendPass, PromptsPending, States, TargetModel
 from runtime.model_executor.verification import Verifier
 from runtime.worker_info import WorkerInfo
 
@@ -37,6 +41,7 @@ class WorkerParts:
         inputs: persistent inputs that the fixed-width passes of target and drafter share.
         depths: chooses the depth of each iteration.
         monitor: counts acceptance.
+        grammars: masks what grammars forbid.
     """
 
     target: TargetModel
@@ -46,21 +51,30 @@ class WorkerParts:
     accepter: Accepter
     depths: DepthControl
     monitor: AcceptanceMonitor
+    grammars: GrammarRows
 
 
 @dataclass(frozen=True, slots=True)
 class DecodesPending:
-    """Tokens of an iteration on their way to the host: int64 [live, D], and the accept lengths where D > 1."""
+    """Tokens of an iteration on their way to the host: int64 [live, D], the accept lengths where D > 1, and with several ranks
+    whether they differ.
+    """
 
     iteration: Iteration
     tokens: HostCopy
     logprobs: LogprobCopy | None
     stats: StepStats
+    checked: bool = False
+
+    @property
+    def ranks_differ(self) -> bool:
+        """Whether the ranks committed different tokens before this iteration. Waits for it."""
+        return self.checked and bool(self.tokens.wait()[-1].any())
 
     def wait(self) -> BatchResult:
         """Wait for them."""
         tokens, *rest = self.tokens.wait()
-        lens = rest[0] if rest else np.ones(len(tokens), dtype=np.int32)
+        lens = rest[0] if tokens.shape[1] > 1 else np.ones(len(tokens), dtype=np.int32)
         keep = np.arange(tokens.shape[1])[None] < lens[:, None]
         return BatchResult(
             token_ids=tokens[keep].astype(np.int32),
@@ -70,16 +84,28 @@ class DecodesPending:
         )
 
 
-def send_to_host(iteration: Iteration, result: AcceptResult, verified: VerifyResult) -> DecodesPending:
-    """Start the copies of what an iteration emits."""
+def send_to_host(target: TargetModel, iteration: Iteration, result: AcceptResult, verified: VerifyResult) -> DecodesPending:
+    """Start the copies of what an iteration emits, on a rank that reads results."""
     live, D = iteration.live, result.tokens.shape[1]
     lens, tokens = result.accept_lens[:live], result.tokens[:live]
     index = None
     if result.path is not None:
         index = (torch.arange(live, device=tokens.device)[:, None] * D + result.path[:live]).flatten()
-    logprobs = copy_logprobs(verified.logits[: live * D], tokens.flatten(), iteration.top_logprobs, index)
-    copies = HostCopy(tokens, lens) if D > 1 else HostCopy(tokens)
-    return DecodesPending(iteration, copies, logprobs, StepStats(verified.graph, iteration.size, D - 1))
+    logprobs, reads, agreement = None, target.reads_results, target.agreement
+    if iteration.top_logprobs >= 0:
+        logits = verified.all_logits(live * D)
+        logprobs = copy_logprobs(logits, tokens.flatten(), iteration.top_logprobs, index, iteration.mask) if reads else None
+    wanted = [tokens, *([lens] if D > 1 else []), *([agreement.differs] if agreement.active else [])] if reads else []
+    stats = StepStats(verified.graph, iteration.size, D - 1)
+    return DecodesPending(iteration, HostCopy(*wanted), logprobs, stats, agreement.active)
+
+
+def masked(iteration: Iteration) -> Iteration:
+    """The iteration with what grammars allow at the positions of its window. Waits for the thread that computes it."""
+    mask = None if iteration.grammar is None else iteration.grammar.window_mask()
+    if mask is None:
+        return iteration
+    return replace(iteration, mask=mask, needs=replace(iteration.needs, constrained=mask.selected))
 
 
 class Worker:
@@ -90,11 +116,13 @@ class Worker:
         runners: the graph runners of decode steps, deepest first.
     """
 
-    def __init__(self, parts: WorkerParts, limits: WorkerLimits, info: WorkerInfo) -> None:
-        self.parts, self._limits, self._info = parts, limits, info
+    def __init__(self, parts: WorkerParts, limits: WorkerLimits, info: WorkerInfo, followers: Followers | None = None) -> None:
+        """`followers`: the other ranks of the model, on rank 0 of several."""
+        self.parts, self._limits, self._info, self._followers = parts, limits, info, followers
         runners = parts.verifier.runners
         self.runners = tuple(r for depth in runners for r in (runners[depth], *parts.drafter.runners(depth)))
-        self._queue = DeviceQueue(self._step, parts.target.device)
+        self._queue = DeviceQueue(self._step if followers is None else self._timed_step, parts.target.device)
+        self._step_seconds, self._token_checks = 0.0, 0
         self._profiler = Profiler("scheduler", parts.target.device)
 
     @property
@@ -109,15 +137,31 @@ class Worker:
 
     def submit(self, batch: ScheduleBatch) -> Pending:
         """Queue one step and return at once."""
-        return self._queue.submit(batch)
+        if self._followers is None:
+            return self._queue.submit(batch)
+        self._followers.run(batch, self.parts.depths.forced_depth, tuple(runner.mode.value for runner in self.all_runners))
+        return SharedPending(self._queue.submit(batch), batch.step)
+
+    def set_run(self, depth: int | None, modes: Sequence[str]) -> None:
+        """How the following steps run, on a rank that follows another: the forced depth, and the mode of each of `all_runners`."""
+        self.parts.depths.force(depth)
+        for runner, mode in zip(self.all_runners, modes, strict=True):
+            runner.mode = RunMode(mode)
 
     def info(self) -> WorkerInfo:
         """What was chosen and measured at start-up, and how steps ran since."""
         runs = [runner.runs() for runner in self.all_runners]
-        return structs.replace(self._info, graph_runs=runs, acceptance=self.parts.monitor.stats())
+        info = structs.replace(self._info, graph_runs=runs, acceptance=self.parts.monitor.stats())
+        if self._followers is None:
+            return info
+        exchanges = self.parts.target.runner.model.context.group.exchange_seconds
+        share = round(exchanges / max(self._step_seconds, exchanges, 1e-9), 4)
+        return structs.replace(info, token_checks=self._token_checks, exchange_share=share)
 
     def reset(self) -> None:
         """Forget every request and all counts, between steps. For checks before serving."""
+        if self._followers is not None:
+            self._followers.reset()
         self._queue.run(self._reset)
 
     def run_between_steps(self, function: Callable[[], T]) -> T:
@@ -135,11 +179,22 @@ class Worker:
     def close(self) -> None:
         """Finish what is under way."""
         self._queue.close()
+        self.parts.grammars.close()
+        if self._followers is not None:
+            self._followers.close()
 
     def _reset(self) -> None:
         self.parts.target.reset()
         self.parts.drafter.reset()
         self.parts.monitor.reset()
+        self.parts.grammars.reset()
+        self.parts.target.agreement.reset()
+
+    def _timed_step(self, batch: ScheduleBatch) -> Finish:
+        started = time.perf_counter()
+        finish = self._step(batch)
+        self._step_seconds += time.perf_counter() - started
+        return finish
 
     # ---- a step: launches work and returns how to read its result; outside graphs but for the runners' functions
 
@@ -149,14 +204,28 @@ class Worker:
         size = self.parts.verifier.padded_size(depth, live) if live else 0
         chunk_rows, rows = target.stage_rows(batch, size)
         self.parts.drafter.admit(batch.new_rows)
+        self.parts.grammars.admit(batch.new_rows)
         chunks = target.stage_chunks(batch, chunk_rows) if batch.num_prompts else None
-        prompts, decodes = None, None
+        first = self.parts.grammars.step(batch.rows[: batch.num_prompts], batch.num_prompts, batch.next_tokens < 0)
+        prompts, decodes, grammar = None, None, None
         if live:
-            prompts, decodes = self._iterate(batch, chunks, self._begin(batch, rows, depth))
+            iteration = self._begin(batch, rows, depth)
+            grammar = iteration.grammar
+            prompts, decodes = self._iterate(batch, chunks, first, iteration)
         elif chunks is not None:
-            extend, prompts = target.sample_next(batch, chunks, target.run(chunks)[0])
+            extend, prompts = self._sample_next(batch, chunks, first, target.run(chunks)[0])
             self.parts.drafter.follow_prompt(extend)
-        return lambda: self._read(batch, prompts, decodes)
+        return (lambda: self._read(batch, prompts, decodes, (first, grammar))) if target.reads_results else _read_nothing
+
+    def _sample_next(
+        self, batch: ScheduleBatch, chunks: Chunks, first: GrammarStep | None, states: States
+    ) -> tuple[ExtendPass, PromptsPending]:
+        """Sample where a prompt ends; `first` holds the constrained requests among those."""
+        mask = None if first is None else first.first()
+        extend, prompts = self.parts.target.sample_next(batch, chunks, states, mask)
+        if first is not None:
+            self.parts.grammars.follow(first, extend.next_tokens[:, None])
+        return extend, prompts
 
     def _begin(self, batch: ScheduleBatch, rows: torch.Tensor, depth: int) -> Iteration:
         """An iteration of the decode rows, int64 [size]. Rows and KV lengths go into the inputs that all runners share."""
@@ -166,19 +235,25 @@ class Worker:
         torch.index_select(parts.target.rows.kv_lens, 0, rows, out=kv_lens)
         bounds = np.zeros(size, dtype=np.int32)
         bounds[: len(host_rows)] = batch.len_bounds[first:]
-        is_sample, precedes_sample = parts.monitor.next_iteration()
+        is_sample, precedes_sample = parts.monitor.next_iteration(batch.num_decodes)
         # The sample is of iterations that would replay a graph: other traffic may be accepted differently, and counts
         # for neither side.
         replays = first == 0 and depth == parts.depths.deepest and parts.verifier.has_graph(depth, size)
         needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
-        return Iteration(depth, host_rows, rows, kv_lens, bounds, needs, k, is_sample and replays, precedes_sample)
+        grammar = parts.grammars.step(host_rows, size)
+        is_sample, precedes_sample = is_sample and replays and grammar is None, precedes_sample and grammar is None
+        return Iteration(depth, host_rows, rows, kv_lens, bounds, needs, k, is_sample, precedes_sample, grammar)
 
-    def _iterate(self, batch: ScheduleBatch, chunks: Chunks | None, iteration: Iteration) -> tuple[PromptsPending | None, DecodesPending]:
+    def _iterate(
+        self, batch: ScheduleBatch, chunks: Chunks | None, first: GrammarStep | None, iteration: Iteration
+    ) -> tuple[PromptsPending | None, DecodesPending]:
         """Propose, verify, accept, commit, follow. Prompt chunks run in the pass that verifies."""
         target, drafter, verifier = self.parts.target, self.parts.drafter, self.parts.verifier
         extend, prompts = None, None
         with span("draft_decode"):
             draft = drafter.propose(iteration)
+        if iteration.grammar is not None:
+            iteration.grammar.verify(draft)
         with span("verify"):
             window = verifier.fill(iteration, draft)
             if chunks is None:
@@ -186,20 +261,42 @@ class Worker:
             else:
                 states, window_states = target.run(chunks, window, iteration.live)
                 verified = verifier.result_of(iteration, window_states)
-                extend, prompts = target.sample_next(batch, chunks, states)
+                extend, prompts = self._sample_next(batch, chunks, first, states)
+            iteration = masked(iteration)
             result = self.parts.accepter.accept(iteration, draft, verified, window)
-            decodes = send_to_host(iteration, result, verified)
+            decodes = send_to_host(target, iteration, result, verified)
+            if iteration.grammar is not None:
+                self.parts.grammars.follow(iteration.grammar, result.tokens[: iteration.live], result.accept_lens[: iteration.live])
+            target.agreement.commit(result.tokens[: iteration.live], result.accept_lens[: iteration.live])
         if extend is not None:
             drafter.follow_prompt(extend)
         with span("draft_extend"):
             drafter.follow(iteration, Accepted(result, draft.tokens, verified.features))
         return prompts, decodes
 
-    def _read(self, batch: ScheduleBatch, prompts: PromptsPending | None, decodes: DecodesPending | None) -> BatchResult:
-        """On the host, possibly one step later: wait, count, and hand over."""
+    def _read(
+        self,
+        batch: ScheduleBatch,
+        prompts: PromptsPending | None,
+        decodes: DecodesPending | None,
+        grammars: tuple[GrammarStep | None, GrammarStep | None],
+    ) -> BatchResult:
+        """On the host, possibly one step later: wait, count, and hand over. `grammars`: of the prompts, of the decode rows."""
+        if decodes is not None and decodes.checked:
+            if decodes.ranks_differ:
+                raise RanksDiffer(batch.step)
+            self._token_checks += 1
         decoded = None if decodes is None else decodes.wait()
         if decodes is not None and decoded is not None:
             self.parts.monitor.add(decodes.iteration, decoded.accept_lens, decoded.stats)
         result = join(None if prompts is None else prompts.wait(), decoded)
         self.parts.drafter.observe(batch.rows, result)
+        for grammar, offset in zip(grammars, (0, batch.num_prompts), strict=True):
+            if grammar is not None:
+                result.grammar_errors.update(grammar.errors(offset))
         return result
+
+
+def _read_nothing() -> BatchResult:
+    """The result of a step on a rank that reads none."""
+    return BatchResult(no_ints(), no_ints())

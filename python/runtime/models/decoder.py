@@ -8,9 +8,12 @@ import torch
 from torch.nn import functional as F
 
 from runtime.batch import ForwardMode
+from runtime.distributed.agreement import Agreement
 from runtime.layers.attention.base import AttentionBackend, AttentionSpec
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
+from runtime.layers.linear import Partition
+from runtime.layers.lm_head import all_logits, greedy
 from runtime.layers.ops import Stream
 from runtime.layers.pass_context import PassContext
 from runtime.mem_cache.kv_pool import KVPool
@@ -35,8 +38,8 @@ class DecoderModel:
         config: the architecture.
         context: operations, dtype, device, quantisation scheme and parallel group.
         embed: [vocab, hidden] in the model's dtype. Draft heads may share it.
-        lm_head: hidden -> vocab. Draft heads may share it. With tied embeddings and unquantised weights its weight is
-            `embed`.
+        lm_head: hidden -> vocab, or this rank's rows of it. Draft heads may share it. With tied embeddings and
+            unquantised weights its weight is `embed`.
         layers: the blocks.
         final_norm: the norm before the head.
         attention_specs: the attention of each layer, for the KV pool and the backend.
@@ -52,7 +55,7 @@ class DecoderModel:
         if config.tie_embeddings:
             self.lm_head = parts.weights.tied_linear(EMBEDDING, self.embed)
         else:
-            self.lm_head = parts.weights.linear({"lm_head": config.vocab_size}, config.hidden_size)
+            self.lm_head = parts.weights.linear({"lm_head": config.vocab_size}, config.hidden_size, partition=Partition.COLUMN)
         self.attention_specs: tuple[AttentionSpec, ...] = tuple(layer.attention.spec for layer in self.layers)
         self._bound: tuple[KVPool, AttentionBackend] | None = None
 
@@ -131,8 +134,20 @@ class DecoderModel:
         """Scores of the next token: hidden [N, hidden] after the final norm -> float32 [N, vocab], written to `out`
         where given.
         """
-        return self.context.ops.logits(hidden, self.lm_head, out)
+        return all_logits(self.context.ops, hidden, self.lm_head, out)
 
-    def greedy(self, hidden: torch.Tensor, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """The most likely next token, int64 [N]: the argmax of `logits(hidden)`; both written where given."""
-        return self.context.ops.greedy(hidden, self.lm_head, tokens, logits)
+    def greedy(
+        self,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
+        agreement: Agreement | None = None,
+    ) -> torch.Tensor:
+        """The most likely next token, int64 [N]: the argmax of `logits(hidden)`.
+
+        Args:
+            tokens: written where given.
+            logits: float32 [N, rows of `lm_head` on this rank], written where given.
+            agreement: compared with the other ranks' on the way.
+        """
+        return greedy(self.context.ops, hidden, self.lm_head, tokens, logits, agreement)

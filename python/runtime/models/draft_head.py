@@ -107,13 +107,14 @@ class DraftBody:
 
     Attributes:
         parts: makes the head's own parts.
-        ops, dtype: the target's.
+        ops, dtype, group: the target's.
     """
 
     def __init__(self, config: ModelConfig, target: DecoderModel) -> None:
         self.parts = ModelParts(config, target.context)
         self.ops: BlockOps = target.context.ops
         self.dtype = target.dtype
+        self.group = target.context.group
         self._target = target
         self._bound: tuple[KVPool, AttentionBackend] | None = None
 
@@ -132,9 +133,10 @@ class DraftBody:
         if own is None:
             return shared
         if not shared.is_dense:  # the head before quantisation is not known
-            return Linear.dense(own.to(shared.weight.device, self.dtype))
-        weight = shared_if_equal(own, shared.weight)
-        return shared if weight is shared.weight else Linear.dense(weight)
+            return Linear.sharded(own.to(shared.weight.device, self.dtype), self.group)
+        part = own[shared.own_rows].clone() if shared.is_sharded else own
+        weight = shared_if_equal(part, shared.weight)
+        return shared if weight is shared.weight else shared.with_weight(weight)
 
     def num_bytes(self, embed: torch.Tensor, lm_head: Linear) -> int:
         """Bytes of the head's weights and tables, without what it shares with its target."""

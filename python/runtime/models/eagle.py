@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
+from runtime.layers.lm_head import all_logits, greedy
 from runtime.layers.ops import Stream
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.decoder import OTHER_LAUNCHES, DecoderModel
@@ -112,11 +113,11 @@ class LlamaForCausalLMEagle:
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the token after next: [N, hidden] -> float32 [N, Vd], written to `out` where given."""
-        return self._body.ops.logits(hidden.to(self.hidden_dtype), self.lm_head, out)
+        return all_logits(self._body.ops, hidden.to(self.hidden_dtype), self.lm_head, out)
 
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
         """The draft id of the most likely token, int64 [N]: the argmax of `logits(hidden)`."""
-        return self._body.ops.greedy(hidden.to(self.hidden_dtype), self.lm_head)
+        return greedy(self._body.ops, hidden.to(self.hidden_dtype), self.lm_head)
 
     def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
         """The target's ids of draft ids, int64 of any shape."""

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.layers.linear import Linear
+from runtime.layers.linear import Linear, Partition
+from runtime.layers.lm_head import all_logits, greedy
 from runtime.layers.ops import Stream
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.decoder import OTHER_LAUNCHES, DecoderModel
@@ -65,7 +66,9 @@ class LlamaForCausalLMEagle3:
         self._norm = parts.norm("norm.weight")
         self._own_head = c.draft_vocab_size is not None and not c.tie_embeddings
         self.embed = target.embed
-        self.lm_head = parts.weights.linear({"lm_head": self.vocab_size}, c.hidden_size) if self._own_head else target.lm_head
+        self.lm_head = target.lm_head
+        if self._own_head:
+            self.lm_head = parts.weights.linear({"lm_head": self.vocab_size}, c.hidden_size, partition=Partition.COLUMN)
         self.to_target: torch.Tensor | None = None
         self.to_draft: torch.Tensor | None = None
 
@@ -103,7 +106,7 @@ class LlamaForCausalLMEagle3:
             return
         c = self.config
         if c.tie_embeddings:
-            self.lm_head = Linear.dense(self.embed[: self.vocab_size])
+            self.lm_head = Linear.sharded(self.embed[: self.vocab_size], self._body.group)
             return
         own = optional.take("lm_head.weight", (c.vocab_size, c.hidden_size))
         if own is None and self._target.config.hidden_size != c.hidden_size:
@@ -153,11 +156,11 @@ class LlamaForCausalLMEagle3:
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the token after next: [N, hidden] before the norm -> float32 [N, Vd], written to `out` where given."""
-        return self._body.ops.logits(self._normed(hidden), self.lm_head, out)
+        return all_logits(self._body.ops, self._normed(hidden), self.lm_head, out)
 
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
         """The draft id of the most likely token, int64 [N]: the argmax of `logits(hidden)`."""
-        return self._body.ops.greedy(self._normed(hidden), self.lm_head)
+        return greedy(self._body.ops, self._normed(hidden), self.lm_head)
 
     def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._body.ops.norm(hidden.float(), self._norm, self._body.dtype)

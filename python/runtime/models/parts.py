@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.distributed.parallel_group import ALONE, ParallelGroup, Shard
+from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention.layer import Attention
 from runtime.layers.linear import Partition
@@ -63,19 +64,37 @@ class ModelParts:
         """The attention layer of tensors `prefix`*, whose qkv projection reads rows of the hidden size or of
         `in_features`.
         """
-        c, group = self.config, self.context.group
-        kv_shards = min(group.size, c.num_kv_heads)  # KV heads are replicated where there are fewer than ranks
-        shards = (Shard(group.rank, group.size), *[Shard(group.rank * kv_shards // group.size, kv_shards)] * 2)
-        rows = {prefix + "q_proj": c.num_q_heads, prefix + "k_proj": c.num_kv_heads, prefix + "v_proj": c.num_kv_heads}
-        qkv = self.weights.linear(
-            {name: heads * c.head_dim for name, heads in rows.items()}, in_features or c.hidden_size, c.qkv_bias, Partition.COLUMN, shards
-        )
+        c = self.config
+        q_rows, kv_rows = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        query, key = self.head_shards()
+        rows = {prefix + "q_proj": q_rows, prefix + "k_proj": kv_rows, prefix + "v_proj": kv_rows}
+        qkv = self.weights.linear(rows, in_features or c.hidden_size, c.qkv_bias, Partition.COLUMN, (query, key, key))
         norms = [self.norm(f"{prefix}{name}_norm.weight", c.head_dim) if c.qk_norm else None for name in "qk"]
-        o = self.weights.linear({prefix + "o_proj": c.hidden_size}, c.num_q_heads * c.head_dim, c.o_bias, Partition.ROW)
-        heads, kv_heads = c.num_q_heads // group.size, c.num_kv_heads // kv_shards
+        o = self.weights.linear({prefix + "o_proj": c.hidden_size}, q_rows, c.o_bias, Partition.ROW, [query])
+        heads, kv_heads = _length(query.of(q_rows)) // c.head_dim, _length(key.of(kv_rows)) // c.head_dim
         kv = KVSpec("gqa", kv_heads, c.head_dim, c.head_dim, self.context.dtype)
         spec = AttentionSpec(layer_id, heads, kv, c.head_dim**-0.5, c.window[layer_id])
         return Attention(spec, RotaryHeads(heads, kv_heads, c.head_dim, self.rope, *norms), qkv, o, self.context.ops)
+
+    def head_shards(self) -> tuple[Shard, Shard]:
+        """Which query heads and which KV heads this rank computes, in rows of their projections.
+
+        KV heads stay whole beside the query heads that read them. With more KV heads than ranks some ranks may hold one
+        more; with fewer, each is held by several ranks, which share its query heads.
+
+        Raises:
+            ConfigError: the heads cannot be shared by so many ranks.
+        """
+        c, group = self.config, self.context.group
+        per_kv, copies = c.num_q_heads // c.num_kv_heads, group.size // c.num_kv_heads
+        if c.num_kv_heads >= group.size:
+            return Shard(group.rank, group.size, per_kv * c.head_dim), Shard(group.rank, group.size, c.head_dim)
+        if group.size % c.num_kv_heads or per_kv % copies:
+            raise ConfigError(
+                f"--tp-size {group.size} cannot share the {c.num_q_heads} query and {c.num_kv_heads} KV heads of {c.architecture}. "
+                f"Use at most {c.num_kv_heads}, or a multiple of it that divides {c.num_q_heads}."
+            )
+        return Shard(group.rank, group.size, c.head_dim), Shard(group.rank // copies, c.num_kv_heads, c.head_dim)
 
     def gated_mlp(self, prefix: str) -> GatedMlp:
         """The dense MLP of tensors `prefix`*."""
@@ -91,3 +110,7 @@ class ModelParts:
         attention = self.attention(prefix + "self_attn.", layer_id, in_features)
         mlp_norm = self.norm(prefix + "post_attention_layernorm.weight")
         return Block(attention, self.gated_mlp(prefix + "mlp."), attn_norm, mlp_norm)
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start

@@ -16,6 +16,7 @@ from runtime.models.hf_config import ConfigFields, read_hf_config
 if TYPE_CHECKING:
     import torch
 
+    from runtime.distributed.parallel_group import ParallelGroup
     from runtime.layers.ops import BlockOps
     from runtime.models.block import Block
     from runtime.models.decoder import DecoderModel
@@ -65,19 +66,27 @@ def family_of(architecture: str, where: str) -> Family:
 
 
 def build_model(
-    config: ModelConfig, ops: BlockOps, dtype: torch.dtype, device: torch.device, quantization: str | None = None
+    config: ModelConfig,
+    ops: BlockOps,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str | None = None,
+    group: ParallelGroup | None = None,
 ) -> DecoderModel:
     """A model with weights allocated and not yet loaded.
 
     Args:
         quantization: None, or "int8" for weight-only int8 linears and LM head (CPU).
+        group: the ranks that share the model; None for this process alone.
 
     Raises:
         ConfigError: the architecture or the quantisation is not supported.
     """
+    from runtime.distributed.parallel_group import ALONE
     from runtime.layers.quantization.registry import quant_scheme
     from runtime.models.decoder import DecoderModel
     from runtime.models.parts import ModelContext
 
     family = family_of(config.architecture, "the model")
-    return DecoderModel(config, ModelContext(ops, dtype, device, quant_scheme(quantization, device)), family.block)
+    context = ModelContext(ops, dtype, device, quant_scheme(quantization, device), group or ALONE)
+    return DecoderModel(config, context, family.block)

@@ -11,7 +11,7 @@ import torch
 from runtime.distributed.parallel_group import WHOLE, ParallelGroup, Shard
 from runtime.errors import ConfigError
 from runtime.layers.linear import Linear, Partition
-from runtime.layers.quantization.scheme import Index, LinearPart, QuantScheme, Storage, WeightSlot
+from runtime.layers.quantization.scheme import Index, LinearPart, QuantScheme, WeightSlot
 
 SHOWN = 8
 """Names that an error lists before it only counts."""
@@ -63,18 +63,20 @@ class WeightTable:
             in_features: whole input columns of each part.
             bias: whether the parts have biases.
             partition: how the group's ranks share the layer.
-            shards: which rows of each part this rank holds, where `partition` is COLUMN; the rank's own by default.
+            shards: which rows of each part this rank holds, where `partition` is COLUMN, or which columns of them all,
+                one entry, where it is ROW; equal shares by default.
         """
         own = Shard(self.group.rank, self.group.size)
         rows = (shards or [own] * len(parts)) if partition is Partition.COLUMN else [WHOLE] * len(parts)
-        columns = (own if partition is Partition.ROW else WHOLE).of(in_features)
+        columns = ((shards or [own])[0] if partition is Partition.ROW else WHOLE).of(in_features)
         pieces, start = list[LinearPart](), 0
         for (name, count), shard in zip(parts.items(), rows, strict=True):
             piece = LinearPart(name, (count, in_features), (shard.of(count), columns), start)
             pieces.append(piece)
             start = piece.rows.stop
         storage = self.scheme.allocate(start, columns.stop - columns.start, self.dtype, self.device)
-        layer = Linear(storage, self._bias(pieces, start, partition) if bias else None, self.scheme, partition, self.group)
+        fused_bias = self._bias(pieces, start, partition) if bias else None
+        layer = Linear(storage, fused_bias, self.scheme, partition, self.group, sum(parts.values()))
         for piece in pieces:
             for name, slot in self.scheme.places(piece, storage).items():
                 self._add(name, slot)
@@ -82,12 +84,12 @@ class WeightTable:
         return layer
 
     def tied_linear(self, name: str, embed: torch.Tensor) -> Linear:
-        """The LM head of a model whose head is its embedding `name` [vocab, hidden]: the same tensor, or the scheme's
-        form of it.
+        """The LM head of a model whose head is its embedding `name` [vocab, hidden]: this rank's rows of the same
+        tensor, or the scheme's form of them.
         """
         if self.scheme.gemm_caps.dense:
-            return Linear(Storage(embed), None, self.scheme)
-        layer = self.linear({name: embed.shape[0]}, embed.shape[1])
+            return Linear.sharded(embed, self.group)
+        layer = self.linear({name: embed.shape[0]}, embed.shape[1], partition=Partition.COLUMN)
         slot = self._slots[name + ".weight"].pop()
         self._add(name + ".weight", replace(slot, put=lambda rows: slot.put(rows.to(self.dtype))))  # as the embedding holds them
         return layer

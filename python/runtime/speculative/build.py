@@ -6,11 +6,13 @@ import logging
 from typing import cast
 
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
+from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.errors import ConfigError
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.model_executor.build import build_worker, model_weights
 from runtime.model_executor.context import ReplayKind, WorkerContext
 from runtime.model_executor.drafter import Drafter
+from runtime.model_executor.followers import Followers
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.worker import Worker
 from runtime.models.config import ModelConfig
@@ -36,6 +38,8 @@ def build_speculative_worker(
     sizes: list[int] | None = None,
     with_plain: bool = False,
     timings: GemmTimings | None = None,
+    group: ParallelGroup = ALONE,
+    followers: Followers | None = None,
 ) -> Worker:
     """The worker that `config.speculative` asks for, ready to run; arguments as for `build_worker`.
 
@@ -43,8 +47,8 @@ def build_speculative_worker(
         ConfigError: draft and target do not fit, or the memory does not suffice.
     """
     assert config.speculative is not None
-    worker = build_worker(config, model_config, replay, sizes, make_drafter, with_plain, timings)
-    if config.speculative.check_parity:
+    worker = build_worker(config, model_config, replay, sizes, make_drafter, with_plain, timings, group, followers)
+    if config.speculative.check_parity and group.rank == 0:
         check_parity(worker)
     return worker
 
@@ -80,7 +84,8 @@ def load_draft(context: WorkerContext, config: SpeculativeConfig, target: Decode
     draft: DraftModel
     if config.algorithm == "STANDALONE":
         quantization = context.config.model.quantization
-        draft = StandaloneDraft(build_model(draft_config.model, target.context.ops, context.dtype, context.device, quantization))
+        ops, group = target.context.ops, context.group
+        draft = StandaloneDraft(build_model(draft_config.model, ops, context.dtype, context.device, quantization, group))
     elif config.algorithm == "EAGLE3":
         draft = LlamaForCausalLMEagle3(draft_config, target)
     else:

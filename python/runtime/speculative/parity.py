@@ -99,7 +99,8 @@ def run_scratch(worker: Worker) -> Outcome:
         raise ConfigError("--speculative-check-parity needs room for one short request; raise --max-total-tokens or --context-length")
     worker.reset()
     try:
-        tokens = _iterate(worker, count, pages)
+        with worker.parts.monitor.without_sample():
+            tokens = _iterate(worker, count, pages)
         return Outcome(worker.parts.monitor.counted(), tokens)
     finally:
         worker.reset()

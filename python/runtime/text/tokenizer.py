@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,16 @@ class Tokenizer:
         token = self._files.named_tokens.get(name)
         return None if token is None else self._hf.token_to_id(token)
 
+    @property
+    def definition(self) -> str:
+        """The JSON text of tokenizer.json."""
+        return self._files.definition
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The spelling of each control token that is left out of visible text, and its id."""
+        return {self._control[token].content: token for token in self.special_ids}
+
     # ---- text to ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -127,6 +137,16 @@ class Tokenizer:
         return definition
 
     # ---- chats
+
+    @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """`bos_token`, `eos_token` and so on, by their names in the tokenizer's files."""
+        return self._files.named_tokens
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja text of the chat template, if there is one."""
+        return self._files.chat_template
 
     @property
     def has_chat_template(self) -> bool:

@@ -33,6 +33,7 @@ class NotHealthy(ServingError):
     """A health check failed."""
 
     status = 503
+    code = "service_unavailable"
 
 
 class AdminApi:
@@ -86,7 +87,7 @@ class AdminApi:
             await asyncio.gather(own, return_exceptions=True)
 
     async def _generated(self) -> int:
-        stats = await self._fresh_stats()
+        stats = await self.fresh_stats()
         return 0 if stats is None else stats.generation_tokens_total
 
     async def _one_token(self) -> None:
@@ -101,7 +102,7 @@ class AdminApi:
     async def server_info(self) -> Response:
         """The resolved configuration without its keys, the limits, and the scheduler's statistics."""
         config = self.manager.config.by_flag()
-        stats = await self._fresh_stats() or SchedulerStats()
+        stats = await self.fresh_stats() or SchedulerStats()
         shown = {name: value for name, value in config.items() if name not in SECRETS}
         more = {
             "version": __version__,
@@ -115,7 +116,8 @@ class AdminApi:
         }
         return json_response({**shown, **more})
 
-    async def _fresh_stats(self) -> SchedulerStats | None:
+    async def fresh_stats(self) -> SchedulerStats | None:
+        """The scheduler's statistics of this moment, or those of its last heartbeat if it is busy."""
         try:
             return await asyncio.wait_for(self.manager.fetch_stats(), STATS_SECONDS)
         except (asyncio.TimeoutError, ServingError):
@@ -144,13 +146,13 @@ class AdminApi:
         """Metrics in Prometheus' text format."""
         if not self.manager.config.server.enable_metrics:
             return status_response(404, "Metrics are off. Start the server with --enable-metrics.")
-        text, media_type = self.metrics.render(await self._fresh_stats())
+        text, media_type = self.metrics.render(await self.fresh_stats())
         return Response(text, media_type=media_type)
 
     # ---- administration
 
     async def flush_cache(self) -> Response:
-        """Forget all cached prefixes; 409 while requests run."""
+        """Forget all cached prefixes and restart the acceptance figures; 409 while requests run."""
         return json_response({"success": True, "flushed_pages": await self.manager.flush_cache()})
 
     async def abort_request(self, body: AbortBody) -> Response:
@@ -159,6 +161,10 @@ class AdminApi:
         return json_response({"success": True})
 
     async def start_profile(self, body: ProfileBody) -> Response:
+        """Start a trace in the folder of --profile, whatever folder the body names."""
+        return await self.begin_profile()
+
+    async def begin_profile(self) -> Response:
         """Start a trace in the folder of --profile."""
         folder = self.manager.config.server.profile_folder
         if folder is None:
@@ -167,5 +173,9 @@ class AdminApi:
         return json_response({"success": True, "folder": folder})
 
     async def stop_profile(self, body: ProfileBody) -> Response:
+        """End the trace; the answer names its file."""
+        return await self.end_profile()
+
+    async def end_profile(self) -> Response:
         """End the trace; the answer names its file."""
         return json_response({"success": True, "file": await self.manager.stop_profile()})

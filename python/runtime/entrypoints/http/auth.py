@@ -1,7 +1,7 @@
 """API keys, checked before any route sees the request.
 
-With a key set, all paths except `OPEN_PATHS` need it. `/health` and `/ready` are for probes without a key; `/` is the chat
-page, a static file in which the user types the key.
+With a key set, all paths except `OPEN_PATHS` and `PROBE_PATHS` need it; --protect-metrics closes the latter. `/` is the chat page,
+a static file in which the user types the key.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from runtime.entrypoints.http.responses import error_response
 from runtime.errors import Unauthorized
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+PROBE_PATHS = frozenset({"/health_generate", "/metrics"})
 ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/start_profile", "/stop_profile"})
 
 
@@ -26,8 +27,9 @@ class KeyGate:
     paths are open; with only an admin key, only `ADMIN_PATHS` need it.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None, admin_api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, api_key: str | None, admin_api_key: str | None, protect_metrics: bool) -> None:
         self.app = app
+        self.open = OPEN_PATHS if protect_metrics else OPEN_PATHS | PROBE_PATHS
         self.api = _digest(api_key)
         self.admin = _digest(admin_api_key)
 
@@ -50,7 +52,7 @@ class KeyGate:
 
     def _keys_for(self, path: str) -> list[bytes]:
         """Digests of the keys that open `path`; an empty list means that it is open."""
-        if path in OPEN_PATHS:
+        if path in self.open:
             return []
         if path in ADMIN_PATHS:
             return [key for key in ((self.admin,) if self.admin else (self.api,)) if key]

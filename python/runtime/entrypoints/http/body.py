@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 from annotated_types import Interval, Len
@@ -9,7 +10,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 from runtime.entrypoints.http.refused import HARMLESS, REFUSED
+from runtime.errors import RequestError
 from runtime.sampling_params import (
+    GRAMMAR_KINDS,
+    MAX_GRAMMAR_CHARS,
     MAX_LOGIT_BIAS,
     MAX_N,
     MAX_STOP_CHARS,
@@ -84,25 +88,45 @@ LogitBias = Annotated[
 ]
 
 
+GrammarText = Annotated[str, Len(1, MAX_GRAMMAR_CHARS)]
+JsonSchema = Annotated[
+    GrammarText | dict[str, Any],
+    Field(description=f"a JSON schema, as an object or as JSON text of at most {MAX_GRAMMAR_CHARS} characters"),
+]
+
+
+def schema_text(schema: str | dict[str, Any]) -> str:
+    """A JSON schema as text."""
+    return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+
+
 class SamplingFields(Body):
     """The sampling fields that all generating endpoints share, with the bounds of `SamplingParams`.
 
     What is null or left out takes the server's defaults, which `/get_model_info` shows.
     """
 
+    ebnf: GrammarText | None = None
     frequency_penalty: Penalty | None = None
     ignore_eos: bool = False
+    json_schema: JsonSchema | None = None
     logit_bias: LogitBias = {}
     min_p: MinP | None = None
     presence_penalty: Penalty | None = None
+    regex: GrammarText | None = None
     repetition_penalty: RepetitionPenalty | None = None
     seed: Int64 | None = None
     skip_special_tokens: bool = True
     stop: StopText | Annotated[list[StopText], items(0, MAX_STOPS)] = []
     stop_token_ids: Annotated[list[TokenId], items(0, MAX_STOP_IDS)] = []
+    structural_tag: JsonSchema | None = None
     temperature: Temperature | None = None
     top_k: TopK | None = None
     top_p: TopP | None = None
+
+    def constraints(self) -> list[dict[str, str]]:
+        """The grammars that fields of other protocols give, each as a field of `SamplingParams`."""
+        return []
 
     def sampling(self, max_new_tokens: int, min_new_tokens: int, defaults: SamplingDefaults = NO_DEFAULTS) -> SamplingParams:
         """The parameters as the engine takes them; `defaults` hold for the fields that the request leaves out."""
@@ -111,4 +135,10 @@ class SamplingFields(Body):
         fields["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()} or None
         fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         fields["stop_token_ids"] = tuple(self.stop_token_ids)
+        for name in fields.keys() & {"json_schema", "structural_tag"}:
+            fields[name] = schema_text(fields[name])
+        for grammar in self.constraints():
+            if fields.keys() & set(GRAMMAR_KINDS):
+                raise RequestError("Only one field may constrain the output: it follows one grammar.", next(iter(grammar)))
+            fields |= grammar
         return SamplingParams(max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, **fields)

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from runtime.entrypoints.http.body_schema import BodySchema
 from runtime.entrypoints.http.limits import read_json
+from runtime.errors import UnknownFields
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,10 @@ MAX_LOGGED = 256
 
 
 class BodyRoute(APIRoute):
-    """A route with one parameter `body`, a pydantic model. FastAPI validates it."""
+    """A route with one parameter `body`, a pydantic model. FastAPI validates it.
+
+    A header of the answer names unknown fields; with --strict-request-fields they are refused.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Wrap FastAPI's handler."""
@@ -38,12 +42,13 @@ class BodyRoute(APIRoute):
 
         async def route(request: Request) -> Response:
             value = await read_json(request)
+            if request.app.state.strict_request_fields and (names := _unknown(schema, value)):
+                raise UnknownFields(names)
             try:
                 response = await handle(_ParsedRequest(request, value))
             except RequestValidationError as error:
                 raise schema.refusal([{**one, "loc": one["loc"][1:]} for one in error.errors()]) from None
-            names = list(islice(dict.fromkeys(quote(name[:MAX_NAME_CHARS]) or '""' for name in schema.unknown(value)), MAX_NAMED))
-            if names:
+            if names := _unknown(schema, value):
                 response.headers[IGNORED_HEADER] = ", ".join(names)[:MAX_HEADER_CHARS]
                 _log_once(self.path, names, logged)
             return response
@@ -66,6 +71,11 @@ class _ParsedRequest(Request):
     async def json(self) -> Any:
         """The value."""
         return self._value
+
+
+def _unknown(schema: BodySchema, value: object) -> list[str]:
+    """Names of unknown fields, fit for a header."""
+    return list(islice(dict.fromkeys(quote(name[:MAX_NAME_CHARS]) or '""' for name in schema.unknown(value)), MAX_NAMED))
 
 
 def _log_once(path: str, names: list[str], logged: set[str]) -> None:

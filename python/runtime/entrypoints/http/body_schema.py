@@ -10,7 +10,7 @@ from annotated_types import Interval
 from pydantic import BaseModel
 
 from runtime.entrypoints.http.refused import REFUSED
-from runtime.errors import InvalidField, RequestError, UnsupportedField
+from runtime.errors import InvalidField, MissingField, RequestError, UnsupportedField
 from runtime.sampling_params import number_limit
 
 Json = dict[str, Any]
@@ -39,7 +39,7 @@ class BodySchema:
         if not path:
             return RequestError("The body must be a JSON object.", "body")
         if error["type"] == "missing":
-            return RequestError(f"{path} is required.", param)
+            return MissingField(path, param)
         if node.get("description"):
             return RequestError(f"{path} must be {node['description']}.", param)
         refusal = InvalidField(path, error["input"], " or ".join(map(_limit, self._forms(node))))

@@ -9,6 +9,7 @@ import h11
 import orjson
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from runtime.entrypoints.http.request_id import HEADER, new_request_id
 from runtime.entrypoints.http.responses import error_form
 
 HEADER_SECONDS = 10.0
@@ -77,6 +78,7 @@ class BoundedConnection(H11Protocol):
         text = HEADERS_TOO_LARGE if large else "The request is not valid HTTP/1.1."
         body = orjson.dumps(error_form(text, "invalid_request_error", status))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
+        headers.append((HEADER.lower().encode(), new_request_id().encode()))
         for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         # Closing with unread data would reset the connection before the client sees the answer.

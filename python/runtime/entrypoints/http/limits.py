@@ -35,6 +35,7 @@ class HeadersTooLarge(ServingError):
 
     status = 431
     kind = "invalid_request_error"
+    code = "request_too_large"
 
 
 class BodyTimeout(ServingError):
@@ -42,6 +43,7 @@ class BodyTimeout(ServingError):
 
     status = 408
     kind = "invalid_request_error"
+    code = "timeout"
 
 
 class HeaderLimit:

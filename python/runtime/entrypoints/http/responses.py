@@ -35,13 +35,13 @@ def error_form(message: str, kind: str, status: int, param: str | None = None, c
 
 
 def error_object(error: ServingError) -> dict[str, Any]:
-    """The `ErrorBody` of an error; its `code` is the name of the class."""
-    return error_form(str(error), error.kind, error.status, error.param, type(error).__name__)
+    """The `ErrorBody` of an error."""
+    return error_form(str(error), error.kind, error.status, error.param, error.code)
 
 
 def internal_error() -> dict[str, Any]:
     """The `ErrorBody` of a fault in the server, which only its log describes."""
-    return error_form("The server failed to answer this request; see its log.", "server_error", 500, code="InternalError")
+    return error_form("The server failed to answer this request; see its log.", "server_error", 500, code="internal_error")
 
 
 def error_response(error: ServingError) -> Response:

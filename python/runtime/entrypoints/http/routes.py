@@ -10,6 +10,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from runtime.entrypoints.http.admin import AdminApi
 from runtime.entrypoints.http.body_route import IGNORED_HEADER, BodyRoute
+from runtime.entrypoints.http.loads import LoadApi, Loads, RankLoad
 from runtime.entrypoints.http.responses import ErrorBody
 from runtime.entrypoints.native.generate import GenerateApi
 from runtime.entrypoints.native.protocol import (
@@ -22,6 +23,7 @@ from runtime.entrypoints.native.protocol import (
     ProfileWritten,
     Status,
     Tokenized,
+    TokenizerInfo,
 )
 from runtime.entrypoints.native.tokens import TokenApi
 from runtime.entrypoints.openai.chat import ChatApi
@@ -29,6 +31,11 @@ from runtime.entrypoints.openai.chats import Chats
 from runtime.entrypoints.openai.completions import CompletionApi
 from runtime.entrypoints.openai.protocol import ChatCompletion, Completion, ModelCard, ModelList
 from runtime.entrypoints.openai.served_model import ServedModel
+from runtime.entrypoints.pooling.embeddings import EmbeddingApi
+from runtime.entrypoints.pooling.pooler import Pooler
+from runtime.entrypoints.pooling.protocol import EmbeddingList, Rank, Scores
+from runtime.entrypoints.pooling.rerank import RerankApi
+from runtime.entrypoints.pooling.scores import ScoreApi
 from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
@@ -58,7 +65,8 @@ STREAM = {"text/event-stream": {"schema": {"type": "object", "required": ["data"
 def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> None:
     """Add all endpoints."""
     assert isinstance(manager.tokenizer, Tokenizer)
-    admin, model = AdminApi(manager, metrics), ServedModel(manager)
+    admin, model, tokens = AdminApi(manager, metrics), ServedModel(manager), TokenApi(manager, manager.tokenizer)
+    load = LoadApi(manager, admin.fresh_stats)
     app.add_api_route("/", admin.page, response_class=HTMLResponse, include_in_schema=False)
     app.add_api_route("/metrics", admin.scrape, response_class=PlainTextResponse, responses=_errors(404))
     for path, handler, answer, statuses in (
@@ -69,14 +77,21 @@ def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> Non
         ("/server_info", admin.server_info, dict[str, Any], ()),
         ("/get_model_info", admin.model_info, ModelInfo, ()),
         ("/model_info", admin.model_info, ModelInfo, ()),
+        ("/get_load", load.get_load, list[RankLoad], ()),
+        ("/v1/loads", load.loads, Loads, ()),
+        ("/tokenizer_info", tokens.info, TokenizerInfo, ()),
         ("/v1/models", model.models, ModelList, ()),
         ("/v1/models/{model:path}", model.one_model, ModelCard, (404,)),
     ):
         app.add_api_route(path, handler, response_model=answer, responses=_errors(*statuses))
     app.add_api_route("/flush_cache", admin.flush_cache, methods=["POST"], response_model=Flushed, responses=_errors(409, 503))
-    app.add_api_route("/flush_cache", admin.flush_cache, response_model=None, include_in_schema=False)
-    _add_posts(app, admin, TokenApi(manager, manager.tokenizer))
+    for path, handler in (
+        ("/flush_cache", admin.flush_cache), ("/start_profile", admin.begin_profile), ("/stop_profile", admin.end_profile)
+    ):  # fmt: skip
+        app.add_api_route(path, handler, response_model=None, include_in_schema=False)
+    _add_posts(app, admin, tokens)
     _add_generation(app, manager, manager.tokenizer, model)
+    _add_pooling(app, manager, model)
 
 
 def _add_posts(app: FastAPI, admin: AdminApi, tokens: TokenApi) -> None:
@@ -84,6 +99,7 @@ def _add_posts(app: FastAPI, admin: AdminApi, tokens: TokenApi) -> None:
         ("/tokenize", tokens.tokenize, Tokenized),
         ("/v1/tokenize", tokens.tokenize, Tokenized),
         ("/detokenize", tokens.detokenize, Detokenized),
+        ("/v1/detokenize", tokens.detokenize, Detokenized),
         ("/abort_request", admin.abort_request, Done),
         ("/start_profile", admin.start_profile, ProfileStarted),
         ("/stop_profile", admin.stop_profile, ProfileWritten),
@@ -95,10 +111,20 @@ def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenize
     for path, handler, answer in (
         ("/v1/chat/completions", ChatApi(Chats(manager, tokenizer), tokenizer, model).create, ChatCompletion),
         ("/v1/completions", CompletionApi(manager, tokenizer, model).create, Completion),
-        ("/generate", GenerateApi(manager, tokenizer).generate, Generated | list[Generated]),
+        ("/generate", GenerateApi(manager, tokenizer, model).generate, Generated | list[Generated]),
     ):
-        statuses = (408, 413, 429, 503) if path == "/generate" else (404, 408, 413, 429, 503)
-        _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(*statuses)})
+        _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(404, 408, 413, 429, 503)})
+
+
+def _add_pooling(app: FastAPI, manager: TokenizerManager, model: ServedModel) -> None:
+    pooler = Pooler(manager)
+    embeddings = EmbeddingApi(pooler, model, manager.config.server.embedding_pooling, manager.model_config.hidden_size)
+    for path, handler, answer in (
+        ("/v1/embeddings", embeddings.create, EmbeddingList),
+        ("/v1/score", ScoreApi(pooler, model).create, Scores),
+        ("/v1/rerank", RerankApi(pooler, manager, model).create, list[Rank]),
+    ):
+        _add_body_route(app, path, handler, answer, _errors(404, 408, 413, 429, 503))
 
 
 def _add_body_route(app: FastAPI, path: str, handler: Handler, answer: Any, responses: Responses) -> None:

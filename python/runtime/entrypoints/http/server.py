@@ -12,13 +12,16 @@ import orjson
 import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from runtime import __version__
 from runtime.entrypoints.http.auth import KeyGate
+from runtime.entrypoints.http.body_route import IGNORED_HEADER
 from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, BoundedConnection
 from runtime.entrypoints.http.limits import HeaderLimit, LingeringResponse
+from runtime.entrypoints.http.request_id import HEADER, RequestId
 from runtime.entrypoints.http.responses import error_object, error_response, internal_error, json_response, status_response
 from runtime.entrypoints.http.routes import add_routes, describe
 from runtime.errors import BodyTooLarge, ServingError
@@ -27,6 +30,10 @@ from runtime.managers.tokenizer_manager import TokenizerManager
 
 log = logging.getLogger(__name__)
 
+CORS = {
+    "allow_methods": ("GET", "POST", "DELETE"), "allow_headers": ("*",), "expose_headers": (IGNORED_HEADER, HEADER, "Retry-After"),
+}  # fmt: skip
+"""What pages of the origins of --allow-origins may send and read."""
 CLOSE_SECONDS = 5
 """How long open answers may take once the server stops."""
 CLIENT_CLOSED = 499
@@ -39,6 +46,7 @@ def create_app(manager: TokenizerManager) -> FastAPI:
     metrics = Metrics(config.model.served_model_name)
     manager.observer = metrics
     app = FastAPI(title="Talon", version=__version__, docs_url=None, redoc_url=None)
+    app.state.strict_request_fields = config.server.strict_request_fields
     add_routes(app, manager, metrics)
     describe(app)
     app.add_exception_handler(ServingError, _serving_error)
@@ -48,7 +56,11 @@ def create_app(manager: TokenizerManager) -> FastAPI:
     app.add_exception_handler(Exception, _internal_error)
     # The last one added sees a request first.
     app.add_middleware(HeaderLimit)
-    app.add_middleware(KeyGate, api_key=config.server.api_key, admin_api_key=config.server.admin_api_key)
+    server = config.server
+    app.add_middleware(KeyGate, api_key=server.api_key, admin_api_key=server.admin_api_key, protect_metrics=server.protect_metrics)
+    if server.allow_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=server.allow_origins, **CORS)
+    app.add_middleware(RequestId)
     return app
 
 

@@ -16,7 +16,7 @@ from runtime.entrypoints.http.sse import DONE, EventStream, event, until_gone
 from runtime.entrypoints.native.meta_info import meta_info
 from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.logprobs import Top, aligned, finite
-from runtime.managers.generation import Generation
+from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingDefaults
 from runtime.text.tokenizer import Tokenizer
@@ -27,12 +27,14 @@ Json = dict[str, Any]
 class GenerateApi:
     """Generates in SGLang's native form."""
 
-    def __init__(self, manager: TokenizerManager, tokenizer: Tokenizer) -> None:
+    def __init__(self, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel) -> None:
         self._manager = manager
         self._tokenizer = tokenizer
+        self._model = model
 
     async def generate(self, request: Request, body: GenerateBody) -> Response:
         """Generate: one object, an array for several prompts or n > 1, or a stream of outputs so far."""
+        self._model.check(body.model)
         began = time.monotonic()
         group = await until_gone(
             request, Generations.start(self._manager, _call(body, self._manager.config.model.preferred_sampling_params))
@@ -41,8 +43,7 @@ class GenerateApi:
             return EventStream(self._events(body, group, began), group.close)
         async with group:
             texts = await until_gone(request, group.texts())
-        pairs = [(generation, choice) for generation, choices in zip(group.each, texts, strict=True) for choice in choices]
-        outputs = [self._output(body, generation, choice, began) for generation, choice in pairs]
+        outputs = [self._output(body, group, prompt, choice, began) for prompt, choices in enumerate(texts) for choice in choices]
         return json_response(outputs[0] if body.single else outputs)
 
     async def _events(self, body: GenerateBody, group: Generations, began: float) -> AsyncGenerator[bytes, None]:
@@ -53,11 +54,13 @@ class GenerateApi:
             async for prompt, update in group.updates():
                 choice = so_far[prompt][update.index]
                 choice.add(update)
-                output = self._output(body, group.each[prompt], choice, began)
+                output = self._output(body, group, prompt, choice, began)
                 yield event(output if single else {**output, "index": prompt * n + update.index})
         yield DONE
 
-    def _output(self, body: GenerateBody, generation: Generation, choice: Choice, began: float) -> Json:
+    def _output(self, body: GenerateBody, group: Generations, prompt: int, choice: Choice, began: float) -> Json:
+        generation = group.each[prompt]
+        choice = choice.prompt_only() if body.samplings[prompt].only_prompt else choice
         assert choice.last is not None
         meta = meta_info(generation.rid, choice.last)
         if choice.last.finish is not None:

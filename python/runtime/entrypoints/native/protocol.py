@@ -18,11 +18,12 @@ from runtime.entrypoints.http.body import (
     Text,
     TokenIds,
     TopLogprobs,
+    Unused,
     items,
 )
 from runtime.entrypoints.openai.protocol import Messages, ModelName, TemplateKwargs
 from runtime.errors import InvalidField, RequestError
-from runtime.sampling_params import MAX_TOKENS, NO_DEFAULTS, MinNewTokens, NewTokens, SamplingDefaults, SamplingParams
+from runtime.sampling_params import MAX_TOKENS, NO_DEFAULTS, MinNewTokens, SamplingDefaults, SamplingParams
 
 DEFAULT_NEW_TOKENS = 128
 
@@ -39,7 +40,7 @@ IdLists = Annotated[
 class NativeSampling(SamplingFields):
     """`sampling_params` of one prompt."""
 
-    max_new_tokens: NewTokens = DEFAULT_NEW_TOKENS
+    max_new_tokens: Annotated[int, Interval(ge=0, le=MAX_TOKENS)] = DEFAULT_NEW_TOKENS
     min_new_tokens: MinNewTokens = 0
     n: Choices = 1
     sampling_seed: Int64 | None = None
@@ -52,8 +53,13 @@ class NativeSampling(SamplingFields):
 
     def params(self, defaults: SamplingDefaults = NO_DEFAULTS) -> SamplingParams:
         """The parameters as the engine takes them; `sampling_seed` overrides `seed`."""
-        sampling = self.sampling(self.max_new_tokens, self.min_new_tokens, defaults)
+        sampling = self.sampling(max(self.max_new_tokens, 1), self.min_new_tokens, defaults)
         return sampling if self.sampling_seed is None else msgspec.structs.replace(sampling, seed=self.sampling_seed)
+
+    @property
+    def only_prompt(self) -> bool:
+        """Whether the prompt is read, and nothing is generated."""
+        return self.max_new_tokens == 0
 
 
 class GenerateBody(Body):
@@ -63,11 +69,19 @@ class GenerateBody(Body):
     input_ids: IdLists | None = None
     sampling_params: NativeSampling | Annotated[list[NativeSampling], items(1, MAX_PROMPTS)] = NativeSampling()
     cache_salt: Name = ""
+    background: Unused = None
+    conversation_id: Unused = None
+    custom_labels: Unused = None
+    external_trace_header: Unused = None
+    log_metrics: Unused = None
     logprob_start_len: Annotated[int, Interval(ge=-1, le=MAX_TOKENS)] = -1
+    model: ModelName | None = None
+    no_logs: Unused = None
     priority: Int64 = 0
     return_logprob: bool = False
     return_text_in_logprobs: bool = False
     rid: Rid | Annotated[list[Rid], items(1, MAX_PROMPTS)] | None = None
+    routing_key: Unused = None
     stream: bool = False
     top_logprobs_num: TopLogprobs = 0
 
@@ -129,12 +143,16 @@ class TokenizeBody(Body):
     add_generation_prompt: bool = True
     add_special_tokens: bool = True
     chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
+    continue_final_message: bool = False
     model: ModelName | None = None
+    return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _check_fields(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("Send either prompt or messages.", "prompt")
+        if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+            raise RequestError("continue_final_message requires add_generation_prompt: false.", "continue_final_message")
         return self
 
 
@@ -160,7 +178,14 @@ class AbortBody(Body):
 
 
 class ProfileBody(Body):
-    """A body of /start_profile and /stop_profile: no fields."""
+    """A body of /start_profile and /stop_profile. What SGLang's clients send does not change what is traced."""
+
+    activities: Unused = None
+    merge_profiles: Unused = None
+    output_dir: Unused = None
+    profile_prefix: Unused = None
+    record_shapes: Unused = None
+    with_stack: Unused = None
 
 
 # ---- responses
@@ -226,17 +251,33 @@ class Generated(BaseModel):
 
 
 class Tokenized(BaseModel):
-    """The answer of /tokenize: arrays for several prompts."""
+    """The answer of /tokenize: arrays for several prompts. `token_strs` comes with `return_token_strs`."""
 
     tokens: list[int] | list[list[int]]
     count: int | list[int]
     max_model_len: int
+    token_strs: list[str] | list[list[str]] | None = None
 
 
 class Detokenized(BaseModel):
-    """The answer of /detokenize: an array for several lists."""
+    """The answer of /detokenize: an array for several lists. `prompt` repeats `text` under vLLM's name."""
 
     text: str | list[str]
+    prompt: str | list[str]
+
+
+class TokenizerInfo(BaseModel):
+    """The answer of /tokenizer_info."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    bos_token_id: int | None
+    eos_token_ids: list[int]
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | None
 
 
 class Done(BaseModel):

@@ -31,14 +31,24 @@ class TokenApi:
         else:
             tokens = [await self._manager.tokenize(text, body.add_special_tokens) for text in body.prompt or ()]
         count = [len(ids) for ids in tokens] if isinstance(body.prompt, list) else len(tokens)
-        return json_response({"tokens": tokens, "count": count, "max_model_len": self._manager.max_context_len})
+        answer = {"tokens": tokens, "count": count, "max_model_len": self._manager.max_context_len}
+        return json_response({**answer, "token_strs": self._token_strs(tokens)} if body.return_token_strs else answer)
+
+    def _token_strs(self, tokens: Any) -> Any:
+        """The text of every token, in the shape of `tokens`."""
+        return self._tokenizer.token_text(tokens) if isinstance(tokens, int) else [self._token_strs(each) for each in tokens]
 
     def _chat_ids(self, body: TokenizeBody, messages: list[Message]) -> list[int]:
         if not self._tokenizer.has_chat_template:
             raise RequestError("This model has no chat template. Send a prompt, or start the server with --chat-template FILE.", "messages")
         rendered = [message.rendered() for message in messages]
         kwargs = body.chat_template_kwargs or None
-        return self._tokenizer.encode_chat(rendered, add_generation_prompt=body.add_generation_prompt, template_kwargs=kwargs)
+        return self._tokenizer.encode_chat(
+            rendered,
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=kwargs,
+        )
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of one list of token ids, or the texts of several."""
@@ -48,4 +58,13 @@ class TokenApi:
             raise InvalidField("tokens", highest, f"an integer between 0 and {limit - 1}", subject="A token id")
         skip = body.skip_special_tokens
         texts = await asyncio.to_thread(lambda: [self._tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists])
-        return json_response({"text": texts if isinstance(body.tokens[0], list) else texts[0]})
+        text = texts if isinstance(body.tokens[0], list) else texts[0]
+        return json_response({"text": text, "prompt": text})
+
+    async def info(self) -> Response:
+        """The tokenizer's named tokens and chat template, for evaluation tools that tokenise through the server."""
+        tokenizer = self._tokenizer
+        named = {name: tokenizer.named_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_ids": tokenizer.eos_ids, "vocab_size": tokenizer.vocab_size}
+        lengths = {"model_max_length": self._manager.max_context_len}
+        return json_response({**named, **ids, **lengths, "chat_template": tokenizer.chat_template})

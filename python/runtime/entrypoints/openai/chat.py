@@ -55,6 +55,7 @@ class ChatApi:
             "message": _message(answer),
             "logprobs": self._logprobs(body, answer.token_ids, answer.logprobs, answer.top),
             "finish_reason": answer.finish.reason,
+            "matched_stop": answer.finish.matched,
         }
         return {**shown, "token_ids": answer.token_ids} if body.return_token_ids else shown
 
@@ -86,7 +87,8 @@ class ChatApi:
         if shown:
             logprobs = update.logprobs
             shown[0]["logprobs"] = logprobs and self._logprobs(body, update.token_ids, logprobs.chosen, logprobs.top)
-            shown[-1]["finish_reason"] = update.finish.reason if update.finish else None
+            if update.finish is not None:
+                shown[-1].update(finish_reason=update.finish.reason, matched_stop=update.finish.matched)
             if body.return_token_ids:
                 shown[0]["token_ids"] = update.token_ids
         return shown

@@ -152,6 +152,8 @@ def _shown(
     lists = logprobs.take(piece.ids, piece.chosen, piece.top) if body.top >= 0 else None
     finish = update.finish and ("length" if body.only_echo else update.finish.reason)
     shown: Json = {"index": index, "text": piece.text, "logprobs": lists, "finish_reason": finish}
+    if finish is not None:
+        shown["matched_stop"] = None if body.only_echo else update.finish and update.finish.matched
     if body.return_token_ids:
         shown["token_ids"] = piece.ids
         if prompt_ids is not None:

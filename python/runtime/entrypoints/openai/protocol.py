@@ -14,7 +14,6 @@ from runtime.entrypoints.http.body import (
     Choices,
     Int64,
     Name,
-    SamplingFields,
     Text,
     TokenIds,
     TopLogprobs,
@@ -22,6 +21,7 @@ from runtime.entrypoints.http.body import (
     entries,
     items,
 )
+from runtime.entrypoints.openai.structured import ConstrainedFields
 from runtime.errors import InvalidField, RequestError
 from runtime.sampling_params import MAX_TOKENS, MinNewTokens, NewTokens
 
@@ -57,6 +57,7 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+    cache_control: Unused = None
 
     @model_validator(mode="before")
     @classmethod
@@ -76,6 +77,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], items(1, MAX_MESSAGES)]
     name: Name | None = None
+    cache_control: Unused = None
 
     def rendered(self) -> dict[str, str]:
         """The message as chat templates know it; `developer` is the newer name of `system`."""
@@ -97,7 +99,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class OpenAIBody(SamplingFields):
+class OpenAIBody(ConstrainedFields):
     """The fields that chats and completions share."""
 
     cache_salt: Name = ""
@@ -110,14 +112,17 @@ class OpenAIBody(SamplingFields):
     return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    cache_control: Unused = None
     metadata: Unused = None
     prediction: Unused = None
     prompt_cache_key: Unused = None
+    prompt_cache_retention: Unused = None
     rid: Unused = None
     safety_identifier: Unused = None
     separate_reasoning: Unused = None
     service_tier: Unused = None
     store: Unused = None
+    stream_reasoning: Unused = None
     user: Unused = None
     verbosity: Unused = None
 
@@ -312,12 +317,13 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class ChatChoice(BaseModel):
-    """One answer of a chat."""
+    """One answer of a chat. `matched_stop` is the stop text or the stop token that ended it."""
 
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    matched_stop: int | str | None
     token_ids: list[int] | None = None
 
 
@@ -344,12 +350,13 @@ class CompletionLists(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One completion."""
+    """One completion. `matched_stop` is the stop text or the stop token that ended it."""
 
     index: int
     text: str
     logprobs: CompletionLists | None
     finish_reason: FinishReason
+    matched_stop: int | str | None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
 

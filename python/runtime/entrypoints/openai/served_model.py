@@ -22,6 +22,7 @@ class ServedModel:
 
     def __init__(self, manager: TokenizerManager) -> None:
         self.name = manager.config.model.served_model_name
+        self._names = {self.name, *manager.config.model.aliases}
         self.sampling = manager.config.model.default_sampling_params
         self._card = {
             "id": self.name,
@@ -44,8 +45,8 @@ class ServedModel:
         return json_response(self._card)
 
     def check(self, asked: str | None) -> None:
-        """Raise `ModelNotFound` unless `asked` is this model or None."""
-        if asked is not None and asked != self.name:
+        """Raise `ModelNotFound` unless `asked` is a name of this model, empty or None."""
+        if asked and asked.rstrip("/") not in self._names:
             raise ModelNotFound(asked, self.name)
 
     def head(self, call: str, kind: str) -> dict[str, Any]:

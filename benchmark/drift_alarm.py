@@ -1,0 +1,206 @@
+"""How early the drift alarm reports graphs that lose acceptance, and how rarely it is wrong.
+
+Acceptance of the embedded model is recorded once, request by request. The simulation draws iterations of B requests from
+that record; graphs with a fault accept fewer first drafts. The live row is the embedded model itself with one slot error
+put into the draft-extend graph runner: each token's draft KV goes to the slot of its left neighbour in the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+from benchmark import picture, plots
+from benchmark.markdown import Result, provenance, table
+from benchmark.record import Record
+from benchmark.sweep import arguments
+from runtime.check_acceptance import EMBEDDED_PROMPTS, Options, Session, read_prompts, tokenised
+from runtime.config.flag_parser import parse
+from runtime.entrypoints.prepare import prepare
+from runtime.model_executor.drift_alarm import DriftAlarm, SampleSchedule
+from runtime.text.tokenizer import Tokenizer
+
+NAME = "drift_alarm"
+KEYS = ("kind", "fault", "requests")
+FAULTS = {"slots off by one": 0.1, "5 points": None}
+"""Share of accepted first drafts that a fault leaves; None: as many as lower acceptance by 0.05."""
+STEPS = 3
+
+Lens = list[np.ndarray]
+
+
+def session(prompts: int, new_tokens: int) -> Session:
+    """The embedded model with its draft on a CPU, all runners over padded buffers."""
+    from runtime.speculative.build import build_speculative_worker
+
+    flags = ["--device", "cpu", "--speculative-algorithm", "EAGLE3", "--max-running-requests", "16", "--log-level", "warning"]
+    shape = ["--speculative-num-steps", str(STEPS), "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(STEPS + 1)]
+    config, model_config = prepare(parse([*flags, *shape]).args)
+    ids = tokenised(Tokenizer.load(config.model.tokenizer_path), read_prompts(Options(EMBEDDED_PROMPTS, prompts, new_tokens)))
+    worker = build_speculative_worker(config, model_config, "eager", [1, 2, 4, 8, 16])
+    return Session(worker, config, model_config, ids, new_tokens)
+
+
+def record_acceptance(run: Session) -> Lens:
+    """Accept lengths of each request row over time, of one run of all prompts."""
+    rows: dict[int, list[int]] = {}
+    monitor = run.worker.parts.monitor
+    count = monitor.add
+
+    def add(iteration: Any, lens: Any, stats: Any) -> None:
+        for row, length in zip(iteration.host_rows.tolist(), lens.tolist(), strict=True):
+            rows.setdefault(row, []).append(length)
+        count(iteration, lens, stats)
+
+    monitor.add = add
+    run.run()
+    monitor.add = count
+    return [np.array(lens) for lens in rows.values() if len(lens) > 50]
+
+
+def live(run: Session) -> dict[str, Any]:
+    """Run the prompts again with the slot error in replays of draft-extend; iterations until the alarm."""
+    worker = run.worker
+    (extend,) = [runner for runner in worker.runners if runner.spec.name == "draft extend"]
+    replay = extend.run
+
+    def off_by_one(batch: Any, variant: str = "", eager: bool = False) -> Any:
+        if not eager:
+            batch.out_cache_loc.copy_(batch.out_cache_loc.view(batch.batch_size, -1).roll(-1, dims=1).flatten())
+        return replay(batch, variant, eager)
+
+    extend.run = off_by_one
+    worker.reset()
+    monitor, seen = worker.parts.monitor, 0
+    found: dict[str, Any] = {"alarm": None}
+    count = monitor.add
+
+    def add(iteration: Any, lens: Any, stats: Any) -> None:
+        nonlocal seen
+        count(iteration, lens, stats)
+        seen += 1
+        if found["alarm"] is None and (drifts := monitor.alarm.check()):
+            found.update(alarm=seen, drift=str(drifts[0]), requests=iteration.live)
+
+    monitor.add, monitor.without_sample = add, nullcontext  # the check itself takes no sample
+    run.run()
+    monitor.add, extend.run = count, replay
+    return found
+
+
+class Simulation:
+    """Iterations of `batch` requests drawn from a record."""
+
+    def __init__(self, record: Lens, batch: int, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        chosen = [record[i] for i in self._rng.integers(0, len(record), batch)]
+        self._lens = np.array([len(text) for text in chosen])
+        self._texts = np.stack([np.resize(text, max(self._lens)) for text in chosen])
+        self._at, self._rows = self._rng.integers(0, self._lens), np.arange(batch)
+        self.alarm, self.schedule, self.eager = DriftAlarm(STEPS), SampleSchedule(), 0
+        self._batch = batch
+
+    def run(self, iterations: int, keep: float) -> int | None:
+        """The iterations until the alarm, or None; graphs keep this share of the accepted first drafts."""
+        for i in range(1, iterations + 1):
+            sampled, precedes = self.schedule.next(self._batch, self.alarm.suspicious)
+            self.eager += sampled
+            lens = self._texts[self._rows, (self._at + i) % self._lens]
+            if not sampled and keep < 1:
+                lens = np.where(self._rng.random(self._batch) < keep, lens, 1)
+            if sampled or not precedes:
+                self.alarm.add(lens, sampled)
+            if sampled and self.alarm.check():
+                return i
+        return None
+
+
+def detection(record: Lens, fault: str, batch: int, runs: int, most: int) -> dict[str, Any]:
+    """Iterations until the alarm over several runs; None counts as `most`."""
+    rate = float(np.mean(np.concatenate(record) > 1))
+    keep = FAULTS[fault] or (rate - 0.05) / rate
+    found = [Simulation(record, batch, seed).run(most, keep) for seed in range(runs)]
+    times = np.array([most if one is None else one for one in found])
+    return {
+        "kind": "simulation", "fault": fault, "requests": batch, "runs": runs, "most": most, "missed": found.count(None),
+        "median": float(np.median(times)), "p90": float(np.quantile(times, 0.9)), "rates": [rate, rate * keep],
+    }  # fmt: skip
+
+
+def false_alarms(record: Lens, batch: int, iterations: int) -> dict[str, Any]:
+    """Alarms over a long run without a fault; the test starts anew after each."""
+    alarms, left, eager, seed = 0, iterations, 0, 0
+    while left > 0:
+        simulation = Simulation(record, batch, seed)
+        at = simulation.run(left, 1.0)
+        alarms, left, eager, seed = alarms + (at is not None), left - (at or left), eager + simulation.eager, seed + 1
+    return {"kind": "false alarms", "fault": "none", "requests": batch, "iterations": iterations, "alarms": alarms, "eager": eager}
+
+
+def render(result: Result) -> str:
+    """The table and where it comes from."""
+    return "\n".join([summary(result), "", provenance(result)])
+
+
+def summary(result: Result) -> str:
+    """Detection by fault and requests, false alarms, and the live run."""
+    rows = result["rows"]
+    simulated = [row for row in rows if row["kind"] == "simulation"]
+    quiet = [row for row in rows if row["kind"] == "false alarms"]
+    head = ["fault", "requests", "first drafts accepted", "iterations until the alarm (median)", "90 %", "missed", "runs"]
+    found = [
+        [
+            row["fault"],
+            row["requests"],
+            " to ".join(f"{rate:.2f}" for rate in row["rates"]),
+            f"{row['median']:.0f}",
+            f"{row['p90']:.0f}",
+            row["missed"],
+            row["runs"],
+        ]
+        for row in simulated
+    ]
+    false = [[row["requests"], f"{row['iterations']:,}", row["alarms"], f"{row['eager'] / row['iterations']:.2%}"] for row in quiet]
+    parts = [table(head, found), table(["requests, no fault", "iterations", "alarms", "eager share"], false)]
+    for row in rows:
+        if row["kind"] == "live":
+            parts.append(f"Live: alarm after {row['alarm']} iterations of {row['live_requests']} requests; {row.get('drift', 'none')}.")
+    return "\n\n".join(part for part in parts if part)
+
+
+def plot(result: Result, file: Any) -> None:
+    """Iterations until the alarm by requests, one line per fault."""
+    rows = [row for row in result["rows"] if row["kind"] == "simulation"]
+    groups = {str(r["requests"]): {o["fault"]: o["median"] for o in rows if o["requests"] == r["requests"]} for r in rows}
+    picture.draw(
+        result, file, "The drift alarm: SmolLM2-135M", [plots.bars(groups, "Until the alarm, by requests", "iterations", kind="requests")]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Record, simulate, sabotage, print."""
+    parser = arguments(__doc__)
+    parser.add_argument("--iterations", type=int, default=10_000_000, help="of the run without a fault, for each batch size")
+    args = parser.parse_args(argv)
+    prompts, new_tokens, runs = (4, 60, 2) if args.quick else (80, 200, 40)
+    iterations = 2_000 if args.quick else args.iterations
+    record = Record(NAME, KEYS, args.out, args.quick)
+    run = session(prompts, new_tokens)
+    lens = record_acceptance(run)
+    found = live(run)
+    run.worker.close()
+    record.add({"kind": "live", "fault": "slots off by one", "live_requests": found.pop("requests", 0), "requests": 0, **found})
+    for batch in (1, 2, 4, 8, 16, 32, 64):
+        for fault, most in (("slots off by one", 2_000), ("5 points", 20_000)):
+            record.add(detection(lens, fault, batch, runs, most if not args.quick else 500))
+    for batch in (1, 32):
+        record.add(false_alarms(lens, batch, iterations))
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+
+
+if __name__ == "__main__":
+    main()

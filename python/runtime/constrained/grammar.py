@@ -1,0 +1,77 @@
+"""The interface of compiled grammars and of the backends that compile them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.sampling_params import GrammarSpec
+
+MaskRow = npt.NDArray[np.int32]
+"""int32 [ceil(V / 32)]: bit v % 32 of entry v // 32 says whether token v is allowed."""
+
+
+def mask_words(vocab_size: int) -> int:
+    """Entries of a mask row."""
+    return -(-vocab_size // 32)
+
+
+def allows(row: MaskRow, token: int) -> bool:
+    """Whether a mask row allows `token`."""
+    return bool((int(row[token >> 5]) >> (token & 31)) & 1)
+
+
+def allowed_tokens(row: MaskRow) -> npt.NDArray[np.bool_]:
+    """A mask row as bool [32 * ceil(V / 32)]."""
+    return np.unpackbits(row.view(np.uint8), bitorder="little").astype(np.bool_)
+
+
+def only_token(row: MaskRow) -> int | None:
+    """The one token that a mask row allows; None where it allows several."""
+    counts = np.bitwise_count(row.view(np.uint32))
+    if counts.sum() != 1:
+        return None
+    word = int(counts.argmax())
+    return word * 32 + int(row.view(np.uint32)[word]).bit_length() - 1
+
+
+class Matcher(Protocol):
+    """Where one text stands in its grammar. End-of-text ids are never pushed."""
+
+    def push(self, token: int) -> bool:
+        """Go on by one token; False if the grammar does not allow it, and then nothing has changed."""
+        ...
+
+    def pop(self, count: int) -> None:
+        """Take the last `count` pushed tokens back."""
+        ...
+
+    def fill(self, row: MaskRow) -> str:
+        """Write which tokens may come next: end-of-text ids where the text may end, and only those where it must.
+
+        Returns:
+            Why the matcher cannot go on, or an empty text. Then `row` has no meaning.
+        """
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled grammar. Any number of matchers may follow it at the same time."""
+
+    def matcher(self) -> Matcher:
+        """A matcher at the beginning of a text."""
+        ...
+
+
+class GrammarBackend(Protocol):
+    """Compiles grammars for one tokenizer. Thread-safe."""
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        """Compile a grammar.
+
+        Raises:
+            GrammarError: the text is not a grammar, it is too large, or no text matches it.
+        """
+        ...

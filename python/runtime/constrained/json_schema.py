@@ -1,0 +1,128 @@
+"""JSON schemas: text that is none, and schemas that no finite value can satisfy."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from runtime.errors import GrammarError
+
+KIND = "json_schema"
+MAX_DEPTH = 128
+"""Levels of nesting."""
+MAX_ROUNDS = 16
+"""Rounds of the search for a finite value; schemas that people write need two."""
+
+
+def check_json_schema(text: str) -> None:
+    """Raise `GrammarError` where `text` is no JSON schema, or where each value that satisfies it would be endless."""
+    schema = load_json(KIND, text)
+    if not isinstance(schema, dict | bool):
+        raise GrammarError(KIND, "A schema is an object.")
+    if schema is False:
+        raise GrammarError(KIND, "No value satisfies the schema false.")
+    try:
+        endless = isinstance(schema, dict) and not _Finite(schema).finite(schema)
+    except RecursionError as error:
+        raise GrammarError(KIND, "Its references form a chain that is too long.") from error
+    if endless:
+        raise GrammarError(KIND, "It refers to itself without an end, so no finite value satisfies it.")
+
+
+def load_json(kind: str, text: str) -> Any:
+    """The value of JSON text, nested at most `MAX_DEPTH` deep. Raises `GrammarError` where it is not JSON."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(kind, f"It is not JSON: {error}.") from error
+    level, below = [value], 0
+    while level:
+        below += 1
+        if below > MAX_DEPTH:
+            raise GrammarError(kind, f"It is nested more than {MAX_DEPTH} levels deep.")
+        level = [child for part in level for child in _children(part)]
+    return value
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+class _Finite:
+    """Finds out whether a schema has a finite value: the least fixed point over its references.
+
+    It may say yes where the truth is no, but never the other way round.
+    """
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._finite = set[str]()
+        self._visited = set[str]()
+
+    def finite(self, schema: Any) -> bool:
+        """Whether `schema` has a finite value."""
+        for _ in range(MAX_ROUNDS):
+            known = len(self._finite)
+            self._visited.clear()
+            if self._of(schema):
+                return True
+            if len(self._finite) == known:
+                return False
+        return True
+
+    def _of(self, schema: Any) -> bool:
+        if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
+            return True
+        if isinstance(reference := schema.get("$ref"), str) and not self._of_reference(reference):
+            return False
+        for name in ("anyOf", "oneOf"):
+            branches = schema.get(name)
+            if isinstance(branches, list) and branches and not any(self._of(branch) for branch in branches):
+                return False
+        parts = schema.get("allOf")
+        if isinstance(parts, list) and not all(self._of(part) for part in parts):
+            return False
+        kinds = schema.get("type")
+        kinds = {kinds} if isinstance(kinds, str) else set(map(str, kinds)) if isinstance(kinds, list) else {"any"}
+        if kinds - {"object", "array"}:
+            return True
+        return ("object" in kinds and self._object(schema)) or ("array" in kinds and self._array(schema))
+
+    def _of_reference(self, reference: str) -> bool:
+        if reference not in self._finite and reference not in self._visited:
+            self._visited.add(reference)
+            if self._of(self._target(reference)):
+                self._finite.add(reference)
+        return reference in self._finite
+
+    def _object(self, schema: dict[str, Any]) -> bool:
+        properties, required = schema.get("properties"), schema.get("required")
+        if not isinstance(properties, dict) or not isinstance(required, list):
+            return True
+        return all(self._of(properties[name]) for name in required if isinstance(name, str) and name in properties)
+
+    def _array(self, schema: dict[str, Any]) -> bool:
+        least = schema.get("minItems")
+        if not isinstance(least, int) or least < 1:
+            return True
+        first = schema.get("prefixItems")
+        first = first[:least] if isinstance(first, list) else []
+        rest = schema.get("items") if len(first) < least else True
+        return all(self._of(part) for part in first) and self._of(rest)
+
+    def _target(self, reference: str) -> Any:
+        """The schema at a pointer into this document; True for any other."""
+        if not reference.startswith("#"):
+            return True
+        value: Any = self._root
+        for step in reference[1:].split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(value, dict) and step in value:
+                value = value[step]
+            elif isinstance(value, list) and step.isdigit() and int(step) < len(value):
+                value = value[int(step)]
+            else:
+                return True
+        return value

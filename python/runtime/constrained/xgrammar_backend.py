@@ -1,0 +1,90 @@
+"""Grammars by xgrammar: a pushdown automaton whose masks are mostly precomputed.
+
+xgrammar loads torch, so this module is imported in the scheduler process only, and only if it was asked for.
+
+Source: https://github.com/mlc-ai/xgrammar
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import xgrammar
+
+from runtime.constrained.backends import Vocabulary
+from runtime.constrained.grammar import Grammar, MaskRow, Matcher, mask_words
+from runtime.constrained.json_schema import check_json_schema
+from runtime.constrained.structural_tag import parse_structural_tag
+from runtime.errors import GrammarError
+from runtime.sampling_params import GrammarSpec
+
+MAX_WHITESPACE = 32
+"""White space between the parts of JSON; bounded, so that a model cannot go on with it for ever."""
+
+
+class XgrammarBackend:
+    """Compiles grammars for one tokenizer."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        tokens = [vocabulary.token_bytes(token) for token in range(vocabulary.vocab_size)]
+        for token in (*vocabulary.special.values(), *vocabulary.eos_ids):
+            tokens[token] = b""
+        info = xgrammar.TokenizerInfo(tokens, vocab_size=vocabulary.vocab_size, stop_token_ids=list(vocabulary.eos_ids))
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._words = mask_words(vocabulary.vocab_size)
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        """Compile a grammar; see `GrammarBackend`."""
+        if spec.kind == "json_schema":
+            check_json_schema(spec.text)
+        try:
+            grammar = XgrammarGrammar(self._compiled(spec), self._words)
+        except (RuntimeError, ValueError) as error:  # xgrammar raises what its C++ code raises
+            raise GrammarError(spec.kind, str(error).split("Check failed:")[-1].strip()[:300]) from error
+        row = np.zeros(self._words, dtype=np.int32)
+        grammar.matcher().fill(row)
+        if not row.any():
+            raise GrammarError(spec.kind, "No text matches it.")
+        return grammar
+
+    def _compiled(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
+        compiler, text = self._compiler, spec.text
+        if spec.kind == "json_schema":
+            return compiler.compile_json_schema(text, any_whitespace=True, max_whitespace_cnt=MAX_WHITESPACE)
+        if spec.kind == "regex":
+            return compiler.compile_regex(text)
+        if spec.kind == "ebnf":
+            return compiler.compile_grammar(text)
+        return compiler.compile_structural_tag({"type": "structural_tag", "format": msgspec.to_builtins(parse_structural_tag(text))})
+
+
+class XgrammarGrammar:
+    """A compiled grammar."""
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar, words: int) -> None:
+        self._compiled, self._words = compiled, words
+
+    def matcher(self) -> Matcher:
+        """A matcher at the beginning of a text."""
+        return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._words)
+
+
+class XgrammarMatcher:
+    """Where one text stands in its grammar; see `Matcher`."""
+
+    def __init__(self, matcher: xgrammar.GrammarMatcher, words: int) -> None:
+        self._matcher, self._words = matcher, words
+
+    def push(self, token: int) -> bool:
+        """Go on by one token."""
+        return self._matcher.accept_token(token)
+
+    def pop(self, count: int) -> None:
+        """Take the last `count` tokens back."""
+        self._matcher.rollback(count)
+
+    def fill(self, row: MaskRow) -> str:
+        """Write which tokens may come next."""
+        if not self._matcher.fill_next_token_bitmask(row[None]):
+            row.fill(-1)  # xgrammar writes nothing where everything is allowed
+        return ""

@@ -1,0 +1,131 @@
+"""Signs of life between rank 0 and the other ranks, over a ZMQ socket, so that none waits for a rank that is gone. No torch."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+log = logging.getLogger(__name__)
+
+PERIOD = 0.5
+"""Seconds between two signs of life."""
+SILENT_TURNS = 10
+"""Turns of half a second without a sign of life after which a rank counts as lost: 5 s. Turns, not seconds: a machine that was
+suspended lost none."""
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True):
+    """A rank is alive; or it ends, and says why."""
+
+    rank: int
+    failure: str = ""
+
+
+class RankWatch:
+    """Rank 0's end: hears the other ranks, answers each, and calls `lost` with a sentence about the first that is gone.
+
+    Args:
+        address: where the other ranks connect.
+        ranks: of the others.
+        lost: called on the watching thread.
+    """
+
+    def __init__(self, address: str, ranks: range, lost: Callable[[str], None]) -> None:
+        self._silent = dict.fromkeys(ranks, 0)
+        self._lost = lost
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.bind(address)
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """Where it listens, the port included."""
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def start(self) -> None:
+        """Begin to expect signs of life."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Expect no more."""
+        self._done.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        while not self._done.wait(PERIOD):
+            why = self._hear_all() or self._silent_rank()
+            if why and not self._done.is_set():
+                self._lost(why)
+                return
+
+    def _hear_all(self) -> str:
+        heard = set[int]()
+        while self._socket.poll(0):
+            who, frame = self._socket.recv_multipart()
+            try:
+                beat = msgspec.msgpack.decode(frame, type=Beat)
+            except msgspec.MsgspecError:
+                continue
+            if beat.failure:
+                return beat.failure
+            heard.add(beat.rank)
+            self._socket.send_multipart((who, b""), zmq.NOBLOCK)
+        for rank in self._silent:
+            self._silent[rank] = 0 if rank in heard else self._silent[rank] + 1
+        return ""
+
+    def _silent_rank(self) -> str:
+        silent = [rank for rank, turns in self._silent.items() if turns >= SILENT_TURNS]
+        return f"rank {silent[0]} hangs or is gone: no sign of life for {SILENT_TURNS * PERIOD:g} s" if silent else ""
+
+
+class RankBeat:
+    """The end of another rank: sends signs of life, and calls `lost` when rank 0 answers none of them."""
+
+    def __init__(self, address: str, rank: int, lost: Callable[[str], None]) -> None:
+        self._rank, self._lost = rank, lost
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.connect(address)
+        self._failure = ""
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rank-beat", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self, failure: str = "") -> None:
+        """End; a `failure` is told to rank 0."""
+        self._failure = failure
+        self._done.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        if failure:
+            self._send()
+        self._socket.close()
+        self._context.term()
+
+    def _run(self) -> None:
+        silent = 0
+        self._send()
+        while not self._done.wait(PERIOD):
+            self._send()
+            silent = 0 if self._socket.poll(0) else silent + 1
+            while self._socket.poll(0):
+                self._socket.recv()
+            if silent >= SILENT_TURNS:
+                self._lost(f"rank 0 does not answer for {SILENT_TURNS * PERIOD:g} s")
+                return
+
+    def _send(self) -> None:
+        self._socket.send(msgspec.msgpack.encode(Beat(self._rank, self._failure)), zmq.NOBLOCK)

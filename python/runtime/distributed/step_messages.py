@@ -1,0 +1,63 @@
+"""What rank 0 sends to the other ranks: msgpack, with arrays as raw bytes. No torch."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_origin
+
+import msgspec
+import numpy as np
+
+from runtime.batch import ScheduleBatch
+
+
+class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Run one step."""
+
+    batch: ScheduleBatch
+
+
+class SetRun(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """How the following steps run: the forced depth, or None, and the run mode of each graph runner. For checks."""
+
+    depth: int | None
+    modes: tuple[str, ...]
+
+
+class Reset(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Forget every request."""
+
+
+class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """There are no more steps."""
+
+
+RankMessage = RunStep | SetRun | Reset | Close
+
+
+def _to_bytes(value: Any) -> object:
+    if isinstance(value, np.ndarray):
+        return np.ascontiguousarray(value).data
+    raise NotImplementedError(f"a step cannot carry {type(value).__name__}")
+
+
+def _to_array(kind: Any, value: Any) -> object:
+    if get_origin(kind) is np.ndarray:
+        (scalar,) = get_args(get_args(kind)[1])
+        return np.frombuffer(value, dtype=scalar)
+    raise NotImplementedError(f"a step cannot carry {kind}")
+
+
+class RankCodec:
+    """Encodes and decodes `RankMessage`. Decoded arrays are read-only."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
+        self._decoder: msgspec.msgpack.Decoder[RankMessage] = msgspec.msgpack.Decoder(RankMessage, dec_hook=_to_array)
+
+    def encode(self, message: RankMessage) -> bytes:
+        """One frame."""
+        return self._encoder.encode(message)
+
+    def decode(self, frame: bytes) -> RankMessage:
+        """The message of a frame."""
+        return self._decoder.decode(frame)

@@ -1,0 +1,118 @@
+"""The request fields of OpenAI and vLLM that constrain the output, and the grammars they stand for."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from annotated_types import Len
+from pydantic import Field, model_validator
+
+from runtime.entrypoints.http.body import Body, GrammarText, JsonSchema, SamplingFields, Unused, items, schema_text
+from runtime.errors import RequestError
+
+MAX_CHOICES = 1024
+ANY_OBJECT = '{"type":"object"}'
+
+ChoiceTexts = Annotated[
+    list[Annotated[str, Len(1, 4096)]],
+    items(1, MAX_CHOICES),
+    Field(description=f"an array of 1 to {MAX_CHOICES} strings, of which the output is one"),
+]
+
+
+class NamedSchema(Body):
+    """A JSON schema as OpenAI names it. It is always enforced in full, with `strict` and without."""
+
+    name: Annotated[str, Len(1, 64)]
+    schema_: Annotated[JsonSchema, Field(alias="schema")]
+    description: Unused = None
+    strict: bool = False
+
+
+class ResponseFormat(Body):
+    """The form of the answer: free text, any JSON object, JSON that satisfies a schema, or a structural tag."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: NamedSchema | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise RequestError("response_format.json_schema is required with type json_schema.", "response_format.json_schema")
+        return self
+
+    def grammar(self) -> dict[str, str]:
+        """The grammar, as a field of `SamplingParams`."""
+        if self.type == "json_object":
+            return {"json_schema": ANY_OBJECT}
+        if self.json_schema is not None and self.type == "json_schema":
+            return {"json_schema": schema_text(self.json_schema.schema_)}
+        if self.type == "structural_tag":
+            return {"structural_tag": self.model_dump_json(exclude_none=True)}
+        return {}
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`: exactly one of its fields is given."""
+
+    choice: ChoiceTexts | None = None
+    disable_any_whitespace: Unused = None
+    grammar: GrammarText | None = None
+    json_: Annotated[JsonSchema | None, Field(alias="json")] = None
+    json_object: bool = False
+    regex: GrammarText | None = None
+    structural_tag: GrammarText | dict[str, Any] | None = None
+    whitespace_pattern: Unused = None
+
+    def grammars(self) -> list[dict[str, str]]:
+        """The grammars that are given."""
+        given = _grammars_of(self.json_, self.regex, self.choice, self.grammar)
+        if self.json_object:
+            given.append({"json_schema": ANY_OBJECT})
+        if self.structural_tag is not None:
+            given.append({"structural_tag": schema_text(self.structural_tag)})
+        return given
+
+
+class ConstrainedFields(SamplingFields):
+    """Sampling fields with those of OpenAI and vLLM that constrain the output."""
+
+    guided_choice: ChoiceTexts | None = None
+    guided_decoding_backend: Unused = None
+    guided_grammar: GrammarText | None = None
+    guided_json: JsonSchema | None = None
+    guided_regex: GrammarText | None = None
+    guided_whitespace_pattern: Unused = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def constraints(self) -> list[dict[str, str]]:
+        """The grammars that these fields give, each as a field of `SamplingParams`."""
+        given = _grammars_of(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        if self.response_format is not None and (found := self.response_format.grammar()):
+            given.append(found)
+        if self.structured_outputs is not None:
+            given += self.structured_outputs.grammars()
+        return given
+
+
+def _grammars_of(schema: Any, regex: str | None, choices: list[str] | None, grammar: str | None) -> list[dict[str, str]]:
+    given = []
+    if schema is not None:
+        given.append({"json_schema": schema_text(schema)})
+    if regex is not None:
+        given.append({"regex": regex})
+    if choices is not None:
+        given.append({"regex": "|".join(map(escaped, choices))})
+    if grammar is not None:
+        given.append({"ebnf": grammar})
+    return given
+
+
+def escaped(text: str) -> str:
+    """A regular expression that matches `text` alone."""
+    return re.sub(r"([\\.+*?()|\[\]{}^$])", r"\\\1", text)

@@ -1,0 +1,79 @@
+"""Prompts to vectors: what all endpoints of this package ask of the engine."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runtime.entrypoints.generations import Call, Choice, Generations
+from runtime.entrypoints.pooling.protocol import PoolingBody
+from runtime.managers.tokenizer_manager import TokenizerManager
+from runtime.pooling import Pooling
+from runtime.sampling_params import SamplingParams
+
+MAX_OPEN = 64
+"""Prompts of one call that run together; the others wait here, not in the scheduler's queue."""
+NO_OUTPUT = SamplingParams(max_new_tokens=1, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """One prompt: its vector, or the log-probabilities of its tokens, and its length in tokens."""
+
+    vector: list[float]
+    prompt_tokens: int
+
+    @classmethod
+    def of(cls, choice: Choice, prompt_tokens: int) -> Pooled:
+        """What the end of a request carries; the first token of a prompt has no log-probability and counts as 0."""
+        assert choice.last is not None
+        known = choice.prompt_logprobs
+        return cls([value or 0.0 for value in known.chosen] if known is not None else choice.last.pooled or [], prompt_tokens)
+
+
+class Pooler:
+    """Runs prompts that generate nothing."""
+
+    def __init__(self, manager: TokenizerManager) -> None:
+        self._manager = manager
+
+    async def run(self, body: PoolingBody, prompts: Sequence[str | list[int]], pooling: Pooling | None, param: str) -> list[Pooled]:
+        """The results of all prompts, in order; cancelling it ends what runs.
+
+        Args:
+            pooling: what each prompt is reduced to; None for the log-probabilities of its tokens.
+            param: the name of the prompts in errors.
+        """
+        manager, name = self._manager, f"pool-{uuid.uuid4().hex}"
+        step = min(MAX_OPEN, manager.config.scheduler.max_queued_requests + manager.limits.max_running_requests)
+        done: list[Pooled] = []
+        for start in range(0, len(prompts), step):
+            part = prompts[start : start + step]
+            async with await Generations.start(manager, _call(body, name, start, part, pooling, param)) as group:
+                for generation, (choice,) in zip(group.each, await group.texts(), strict=True):
+                    done.append(Pooled.of(choice, len(generation.prompt_ids)))
+        return done
+
+
+def _call(body: PoolingBody, name: str, start: int, prompts: Sequence[str | list[int]], pooling: Pooling | None, param: str) -> Call:
+    return Call(
+        name=name,
+        prompts=prompts,
+        sampling=[NO_OUTPUT] * len(prompts),
+        rids=[f"{name}-{start + index}" for index in range(len(prompts))],
+        n=1,
+        stream=False,
+        top_logprobs=0 if pooling is None else -1,
+        prompt_logprobs=pooling is None,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        pooling=pooling,
+        params={"prompt": param, "input_ids": param},
+    )
+
+
+def usage(pooled: Sequence[Pooled]) -> dict[str, int]:
+    """OpenAI's `usage` of a call without output."""
+    tokens = sum(each.prompt_tokens for each in pooled)
+    return {"prompt_tokens": tokens, "total_tokens": tokens}

@@ -1,0 +1,140 @@
+"""Request and response bodies of the endpoints that answer with numbers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Interval, Len
+from pydantic import BaseModel, Field, model_validator
+
+from runtime.entrypoints.http.body import Body, Int64, Name, Text, TokenId, TokenIds, Unused, items
+from runtime.entrypoints.openai.protocol import ModelName
+from runtime.errors import RequestError
+from runtime.pooling import MAX_LABELS
+from runtime.sampling_params import MAX_TOKENS
+
+MAX_INPUTS = 2048
+"""OpenAI's bound of the inputs of one call."""
+
+Inputs = Annotated[
+    Text | TokenIds | Annotated[list[Text | TokenIds], items(1, MAX_INPUTS)],
+    Field(description=f"a string, an array of token ids, or an array of 1 to {MAX_INPUTS} of these; none may be empty"),
+]
+Items = Annotated[
+    str | Annotated[list[str | list[TokenId]], items(1, MAX_INPUTS)],
+    Field(description=f"a string, or an array of 1 to {MAX_INPUTS} strings or arrays of token ids"),
+]
+LabelIds = Annotated[list[TokenId], items(1, MAX_LABELS)]
+
+
+# ---- requests
+
+
+class PoolingBody(Body):
+    """The fields that these endpoints share."""
+
+    cache_salt: Name = ""
+    model: ModelName | None = None
+    priority: Int64 = 0
+    rid: Unused = None
+    user: Unused = None
+
+
+class EmbeddingBody(PoolingBody):
+    """A body of /v1/embeddings."""
+
+    input: Inputs
+    dimensions: Annotated[int, Interval(ge=1, le=MAX_TOKENS)] | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per input."""
+        given: Any = self.input
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+
+
+class ScoreBody(PoolingBody):
+    """A body of /v1/score: SGLang's. Query and items are both text or both token ids."""
+
+    query: Annotated[str | list[TokenId], Field(description="a string or an array of token ids")]
+    items: Items
+    label_token_ids: LabelIds
+    apply_softmax: bool = False
+    item_first: bool = False
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> ScoreBody:
+        given = [self.items] if isinstance(self.items, str) else self.items
+        if len({isinstance(part, str) for part in (self.query, *given)}) > 1:
+            raise RequestError("query and items must be all strings or all arrays of token ids.", "items")
+        if not all(self.prompts):
+            raise RequestError("query and item must not both be empty.", "items")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Query and item of each prompt, joined."""
+        given: Any = [self.items] if isinstance(self.items, str) else self.items
+        query: Any = self.query
+        return [item + query if self.item_first else query + item for item in given]
+
+
+class RerankBody(PoolingBody):
+    """A body of /v1/rerank: SGLang's."""
+
+    query: Text
+    documents: Annotated[list[Text], items(1, MAX_INPUTS)]
+    return_documents: bool = True
+    top_n: Annotated[int, Interval(ge=1, le=MAX_TOKENS)] | None = None
+
+
+# ---- responses
+
+
+class PromptUsage(BaseModel):
+    """Token counts of a call that generates nothing."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(BaseModel):
+    """One embedding: numbers, or their float32 bytes, least significant byte first, in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | Annotated[str, Len(1)]
+
+
+class EmbeddingList(BaseModel):
+    """The answer of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: PromptUsage
+
+
+class Scores(BaseModel):
+    """The answer of /v1/score: for each item a number per label."""
+
+    object: Literal["scoring"]
+    scores: list[list[float]]
+    model: str
+    usage: PromptUsage
+
+
+class RerankMeta(BaseModel):
+    """Counts of one document's prompt."""
+
+    prompt_tokens: int
+
+
+class Rank(BaseModel):
+    """One document of /v1/rerank; `index` is its place in the request."""
+
+    index: int
+    score: float
+    document: str | None = None
+    meta_info: RerankMeta

@@ -1,0 +1,65 @@
+"""The LM head: scores of a vocabulary that the ranks of a group share, and the likeliest token of all of them."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.distributed.agreement import Agreement
+from runtime.layers.linear import Linear
+from runtime.layers.ops import BlockOps
+
+
+def all_logits(ops: BlockOps, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`head(x)` over the whole vocabulary in float32 [N, V], written to `out` where given."""
+    if not head.is_sharded:
+        return ops.logits(x, head, out)
+    logits = head.gather(ops.logits(x, head))
+    return logits if out is None else out.copy_(logits)
+
+
+def greedy(
+    ops: BlockOps,
+    x: torch.Tensor,
+    head: Linear,
+    tokens: torch.Tensor | None = None,
+    logits: torch.Tensor | None = None,
+    agreement: Agreement | None = None,
+) -> torch.Tensor:
+    """The likeliest token of each row, int64 [N], the smallest of equal ones; written to `tokens` where given.
+
+    Args:
+        logits: this rank's scores are written there where given, float32 [N, own].
+        agreement: compared with the other ranks' by the same exchange.
+    """
+    if not head.is_sharded:
+        return ops.greedy(x, head, tokens, logits)
+    if logits is None:
+        logits = torch.empty((len(x), head.out_features), dtype=torch.float32, device=x.device)
+    ids = ops.greedy(x, head, None, logits)
+    chosen = largest_of_ranks(logits.gather(1, ids[:, None])[:, 0], ids + head.own_rows.start, head, agreement)
+    return chosen if tokens is None else tokens.copy_(chosen)
+
+
+def largest_of_ranks(values: torch.Tensor, ids: torch.Tensor, head: Linear, agreement: Agreement | None = None) -> torch.Tensor:
+    """The id of the largest value of all ranks, int64 [N]; of equal values the one of the lowest rank, whose ids are smaller.
+
+    One sum over the ranks carries the pairs: each fills its own rows of zeros. Ids are exact in float32 up to 2^24.
+
+    Args:
+        values, ids: float32 and int64 [N], this rank's likeliest tokens.
+    """
+    group, count = head.group, len(values)
+    pairs = torch.zeros((group.size, count + 1, 2), dtype=torch.float32, device=values.device)
+    own = pairs[group.rank]
+    own[:count, 0], own[:count, 1] = values, ids
+    if agreement is not None:
+        own[count] = agreement.words()
+    pairs = group.all_reduce(pairs)
+    if agreement is not None:
+        agreement.compare(pairs[:, count])
+    best, chosen = pairs[0, :count].unbind(1)
+    for rank in range(1, group.size):
+        value, token = pairs[rank, :count].unbind(1)
+        larger = (value > best) | (value.isnan() & ~best.isnan())
+        best, chosen = torch.where(larger, value, best), torch.where(larger, token, chosen)
+    return chosen.to(torch.int64)

@@ -1,0 +1,52 @@
+"""Requests whose grammar is being compiled: they wait outside the run queue."""
+
+from __future__ import annotations
+
+from runtime.constrained.compiler import Compilation, GrammarCompiler
+from runtime.errors import GrammarError, ServingError
+from runtime.managers.req import Phase, Req
+from runtime.sampling_params import GrammarSpec
+
+
+class GrammarQueue:
+    """Owner of the requests that wait for their grammar.
+
+    Args:
+        compiler: compiles it; None where the server has no grammar backend.
+    """
+
+    def __init__(self, compiler: GrammarCompiler | None) -> None:
+        self._compiler = compiler
+        self._waiting: list[tuple[Req, Compilation]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def check(self, spec: GrammarSpec) -> None:
+        """Raise `GrammarError` if this server compiles no grammars."""
+        if self._compiler is None:
+            raise GrammarError(spec.kind, "this server has no grammar backend (--grammar-backend).")
+
+    def add(self, req: Req, spec: GrammarSpec) -> None:
+        """Let `req` wait for its grammar."""
+        assert self._compiler is not None, "checked on arrival"
+        req.phase = Phase.COMPILING
+        self._waiting.append((req, self._compiler.compile(spec)))
+
+    def take(self) -> list[tuple[Req, ServingError | None]]:
+        """The requests that wait no longer: their grammar is set, or the error says why it cannot be."""
+        done: list[tuple[Req, ServingError | None]] = []
+        waiting, self._waiting = self._waiting, []
+        for req, compilation in waiting:
+            if not req.alive:
+                continue
+            try:
+                req.grammar = compilation.result()
+            except ServingError as error:
+                done.append((req, error))
+                continue
+            if req.grammar is None:
+                self._waiting.append((req, compilation))
+            else:
+                done.append((req, None))
+        return done

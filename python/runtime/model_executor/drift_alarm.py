@@ -1,0 +1,195 @@
+"""Tells acceptance that graphs lose from chance: a sequential test, and when to sample eagerly. On the host; no torch.
+
+The test may be looked at after every sample and still has a bounded rate of false alarms: an e-detector (Shin, Ramdas and
+Rinaldo 2022, arXiv:2203.03532) over conditional likelihood ratios of 2 x 2 tables. Given how many drafts of a block were
+accepted in all, the number among the eager ones is hypergeometric if graphs and eager steps accept alike, whatever the
+rate; text that changes the rate of both is no evidence.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.model_executor.acceptance import AcceptanceCounters, compare
+from runtime.worker_info import Drift
+
+BLOCK_ITERATIONS = 16
+"""Iterations through graphs and eager ones of a block, at the least; one more runs between them."""
+MAX_GRAPH_ITERATIONS = 32
+"""Iterations through graphs of a block, at the most: earlier ones may be of other text."""
+FALSE_ALARM_ITERATIONS = 1e7
+"""Iterations in which one false alarm is expected, at the most."""
+LOG_ODDS = np.array([-3.0, -1.2, -0.5, -0.2, 0.2, 0.5, 1.2, 3.0])
+"""The differences that the test looks for: log odds of an eager draft's acceptance minus those through graphs."""
+SUSPICION = 0.7
+"""Evidence, in nats, from which samples are as frequent as in the beginning."""
+MIN_GAP = 0.02
+"""A smaller difference of acceptance is never reported."""
+DENSE_BLOCKS = 12
+"""Blocks at the start that follow each other at once."""
+RARE_SHARE = 512
+"""In the end one iteration in this many is eager."""
+FALL, FALL_DEVIATIONS = 0.15, 4.0
+"""A fall of acceptance through graphs that asks for samples: at least this much, in this many standard deviations."""
+FALL_BLOCKS = 6
+"""Blocks that are sampled densely after it: text that is harder to draft is told from a drift within them."""
+
+
+class DriftAlarm:
+    """Compares drafts through graphs with eager ones, block by block.
+
+    A block is the eager iterations of one sample, and the last ones through graphs before them.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._limit = np.log(FALSE_ALARM_ITERATIONS / BLOCK_ITERATIONS * max(num_steps, 1))
+        self._evidence = np.zeros((num_steps, len(LOG_ODDS)))
+        self._graph, self._eager = deque[AcceptanceCounters](maxlen=MAX_GRAPH_ITERATIONS), AcceptanceCounters(num_steps)
+        # Counts since the evidence of a position began to grow, for the report.
+        self._counts = [self._counters() for _ in range(num_steps)]
+        self._recent, self._usual = RecentRates(num_steps, 64), RecentRates(num_steps, 1024)
+        self._blocks_to_probe = 0
+
+    def _counters(self) -> dict[bool, AcceptanceCounters]:
+        return {eager: AcceptanceCounters(self._num_steps) for eager in (False, True)}
+
+    def add(self, accept_lens: npt.ArrayLike, eager_sample: bool, num_steps: int | None = None) -> None:
+        """Count one batch: int [B], each in 1..num_steps + 1. A batch through graphs after eager ones ends their block."""
+        if not eager_sample and self._eager.iterations:
+            self._end_block()
+        batch = AcceptanceCounters(self._num_steps)
+        batch.add(accept_lens, num_steps)
+        if eager_sample:
+            self._eager.merge(batch)
+        else:
+            self._graph.append(batch)
+            self._recent.add(batch)
+            self._usual.add(batch)
+            if self._recent.fell_below(self._usual):
+                self._blocks_to_probe = FALL_BLOCKS
+                self._usual.copy(self._recent)
+
+    def check(self) -> list[Drift]:
+        """The positions that drifted, the block under way included."""
+        if not self._num_steps:
+            return []
+        evidence, counts = self._with_block()
+        found = []
+        for i in np.flatnonzero(_mean_evidence(evidence) >= self._limit):
+            drift = compare(counts[i][False], counts[i][True])
+            found += [d for d in drift if d.position == i and abs(d.graph - d.eager) >= MIN_GAP]
+        return found
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether there is some evidence of a drift, or acceptance through graphs fell lately."""
+        return self._blocks_to_probe > 0 or (bool(self._num_steps) and float(_mean_evidence(self._evidence).max()) >= SUSPICION)
+
+    def _end_block(self) -> None:
+        self._evidence, self._counts = self._with_block()
+        self._graph.clear()
+        self._eager = AcceptanceCounters(self._num_steps)
+        self._blocks_to_probe = max(self._blocks_to_probe - 1, 0)
+
+    def _with_block(self) -> tuple[npt.NDArray[np.float64], list[dict[bool, AcceptanceCounters]]]:
+        """Evidence [K, differences] in nats and counts by position, after the block so far."""
+        graph, eager = AcceptanceCounters(self._num_steps), self._eager
+        for batch in self._graph:
+            graph.merge(batch)
+        if not graph.iterations or not eager.iterations:
+            return self._evidence, self._counts
+        evidence, counts = np.maximum(self._evidence, 0.0), []
+        for i in range(self._num_steps):
+            fresh = not self._evidence[i].max() > 0
+            both = self._counters()
+            for side, block in ((False, graph), (True, eager)):
+                both[side].merge(block)
+                if not fresh:
+                    both[side].merge(self._counts[i][side])
+            counts.append(both)
+            evidence[i] += block_evidence(*(int(n[i]) for c in (eager, graph) for n in (c.accepted, c.reached)))
+        return evidence, counts
+
+
+class RecentRates:
+    """Acceptance by position over about the last `span` batches, older ones counting less."""
+
+    def __init__(self, num_steps: int, span: int) -> None:
+        self._keep = 1 - 1 / span
+        self._batches = 0.0
+        self._counts = np.zeros((2, num_steps))  # reached, accepted
+
+    def add(self, batch: AcceptanceCounters) -> None:
+        """Count one batch."""
+        self._batches = self._batches * self._keep + 1
+        self._counts = self._counts * self._keep + [batch.reached, batch.accepted]
+
+    def copy(self, other: RecentRates) -> None:
+        """Remember what `other` does."""
+        self._batches, self._counts = other._batches, other._counts
+
+    def fell_below(self, usual: RecentRates) -> bool:
+        """Whether a position accepts less than usual, beyond chance. False before `usual` knows more than this one."""
+        (n, accepted), (usual_n, usual_accepted) = self._counts, usual._counts
+        rate, before = accepted / np.maximum(n, 1), usual_accepted / np.maximum(usual_n, 1)
+        deviation = np.sqrt(before * (1 - before) / np.maximum(n, 1)) + 1e-9
+        fell = (before - rate >= FALL) & (before - rate >= FALL_DEVIATIONS * deviation)
+        return bool(usual._batches > 4 * self._batches and fell.any())
+
+
+def block_evidence(eager_accepted: int, eager: int, graph_accepted: int, graph: int) -> npt.NDArray[np.float64]:
+    """Log likelihood ratios, [differences], of a 2 x 2 table given its margins: each of `LOG_ODDS` against none."""
+    total = eager_accepted + graph_accepted
+    eager_counts = np.arange(max(0, total - graph), min(eager, total) + 1)
+    weights = _log_binomial(eager, eager_counts) + _log_binomial(graph, total - eager_counts)
+    tilted = weights + LOG_ODDS[:, None] * eager_counts
+    return LOG_ODDS * eager_accepted - (_log_sum(tilted) - _log_sum(weights[None]))
+
+
+def _log_binomial(n: int, k: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    log_factorial = np.concatenate([[0.0], np.log(np.arange(1, n + 1)).cumsum()])
+    return log_factorial[n] - log_factorial[k] - log_factorial[n - k]
+
+
+def _log_sum(logs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    top = logs.max(axis=1)
+    return top + np.log(np.exp(logs - top[:, None]).sum(axis=1))
+
+
+def _mean_evidence(evidence: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The evidence of each position, [K] in nats: the mean over differences, which is an e-detector too."""
+    return _log_sum(evidence) - np.log(evidence.shape[1])
+
+
+class SampleSchedule:
+    """Chooses the iterations that run eagerly: many while evidence is thin, few later, many again under suspicion."""
+
+    def __init__(self) -> None:
+        self._now = self._blocks = 0
+        self._length, self._start = 1, 0
+        self._share = 1.0
+
+    def next(self, live: int, suspicious: bool) -> tuple[bool, bool]:
+        """Count an iteration of `live` requests. Returns whether it is eager, and whether the next one is."""
+        self._now += 1
+        if self._now >= self._start + self._length:
+            self._plan(live, suspicious)
+        elif suspicious and self._start - self._now > BLOCK_ITERATIONS:
+            self._start = self._now + BLOCK_ITERATIONS - self._length
+        return self._sampled(self._now), self._sampled(self._now + 1)
+
+    def _sampled(self, iteration: int) -> bool:
+        return self._start <= iteration < self._start + self._length
+
+    def _plan(self, live: int, suspicious: bool) -> None:
+        """Set the next block, which begins now. Few requests give few drafts, so more of their iterations are eager."""
+        self._length = 8 if live <= 4 else 4 if live <= 16 else 2 if live <= 32 else 1
+        self._blocks += 1
+        if self._blocks > DENSE_BLOCKS:
+            self._share = min((2 if live <= 4 else 1.4) * self._share, RARE_SHARE)
+        dense = BLOCK_ITERATIONS + 1 - self._length
+        self._start = self._now + (dense if suspicious else max(dense, round(self._share * self._length)))

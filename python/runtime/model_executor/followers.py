@@ -1,0 +1,58 @@
+"""The other ranks as rank 0's worker sees them: each step goes to them before it runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from runtime.batch import BatchResult, Pending, ScheduleBatch
+from runtime.distributed.step_links import StepSender
+from runtime.distributed.step_messages import Close, RankCodec, Reset, RunStep, SetRun
+from runtime.errors import RankFailed, ServerFault
+
+
+class Followers:
+    """Sends every step once, encoded, to all other ranks. `ended`: called after the last message was sent."""
+
+    def __init__(self, sender: StepSender, ended: Callable[[], None]) -> None:
+        self._sender, self._ended = sender, ended
+        self._codec = RankCodec()
+        self._set = SetRun(None, ())
+
+    def run(self, batch: ScheduleBatch, depth: int | None, modes: tuple[str, ...]) -> None:
+        """Have the other ranks run a step at the forced `depth`, if any, with the graph runners in these modes."""
+        wanted = SetRun(depth, modes)
+        if wanted != self._set:
+            self._set = wanted
+            self._sender.send(self._codec.encode(wanted))
+        # A compiled grammar stays in its process: the other ranks compile the text that comes with the sampling parameters.
+        if any(init.grammar is not None for init in batch.new_rows):
+            batch = replace(batch, new_rows=[replace(init, grammar=None) for init in batch.new_rows])
+        self._sender.send(self._codec.encode(RunStep(batch)))
+
+    def reset(self) -> None:
+        """Have them forget every request."""
+        self._sender.send(self._codec.encode(Reset()))
+
+    def close(self) -> None:
+        """Let them end."""
+        self._sender.send(self._codec.encode(Close()))
+        self._sender.close()
+        self._ended()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPending:
+    """A step of several ranks: what it raises ends the server, because the ranks may differ after it."""
+
+    pending: Pending
+    step: int
+
+    def wait(self) -> BatchResult:
+        """Wait for rank 0's part."""
+        try:
+            return self.pending.wait()
+        except ServerFault:
+            raise
+        except Exception as error:
+            raise RankFailed(0, self.step, error) from error

@@ -1,0 +1,42 @@
+"""Pooled prompts: the hidden states or label log-probabilities of prompt chunks, on their way to the host."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.batch import ScheduleBatch
+from runtime.model_executor.staging import HostCopy
+
+
+def pool_chunks(batch: ScheduleBatch, hidden: torch.Tensor, logits: torch.Tensor) -> dict[int, HostCopy]:
+    """Start the copies of what `batch.pooling` asks for, by index of the chunk.
+
+    Args:
+        hidden: [T, hidden], states after the final norm.
+        logits: float32 [E, V], after each chunk.
+
+    Returns:
+        float32 vectors: `mean` the sum over the chunk's tokens, `last` the state of its last token, `labels` the
+        log-probabilities of the labels after it.
+    """
+    found: dict[int, HostCopy] = {}
+    start = 0
+    for i, length in enumerate(batch.extend_lens.tolist() if batch.pooling else ()):
+        pooling = batch.pooling.get(i)
+        stop = start + length
+        if pooling is not None:
+            if pooling.kind == "labels":
+                vector = logits[i].index_select(0, _to_device(pooling.label_ids, logits.device)) - logits[i].logsumexp(0)
+            elif pooling.kind == "last":
+                vector = hidden[stop - 1].float()
+            else:
+                vector = hidden[start:stop].sum(0, dtype=torch.float32)
+            found[i] = HostCopy(vector)
+        start = stop
+    return found
+
+
+def _to_device(ids: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int64 [n] on `device`, without a host wait."""
+    host = torch.tensor(ids, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)

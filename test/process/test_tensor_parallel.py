@@ -1,0 +1,117 @@
+"""Two ranks with real processes on the CPU: the text of one rank, and an end to every request when a rank fails."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from process import rank_faults
+from process.fake import Server, dummy_model, serving
+from runtime import Engine
+
+PATIENCE = 60.0
+FLAGS = ("--tp-size", "2", "--cpu-threads", "1", "--skip-server-warmup", "--dtype", "float32")
+PROMPTS = ["The capital of France is", "Once upon a time"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dummy_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@contextmanager
+def two_ranks(model: Path, behaviour: str = "well", ready: bool = True) -> Iterator[Server]:
+    with serving(model, *FLAGS, behaviour=behaviour, ready=ready, program=rank_faults.__file__) as server:
+        yield server
+
+
+def assert_ended(server: Server, children: list[psutil.Process]) -> None:
+    """It failed, and neither processes, files nor shared memory are left."""
+    assert server.process.wait(PATIENCE) == 1
+    _, alive = psutil.wait_procs(children, timeout=PATIENCE)
+    assert alive == []
+    assert server.folders() == []
+    assert "Traceback" not in server.text() or "failed in step" in server.text() or "different tokens" in server.text()
+
+
+def assert_stream_fails(server: Server) -> None:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    stream = server.stream(400)
+    assert stream.join(PATIENCE)
+    assert any('"error"' in event for event in stream.events), server.text()
+    assert_ended(server, children)
+
+
+def generate(**options: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    sampling = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
+    with Engine(device="cpu", quantization="none", cpu_threads=1, max_total_tokens=4096, **options) as engine:
+        outputs = engine.generate(PROMPTS, sampling, return_logprob=True)
+        return outputs, engine.get_server_info()["internal_states"][0]
+
+
+def test_the_embedded_model_writes_the_same_text_on_two_ranks() -> None:
+    alone, _ = generate()
+    together, state = generate(tp_size=2)
+    assert [o["output_ids"] for o in together] == [o["output_ids"] for o in alone]
+    for mine, its in zip(together, alone, strict=True):
+        gaps = [
+            a[0] - b[0] for a, b in zip(mine["meta_info"]["output_token_logprobs"], its["meta_info"]["output_token_logprobs"], strict=True)
+        ]
+        assert max(map(abs, gaps)) < 1e-4
+    worker = state["worker"]
+    assert [rank["rank"] for rank in worker["ranks"]] == [0, 1]
+    assert all(rank["memory_mib"]["KV cache"] > 0 for rank in worker["ranks"])
+    assert worker["token_checks"] > 0
+    assert 0 < worker["exchange_share"] < 1
+    assert state["spec_accept_length"] > 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_killed_or_hangs_ends_the_server(model: Path, number: signal.Signals) -> None:
+    with two_ranks(model) as server:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        stream = server.stream(400)
+        server.child("worker-1").send_signal(number)
+        assert stream.join(PATIENCE)
+        assert any('"error"' in event for event in stream.events), server.text()
+        assert_ended(server, children)
+        assert "worker-1 process died: signal SIGKILL" in server.text() or "rank 1 hangs or is gone" in server.text()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [
+        ("diverge", "the ranks committed different tokens in step 7, found in step 8"),
+        ("oom", "rank 1 failed in step 7: OutOfMemoryError: tried to allocate 1.00 GiB"),
+        ("stuck", "rank 0 failed in step"),
+    ],
+)
+def test_a_rank_that_misbehaves_is_named_and_ends_the_server(model: Path, behaviour: str, words: str) -> None:
+    with two_ranks(model, behaviour) as server:
+        assert_stream_fails(server)
+        assert words in server.text()
+
+
+def test_a_rank_without_memory_for_its_weights_is_named(model: Path) -> None:
+    with two_ranks(model, "oom-load", ready=False) as server:
+        assert server.process.wait(PATIENCE) == 1
+        assert "worker-1 failed: OutOfMemoryError" in server.text()
+        assert server.folders() == []
+
+
+def test_the_server_ends_cleanly_after_a_signal(model: Path) -> None:
+    with two_ranks(model) as server:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert server.complete([5, 6, 7]).status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(PATIENCE) == 0
+        _, alive = psutil.wait_procs(children, timeout=PATIENCE)
+        assert alive == []
+        assert "died" not in server.text()
+        assert server.folders() == []

@@ -1,0 +1,110 @@
+"""Several ranks of one model as threads of the test: a group without processes, and workers that follow rank 0."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from runtime.model_executor.follow import follow
+from runtime.model_executor.followers import Followers
+
+T = TypeVar("T")
+PATIENCE = 60.0
+
+
+@dataclass
+class Meeting:
+    """What the threads of a group share."""
+
+    size: int
+    values: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.values = [None] * self.size
+        self.barrier = threading.Barrier(self.size, timeout=PATIENCE)
+
+
+@dataclass(frozen=True)
+class ThreadGroup:
+    """`ParallelGroup` of threads."""
+
+    rank: int
+    size: int
+    meeting: Meeting
+    exchange_seconds: float = 0.0
+
+    def gather(self, value: T) -> list[T]:
+        self.meeting.values[self.rank] = value
+        self.meeting.barrier.wait()
+        values = list(self.meeting.values)
+        self.meeting.barrier.wait()
+        return values
+
+    def agree(self, value: T) -> T:
+        return self.gather(value)[0]
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = self.gather(x.clone())
+        return sum(others, start=first)
+
+    def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
+        out = torch.cat(self.gather(x.clone()), dim=1)
+        assert out.shape[1] == columns
+        return out
+
+
+class QueueLink:
+    """Carries encoded steps to the followers."""
+
+    def __init__(self, size: int) -> None:
+        self.queues = [queue.Queue[bytes]() for _ in range(size - 1)]
+
+    def send(self, message: bytes) -> None:
+        for one in self.queues:
+            one.put(message)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class QueueEnd:
+    queue: queue.Queue[bytes]
+
+    def receive(self) -> bytes:
+        return self.queue.get(timeout=PATIENCE)
+
+
+@contextmanager
+def ranks(size: int, build: Callable[..., Any], change: Callable[[int, Any], None] = lambda rank, worker: None) -> Iterator[Any]:
+    """Rank 0's worker; the others follow it. `build(group=, followers=)` builds each; `change` may spoil one."""
+    meeting, link = Meeting(size), QueueLink(size)
+    groups = [ThreadGroup(rank, size, meeting) for rank in range(size)]
+
+    def serve(rank: int) -> None:
+        worker = build(group=groups[rank], followers=None)
+        change(rank, worker)
+        try:
+            follow(worker, QueueEnd(link.queues[rank - 1]), rank)
+        finally:
+            worker.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        others = [pool.submit(serve, rank) for rank in range(1, size)]
+        worker = build(group=groups[0], followers=Followers(link, lambda: None))
+        try:
+            yield worker
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+        finally:
+            worker.close()
+        for other in others:
+            other.result(PATIENCE)

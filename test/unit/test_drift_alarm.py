@@ -1,0 +1,146 @@
+"""The drift alarm tells a fall of acceptance through graphs from chance, early, and from text that is harder to draft."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from runtime.model_executor.drift_alarm import LOG_ODDS, DriftAlarm, SampleSchedule, block_evidence
+from unit.test_acceptance import draw_lens
+
+RATES = (0.39, 0.45, 0.5)
+FAULTY = (0.04, 0.45, 0.5)
+
+
+class Traffic:
+    """Iterations of `batch` requests, sampled as the schedule says, through graphs that accept `graph` of the drafts."""
+
+    def __init__(self, batch: int, seed: int = 0) -> None:
+        self.alarm, self.schedule = DriftAlarm(3), SampleSchedule()
+        self.iterations = self.eager = 0
+        self._batch, self._rng = batch, np.random.default_rng(seed)
+
+    def run(self, count: int, graph: tuple[float, ...], eager: tuple[float, ...] = RATES) -> int | None:
+        """The number of iterations until the alarm, or None."""
+        for i in range(1, count + 1):
+            sampled, precedes = self.schedule.next(self._batch, self.alarm.suspicious)
+            self.iterations, self.eager = self.iterations + 1, self.eager + sampled
+            if sampled or not precedes:
+                self.alarm.add(draw_lens(self._rng, eager if sampled else graph, self._batch), sampled)
+            if sampled and self.alarm.check():
+                return i
+        return None
+
+
+def add_alternately(alarm: DriftAlarm, graph: list[int], eager: list[int], parts: int) -> None:
+    """Both sides in `parts` equal parts, in turn."""
+    for g, e in zip(np.array_split(np.array(graph), parts), np.array_split(np.array(eager), parts), strict=True):
+        alarm.add(g, eager_sample=False)
+        alarm.add(e, eager_sample=True)
+
+
+@pytest.mark.parametrize(("eager", "graph"), [(1, 1), (2, 14), (8, 8), (64, 480), (100, 3)])
+def test_evidence_has_mean_one_where_nothing_differs(eager: int, graph: int) -> None:
+    """The property that bounds false alarms, exactly, for every number of accepted drafts."""
+    from scipy.stats import hypergeom
+
+    for total in range(0, eager + graph + 1, max(1, (eager + graph) // 12)):
+        counts = np.arange(max(0, total - graph), min(eager, total) + 1)
+        chances = hypergeom.pmf(counts, eager + graph, total, eager)
+        values = np.exp([block_evidence(int(y), eager, total - int(y), graph) for y in counts])
+        assert chances @ values == pytest.approx(np.ones(len(LOG_ODDS)))
+
+
+@pytest.mark.parametrize(("batch", "median", "worst"), [(1, 200, 500), (4, 80, 200), (32, 40, 200)])
+def test_an_error_in_the_draft_extend_slots_is_reported_within_two_hundred_iterations(batch: int, median: int, worst: int) -> None:
+    found = [Traffic(batch, seed).run(worst, FAULTY) for seed in range(15)]
+    assert None not in found
+    assert np.median(np.array(found, dtype=np.float64)) <= median
+
+
+@pytest.mark.parametrize("batch", [16, 64])
+def test_a_fall_of_five_points_is_reported_within_five_thousand_iterations(batch: int) -> None:
+    assert None not in [Traffic(batch, seed).run(5_000, (0.34, *RATES[1:])) for seed in range(3)]
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_graphs_that_go_wrong_later_are_noticed_as_early(batch: int) -> None:
+    traffic = Traffic(batch, seed=3)
+    assert traffic.run(20_000, RATES) is None
+    assert traffic.eager < traffic.iterations / 20
+    assert traffic.run(400 if batch == 1 else 200, FAULTY) is not None
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_text_that_is_accepted_otherwise_from_some_time_on_is_no_drift(batch: int) -> None:
+    traffic = Traffic(batch, seed=4)
+    for rates in (RATES, (0.8, 0.7, 0.6), (0.1, 0.2, 0.1), RATES):
+        assert traffic.run(3_000, rates, rates) is None
+
+
+def test_chance_is_no_drift() -> None:
+    rng, alarm = np.random.default_rng(2), DriftAlarm(3)
+    for _ in range(2_000):
+        alarm.add(draw_lens(rng, RATES, 64), eager_sample=False)
+        alarm.add(draw_lens(rng, RATES, 16), eager_sample=True)
+        assert alarm.check() == []
+
+
+def test_the_alarm_names_the_position_that_drifted() -> None:
+    rng, alarm = np.random.default_rng(1), DriftAlarm(3)
+    for _ in range(200):
+        alarm.add(draw_lens(rng, (0.8, 0.3, 0.6), 64), eager_sample=False)
+        alarm.add(draw_lens(rng, (0.8, 0.7, 0.6), 8), eager_sample=True)
+    (drift,) = alarm.check()
+    assert drift.position == 1
+    assert drift.z < -5
+    assert (drift.graph, drift.eager) == (pytest.approx(0.3, abs=0.03), pytest.approx(0.7, abs=0.03))
+    assert "draft 2:" in str(drift)
+
+
+def test_graphs_that_accept_more_than_eager_steps_drifted_too() -> None:
+    alarm = DriftAlarm(1)
+    add_alternately(alarm, [2] * 9_000 + [1] * 1_000, [2] * 800 + [1] * 200, 1)
+    (drift,) = alarm.check()
+    assert drift.graph > drift.eager
+    assert drift.z > 5
+
+
+def test_less_than_two_hundredths_are_no_drift_however_sure() -> None:
+    for rejected, alarms in ((150, 0), (250, 1)):
+        alarm = DriftAlarm(1)
+        add_alternately(alarm, [2] * (10_000 - rejected) + [1] * rejected, [2] * 9_999, 1)
+        assert len(alarm.check()) == alarms
+
+
+def test_few_drafts_are_no_evidence_and_a_drift_that_ends_is_forgotten() -> None:
+    alarm = DriftAlarm(1)
+    alarm.add([1] * 5, eager_sample=False)
+    alarm.add([2] * 5, eager_sample=True)
+    assert alarm.check() == []
+    alarm.add([1] * 1_000, eager_sample=False)
+    alarm.add([2] * 400, eager_sample=True)
+    assert alarm.check()
+    rng = np.random.default_rng(5)
+    for _ in range(3_000):
+        alarm.add(draw_lens(rng, (0.6,), 64), eager_sample=False)
+        alarm.add(draw_lens(rng, (0.6,), 64), eager_sample=True)
+    assert alarm.check() == []
+
+
+def test_a_worker_without_drafts_has_no_alarm() -> None:
+    alarm = DriftAlarm(0)
+    assert alarm.check() == []
+    assert not alarm.suspicious
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_samples_become_rare_and_the_iteration_before_them_is_announced(batch: int) -> None:
+    schedule = SampleSchedule()
+    flags = [schedule.next(batch, suspicious=False) for _ in range(40_000)]
+    sampled = np.array([one for one, _ in flags])
+    assert [two for _, two in flags[:-1]] == sampled[1:].tolist()
+    assert sampled[:200].mean() > 2 * sampled[200:2_000].mean() > 4 * sampled[-20_000:].mean()
+    assert sampled[-20_000:].mean() == pytest.approx(1 / 512, rel=0.6)
+    again = np.array([schedule.next(batch, suspicious=True)[0] for _ in range(200)])
+    assert again.mean() >= 0.8 * sampled[:200].mean()

@@ -1,0 +1,281 @@
+"""Grammar backends: what they allow, what they refuse and why; the compiler's bounds; constraints and windows."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.constrained import compiler as compiler_module
+from runtime.constrained.backends import make_backend
+from runtime.constrained.compiler import GrammarCompiler
+from runtime.constrained.constraint import Constraint
+from runtime.constrained.grammar import Grammar, GrammarBackend, allowed_tokens, allows, mask_words, only_token
+from runtime.constrained.window_masks import WindowMasks
+from runtime.errors import CompilerBusy, GrammarError
+from runtime.sampling_params import GrammarSpec
+from unit.grammars import VOCAB, json_tokenizer, vocabulary
+
+CALL = '<f=x>{"a": 1}</f>'
+ARGUMENTS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TAG = {"type": "tag", "begin": "<f=x>", "content": {"type": "json_schema", "json_schema": ARGUMENTS}, "end": "</f>"}
+FREE_TAG = {"type": "tag", "begin": "<f=y>", "content": {"type": "any_text"}, "end": ["</f>", "</g>"]}
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<f="], "tags": [TAG, FREE_TAG]}
+SPECIAL = {"type": "tag", "begin": "<tool>f", "content": {"type": "json_schema", "json_schema": ARGUMENTS}, "end": ""}
+RECURSIVE = {
+    "$ref": "#/$defs/a",
+    "$defs": {"a": {"type": "object", "properties": {"x": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}, "required": ["x"]}},
+}
+
+
+@pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
+def backend(request: pytest.FixtureRequest) -> GrammarBackend:
+    if request.param == "xgrammar":
+        pytest.importorskip("xgrammar")
+    return make_backend(request.param, vocabulary())
+
+
+@pytest.fixture(scope="module")
+def llguidance() -> GrammarBackend:
+    return make_backend("llguidance", vocabulary())
+
+
+def spec_of(kind: str, grammar: Any) -> GrammarSpec:
+    return GrammarSpec(kind, grammar if isinstance(grammar, str) else json.dumps(grammar))  # type: ignore[arg-type]
+
+
+def matches(grammar: Grammar, text: str) -> bool:
+    """Whether `text` is a whole text of the grammar, token by token as the masks say."""
+    matcher, row = grammar.matcher(), np.zeros(mask_words(VOCAB), dtype=np.int32)
+    for token in [*json_tokenizer().encode(text, False), 0]:
+        assert not matcher.fill(row)
+        if not allows(row, token):
+            return False
+        if token:
+            assert matcher.push(token)
+    return True
+
+
+def structural(format: Any) -> dict[str, Any]:
+    return {"type": "structural_tag", "format": format}
+
+
+LANGUAGES = [
+    ("json_schema", {"type": "object"}, ["{}", '{"a": [1, {"b": null}]}', "{ }"], ["[]", "1", "{", "{}x"]),
+    ("json_schema", "true", ["1", '"é"', "[]"], ["x"]),
+    ("json_schema", {"enum": ["a", 1, "ü"]}, ['"a"', "1", '"ü"'], ['"b"', "a"]),
+    ("json_schema", RECURSIVE, ['{"x":null}', '{"x":{"x":null}}'], ["{}", '{"x":1}']),
+    ("json_schema", {"type": "string", "pattern": "^[a-c]{2}$"}, ['"ab"'], ['"a"', '"abd"']),
+    ("regex", "^[0-9]{3}-(a|b)$", ["123-a"], ["12", "123-ab", ""]),
+    ("regex", r"(a|b)/c\$", ["a/c$"], ["a/c", "a"]),
+    ("ebnf", 'root ::= "a" (b | "c")+ \nb ::= [0-9]{2}', ["a12c", "ac"], ["a1", "a"]),
+    ("structural_tag", {"structures": [{"begin": "<f=x>", "schema": ARGUMENTS, "end": "</f>"}], "triggers": ["<f="]},
+     ["", "hi", CALL, f"hi {CALL} there", f"a<f{CALL}{CALL}"], ["<f=z>", '<f=x>{"a":"q"}</f>', '<f=x>{"a":1}']),
+    ("structural_tag", structural({**TRIGGERED, "at_least_one": True}), [CALL, f"{CALL}x", "<f=y>abc</g>"], ["", "hi", f" {CALL}"]),
+    ("structural_tag", structural({**TRIGGERED, "at_least_one": True, "stop_after_first": True}),
+     [CALL, "<f=y>abc</f>"], ["", "hi", f"{CALL}x"]),
+    ("structural_tag", structural({**TRIGGERED, "stop_after_first": True}), [CALL, "abc", f"abc{CALL}", ""], [f"{CALL}x"]),
+    ("structural_tag", structural({"type": "tags_with_separator", "tags": [TAG, FREE_TAG], "separator": "\n"}),
+     ["", CALL, f"{CALL}\n{CALL}"], [f"{CALL}{CALL}", "x"]),
+    ("structural_tag",
+     structural({"type": "tags_with_separator", "tags": [TAG], "separator": ",", "at_least_one": True, "stop_after_first": True}),
+     [CALL], ["", f"{CALL},{CALL}"]),
+    ("structural_tag",
+     structural({"type": "sequence", "elements": [
+         {"type": "const_string", "value": "<t>"}, {"type": "any_text"}, {"type": "const_string", "value": "</t>"},
+         {"type": "or", "elements": [{"type": "regex", "pattern": "a/b+"}, {"type": "json_schema", "json_schema": True}]}]}),
+     ["<t>x y</t>a/bb", "<t></t>[1]"], ["<t>", "a/b"]),
+    ("structural_tag", structural({"type": "sequence", "elements": [{"type": "any_text"}, TAG, {"type": "any_text"}]}),
+     [CALL, f"x{CALL}y"], ["x"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "grammar", "good", "bad"), LANGUAGES)
+def test_a_grammar_matches_its_texts_alone(backend: GrammarBackend, kind: str, grammar: Any, good: list[str], bad: list[str]) -> None:
+    compiled = backend.compile(spec_of(kind, grammar))
+    assert [text for text in good if not matches(compiled, text)] == []
+    assert [text for text in bad if matches(compiled, text)] == []
+
+
+def test_control_tokens_in_tags_are_tokens(llguidance: GrammarBackend) -> None:
+    compiled = llguidance.compile(spec_of("structural_tag", structural(SPECIAL)))
+    row = np.zeros(mask_words(VOCAB), dtype=np.int32)
+    compiled.matcher().fill(row)
+    assert only_token(row) == json_tokenizer().special_tokens["<tool>"]
+    triggered = {"type": "triggered_tags", "triggers": ["<tool>"], "tags": [SPECIAL]}
+    compiled = llguidance.compile(spec_of("structural_tag", structural(triggered)))
+    assert matches(compiled, 'x<tool>f{"a": 1}')
+    assert not matches(compiled, "x<tool>g")
+
+
+@pytest.mark.parametrize(
+    ("kind", "grammar", "reason"),
+    [
+        ("json_schema", "{", "It is not JSON"),
+        ("json_schema", "[1]", "A schema is an object"),
+        ("json_schema", "false", "No value satisfies"),
+        ("json_schema", {"$ref": "#"}, "refers to itself without an end"),
+        ("json_schema", {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}, "refers to itself without an end"),
+        ("json_schema", {"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "refers to itself without an end"),
+        ("json_schema", {"not": {}}, 'Unimplemented keys: \\["not"\\]'),
+        ("json_schema", {"type": "foo"}, "Invalid type: foo"),
+        ("json_schema", {"type": "object", "properties": {"a": False}, "required": ["a"]}, "unsatisfiable"),
+        ("json_schema", {"allOf": [{"anyOf": [{"properties": {f"{c}{i}": {}}} for c in "ab"]} for i in range(20)]}, "too large"),
+        ("json_schema", {"properties": {f"p{i}": {"pattern": f"^[a-z]{{1,{i}}}$"} for i in range(1, 3000)}}, "too big"),
+        ("json_schema", "[" * 200 + "]" * 200, "levels deep"),
+        ("regex", "(a", "regex parse error"),
+        ("regex", "(?=a)b", "look-around"),
+        ("ebnf", "root ::= )", "[Ff]ailed to convert|[Ee]xpected"),
+        ("ebnf", 'root ::= "a" root', "No text matches"),
+        ("structural_tag", {"format": {"type": "nope"}}, "Invalid value 'nope'"),
+        ("structural_tag", {"format": {"type": "const_string"}}, "missing required field `value`"),
+        ("structural_tag", structural({**TRIGGERED, "triggers": ["<g"]}), "begins with none of the triggers"),
+    ],
+)
+def test_a_grammar_that_cannot_be_used_is_refused(llguidance: GrammarBackend, kind: str, grammar: Any, reason: str) -> None:
+    with pytest.raises(GrammarError, match=f"The {kind} cannot be used: .*{reason}"):
+        llguidance.compile(spec_of(kind, grammar))
+
+
+def test_only_the_end_is_allowed_behind_a_finished_text(backend: GrammarBackend) -> None:
+    matcher, row = backend.compile(spec_of("regex", "ab")).matcher(), np.zeros(mask_words(VOCAB), dtype=np.int32)
+    for token in json_tokenizer().encode("ab", False):
+        matcher.push(token)
+    matcher.fill(row)
+    assert np.flatnonzero(allowed_tokens(row)).tolist() == [0, 1]
+
+
+def test_rejected_tokens_change_nothing_and_popped_ones_leave_no_trace(backend: GrammarBackend) -> None:
+    grammar = backend.compile(spec_of("json_schema", {"type": "array", "items": {"enum": ["name", 22]}, "minItems": 40}))
+    rng, words = np.random.default_rng(5), mask_words(VOCAB)
+    matcher, rows, ids = grammar.matcher(), [], list[int]()
+    for _ in range(24):
+        row = np.zeros(words, dtype=np.int32)
+        matcher.fill(row)
+        rows.append(row)
+        allowed = allowed_tokens(row)[:VOCAB]
+        assert not matcher.push(int(np.flatnonzero(~allowed)[3]))
+        ids.append(int(rng.choice(np.flatnonzero(allowed))))
+        assert matcher.push(ids[-1])
+    at = len(ids)
+    for target in (5, 9, 0, 23, 2, 3):
+        if target < at:
+            matcher.pop(at - target)
+        for token in ids[at:target]:
+            assert matcher.push(token)
+        at = target
+        row = np.zeros(words, dtype=np.int32)
+        matcher.fill(row)
+        np.testing.assert_array_equal(row, rows[target])
+
+
+# ---- the compiler
+
+
+class Slow:
+    """A backend that waits for a signal."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.compiled = 0
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        self.go.wait(5)
+        self.compiled += 1
+        return object()  # type: ignore[return-value]
+
+
+def test_one_grammar_is_compiled_once_and_forgotten_when_others_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_CACHED", 2)
+    slow = Slow()
+    slow.go.set()
+    compiler = GrammarCompiler(lambda: slow)
+    for text in ("a", "a", "b", "a", "c", "a", "b"):
+        compiler.compile(GrammarSpec("regex", text)).future.result(5)
+    assert slow.compiled == 4
+    compiler.close()
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_a_busy_compiler_says_so() -> None:
+    slow, now = Slow(), [1.0]
+    compiler = GrammarCompiler(lambda: slow, lambda: now[0])
+    running = [compiler.compile(GrammarSpec("regex", text)) for text in "ab"]
+    queued = compiler.compile(GrammarSpec("regex", "c"))
+    for _ in range(500):
+        if all(each.started is not None for each in running):
+            break
+        time.sleep(0.01)
+    now[0] += compiler_module.MAX_SECONDS / 2
+    assert [each.result() for each in (*running, queued)] == [None, None, None]
+    now[0] += compiler_module.MAX_SECONDS * 0.6
+    with pytest.raises(GrammarError, match=r"takes longer than 0\.8 s"):
+        running[0].result()
+    assert queued.result() is None
+    now[0] += compiler_module.MAX_WAIT
+    with pytest.raises(CompilerBusy):
+        queued.result()
+    slow.go.set()
+    compiler.close()
+
+
+def test_a_fault_of_the_library_refuses_its_grammar_alone() -> None:
+    class Broken:
+        def compile(self, spec: GrammarSpec) -> Grammar:
+            raise ZeroDivisionError
+
+    compiler = GrammarCompiler(Broken)
+    with pytest.raises(GrammarError, match="The compiler failed: ZeroDivisionError"):
+        compiler.compile(GrammarSpec("regex", "a")).future.result(5)
+    compiler.close()
+
+
+# ---- constraints and windows
+
+
+def test_a_grammar_starts_behind_its_marker(llguidance: GrammarBackend) -> None:
+    constraint = Constraint(llguidance.compile(spec_of("regex", "ab")), frozenset({0}), (7, 8))
+    states = []
+    for token in (8, 7, 7, 8, *json_tokenizer().encode("ab", False), 0, 5):
+        states.append((constraint.started, constraint.ended))
+        constraint.push(token)
+    ids = len(states) - 6
+    assert states == [(False, False)] * 4 + [(True, False)] * (ids + 1) + [(True, True)]
+    constraint.pop(len(states) - 3)
+    assert not constraint.started
+    constraint.push(8)
+    assert constraint.restricts
+    assert not constraint.error
+
+
+def test_a_committed_token_that_the_grammar_forbids_is_an_error(llguidance: GrammarBackend) -> None:
+    constraint = Constraint(llguidance.compile(spec_of("regex", "ab")), frozenset({0}))
+    constraint.commit(json_tokenizer().encode("x", False)[0])
+    assert "does not allow" in constraint.error
+
+
+def test_a_window_knows_the_masks_behind_all_its_paths(llguidance: GrammarBackend) -> None:
+    grammar = llguidance.compile(spec_of("regex", "Q(ZW|JK)Y"))
+    first, left, right, after_left, after_right, last = (json_tokenizer().encode(letter, False)[0] for letter in "QZJWKY")
+    constraint = Constraint(grammar, frozenset({0}))
+    window = WindowMasks(constraint, mask_words(VOCAB))
+
+    def allowed(*path: int) -> set[int] | None:
+        row = window.row(path)
+        return None if row is None else set(np.flatnonzero(allowed_tokens(row)).tolist())
+
+    assert allowed(first, right) == {after_right}
+    assert allowed(first, left) == {after_left}
+    assert allowed(first) == {left, right}
+    assert allowed(left) is None
+    assert allowed(left, after_left) is None
+    assert allowed(first, right, after_right, last) == {0, 1}
+    assert allowed(first, right, after_right, last, 0) is None
+    assert window.guided((), right) == first
+    assert window.guided((first,), last) == last
+    window.close()
+    fresh = WindowMasks(Constraint(grammar, frozenset({0})), mask_words(VOCAB))
+    np.testing.assert_array_equal(WindowMasks(constraint, mask_words(VOCAB)).row(()), fresh.row(()))

@@ -1,0 +1,186 @@
+"""Requests of other servers' clients: what changes nothing is accepted, and answers carry what these clients look for."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from front import IM_END, VOCAB, ScriptedScheduler, front
+from openai import AsyncOpenAI, BadRequestError
+from test_http_server import run
+
+from runtime.config.flag_parser import from_fields
+from runtime.config.model_facts import ModelFacts
+from runtime.config.served_model import resolve_model
+
+HI = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
+ROUTER_CHAT = {
+    "model": "tiny", "messages": HI, "no_stop_trim": False, "separate_reasoning": True, "stream_reasoning": True,
+    "return_hidden_states": False, "ignore_eos": False, "continue_final_message": False, "skip_special_tokens": True,
+}  # fmt: skip
+"""A chat as sglang-router 0.3.2 forwards it."""
+ROUTER_GENERATE = {
+    "text": "hi", "model": None, "log_metrics": True, "background": False, "no_logs": False, "return_bytes": False,
+    "return_entropy": False, "return_hidden_states": False, "lora_path": None, "stream": False,
+}  # fmt: skip
+FRONT_END = {
+    "text": "hi",
+    "sampling_params": {
+        "skip_special_tokens": True, "spaces_between_special_tokens": True, "max_new_tokens": 8, "min_new_tokens": 0, "n": 1, "stop": [],
+        "stop_token_ids": [], "stop_regex": [], "temperature": 0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0,
+        "presence_penalty": 0.0, "ignore_eos": False, "regex": None, "json_schema": None,
+    },
+}  # fmt: skip
+"""A call of gen() in SGLang's front-end language."""
+BENCH = {
+    "text": "hi", "sampling_params": {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}, "stream": True, "lora_path": "",
+    "return_logprob": False, "return_routed_experts": False, "logprob_start_len": -1,
+}  # fmt: skip
+OPENAI = {
+    "messages": HI, "prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "u", "metadata": {"a": "b"},
+    "store": True, "service_tier": "auto", "verbosity": "low", "prediction": {"type": "content", "content": "x"},
+    "cache_control": {"type": "ephemeral"}, "reasoning_effort": "none", "tools": [], "parallel_tool_calls": False, "user": "u",
+}  # fmt: skip
+SGLANG = {
+    "messages": HI,
+    "rid": "r",
+    "priority": 3,
+    "lora_path": None,
+    "routed_dp_rank": 0,
+    "return_meta_info": False,
+    "some_new_field": None,
+}
+CACHED_PART = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, ROUTER_CHAT), ("/generate", ROUTER_GENERATE), ("/generate", FRONT_END), ("/generate", BENCH), (CHAT, OPENAI), (CHAT, SGLANG),
+        (CHAT, {"messages": [{"role": "user", "content": CACHED_PART, "cache_control": {"type": "ephemeral"}}]}),
+        ("/v1/completions", {"prompt": "x", "return_cached_tokens_details": True, "best_of": 1, "ignore_eos": False}),
+    ],
+)  # fmt: skip
+def test_fields_that_change_nothing_are_accepted(path: str, body: dict[str, Any]) -> None:
+    async def case() -> None:
+        async with front(strict_request_fields=True) as f:
+            answer = await f.post(path, body)
+            assert answer.status_code == 200, answer.text
+
+    run(case())
+
+
+def test_strict_request_fields_refuses_unknown_fields() -> None:
+    async def case() -> None:
+        async with front(strict_request_fields=True) as f:
+            refused = await f.post(CHAT, {"messages": HI, "temprature": 1, "stream_options": {"usage": True}})
+            assert refused.status_code == 400
+            assert refused.json()["error"] == {
+                "message": "Unknown request fields: temprature, stream_options.usage. Correct or remove them.",
+                "type": "invalid_request_error", "param": "temprature", "code": "unknown_parameter", "status": 400,
+            }  # fmt: skip
+            assert not f.scheduler.requests
+            assert await f.fine()
+
+    run(case())
+
+
+def test_the_model_is_found_under_its_other_names() -> None:
+    facts = ModelFacts(
+        path="/cache/snapshots/abc", load_format="safetensors", tokenizer_path="", name="org/Some-Model", dtype="float32",
+        max_context_len=64, vocab_size=9, head_dim=8,
+    )  # fmt: skip
+    aliases = resolve_model(from_fields({"model_path": "./models/Some-Model/", "served_model_name": "mine"}), "cpu", facts).aliases
+    assert aliases == ("default", "org/Some-Model", "./models/Some-Model", "/cache/snapshots/abc", "Some-Model", "abc")
+
+    async def case() -> None:
+        async with front(aliases=aliases) as f:
+            for name in ("tiny", "default", "", None, "./models/Some-Model/", "./models/Some-Model", "Some-Model"):
+                answer = await f.post(CHAT, {"messages": HI, "model": name})
+                assert answer.status_code == 200, name
+                assert answer.json()["model"] == "tiny"
+                assert (await f.post("/generate", {"text": "x", "model": name})).status_code == 200
+            for path, body in ((CHAT, {"messages": HI}), ("/generate", {"text": "x"})):
+                answer = await f.post(path, {**body, "model": "Other-Model"})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+    run(case())
+
+
+def test_max_new_tokens_0_reads_the_prompt_and_generates_nothing() -> None:
+    prompt_only = {"text": ["ab", "cd"], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
+
+    async def case() -> None:
+        async with front() as f:
+            for output in (await f.post("/generate", prompt_only)).json():
+                assert (output["text"], output["output_ids"]) == ("", [])
+                meta = output["meta_info"]
+                assert meta["finish_reason"] == {"type": "length", "length": 0}
+                assert (meta["prompt_tokens"], meta["completion_tokens"]) == (2, 0)
+                assert len(meta["input_token_logprobs"]) == 2
+                assert meta["output_token_logprobs"] == []
+            assert [request.sampling.max_new_tokens for request in f.scheduler.requests] == [1, 1]
+            stream = await f.events("/generate", {"text": "ab", "sampling_params": {"max_new_tokens": 0}, "stream": True})
+            assert stream[0]["output_ids"] == []
+
+    run(case())
+
+
+def test_matched_stop_names_what_ended_the_output() -> None:
+    async def case() -> None:
+        async with front() as f:
+            for path, body in ((CHAT, {"messages": HI}), ("/v1/completions", {"prompt": "x", "max_tokens": 50})):
+                assert (await f.post(path, body)).json()["choices"][0]["matched_stop"] == IM_END
+                assert (await f.post(path, {**body, "max_tokens": 2})).json()["choices"][0]["matched_stop"] is None
+                chunks = await f.events(path, {**body, "stream": True})
+                assert chunks[-2]["choices"][0]["matched_stop"] == IM_END
+
+    run(case())
+
+
+def test_every_answer_has_a_request_id() -> None:
+    async def case() -> None:
+        async with front(api_key="k") as f:
+            for path, headers in (("/health", {}), ("/v1/models", {}), ("/nope", {}), ("/v1/models", {"authorization": "Bearer x"})):
+                first, second = [(await f.client.get(path, headers=headers)).headers["x-request-id"] for _ in range(2)]
+                assert re.fullmatch("req_[0-9a-f]{32}", first)
+                assert first != second
+            given = await f.client.get("/health", headers={"x-request-id": "mine-1"})
+            assert given.headers["x-request-id"] == "mine-1"
+            assert (await f.client.get("/health", headers={"x-request-id": "a b" + "x" * 200})).headers["x-request-id"].startswith("req_")
+            async with f.client.stream("POST", CHAT, json={"messages": HI, "stream": True}) as stream:
+                assert stream.headers["x-request-id"].startswith("req_")
+
+    run(case())
+
+
+def test_errors_carry_openais_codes() -> None:
+    async def case() -> None:
+        async with front() as f:
+            for body, status, code in (
+                ({"messages": [{"role": "user", "content": "x" * 400}]}, 400, "context_length_exceeded"),
+                ({}, 400, "missing_required_parameter"),
+                ({"messages": HI, "temperature": 300}, 400, "invalid_value"),
+                ({"messages": HI, "no_stop_trim": True}, 400, "unsupported_parameter"),
+                ({"messages": HI, "model": "gpt-9"}, 404, "model_not_found"),
+                ({"messages": HI, "logit_bias": {str(VOCAB): 1}}, 400, "invalid_value"),
+            ):
+                answer = await f.post(CHAT, body)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
+            client = AsyncOpenAI(base_url=f"http://127.0.0.1:{f.port}/v1", api_key="none", max_retries=0)
+            with pytest.raises(BadRequestError, match="maximum context length is 256 tokens") as caught:
+                await client.completions.create(model="tiny", prompt="x" * 400)
+            assert caught.value.code == "context_length_exceeded"
+            assert caught.value.request_id is not None
+            await client.close()
+        async with front(api_key="k") as f:
+            answer = await f.client.get("/v1/models", headers={"authorization": "Bearer x"})
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        async with front(ScriptedScheduler(hold=0), max_running_requests=1) as f:
+            f.manager.health.draining = True
+            answer = await f.post(CHAT, {"messages": HI})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "service_unavailable")
+
+    run(case())

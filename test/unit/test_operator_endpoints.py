@@ -1,0 +1,83 @@
+"""Endpoints that routers, dashboards, evaluation tools and browsers use beside the API itself."""
+
+from __future__ import annotations
+
+import pytest
+from front import IM_END, TEMPLATE, ScriptedScheduler, front
+from test_http_server import run
+
+from runtime.config.flag_parser import from_fields
+from runtime.config.resolve import check
+from runtime.errors import ConfigError
+from runtime.managers.telemetry.scheduler_stats import SchedulerStats
+from runtime.managers.telemetry.spec_stats import SpecStats
+
+BUSY = SchedulerStats(
+    num_running_reqs=4, num_queue_reqs=2, num_used_tokens=300, pages_total=100, pages_free=75, spec=SpecStats(4, 12, 8, [4, 3, 1])
+)
+ORIGIN = "https://app.example"
+
+
+def test_load_is_reported_to_routers() -> None:
+    async def case() -> None:
+        async with front(ScriptedScheduler(stats=BUSY)) as f:
+            load = (await f.client.get("/get_load")).json()
+            assert load == [{"dp_rank": 0, "num_reqs": 6, "num_waiting_reqs": 2, "num_tokens": 300}]
+            answer = (await f.client.get("/v1/loads")).json()
+            assert (answer["num_accelerators"], answer["accelerator"]) == (0, None)
+            one = answer["loads"][0]
+            assert (one["num_running_reqs"], one["num_waiting_reqs"], one["token_usage"], one["utilization"]) == (4, 2, 0.25, 0.5)
+            assert one["speculative"] == {"accept_length": 3.0, "accept_rate": 8 / 12}
+            assert one["queues"] == {"waiting": 2, "retracted": 0}
+            assert "queues" not in (await f.client.get("/v1/loads?include=core,spec")).json()["loads"][0]
+            text = (await f.client.get("/v1/loads?format=prometheus")).text
+            assert 'sglang_num_running_reqs{dp_rank="0"} 4' in text
+            assert 'sglang_spec_accept_length{dp_rank="0"} 3.0' in text
+            for query in ("include=everything", "format=xml", "dp_rank=1"):
+                assert (await f.client.get(f"/v1/loads?{query}")).status_code == 400, query
+
+    run(case())
+
+
+def test_a_remote_tokenizer_finds_its_tokens_and_template() -> None:
+    async def case() -> None:
+        async with front() as f:
+            info = (await f.client.get("/tokenizer_info")).json()
+            assert (info["eos_token"], info["bos_token"], info["eos_token_ids"]) == ("<|im_end|>", None, [IM_END])
+            assert info["chat_template"] == TEMPLATE
+            tokens = (await f.post("/tokenize", {"prompt": "abc", "add_special_tokens": False})).json()["tokens"]
+            assert (await f.post("/v1/detokenize", {"tokens": tokens})).json() == {"text": "abc", "prompt": "abc"}
+
+    run(case())
+
+
+def test_pages_of_allowed_origins_may_use_the_api() -> None:
+    async def case() -> None:
+        preflight = {
+            "origin": ORIGIN,
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,content-type",
+        }
+        async with front(allow_origins=(ORIGIN,), api_key="k") as f:
+            allowed = await f.client.options("/v1/chat/completions", headers=preflight)
+            assert allowed.status_code == 200
+            assert allowed.headers["access-control-allow-origin"] == ORIGIN
+            assert "authorization" in allowed.headers["access-control-allow-headers"]
+            answer = await f.client.get("/v1/models", headers={"origin": ORIGIN})
+            assert answer.headers["access-control-allow-origin"] == ORIGIN
+            assert "X-Request-Id" in answer.headers["access-control-expose-headers"]
+            refused = await f.client.get("/v1/models", headers={"origin": ORIGIN, "authorization": "Bearer x"})
+            assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, ORIGIN)
+            other = await f.client.options("/v1/chat/completions", headers={**preflight, "origin": "https://evil.example"})
+            assert "access-control-allow-origin" not in other.headers
+        async with front() as f:
+            assert "access-control-allow-origin" not in (await f.client.get("/v1/models", headers={"origin": ORIGIN})).headers
+
+    run(case())
+
+
+@pytest.mark.parametrize("origin", ["app.example", "https://a.example/path", "https://a b", "null"])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="--allow-origins"):
+        check(from_fields({"allow_origins": origin}))
+    check(from_fields({"allow_origins": "*"}))

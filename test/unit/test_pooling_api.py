@@ -1,0 +1,163 @@
+"""Embeddings, scores and ranks over a real socket, with a scripted scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import struct
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from front import ScriptedScheduler, front, logprob_of, until
+
+from runtime.entrypoints.pooling.protocol import EmbeddingList, Rank, Scores
+from runtime.entrypoints.pooling.rerank import CONTEXT
+from runtime.pooling import Pooling
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+def length(vector: list[float]) -> float:
+    return math.sqrt(sum(value * value for value in vector))
+
+
+def test_embeddings_have_openais_form_and_length_1() -> None:
+    async def check() -> None:
+        async with front() as f:
+            answer = (await f.post("/v1/embeddings", {"input": ["ab", "c"], "model": "tiny"})).json()
+            EmbeddingList.model_validate(answer)
+            assert [r.input_ids for r in f.scheduler.requests] == [[97, 98], [99]]
+            assert {r.pooling for r in f.scheduler.requests} == {Pooling(kind="mean")}
+            assert answer["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+            assert [each["index"] for each in answer["data"]] == [0, 1]
+            first = answer["data"][0]["embedding"]
+            assert first[:2] == pytest.approx([97 / length([97, 98]), 98 / length([97, 98])])
+            ids = (await f.post("/v1/embeddings", {"input": [97, 98]})).json()
+            assert ids["data"][0]["embedding"] == first
+            lists = (await f.post("/v1/embeddings", {"input": [[97, 98], [99]]})).json()
+            assert lists["data"] == answer["data"]
+
+    run(check())
+
+
+def test_base64_holds_the_same_float32_values() -> None:
+    async def check() -> None:
+        async with front() as f:
+            body = {"input": "abc", "dimensions": 2}
+            plain = (await f.post("/v1/embeddings", body)).json()["data"][0]["embedding"]
+            coded = (await f.post("/v1/embeddings", {**body, "encoding_format": "base64"})).json()["data"][0]["embedding"]
+            assert list(struct.unpack("<2f", base64.b64decode(coded))) == pytest.approx(plain)
+            assert (len(plain), length(plain)) == (2, pytest.approx(1.0))
+
+    run(check())
+
+
+def test_many_inputs_wait_their_turn_and_keep_their_order() -> None:
+    async def check() -> None:
+        async with front(max_queued_requests=1) as f:
+            answer = (await f.post("/v1/embeddings", {"input": [[i] for i in range(200)], "dimensions": 1})).json()
+            assert [each["index"] for each in answer["data"]] == list(range(200))
+            assert [r.input_ids for r in f.scheduler.requests] == [[i] for i in range(200)]
+
+    run(check())
+
+
+def test_the_last_token_can_be_pooled() -> None:
+    async def check() -> None:
+        async with front(embedding_pooling="last") as f:
+            await f.post("/v1/embeddings", {"input": "ab"})
+            assert f.scheduler.requests[0].pooling == Pooling(kind="last")
+
+    run(check())
+
+
+@pytest.mark.parametrize("item_first", [False, True])
+def test_scores_are_label_probabilities_of_query_and_item(item_first: bool) -> None:
+    async def check() -> None:
+        async with front() as f:
+            body = {"query": "q", "items": ["a", "b"], "label_token_ids": [5, 6], "item_first": item_first}
+            answer = (await f.post("/v1/score", body)).json()
+            Scores.model_validate(answer)
+            raw = [math.exp(logprob_of(5)), math.exp(logprob_of(6))]
+            assert answer["scores"] == [pytest.approx(raw)] * 2
+            shares = (await f.post("/v1/score", {**body, "apply_softmax": True})).json()["scores"]
+            assert shares[0] == pytest.approx([value / sum(raw) for value in raw])
+            assert [r.input_ids for r in f.scheduler.requests[:2]] == ([[97, 113], [98, 113]] if item_first else [[113, 97], [113, 98]])
+            one = (await f.post("/v1/score", {**body, "query": [113], "items": [[97]]})).json()
+            assert one["scores"] == answer["scores"][:1]
+            single = (await f.post("/v1/score", {**body, "items": "a"})).json()
+            assert single["scores"] == answer["scores"][:1]
+
+    run(check())
+
+
+def test_documents_are_ranked_by_the_likelihood_of_the_query() -> None:
+    async def check() -> None:
+        async with front() as f:
+            body = {"query": "hi", "documents": ["a", "bb", "ccc"]}
+            ranks = (await f.post("/v1/rerank", body)).json()
+            assert [Rank.model_validate(rank).index for rank in ranks] == [0, 1, 2]
+            mean = sum(logprob_of(token) for token in b" hi") / 3
+            assert [rank["score"] for rank in ranks] == [pytest.approx(math.exp(mean))] * 3
+            asked = f.scheduler.requests[1]
+            assert bytes(asked.input_ids).decode() == CONTEXT.format(document="bb") + " hi"
+            assert ranks[1]["document"] == "bb"
+            assert ranks[1]["meta_info"] == {"prompt_tokens": len(asked.input_ids)}
+            short = (await f.post("/v1/rerank", {**body, "top_n": 2, "return_documents": False})).json()
+            assert [set(rank) for rank in short] == [{"index", "score", "meta_info"}] * 2
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {}, "input"),
+        ("/v1/embeddings", {"input": ""}, "input"),
+        ("/v1/embeddings", {"input": []}, "input"),
+        ("/v1/embeddings", {"input": "x" * 300}, "input"),
+        ("/v1/embeddings", {"input": [999]}, "input"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 65}, "dimensions"),
+        ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format"),
+        ("/v1/score", {"query": "q", "items": ["a"]}, "label_token_ids"),
+        ("/v1/score", {"query": "q", "items": ["a"], "label_token_ids": []}, "label_token_ids"),
+        ("/v1/score", {"query": "q", "items": ["a"], "label_token_ids": [999]}, "label_token_ids"),
+        ("/v1/score", {"query": "q", "items": [[1]], "label_token_ids": [1]}, "items"),
+        ("/v1/score", {"query": "", "items": [""], "label_token_ids": [1]}, "items"),
+        ("/v1/rerank", {"query": "q", "documents": []}, "documents"),
+        ("/v1/rerank", {"query": "q", "documents": ["x" * 300]}, "documents"),
+        ("/v1/rerank", {"query": "q", "documents": ["x"], "top_n": 0}, "top_n"),
+    ],
+)
+def test_wrong_bodies_are_refused_by_field(path: str, body: dict[str, Any], param: str) -> None:
+    async def check() -> None:
+        async with front() as f:
+            answer = await f.post(path, body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+            assert await f.fine()
+
+    run(check())
+
+
+def test_another_model_is_not_found() -> None:
+    async def check() -> None:
+        async with front() as f:
+            assert (await f.post("/v1/embeddings", {"input": "x", "model": "other"})).status_code == 404
+
+    run(check())
+
+
+def test_a_client_that_leaves_ends_its_prompts() -> None:
+    async def check() -> None:
+        async with front(ScriptedScheduler(hold=0)) as f:
+            asking = asyncio.create_task(f.post("/v1/embeddings", {"input": ["a", "b"]}))
+            await until(lambda: len(f.scheduler.requests) == 2)
+            asking.cancel()
+            await until(lambda: len(f.scheduler.aborted) == 2)
+            assert f.manager.open_requests == 0
+
+    run(check())

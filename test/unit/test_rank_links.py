@@ -1,0 +1,127 @@
+"""What travels between ranks: steps through the ring of shared memory, and signs of life."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime.batch import RowInit, ScheduleBatch
+from runtime.distributed import rank_watch, ring
+from runtime.distributed.rank_watch import RankBeat, RankWatch
+from runtime.distributed.ring import RingFds, RingFull, RingReader, RingWriter
+from runtime.distributed.step_messages import Close, RankCodec, Reset, RunStep, SetRun
+from runtime.sampling_params import SamplingParams
+
+PATIENCE = 30.0
+
+
+@pytest.fixture
+def fds() -> Iterator[RingFds]:
+    fds = RingFds.create(2)
+    yield fds
+    fds.close()
+
+
+def test_all_readers_get_all_messages_in_order_past_the_end_of_the_ring(fds: RingFds, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "CAPACITY", 1 << 12)
+    rng = np.random.default_rng(0)
+    messages = [rng.bytes(int(size)) for size in rng.integers(0, 3000, 300)] + [b"", rng.bytes(50_000)]
+    writer = RingWriter(fds, PATIENCE)
+    readers = [RingReader(fds, index) for index in range(2)]
+
+    def read(reader: RingReader) -> list[bytes]:
+        return [reader.receive() for _ in messages]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(read, reader) for reader in readers]
+        for message in messages:
+            writer.send(message)
+        assert [one.result(PATIENCE) for one in found] == [messages, messages]
+
+
+def test_a_reader_that_does_not_read_is_named(fds: RingFds, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "CAPACITY", 1 << 12)
+    writer, reader = RingWriter(fds, 0.05), RingReader(fds, 0)
+    for _ in range(4):
+        writer.send(bytes(900))
+        reader.receive()
+    with pytest.raises(RingFull, match=r"^rank 2 read no step"):
+        writer.send(bytes(900))
+
+
+def test_steps_arrive_as_they_were_sent() -> None:
+    codec, ints = RankCodec(), np.arange(5, dtype=np.int32)
+    init = RowInit(3, 7, SamplingParams(temperature=0.5, logit_bias={4: -1.5}, stop=("a",)), -(1 << 62), ints, ints[::2])
+    batch = ScheduleBatch(
+        9, ints, ints + 1, ints - 1, [init], ints, ints, ints, ints[:2], ints[:2], ints, ints[:2], np.array([True, False])
+    )
+    found = codec.decode(codec.encode(RunStep(batch)))
+    assert isinstance(found, RunStep)
+    for name in ScheduleBatch.__slots__:
+        mine, its = getattr(found.batch, name), getattr(batch, name)
+        if isinstance(its, np.ndarray):
+            assert mine.dtype == its.dtype
+            assert np.array_equal(mine, its)
+    (row,) = found.batch.new_rows
+    assert (row.row, row.prompt_len, row.sampling, row.seed) == (3, 7, init.sampling, -(1 << 62))
+    assert row.history is not None
+    assert row.history.tolist() == [0, 2, 4]
+    for message in (SetRun(0, ("eager",)), SetRun(None, ()), Reset(), Close()):
+        assert codec.decode(codec.encode(message)) == message
+
+
+class Heard:
+    """Waits for what `lost` is called with."""
+
+    def __init__(self) -> None:
+        self.words, self._event = "", threading.Event()
+
+    def __call__(self, words: str) -> None:
+        self.words = words
+        self._event.set()
+
+    def wait(self) -> str:
+        assert self._event.wait(PATIENCE)
+        return self.words
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_watch, "PERIOD", 0.02)
+
+
+@pytest.mark.usefixtures("quick")
+def test_ranks_that_are_alive_are_not_lost_and_silent_ones_are(tmp_path: Path) -> None:
+    lost, never = Heard(), Heard()
+    watch = RankWatch(f"ipc://{tmp_path}/w", range(1, 3), lost)
+    first, second = (RankBeat(watch.address, rank, never) for rank in (1, 2))
+    first.start()
+    second.start()
+    watch.start()
+    assert not lost._event.wait(1.0)
+    second.close()
+    assert lost.wait().startswith("rank 2 hangs or is gone")
+    first.close()
+    watch.close()
+    assert never.words == ""
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rank_tells_why_it_ends_and_notices_that_rank_0_is_gone(tmp_path: Path) -> None:
+    lost, alone = Heard(), Heard()
+    watch = RankWatch(f"ipc://{tmp_path}/w", range(1, 2), lost)
+    watch.start()
+    beat = RankBeat(watch.address, 1, alone)
+    beat.start()
+    beat.close("rank 1 failed in step 4: no memory")
+    assert lost.wait() == "rank 1 failed in step 4: no memory"
+    watch.close()
+    beat = RankBeat(f"ipc://{tmp_path}/w", 1, alone)
+    beat.start()
+    assert alone.wait().startswith("rank 0 does not answer")
+    beat.close()

@@ -1,0 +1,124 @@
+"""The request fields that constrain the output, and the grammar that each of them stands for."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from runtime.entrypoints.http.body_schema import BodySchema
+from runtime.entrypoints.native.protocol import GenerateBody
+from runtime.entrypoints.openai.protocol import ChatBody, CompletionBody
+from runtime.entrypoints.openai.structured import escaped
+from runtime.errors import InvalidField, RequestError
+from runtime.sampling_params import MAX_GRAMMAR_CHARS, GrammarSpec, SamplingParams
+
+SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
+TEXT = json.dumps(SCHEMA, ensure_ascii=False)
+TAG = {"type": "const_string", "value": "x"}
+NAMED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True, "description": "d"}}
+
+
+def read(model: Any, body: object) -> Any:
+    """Validate as a route does."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise BodySchema(model).refusal(error.errors()) from None
+
+
+def spec_of(fields: dict[str, Any]) -> GrammarSpec | None:
+    body = read(ChatBody, {"messages": [{"role": "user", "content": "hi"}], **fields})
+    return body.sampling(8, 0).grammar
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_schema", '{"type":"object"}'),
+        ({"response_format": NAMED}, "json_schema", TEXT),
+        ({"json_schema": SCHEMA}, "json_schema", TEXT),
+        ({"json_schema": TEXT}, "json_schema", TEXT),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"ebnf": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
+        ({"guided_json": SCHEMA}, "json_schema", TEXT),
+        ({"guided_json": TEXT}, "json_schema", TEXT),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_grammar": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
+        ({"guided_choice": ["a.b", "c|d"]}, "regex", r"a\.b|c\|d"),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", TEXT),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", '{"type":"object"}'),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["x", "y"]}}, "regex", "x|y"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "ebnf", 'root ::= "a"'),
+        ({"structural_tag": json.dumps({"format": TAG})}, "structural_tag", json.dumps({"format": TAG})),
+        ({"structural_tag": {"format": TAG}}, "structural_tag", json.dumps({"format": TAG})),
+        ({"structured_outputs": {"structural_tag": {"format": TAG}}}, "structural_tag", json.dumps({"format": TAG})),
+    ],
+)
+def test_every_spelling_gives_its_grammar(fields: dict[str, Any], kind: str, text: str) -> None:
+    assert spec_of(fields) == GrammarSpec(kind, text)  # type: ignore[arg-type]
+    if "response_format" not in fields:
+        assert read(CompletionBody, {"prompt": "x", **fields}).sampling(8, 0).grammar == GrammarSpec(kind, text)  # type: ignore[arg-type]
+    if fields.keys() <= {"json_schema", "regex", "ebnf", "structural_tag"}:
+        generate = read(GenerateBody, {"text": "x", "sampling_params": fields})
+        assert generate.samplings[0].params().grammar == GrammarSpec(kind, text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tag", [{"format": TAG}, {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a"]}])
+def test_a_response_format_may_be_a_structural_tag(tag: dict[str, Any]) -> None:
+    spec = spec_of({"response_format": {"type": "structural_tag", **tag}})
+    assert spec is not None
+    assert spec.kind == "structural_tag"
+    assert json.loads(spec.text).items() >= tag.items()
+
+
+@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"response_format": None}, {"regex": None}])
+def test_text_has_no_grammar(fields: dict[str, Any]) -> None:
+    assert spec_of(fields) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "response_format.json_schema.name"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format.json_schema.schema"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "regex"),
+        ({"regex": "a", "guided_json": {}}, "json_schema"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "json_schema"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "regex"),
+    ],
+)
+def test_wrong_constraints_are_refused_by_name(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        spec_of(fields)
+    assert caught.value.param == named
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"regex": "a", "ebnf": "b"}, "ebnf"),
+        ({"json_schema": 1}, "json_schema"),
+        ({"json_schema": "x" * (MAX_GRAMMAR_CHARS + 1)}, "json_schema"),
+        ({"regex": "\ud800"}, "regex"),
+        ({"grammar_after": (100,)}, "grammar_after"),
+        ({"grammar_after": [1]}, "grammar_after"),
+    ],
+)
+def test_engine_parameters_are_checked(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**values).check(100)
+    assert caught.value.param == named
+    assert isinstance(caught.value, InvalidField) or "cannot be combined" in str(caught.value)
+
+
+def test_a_choice_is_matched_as_it_is_written() -> None:
+    odd = r"a.b*c+(d)[e]{2}|f^g$h\i/j-k &l"
+    assert re.fullmatch(escaped(odd), odd)

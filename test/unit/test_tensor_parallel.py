@@ -1,0 +1,267 @@
+"""Sharded workers generate what an unsharded one does; ranks that differ are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.distributed.agreement import Agreement
+from runtime.distributed.parallel_group import ALONE, Shard
+from runtime.errors import ConfigError, RankFailed, RanksDiffer
+from runtime.layers.linear import Linear
+from runtime.layers.lm_head import all_logits, greedy
+from runtime.layers.torch_ops import TorchOps
+from runtime.model_executor.build import build_worker
+from runtime.models.config import ModelConfig
+from runtime.sampling_params import SamplingParams
+from runtime.speculative.build import build_speculative_worker
+from unit.driver import GREEDY, Driver
+from unit.predicting import RUNTIME, calm, draft_folder, model_config, teach
+from unit.ranks import Meeting, ThreadGroup, ranks
+from unit.tiny import tiny_runtime, tiny_speculative
+
+PROMPTS = {1: [5, 9, 23, 4, 77, 31, 8], 2: [60, 2, 2, 19], 3: [7, 7, 7, 7, 7, 7, 7, 7, 7, 7]}
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=30, seed=3, max_new_tokens=64)
+PENALISED = SamplingParams(temperature=0.0, frequency_penalty=0.5, max_new_tokens=64)
+MIXED = {1: GREEDY, 2: SAMPLED, 3: PENALISED}
+CHAIN: dict[str, Any] = {"num_steps": 3, "num_draft_tokens": 4}
+TREE: dict[str, Any] = {"num_steps": 3, "topk": 3, "num_draft_tokens": 8}
+DRAFTS = {
+    "plain": None,
+    "eagle": ("EAGLE", CHAIN),
+    "eagle tree": ("EAGLE", TREE),
+    "eagle3": ("EAGLE3", CHAIN),
+    "eagle3 tree": ("EAGLE3", TREE),
+    "standalone": ("STANDALONE", {"num_steps": 2, "num_draft_tokens": 3}),
+    "ngram": ("NGRAM", CHAIN),
+}
+
+
+def builder(
+    tmp_path: Path,
+    draft: tuple[str, dict[str, Any]] | None,
+    model: ModelConfig | None = None,
+    quantization: str | None = None,
+    **runtime: Any,
+) -> Callable[..., Any]:
+    """Builds one rank's worker: the same weights for every number of ranks."""
+    model = model or model_config()
+
+    def build(group: Any = ALONE, followers: Any = None) -> Any:
+        options = {**RUNTIME, "tp_size": group.size, "quantization": quantization, **runtime}
+        if draft is None:
+            worker = build_worker(tiny_runtime(**options), model, group=group, followers=followers)
+        else:
+            algorithm, spec = draft
+            folder = None if algorithm == "NGRAM" else draft_folder(tmp_path / f"{group.rank}", algorithm)
+            config = tiny_runtime(tiny_speculative("", **{"algorithm": algorithm, "draft_model_path": folder, **spec}), **options)
+            worker = build_speculative_worker(config, model, group=group, followers=followers)
+        if quantization is None:
+            calm(worker.parts.target.runner.model, 1.0)
+        if draft is not None and draft[0] == "EAGLE":
+            teach(worker.parts.drafter.model, worker.parts.target.runner.model.lm_head.weight)
+        return worker
+
+    return build
+
+
+def texts(worker: Any, sampling: Any = GREEDY, logprobs: int = -1) -> tuple[dict[int, list[int]], Driver]:
+    driver = Driver(worker)
+    return driver.generate(PROMPTS, 24, sampling=sampling, logprobs=logprobs), driver
+
+
+@pytest.mark.parametrize("name", list(DRAFTS))
+@pytest.mark.parametrize("sampling", [GREEDY, MIXED], ids=["greedy", "mixed"])
+def test_two_ranks_generate_the_text_of_one(tmp_path: Path, name: str, sampling: Any) -> None:
+    build = builder(tmp_path, DRAFTS[name])
+    alone = build()
+    expected, driver = texts(alone, sampling)
+    with ranks(2, build) as worker:
+        found, sharded = texts(worker, sampling)
+        assert found == expected
+        assert sharded.mean_accept_len() == driver.mean_accept_len()
+        if name.startswith("eagle") and "3" not in name:
+            assert 1.2 < sharded.mean_accept_len() < 4.0
+        assert not worker.parts.target.agreement.differs.item()
+
+
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (2, {"num_q_heads": 3, "num_kv_heads": 3}),  # one rank holds more heads than the other
+        (2, {"num_q_heads": 4, "num_kv_heads": 1}),  # both hold the one KV head
+        (4, {"num_q_heads": 8, "num_kv_heads": 2, "intermediate_size": 126}),
+        (3, {"tie_embeddings": True, "num_q_heads": 6, "num_kv_heads": 3, "qkv_bias": True, "o_bias": True, "mlp_bias": True}),
+        (2, {"qk_norm": True, "vocab_size": 96}),
+    ],
+)
+def test_heads_and_vocabularies_of_any_size_are_shared(tmp_path: Path, size: int, changes: dict[str, Any]) -> None:
+    build = builder(tmp_path, None, model_config(**changes))
+    expected, _ = texts(build())
+    with ranks(size, build) as worker:
+        assert texts(worker)[0] == expected
+
+
+def test_heads_that_the_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+    build = builder(tmp_path, None, model_config(num_q_heads=4, num_kv_heads=2))
+    with pytest.raises(ConfigError, match=r"--tp-size 3 cannot share the 4 query and 2 KV heads"):
+        build(group=ThreadGroup(0, 3, Meeting(3)))
+
+
+def test_log_probabilities_of_two_ranks_are_those_of_one(tmp_path: Path) -> None:
+    build = builder(tmp_path, DRAFTS["eagle"])
+    _, alone = texts(build(), logprobs=5)
+    with ranks(2, build) as worker:
+        _, driver = texts(worker, logprobs=5)
+        for mine, its in zip(driver.results, alone.results, strict=True):
+            assert mine.logprobs is not None
+            assert its.logprobs is not None
+            np.testing.assert_allclose(mine.logprobs.chosen, its.logprobs.chosen, atol=1e-4)
+            np.testing.assert_allclose(mine.logprobs.top, its.logprobs.top, atol=1e-4)
+            assert np.array_equal(mine.logprobs.top_ids, its.logprobs.top_ids)
+
+
+def test_prompt_log_probabilities_and_mixed_chunks_work_on_two_ranks(tmp_path: Path) -> None:
+    build = builder(tmp_path, DRAFTS["eagle"], mixed_chunk=True)
+
+    def run(worker: Any) -> tuple[dict[int, list[int]], list[float]]:
+        driver = Driver(worker)
+        driver.prefill({1: PROMPTS[1]}, logprobs=0)
+        results = driver.prefill({3: PROMPTS[3]}, chunk=4, logprobs=0, prompt_logprobs=True, along=lambda: [1])
+        driver.decode([1, 3], logprobs=0)
+        return driver.out, [float(p) for r in results for found in r.prompt_logprobs.values() for p in found.chosen]
+
+    out, logprobs = run(build())
+    with ranks(2, build) as worker:
+        found, theirs = run(worker)
+        assert found == out
+        np.testing.assert_allclose(theirs, logprobs, atol=1e-4)
+
+
+def test_int8_weights_are_shared_too(tmp_path: Path) -> None:
+    build = builder(tmp_path, None, model_config(tie_embeddings=True, vocab_size=96), quantization="int8")
+    with ranks(2, build) as worker:
+        again, _ = texts(worker)
+        assert all(len(text) == 24 for text in again.values())
+        assert not worker.parts.target.agreement.differs.item()
+
+
+def test_a_token_that_one_rank_changes_is_found_in_the_next_step(tmp_path: Path) -> None:
+    def spoil(rank: int, worker: Any) -> None:
+        accepter, calls = worker.parts.accepter, [0]
+        accept = accepter.accept
+
+        def changed(*args: Any) -> Any:
+            result = accept(*args)
+            calls[0] += 1
+            if calls[0] == 3:
+                result.tokens[0, 0] += 1
+            return result
+
+        accepter.accept = changed
+
+    with ranks(2, builder(tmp_path, DRAFTS["eagle"]), spoil) as worker:
+        driver = Driver(worker)
+        driver.prefill(PROMPTS)  # step 1
+        for _ in range(3):
+            driver.decode([1, 2, 3])
+        with pytest.raises(RanksDiffer, match="different tokens in step 4, found in step 5"):
+            driver.decode([1, 2, 3])
+
+
+def test_a_step_that_fails_names_its_rank(tmp_path: Path) -> None:
+    build = builder(tmp_path, None)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with ranks(2, build) as worker:
+        driver = Driver(worker)
+        driver.prefill({1: PROMPTS[1]})
+        forward, worker.parts.target.stage_rows = worker.parts.target.stage_rows, fail
+        pending = driver.launch([1])
+        with pytest.raises(RankFailed, match="rank 0 failed in step 2: OutOfMemoryError"):
+            pending.wait()
+        worker.parts.target.stage_rows = forward
+        worker.run_between_steps(lambda: worker._step(driver_batch(driver)))  # the other rank waits in step 2
+
+
+def driver_batch(driver: Driver) -> Any:
+    from runtime.batch import ScheduleBatch
+
+    return ScheduleBatch(2, np.array([1], dtype=np.int32), np.array([7], dtype=np.int32), np.array([-1], dtype=np.int32))
+
+
+# ---- the parts
+
+
+def test_shards_cover_a_dimension_without_overlap() -> None:
+    for count in range(1, 9):
+        for size in (0, 6, 24, 30, 66):
+            parts = [Shard(i, count, 6).of(size) for i in range(count)]
+            assert [p.start for p in parts[1:]] == [p.stop for p in parts[:-1]]
+            assert (parts[0].start, parts[-1].stop) == (0, size)
+            assert max(p.stop - p.start for p in parts) - min(p.stop - p.start for p in parts) in (0, 6)
+
+
+@pytest.mark.parametrize("vocab", [96, 97])
+def test_the_likeliest_of_equal_tokens_is_the_smallest_id(vocab: int) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    hidden = 8
+    weight = torch.randn(vocab, hidden, generator=torch.Generator().manual_seed(1))
+    weight[[3, 50, 90]] = 5.0  # equal rows on both ranks
+    x = torch.cat([torch.ones(1, hidden), torch.randn(4, hidden), torch.full((1, hidden), torch.nan)])
+    meeting, ops = Meeting(2), TorchOps()
+
+    def rank(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        group = ThreadGroup(index, 2, meeting)
+        head = Linear.sharded(weight, group)
+        return greedy(ops, x, head, agreement=Agreement(torch.device("cpu"), group)), all_logits(ops, x, head)
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(rank, range(2)))
+    whole = ops.logits(x, Linear.dense(weight))
+    for tokens, logits in results:
+        assert torch.equal(tokens, whole.argmax(-1))
+        torch.testing.assert_close(logits, whole, equal_nan=True)
+    assert results[0][0][0] == 3
+
+
+def test_selected_rows_of_a_sharded_head_are_shared_again() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    weight, rows = torch.randn(10, 4), torch.tensor([9, 0, 4, 7, 5])
+    meeting = Meeting(2)
+    with ThreadPoolExecutor(2) as pool:
+        parts = list(pool.map(lambda r: Linear.sharded(weight, ThreadGroup(r, 2, meeting)).select_rows(rows), range(2)))
+    assert torch.equal(torch.cat([part.weight for part in parts]), weight[rows])
+    assert [part.whole for part in parts] == [5, 5]
+
+
+def test_the_hash_sees_tokens_lengths_and_order() -> None:
+    group = ThreadGroup(0, 2, Meeting(2))
+
+    def words(*steps: tuple[list[list[int]], list[int]]) -> list[float]:
+        agreement = Agreement(torch.device("cpu"), group)
+        for tokens, lens in steps:
+            agreement.commit(torch.tensor(tokens), torch.tensor(lens, dtype=torch.int32))
+        return agreement.words().tolist()
+
+    base = words(([[1, 2], [3, 4]], [2, 1]))
+    assert base == words(([[1, 2], [3, 99]], [2, 1])), "what is not accepted does not count"
+    others = [
+        words(([[1, 2], [3, 4]], [2, 2])),
+        words(([[1, 2], [3, 4]], [1, 1])),
+        words(([[2, 1], [3, 4]], [2, 1])),
+        words(([[3, 2], [1, 4]], [2, 1])),
+        words(([[1, 2], [3, 4]], [2, 1]), ([[1, 2], [3, 4]], [2, 1])),
+        words(([[1, 0], [3, 4]], [2, 1])),
+    ]
+    assert all(base != other for other in others)
+    assert len({tuple(other) for other in others}) == len(others)

@@ -92,14 +92,26 @@ class UnknownFields(RequestError):
 
 
 class ContextTooLong(RequestError):
-    """The prompt leaves no room for an output token."""
+    """The prompt leaves no room for an output token. `at_least`: its tokens were not all counted."""
 
     code = "context_length_exceeded"
 
-    def __init__(self, prompt_len: int, max_context_len: int) -> None:
+    def __init__(self, prompt_len: int, max_context_len: int, at_least: bool = False) -> None:
         super().__init__(
-            f"This model's maximum context length is {max_context_len} tokens, prompt and output together; the prompt has {prompt_len}. "
+            f"This model's maximum context length is {max_context_len} tokens, prompt and output together; "
+            f"the prompt has {'at least ' * at_least}{prompt_len}. "
             f"Shorten the prompt to at most {max_context_len - 1} tokens.",
+            "prompt",
+        )
+
+
+class TextTooLong(ContextTooLong):
+    """The prompt has more characters than any prompt that fits in the context."""
+
+    def __init__(self, characters: int, limit: int, max_context_len: int) -> None:
+        RequestError.__init__(
+            self,
+            f"The prompt has {characters} characters; a context of {max_context_len} tokens holds at most {limit}. Shorten the prompt.",
             "prompt",
         )
 
@@ -146,7 +158,18 @@ class BodyTooLarge(ServingError):
     code = "request_too_large"
 
     def __init__(self, limit_mib: int) -> None:
-        super().__init__(f"The request body is larger than {limit_mib} MiB.")
+        super().__init__(f"The request body is larger than {limit_mib} MiB (--max-body-mib).")
+
+
+class BodyTooComplex(BodyTooLarge):
+    """The request body has so many values that checking them would keep other requests waiting."""
+
+    def __init__(self, values: int, limit_ms: int) -> None:
+        ServingError.__init__(
+            self,
+            f"The request body has at least {values} values, which take longer than {limit_ms} ms to check (--max-parse-ms). "
+            "Split it into several requests.",
+        )
 
 
 class CacheBusy(RequestError):
@@ -169,6 +192,37 @@ class QueueFull(ServingError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"The queue is full: {limit} requests are waiting (--max-queued-requests). Try again later.")
+
+
+class QueuedTokensFull(ServingError):
+    """The prompts that wait have too many tokens."""
+
+    status = 429
+    kind = "rate_limit_error"
+    retry_after = 1
+    code = "rate_limit_exceeded"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"The queue is full: its prompts have {limit} tokens (--max-queued-tokens). Try again later.")
+
+
+class QueueTimeout(ServingError):
+    """The request waited too long for its first step."""
+
+    status = 503
+    retry_after = 1
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"The request waited longer than {seconds:g} seconds (--queue-timeout). Try again later.")
+
+
+class RequestTimeout(ServingError):
+    """The request took too long."""
+
+    status = 504
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"The request took longer than {seconds:g} seconds (--request-timeout). Ask for fewer tokens.")
 
 
 class CompilerBusy(ServingError):

@@ -26,6 +26,7 @@ from runtime.config.flag_parser import dump, parse
 from runtime.config.resolve import check
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.collector import freeze_gc
+from runtime.entrypoints.node import run_node
 from runtime.entrypoints.prepare import prepare
 from runtime.entrypoints.processes import Runtime
 from runtime.errors import ConfigError, ServingError
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
 
     Args:
         argv: the command line without the program.
-        scheduler_command: replaces the command of the scheduler process.
+        scheduler_command: replaces the command of the scheduler process and the workers.
 
     Returns:
         The exit status: 0 after a signal, 2 for a mistake in the flags or the model, 1 after a failure.
@@ -69,6 +70,10 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
             return 0
         check(command.args)
         allow_many_files()
+        if command.args.node_rank > 0:
+            config, _ = prepare(command.args)
+            setproctitle.setproctitle("talon::node")
+            return uvloop.run(run_node(config, scheduler_command))
         with bind(command.args.host, command.args.port) as listener:
             config, model_config = prepare(command.args)
             setproctitle.setproctitle("talon::http")

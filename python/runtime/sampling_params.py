@@ -47,6 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling of one request, under SGLang's names.
 
     `temperature == 0` means greedy. `top_k <= 0` means all tokens. If `seed` is None, the server draws one.
+    `shown_token_ids` are control tokens that appear in the text even if `skip_special_tokens` leaves out the others.
 
     At most one of `json_schema` (the schema as JSON text), `regex`, `ebnf` and `structural_tag` (JSON text) is given: the
     output then follows that grammar. With `grammar_after` the output is free until these tokens appear in it one after
@@ -68,6 +69,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    shown_token_ids: tuple[int, ...] = ()
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -116,6 +118,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidField("stop_token_ids", self.stop_token_ids, f"an array of at most {MAX_STOP_IDS} token ids")
         for token in self.stop_token_ids:
             check_token("stop_token_ids", token, vocab_size)
+        for token in self.shown_token_ids:
+            check_token("shown_token_ids", token, vocab_size)
 
     def _check_bias(self, vocab_size: int) -> None:
         if not isinstance(self.logit_bias, Mapping | None) or len(self.logit_bias or {}) > MAX_LOGIT_BIAS:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -46,13 +46,14 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
-    """One token per byte and three control tokens."""
+def byte_tokenizer(template: str | None = TEMPLATE, more: Sequence[str] = ()) -> Tokenizer:
+    """One token per byte and three control tokens, then `more` control tokens."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = {byte: chr(byte) for byte in printable}
     for n, byte in enumerate(byte for byte in range(256) if byte not in printable):
         letters[byte] = chr(0x100 + n)
     control = {"<|im_start|>": IM_START, "<|im_end|>": IM_END, "<|endoftext|>": END_OF_TEXT}
+    control |= {text: VOCAB + i for i, text in enumerate(more)}
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     definition = {
@@ -97,8 +98,9 @@ class ScriptedScheduler:
 
     def send(self, message: ToScheduler) -> None:
         if isinstance(message, GenerateReq):
-            self.requests.append(message)
-            self.tasks[message.rid] = asyncio.get_running_loop().create_task(self._run(message))
+            for request in message.samples():
+                self.requests.append(request)
+                self.tasks[request.rid] = asyncio.get_running_loop().create_task(self._run(request))
         elif isinstance(message, AbortReq):
             for rid in list(self.tasks) if message.all else [message.rid]:
                 self._abort(rid)
@@ -183,7 +185,9 @@ LIMITS = WorkerLimits(
 def make_manager(scheduler: ScriptedScheduler, template: str | None = TEMPLATE, **config: object) -> TokenizerManager:
     """A manager whose messages go to `scheduler`."""
     model = tiny_model(vocab_size=VOCAB, eos_ids=(IM_END,))
-    manager = TokenizerManager(tiny_runtime(**config), byte_tokenizer(template), model, LIMITS, scheduler.send)
+    runtime = tiny_runtime(**config)
+    limits = replace(LIMITS, max_context_len=runtime.model.context_length)
+    manager = TokenizerManager(runtime, byte_tokenizer(template), model, limits, scheduler.send)
     manager.health.warm = True
     scheduler.manager = manager
     return manager

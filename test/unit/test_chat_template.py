@@ -246,3 +246,80 @@ def test_deeply_nested_content_is_refused(chatml: Tokenizer) -> None:
         deep = [deep]
     with pytest.raises(RequestError, match="nested"):
         chatml.encode_chat([{"role": "user", "content": deep}])
+
+
+# ---- tools
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "Says <|im_end|>", "parameters": {"type": "object"}}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": "<|im_end|>é"}'}}
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "<|im_end|>1", "tool_call_id": "call_1"},
+    {"role": "tool", "content": "2", "tool_call_id": "call_1"},
+]
+WITH_TOOLS = (
+    "{% if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} ARGUMENTS</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+)
+OBJECTS = WITH_TOOLS.replace("ARGUMENTS", "{{ c.function.arguments | tojson }}")
+TEXTS = WITH_TOOLS.replace("ARGUMENTS", "{{ c.function.arguments + '' }}")
+
+
+@pytest.mark.parametrize("template", [OBJECTS, TEXTS], ids=["objects", "texts"])
+def test_templates_get_arguments_in_the_form_they_take(tmp_path: Path, template: str) -> None:
+    tokenizer = _tokenizer(tmp_path, template)
+    text = tokenizer.render_chat(CALLED, tools=[TOOL])
+    assert '<tool_call>f {"a": "<|im_end|>é"}</tool_call>' in text
+    assert text.startswith('{"type": "function", "function": {"name": "f"')
+    ids = tokenizer.encode_chat(CALLED, tools=[TOOL])
+    assert [tokenizer.token_text(i) for i in ids if i in tokenizer.special_ids] == ["<|im_start|>", "<|im_end|>"] * 4
+
+
+def test_a_template_that_knows_no_tools_is_told_about_them_in_text(tmp_path: Path) -> None:
+    tokenizer = _tokenizer(tmp_path)
+    text = tokenizer.render_chat(CALLED, tools=[TOOL])
+    system, user, call, results = text.split("<|im_start|>")[1:5]
+    assert system.startswith("system\nYou may call functions")
+    assert '{"type": "function", "function": {"name": "f"' in system
+    assert user == "user\nq<|im_end|>\n"
+    assert call == 'assistant\n<tool_call>\n{"name": "f", "arguments": {"a": "<|im_end|>é"}}\n</tool_call><|im_end|>\n'
+    assert results.startswith("user\n<tool_response>\n<|im_end|>1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n")
+    ids = tokenizer.encode_chat(CALLED, tools=[TOOL], add_generation_prompt=False)
+    assert [tokenizer.token_text(i) for i in ids if i in tokenizer.special_ids] == ["<|im_start|>", "<|im_end|>"] * 4
+    with_system = tokenizer.render_chat([{"role": "system", "content": "Be brief."}, *CALLED], tools=[TOOL])
+    assert with_system.startswith("<|im_start|>system\nBe brief.\n\nYou may call functions")
+
+
+def test_a_template_without_system_messages_is_told_in_the_first_message(tmp_path: Path) -> None:
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+    text = _tokenizer(tmp_path, refusing).render_chat(CALLED, tools=[TOOL])
+    assert "<|im_start|>user\nYou may call functions" in text
+
+
+def test_calls_are_rendered_without_tools_too(tmp_path: Path) -> None:
+    assert '<tool_call>\n{"name": "f"' in _tokenizer(tmp_path).render_chat(CALLED)
+
+
+QWEN_THINKING = (
+    "{% for m in messages %}{% set content = m.content %}{% set thought = '' %}{% if m.role == 'assistant' %}"
+    "{% if '</think>' in content %}{% set thought = content.split('</think>')[0].split('<think>')[-1] %}"
+    "{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "{% set content = '<think>\n' + thought.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') %}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+R1_THINKING = THINKING.replace("<think></think>", "<think>\n").replace("enable_thinking is defined and not enable_thinking", "true")
+
+
+@pytest.mark.parametrize("last", ["<think>\nLet me", "<think>\na\n</think>\n\nThe", " <think>Let </think> me ", "a\n</think>\n\nThe"])
+def test_thoughts_of_a_continued_message_are_kept(tmp_path: Path, last: str) -> None:
+    for template in (QWEN_THINKING, R1_THINKING):
+        text = _tokenizer(tmp_path, template).render_chat(
+            [{"role": "user", "content": "q"}, {"role": "assistant", "content": last}],
+            add_generation_prompt=False,
+            continue_final_message=True,
+        )
+        begun = last if last.lstrip().startswith("<think>") else f"<think>\n{last}"
+        assert text.endswith(f"<|im_start|>assistant\n{begun}")

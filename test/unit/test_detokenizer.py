@@ -61,8 +61,8 @@ class ByteStream:
 
 
 class ByteTokenizer:
-    def stream(self, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()) -> ByteStream:
-        stream = ByteStream(skip_special_tokens)
+    def stream(self, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = (), shown: Sequence[int] = ()) -> ByteStream:
+        stream = ByteStream(skip_special_tokens and SPECIAL not in shown)
         stream.step(tuple(prompt_tail))
         return stream
 
@@ -199,6 +199,14 @@ def test_special_tokens_are_shown_only_on_request(skip: bool, text: str) -> None
     bench.begin(skip=skip)
     (update,) = bench.feed(out([ord("a"), SPECIAL, ord("b")], 3))
     assert update.text == text
+
+
+def test_named_control_tokens_are_part_of_the_text() -> None:
+    bench = Bench()
+    sampling = SamplingParams(shown_token_ids=(SPECIAL,))
+    bench.manager.handle(request_info(GenerateReq(rid="a", input_ids=[1], sampling=sampling, seed=0, stream=True)))
+    (update,) = bench.feed(out([ord("a"), SPECIAL, ord("b")], 3))
+    assert update.text == "a<|special|>b"
 
 
 def test_non_streaming_request_gets_one_reply() -> None:

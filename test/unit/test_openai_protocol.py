@@ -130,10 +130,11 @@ def test_invalid_prompts_are_refused(prompt: Any) -> None:
 
 @pytest.mark.parametrize("field", sorted(REFUSED))
 def test_unsupported_fields_are_refused_unless_they_change_nothing(field: str) -> None:
+    parse, body = (parse_completion, completion) if field in ChatBody.model_fields else (parse_chat, chat)
     for harmless in (None, *HARMLESS.get(field, ())):
-        parse_chat(chat(**{field: harmless}))
+        parse(body(**{field: harmless}))
     with pytest.raises(UnsupportedField, match=field) as caught:
-        parse_chat(chat(**{field: {"type": "json_schema"}}))
+        parse(body(**{field: {"type": "json_schema"}}))
     assert caught.value.param == field
 
 
@@ -175,7 +176,7 @@ def test_text_parts_are_joined_and_developer_is_system() -> None:
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
-        ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool"}]}, "messages[0].content"),
         ({"messages": [{"role": ["user"], "content": ""}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls"),
         ({"top_logprobs": 3}, "top_logprobs"),
@@ -316,12 +317,13 @@ def test_defaults_are_those_of_the_engine() -> None:
         (chat(min_tokens=3, max_tokens=2, messages=5), "messages must be an array of 1 to 4096 items; got 5."),
         (
             {"messages": [{"role": "robot", "content": ""}]},
-            'messages[0].role must be one of "system", "developer", "user", "assistant"; got "robot".',
+            'messages[0].role must be one of "system", "developer", "user", "assistant", "tool", "function"; got "robot".',
         ),
         ({"messages": [{"role": "user"}]}, "messages[0].content is required."),
         ({}, "messages is required."),
         (5, "The body must be a JSON object."),
-        (chat(tools=[1]), "tools is not supported: this server does not call tools yet. Leave it out."),
+        (chat(tools=[1]), "tools[0] must be an object; got 1."),
+        (completion(tools=[1]), "tools is not supported: only chat completions take tools. Leave it out."),
         (
             chat(logit_bias={"a": 1}),
             "logit_bias must be an object of at most 1024 entries, from a token id to a number between -100 and 100.",
@@ -331,7 +333,7 @@ def test_defaults_are_those_of_the_engine() -> None:
 )
 def test_refusals_are_plain_sentences(body: object, sentence: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_chat(body)
+        (parse_completion if isinstance(body, dict) and "prompt" in body else parse_chat)(body)
     assert str(caught.value) == sentence
 
 

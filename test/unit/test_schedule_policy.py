@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from runtime.batch import CostModel, WorkerLimits
@@ -13,6 +14,7 @@ from runtime.managers.messages import GenerateReq
 from runtime.managers.new_token_ratio import NewTokenRatio
 from runtime.managers.prefill_budget import FEW_PROMPTS, PrefillBudget
 from runtime.managers.req import Req
+from runtime.mem_cache.kv_page_manager import RequestPages
 from runtime.sampling_params import SamplingParams
 
 LIMITS = WorkerLimits(
@@ -24,8 +26,15 @@ def req(seq: int, prompt: list[int] | None = None, retracted: bool = False, prio
     request = GenerateReq(
         rid=f"r{seq}", input_ids=prompt or [seq], sampling=SamplingParams(**sampling), seed=0, priority=priority, cache_salt=salt
     )
-    made = Req(request, seq, (3,), LIMITS.max_context_len, 0.0)
+    made = Req(request, np.array(request.input_ids, dtype=np.int32), seq, (3,), LIMITS.max_context_len, 0.0)
     made.retracted = retracted
+    return made
+
+
+def running(**sampling: Any) -> Req:
+    """A request that has a row."""
+    made = req(1, **sampling)
+    made.admit(1, RequestPages(""), 0, 0.0)
     return made
 
 
@@ -135,19 +144,19 @@ def test_a_request_is_deferred_only_if_that_saves_enough() -> None:
     ("tokens", "kept", "reason"), [([5, 6], 2, None), ([5, 3, 6], 2, "stop"), ([5, 9, 6], 2, "stop"), ([5] * 9, 7, "length")]
 )
 def test_tokens_after_the_end_are_dropped(tokens: list[int], kept: int, reason: str | None) -> None:
-    one = req(1, max_new_tokens=7, stop_token_ids=(9,))
+    one = running(max_new_tokens=7, stop_token_ids=(9,))
     finish = one.commit(tokens)
     assert one.completion_tokens == kept
     assert (finish.reason if finish else None) == reason
 
 
 def test_endings_wait_for_the_minimum_and_may_be_ignored() -> None:
-    late = req(1, max_new_tokens=9, min_new_tokens=2)
+    late = running(max_new_tokens=9, min_new_tokens=2)
     assert late.commit([3, 3]) is None
     finish = late.commit([3])
     assert finish is not None
     assert finish.matched == 3
-    unending = req(1, max_new_tokens=3, ignore_eos=True)
+    unending = running(max_new_tokens=3, ignore_eos=True)
     finish = unending.commit([3, 3, 3])
     assert finish is not None
     assert finish.reason == "length"

@@ -82,7 +82,11 @@ class Harness:
         self.sent.append(as_sent(message))
 
     def ask(self, rid: str, prompt: list[int], seed: int = 0, stream: bool = True, **fields: Any) -> GenerateReq:
-        own = {k: fields.pop(k) for k in ("top_logprobs", "prompt_logprobs", "priority", "cache_salt", "pooling") if k in fields}
+        own = {
+            k: fields.pop(k)
+            for k in ("top_logprobs", "prompt_logprobs", "priority", "cache_salt", "client", "max_priority", "more", "pooling")
+            if k in fields
+        }
         req = GenerateReq(rid=rid, input_ids=prompt, sampling=SamplingParams(**fields), seed=seed, stream=stream, **own)
         self.inbox.append(req)
         return req

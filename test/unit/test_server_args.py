@@ -30,7 +30,8 @@ SGLANG_FLAGS = re.findall(
     r"\S+",
     """
     model-path tokenizer-path served-model-name host port api-key admin-api-key dtype kv-cache-dtype quantization context-length
-    trust-remote-code load-format revision device tp-size dp-size ep-size mem-fraction-static max-running-requests max-queued-requests
+    trust-remote-code load-format revision device tp-size nnodes node-rank dist-init-addr dist-timeout
+    dp-size ep-size mem-fraction-static max-running-requests max-queued-requests
     max-total-tokens chunked-prefill-size max-prefill-tokens schedule-policy schedule-conservativeness page-size disable-radix-cache
     disable-overlap-schedule enable-mixed-chunk attention-backend sampling-backend grammar-backend speculative-algorithm
     speculative-draft-model-path speculative-num-steps speculative-eagle-topk speculative-num-draft-tokens speculative-token-map
@@ -44,7 +45,9 @@ OUR_FLAGS = re.findall(
     """
     shutdown-timeout speculative-draft-load-format speculative-draft-attention-backend disable-draft-extend-cuda-graph
     disable-draft-decode-cuda-graph speculative-synthetic-accept-length speculative-check-parity trust-request-chat-template profile
-    cpu-threads speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins
+    cpu-threads max-queued-tokens max-body-mib max-parse-ms max-logprob-cells queue-timeout request-timeout max-priority
+    speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins
+    download-dir log-level-http
     """,
 )
 
@@ -63,6 +66,9 @@ LLAMA = ModelFacts(
     vocab_size=128256,
     head_dim=128,
 )
+TWO_NODES = {
+    "tp_size": 4, "nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:29500", "device": "cpu", "attention_backend": "torch_native"
+}  # fmt: skip
 DRAFT = ("/models/eagle", "safetensors")
 EAGLE = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/models/eagle"}
 
@@ -316,6 +322,12 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
     ("given", "machine", "words"),
     [
         ({"tp_size": 2}, HOPPER, ["--tp-size 2", "2 GPUs", "reports 1"]),
+        ({"tp_size": 4, "nnodes": 2}, CPU, ["--nnodes", "--dist-init-addr HOST:PORT"]),
+        ({"dist_init_addr": "h:1"}, CPU, ["--nnodes", "--dist-init-addr HOST:PORT"]),
+        ({**TWO_NODES, "dist_init_addr": "10.0.0.1"}, CPU, ["--dist-init-addr", "HOST:PORT", "10.0.0.1"]),
+        ({**TWO_NODES, "tp_size": 3}, CPU, ["--tp-size 3", "--nnodes 2"]),
+        ({**TWO_NODES, "node_rank": 2}, CPU, ["--node-rank", "between 0 and 1"]),
+        ({"dist_timeout": 0.0}, CPU, ["--dist-timeout"]),
         ({"dp_size": 4}, HOPPER, ["--dp-size"]),
         ({"ep_size": 2}, HOPPER, ["--ep-size"]),
         ({"attention_backend": "fa3"}, CPU, ["fa3", "torch_native"]),
@@ -331,8 +343,6 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"disable_cuda_graph": True, "cuda_graph_bs": (1,)}, HOPPER, ["--disable-cuda-graph"]),
         ({"cuda_graph_bs": (0, 2)}, HOPPER, ["--cuda-graph-bs"]),
         ({"cuda_graph_bs": (1, 64), "cuda_graph_max_bs": 32}, HOPPER, ["--cuda-graph-max-bs", "64"]),
-        ({"tool_call_parser": "llama3"}, CPU, ["--tool-call-parser"]),
-        ({"reasoning_parser": "qwen3"}, CPU, ["--reasoning-parser"]),
         ({"sampling_backend": "flashinfer"}, HOPPER, ["--sampling-backend", "pytorch"]),
         ({"sampling_backend": "triton"}, CPU, ["--sampling-backend", "pytorch", "CUDA"]),
         ({"kv_cache_dtype": "fp8_e5m2"}, HOPPER, ["--kv-cache-dtype", "auto"]),
@@ -402,13 +412,16 @@ def spec_of(config: RuntimeConfig) -> SpeculativeConfig:
 TREE = {"speculative_eagle_topk": 4, "speculative_num_steps": 5, "speculative_num_draft_tokens": 8}
 SAME_NAME: dict[str, object] = {
     "tokenizer_path": None, "served_model_name": "m", "revision": "r", "context_length": 99, "host": "::1", "port": 1, "api_key": "k",
-    "admin_api_key": "a", "max_queued_requests": 3, "trust_request_chat_template": True, "skip_server_warmup": True,
+    "admin_api_key": "a", "max_queued_requests": 3, "max_queued_tokens": 9, "max_body_mib": 2,
+    "max_parse_ms": 7, "max_logprob_cells": 8, "queue_timeout": 1.5,
+    "request_timeout": 2.5, "max_priority": 4,
+    "trust_request_chat_template": True, "skip_server_warmup": True,
     "shutdown_timeout": 5.0, "watchdog_timeout": 6.0, "chat_template": "{{ x }}", "device": "cpu", "attention_backend": "flashinfer",
     "sampling_backend": "pytorch", "mem_fraction_static": 0.5, "max_total_tokens": 77, "max_running_requests": 7, "page_size": 32,
     "cpu_threads": 3, "chunked_prefill_size": 64, "max_prefill_tokens": 4096, "schedule_policy": "lpm", "schedule_conservativeness": 0.5,
     "stream_interval": 4, "random_seed": 5, "cuda_graph_bs": (1, 3), "log_level": "debug", "log_requests": True, "enable_metrics": False,
     "dtype": "float16", "load_format": None, "model_path": None, "quantization": None, "sampling_defaults": "openai",
-    "strict_request_fields": True, "protect_metrics": True,
+    "strict_request_fields": True, "protect_metrics": True, "log_level_http": "error",
     "embedding_pooling": "last", "grammar_backend": "none",
 }  # fmt: skip
 """Flags with a field of the same name; None for those that come from the model's facts or have tests of their own."""
@@ -453,13 +466,19 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "speculative_disable_by_batch_size": (
         {"speculative_disable_by_batch_size": 24}, lambda c: spec_of(c).disable_by_batch_size, 24
     ),
+    "nnodes": (TWO_NODES, lambda c: (c.parallel.nnodes, list(c.parallel.own_ranks), c.device.cpu_threads), (2, [2, 3], 8)),
+    "node_rank": (TWO_NODES, lambda c: c.parallel.node_rank, 1),
+    "dist_init_addr": (TWO_NODES, lambda c: c.parallel.dist_init_addr, "10.0.0.1:29500"),
+    "dist_timeout": ({"dist_timeout": 30.0}, lambda c: c.parallel.dist_timeout, 30.0),
     "tp_size": (
         {"tp_size": 4, "device": "cpu", "attention_backend": "torch_native"}, lambda c: (c.parallel.tp_size, c.device.cpu_threads), (4, 4)
     ),
     "speculative_check_parity": ({"speculative_check_parity": True}, lambda c: spec_of(c).check_parity, True),
+    "tool_call_parser": ({"tool_call_parser": "mistral"}, lambda c: c.model.tool_call_parser, "mistral"),
+    "reasoning_parser": ({"reasoning_parser": "none"}, lambda c: c.model.reasoning_parser, "none"),
 }  # fmt: skip
 REFUSED = {
-    "kv_cache_dtype", "trust_remote_code", "tool_call_parser", "reasoning_parser", "dp_size", "ep_size"
+    "download_dir", "kv_cache_dtype", "trust_remote_code", "dp_size", "ep_size"
 }  # fmt: skip
 
 
@@ -595,7 +614,7 @@ def test_graph_flags_on_a_cpu_log_a_warning(flag: str, caplog: pytest.LogCapture
 def test_a_dummy_target_gets_a_dummy_draft_unless_it_is_gguf(
     monkeypatch: pytest.MonkeyPatch, target: str, draft: str, asked: str | None, found: str
 ) -> None:
-    monkeypatch.setattr(prepare, "resolve_weights", lambda path, load_format, flags: (path, load_format))
+    monkeypatch.setattr(prepare, "resolve_weights", lambda path, load_format, download_dir, flags: (path, load_format))
     given = args(speculative_draft_model_path=draft, speculative_draft_load_format=asked)
     assert prepare.find_draft(given, target) == (draft, found)
 

@@ -38,12 +38,14 @@ from runtime.managers.messages import (
     TextOut,
     TextOutBatch,
 )
+from runtime.managers.prompt_encoder import LONG_TEXT
 from runtime.managers.schedule_policy import check_request
 from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
-from runtime.managers.tokenizer_manager import LONG_TEXT, TokenizerManager
+from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.models.config import ModelConfig
 from runtime.sampling_params import SamplingParams
+from runtime.text.bounded_encoding import BoundedEncoding
 
 CONTEXT = 256
 VOCAB = 100
@@ -95,7 +97,9 @@ class Letters:
     def __init__(self) -> None:
         self.threads: list[int] = []
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    longest_token = 64
+
+    def encode(self, text: str, add_special_tokens: bool = True, bound: BoundedEncoding | None = None) -> list[int]:
         self.threads.append(threading.get_ident())
         return [1] * add_special_tokens + [ord(letter) % VOCAB for letter in text[:CONTEXT]]
 
@@ -137,7 +141,7 @@ class Desk:
 
     @property
     def requests(self) -> list[GenerateReq]:
-        return [message for message in self.sent if isinstance(message, GenerateReq)]
+        return [request for message in self.sent if isinstance(message, GenerateReq) for request in message.samples()]
 
     @property
     def aborted(self) -> list[str]:
@@ -291,8 +295,8 @@ def test_requests_are_cut_to_a_kv_cache_smaller_than_the_context() -> None:
 def test_long_texts_are_tokenised_off_the_event_loop() -> None:
     async def body() -> None:
         desk = Desk()
-        await desk.manager.tokenize("a")
-        await desk.manager.tokenize("a" * LONG_TEXT)
+        await desk.manager.encoder.encode("a")
+        await desk.manager.encoder.encode("a" * LONG_TEXT)
         assert desk.tokenizer.threads[0] == threading.get_ident() != desk.tokenizer.threads[1]
 
     run(body)

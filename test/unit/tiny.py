@@ -29,6 +29,8 @@ def tiny_runtime(speculative: SpeculativeConfig | None = None, **changes: object
         context_length=256, chat_template=None, device="cpu", attention_backend="torch_native", sampling_backend="pytorch",
         page_size=1, mem_fraction_static=None, max_total_tokens=4096, max_running_requests=8, cpu_threads=1, cuda_graph_bs=(),
         cuda_graph_padding=True, chunked_prefill_size=64, max_prefill_tokens=256, max_queued_requests=1024,
+        max_queued_tokens=1 << 20, max_priority=0, queue_timeout=None, request_timeout=None,
+        max_body_mib=32, max_parse_ms=1000, max_logprob_cells=1 << 20,
         schedule_policy="fcfs", schedule_conservativeness=1.0, radix_cache=True,
         overlap=True, mixed_chunk=False, stream_interval=1, random_seed=0, watchdog_timeout=300.0,
         host="127.0.0.1", port=0, api_key=None, admin_api_key=None, trust_request_chat_template=False, enable_metrics=True,

@@ -39,7 +39,7 @@ def resolve_device(args: ServerArgs, machine: MachineFacts, model: ModelFacts) -
         dtype=dtype,
         attention_backend=resolve_attention(args.attention_backend, "--attention-backend", device, dtype, machine, model.head_dim),
         sampling_backend=cast(SamplingName, sampling),
-        cpu_threads=args.cpu_threads or max(machine.cores // args.tp_size, 1),
+        cpu_threads=args.cpu_threads or max(machine.cores * args.nnodes // args.tp_size, 1),
         gpu=machine.gpus[0] if device == "cuda" else None,
     )
 

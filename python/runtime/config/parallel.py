@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 from runtime.config.machine import MachineFacts
-from runtime.config.refusals import check_ranges
+from runtime.config.refusals import check_positive, check_ranges
 from runtime.config.runtime_config import DeviceConfig, ParallelConfig
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
 
 MAX_RANKS = 64
+MAX_SECONDS = 86400.0
 
 
 def check_parallel(args: ServerArgs) -> None:
     """Refuse values that no machine can use."""
-    check_ranges(args, tp_size=(1, MAX_RANKS))
+    check_ranges(args, tp_size=(1, MAX_RANKS), nnodes=(1, MAX_RANKS))
+    check_positive(args, dist_timeout=MAX_SECONDS)
+    if not 0 <= args.node_rank < args.nnodes:
+        raise ConfigError(f"--node-rank must be between 0 and {args.nnodes - 1}, below --nnodes {args.nnodes}; got {args.node_rank}.")
+    if args.tp_size % args.nnodes:
+        raise ConfigError(f"--tp-size {args.tp_size} is not a multiple of --nnodes {args.nnodes}: each node has the same number of ranks.")
+    if (args.nnodes > 1) != (args.dist_init_addr is not None):
+        raise ConfigError("--nnodes and --dist-init-addr HOST:PORT belong together: give the address of node 0 to all nodes, or neither.")
+    if args.dist_init_addr is not None:
+        _check_address(args.dist_init_addr)
+
+
+def _check_address(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"--dist-init-addr must be HOST:PORT, such as 10.0.0.1:29500; got {address!r}.")
 
 
 def resolve_parallel(args: ServerArgs, device: DeviceConfig, machine: MachineFacts) -> ParallelConfig:
     """Place the ranks. Raises `ConfigError` where a rank of this node would have no GPU."""
-    config = ParallelConfig(tp_size=args.tp_size, dp_size=args.dp_size, ep_size=args.ep_size)
+    config = ParallelConfig(
+        tp_size=args.tp_size,
+        dp_size=args.dp_size,
+        ep_size=args.ep_size,
+        nnodes=args.nnodes,
+        node_rank=args.node_rank,
+        dist_init_addr=args.dist_init_addr,
+        dist_timeout=args.dist_timeout,
+    )
     if device.device == "cuda" and config.ranks_per_node > len(machine.gpus):
         raise ConfigError(
             f"--tp-size {args.tp_size} needs {config.ranks_per_node} GPUs on this node; the driver reports {len(machine.gpus)}. "

@@ -44,7 +44,7 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
         graphs=graphs,
         parallel=resolve_parallel(args, device, machine),
         speculative=speculative,
-        server=resolve_server(args),
+        server=resolve_server(args, served.context_length),
     )
 
 

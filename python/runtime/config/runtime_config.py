@@ -39,6 +39,8 @@ class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None
     random_seed: int
     aliases: tuple[str, ...] = ()
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     sampling_defaults: Literal["model", "openai"] = "model"
     default_sampling_params: SamplingDefaults = NO_DEFAULTS
     preferred_sampling_params: SamplingDefaults = NO_DEFAULTS
@@ -73,13 +75,17 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How requests share the device.
 
     `max_running_requests` is None where the largest graph decides. `chunked_prefill_size` is -1 where prompts are never
-    cut. Sizes are in tokens; `watchdog_timeout` is in seconds.
+    cut. Sizes are in tokens; the time-outs are in seconds.
     """
 
     max_running_requests: int | None
     chunked_prefill_size: int
     max_prefill_tokens: int
     max_queued_requests: int
+    max_queued_tokens: int
+    max_priority: int
+    queue_timeout: float | None
+    request_timeout: float | None
     schedule_policy: Literal["fcfs", "lpm"]
     schedule_conservativeness: float
     overlap: bool
@@ -115,6 +121,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def ranks_per_node(self) -> int:
         """Ranks on each node."""
         return self.tp_size // self.nnodes
+
+    @property
+    def own_ranks(self) -> range:
+        """The ranks of this node."""
+        return range(self.node_rank * self.ranks_per_node, (self.node_rank + 1) * self.ranks_per_node)
 
     def device_index(self, rank: int) -> int:
         """The device of a rank among those of its node."""
@@ -153,6 +164,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     api_key: str | None
     admin_api_key: str | None
+    max_body_mib: int
+    max_parse_ms: int
+    max_logprob_cells: int
     trust_request_chat_template: bool
     embedding_pooling: PoolingName
     enable_metrics: bool
@@ -161,6 +175,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout: float
     skip_server_warmup: bool
     profile_folder: str | None
+    log_level_http: str | None = None
     strict_request_fields: bool = False
     protect_metrics: bool = False
     allow_origins: tuple[str, ...] = ()

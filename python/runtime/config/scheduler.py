@@ -14,6 +14,7 @@ from runtime.errors import ConfigError
 log = logging.getLogger(__name__)
 
 CUDA_CHUNK, CUDA_PREFILL_TOKENS = 2048, 8192
+CPU_QUEUED_TOKENS, CUDA_QUEUED_TOKENS = 1 << 19, 1 << 23
 MIN_CHUNK = 16
 
 
@@ -22,11 +23,13 @@ def check_scheduler(args: ServerArgs) -> None:
     check_ranges(
         args,
         max_queued_requests=(1, 1 << 20),
+        max_queued_tokens=(1, 1 << 40),
+        max_priority=(-(1 << 63), (1 << 63) - 1),
         max_running_requests=(1, 1 << 16),
         max_prefill_tokens=(1, 1 << 31),
         stream_interval=(1, 1 << 16),
     )
-    check_positive(args, watchdog_timeout=86400.0, schedule_conservativeness=100.0)
+    check_positive(args, watchdog_timeout=86400.0, schedule_conservativeness=100.0, queue_timeout=86400.0, request_timeout=86400.0)
     chunk = args.chunked_prefill_size
     if chunk is not None and chunk != -1 and chunk < MIN_CHUNK:
         raise ConfigError(f"--chunked-prefill-size must be at least {MIN_CHUNK}, or -1 for no chunks; got {chunk}.")
@@ -44,6 +47,10 @@ def resolve_scheduler(
         chunked_prefill_size=chunk,
         max_prefill_tokens=_prefill_tokens(args, device.device, chunk, context_length),
         max_queued_requests=args.max_queued_requests,
+        max_queued_tokens=args.max_queued_tokens or (CPU_QUEUED_TOKENS if device.device == "cpu" else CUDA_QUEUED_TOKENS),
+        max_priority=args.max_priority,
+        queue_timeout=args.queue_timeout,
+        request_timeout=args.request_timeout,
         schedule_policy=args.schedule_policy,
         schedule_conservativeness=args.schedule_conservativeness,
         overlap=not args.disable_overlap_schedule,

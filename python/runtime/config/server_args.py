@@ -12,6 +12,11 @@ MODEL, SERVER, DEVICE, SCHEDULING = "model", "server", "device and memory", "sch
 GRAPHS, SPECULATION, OBSERVING = "CUDA graphs", "speculative decoding", "observing"
 AttentionChoice = Literal["torch_native", "fa3", "flashinfer"]
 FormatChoice = Literal["auto", "safetensors", "gguf", "dummy"]
+ToolParserChoice = Literal[
+    "auto", "hermes", "qwen25", "qwen3_coder", "llama3", "mistral", "deepseekv3", "deepseekv31", "gpt-oss", "glm47", "mimo", "minimax-m2",
+    "gemma4", "pythonic",
+]  # fmt: skip
+ReasoningParserChoice = Literal["auto", "none", "deepseek-r1", "qwen3", "gpt-oss", "glm45", "mimo", "minimax", "gemma4"]
 
 
 def _flag(group: str, default: object, metavar: str | None = None, *aliases: str) -> Any:
@@ -34,6 +39,8 @@ class ServerArgs:
     """Name of the model in the API; default: the last part of the model path, or the hub id."""
     revision: str | None = _flag(MODEL, None)
     """Branch, tag or commit of a hub id."""
+    download_dir: str | None = _flag(MODEL, None, "FOLDER")
+    """Folder that models of the hub are downloaded to; default: the hub's own cache."""
     load_format: FormatChoice = _flag(MODEL, "auto")
     """Format of the weights; dummy makes random weights from the model's config alone."""
     dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = _flag(MODEL, "auto")
@@ -67,14 +74,28 @@ class ServerArgs:
     """Origins whose web pages may use the API, separated by commas, such as https://app.example; * allows all."""
     max_queued_requests: int = _flag(SERVER, 4096, "N")
     """Requests that may wait; further requests are answered with status 429."""
+    max_queued_tokens: int | None = _flag(SERVER, None, "TOKENS")
+    """Prompt tokens that may wait, and that one call may send; default: 524288 on a CPU, 8388608 on CUDA."""
+    max_body_mib: int = _flag(SERVER, 8, "MIB")
+    """Size of a request body; a larger one is answered with status 413."""
+    max_parse_ms: int = _flag(SERVER, 50, "MS")
+    """Estimated time to parse and check a request body, which other requests wait for; a slower one gets status 413."""
+    max_logprob_cells: int | None = _flag(SERVER, None, "N")
+    """Log-probabilities in all answers of one call; default: 128 times the context length."""
+    queue_timeout: float | None = _flag(SERVER, None, "SECONDS")
+    """Seconds that a request may wait for its first step; then it is answered with status 503; default: no limit."""
+    request_timeout: float | None = _flag(SERVER, None, "SECONDS")
+    """Seconds that a request may take in all; then it is ended with status 504; default: no limit."""
+    max_priority: int = _flag(SERVER, 0, "N")
+    """Highest priority that counts between clients; among the requests of one client every priority counts."""
     trust_request_chat_template: bool = _flag(SERVER, False)
     """Allow requests to bring their own chat template (it runs in a sandbox)."""
     strict_request_fields: bool = _flag(SERVER, False)
     """Refuse requests with unknown fields; otherwise they are ignored, and a header of the answer names them."""
-    tool_call_parser: str | None = _flag(SERVER, None, "NAME")
-    """Not supported yet."""
-    reasoning_parser: str | None = _flag(SERVER, None, "NAME")
-    """Not supported yet; reasoning stays in the text."""
+    tool_call_parser: ToolParserChoice = _flag(SERVER, "auto")
+    """Format of the model's tool calls; auto picks it by architecture and chat template."""
+    reasoning_parser: ReasoningParserChoice = _flag(SERVER, "auto")
+    """Format of the model's thinking; auto picks it by architecture and chat template, none leaves thinking in the text."""
     embedding_pooling: PoolingName = _flag(SERVER, "mean")
     """How /v1/embeddings reduces a prompt: mean of its hidden states, or the state of its last token."""
     skip_server_warmup: bool = _flag(SERVER, False)
@@ -102,6 +123,14 @@ class ServerArgs:
     """KV slots per page; default: 64 with fa3, else 16."""
     tp_size: int = _flag(DEVICE, 1, "N", "--tensor-parallel-size", "--tp")
     """GPUs, or CPU processes, that share one model."""
+    nnodes: int = _flag(DEVICE, 1, "N")
+    """Hosts that share one model, each with the same number of its ranks; start the same command on all of them."""
+    node_rank: int = _flag(DEVICE, 0, "I")
+    """Number of this host, from 0; node 0 serves HTTP, the others wait until it ends."""
+    dist_init_addr: str | None = _flag(DEVICE, None, "HOST:PORT", "--nccl-init-addr")
+    """Address of node 0 at which the ranks meet; in a private network, because nothing in it is encrypted."""
+    dist_timeout: float = _flag(DEVICE, 600.0, "SECONDS")
+    """Seconds that the ranks wait for each other at start-up."""
     dp_size: int = _flag(DEVICE, 1, "N", "--data-parallel-size", "--dp")
     """Copies of the model; only 1 is supported."""
     ep_size: int = _flag(DEVICE, 1, "N", "--expert-parallel-size", "--ep")
@@ -132,12 +161,14 @@ class ServerArgs:
     """Run every step eagerly."""
     disable_cuda_graph_padding: bool = _flag(GRAPHS, False)
     """Replay a graph only for exactly the batch size it was captured for."""
-    cuda_graph_max_bs: int | None = _flag(GRAPHS, None, "N")
+    cuda_graph_max_bs: int | None = _flag(GRAPHS, None, "N", "--cuda-graph-max-bs-decode")
     """Largest captured batch size; default: 256, or --max-running-requests if that is smaller."""
-    cuda_graph_bs: tuple[int, ...] | None = _flag(GRAPHS, None, "N")
+    cuda_graph_bs: tuple[int, ...] | None = _flag(GRAPHS, None, "N", "--cuda-graph-bs-decode")
     """Batch sizes to capture; default: a ladder up to the largest."""
 
-    speculative_algorithm: Literal["EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "none"] | None = _flag(SPECULATION, None)
+    speculative_algorithm: Literal["EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "none"] | None = _flag(
+        SPECULATION, None, None, "--speculative-algo"
+    )
     """How tokens are drafted; the embedded model drafts with its own head unless this is none."""
     speculative_draft_model_path: str | None = _flag(SPECULATION, None, "PATH", "--speculative-draft-model")
     """Folder or hub id of the draft model."""
@@ -170,6 +201,8 @@ class ServerArgs:
 
     log_level: Literal["debug", "info", "warning", "error"] = _flag(OBSERVING, "info")
     """Lowest level to log."""
+    log_level_http: Literal["debug", "info", "warning", "error"] | None = _flag(OBSERVING, None)
+    """Lowest level to log of the HTTP server; default: --log-level."""
     log_requests: bool = _flag(OBSERVING, False)
     """Log the lengths and times of each request, never its text."""
     enable_metrics: bool = _flag(OBSERVING, True)

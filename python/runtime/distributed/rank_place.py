@@ -1,35 +1,37 @@
-"""The place of one process among the ranks of a model: where they meet, and how steps and signs of life travel. No torch."""
+"""The place of one process among the ranks of a model. No torch."""
 
 from __future__ import annotations
 
 import msgspec
 
+from runtime.config.runtime_config import ParallelConfig
 from runtime.distributed.rendezvous import Rendezvous
 from runtime.distributed.ring import RingFds
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process must know to be one of `size` ranks.
+    """What a process must know to be one of the ranks.
 
     Attributes:
-        ring: file descriptors of the ring that carries steps.
-        reader: which reader of the ring this rank is; -1 on rank 0, which writes.
-        watch: address at which rank 0 hears the other ranks.
+        ring: file descriptors of the ring that carries steps between ranks of rank 0's host; None on other hosts, and where
+            rank 0 is alone on its own. Rank R reads it as reader R - 1.
     """
 
     rank: int
-    size: int
     rendezvous: Rendezvous
-    ring: RingFds
-    reader: int
-    watch: str
-    timeout: float
+    ring: RingFds | None = None
 
 
-def places_on_host(folder: str, size: int, timeout: float) -> list[RankPlace]:
-    """The places of all ranks of one host, which meet in `folder`, a new one. The ring is open in this process."""
-    ring, meeting = RingFds.create(size - 1), Rendezvous.in_folder(folder)
-    return [
-        RankPlace(rank=rank, size=size, rendezvous=meeting, ring=ring, reader=rank - 1, watch=f"ipc://{folder}/ranks", timeout=timeout)
-        for rank in range(size)
-    ]
+def places_on_node(config: ParallelConfig, folder: str) -> list[RankPlace]:
+    """The places of the ranks of this node. A ring among them is open in this process.
+
+    Args:
+        folder: a new one, in which the ranks of a single node meet.
+
+    Raises:
+        ConfigError: the address of node 0 cannot be reached.
+    """
+    address = config.dist_init_addr
+    meeting = Rendezvous.in_folder(folder) if address is None else Rendezvous.at_address(address)
+    ring = RingFds.create(config.ranks_per_node - 1) if config.node_rank == 0 and config.ranks_per_node > 1 else None
+    return [RankPlace(rank=rank, rendezvous=meeting, ring=ring) for rank in config.own_ranks]

@@ -17,6 +17,23 @@ class StepSender(Protocol):
         ...
 
 
+class SenderList:
+    """Hands each message to several senders."""
+
+    def __init__(self, *senders: StepSender) -> None:
+        self._senders = senders
+
+    def send(self, message: bytes) -> None:
+        """Hand over one message."""
+        for sender in self._senders:
+            sender.send(message)
+
+    def close(self) -> None:
+        """Close them all."""
+        for sender in self._senders:
+            sender.close()
+
+
 class StepReceiver(Protocol):
     """The end of another rank."""
 

@@ -30,8 +30,7 @@ class TorchGroup:
         """Join the group and wait for the other ranks."""
         self.rank, self.size = rank, size
         self.exchange_seconds = 0.0
-        if rendezvous.interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", rendezvous.interface)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", rendezvous.interface)
         dist.init_process_group("gloo", init_method=rendezvous.url, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
         self._steps = dist.new_group(backend="gloo", timeout=timedelta(seconds=EXCHANGE_SECONDS))
 

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from runtime.batch import WorkerLimits
+from runtime.distributed.rank_place import places_on_node
 from runtime.entrypoints.child import ChildConfig, ChildFailed, ChildFinished, ChildStatus, Role
 from runtime.errors import ConfigError, ServingError
 
@@ -34,7 +36,8 @@ class ChildProcess:
         self._rest = b""
         self._fd, theirs = os.pipe()
         os.set_blocking(self._fd, False)
-        inherited = (theirs, *(config.place.ring.all if config.place else ()))
+        ring = config.place.ring if config.place else None
+        inherited = (theirs, *(ring.all if ring else ()))
         # In a session of its own it does not get Ctrl-C from the terminal: the parent decides when it ends.
         self._process = subprocess.Popen(
             [*command, role, str(theirs)], stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=True, env=_environment()
@@ -97,6 +100,19 @@ class ChildProcess:
     def _fail(self, error: ServingError) -> None:
         if not self.ready.done():
             self.ready.set_exception(error)
+
+
+def start_ranks(config: ChildConfig, command: Sequence[str]) -> list[ChildProcess]:
+    """Start the ranks of this node, each with its place. Raises `ConfigError` where node 0 cannot be reached."""
+    places = places_on_node(config.config.parallel, config.folder)
+    try:
+        return [
+            ChildProcess(f"worker-{place.rank}" if place.rank else "scheduler", command, structs.replace(config, place=place))
+            for place in places
+        ]
+    finally:
+        if places[0].ring is not None:
+            places[0].ring.close()
 
 
 def _environment() -> dict[str, str]:

@@ -14,7 +14,7 @@ from runtime.entrypoints.generations import Choice
 from runtime.entrypoints.native.meta_info import meta_info
 from runtime.entrypoints.prepare import prepare
 from runtime.entrypoints.processes import Runtime
-from runtime.errors import InvalidField, ServingError
+from runtime.errors import ConfigError, InvalidField, ServingError
 from runtime.managers.generation import Generation
 from runtime.sampling_params import SamplingDefaults, SamplingParams
 
@@ -50,6 +50,8 @@ class Engine:
         args = from_fields({"log_level": "warning", **options})
         logging_setup.setup(args.log_level, "talon::engine")
         self.config, self._model_config = prepare(args)
+        if self.config.parallel.node_rank:
+            raise ConfigError("The engine is node 0. Start the other nodes with python -m runtime.launch_server and the same flags.")
         self._defaults = self.config.model.preferred_sampling_params
         self._loop = asyncio.new_event_loop()
         self._gate = threading.RLock()  # guards `_closed` and what is handed to the loop

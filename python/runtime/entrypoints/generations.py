@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from runtime.errors import RequestError
+from runtime.managers.cost import CallCost
 from runtime.managers.generation import Generation, GenerationUpdate
 from runtime.managers.messages import Finish, TokenLogprobs
 from runtime.managers.tokenizer_manager import TokenizerManager
@@ -64,21 +65,17 @@ class Generations:
         """Start all generations of a call, or none.
 
         Raises:
-            RequestError, QueueFull: one of them cannot start.
+            RequestError: one of them is out of bounds, or the call costs too much.
+            QueueFull, QueuedTokensFull: there is no room for all of them.
         """
-        limit = manager.config.scheduler.max_queued_requests + manager.limits.max_running_requests
-        if len(call.prompts) * call.n > limit:
-            asked = f"{len(call.prompts)} prompts times {call.n}"
-            message = f"One call may ask for at most {limit} texts; this one asks for {asked}."
-            raise RequestError(message, call.params.get("prompt", "prompt"))
         group = cls()
         try:
-            for prompt, sampling, rid in zip(call.prompts, call.sampling, call.rids, strict=True):
+            cost, priced = await _price(manager, call)
+            for (prompt_ids, sampling), rid in zip(priced, call.rids, strict=True):
                 generation = await manager.generate(
-                    prompt,
+                    prompt_ids,
                     sampling,
                     n=call.n,
-                    fill_context=call.fill_context,
                     stream=call.stream,
                     top_logprobs=call.top_logprobs,
                     prompt_logprobs=call.prompt_logprobs,
@@ -88,6 +85,7 @@ class Generations:
                     rid=rid,
                     call=call.name,
                     pooling=call.pooling,
+                    call_cost=cost,
                 )
                 group.each.append(generation)
         except RequestError as error:
@@ -139,6 +137,28 @@ class Generations:
             async for prompt, update in updates:
                 done[prompt][update.index].add(update)
         return done
+
+
+async def _price(manager: TokenizerManager, call: Call) -> tuple[CallCost, list[tuple[list[int], SamplingParams]]]:
+    """Tokenise all prompts and add up what the call costs, before any of it is sent."""
+    cost = manager.new_cost()
+    cost.check_samples(len(call.prompts), call.n)
+    priced: list[tuple[list[int], SamplingParams]] = []
+    for prompt, sampling in zip(call.prompts, call.sampling, strict=True):
+        priced.append(
+            await manager.price(
+                cost,
+                prompt,
+                sampling,
+                n=call.n,
+                fill_context=call.fill_context,
+                top_logprobs=call.top_logprobs,
+                prompt_logprobs=call.prompt_logprobs,
+            )
+        )
+        await asyncio.sleep(0)  # many short prompts must not keep other requests waiting
+    manager.check_room(cost)
+    return cost, priced
 
 
 async def _read(prompt: int, generation: Generation, news: asyncio.Queue[tuple[int, GenerationUpdate] | Exception | None]) -> None:

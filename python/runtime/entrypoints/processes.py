@@ -10,12 +10,9 @@ import sys
 from collections.abc import Coroutine, Sequence
 from typing import TypeVar
 
-from msgspec import structs
-
 from runtime.config.runtime_config import RuntimeConfig
-from runtime.distributed.rank_place import places_on_host
 from runtime.entrypoints.child import ChildConfig, Role
-from runtime.entrypoints.child_process import ChildProcess
+from runtime.entrypoints.child_process import ChildProcess, start_ranks
 from runtime.entrypoints.socket_folder import make_socket_folder
 from runtime.entrypoints.watchdog import SILENT_TURNS, TURN_SECONDS, Watchdog
 from runtime.errors import ServerDraining, ServingError
@@ -151,13 +148,10 @@ class Runtime:
 
     def _start_ranks(self, config: ChildConfig) -> list[ChildProcess]:
         """The scheduler, and a worker for every other rank of the model."""
-        parallel = self.config.parallel
-        places = places_on_host(config.folder, parallel.tp_size, parallel.dist_timeout) if parallel.tp_size > 1 else [None]
-        for place in places:
-            role = "scheduler" if place is None or place.rank == 0 else f"worker-{place.rank}"
-            self._children.append(ChildProcess(role, self._scheduler_command, structs.replace(config, place=place)))
-        if places[0] is not None:
-            places[0].ring.close()
+        if self.config.parallel.tp_size == 1:
+            self._children.append(ChildProcess("scheduler", self._scheduler_command, config))
+        else:
+            self._children += start_ranks(config, self._scheduler_command)
         return list(self._children)
 
     async def _while_all_live(self, start: asyncio.Future[T]) -> T:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from runtime.batch import WorkerLimits
 from runtime.config.runtime_config import SchedulerConfig
 from runtime.managers import schedule_policy as policy
+from runtime.managers.fair_queue import FairQueue
 from runtime.managers.new_token_ratio import NewTokenRatio
 from runtime.managers.prefill_budget import PrefillBudget
 from runtime.managers.req import Phase, Req
@@ -29,7 +30,7 @@ class Admission:
         clock: monotonic seconds.
 
     Attributes:
-        queue: waiting requests, sorted by `policy.queue_key`.
+        queue: waiting requests.
         running: requests with a row, in the order of admission.
         kv_pages: the pages of both.
         new_token_ratio: the estimate of how far running requests will grow.
@@ -43,7 +44,7 @@ class Admission:
         stats: SchedulerStats,
         clock: Callable[[], float],
     ) -> None:
-        self.queue: list[Req] = []
+        self.queue = FairQueue()
         self.running: list[Req] = []
         pages = limits.max_total_tokens // limits.page_size
         self.kv_pages = KVPageManager(pages, limits.page_size, limits.prefix_lookahead, cache_prefixes)
@@ -67,7 +68,7 @@ class Admission:
     def enqueue(self, req: Req) -> None:
         """Let `req` wait for a row."""
         req.phase = Phase.WAITING
-        policy.enqueue(self.queue, req)
+        self.queue.add(req)
 
     # ---- prompts
 
@@ -100,7 +101,7 @@ class Admission:
         """Admit waiting requests in order while rows, pages and the budget last. One without pages blocks the rest."""
         if not self.queue or not self._free_rows or budget.left == 0:
             return
-        ordered = policy.order(self.queue, self._config.schedule_policy, self._cached_len)
+        ordered = self.queue.ordered(lambda reqs: policy.order(reqs, self._config.schedule_policy, self._cached_len))
         unfinished = [other for other in self.running if other.kv_len < other.prefill_len]
         reserved: int | None = None
         for req in ordered:
@@ -139,10 +140,10 @@ class Admission:
         prefix_len = pages.count * kv_pages.page_size
         kv_pages.grow([pages], [missing])
         first_time = not req.was_admitted
+        self.queue.admit(req)
         req.admit(self._free_rows.pop(), pages, prefix_len, self._clock())
         if first_time:
             self._stats.admitted(req.progress)
-        self.queue.remove(req)
         self.running.append(req)
         plan.new_rows.append(req.row_init(self._limits.needs_history))
         plan.writes.add([req.row], [0], [pages.count], pages.ids.copy())

@@ -21,43 +21,8 @@ from runtime.managers.messages import (
     ToTokenizer,
 )
 from runtime.text.decode_stream import StreamDecoder
+from runtime.text.stop_finder import StopFinder
 from runtime.text.tokenizer import Tokenizer
-
-
-@dataclass(slots=True)
-class StopFinder:
-    """Passes text on up to the first stop string, and holds back what may become one."""
-
-    stops: tuple[str, ...]
-    held: str = ""
-    matched: str | None = None
-
-    def push(self, text: str) -> str:
-        """Add text; returns what may be shown now. A match sets `matched` and cuts the text there."""
-        if not self.stops:
-            return text
-        text = self.held + text
-        hits = [(at + len(stop), -len(stop), stop) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if hits:  # the stop string that is complete first, as if letters came one by one; among those the longest
-            end, _, self.matched = min(hits)
-            self.held = ""
-            return text[: end - len(self.matched)]
-        keep = max(_overlap(text, stop) for stop in self.stops)
-        self.held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def flush(self) -> str:
-        """Release the text that was held back; the text has ended without a stop string."""
-        held, self.held = self.held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    for size in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
 
 
 @dataclass(slots=True)
@@ -96,7 +61,7 @@ class DetokenizerManager:
     def handle(self, message: ToDetokenizer) -> None:
         """Process one message, and send the results."""
         if isinstance(message, RequestInfo):
-            text = self._tokenizer.stream(message.skip_special_tokens, message.prompt_tail)
+            text = self._tokenizer.stream(message.skip_special_tokens, message.prompt_tail, message.shown_token_ids)
             self._open[message.rid] = _Open(message.stream, text, StopFinder(message.stop))
         elif isinstance(message, TokensOutBatch):
             outs = [shown for out in message.outs if (shown := self._advance(out)) is not None]

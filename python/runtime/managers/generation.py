@@ -55,16 +55,18 @@ class Generation:
         n: number of choices.
         max_unread: updates to keep for a slow reader.
         release: aborts what still runs of a generation.
+        client: for whom it counts in the queue.
 
     Attributes:
         wires: names of the choices under way, as the scheduler knows them.
     """
 
-    def __init__(self, rid: str, call: str, prompt_ids: list[int], n: int, max_unread: int, release: Release) -> None:
+    def __init__(self, rid: str, call: str, prompt_ids: list[int], n: int, max_unread: int, release: Release, client: str = "") -> None:
         self.rid = rid
         self.call = call
         self.prompt_ids = prompt_ids
         self.n = n
+        self.client = client
         self.wires: set[str] = set()
         self.max_unread = max_unread
         self._release = release

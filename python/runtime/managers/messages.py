@@ -6,6 +6,7 @@ TokenizerManager --ToScheduler--> Scheduler --ToDetokenizer--> DetokenizerManage
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -23,11 +24,20 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Fa
 # ---- to the scheduler
 
 
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """One more text for the prompt of a `GenerateReq`, with a name and a seed of its own."""
+
+    rid: str
+    seed: int
+
+
 class GenerateReq(Message, frozen=True, kw_only=True):
-    """Start one request.
+    """Start one request, and one more for each of `more`: n texts of a prompt travel as one message.
 
     Attributes:
-        rid: a unique name; with `n` > 1 the tokenizer manager sends n requests.
+        rid: a unique name.
+        client: whom the fair queue counts it for.
+        max_priority: the highest priority that counts against other clients.
         top_logprobs: -1: no log-probabilities; k >= 0: those of the chosen token and of the k most likely.
         cache_salt: separates prefix caches; prompts share cached KV only within the same salt.
         continues_prompt: whether the text of the output continues that of the prompt, so that a leading space counts.
@@ -42,9 +52,19 @@ class GenerateReq(Message, frozen=True, kw_only=True):
     prompt_logprobs: bool = False
     stream: bool = False
     priority: int = 0
+    client: str = ""
+    max_priority: int = 0
     cache_salt: str = ""
     continues_prompt: bool = False
     pooling: Pooling | None = None
+
+    more: tuple[Sample, ...] = ()
+
+    def samples(self) -> Iterator[GenerateReq]:
+        """One request per text; they share the list of token ids."""
+        yield msgspec.structs.replace(self, more=())
+        for sample in self.more:
+            yield msgspec.structs.replace(self, rid=sample.rid, seed=sample.seed, more=())
 
 
 class AbortReq(Message, frozen=True, kw_only=True):
@@ -130,7 +150,8 @@ class TokensOutBatch(Message, frozen=True, kw_only=True):
 class RequestInfo(Message, frozen=True, kw_only=True):
     """What the detokenizer needs to decode a request; sent before the first tokens.
 
-    `prompt_tail` holds the last tokens of a prompt whose text the output continues.
+    `prompt_tail` holds the last tokens of a prompt whose text the output continues; `shown_token_ids` control tokens
+    that are part of the text.
     """
 
     rid: str
@@ -138,6 +159,7 @@ class RequestInfo(Message, frozen=True, kw_only=True):
     skip_special_tokens: bool
     stream: bool
     prompt_tail: list[int] = []
+    shown_token_ids: tuple[int, ...] = ()
 
 
 class CacheFlushed(Message, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.errors import QueueFull, RequestError, ServingError, StepFailed
+from runtime.errors import QueueFull, QueueTimeout, RequestError, ServingError, StepFailed
 from runtime.managers.messages import CallFailed, Finish
 
 
@@ -10,7 +10,9 @@ def request_failure(finish: Finish) -> ServingError:
     """The error of a request that the scheduler refused or failed."""
     error = _error(finish.message, finish.status, StepFailed)
     if finish.status == QueueFull.status:
-        error.kind, error.code, error.retry_after = QueueFull.kind, QueueFull.code, QueueFull.retry_after
+        error.kind, error.code = QueueFull.kind, QueueFull.code
+    if finish.status in (QueueFull.status, QueueTimeout.status):
+        error.retry_after = QueueFull.retry_after
     return error
 
 

@@ -21,6 +21,7 @@ def request_info(req: GenerateReq) -> RequestInfo:
         skip_special_tokens=req.sampling.skip_special_tokens,
         stream=req.stream,
         prompt_tail=req.input_ids[-PROMPT_TAIL:] if req.continues_prompt else [],
+        shown_token_ids=req.sampling.shown_token_ids,
     )
 
 

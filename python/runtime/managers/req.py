@@ -55,6 +55,11 @@ class Req:
     `kv_bound` is the largest KV length after all steps in flight. While prefilling it is exact: the tokens given to the
     worker so far.
 
+    Args:
+        prompt: int32, its tokens; not changed.
+        max_len: longest length of any request.
+        arrived: monotonic seconds.
+
     Attributes:
         seq: order of arrival.
         total_limit: the length at which the request ends.
@@ -67,15 +72,14 @@ class Req:
         progress: the counts that replies carry; messages share this instance, so `send` must encode before it returns.
     """
 
-    def __init__(self, request: GenerateReq, seq: int, eos_ids: tuple[int, ...], max_len: int, arrived: float) -> None:
+    def __init__(self, request: GenerateReq, prompt: Int32, seq: int, eos_ids: tuple[int, ...], max_len: int, arrived: float) -> None:
         sampling = request.sampling
         self.request = request
         self.seq = seq
         self.arrived = arrived
         self.prompt_len = self.length = self.prefill_len = len(request.input_ids)
         self.total_limit = min(self.prompt_len + sampling.max_new_tokens, max_len)
-        self._ids: Int32 = np.empty(max(self.total_limit, self.prompt_len), dtype=np.int32)
-        self._ids[: self.prompt_len] = request.input_ids
+        self._ids = prompt  # until it is admitted, it shares the prompt with the other texts of its call
         # A finished grammar allows nothing but the end of the text.
         endless = sampling.ignore_eos and sampling.grammar is None
         self.stop_ids = frozenset(sampling.stop_token_ids).union(() if endless else eos_ids)
@@ -98,6 +102,11 @@ class Req:
     def rid(self) -> str:
         """The name of the request."""
         return self.request.rid
+
+    @property
+    def shared_priority(self) -> int:
+        """The part of its priority that counts against other clients."""
+        return min(self.request.priority, self.request.max_priority)
 
     @property
     def ids(self) -> Int32:
@@ -157,6 +166,8 @@ class Req:
         self.prefill_len = self.length
         if not self.was_admitted:
             self.was_admitted = True
+            prompt, self._ids = self._ids, np.empty(max(self.total_limit, self.prompt_len), dtype=np.int32)
+            self._ids[: self.prompt_len] = prompt
             self.progress.queue_seconds, self.progress.cached_tokens = now - self.arrived, prefix_len
         if self.wants_prompt_logprobs:
             self.prompt_logprobs = LogprobBuffer()

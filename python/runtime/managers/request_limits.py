@@ -41,6 +41,8 @@ class RequestLimits:
             raise InvalidField("prompt", 0, "at least 1", subject="The number of prompt tokens")
         if len(ids) >= self.max_context_len:
             raise ContextTooLong(len(ids), self.max_context_len)
+        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size:
+            return
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 limit = f"an integer between 0 and {self.vocab_size - 1}"

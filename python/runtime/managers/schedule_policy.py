@@ -85,8 +85,10 @@ def defer_for_shared_prefix(req: Req, cached_len: int, prefilling: Iterable[Req]
 
 
 def youngest(reqs: Iterable[Req]) -> Req:
-    """The request to retract first: lowest priority, then latest arrival."""
-    return max(reqs, key=lambda req: (-req.request.priority, req.seq))
+    """The request to retract first: lowest priority, then latest arrival. Between clients only the shared priority counts."""
+    reqs = list(reqs)
+    alone = len({req.request.client for req in reqs}) == 1
+    return max(reqs, key=lambda req: (-(req.request.priority if alone else req.shared_priority), req.seq))
 
 
 # ---- memory

@@ -8,12 +8,24 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
+import numpy as np
 from msgspec import structs
 
-from runtime.batch import BatchResult, Worker
+from runtime.batch import BatchResult, Int32, Worker
 from runtime.config.runtime_config import CacheConfig, SchedulerConfig
 from runtime.constrained.compiler import GrammarCompiler
-from runtime.errors import CacheBusy, GrammarError, QueueFull, RequestError, ServerDraining, ServerFault, ServingError, StepFailed
+from runtime.errors import (
+    CacheBusy,
+    GrammarError,
+    QueueFull,
+    QueueTimeout,
+    RequestError,
+    RequestTimeout,
+    ServerDraining,
+    ServerFault,
+    ServingError,
+    StepFailed,
+)
 from runtime.managers import schedule_policy as policy
 from runtime.managers.admission import Admission
 from runtime.managers.grammar_queue import GrammarQueue
@@ -131,6 +143,7 @@ class Scheduler:
         self._moved_at = time.monotonic()
         self._receive_all(self._patience(wait))
         self._queue_compiled()
+        self._expire()
         plan = self._plan()
         overlaps = plan is not None and self._submit(plan) and plan.overlaps
         while len(self._in_flight) > overlaps:
@@ -155,9 +168,10 @@ class Scheduler:
     def _handle(self, message: ToScheduler) -> None:
         match message:
             case GenerateReq():
-                self._enqueue(message)
+                self._take(message)
             case AbortReq():
-                reqs = [req for req in self._reqs.values() if message.all or req.rid == message.rid]
+                one = self._reqs.get(message.rid)
+                reqs = list(self._reqs.values()) if message.all else [one] if one is not None else []
                 self._end_all(reqs, Finish(reason="abort", message="The request was aborted."))
             case StopReq():
                 if (req := self._reqs.pop(message.rid, None)) is not None:
@@ -167,7 +181,18 @@ class Scheduler:
             case DrainReq():
                 self._draining = True
 
-    def _enqueue(self, request: GenerateReq) -> None:
+    def _take(self, message: GenerateReq) -> None:
+        """Let every text of a prompt wait; they share the tokens of the prompt."""
+        problem: ServingError | None = None
+        try:
+            policy.check_request(message, self.limits)
+        except RequestError as error:
+            problem = error
+        prompt = np.array(message.input_ids, dtype=np.int32) if problem is None else np.empty(0, dtype=np.int32)
+        for request in message.samples():
+            self._enqueue(request, prompt, problem)
+
+    def _enqueue(self, request: GenerateReq, prompt: Int32, problem: ServingError | None) -> None:
         if request.rid in self._reqs:
             log.error("dropped a second request named %s while the first is running", request.rid[:80])
             return
@@ -176,7 +201,8 @@ class Scheduler:
         try:
             if self._draining:
                 raise ServerDraining()
-            policy.check_request(request, self.limits)
+            if problem is not None:
+                raise problem
             if (grammar := request.sampling.grammar) is not None:
                 self._grammars.check(grammar)
             if self.admission.queue_is_full or len(self._grammars) >= self._config.max_queued_requests:
@@ -187,7 +213,7 @@ class Scheduler:
             self._send_replies()
             return
         self._arrivals += 1
-        req = Req(request, self._arrivals, self._eos_ids, self.limits.max_context_len, self._clock())
+        req = Req(request, prompt, self._arrivals, self._eos_ids, self.limits.max_context_len, self._clock())
         self._reqs[request.rid] = req
         if grammar is None:
             self.admission.enqueue(req)
@@ -234,6 +260,15 @@ class Scheduler:
         self.stats.spec = SpecStats()
         self._stats_log = StatsLog(self.current_stats, self._clock())
         return self.admission.kv_pages.flush()
+
+    def _expire(self) -> None:
+        """End the requests that wait or run for longer than the time-outs allow."""
+        waits, runs, now = self._config.queue_timeout, self._config.request_timeout, self._clock()
+        if waits is not None:
+            late = [req for req in self._reqs.values() if not req.was_admitted and now - req.arrived > waits]
+            self._end_all(late, failure(QueueTimeout(waits)))
+        if runs is not None:
+            self._end_all([req for req in self._reqs.values() if now - req.arrived > runs], failure(RequestTimeout(runs)))
 
     # ---- planning
 

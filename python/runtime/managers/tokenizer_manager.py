@@ -8,13 +8,14 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from runtime.batch import WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
-from runtime.errors import InvalidField, QueueFull, ServerDraining, ServingError, SlowReader, WorkerDied
+from runtime.errors import InvalidField, ServerDraining, ServingError, SlowReader, WorkerDied
+from runtime.managers.client import CURRENT
+from runtime.managers.cost import CallCost
 from runtime.managers.generation import Generation, GenerationUpdate
 from runtime.managers.messages import (
     AbortReq,
@@ -27,14 +28,19 @@ from runtime.managers.messages import (
     GenerateReq,
     Heartbeat,
     ProfileAt,
+    Sample,
     TextOut,
     TextOutBatch,
     ToScheduler,
     ToTokenizer,
 )
+from runtime.managers.prompt_encoder import PromptEncoder
 from runtime.managers.remote_errors import call_failure, request_failure
 from runtime.managers.request_limits import RequestLimits
+from runtime.managers.room import Room
 from runtime.managers.telemetry.health import Health
+from runtime.managers.telemetry.observer import Observer
+from runtime.managers.telemetry.request_log import log_request
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.models.config import ModelConfig
 from runtime.pooling import Pooling
@@ -47,30 +53,8 @@ R = TypeVar("R")
 
 MAX_UNREAD = 4096
 """Updates that a generation keeps for a slow reader; one more ends it."""
-LONG_TEXT = 2048
-"""Texts of at least this many characters are tokenised in a thread, so they do not block the event loop."""
 SEED_MASK = (1 << 63) - 1
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the seeds of the n choices
-
-
-class Observer(Protocol):
-    """Receives the events of every choice. Its methods are fast and do not raise."""
-
-    def started(self, prompt_tokens: int) -> None:
-        """A choice was sent to the scheduler."""
-        ...
-
-    def first_token(self, seconds: float) -> None:
-        """Its first tokens arrived, `seconds` after its start."""
-        ...
-
-    def next_tokens(self, seconds: float, tokens: int) -> None:
-        """More tokens arrived, `seconds` after the previous ones."""
-        ...
-
-    def ended(self, seconds: float, update: GenerationUpdate | None) -> None:
-        """It ended, `seconds` after its start; `update` is None if it failed or its client disconnected."""
-        ...
 
 
 @dataclass(slots=True)
@@ -84,7 +68,7 @@ class _Choice:
 
 
 class TokenizerManager:
-    """The client side of the engine. It lives in one event loop; only tokenising long texts leaves it.
+    """The client side of the engine. It lives in one event loop.
 
     Args:
         config: the server's configuration.
@@ -97,6 +81,7 @@ class TokenizerManager:
     Attributes:
         stats: those of the scheduler's latest heartbeat; None before the first.
         beats: heartbeats received, by process.
+        encoder: turns prompts into token ids.
         observer: receives the events of every choice.
     """
 
@@ -125,7 +110,9 @@ class TokenizerManager:
         self._trace_calls = 0
         self._serial = itertools.count(1)
         self._seeds = random.Random(config.model.random_seed)
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self.encoder = PromptEncoder(tokenizer, self.max_context_len, config.scheduler.max_queued_tokens)
+        scheduler = config.scheduler
+        self._room = Room(limits.max_running_requests, scheduler.max_queued_requests, limits.max_total_tokens, scheduler.max_queued_tokens)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -138,6 +125,10 @@ class TokenizerManager:
     def max_context_len(self) -> int:
         """Prompt and output tokens of one request together: the context length, or less if the KV cache is smaller."""
         return min(self.config.model.context_length, self.limits.max_request_len)
+
+    @property
+    def _request_limits(self) -> RequestLimits:
+        return RequestLimits(self.model_config.vocab_size, self.max_context_len)
 
     # ---- requests
 
@@ -158,6 +149,7 @@ class TokenizerManager:
         rid: str | None = None,
         call: str = "",
         pooling: Pooling | None = None,
+        call_cost: CallCost | None = None,
     ) -> Generation:
         """Check one request and send it to the scheduler.
 
@@ -176,42 +168,48 @@ class TokenizerManager:
             rid: the request's name for `abort`; generated if None.
             call: a name for `abort` that the requests of one call share; empty for none.
             pooling: reduce the prompt to numbers instead of generating.
+            call_cost: the account to which `price` has added this request; None: the request is a call of its own.
 
         Raises:
             RequestError: a value is out of bounds; `param` names it as `SamplingParams` does.
-            QueueFull, ServerDraining, WorkerDied: the server cannot take the request now.
+            QueueFull, QueuedTokensFull, ServerDraining, WorkerDied: the server cannot take the request now.
         """
         self._check_open()
-        limits = RequestLimits(self.model_config.vocab_size, self.max_context_len)
-        limits.check_call(n, top_logprobs, rid)
-        prompt_ids = await self.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else list(prompt)
-        limits.check_prompt(prompt_ids)
+        self._request_limits.check_call(n, top_logprobs, rid)
+        prompt_ids = await self._prompt_ids(prompt, add_special_tokens)
+        if call_cost is None:
+            call_cost = self.new_cost()
+            sampling = self._request_limits.fit(sampling, len(prompt_ids), fill_context)
+            call_cost.add(len(prompt_ids), n, sampling, top_logprobs, prompt_logprobs)
+            self.check_room(call_cost)
         if pooling is not None:
             pooling.check(self.model_config.vocab_size)
-        sampling = limits.fit(sampling, len(prompt_ids), fill_context)
-        self._check_open()  # tokenising may have taken a while
-        self._check_queue(n)
+        client = CURRENT.get()
         name = rid if rid is not None else f"talon-{next(self._serial)}"
         if name in self._named:
             raise InvalidField("rid", name, "unique among open requests")
-        generation = self._named[name] = Generation(name, call, prompt_ids, n, self.max_unread, self.release)
+        generation = self._named[name] = Generation(name, call, prompt_ids, n, self.max_unread, self.release, client.name)
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
-        for index in range(n):
-            self._send(
-                GenerateReq(
-                    rid=self._register(generation, index),
-                    input_ids=prompt_ids,
-                    sampling=sampling,
-                    seed=(seed + index * _SEED_STRIDE) & SEED_MASK,
-                    top_logprobs=top_logprobs,
-                    prompt_logprobs=prompt_logprobs,
-                    stream=stream,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                    continues_prompt=continues_prompt,
-                    pooling=pooling,
-                )
+        first, *more = [Sample(self._register(generation, i), (seed + i * _SEED_STRIDE) & SEED_MASK) for i in range(n)]
+        self._send(
+            GenerateReq(
+                rid=first.rid,
+                input_ids=prompt_ids,
+                sampling=sampling,
+                seed=first.seed,
+                top_logprobs=top_logprobs,
+                prompt_logprobs=prompt_logprobs,
+                stream=stream,
+                priority=priority,
+                client=client.name,
+                max_priority=self.config.scheduler.max_priority if client.max_priority is None else client.max_priority,
+                cache_salt=cache_salt,
+                continues_prompt=continues_prompt,
+                pooling=pooling,
+                more=tuple(more),
             )
+        )
+        self._room.add(client.name, n, len(prompt_ids))
         return generation
 
     def abort(self, rid: str = "", *, all: bool = False) -> None:
@@ -230,24 +228,50 @@ class TokenizerManager:
             self._send(AbortReq(rid=wire))
             self._end(wire, None)
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; long texts are tokenised in a thread."""
-        if len(text) < LONG_TEXT:
-            return self.tokenizer.encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self.tokenizer.encode, text, add_special_tokens)
+    def new_cost(self) -> CallCost:
+        """The empty account of one call."""
+        return CallCost(self._room.limits(self.config.server.max_logprob_cells))
+
+    async def price(
+        self,
+        call_cost: CallCost,
+        prompt: str | list[int],
+        sampling: SamplingParams,
+        *,
+        n: int,
+        fill_context: bool,
+        top_logprobs: int,
+        prompt_logprobs: bool,
+    ) -> tuple[list[int], SamplingParams]:
+        """Add one request of a call to the call's account, before any of them is sent.
+
+        Returns:
+            The prompt's token ids and the parameters, cut to the context.
+
+        Raises:
+            RequestError: a value is out of bounds, or the call costs too much.
+        """
+        self._check_open()
+        prompt_ids = await self._prompt_ids(prompt)
+        sampling = self._request_limits.fit(sampling, len(prompt_ids), fill_context)
+        call_cost.add(len(prompt_ids), n, sampling, top_logprobs, prompt_logprobs)
+        return prompt_ids, sampling
+
+    async def _prompt_ids(self, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
+        prompt_ids = await self.encoder.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+        self._request_limits.check_prompt(prompt_ids)
+        return prompt_ids
+
+    def check_room(self, cost: CallCost) -> None:
+        """Raise the error that says why a call cannot start now."""
+        self._check_open()  # tokenising may have taken a while
+        self._room.check(CURRENT.get().name, cost)
 
     def _check_open(self) -> None:
         if self.health.dead is not None:
             raise WorkerDied(self.health.dead)
         if self.health.draining:
             raise ServerDraining
-
-    def _check_queue(self, n: int) -> None:
-        waiting = max(0, len(self._open) - self.limits.max_running_requests)
-        room = self.limits.max_running_requests + self.config.scheduler.max_queued_requests - len(self._open)
-        if waiting >= self.config.scheduler.max_queued_requests or n > room:
-            raise QueueFull(self.config.scheduler.max_queued_requests)
 
     # ---- administration
 
@@ -321,7 +345,7 @@ class TokenizerManager:
 
     def close(self) -> None:
         """Stop the tokenising threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.encoder.close()
 
     # ---- replies
 
@@ -385,6 +409,7 @@ class TokenizerManager:
             return
         generation = choice.generation
         generation.wires.discard(wire)
+        self._room.add(generation.client, -1, 0 if generation.wires else -len(generation.prompt_ids))
         if not generation.wires:
             self._named.pop(generation.rid, None)
         if not self._open:
@@ -393,7 +418,7 @@ class TokenizerManager:
         if self.observer is not None:
             self.observer.ended(seconds, update)
         if self.config.server.log_requests:
-            _log_request(generation, choice, update, seconds)
+            log_request(generation, choice.index, update, seconds)
 
     def _observe(self, choice: _Choice, update: GenerationUpdate, now: float) -> None:
         if not update.token_ids:
@@ -404,22 +429,3 @@ class TokenizerManager:
             else:
                 self.observer.next_tokens(now - choice.latest, len(update.token_ids))
         choice.latest = now
-
-
-def _log_request(generation: Generation, choice: _Choice, update: GenerationUpdate | None, seconds: float) -> None:
-    name = generation.rid.encode("unicode_escape").decode()  # a line feed must not forge a line of the log
-    if update is None or update.finish is None:
-        log.info("%s[%d]: ended early after %.2f s", name, choice.index, seconds)
-        return
-    progress = update.progress
-    log.info(
-        "%s[%d]: %d prompt tokens (%d cached), %d new, %s, %.2f s, queued %.2f s",
-        name,
-        choice.index,
-        progress.prompt_tokens,
-        progress.cached_tokens,
-        progress.completion_tokens,
-        update.finish.reason,
-        seconds,
-        progress.queue_seconds,
-    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +39,20 @@ class CallArguments:
 
 
 Delta = Content | Reasoning | CallStart | CallArguments
+
+
+def joined(deltas: Iterable[Delta]) -> list[Delta]:
+    """The same deltas with neighbours of one kind as one, and without empty ones."""
+    whole: list[Delta] = []
+    for _, group in groupby(deltas, key=_kind):
+        first, *rest = group
+        if isinstance(first, CallStart):
+            whole.append(first)
+        elif text := first.text + "".join(delta.text for delta in rest if not isinstance(delta, CallStart)):
+            whole.append(replace(first, text=text))
+    return whole
+
+
+def _kind(delta: Delta) -> tuple[type[Delta], int]:
+    """Equal for deltas that continue each other."""
+    return type(delta), delta.call if isinstance(delta, (CallStart, CallArguments)) else -1

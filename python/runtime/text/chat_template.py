@@ -6,22 +6,23 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from runtime.errors import RequestError
 from runtime.text.control_tokens import ControlTokens, unused_noncharacters
 from runtime.text.template_sandbox import compile_template, render_bounded
+from runtime.text.tool_prompt import Message, TemplateTraits, fit_tools, uses_tools
 
 MAX_KWARGS_CHARS = 16384
 
+_OPENING = re.compile(r"\s*(<[\w|]+>)")
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
     | {"return_tensors", "return_dict", "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"}
     | {"raise_exception", "strftime_now", "namespace", "range", "dict", "lipsum", "cycler", "joiner", "self", "loop"}
 )
-
-Message = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
+        tools: Sequence[Message] = (),
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, object] | None = None,
@@ -65,7 +67,9 @@ class ChatTemplate:
         """Render a conversation.
 
         Args:
-            messages: each with a `role` and usually a `content`, of JSON values only.
+            messages: each with a `role` and usually a `content`, of JSON values only. With tools, contents are texts, and
+                calls have JSON text as `arguments`.
+            tools: descriptions of functions in OpenAI's form.
             add_generation_prompt: end with the header of the assistant's next message.
             continue_final_message: end inside the last message instead.
             template_kwargs: further variables: plain JSON values under names that are not reserved.
@@ -76,9 +80,13 @@ class ChatTemplate:
         kwargs = template_kwargs or {}
         _check_kwargs(kwargs)
         _check_messages(messages)
-        mark, tag = unused_noncharacters(messages, kwargs)
+        mark, tag = unused_noncharacters([messages, tools], kwargs)
+        if uses_tools(messages, tools):
+            messages = fit_tools(messages, tools, self._traits)
+            tools = tools if self._traits.knows_tools else ()
         chat = [self._guarded(message, mark) for message in messages]
         variables = {**self._named_tokens, **{name: self._control.for_others(value, mark) for name, value in kwargs.items()}}
+        variables["tools"] = self._control.for_others(tools, mark) or None
         if not continue_final_message:
             return Rendered(self._run(chat, variables, add_generation_prompt), mark)
         if add_generation_prompt:
@@ -86,24 +94,32 @@ class ChatTemplate:
         return Rendered(self._run_unfinished(chat, variables, tag + " "), mark)
 
     def _guarded(self, message: Message, mark: str) -> dict[str, Any]:
-        guard = self._control.for_assistant if message["role"] == "assistant" else self._control.for_others
-        return {str(key): value if key == "role" else guard(value, mark) for key, value in message.items()}
+        guards = {"content": self._control.for_assistant} if message["role"] == "assistant" else {}
+        others = self._control.for_others
+        return {str(key): value if key == "role" else guards.get(key, others)(value, mark) for key, value in message.items()}
 
-    def _run(self, chat: list[dict[str, Any]], variables: Mapping[str, object], add_generation_prompt: bool) -> str:
-        given = {"messages": chat, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
-        return render_bounded(self._template, {**variables, **given}, input_chars=_count_chars(chat))
+    @cached_property
+    def _traits(self) -> TemplateTraits:
+        """What the template does with tools."""
+        return TemplateTraits.probe(lambda messages, tools: self._run(messages, {**self._named_tokens, "tools": tools or None}, True))
+
+    def _run(self, chat: Sequence[Message], variables: Mapping[str, object], add_generation_prompt: bool) -> str:
+        given = {"messages": chat, "documents": None, "add_generation_prompt": add_generation_prompt}
+        chars = count_chars(chat) + count_chars(variables["tools"])
+        return render_bounded(self._template, {**variables, **given}, input_chars=chars)
 
     def _run_unfinished(self, chat: list[dict[str, Any]], variables: Mapping[str, object], tag: str) -> str:
         """Render a chat up to the end of its last message, where `tag` is put to find it again.
 
-        A template that removes thoughts may remove the tag with them. Then the last message follows the generation
-        prompt as it is, as if the model had just written it.
+        A template that changes thoughts may remove the tag with them, or end a thought that the message leaves open.
+        Then the last message follows the generation prompt as it is, as if the model had just written it.
         """
         *earlier, last = chat
         text = _final_text(last)
         rendered = self._run([*earlier, _with_suffix(last, tag)], variables, add_generation_prompt=False)
         end = rendered.rfind(tag.strip())
-        if end < 0:
+        changed = _OPENING.match(text) or not rendered[:end].rstrip().endswith(text.strip())
+        if end < 0 or (changed and earlier):
             header = self._run(earlier, variables, add_generation_prompt=True) if earlier else ""
             return _without_repeated_start(header, text) + text
         # A template that strips white space removed the space of the tag, and would have removed that of the message.
@@ -132,12 +148,13 @@ def _check_kwargs(kwargs: Mapping[str, object]) -> None:
         raise RequestError(f"{field} has {len(text):,} characters of JSON; the limit is {MAX_KWARGS_CHARS:,}.", field)
 
 
-def _count_chars(value: object) -> int:
+def count_chars(value: object) -> int:
+    """Characters of all texts in a JSON value; other values count 8."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(_count_chars(item) for item in value.values())
-    return sum(map(_count_chars, value)) if isinstance(value, (list, tuple)) else 8
+        return sum(count_chars(item) for item in value.values())
+    return sum(map(count_chars, value)) if isinstance(value, (list, tuple)) else 8
 
 
 def _text_parts(message: Mapping[str, Any]) -> list[str]:
@@ -167,7 +184,7 @@ def _with_suffix(message: Mapping[str, Any], suffix: str) -> dict[str, Any]:
 
 def _without_repeated_start(header: str, text: str) -> str:
     """Cut a tag such as `<think>` off the generation prompt if the message begins with the same tag."""
-    opening = re.match(r"\s*(<[\w|]+>)", text)
+    opening = _OPENING.match(text)
     if opening and header.rstrip().endswith(opening[1]):
         return header.rstrip().removesuffix(opening[1])
     return header

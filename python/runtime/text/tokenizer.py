@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 
 from runtime.errors import ConfigError, RequestError
+from runtime.text.bounded_encoding import BoundedEncoding
 from runtime.text.byte_alphabet import token_to_bytes
 from runtime.text.chat_template import ChatTemplate, Message, Rendered
 from runtime.text.control_tokens import ControlTokens
@@ -21,6 +22,8 @@ from runtime.text.tokenizer_files import TokenizerFiles, flatten_component
 _BRACKETED = re.compile(r"[<\[{].*[>\]}]", re.DOTALL)
 _WHITE = re.compile(r"\s*")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+MIN_LONGEST_TOKEN = 64
+"""Some tokenizers drop characters or put many into one unknown token, so their longest token alone is no bound."""
 
 
 class Tokenizer:
@@ -31,6 +34,7 @@ class Tokenizer:
         eos_ids: the ids that end a text, from the tokenizer's and the model's configuration.
         bos_id: the id that begins a text, or None.
         special_ids: control tokens, which are left out of visible text.
+        control_ids: these and tags such as `</think>`, which only templates and the model can make.
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
@@ -46,6 +50,7 @@ class Tokenizer:
             frozenset(token.content for token in special.values()), frozenset(token.content for token in soft.values())
         )
         self.special_ids = frozenset(special)
+        self.control_ids = frozenset(self._control)
         self.vocab_size = max(self._hf.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.bos_id = self._named_id("bos_token")
         eos = self._named_id("eos_token")
@@ -87,29 +92,45 @@ class Tokenizer:
 
     # ---- text to ids
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, bound: BoundedEncoding | None = None) -> list[int]:
         """Tokenise a raw prompt; control tokens spelled in it become control tokens.
 
         Args:
             text: any text.
             add_special_tokens: whether to begin as the model was trained to (often with a BOS token).
+            bound: refuses a prompt of too many tokens.
 
         Raises:
-            RequestError: `text` holds half of a surrogate pair.
+            RequestError: `text` holds half of a surrogate pair, or is too long for `bound`.
         """
-        return _encode(self._hf, text, add_special_tokens)
+        return (bound or BoundedEncoding()).encode(self._hf, text, add_special_tokens, self._splits_words)
 
     def encode_plain(self, text: str) -> list[int]:
         """Tokenise text in which nothing becomes a control token, whatever it spells."""
-        return self._plain_ids(self._plain, text)
+        return self._plain_ids(self._plain, text, BoundedEncoding())
 
-    def _plain_ids(self, plain: tokenizers.Tokenizer, text: str) -> list[int]:
+    def _plain_ids(self, plain: tokenizers.Tokenizer, text: str, bound: BoundedEncoding) -> list[int]:
         if not text:
             return []
-        ids = _encode(plain, text, add_special_tokens=False)
+        ids = bound.encode(plain, text, False, self._splits_words)
         if not self._forbidden_ids.isdisjoint(ids):
             raise RequestError("The text spells a control token that this tokenizer cannot encode as plain text.")
         return ids
+
+    @cached_property
+    def longest_token(self) -> int:
+        """A lower bound of a prompt's tokens is its characters divided by this. At least `MIN_LONGEST_TOKEN`."""
+        return max(MIN_LONGEST_TOKEN, *map(len, self._hf.get_vocab(with_added_tokens=True)))
+
+    @cached_property
+    def _splits_words(self) -> bool:
+        """Whether no token crosses the border between two words of letters."""
+        definition = json.loads(self._files.definition)
+        parts = flatten_component(definition.get("pre_tokenizer"))
+        by_regex = any(part["type"] == "Split" or (part["type"] == "ByteLevel" and part.get("use_regex", True)) for part in parts)
+        plain_normalizer = all(part["type"] == "NFC" for part in flatten_component(definition.get("normalizer")))
+        added = self._hf.get_added_tokens_decoder().values()
+        return self._is_byte_level and by_regex and plain_normalizer and not any(" " in token.content for token in added)
 
     @cached_property
     def _forbidden_ids(self) -> frozenset[int]:
@@ -153,18 +174,21 @@ class Tokenizer:
         """Whether chats can be encoded without a template in the request."""
         return self._template is not None
 
-    def encode_chat(self, messages: Sequence[Message], *, chat_template: str | None = None, **options: Any) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], *, chat_template: str | None = None, bound: BoundedEncoding | None = None, **options: Any
+    ) -> list[int]:
         """Tokenise a conversation; only the template can make control tokens, never the text of a message.
 
         Args:
             messages: each with a `role` and usually a `content`, of JSON values only.
             chat_template: Jinja text instead of the model's own template.
+            bound: refuses a prompt of too many tokens.
             options: the other arguments of `ChatTemplate.render`.
 
         Raises:
-            RequestError: there is no template, or it rejects the messages, or it takes too long.
+            RequestError: there is no template, or it rejects the messages, or it takes too long, or the prompt is too long.
         """
-        return self._encode_rendered(self._template_for(chat_template).render(messages, **options))
+        return self._encode_rendered(self._template_for(chat_template).render(messages, **options), bound or BoundedEncoding())
 
     def render_chat(self, messages: Sequence[Message], *, chat_template: str | None = None, **options: Any) -> str:
         """Return the text of a conversation, with the arguments of `encode_chat`."""
@@ -183,15 +207,15 @@ class Tokenizer:
     def _compile(self, source: str) -> ChatTemplate:
         return ChatTemplate(source, self._files.named_tokens, self._control_tokens)
 
-    def _encode_rendered(self, rendered: Rendered) -> list[int]:
+    def _encode_rendered(self, rendered: Rendered, bound: BoundedEncoding) -> list[int]:
         if rendered.mark not in rendered.text:
-            return _encode(self._hf, rendered.text, add_special_tokens=False)
+            return bound.encode(self._hf, rendered.text, False, self._splits_words)
         ids: list[int] = []
         for piece in self._split_at_control_tokens(rendered.text):
             if isinstance(piece, int):
                 ids.append(piece)
             else:
-                ids += self._plain_ids(self._plain_inside if ids else self._plain, piece.replace(rendered.mark, ""))
+                ids += self._plain_ids(self._plain_inside if ids else self._plain, piece.replace(rendered.mark, ""), bound)
         return ids
 
     def _split_at_control_tokens(self, text: str) -> list[str | int]:
@@ -219,6 +243,10 @@ class Tokenizer:
         """Return the text of a whole sequence; invalid UTF-8 shows as U+FFFD, unknown ids as nothing."""
         return self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the token that is spelled `text`, or None."""
+        return self._hf.token_to_id(text)
+
     def token_text(self, token_id: int) -> str:
         """Return one token as text, for log-probabilities; half a character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
@@ -233,14 +261,15 @@ class Tokenizer:
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
 
-    def stream(self, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()) -> StreamDecoder:
+    def stream(self, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = (), shown: Sequence[int] = ()) -> StreamDecoder:
         """Return a decoder for one text that arrives token by token; each token costs O(1).
 
         Args:
             skip_special_tokens: leave control tokens out.
             prompt_tail: the last tokens of the text that this one continues; they are not shown again.
+            shown: control tokens that are not left out.
         """
-        skip = self.special_ids if skip_special_tokens else frozenset[int]()
+        skip = self.special_ids.difference(shown) if skip_special_tokens else frozenset[int]()
         decoder = ByteStream(self.token_bytes, skip) if self._is_byte_level else WindowStream(self._hf, skip)
         decoder.step(prompt_tail)
         return decoder
@@ -254,10 +283,3 @@ class Tokenizer:
 def _skip_white(text: str, start: int) -> int:
     found = _WHITE.match(text, start)
     return found.end() if found else start
-
-
-def _encode(hf: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    try:
-        return hf.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-    except (UnicodeEncodeError, TypeError) as error:
-        raise RequestError("The text holds half of a surrogate pair, which is not a character.") from error

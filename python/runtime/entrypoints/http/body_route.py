@@ -41,7 +41,7 @@ class BodyRoute(APIRoute):
         logged: set[str] = set()
 
         async def route(request: Request) -> Response:
-            value = await read_json(request)
+            value = await read_json(request, request.app.state.body_limits)
             if request.app.state.strict_request_fields and (names := _unknown(schema, value)):
                 raise UnknownFields(names)
             try:

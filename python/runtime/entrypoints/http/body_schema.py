@@ -40,6 +40,8 @@ class BodySchema:
             return RequestError("The body must be a JSON object.", "body")
         if error["type"] == "missing":
             return MissingField(path, param)
+        if error["type"] == "required":
+            return MissingField(f"{path}.{error['ctx']['field']}", f"{path}.{error['ctx']['field']}")
         if node.get("description"):
             return RequestError(f"{path} must be {node['description']}.", param)
         refusal = InvalidField(path, error["input"], " or ".join(map(_limit, self._forms(node))))

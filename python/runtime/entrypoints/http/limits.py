@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from runtime.entrypoints.http.body_price import BodyPrice
 from runtime.entrypoints.http.connection import HEADERS_TOO_LARGE, MAX_HEADER_BYTES
 from runtime.entrypoints.http.responses import error_response
-from runtime.errors import BodyTooLarge, RequestError, ServingError
+from runtime.errors import BodyTooComplex, BodyTooLarge, RequestError, ServingError
 
 MIB = 1 << 20
-MAX_BODY_MIB = 32
 MAX_DEPTH = 64
 BODY_SECONDS = 120.0
 """From the end of the headers to the end of the body."""
 LINGER_SECONDS = 10.0
 LINGER_BYTES = 256 * MIB
 """How much of a refused body is read and dropped, because a client that is still sending does not read the answer."""
-THREAD_BYTES = 256 * 1024
+THREAD_BYTES = 64 * 1024
 """Larger bodies are parsed in a thread."""
 
 
@@ -46,6 +47,14 @@ class BodyTimeout(ServingError):
     code = "timeout"
 
 
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """How large a body may be, and how many milliseconds its values may take to check."""
+
+    max_mib: int
+    max_parse_ms: int
+
+
 class HeaderLimit:
     """ASGI middleware that refuses large headers. The parser bounds only headers that arrive in several reads."""
 
@@ -55,7 +64,7 @@ class HeaderLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on or answer 431."""
         if scope["type"] == "http" and _head_bytes(scope) > MAX_HEADER_BYTES:
-            await error_response(HeadersTooLarge(HEADERS_TOO_LARGE))(scope, receive, send)
+            await error_response(HeadersTooLarge(HEADERS_TOO_LARGE), scope["path"])(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
@@ -85,15 +94,15 @@ async def _drop(request: Request) -> None:
             return
 
 
-async def read_json(request: Request) -> object:
+async def read_json(request: Request, limits: BodyLimits) -> object:
     """Read and parse the body.
 
     Raises:
         BadBody: the body is compressed, is not JSON in UTF-8, or is nested more than `MAX_DEPTH` levels deep.
-        BodyTooLarge, BodyTimeout: it is too large or did not arrive in time.
+        BodyTooLarge, BodyTooComplex, BodyTimeout: it is too large, would take too long to check, or did not arrive in time.
     """
     try:
-        raw = await asyncio.wait_for(_read(request, MAX_BODY_MIB * MIB), BODY_SECONDS)
+        raw = await asyncio.wait_for(_read(request, limits), BODY_SECONDS)
     except asyncio.TimeoutError:
         raise BodyTimeout(f"The body did not end within {BODY_SECONDS:g} seconds.") from None
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
@@ -101,13 +110,16 @@ async def read_json(request: Request) -> object:
     return parse_json(raw) if len(raw) <= THREAD_BYTES else await asyncio.to_thread(parse_json, raw)
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, limits: BodyLimits) -> bytes:
     chunks: list[bytes] = []
+    price = BodyPrice()
     async for chunk in request.stream():
         chunks.append(chunk)
-        limit -= len(chunk)
-        if limit < 0:
-            raise BodyTooLarge(MAX_BODY_MIB)
+        price.feed(chunk)
+        if price.bytes > limits.max_mib * MIB:
+            raise BodyTooLarge(limits.max_mib)
+        if price.milliseconds > limits.max_parse_ms:
+            raise BodyTooComplex(price.commas + price.containers, limits.max_parse_ms)
     return b"".join(chunks)
 
 

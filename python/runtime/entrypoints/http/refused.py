@@ -8,10 +8,11 @@ _NAMES_BY_REASON = {
     "this server reads and writes text only, and opens no URL and no file": (
         "audio", "audio_data", "image_data", "modalities", "video_data", "web_search_options",
     ),
-    "this server does not call tools yet": (
+    "only chat completions take tools": (
         "function_call", "functions", "parallel_tool_calls", "tool_call_id", "tool_calls", "tool_choice",
         "tools",
     ),
+    "only chat completions separate thinking": ("reasoning_content", "reasoning_effort"),
     "this server does not fill in the middle": ("suffix",),
     "a trace lasts from /start_profile to /stop_profile": (
         "num_steps", "profile_by_stage", "profile_stages", "start_step",
@@ -30,7 +31,7 @@ _NAMES_BY_REASON = {
     "this server has one copy of the model": ("data_parallel_rank", "routed_dp_rank"),
     "this server does not implement it yet": (
         "annotations", "custom_logit_processor", "custom_params", "include_obfuscation", "input_embeds",
-        "max_thinking_tokens", "reasoning_content", "reasoning_effort", "refusal", "require_reasoning", "session_params",
+        "max_thinking_tokens", "refusal", "require_reasoning", "session_params",
         "spaces_between_special_tokens", "thinking", "watermark",
     ),
 }  # fmt: skip

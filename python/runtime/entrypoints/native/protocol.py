@@ -21,7 +21,8 @@ from runtime.entrypoints.http.body import (
     Unused,
     items,
 )
-from runtime.entrypoints.openai.protocol import Messages, ModelName, TemplateKwargs
+from runtime.entrypoints.openai.messages import Messages
+from runtime.entrypoints.openai.protocol import ModelName, TemplateKwargs
 from runtime.errors import InvalidField, RequestError
 from runtime.sampling_params import MAX_TOKENS, NO_DEFAULTS, MinNewTokens, SamplingDefaults, SamplingParams
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.native.protocol import DetokenizeBody, TokenizeBody
-from runtime.entrypoints.openai.protocol import Message
+from runtime.entrypoints.openai.messages import Message, rendered_messages
 from runtime.errors import InvalidField, RequestError
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
@@ -25,11 +25,11 @@ class TokenApi:
     async def tokenize(self, body: TokenizeBody) -> Response:
         """Token ids of a text, of several, or of a conversation."""
         if body.messages is not None:
-            tokens: Any = await asyncio.to_thread(self._chat_ids, body, body.messages)
+            tokens: Any = await self._chat_ids(body, body.messages)
         elif isinstance(body.prompt, str):
-            tokens = await self._manager.tokenize(body.prompt, body.add_special_tokens)
+            tokens = await self._manager.encoder.encode_any(body.prompt, body.add_special_tokens)
         else:
-            tokens = [await self._manager.tokenize(text, body.add_special_tokens) for text in body.prompt or ()]
+            tokens = [await self._manager.encoder.encode_any(text, body.add_special_tokens) for text in body.prompt or ()]
         count = [len(ids) for ids in tokens] if isinstance(body.prompt, list) else len(tokens)
         answer = {"tokens": tokens, "count": count, "max_model_len": self._manager.max_context_len}
         return json_response({**answer, "token_strs": self._token_strs(tokens)} if body.return_token_strs else answer)
@@ -38,12 +38,12 @@ class TokenApi:
         """The text of every token, in the shape of `tokens`."""
         return self._tokenizer.token_text(tokens) if isinstance(tokens, int) else [self._token_strs(each) for each in tokens]
 
-    def _chat_ids(self, body: TokenizeBody, messages: list[Message]) -> list[int]:
+    async def _chat_ids(self, body: TokenizeBody, messages: list[Message]) -> list[int]:
         if not self._tokenizer.has_chat_template:
             raise RequestError("This model has no chat template. Send a prompt, or start the server with --chat-template FILE.", "messages")
-        rendered = [message.rendered() for message in messages]
+        rendered = rendered_messages(messages)
         kwargs = body.chat_template_kwargs or None
-        return self._tokenizer.encode_chat(
+        return await self._manager.encoder.encode_chat(
             rendered,
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.http.sse import EventStream, until_gone
-from runtime.entrypoints.openai.chat_updates import ChatAnswer, ChatUpdate
+from runtime.entrypoints.openai.chat_updates import ChatAnswer, ChatFinish, ChatUpdate
 from runtime.entrypoints.openai.chats import Chat, Chats
 from runtime.entrypoints.openai.chunks import Chunks
 from runtime.entrypoints.openai.logprobs import Top, chat_logprobs
@@ -52,9 +52,9 @@ class ChatApi:
         assert answer.finish is not None
         shown: Json = {
             "index": index,
-            "message": _message(answer),
+            "message": _message(answer, older=bool(body.functions)),
             "logprobs": self._logprobs(body, answer.token_ids, answer.logprobs, answer.top),
-            "finish_reason": answer.finish.reason,
+            "finish_reason": _reason(answer.finish, older=bool(body.functions)),
             "matched_stop": answer.finish.matched,
         }
         return {**shown, "token_ids": answer.token_ids} if body.return_token_ids else shown
@@ -78,8 +78,10 @@ class ChatApi:
 
     def _chunks(self, body: ChatBody, update: ChatUpdate) -> list[Json]:
         """The chunks of an update: one per delta. The first has its tokens, the last its finish reason."""
-        deltas = [_delta(delta) for delta in update.deltas]
-        if update.finish is not None and (not deltas or "tool_calls" in deltas[-1]):
+        older = bool(body.functions)
+        deltas = [_older_delta(delta) if older else _delta(delta) for delta in update.deltas]
+        calls = bool(update.deltas) and isinstance(update.deltas[-1], (CallStart, CallArguments))
+        if update.finish is not None and (not deltas or calls):
             deltas.append({})  # OpenAI ends tool calls with a chunk of its own
         if not deltas and update.token_ids and (body.return_token_ids or body.logprobs):
             deltas.append({})
@@ -88,21 +90,32 @@ class ChatApi:
             logprobs = update.logprobs
             shown[0]["logprobs"] = logprobs and self._logprobs(body, update.token_ids, logprobs.chosen, logprobs.top)
             if update.finish is not None:
-                shown[-1].update(finish_reason=update.finish.reason, matched_stop=update.finish.matched)
+                shown[-1].update(finish_reason=_reason(update.finish, older), matched_stop=update.finish.matched)
             if body.return_token_ids:
                 shown[0]["token_ids"] = update.token_ids
         return shown
 
 
-def _message(answer: ChatAnswer) -> Json:
-    """The message of an answer; reasoning and tool calls are present if the model produced any."""
+def _reason(finish: ChatFinish, older: bool) -> str:
+    return "function_call" if older and finish.reason == "tool_calls" else finish.reason
+
+
+def _message(answer: ChatAnswer, older: bool) -> Json:
+    """The message of an answer; reasoning and calls are present if the model produced any.
+
+    Args:
+        older: whether the request spelled `tools` as `functions`.
+    """
     message: Json = {"role": "assistant", "content": answer.content, "refusal": None}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
     if answer.calls:
         message["content"] = answer.content or None
         calls = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in answer.calls]
-        message["tool_calls"] = [{"id": call_id, "type": "function", "function": function} for call_id, function in calls]
+        if older:
+            message["function_call"] = calls[0][1]
+        else:
+            message["tool_calls"] = [{"id": call_id, "type": "function", "function": function} for call_id, function in calls]
     return message
 
 
@@ -118,3 +131,9 @@ def _delta(delta: Delta) -> Json:
             return {"tool_calls": [{"index": call, "id": call_id, "type": "function", "function": function}]}
         case CallArguments(call, text):
             return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
+
+
+def _older_delta(delta: Delta) -> Json:
+    """A delta for a request that spelled `tools` as `functions`; it has one call at most."""
+    shown = _delta(delta)
+    return {"function_call": shown["tool_calls"][0]["function"]} if "tool_calls" in shown else shown

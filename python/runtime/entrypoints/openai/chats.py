@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 from runtime.entrypoints.generations import Call, Generations
 from runtime.entrypoints.http.refused import TEMPLATE_REFUSED
-from runtime.entrypoints.openai.chat_updates import ChatAnswer, ChatFinish, ChatUpdate
+from runtime.entrypoints.openai.answer_reader import AnswerReader
+from runtime.entrypoints.openai.chat_updates import ChatAnswer, ChatUpdate
+from runtime.entrypoints.openai.messages import rendered_messages
 from runtime.entrypoints.openai.protocol import ChatBody
 from runtime.entrypoints.openai.usage import TokenCounts, UsageCounter
 from runtime.errors import RequestError, UnsupportedField
-from runtime.managers.generation import GenerationUpdate
 from runtime.managers.tokenizer_manager import TokenizerManager
-from runtime.parsers.deltas import Content
+from runtime.parsers.output_format import OutputFormat, OutputRequest
+from runtime.parsers.registry import pick_think_format, pick_tool_format
 from runtime.text.tokenizer import Tokenizer
 
-LONG_CHAT = 2048
-"""Characters of a conversation from which its template runs in a thread."""
+log = logging.getLogger(__name__)
 
 
 class Chat:
@@ -30,11 +32,12 @@ class Chat:
         prompt_ids: the rendered conversation.
     """
 
-    def __init__(self, name: str, n: int, group: Generations) -> None:
+    def __init__(self, name: str, group: Generations, readers: list[AnswerReader], *, thinks: bool, enforces_tools: bool) -> None:
         self.name = name
         self.prompt_ids = group.each[0].prompt_ids
-        self._n = n
         self._group = group
+        self._readers = readers
+        self._thinks, self._enforces_tools = thinks, enforces_tools
         self._counter = UsageCounter(group)
 
     async def __aenter__(self) -> Chat:
@@ -49,18 +52,24 @@ class Chat:
 
     def counts(self) -> TokenCounts:
         """The tokens so far."""
-        return self._counter.counts()
+        counts = self._counter.counts()
+        return replace(counts, reasoning_tokens=sum(each.reasoning_tokens for each in self._readers)) if self._thinks else counts
 
     async def updates(self) -> AsyncGenerator[ChatUpdate, None]:
         """The updates of all answers as they come; the first error is raised."""
-        async with aclosing(self._group.updates()) as updates:
-            async for prompt, update in updates:
-                self._counter.add(prompt, update)
-                yield _read(update)
+        try:
+            async with aclosing(self._group.updates()) as updates:
+                async for prompt, update in updates:
+                    self._counter.add(prompt, update)
+                    yield self._readers[update.index].read(update)
+        except RequestError as error:
+            if self._enforces_tools and error.status == RequestError.status:
+                raise RequestError(f"The schemas of the tools cannot be enforced. {error}", "tools") from error
+            raise
 
     async def answers(self) -> list[ChatAnswer]:
         """All answers, complete."""
-        done = [ChatAnswer() for _ in range(self._n)]
+        done = [ChatAnswer() for _ in self._readers]
         async with aclosing(self.updates()) as updates:
             async for update in updates:
                 done[update.index].add(update)
@@ -68,11 +77,16 @@ class Chat:
 
 
 class Chats:
-    """Starts conversations."""
+    """Starts conversations.
+
+    Raises:
+        ConfigError: the parsers of the configuration do not fit the model.
+    """
 
     def __init__(self, manager: TokenizerManager, tokenizer: Tokenizer) -> None:
         self._manager = manager
         self._tokenizer = tokenizer
+        self._format = output_format(manager, tokenizer)
 
     async def start(self, body: ChatBody) -> Chat:
         """Render a conversation and start its answers.
@@ -81,10 +95,14 @@ class Chats:
             RequestError, QueueFull: it cannot start.
         """
         name = f"chatcmpl-{uuid.uuid4().hex}"
+        tools = body.tool_request()
+        prompt_ids = await self.prompt_ids(body)
+        sampling = body.sampling(body.limit, body.min_tokens, self._manager.config.model.default_sampling_params)
+        output = OutputRequest(tools.schemas, sampling.stop, body.separate_reasoning, tools.rule, tools.parallel)
         call = Call(
             name=name,
-            prompts=[await self.prompt_ids(body)],
-            sampling=[body.sampling(body.limit, body.min_tokens, self._manager.config.model.default_sampling_params)],
+            prompts=[prompt_ids],
+            sampling=[self._format.adapt(sampling, output, prompt_ids)],
             rids=[name],
             n=body.n,
             stream=body.stream,
@@ -96,31 +114,33 @@ class Chats:
             fill_context=body.fill_context,
             continues_prompt=body.continue_final_message,
         )
-        return Chat(name, body.n, await Generations.start(self._manager, call))
+        group = await Generations.start(self._manager, call)
+        parsers = [self._format.parser(output, prompt_ids) for _ in range(body.n)]
+        readers = [AnswerReader(parser, tools.parallel, body.stream_reasoning) for parser in parsers]
+        return Chat(name, group, readers, thinks=self._format.thinks, enforces_tools=tools.rule != "free")
 
     async def prompt_ids(self, body: ChatBody) -> list[int]:
-        """Token ids of the conversation; a long one is rendered in a thread."""
+        """Token ids of the conversation."""
         if body.chat_template is not None and not self._manager.config.server.trust_request_chat_template:
             raise UnsupportedField("chat_template", TEMPLATE_REFUSED)
         if not self._tokenizer.has_chat_template and body.chat_template is None:
             raise RequestError(
                 "This model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.", "messages"
             )
-        messages = [message.rendered() for message in body.messages]
-        if body.chat_template is None and sum(len(message["content"]) for message in messages) < LONG_CHAT:
-            return self._render(body, messages)
-        return await asyncio.to_thread(self._render, body, messages)
-
-    def _render(self, body: ChatBody, messages: list[dict[str, str]]) -> list[int]:
-        return self._tokenizer.encode_chat(
-            messages,
+        return await self._manager.encoder.encode_chat(
+            rendered_messages(body.messages),
+            tools=[function.rendered() for function in body.tool_request().described],
             add_generation_prompt=not body.continue_final_message,
             continue_final_message=body.continue_final_message,
-            template_kwargs=body.chat_template_kwargs or None,
+            template_kwargs=body.template_kwargs() or None,
             chat_template=body.chat_template,
         )
 
 
-def _read(update: GenerationUpdate) -> ChatUpdate:
-    finish = update.finish and ChatFinish(update.finish.reason, update.finish.matched)
-    return ChatUpdate(update.index, [Content(update.text)] if update.text else [], update.token_ids, update.logprobs, finish)
+def output_format(manager: TokenizerManager, tokenizer: Tokenizer) -> OutputFormat:
+    """The format that the configuration asks for, or the model's own."""
+    config, architecture, template = manager.config.model, manager.model_config.architecture, tokenizer.chat_template or ""
+    tools = pick_tool_format(config.tool_call_parser, architecture, template)
+    thinking = pick_think_format(config.reasoning_parser, architecture, template)
+    log.info("tool calls are read as %s, thinking as %s", tools, thinking or "part of the text")
+    return OutputFormat(tokenizer, tools, thinking)

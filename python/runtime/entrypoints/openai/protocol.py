@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Interval, Len
 from pydantic import BaseModel, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from runtime.entrypoints.http.body import (
     MAX_PROMPTS,
@@ -21,14 +20,25 @@ from runtime.entrypoints.http.body import (
     entries,
     items,
 )
+from runtime.entrypoints.openai.messages import Messages
 from runtime.entrypoints.openai.structured import ConstrainedFields
+from runtime.entrypoints.openai.tools import (
+    FunctionChoice,
+    FunctionReference,
+    Functions,
+    ToolChoice,
+    ToolReference,
+    ToolRequest,
+    Tools,
+)
 from runtime.errors import InvalidField, RequestError
 from runtime.sampling_params import MAX_TOKENS, MinNewTokens, NewTokens
 
-MAX_MESSAGES = 4096
 MAX_TEMPLATE_KWARGS = 16
 MAX_TEMPLATE = 65536
 DEFAULT_COMPLETION_TOKENS = 16
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 ModelName = Annotated[str, Len(0, 4096)]
 TemplateKwargs = Annotated[
@@ -44,49 +54,6 @@ Prompt = Annotated[
     Text | TokenIds | Annotated[list[Text | TokenIds], items(1, MAX_PROMPTS)],
     Field(description=f"a string, an array of token ids, or an array of 1 to {MAX_PROMPTS} of these; none may be empty"),
 ]
-
-
-TEXT_PARTS_ONLY = "this server reads text parts only and opens no URL"
-
-
-# ---- messages
-
-
-class TextPart(Body):
-    """A part of a message. Only text is supported."""
-
-    type: Literal["text"]
-    text: str
-    cache_control: Unused = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else "text"
-        if kind != "text":
-            field = kind[:32] if isinstance(kind, str) else "type"
-            raise PydanticCustomError(
-                "unsupported", "not text", {"field": field, "why": "this server reads text parts only and opens no URL"}
-            )
-        return data
-
-
-class Message(Body):
-    """One message of a conversation; text parts are joined by newlines."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], items(1, MAX_MESSAGES)]
-    name: Name | None = None
-    cache_control: Unused = None
-
-    def rendered(self) -> dict[str, str]:
-        """The message as chat templates know it; `developer` is the newer name of `system`."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        return message if self.name is None else {**message, "name": self.name}
-
-
-Messages = Annotated[list[Message], items(1, MAX_MESSAGES)]
 
 
 # ---- requests
@@ -144,19 +111,46 @@ class ChatBody(OpenAIBody):
     chat_template: Annotated[str, Len(1, MAX_TEMPLATE)] | None = None
     chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
     continue_final_message: bool = False
+    function_call: FunctionChoice | None = None
+    functions: Functions = Field(default_factory=list)
     logprobs: bool = False
     max_completion_tokens: NewTokens | None = None
     max_tokens: NewTokens | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: ReasoningEffort | None = None
+    separate_reasoning: bool = True  # pyright: ignore[reportIncompatibleVariableOverride]
+    stream_reasoning: bool = True  # pyright: ignore[reportIncompatibleVariableOverride]
+    tool_choice: ToolChoice = "auto"
+    tools: Tools = Field(default_factory=list)
     top_logprobs: TopLogprobs | None = None
 
     @model_validator(mode="after")
     def _check_fields(self) -> ChatBody:
+        if self.functions and self.tools:
+            raise RequestError("functions is an older spelling of tools; send one of them.", "functions")
+        self.tool_request()
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs requires logprobs: true.", "top_logprobs")
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise RequestError("continue_final_message requires a last message of role assistant.", "continue_final_message")
         self._check_min_tokens(self.limit_name, self.limit)
         return self
+
+    def tool_request(self) -> ToolRequest:
+        """The tools, and what the model may do with them."""
+        if not self.functions:
+            return ToolRequest.of([tool.function for tool in self.tools], self.tool_choice, self.parallel_tool_calls, "tool_choice")
+        choice = self.function_call or "auto"
+        if isinstance(choice, FunctionReference):
+            choice = ToolReference(type="function", function=choice)
+        return ToolRequest.of(self.functions, choice, False, "function_call")
+
+    def template_kwargs(self) -> dict[str, bool | int | float | str]:
+        """The variables for the chat template; `reasoning_effort` is one, and says whether the model thinks at all."""
+        effort = self.reasoning_effort
+        if effort is None:
+            return self.chat_template_kwargs
+        return {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none", **self.chat_template_kwargs}
 
     @property
     def limit_name(self) -> str:
@@ -250,13 +244,20 @@ class CachedTokens(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokens(BaseModel):
+    """How many generated tokens were thinking."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
-    """Token counts of a call."""
+    """Token counts of a call; the details of the completion come from models that think."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: CompletionTokens | None = None
 
 
 class CachedTokensDetails(BaseModel):
@@ -305,15 +306,34 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
+class AnswerFunction(BaseModel):
+    """A called function; `arguments` is JSON text as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class AnswerCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: AnswerFunction
+
+
 class ChatMessage(BaseModel):
-    """The answer of a chat."""
+    """The answer of a chat. Thinking and calls are present if the model produced any."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[AnswerCall] | None = None
+    function_call: AnswerFunction | None = None
 
 
 FinishReason = Literal["stop", "length", "abort"]
+ChatFinishReason = Literal["stop", "length", "abort", "tool_calls", "function_call"]
 
 
 class ChatChoice(BaseModel):
@@ -322,7 +342,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     matched_stop: int | str | None
     token_ids: list[int] | None = None
 

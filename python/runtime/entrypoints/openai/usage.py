@@ -14,20 +14,28 @@ from runtime.managers.telemetry.spec_stats import SpecStats
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """The tokens of one call. `spec` holds the acceptance of each choice that had drafts."""
+    """The tokens of one call.
+
+    Attributes:
+        spec: the acceptance of each choice that had drafts.
+        reasoning_tokens: those of `completion_tokens` that were thinking; None for a model that does not think.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     spec: tuple[SpecStats, ...] = ()
+    reasoning_tokens: int | None = None
 
     def usage(self) -> dict[str, Any]:
         """The counts as OpenAI's `usage`."""
+        thought = self.reasoning_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            **({} if thought is None else {"completion_tokens_details": {"reasoning_tokens": thought}}),
         }
 
     def extension(self, body: OpenAIBody) -> dict[str, Any]:

@@ -38,6 +38,11 @@ class Pooler:
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
 
+    def check_shared(self, part: str | list[int], prompts: int, param: str) -> None:
+        """Refuse a text or token ids that are part of so many prompts, before the prompts are built."""
+        tokens = len(part) // self._manager.tokenizer.longest_token if isinstance(part, str) else len(part)
+        self._manager.new_cost().check_tokens(tokens * prompts, param)
+
     async def run(self, body: PoolingBody, prompts: Sequence[str | list[int]], pooling: Pooling | None, param: str) -> list[Pooled]:
         """The results of all prompts, in order; cancelling it ends what runs.
 

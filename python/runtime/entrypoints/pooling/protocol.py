@@ -68,7 +68,7 @@ class ScoreBody(PoolingBody):
         given = [self.items] if isinstance(self.items, str) else self.items
         if len({isinstance(part, str) for part in (self.query, *given)}) > 1:
             raise RequestError("query and items must be all strings or all arrays of token ids.", "items")
-        if not all(self.prompts):
+        if not self.query and not all(given):
             raise RequestError("query and item must not both be empty.", "items")
         return self
 

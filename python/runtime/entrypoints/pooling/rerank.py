@@ -43,8 +43,9 @@ class RerankApi:
 
     async def _run(self, body: RerankBody) -> tuple[list[Pooled], int]:
         """The prompts' log-probabilities, and how many of the last ones belong to the query."""
-        tokenize = self._manager.tokenize
+        tokenize = self._manager.encoder.encode
         query = await tokenize(" " + body.query, add_special_tokens=False)
+        self._manager.new_cost().check_tokens(len(query) * len(body.documents), "query")
         contexts = [await tokenize(CONTEXT.format(document=document)) for document in body.documents]
         return await self._pooler.run(body, [[*context, *query] for context in contexts], None, "documents"), len(query)
 

@@ -25,6 +25,7 @@ class ScoreApi:
         """Score every item."""
         self._model.check(body.model)
         labels = Pooling(kind="labels", label_ids=tuple(body.label_token_ids))
+        self._pooler.check_shared(body.query, 1 if isinstance(body.items, str) else len(body.items), "query")
         pooled = await until_gone(request, self._pooler.run(body, body.prompts, labels, "items"))
         scores = [probabilities(each.vector, body.apply_softmax) for each in pooled]
         return json_response({"object": "scoring", "scores": scores, "model": self._model.name, "usage": usage(pooled)})

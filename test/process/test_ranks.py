@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,3 +116,52 @@ def test_the_server_ends_cleanly_after_a_signal(model: Path) -> None:
         assert alive == []
         assert "died" not in server.text()
         assert server.folders() == []
+
+
+# ---- several nodes
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@contextmanager
+def two_nodes(model: Path) -> Iterator[tuple[Server, Server]]:
+    """Nodes 0 and 1 on this host, which talk over sockets."""
+    flags = (*FLAGS, "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}", "--random-seed", "3")
+    with (
+        serving(model, *flags, "--node-rank", "1", ready=False, program=rank_faults.__file__, behaviour="well") as other,
+        serving(model, *flags, program=rank_faults.__file__, behaviour="well") as first,
+    ):
+        yield first, other
+
+
+def test_two_nodes_serve_and_end_together(model: Path) -> None:
+    with two_nodes(model) as (first, other):
+        assert first.complete([5, 6, 7]).status_code == 200
+        assert len(first.state()["worker"]["ranks"]) == 2
+        first.process.send_signal(signal.SIGTERM)
+        assert first.process.wait(PATIENCE) == 0
+        assert other.process.wait(PATIENCE) == 0
+        assert "talon: ready, worker-1 on this node" in other.text()
+        assert first.folders() == other.folders() == []
+
+
+def test_a_node_that_is_lost_ends_the_other(model: Path) -> None:
+    with two_nodes(model) as (first, other):
+        children = psutil.Process(first.process.pid).children(recursive=True)
+        stream = first.stream(400)
+        ranks = psutil.Process(other.process.pid).children(recursive=True)
+        other.process.kill()
+        assert stream.join(PATIENCE)
+        assert any('"error"' in event for event in stream.events), first.text()
+        assert_ended(first, children)
+        assert psutil.wait_procs(ranks, timeout=PATIENCE)[1] == []
+
+
+def test_a_node_ends_when_node_0_is_gone(model: Path) -> None:
+    with two_nodes(model) as (first, other):
+        first.process.kill()
+        assert other.process.wait(PATIENCE) == 1
+        assert other.folders() == []

@@ -1,0 +1,68 @@
+"""A node other than 0: runs its ranks until node 0 ends. It serves no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+
+from runtime.config.runtime_config import RuntimeConfig
+from runtime.entrypoints.child import ChildConfig
+from runtime.entrypoints.child_process import ChildProcess, start_ranks
+from runtime.entrypoints.socket_folder import make_socket_folder
+
+log = logging.getLogger(__name__)
+
+
+async def run_node(config: RuntimeConfig, command: Sequence[str] | None = None) -> int:
+    """Start the ranks of this node and wait until they have finished, one has died, or a signal comes.
+
+    Args:
+        command: what to run instead of this package's worker processes.
+
+    Returns:
+        The exit status: 0 after node 0 ended or a signal came, 1 after a failure.
+
+    Raises:
+        ConfigError: a rank cannot run with this configuration.
+        ServingError: a rank failed at start-up.
+    """
+    stop, folder = asyncio.Event(), make_socket_folder()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    child = ChildConfig(config=config, folder=folder, parent=os.getpid())
+    ranks = list[ChildProcess]()
+    try:
+        ranks += start_ranks(child, command or (sys.executable, "-m", "runtime.entrypoints.child"))
+        return await _watch(ranks, stop)
+    finally:
+        for rank in ranks:
+            rank.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _watch(ranks: Sequence[ChildProcess], stop: asyncio.Event) -> int:
+    ends = [asyncio.ensure_future(rank.gone.wait()) for rank in ranks]
+    stopped = asyncio.ensure_future(stop.wait())
+    ready = asyncio.gather(*(rank.ready for rank in ranks))
+    try:
+        await asyncio.wait([ready, stopped, *ends], return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            ready.result()
+            print(f"talon: ready, {', '.join(rank.role for rank in ranks)} on this node; node 0 serves", flush=True)
+        while not stop.is_set() and not all(rank.finished for rank in ranks):
+            dead = [rank for rank in ranks if rank.gone.is_set() and not rank.finished]
+            for rank in dead:
+                log.error("the %s process died: %s", rank.role, rank.describe_end())
+            if dead:
+                return 1
+            waiting = [end for end in ends if not end.done()]
+            await asyncio.wait([stopped, *waiting], return_when=asyncio.FIRST_COMPLETED)
+        return 0
+    finally:
+        for task in (ready, stopped, *ends):
+            task.cancel()

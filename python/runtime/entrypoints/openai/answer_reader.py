@@ -1,0 +1,56 @@
+"""One answer of a conversation: the engine's updates in, typed updates out."""
+
+from __future__ import annotations
+
+from runtime.entrypoints.openai.chat_updates import ChatFinish, ChatUpdate
+from runtime.managers.generation import GenerationUpdate
+from runtime.parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning, joined
+from runtime.parsers.output_parser import OutputParser
+
+
+class AnswerReader:
+    """Reads one answer.
+
+    Args:
+        parser: reads the output; None for plain text.
+        parallel: whether to deliver more than one call.
+        stream_reasoning: whether to deliver thinking as it comes, not as a whole.
+    """
+
+    def __init__(self, parser: OutputParser | None, parallel: bool = True, stream_reasoning: bool = True) -> None:
+        self._parser = parser
+        self._parallel, self._stream_reasoning = parallel, stream_reasoning
+        self._held: list[Delta] = []
+        self._called = False
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many tokens were thinking so far."""
+        return 0 if self._parser is None else self._parser.reasoning_tokens
+
+    def read(self, update: GenerationUpdate) -> ChatUpdate:
+        """The next update."""
+        finish = update.finish and ChatFinish(update.finish.reason, update.finish.matched)
+        if self._parser is None:
+            deltas: list[Delta] = [Content(update.text)] if update.text else []
+            return ChatUpdate(update.index, deltas, update.token_ids, update.logprobs, finish)
+        deltas = self._parser.feed(update.text, update.token_ids)
+        if finish is not None:
+            deltas += self._parser.finish()
+        deltas = self._wanted(deltas, last=finish is not None)
+        if finish is not None and finish.reason == "stop" and self._called:
+            finish = ChatFinish("tool_calls", finish.matched)
+        return ChatUpdate(update.index, deltas, update.token_ids, update.logprobs, finish)
+
+    def _wanted(self, deltas: list[Delta], last: bool) -> list[Delta]:
+        """The deltas that the request asked for."""
+        if not self._parallel:
+            deltas = [delta for delta in deltas if not (isinstance(delta, (CallStart, CallArguments)) and delta.call > 0)]
+        self._called = self._called or any(isinstance(delta, CallStart) for delta in deltas)
+        if self._stream_reasoning:
+            return deltas
+        self._held += deltas
+        if not last and all(isinstance(delta, Reasoning) for delta in self._held):
+            return []
+        deltas, self._held = self._held, []
+        return joined(deltas)

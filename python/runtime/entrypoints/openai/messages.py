@@ -1,0 +1,100 @@
+"""The messages of a conversation in request bodies."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from runtime.entrypoints.http.body import Body, Name, Unused, items
+from runtime.entrypoints.openai.tools import CalledFunction, CalledTool, CalledTools
+
+MAX_MESSAGES = 4096
+TEXT_PARTS_ONLY = "this server reads text parts only and opens no URL"
+
+
+class TextPart(Body):
+    """A part of a message. Only text is supported."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Unused = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else "text"
+        if kind != "text":
+            field = kind[:32] if isinstance(kind, str) else "type"
+            raise PydanticCustomError(
+                "unsupported", "not text", {"field": field, "why": "this server reads text parts only and opens no URL"}
+            )
+        return data
+
+
+class Message(Body):
+    """One message of a conversation; text parts are joined by newlines.
+
+    A message of the assistant may hold calls and the thinking before it; `function_call` and the role `function` are
+    older spellings of `tool_calls` and `tool`, and `reasoning` is another of `reasoning_content`.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[TextPart], items(1, MAX_MESSAGES)] | None = None
+    name: Name | None = None
+    tool_calls: CalledTools = Field(default_factory=list)
+    tool_call_id: Name | None = None
+    function_call: CalledFunction | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    cache_control: Unused = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        calls = self.tool_calls or self.function_call is not None
+        if calls and self.role != "assistant":
+            raise PydanticCustomError("unsupported", "", {"field": "tool_calls", "why": "only the assistant calls tools"})
+        if self.content is None and not (calls or self.thought):
+            raise PydanticCustomError("required", "required", {"field": "content"})
+        return self
+
+    @property
+    def thought(self) -> str:
+        """The thinking of an assistant's message."""
+        return self.reasoning_content or self.reasoning or ""
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        parts = self.content or ""
+        return parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+
+    def rendered(self) -> dict[str, Any]:
+        """The message as chat templates know it; `developer` is the newer name of `system`."""
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        message: dict[str, Any] = {"role": role, "content": self.text}
+        if self.name is not None:
+            message["name"] = self.name
+        if calls := self.tool_calls or ([CalledTool(function=self.function_call)] if self.function_call is not None else []):
+            message["tool_calls"] = [call.rendered() for call in calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.thought:
+            message["reasoning_content"] = self.thought
+        return message
+
+
+def rendered_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates know them; the results of calls name their function."""
+    names: dict[str, str] = {}
+    shown = [message.rendered() for message in messages]
+    for message in shown:
+        for call in message.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool" and "name" not in message and (name := names.get(message.get("tool_call_id", ""))):
+            message["name"] = name
+    return shown
+
+
+Messages = Annotated[list[Message], items(1, MAX_MESSAGES)]

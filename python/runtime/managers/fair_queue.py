@@ -1,0 +1,88 @@
+"""The waiting requests: each client has a lane, and the client that was served least comes first."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from runtime.managers import schedule_policy as policy
+from runtime.managers.req import Req
+
+Order = Callable[[Sequence[Req]], Sequence[Req]]
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The waiting requests of one client, sorted by `policy.queue_key`; `start` is the virtual time of its next one."""
+
+    start: float
+    reqs: list[Req] = field(default_factory=list)
+
+
+class FairQueue:
+    """Start-time fair queueing by client (Goyal et al. 1996, doi:10.1145/248156.248171).
+
+    A request costs its longest possible length in tokens. A client that was idle starts at the current virtual time, so it
+    neither saves up time nor waits behind the queue of another. Retracted requests come first, then higher priorities,
+    as far as they count between clients.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, _Lane] = {}
+        self._finished: dict[str, float] = {}  # where clients without waiting requests continue
+        self._time = 0.0
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Req]:
+        return self.ordered(lambda reqs: reqs)
+
+    def add(self, req: Req) -> None:
+        """Let `req` wait."""
+        client = req.request.client
+        if client not in self._lanes:
+            self._lanes[client] = _Lane(max(self._time, self._finished.pop(client, 0.0)))
+        policy.enqueue(self._lanes[client].reqs, req)
+        self._size += 1
+
+    def remove(self, req: Req) -> None:
+        """Take out a request that ended."""
+        client = req.request.client
+        lane = self._lanes[client]
+        lane.reqs.remove(req)
+        self._size -= 1
+        if not lane.reqs:
+            del self._lanes[client]
+            self._finished = {name: end for name, end in self._finished.items() if end > self._time}
+            self._finished[client] = lane.start
+
+    def admit(self, req: Req) -> None:
+        """Take out a request that runs now, and charge its client; a retracted one was charged before."""
+        lane = self._lanes[req.request.client]
+        if not req.was_admitted:
+            self._time = max(self._time, lane.start)
+            lane.start += req.total_limit
+        self.remove(req)
+
+    def ordered(self, order: Order) -> Iterator[Req]:
+        """The order of admission; `order` arranges the requests of one client."""
+        if len(self._lanes) == 1:
+            yield from list(order(next(iter(self._lanes.values())).reqs))
+            return
+        heads: list[tuple[tuple[bool, int, float, int], Iterator[Req], Req]] = []
+        for lane in self._lanes.values():
+            reqs = iter(list(order(lane.reqs)))
+            _push(heads, reqs, lane.start)
+        while heads:
+            (_, _, start, _), reqs, req = heapq.heappop(heads)
+            yield req
+            _push(heads, reqs, start + req.total_limit)
+
+
+def _push(heads: list[tuple[tuple[bool, int, float, int], Iterator[Req], Req]], reqs: Iterator[Req], start: float) -> None:
+    req = next(reqs, None)
+    if req is not None:
+        heapq.heappush(heads, ((not req.retracted, -req.shared_priority, start, req.seq), reqs, req))

@@ -1,0 +1,85 @@
+"""Turns prompts into token ids: within the limits of a call, and off the event loop if they are long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from runtime.errors import ContextTooLong, RequestError, TextTooLong
+from runtime.text.bounded_encoding import BoundedEncoding
+from runtime.text.chat_template import Message, count_chars
+from runtime.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+LONG_TEXT = 2048
+"""Texts of at least this many characters are tokenised in a thread, so they do not block the event loop."""
+HUGE_TEXT = 65536
+"""Texts of at least this many characters have a thread of their own, so they do not keep shorter ones waiting."""
+
+
+class PromptEncoder:
+    """Tokenises texts and conversations. Belongs to one event loop.
+
+    Args:
+        tokenizer: its `encode` runs in threads too.
+        max_context_len: prompt and output tokens of one request together.
+        max_tokens: the most tokens where the context is no limit.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_context_len: int, max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_context_len = max_context_len
+        self._max_tokens = max_tokens
+        self._max_chars = max_context_len * tokenizer.longest_token
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._huge = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize-huge")
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            ContextTooLong: it cannot fit in the context; a text that is far too long is not tokenised.
+        """
+        self._check_chars(len(text))
+        return await self._run(len(text), lambda: self._tokenizer.encode(text, add_special_tokens, self._context_bound()))
+
+    async def encode_any(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text that need not fit in the context. Raises `RequestError` above `max_tokens`."""
+        bound = BoundedEncoding(self._max_tokens, self._too_many)
+        return await self._run(len(text), lambda: self._tokenizer.encode(text, add_special_tokens, bound))
+
+    async def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Token ids of a conversation; `options` are those of `Tokenizer.encode_chat`. Raises like `encode`."""
+        tools = options.get("tools") or []
+        chars = count_chars([*messages, *tools])
+        self._check_chars(chars)
+        long = options.get("chat_template") is not None or bool(tools)
+        bound = self._context_bound()
+        return await self._run(max(chars, LONG_TEXT * long), lambda: self._tokenizer.encode_chat(messages, bound=bound, **options))
+
+    def close(self) -> None:
+        """Stop the threads."""
+        for threads in (self._threads, self._huge):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, characters: int, encode: Callable[[], T]) -> T:
+        if characters < LONG_TEXT:
+            return encode()
+        threads = self._threads if characters < HUGE_TEXT else self._huge
+        return await asyncio.get_running_loop().run_in_executor(threads, encode)
+
+    def _check_chars(self, characters: int) -> None:
+        if characters > self._max_chars:
+            raise TextTooLong(characters, self._max_chars, self._max_context_len)
+
+    def _context_bound(self) -> BoundedEncoding:
+        refuse = lambda count: ContextTooLong(count, self._max_context_len, at_least=True)  # noqa: E731
+        return BoundedEncoding(self._max_context_len - 1, refuse)
+
+    def _too_many(self, count: int) -> RequestError:
+        return RequestError(
+            f"A text may have {self._max_tokens:,} tokens (--max-queued-tokens); this one has at least {count:,}.", "prompt"
+        )

@@ -1,0 +1,163 @@
+"""Tool calls in the output: the interface of a format, and the parts that formats share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from runtime.parsers.call_grammar import CallGrammar, Schema
+from runtime.parsers.json_reader import escaped, read_object, read_value, take_string
+from runtime.parsers.reader import WHITE, Malformed, Out, Reader, Steps
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+class ToolFormat(Protocol):
+    """How a family of models writes tool calls.
+
+    Attributes:
+        begins: tags that a call begins with.
+        tags: all tags that may be control tokens; their text must be shown to the parser.
+    """
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """See above."""
+        ...
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """See above."""
+        ...
+
+    def read(self, reader: Reader) -> Steps[None]:
+        """Read the calls that begin here, at one of `begins`. Raises `Malformed` where the text breaks the format."""
+        ...
+
+    def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
+        """How calls of these functions are written."""
+        ...
+
+
+def read_block(reader: Reader, end: str | None, call: Callable[[], Steps[bool]], separators: str = "") -> Steps[None]:
+    """Read calls up to the tag `end`. A missing end is forgiven after the first call.
+
+    Args:
+        call: reads one call; False if none stands here, and then it has read nothing.
+        separators: letters that may stand between calls.
+    """
+    count = 0
+    while True:
+        yield from reader.skip_all(WHITE + separators * bool(count))
+        ended = end is not None and (yield from reader.skip(end)) is not None
+        if not ended and (yield from call()):
+            count += 1
+            reader.accept()
+            continue
+        if not count:
+            raise Malformed
+        rest = reader.text[reader.done :]
+        if not ended and not (end is not None and end.startswith(rest.strip())):  # unless the output was cut inside of the end
+            reader.pos = reader.done  # what stands behind the last call is no part of it
+        elif not ended:
+            reader.pos = len(reader.text)
+        return reader.accept()
+
+
+def read_json_call(reader: Reader, end: str | None = None) -> Steps[bool]:
+    """Read `{"name": ..., "arguments": {...}}`, with its keys in any order.
+
+    Args:
+        end: the tag behind the object; it also ends an object whose last brace is missing.
+    """
+    if not (yield from reader.skip("{")):
+        return False
+    name: str | None = None
+    given: str | None = None  # arguments in front of the name
+    begun = False
+    while True:
+        key = yield from take_string(reader)
+        yield from reader.expect(":")
+        if key == "name" and not begun:
+            name = yield from take_string(reader)
+        elif key in ARGUMENT_KEYS and not begun and given is None:
+            given = yield from _read_json_arguments(reader, name)
+            begun = given is None
+        else:
+            yield from read_value(reader, lambda _: None)
+        yield from reader.skip_all(WHITE)
+        if end is not None and (yield from reader.at(end)):
+            break
+        if (yield from reader.expect(",", "}")) == "}":
+            break
+    if not begun:
+        if name is None:
+            raise Malformed
+        reader.start_call(name)
+        reader.arguments(given or "{}")
+    return True
+
+
+def _read_json_arguments(reader: Reader, name: str | None) -> Steps[str | None]:
+    """Begin the call and deliver its arguments; without a name, or if they are no object as such, return them instead."""
+    yield from reader.skip_all(WHITE)
+    letter = yield from reader.peek()
+    if letter == "{" and name is not None:
+        reader.start_call(name)
+        yield from read_value(reader, reader.arguments)
+        return None
+    kept: list[str] = []
+    yield from read_value(reader, kept.append)
+    text = "".join(kept)
+    if letter == '"':  # an object inside a string
+        text = json.loads(text)
+    if text == "null":
+        return "{}"
+    if not _is_object(text):
+        raise Malformed
+    return text
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def read_named_call(reader: Reader, name: str) -> Steps[None]:
+    """Read the arguments of a call whose name was read: one JSON object."""
+    yield from reader.skip_all(WHITE)
+    if (yield from reader.peek()) != "{":
+        raise Malformed
+    reader.start_call(name.strip())
+    yield from read_object(reader, reader.arguments)
+
+
+class ArgumentWriter:
+    """Writes the arguments of a call that has begun as a JSON object, member by member."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._count = 0
+
+    def key(self, name: str) -> None:
+        """Begin a member."""
+        self._reader.arguments(f"{', ' if self._count else '{'}{json.dumps(name, ensure_ascii=False)}: ")
+        self._count += 1
+
+    def value(self, text: str) -> None:
+        """Write JSON text of the member's value."""
+        self._reader.arguments(text)
+
+    def string(self, read: Callable[[Out], Steps[str | None]]) -> Steps[None]:
+        """Write a string whose text `read` passes on; raises `Malformed` if the output ends in it."""
+        self._reader.arguments('"')
+        if (yield from read(lambda text: self._reader.arguments(escaped(text)))) is None:
+            raise Malformed
+        self._reader.arguments('"')
+
+    def close(self) -> None:
+        """End the object."""
+        self._reader.arguments("}" if self._count else "{}")

@@ -1,0 +1,216 @@
+"""The harmony format of gpt-oss, read from token ids: messages with a channel, and calls as messages to a function."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from runtime.parsers.call_grammar import CallGrammar, Part, Schema, json_of, object_schema, tag
+from runtime.parsers.calls import read_named_call
+from runtime.parsers.deltas import Delta
+from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
+from runtime.text.decode_stream import StreamDecoder
+from runtime.text.stop_finder import StopFinder
+
+MAX_HEADER = 64
+"""Tokens of a header; what is longer is no header."""
+ROLE = "assistant"
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_FUNCTION = re.compile(r"to=functions\.([^\s<]+)")
+_RECIPIENT = re.compile(r"to=[^\s<]+")
+Kind = Literal["content", "reasoning", "call"]
+
+
+@dataclass(frozen=True)
+class HarmonyTokens:
+    """The ids of the format's control tokens."""
+
+    start: int
+    channel: int
+    message: int
+    constrain: int
+    end: int
+    call: int
+    # The token is spelled <|return|>.
+    return_: int
+
+    @classmethod
+    def find(cls, token_id: Callable[[str], int | None]) -> HarmonyTokens | None:
+        """The ids in a vocabulary, or None if it lacks one."""
+        ids = {field.name: token_id(f"<|{field.name.rstrip('_')}|>") for field in fields(cls)}
+        return None if None in ids.values() else cls(**ids)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def spelled(self) -> dict[int, str]:
+        """The text of each id."""
+        return {getattr(self, field.name): f"<|{field.name.rstrip('_')}|>" for field in fields(self)}
+
+    @property
+    def stops(self) -> tuple[int, int]:
+        """The tokens that end an answer."""
+        return (self.return_, self.call)
+
+
+THINKING = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+"""What stands around the thinking of an answer."""
+
+
+def call_grammar(tools: Mapping[str, Schema]) -> CallGrammar:
+    """How calls are written. A call ends the answer."""
+    begin = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
+    tags = [tag(begin.format(name), json_of(object_schema(schema)), "") for name, schema in tools.items()]
+    return CallGrammar(tags, "<|channel|>commentary to=functions.", single=True)
+
+
+def text_part(part: Part) -> Part:
+    """Text in the channel for users."""
+    return tag("<|channel|>final<|message|>", part, "")
+
+
+class HarmonyParser:
+    """Reads one answer in harmony format; see `OutputParser`.
+
+    Args:
+        tokens: the control tokens.
+        decoder: makes the decoder of one message.
+        tools: the parameters' JSON schema of each function.
+        prompt_ids: its last message is the one that the output continues.
+        new_id: makes the id of a call.
+        stops: strings that end the answer; no part of one is delivered.
+        separate: whether thinking is delivered as such; otherwise it stays in the content.
+    """
+
+    def __init__(
+        self,
+        tokens: HarmonyTokens,
+        decoder: Callable[[], StreamDecoder],
+        tools: Mapping[str, Mapping[str, Any]],
+        prompt_ids: Sequence[int],
+        new_id: Callable[[], str],
+        stops: tuple[str, ...] = (),
+        separate: bool = True,
+    ) -> None:
+        self._tokens, self._spelled = tokens, tokens.spelled
+        self._new_decoder, self._stops, self._separate = decoder, StopFinder(stops), separate
+        self._reader = Reader(tools, new_id)
+        self._header: list[int] | None = []  # None inside of a message
+        self._kind: Kind = "content"
+        self._decoder = decoder()
+        self._call: Steps[None] | None = None
+        self._counted = 0
+        self._seen: set[Kind] = set()  # what was delivered, so that the next message of its kind begins a line
+        last = max((place for place, token in enumerate(prompt_ids) if token == tokens.start), default=len(prompt_ids) - 1)
+        self.feed("", prompt_ids[last + 1 :])
+        self._counted, self._seen = 0, set()
+        if self._header is not None and self._plain(self._header) == ROLE:
+            self._header = []
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """See `OutputParser`."""
+        return self._counted
+
+    def feed(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
+        """See `OutputParser`; the text is not used."""
+        for token in token_ids:
+            self._take(token)
+        return self._reader.take_deltas()
+
+    def finish(self) -> list[Delta]:
+        """See `OutputParser`."""
+        header = self._header
+        if header is not None and self._spelled.keys().isdisjoint(header) and (text := self._plain(header)) not in ("", ROLE):
+            self._open("content")
+            self._show(text)
+        if self._header is None:
+            self._close()
+        return self._reader.take_deltas()
+
+    # ---- messages
+
+    def _take(self, token: int) -> None:
+        tokens = self._tokens
+        if self._header is None:
+            self._counted += self._kind == "reasoning"
+            if token in (tokens.start, tokens.channel, tokens.end, *tokens.stops):
+                self._close()
+                self._header = [token] if token == tokens.channel else []
+            elif token not in self._spelled:
+                self._show(self._decoder.step((token,)))
+        elif token == tokens.message:
+            self._read_header(self._plain(self._header))
+        elif token in (tokens.start, tokens.end, *tokens.stops):
+            self._header = []
+        else:
+            self._header.append(token)
+            if len(self._header) > MAX_HEADER:
+                text = self._plain(self._header)
+                self._open("content")
+                self._show(text)
+
+    def _read_header(self, header: str) -> None:
+        channel, function = _CHANNEL.search(header), _FUNCTION.search(header)
+        if function is None and _RECIPIENT.search(header) is None:
+            self._open("reasoning" if channel is not None and channel[1] == "analysis" else "content")
+            return
+        self._open("call")
+        # A malformed call comes back with its header.
+        self._reader.add(f"{header.removeprefix(ROLE)}{self._spelled[self._tokens.message]}")
+        self._reader.pos = len(self._reader.text)
+        self._call = _read_call(self._reader, function[1] if function is not None else "")
+        next(self._call, None)
+
+    def _open(self, kind: Kind) -> None:
+        self._header, self._kind, self._decoder = None, kind, self._new_decoder()
+        if self._shown in self._seen and kind != "call":
+            self._deliver("\n")
+
+    def _close(self) -> None:
+        self._show(self._decoder.finish())
+        self._show_held(self._stops.flush() if self._stops.matched is None else "")
+        if self._call is not None:
+            self._reader.ended = True
+            next(self._call, None)
+            self._reader.ended, self._call = False, None
+
+    def _show(self, text: str) -> None:
+        if self._stops.matched is None:
+            self._show_held(self._stops.push(text))
+
+    def _show_held(self, text: str) -> None:
+        if text:
+            self._deliver(text)
+
+    def _deliver(self, text: str) -> None:
+        self._seen.add(self._shown)
+        if self._call is not None:
+            self._reader.add(text)
+            next(self._call, None)
+        elif self._shown == "reasoning":
+            self._reader.reasoning(text)
+        else:
+            self._reader.content(text)
+
+    @property
+    def _shown(self) -> Kind:
+        """What the message is delivered as."""
+        return "content" if self._kind == "reasoning" and not self._separate else self._kind
+
+    def _plain(self, ids: Sequence[int]) -> str:
+        """The text of a header, its control tokens spelled."""
+        decoder = self._new_decoder()
+        return "".join(self._spelled.get(token) or decoder.step((token,)) for token in ids)
+
+
+def _read_call(reader: Reader, name: str) -> Steps[None]:
+    """Read the message of a call; what is no JSON object comes back as content."""
+    try:
+        yield from read_named_call(reader, name)
+    except Malformed:
+        reader.give_back()
+    else:
+        yield from reader.skip_all(WHITE)
+        reader.accept()
+    yield from reader.read_until((), reader.content)

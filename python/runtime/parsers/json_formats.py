@@ -1,0 +1,125 @@
+"""Formats whose calls are JSON: Hermes and Qwen 2.5, Llama 3, Mistral, DeepSeek V3 and V3.1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from runtime.parsers.call_grammar import CallGrammar, Part, Schema, json_of, object_schema, tag
+from runtime.parsers.calls import read_block, read_json_call, read_named_call
+from runtime.parsers.reader import Reader, Steps
+
+
+@dataclass(frozen=True)
+class Hermes:
+    """`<tool_call>{"name": "f", "arguments": {...}}</tool_call>`."""
+
+    begins: tuple[str, ...] = ("<tool_call>",)
+    tags: tuple[str, ...] = ("<tool_call>", "</tool_call>")
+
+    def read(self, reader: Reader) -> Steps[None]:
+        """See `ToolFormat`."""
+        yield from reader.expect("<tool_call>")
+        yield from read_block(reader, "</tool_call>", lambda: read_json_call(reader, "</tool_call>"))
+
+    def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
+        """See `ToolFormat`."""
+        return CallGrammar(_objects(tools, "<tool_call>\n", "arguments", "\n</tool_call>"), "<tool_call>", separator="\n")
+
+
+@dataclass(frozen=True)
+class Llama3:
+    """`{"name": "f", "parameters": {...}}`, after `<|python_tag|>` or on its own; a semicolon between calls."""
+
+    begins: tuple[str, ...] = ("<|python_tag|>", '{"name"', '{ "name"', '{"type"', '{ "type"')
+    tags: tuple[str, ...] = ("<|python_tag|>",)
+
+    def read(self, reader: Reader) -> Steps[None]:
+        """See `ToolFormat`."""
+        yield from reader.skip_all(" \t\r\n")
+        yield from reader.skip("<|python_tag|>")
+        yield from read_block(reader, None, lambda: read_json_call(reader), separators=";,")
+
+    def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
+        """See `ToolFormat`."""
+        return CallGrammar(_objects(tools, "", "parameters", ""), '{"name"', separator="; ")
+
+
+@dataclass(frozen=True)
+class Mistral:
+    """`[TOOL_CALLS][{"name": "f", "arguments": {...}}]`, and since version 11 `[TOOL_CALLS]f[ARGS]{...}` for each call."""
+
+    begins: tuple[str, ...] = ("[TOOL_CALLS]",)
+    tags: tuple[str, ...] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+
+    def read(self, reader: Reader) -> Steps[None]:
+        """See `ToolFormat`."""
+        yield from reader.expect("[TOOL_CALLS]")
+        yield from reader.skip_all(" \t\r\n")
+        first = yield from reader.at("[", "{")
+        if first == "[":
+            reader.pos += 1
+            yield from read_block(reader, "]", lambda: read_json_call(reader), separators=",")
+        elif first == "{":
+            yield from read_json_call(reader)
+        else:
+            name = yield from reader.take_until("[CALL_ID]", "[ARGS]", "{")
+            if (yield from reader.skip("[CALL_ID]")):
+                yield from reader.take_until("[ARGS]", "{")
+            yield from reader.skip("[ARGS]")
+            yield from read_named_call(reader, name)
+        reader.accept()
+
+    def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
+        """See `ToolFormat`."""
+        return CallGrammar(_objects(tools, "", "arguments", ""), "[TOOL_CALLS]", "[TOOL_CALLS] [", ", ", "]")
+
+
+@dataclass(frozen=True)
+class DeepSeek:
+    """Calls between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`.
+
+    V3 and R1 write the type, the name and the arguments in a fenced block; V3.1 the name and the arguments alone.
+    """
+
+    fenced: bool
+    begins: tuple[str, ...] = ("<｜tool▁calls▁begin｜>",)
+    tags: tuple[str, ...] = (
+        "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    )  # fmt: skip
+
+    def read(self, reader: Reader) -> Steps[None]:
+        """See `ToolFormat`."""
+        yield from reader.expect("<｜tool▁calls▁begin｜>")
+        yield from read_block(reader, "<｜tool▁calls▁end｜>", lambda: self._read_call(reader))
+
+    def _read_call(self, reader: Reader) -> Steps[bool]:
+        if not (yield from reader.skip("<｜tool▁call▁begin｜>")):
+            return False
+        name = yield from reader.take_until("<｜tool▁sep｜>")
+        yield from reader.skip("<｜tool▁sep｜>")
+        if self.fenced:
+            name = yield from reader.take_until("\n")
+            yield from reader.expect("```json")
+        yield from read_named_call(reader, name)
+        if self.fenced:
+            yield from reader.skip_all(" \t\r\n")
+            yield from reader.skip("```")
+        yield from reader.skip_all(" \t\r\n")
+        yield from reader.skip("<｜tool▁call▁end｜>")
+        return True
+
+    def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
+        """See `ToolFormat`."""
+        begin, end = ("function<｜tool▁sep｜>{}\n```json\n", "\n```") if self.fenced else ("{}<｜tool▁sep｜>", "")
+        tags = [
+            tag(f"<｜tool▁call▁begin｜>{begin.format(name)}", json_of(object_schema(schema)), f"{end}<｜tool▁call▁end｜>")
+            for name, schema in tools.items()
+        ]
+        outer = "<｜tool▁calls▁begin｜>"
+        return CallGrammar(tags, outer, outer, "\n" if self.fenced else "", "<｜tool▁calls▁end｜>")
+
+
+def _objects(tools: Mapping[str, Schema], begin: str, key: str, end: str) -> list[Part]:
+    """Calls as objects with a name and arguments."""
+    return [tag(f'{begin}{{"name": "{name}", "{key}": ', json_of(object_schema(schema)), f"}}{end}") for name, schema in tools.items()]

@@ -1,0 +1,164 @@
+"""How the served model writes thinking and calls."""
+
+from __future__ import annotations
+
+import random
+import string
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from msgspec import structs
+
+from runtime.errors import ConfigError
+from runtime.parsers import harmony
+from runtime.parsers.call_grammar import ANY_TEXT, Part, one_of, sequence
+from runtime.parsers.harmony import HarmonyParser, HarmonyTokens
+from runtime.parsers.output_grammar import LINE_BREAKS, CallRule, answer_part, behind_thinking, with_part
+from runtime.parsers.output_parser import OutputParser, TextParser
+from runtime.parsers.registry import HARMONY, THINK_FORMATS, TOOL_FORMATS
+from runtime.parsers.thinking import Opening, ThinkFormat
+from runtime.sampling_params import SamplingParams
+from runtime.text.tokenizer import Tokenizer
+
+MAX_PROMPT_END = 4096
+"""Tokens at the end of a prompt that are searched for the beginning of a thought."""
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of the parameters of each function."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRequest:
+    """What the parser of one request must know.
+
+    Attributes:
+        tools: the functions that may be called.
+        stops: strings that end the answer.
+        separate: whether thinking is delivered as such; otherwise it stays in the content.
+        rule: what a grammar enforces of the calls.
+        parallel: whether there may be several calls.
+    """
+
+    tools: Schemas
+    stops: tuple[str, ...] = ()
+    separate: bool = True
+    rule: CallRule = "free"
+    parallel: bool = True
+
+
+class OutputFormat:
+    """Makes the parsers of answers.
+
+    Args:
+        tokenizer: the model's.
+        tool_format: a name of the registry.
+        think_format: a name of the registry, or None for a model that does not think.
+
+    Raises:
+        ConfigError: the vocabulary lacks the format's control tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tool_format: str, think_format: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._harmony = HarmonyTokens.find(tokenizer.token_id) if HARMONY in (tool_format, think_format) else None
+        if self._harmony is None and HARMONY in (tool_format, think_format):
+            raise ConfigError(f"The {HARMONY} parsers need the control tokens of gpt-oss, which this model's tokenizer lacks.")
+        self._calls = TOOL_FORMATS.get(tool_format)
+        self._thinking = THINK_FORMATS.get(think_format or "")
+        self._short_ids = tool_format == "mistral"  # its templates take no other ids
+        self.thinks = think_format is not None
+
+    def shown_ids(self, request: OutputRequest) -> tuple[int, ...]:
+        """The control tokens that the parser must see in the text."""
+        if self._harmony is not None:
+            return ()
+        tags = [*(self._thinking.tags if self._thinking else ()), *(self._calls.tags if self._calls and request.tools else ())]
+        ids = [self._tokenizer.token_id(tag) for tag in tags]
+        return tuple(dict.fromkeys(token for token in ids if token in self._tokenizer.special_ids))
+
+    def adapt(self, sampling: SamplingParams, request: OutputRequest, prompt_ids: Sequence[int]) -> SamplingParams:
+        """`sampling` with what the parser needs, and with the grammar that thinking and calls ask for.
+
+        Raises:
+            RequestError: the grammar of the request cannot be combined with its tools.
+        """
+        if self._harmony is not None:
+            return self._adapt_harmony(self._harmony, sampling, request)
+        if shown := self.shown_ids(request):
+            sampling = structs.replace(sampling, shown_token_ids=shown)
+        if sampling.grammar is None and request.rule == "free":
+            return sampling
+        calls = self._calls.grammar(request.tools) if self._calls is not None and request.tools else None
+        part = answer_part(sampling.grammar, calls, request.rule, request.parallel, lambda text: text)
+        return self._behind_thinking(sampling, part, bool(calls), prompt_ids)
+
+    def _behind_thinking(self, sampling: SamplingParams, part: Part | None, calls: bool, prompt_ids: Sequence[int]) -> SamplingParams:
+        """`sampling` whose grammar, or `part` instead of it, begins after the thinking."""
+        thinking, opening = self._thinking, self.opening(prompt_ids)
+        if thinking is None or opening == "closed":
+            return with_part(sampling, part) if part is not None and calls else sampling
+        begun = opening == "open" or thinking.forced
+        after = self._token_ids(thinking.end) if begun else ()
+        if part is None:
+            return structs.replace(sampling, grammar_after=after)
+        if begun:
+            return with_part(sampling, sequence(LINE_BREAKS, part), after)
+        return with_part(sampling, behind_thinking(part, thinking.begin, thinking.end))
+
+    def _adapt_harmony(self, tokens: HarmonyTokens, sampling: SamplingParams, request: OutputRequest) -> SamplingParams:
+        sampling = structs.replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *tokens.stops))))
+        if sampling.grammar is None and request.rule == "free":
+            return sampling
+        calls = harmony.call_grammar(request.tools) if request.tools else None
+        rule, spec = request.rule, sampling.grammar
+        if spec is None and rule == "strict" and calls is not None:
+            part = one_of(harmony.text_part(ANY_TEXT), calls.calls(parallel=False))
+        else:
+            part = answer_part(spec, calls, rule, request.parallel, harmony.text_part)
+        if part is not None:
+            return with_part(sampling, behind_thinking(part, *harmony.THINKING))
+        return structs.replace(sampling, grammar_after=(tokens.channel, *self._tokenizer.encode_plain("final"), tokens.message))
+
+    def _token_ids(self, tag: str) -> tuple[int, ...]:
+        """A tag as the model writes it."""
+        token = self._tokenizer.token_id(tag)
+        return tuple(self._tokenizer.encode_plain(tag)) if token is None else (token,)
+
+    def parser(self, request: OutputRequest, prompt_ids: Sequence[int]) -> OutputParser | None:
+        """A parser for one answer to a prompt; None if the answer is plain text."""
+        if self._harmony is not None:
+            stream = self._tokenizer.stream
+            return HarmonyParser(self._harmony, stream, request.tools, prompt_ids, self._new_id, request.stops, request.separate)
+        calls = self._calls if request.tools else None
+        if calls is None and self._thinking is None:
+            return None
+        thinking = self._thinking and replace(self._thinking, separate=request.separate)
+        hidden = self._tokenizer.special_ids.difference(self.shown_ids(request))
+
+        def token_bytes(token: int) -> int:
+            return 0 if token in hidden else len(self._tokenizer.token_bytes(token))
+
+        return TextParser(thinking, calls, request.tools, self.opening(prompt_ids), self._new_id, token_bytes)
+
+    def opening(self, prompt_ids: Sequence[int]) -> Opening:
+        """What the prompt says about thinking: the text behind its last control token that is no tag of thinking."""
+        if self._thinking is None:
+            return "closed"
+        end: list[int] = []
+        for token in reversed(prompt_ids[-MAX_PROMPT_END:]):
+            if token in self._tokenizer.control_ids and token not in self._think_ids:
+                break
+            end.append(token)
+        return self._thinking.opening(self._tokenizer.decode(end[::-1], skip_special_tokens=False))
+
+    @cached_property
+    def _think_ids(self) -> frozenset[int | None]:
+        return frozenset(self._tokenizer.token_id(tag) for tag in (self._thinking or ThinkFormat()).tags)
+
+    def _new_id(self) -> str:
+        if self._short_ids:
+            return "".join(random.choices(string.ascii_letters + string.digits, k=9))
+        return f"call_{uuid.uuid4().hex[:24]}"

@@ -1,0 +1,128 @@
+"""The output of one answer, token by token in and typed deltas out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+from runtime.parsers.calls import ToolFormat
+from runtime.parsers.deltas import Delta
+from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
+from runtime.parsers.thinking import Opening, ThinkFormat
+
+
+class OutputParser(Protocol):
+    """Reads one answer. What it makes of an output does not depend on the pieces that the output comes in.
+
+    Attributes:
+        reasoning_tokens: how many tokens were thinking, its tags included.
+    """
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """See above."""
+        ...
+
+    def feed(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
+        """Take the next tokens and their text."""
+        ...
+
+    def finish(self) -> list[Delta]:
+        """The output has ended: return what was held back."""
+        ...
+
+
+class TextParser:
+    """Reads thinking and tool calls in text.
+
+    Args:
+        thinking: how the model thinks, or None.
+        calls: how it calls tools, or None if there are none.
+        tools: the parameters' JSON schema of each function.
+        opening: what the prompt says about thinking.
+        new_id: makes the id of a call.
+        token_bytes: length of a token in the text.
+    """
+
+    def __init__(
+        self,
+        thinking: ThinkFormat | None,
+        calls: ToolFormat | None,
+        tools: Mapping[str, Mapping[str, Any]],
+        opening: Opening,
+        new_id: Callable[[], str],
+        token_bytes: Callable[[int], int],
+    ) -> None:
+        self._thinking, self._calls = thinking, calls
+        self._reader = Reader(tools, new_id)
+        self._token_bytes = token_bytes
+        self._ids: list[int] = []
+        self._text: list[str] = []
+        self._counted: tuple[int | None, int] = (None, 0)
+        self._steps = self._read(opening)
+        next(self._steps, None)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """See `OutputParser`."""
+        thoughts = self._reader.thoughts
+        if not thoughts:
+            return 0
+        if thoughts == [(0, None)]:
+            return len(self._ids)
+        end = thoughts[-1][1]
+        if end is None or end != self._counted[0]:
+            self._counted = (end, self._count(thoughts))
+        return self._counted[1]
+
+    def feed(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
+        """See `OutputParser`."""
+        if self._thinking is not None:
+            self._text.append(text)
+            self._ids.extend(token_ids)
+        self._reader.add(text)
+        next(self._steps, None)
+        return self._reader.take_deltas()
+
+    def finish(self) -> list[Delta]:
+        """See `OutputParser`."""
+        self._reader.ended = True
+        next(self._steps, None)
+        return self._reader.take_deltas()
+
+    def _read(self, opening: Opening) -> Steps[None]:
+        reader, thinking, calls = self._reader, self._thinking, self._calls
+        if thinking is not None:
+            yield from thinking.read_first(reader, opening)
+        later = (thinking.begin,) if thinking is not None and thinking.anywhere else ()
+        tags = (*later, *(calls.begins if calls is not None else ()))
+        while tag := (yield from reader.read_until(tags, self._content, WHITE if tags else "")):
+            if thinking is not None and tag in later:
+                yield from reader.skip(tag)
+                yield from thinking.read(reader)
+            elif calls is not None:
+                yield from self._read_calls(calls)
+
+    def _read_calls(self, calls: ToolFormat) -> Steps[None]:
+        """Read calls, or deliver as content what only looks like calls."""
+        reader = self._reader
+        start = reader.base + reader.pos
+        try:
+            yield from calls.read(reader)
+        except Malformed:
+            reader.pos = max(reader.pos, start - reader.base + 1)
+            reader.give_back()
+
+    def _content(self, text: str) -> None:
+        if self._reader.ended and self._reader.calls and text.isspace():
+            self._reader.accept()  # the line break behind the last call
+        else:
+            self._reader.content(text)
+
+    def _count(self, thoughts: Sequence[tuple[int, int | None]]) -> int:
+        """How many tokens begin inside of `thoughts`."""
+        text = "".join(self._text)
+        places = [(len(text[:begin].encode()), len(text[:end].encode())) for begin, end in thoughts]
+        starts = accumulate((self._token_bytes(token) for token in self._ids), initial=0)
+        return sum(any(begin <= start < end for begin, end in places) for start, _ in zip(starts, self._ids, strict=False))

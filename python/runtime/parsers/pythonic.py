@@ -1,0 +1,103 @@
+"""Calls written in Python: `[f(a=1, b="x"), g()]`."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from runtime.parsers.call_grammar import CallGrammar, Part, Schema, const, json_of, members, optional, sequence, tag
+from runtime.parsers.calls import ArgumentWriter, read_block
+from runtime.parsers.reader import MAX_NAME, WHITE, Malformed, Reader, Steps
+
+_CLOSING = {")": "(", "]": "[", "}": "{"}
+
+
+@dataclass(frozen=True)
+class Pythonic:
+    """A list of calls with keyword arguments, which are literals."""
+
+    begins: tuple[str, ...] = ("[",)
+    tags: tuple[str, ...] = ()
+
+    def read(self, reader: Reader) -> Steps[None]:
+        """See `ToolFormat`."""
+        yield from reader.expect("[")
+        yield from read_block(reader, "]", lambda: _read_call(reader), separators=",")
+
+    def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
+        """See `ToolFormat`."""
+        tags = [tag(f"{name}(", _arguments(schema), ")") for name, schema in tools.items()]
+        return CallGrammar(tags, "[", "[", ", ", "]")
+
+
+def _read_call(reader: Reader) -> Steps[bool]:
+    name = ""
+    while (letter := (yield from reader.peek())) and (letter.isalnum() or letter in "_.-"):
+        name += letter
+        reader.pos += 1
+        if len(name) > MAX_NAME:
+            raise Malformed
+    if not (yield from reader.skip("(")):
+        raise Malformed
+    reader.start_call(name)
+    arguments = ArgumentWriter(reader)
+    while True:
+        yield from reader.skip_all(WHITE + ",")
+        if (yield from reader.skip(")")):
+            break
+        key = yield from reader.take_until("=")
+        yield from reader.skip("=")
+        value = yield from _take_literal(reader)
+        arguments.key(key.strip())
+        arguments.value(value)
+    arguments.close()
+    return True
+
+
+def _take_literal(reader: Reader) -> Steps[str]:
+    """The literal up to the comma or the parenthesis behind it, as JSON."""
+    taken, open_brackets, quote = "", "", ""
+    while letter := (yield from reader.peek()):
+        if quote:
+            if letter == "\\":
+                taken += letter
+                reader.pos += 1
+                letter = yield from reader.peek()
+                if not letter:
+                    break
+            elif letter == quote:
+                quote = ""
+        elif letter in "'\"":
+            quote = letter
+        elif letter in "([{":
+            open_brackets += letter
+        elif not open_brackets and letter in ",)":
+            return _as_json(taken)
+        elif letter in _CLOSING:
+            if not open_brackets.endswith(_CLOSING[letter]):
+                raise Malformed
+            open_brackets = open_brackets[:-1]
+        taken += letter
+        reader.pos += 1
+    raise Malformed
+
+
+def _as_json(literal: str) -> str:
+    """A Python literal, or JSON, as JSON."""
+    for read in (ast.literal_eval, json.loads):
+        try:
+            return json.dumps(read(literal.strip()), ensure_ascii=False, allow_nan=False)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            continue
+    raise Malformed
+
+
+def _arguments(schema: Schema) -> Part:
+    """Keyword arguments in the order of the schema, each with a comma behind it; their values are JSON."""
+    parts = []
+    for name, node, required in members(schema):
+        part = sequence(const(f"{name}="), json_of(node), const(", "))
+        parts.append(part if required else optional(part))
+    return sequence(*(parts or [const("")]))

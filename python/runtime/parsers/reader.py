@@ -1,0 +1,185 @@
+"""The model's output as it arrives, and the deltas read from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from runtime.parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning, joined
+from runtime.text.stop_finder import overlap
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""A reading that yields whenever it needs more text; `yield from` gives its result."""
+Out = Callable[[str], None]
+
+WHITE = " \t\r\n"
+MAX_NAME = 256
+"""Characters of a function's or a parameter's name."""
+
+
+class Malformed(Exception):
+    """The text is not what its format promises; it comes back as content."""
+
+
+class Reader:
+    """A buffer with a position, read by generators that do not notice where the pieces of the text end.
+
+    `done` <= `pos` are places in `text`. What is before `done` was delivered, or was the syntax of something delivered.
+
+    Args:
+        tools: the parameters' JSON schema of each function that may be called.
+        new_id: makes the id of a call.
+
+    Attributes:
+        ended: whether no more text will come.
+        calls: calls that have begun.
+        base: characters of the output before `text`.
+        thoughts: where thinking begins and ends in the output, its tags included; the last end may be None.
+    """
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]], new_id: Callable[[], str]) -> None:
+        self.tools = tools
+        self.text = ""
+        self.pos = self.done = self.base = self.calls = 0
+        self.ended = False
+        self.thoughts: list[tuple[int, int | None]] = []
+        self._new_id = new_id
+        self._deltas: list[Delta] = []
+
+    def add(self, text: str) -> None:
+        """Append text, and forget what was delivered."""
+        self.text, self.base = self.text[self.done :] + text, self.base + self.done
+        self.pos, self.done = self.pos - self.done, 0
+
+    def take_deltas(self) -> list[Delta]:
+        """The deltas since the last call, neighbours of one kind joined."""
+        deltas, self._deltas = self._deltas, []
+        return joined(deltas)
+
+    # ---- delivery
+
+    def accept(self) -> None:
+        """What was read so far needs no delivery: it was syntax."""
+        self.done = self.pos
+
+    def give_back(self) -> None:
+        """Deliver what was read since the last delivery as content."""
+        self.content(self.text[self.done : self.pos])
+
+    def content(self, text: str) -> None:
+        """Deliver text of the answer."""
+        self._deliver(Content(text))
+
+    def reasoning(self, text: str) -> None:
+        """Deliver text of the thinking."""
+        self._deliver(Reasoning(text))
+
+    def begin_thought(self) -> None:
+        """Thinking begins with what was read since the last delivery."""
+        self.thoughts.append((self.base + self.done, None))
+
+    def end_thought(self) -> None:
+        """Thinking ends here."""
+        self.thoughts[-1] = (self.thoughts[-1][0], self.base + self.pos)
+
+    def start_call(self, name: str) -> None:
+        """Begin a call. Raises `Malformed` if there is no such function."""
+        if name not in self.tools:
+            raise Malformed
+        self._deliver(CallStart(self.calls, self._new_id(), name))
+        self.calls += 1
+
+    def arguments(self, text: str) -> None:
+        """Deliver JSON text of the arguments of the latest call."""
+        self._deliver(CallArguments(self.calls - 1, text))
+
+    def _deliver(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+        self.done = self.pos
+
+    # ---- reading
+
+    def peek(self) -> Steps[str]:
+        """The next character; "" at the end."""
+        while self.pos == len(self.text):
+            if self.ended:
+                return ""
+            yield
+        return self.text[self.pos]
+
+    def at(self, *tags: str) -> Steps[str | None]:
+        """The tag that stands here, or None; reads nothing. No tag may be the beginning of another."""
+        while True:
+            for tag in tags:
+                if self.text.startswith(tag, self.pos):
+                    return tag
+            rest = self.text[self.pos :]
+            if self.ended or not any(tag.startswith(rest) for tag in tags):
+                return None
+            yield
+
+    def skip(self, *tags: str) -> Steps[str | None]:
+        """Read the tag that stands here, if there is one, and return it."""
+        tag = yield from self.at(*tags)
+        self.pos += len(tag or "")
+        return tag
+
+    def expect(self, *tags: str) -> Steps[str]:
+        """Read white space and one of the tags. Raises `Malformed` for anything else."""
+        yield from self.skip_all(WHITE)
+        tag = yield from self.skip(*tags)
+        if tag is None:
+            raise Malformed
+        return tag
+
+    def skip_all(self, letters: Collection[str]) -> Steps[str]:
+        """Read as many of `letters` as stand here."""
+        found = ""
+        while (letter := (yield from self.peek())) and letter in letters:
+            found += letter
+            self.pos += 1
+        return found
+
+    def read_until(self, tags: Sequence[str], out: Out, trim: str = "") -> Steps[str | None]:
+        """Pass text to `out` up to the first of `tags`, and stand there; returns the tag, or None at the end of the text.
+
+        Letters of `trim` in front of a tag are read and not passed on.
+        """
+        while True:
+            place, tag = self._first(tags)
+            end = place if tag or self.ended else place - self._held(tags)
+            body = self.text[self.pos : end]
+            shown = body if self.ended and not tag else body.rstrip(trim) if trim else body
+            self.pos += len(shown)
+            if shown:
+                out(shown)
+            if tag:
+                self.pos = place
+            if tag or self.ended:
+                return tag or None
+            yield
+
+    def take_until(self, *tags: str, limit: int = MAX_NAME) -> Steps[str]:
+        """Read text up to one of `tags`, and stand there. Raises `Malformed` at the end of the text or past `limit`."""
+        taken: list[str] = []
+
+        def keep(text: str) -> None:
+            taken.append(text)
+            if sum(map(len, taken)) > limit:
+                raise Malformed
+
+        if (yield from self.read_until(tags, keep)) is None:
+            raise Malformed
+        return "".join(taken)
+
+    def _first(self, tags: Sequence[str]) -> tuple[int, str]:
+        """The first tag ahead and its place; the end of the buffer and "" without one."""
+        found = [(place, tag) for tag in tags if (place := self.text.find(tag, self.pos)) >= 0]
+        return min(found, default=(len(self.text), ""))
+
+    def _held(self, tags: Sequence[str]) -> int:
+        """Letters at the end of the buffer that may begin a tag."""
+        longest = max(map(len, tags), default=0)
+        ending = self.text[max(self.pos, len(self.text) - longest) :]
+        return max((overlap(ending, tag) for tag in tags), default=0)

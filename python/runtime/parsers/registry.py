@@ -1,0 +1,88 @@
+"""The formats by name, and which of them fits a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from runtime.parsers.calls import ToolFormat
+from runtime.parsers.gemma4 import Gemma4
+from runtime.parsers.json_formats import DeepSeek, Hermes, Llama3, Mistral
+from runtime.parsers.pythonic import Pythonic
+from runtime.parsers.tagged_formats import GLM47, MIMO, MINIMAX_M2, QWEN3_CODER
+from runtime.parsers.thinking import ThinkFormat
+
+HARMONY = "gpt-oss"
+"""The one format that is read from token ids; it covers thinking and calls alike."""
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": Hermes(),
+    "qwen25": Hermes(),
+    "qwen3_coder": QWEN3_CODER,
+    "llama3": Llama3(),
+    "mistral": Mistral(),
+    "deepseekv3": DeepSeek(fenced=True),
+    "deepseekv31": DeepSeek(fenced=False),
+    "glm47": GLM47,
+    "mimo": MIMO,
+    "minimax-m2": MINIMAX_M2,
+    "gemma4": Gemma4(),
+    "pythonic": Pythonic(),
+}
+"""The tool formats that are read from text."""
+
+THINK_FORMATS: Mapping[str, ThinkFormat] = {
+    "deepseek-r1": ThinkFormat(forced=True),
+    "qwen3": ThinkFormat(ended_by=("<tool_call>",)),
+    "glm45": ThinkFormat(ended_by=("<tool_call>",)),
+    "mimo": ThinkFormat(ended_by=("<tool_call>",)),
+    "minimax": ThinkFormat(forced=True, ended_by=("<minimax:tool_call>",)),
+    "gemma4": ThinkFormat(begin="<|channel>thought\n", end="<channel|>", anywhere=True, ended_by=("<|tool_call>",)),
+}
+"""The formats of thinking that are read from text."""
+
+_TOOL_MARKS = (
+    (HARMONY, ("<|channel|>", "<|message|>")),
+    ("gemma4", ("<|tool_call>",)),
+    ("minimax-m2", ("<minimax:tool_call>",)),
+    ("glm47", ("<arg_key>",)),
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("deepseekv3", ("<｜tool▁calls▁begin｜>", "```json")),
+    ("deepseekv31", ("<｜tool▁calls▁begin｜>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("hermes", ("<tool_call>",)),
+    ("llama3", ('"parameters":',)),
+)
+"""What the chat template of each format contains; the first match counts."""
+_TOOLS_BY_ARCHITECTURE = {
+    "GptOss": HARMONY, "MiniMaxM2": "minimax-m2", "Glm4Moe": "glm47", "Gemma4": "gemma4", "MiMoV2": "mimo", "Llama4": "pythonic",
+}  # fmt: skip
+_THINKING_BY_ARCHITECTURE = {
+    "GptOss": HARMONY, "MiniMaxM2": "minimax", "Glm4": "glm45", "Gemma4": "gemma4", "MiMo": "mimo", "Deepseek": "deepseek-r1",
+}  # fmt: skip
+_THINK_MARKS = ((HARMONY, "<|channel|>analysis"), ("gemma4", "<|channel>"), ("qwen3", "</think>"))
+
+
+def pick_tool_format(asked: str, architecture: str, template: str) -> str:
+    """The name of the tool format: the one asked for, or for "auto" the one of the model; Hermes if nothing is known.
+
+    Args:
+        asked: a name or "auto".
+        architecture: of config.json.
+        template: the model's chat template; "" without one.
+    """
+    if asked != "auto":
+        return asked
+    by_architecture = _by_prefix(_TOOLS_BY_ARCHITECTURE, architecture)
+    return by_architecture or next((name for name, marks in _TOOL_MARKS if all(mark in template for mark in marks)), "hermes")
+
+
+def pick_think_format(asked: str, architecture: str, template: str) -> str | None:
+    """The name of the format of thinking, or None. For "auto" it is that of the model, if its chat template knows thinking."""
+    if asked != "auto":
+        return None if asked == "none" else asked
+    by_mark = next((name for name, mark in _THINK_MARKS if mark in template), None)
+    return by_mark and (_by_prefix(_THINKING_BY_ARCHITECTURE, architecture) or by_mark)
+
+
+def _by_prefix(names: Mapping[str, str], architecture: str) -> str | None:
+    return next((name for prefix, name in names.items() if architecture.startswith(prefix)), None)

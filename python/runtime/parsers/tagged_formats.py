@@ -1,0 +1,138 @@
+"""Formats that write each parameter between tags: Qwen3-Coder, MiMo, MiniMax-M2 and GLM-4.7."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from runtime.parsers.argument_types import STRING, parameter_types, typed_json
+from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, Part, Schema, const, members, optional, sequence, tag, text_value
+from runtime.parsers.calls import ArgumentWriter, read_block
+from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
+
+MAX_VALUE = 1 << 24
+"""Characters of a value that is not a string; it is held back until it is complete."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tagged:
+    """`BEGIN FUNCTION name NAME_END (KEY key KEY_END value VALUE_END)* FUNCTION_END END`, with white space between the tags.
+
+    Attributes:
+        begin, end: around the calls; `function` alone may begin one too if it is not empty.
+        function, function_end: around one call; both may be empty.
+        name_ends: tags behind the name; only the first of them is read with it.
+        value_begin: the tag in front of a value, if it is not the end of the key.
+        line_breaks: whether a value stands on lines of its own.
+        shared: whether `begin` and `end` are around all calls, not around each.
+        escapes: whether values hold character references such as `&amp;`.
+    """
+
+    begin: str
+    end: str
+    function: str = ""
+    function_end: str = ""
+    name_ends: tuple[str, ...]
+    key: str
+    key_end: str
+    value_begin: str = ""
+    value_end: str
+    line_breaks: bool = False
+    shared: bool = False
+    escapes: bool = False
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """See `ToolFormat`."""
+        return (self.begin, self.function) if self.function else (self.begin,)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """See `ToolFormat`."""
+        return (self.begin, self.end, self.key, self.key_end, self.value_begin, self.value_end)
+
+    def read(self, reader: Reader) -> Steps[None]:
+        """See `ToolFormat`."""
+        yield from reader.skip_all(WHITE)
+        yield from reader.skip(self.begin)
+        yield from read_block(reader, self.end, lambda: self._read_call(reader))
+
+    def _read_call(self, reader: Reader) -> Steps[bool]:
+        if self.function and not (yield from reader.skip(self.function)):
+            return False
+        name = (yield from reader.take_until(*self.name_ends)).strip()
+        yield from reader.skip(self.name_ends[0])
+        reader.start_call(name)
+        arguments = ArgumentWriter(reader)
+        while True:
+            yield from reader.skip_all(WHITE)
+            if not (yield from reader.skip(self.key)):
+                break
+            key = (yield from reader.take_until(self.key_end)).strip()
+            yield from reader.skip(self.key_end)
+            yield from self._read_value(reader, arguments, key, parameter_types(reader.tools[name], key))
+        if self.function_end:
+            yield from reader.expect(self.function_end)
+        elif (yield from reader.at(self.end)) is None:
+            raise Malformed
+        arguments.close()
+        return True
+
+    def _read_value(self, reader: Reader, arguments: ArgumentWriter, key: str, types: frozenset[str]) -> Steps[None]:
+        if self.value_begin:
+            yield from reader.expect(self.value_begin)
+        if self.line_breaks:
+            yield from reader.skip("\n")
+        ends = (f"\n{self.value_end}", self.value_end) if self.line_breaks else (self.value_end,)
+        if types == STRING and not self.escapes:
+            arguments.key(key)
+            yield from arguments.string(lambda out: reader.read_until(ends, out))
+        else:
+            value = yield from reader.take_until(*ends, limit=MAX_VALUE)
+            arguments.key(key)
+            arguments.value(typed_json(html.unescape(value) if self.escapes else value, types))
+        yield from reader.skip(*ends)
+
+    def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
+        """See `ToolFormat`."""
+        line = "\n" if self.function else ""
+        if self.shared:
+            tags = [self._call_tag(name, schema, "", "\n") for name, schema in tools.items()]
+            return CallGrammar(tags, self.begin, f"{self.begin}\n", "", self.end)
+        tags = [self._call_tag(name, schema, f"{self.begin}{line}", f"{line}{self.end}") for name, schema in tools.items()]
+        return CallGrammar(tags, self.begin, separator="\n")
+
+    def _call_tag(self, name: str, schema: Schema, begin: str, end: str) -> Part:
+        name_end = self.name_ends[0].strip()
+        return tag(f"{begin}{self.function}{name}{name_end}\n", self._members(schema), f"{self.function_end}{end}")
+
+    def _members(self, schema: Schema) -> Part:
+        """All parameters in the order of the schema."""
+        line = "\n" if self.line_breaks else ""
+        parts: list[Part] = []
+        for name, node, required in members(schema):
+            types = parameter_types(schema, name)
+            value = text_value(node, types)
+            end = self.value_end if value is ANY_TEXT else f"{line}{self.value_end}"
+            part = sequence(tag(f"{self.key}{name}{self.key_end}{self.value_begin}{line}", value, end), const("\n"))
+            parts.append(part if required else optional(part))
+        return sequence(*(parts or [const("")]))
+
+
+QWEN3_CODER = Tagged(
+    begin="<tool_call>", end="</tool_call>", function="<function=", function_end="</function>", name_ends=(">",),
+    key="<parameter=", key_end=">", value_end="</parameter>", line_breaks=True,
+)  # fmt: skip
+MIMO = Tagged(
+    begin="<tool_call>", end="</tool_call>", function="<function=", function_end="</function>", name_ends=(">",),
+    key="<parameter=", key_end=">", value_end="</parameter>", escapes=True,
+)  # fmt: skip
+MINIMAX_M2 = Tagged(
+    begin="<minimax:tool_call>", end="</minimax:tool_call>", function='<invoke name="', function_end="</invoke>", name_ends=('">',),
+    key='<parameter name="', key_end='">', value_end="</parameter>", shared=True,
+)  # fmt: skip
+GLM47 = Tagged(
+    begin="<tool_call>", end="</tool_call>", name_ends=("\n", "<arg_key>", "</tool_call>"), key="<arg_key>", key_end="</arg_key>",
+    value_begin="<arg_value>", value_end="</arg_value>",
+)  # fmt: skip

@@ -1,0 +1,72 @@
+"""Thinking in the output: where it begins and ends, by family of models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.parsers.reader import WHITE, Reader, Steps
+
+Opening = Literal["open", "closed", "unknown"]
+"""What the prompt says: the output begins inside of thinking, outside, or it says nothing."""
+
+
+@dataclass(frozen=True)
+class ThinkFormat:
+    """Thinking between two tags.
+
+    Attributes:
+        begin, end: the tags.
+        forced: whether the output begins inside of thinking if the prompt says nothing.
+        anywhere: whether thinking may begin in the middle of the answer.
+        ended_by: tags of tool calls that end thinking too.
+        separate: whether thinking is delivered as such; otherwise it stays in the content, with its tags.
+    """
+
+    begin: str = "<think>"
+    end: str = "</think>"
+    forced: bool = False
+    anywhere: bool = False
+    ended_by: tuple[str, ...] = ()
+    separate: bool = True
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """All tags that may be control tokens."""
+        return (self.begin.split()[0], self.end)
+
+    def opening(self, prompt_end: str) -> Opening:
+        """What the end of the prompt says about the output."""
+        begun, ended = prompt_end.rfind(self.begin.strip()), prompt_end.rfind(self.end)
+        return "unknown" if begun < 0 and ended < 0 else "open" if begun > ended else "closed"
+
+    def read_first(self, reader: Reader, opening: Opening) -> Steps[None]:
+        """Read the thinking that the output begins with, if it does."""
+        if opening == "closed":
+            return
+        start = reader.pos
+        yield from reader.skip_all(WHITE)
+        begun = yield from reader.skip(self.begin)
+        if not begun:
+            reader.pos = start
+        if begun or opening == "open" or self.forced:
+            yield from self.read(reader)
+
+    def read(self, reader: Reader) -> Steps[None]:
+        """Read thinking whose opening tag was read. Line breaks at its edges and in front of the answer belong to the tags."""
+        reader.begin_thought()
+        yield from self._read_edge(reader)
+        out, trim = (reader.reasoning, "\n") if self.separate else (reader.content, "")
+        tag = yield from reader.read_until((self.end, *self.ended_by), out, trim)
+        if tag == self.end:
+            yield from reader.skip(self.end)
+        if tag:
+            reader.end_thought()
+            yield from self._read_edge(reader)
+
+    def _read_edge(self, reader: Reader) -> Steps[None]:
+        if self.separate:
+            yield from reader.skip_all("\n")
+            reader.accept()
+        else:
+            reader.give_back()

@@ -1,0 +1,270 @@
+"""Tool calls and thinking are read the same however the output is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from formats import BODY, TOOLS, Answer, read, text_parser, write
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.parsers.argument_types import parameter_types, typed_json
+from runtime.parsers.registry import THINK_FORMATS, TOOL_FORMATS
+
+FORMATS = sorted(TOOL_FORMATS)
+TWO = [("get_weather", BODY), ("now", {})]
+
+
+def answers(name: str, text: str, thinking: str | None = None, **options: Any) -> Answer:
+    """The answer to `text`, the same at once, letter by letter, and cut in two at every place."""
+    whole = read(text_parser(name, thinking, **options), [text])
+    assert read(text_parser(name, thinking, **options), list(text)) == whole
+    for cut in range(1, len(text)):
+        assert read(text_parser(name, thinking, **options), [text[:cut], text[cut:]]) == whole, text[:cut]
+    return whole
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_several_calls_at_every_split(name: str) -> None:
+    answer = answers(name, write(name, TWO))
+    assert answer.parsed == TWO
+    assert (answer.content, answer.reasoning) == ("", "")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_text_before_and_after_calls(name: str) -> None:
+    answer = answers(name, f"Let me see. <1 [x]\n\n{write(name, [('now', {})])}\nThat is all.")
+    assert answer.parsed == [("now", {})]
+    assert answer.content == "Let me see. <1 [x]\nThat is all."
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_text_without_calls_is_unchanged(name: str) -> None:
+    for text in (
+        "",
+        "plain",
+        " white \n",
+        "a < b [1] {x} [TOOL] <tool <|x|> ```json {}\n",
+        '{"name": "Bob"}',
+        "[now]",
+        "<tool_call> is a tag\n",
+    ):
+        assert answers(name, text) == Answer(text)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_unfinished_call_keeps_what_was_read(name: str) -> None:
+    text = write(name, TWO)
+    for cut in range(1, len(text)):
+        answer = read(text_parser(name), [text[:cut]])
+        assert read(text_parser(name), list(text[:cut])) == answer
+        for (_, arguments), (_, expected) in zip(answer.calls, TWO, strict=False):
+            written = json.dumps(expected, ensure_ascii=False)
+            assert any(written.startswith(arguments[: len(arguments) - held]) for held in range(16)), "at most a tag that was cut in two"
+
+
+def test_an_output_cut_inside_of_the_end_of_a_call_has_no_content() -> None:
+    text = write("hermes", [("now", {})])
+    for cut in range(text.index("}}") + 2, len(text)):
+        assert read(text_parser("hermes"), [text[:cut]]) == Answer("", "", [("now", "{}")])
+        assert read(text_parser("hermes"), list(text[:cut])) == Answer("", "", [("now", "{}")])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_of_an_unknown_function_stays_text(name: str) -> None:
+    text = write(name, [("drop_tables", {"x": 1})])
+    assert answers(name, text) == Answer(text)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_with_broken_arguments_loses_no_text(name: str) -> None:
+    text = write(name, [("get_weather", {"days": 1, "city": "x"})])
+    for cut in range(3, len(text) - 1):
+        for junk in ("", "\x00", "}", "]", '"'):
+            answer = read(text_parser(name), [text[:cut] + junk + text[cut + 1 :]])
+            assert len(answer.calls) <= 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_thinking_before_calls(name: str) -> None:
+    answer = answers(name, f"<think>\nHmm <b>\n</think>\n\nOK\n{write(name, [('now', {})])}", "qwen3")
+    assert (answer.reasoning, answer.content, answer.parsed) == ("Hmm <b>", "OK", [("now", {})])
+
+
+JSON_CALLS = {
+    "arguments first": '{"arguments": {"city": "x"}, "name": "get_weather"}',
+    "a string of JSON": r'{"name": "get_weather", "arguments": "{\"city\": \"x\"}"}',
+    "the last brace missing": '{"name": "get_weather", "arguments": {"city": "x"}',
+    "more members": '{"id": 7, "type": "function", "name": "get_weather", "arguments": {"city": "x"}, "z": [{}]}',
+}
+
+
+@pytest.mark.parametrize("call", JSON_CALLS.values(), ids=JSON_CALLS.keys())
+def test_variants_of_a_json_call(call: str) -> None:
+    assert answers("hermes", f"<tool_call>{call}</tool_call>").parsed == [("get_weather", {"city": "x"})]
+
+
+def test_line_breaks_inside_json_strings_are_escaped() -> None:
+    text = '<tool_call>{"name": "get_weather", "arguments": {"city": "a\nb\tc"}}</tool_call>'
+    assert answers("hermes", text).parsed == [("get_weather", {"city": "a\nb\tc"})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call></tool_call>",
+        "<tool_call>[]</tool_call>",
+        '<tool_call>{"name": 5}</tool_call>',
+        '<tool_call>{"name": "get_weather", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "get_weather", "arguments": "no object"}</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>',
+        "<tool_call>{'name': 'get_weather'}</tool_call>",
+        '<tool_call>{"name": "get_wea',
+        '<tool_call>{"arguments": ' + '{"a":' * 100 + "1" + "}" * 101 + "</tool_call>",
+    ],
+)
+def test_a_malformed_call_comes_back_as_text(text: str) -> None:
+    assert answers("hermes", f"See: {text}") == Answer(f"See: {text}")
+
+
+def test_arguments_that_break_off_end_the_call_and_the_rest_is_text() -> None:
+    answer = answers("hermes", '<tool_call>{"name": "get_weather", "arguments": {"days": 1, oops}}</tool_call> ok')
+    assert answer.calls == [("get_weather", '{"days": 1, ')]
+    assert answer.content == "oops}}</tool_call> ok"
+
+
+def test_arguments_arrive_as_they_are_written() -> None:
+    parser = text_parser("hermes")
+    parser.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "a', [])
+    for letter in "bcd":
+        assert [delta.text for delta in parser.feed(letter, [])] == [letter]  # type: ignore[union-attr]
+
+
+def test_mistral_writes_calls_in_three_ways() -> None:
+    for text in ('[TOOL_CALLS]get_weather[ARGS]{"city": "x"}', '[TOOL_CALLS]get_weather[CALL_ID]abc[ARGS]{"city": "x"}',
+                 '[TOOL_CALLS] {"name": "get_weather", "arguments": {"city": "x"}}'):  # fmt: skip
+        assert answers("mistral", f"{text}{text}").parsed == [("get_weather", {"city": "x"})] * 2
+
+
+def test_qwen3_coder_may_leave_out_the_outer_tag() -> None:
+    text = write("qwen3_coder", TWO).replace("<tool_call>\n", "").replace("\n</tool_call>", "")
+    assert answers("qwen3_coder", text).parsed == TWO
+
+
+def test_glm_arguments_may_be_absent_and_on_one_line() -> None:
+    text = "<tool_call>now</tool_call><tool_call>get_weather<arg_key>days</arg_key><arg_value>7</arg_value></tool_call>"
+    assert answers("glm47", text).parsed == [("now", {}), ("get_weather", {"days": 7})]
+
+
+def test_values_keep_their_line_breaks() -> None:
+    for name in ("qwen3_coder", "mimo", "minimax-m2", "glm47", "gemma4"):
+        calls = [("ns.run-2", {"command": "\n  cd x &&\n\tls\n\n"})]
+        assert answers(name, write(name, calls)).parsed == calls
+
+
+VALUES = [
+    ("city", "12", "12"), ("days", " 12 ", 12), ("days", "-007", -7), ("days", "many", "many"), ("exact", "True", True),
+    ("rate", "2", 2), ("rate", "1e3", 1000.0), ("rate", "NaN", "NaN"), ("tags", "['a', 1]", ["a", 1]), ("tags", "[" * 9999, "[" * 9999),
+    ("filter", '{"a": 1}', {"a": 1}), ("note", "null", None), ("note", "12", "12"), ("unit", "C", "C"), ("free", "12", "12"),
+    ("free", '[1, "x"]', [1, "x"]), ("absent", "{}", {}), ("days", "9" * 5000, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "value"), VALUES, ids=[f"{name}-{text[:9]}" for name, text, _ in VALUES])
+def test_values_have_the_types_of_the_schema(name: str, text: str, value: Any) -> None:
+    written = typed_json(text, parameter_types(TOOLS["get_weather"], name))
+    if len(text) == 5000:
+        assert written == text
+    else:
+        assert json.loads(written) == value
+        assert type(json.loads(written)) is type(value)
+
+
+@pytest.mark.parametrize("schema", [{}, {"properties": None}, {"properties": {"a": 5}}, {"properties": {"a": {"$ref": "#/properties/a"}}}])
+def test_odd_schemas_leave_a_parameter_untyped(schema: dict[str, Any]) -> None:
+    assert typed_json("5", parameter_types(schema, "a")) == '"5"'
+
+
+# ---- thinking
+
+
+@pytest.mark.parametrize("name", sorted(THINK_FORMATS))
+def test_thinking_is_separated(name: str) -> None:
+    form = THINK_FORMATS[name]
+    text = f"{form.begin}\nFirst < {form.end[:-1]}\nsecond.\n{form.end}\n\nThe answer.\n"
+    answer = answers("hermes", text, name)
+    assert answer == Answer("The answer.\n", f"First < {form.end[:-1]}\nsecond.")
+    opened = answers("hermes", text.removeprefix(form.begin), name, opening="open")
+    assert opened == answer
+    closed = answers("hermes", text, name, opening="closed")
+    assert closed == (answer if form.anywhere else Answer(text))
+
+
+def test_models_that_always_think_may_leave_out_the_opening_tag() -> None:
+    for name, form in THINK_FORMATS.items():
+        answer = answers("hermes", f"Hm.{form.end}Yes", name)
+        assert answer == (Answer("Yes", "Hm.") if form.forced else Answer(f"Hm.{form.end}Yes"))
+
+
+def test_unfinished_thinking_is_reasoning() -> None:
+    assert answers("hermes", "<think>a\n\nb </thin", "qwen3") == Answer("", "a\n\nb </thin")
+
+
+def test_a_call_ends_thinking() -> None:
+    answer = answers("hermes", f"<think>\nI call.\n{write('hermes', TWO)}", "qwen3")
+    assert (answer.reasoning, answer.parsed, answer.content) == ("I call.", TWO, "")
+    kept = answers("hermes", f"<think>\nI call.\n{write('hermes', TWO)}</think>", "deepseek-r1")
+    assert not kept.calls
+    assert kept.reasoning == f"I call.\n{write('hermes', TWO)}"
+
+
+def test_gemma_thinks_between_calls() -> None:
+    text = f"<|channel>thought\na<channel|>{write('gemma4', [('now', {})])}<|channel>thought\nb<channel|>done"
+    answer = answers("gemma4", text, "gemma4")
+    assert (answer.reasoning, answer.content, answer.parsed) == ("ab", "done", [("now", {})])
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("<think>\nab\n</think>\n\nyes", 19), ("<think>ab", 9), ("no thought", 0), ("<think>é</think>", 17), ("<think>ab</thi", 14)],
+)
+def test_reasoning_tokens_are_those_inside_the_tags(text: str, count: int) -> None:
+    for pieces in ([text], list(text)):
+        parser = text_parser("hermes", "qwen3")
+        read(parser, pieces)
+        assert parser.reasoning_tokens == count
+
+
+# ---- any text
+
+TAGS = sorted({tag for form in TOOL_FORMATS.values() for tag in (*form.begins, *form.tags)})
+PIECES = [*TAGS, "<think>", "</think>", "<|channel>thought\n", "<channel|>", "get_weather", "now", "city", "days"]
+PIECES += ['"', "'", "{", "}", "[", "]", ":", ",", "=", "(", ")", "\\", "\n", " ", ";", ">", '">', "```json\n", "```"]
+PIECES += ["name", "arguments", '{"name": "now", "arguments": {', "call:now{", "function", "1", "true", "é", "😀"]
+outputs = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), max_size=30)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(FORMATS), st.sampled_from([None, *sorted(THINK_FORMATS)]), outputs, st.data())
+def test_any_text_is_read_the_same_in_any_pieces(name: str, thinking: str | None, pieces: list[str], data: st.DataObject) -> None:
+    text = "".join(pieces)
+    whole = read(text_parser(name, thinking), [text])
+    assert read(text_parser(name, thinking), pieces) == whole
+    assert read(text_parser(name, thinking), list(text)) == whole
+    cut = data.draw(st.integers(0, len(text)))
+    assert read(text_parser(name, thinking), [text[:cut], text[cut:]]) == whole
+    assert all(function in TOOLS for function, _ in whole.calls)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(FORMATS), st.lists(st.dictionaries(st.just("city"), st.text()), min_size=1, max_size=3))
+def test_any_text_survives_as_an_argument(name: str, arguments: list[dict[str, str]]) -> None:
+    unwritable = ("</parameter>", "</arg_value>", '<|"|>', "\r", "\x00")
+    calls = [("get_weather", each) for each in arguments]
+    if any(mark in each.get("city", "") for each in arguments for mark in unwritable):
+        return
+    answer = read(text_parser(name), list(write(name, calls)))
+    assert answer.parsed == calls
+    assert answer.content == ""

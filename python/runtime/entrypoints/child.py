@@ -114,7 +114,7 @@ def _log_level(child: ChildConfig) -> str:
 def _create_cuda_context(child: ChildConfig) -> None:
     """Begin to create it, if this process has a GPU."""
     if child.config.device.device == "cuda":
-        cuda_context.create_early(child.config.parallel.device_index(child.place.rank if child.place is not None else 0))
+        cuda_context.create_early()
 
 
 def serve_scheduler(child: ChildConfig, status: StatusPipe, build: BuildWorker) -> None:

@@ -6,8 +6,8 @@ import ctypes
 import threading
 
 
-def create_early(index: int = 0) -> threading.Thread:
-    """Create the primary context of GPU `index` on another thread; torch uses the same one later.
+def create_early() -> threading.Thread:
+    """Create the primary context of this process's GPU on another thread; torch uses the same one later.
 
     Both take seconds, and the driver needs no Python meanwhile. A machine without the driver, or a failure, changes
     nothing: torch reports it when it creates the context itself.
@@ -19,7 +19,7 @@ def create_early(index: int = 0) -> threading.Thread:
         except OSError:
             return
         device, context = ctypes.c_int(), ctypes.c_void_p()
-        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), index) == 0:
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
     thread = threading.Thread(target=create, name="cuda-context", daemon=True)

@@ -37,6 +37,11 @@ class TokenMask:
             windows[request] = torch.where(self.allowed(at, V)[0], windows[request], -torch.inf)
         return masked
 
+    def requests(self) -> torch.Tensor:
+        """`selected` on the device, int64 [N]."""
+        index = torch.tensor(self.selected, dtype=torch.int64)
+        return index.pin_memory().to(self.bits.device, non_blocking=True) if self.bits.is_cuda else index
+
     def part(self, start: int, stop: int) -> TokenMask:
         """The mask of requests `start` to `stop` alone."""
         selected = [request - start for request in self.selected if start <= request < stop]

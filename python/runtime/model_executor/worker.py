@@ -238,11 +238,11 @@ class Worker:
         is_sample, precedes_sample = parts.monitor.next_iteration(batch.num_decodes)
         # The sample is of iterations that would replay a graph: other traffic may be accepted differently, and counts
         # for neither side.
-        replays = first == 0 and depth == parts.depths.deepest and parts.verifier.has_graph(depth, size)
+        deepest = depth == parts.depths.deepest and parts.verifier.has_graph(depth, size)
         needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
         grammar = parts.grammars.step(host_rows, size)
-        is_sample, precedes_sample = is_sample and replays and grammar is None, precedes_sample and grammar is None
-        return Iteration(depth, host_rows, rows, kv_lens, bounds, needs, k, is_sample, precedes_sample, grammar)
+        replays = first == 0 and deepest and grammar is None
+        return Iteration(depth, host_rows, rows, kv_lens, bounds, needs, k, is_sample and replays, precedes_sample, grammar)
 
     def _iterate(
         self, batch: ScheduleBatch, chunks: Chunks | None, first: GrammarStep | None, iteration: Iteration

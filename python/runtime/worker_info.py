@@ -98,6 +98,7 @@ class WorkerInfo(msgspec.Struct):
         acceptance, speculative: None without speculation.
         ranks: the processes that share the model; empty where it is not sharded.
         token_checks: decode steps in which all ranks had the same hash of their committed tokens; None for one rank.
+        exchange_micros: microseconds of a sum over the ranks by its bytes, "own kernel / NCCL"; empty on a CPU.
         exchange_share: share of the steps' time that rank 0 spends in exchanges with the other ranks, waiting included; None for one rank.
     """
 
@@ -111,3 +112,4 @@ class WorkerInfo(msgspec.Struct):
     ranks: list[RankInfo] = []
     token_checks: int | None = None
     exchange_share: float | None = None
+    exchange_micros: dict[int, str] = {}

@@ -127,9 +127,14 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The ranks of this node."""
         return range(self.node_rank * self.ranks_per_node, (self.node_rank + 1) * self.ranks_per_node)
 
-    def device_index(self, rank: int) -> int:
-        """The device of a rank among those of its node."""
-        return rank % self.ranks_per_node
+    def visible_devices(self, rank: int, given: str | None) -> str:
+        """CUDA_VISIBLE_DEVICES of a rank: its own GPU first, so that it is number 0 everywhere, then those of the other ranks.
+
+        `given`: the variable of the server, or None.
+        """
+        devices = (given.split(",") if given else list(map(str, range(self.ranks_per_node))))[: self.ranks_per_node]
+        own = rank % self.ranks_per_node
+        return ",".join([devices[own], *devices[:own], *devices[own + 1 :]])
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from runtime.batch import CostModel, WorkerLimits
 from runtime.config.device_tuning import CPU
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
+from runtime.errors import ConfigError
 from runtime.layers.attention.registry import backend_class
 from runtime.layers.backend_selection import select_ops, select_sampling
 from runtime.layers.gemm.timings import GemmTimings
@@ -89,6 +90,7 @@ def build_worker(
         s = config.speculative
         context.info.speculative = SpeculativeInfo(s.algorithm, s.num_steps, s.topk, s.num_draft_tokens, s.disable_by_batch_size)
     if group.size > 1:
+        context.info.exchange_micros = group.exchange_micros
         context.info.ranks = group.gather(RankInfo(group.rank, socket.gethostname(), str(context.device), context.info.memory_mib))
     return Worker(parts, make_limits(context, plan, parts.target, drafter.spec), context.info, followers)
 
@@ -102,10 +104,18 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
         ops, why = select_ops(context.device, context.dtype, context.timings)
         log.info("block operations: %s", why)
         model = build_model(config, ops, context.dtype, context.device, quantization, context.group)
+        check_equal_shards(context, model)
         model.load(model_weights(context, model.expected_weights(), folder, load_format))
     kind = f" with {quantization} linears" if quantization else ""
     log.info("weights: %s, %.0f MiB, %s%s", config.architecture, model.weight_bytes / MIB, context.config.device.dtype, kind)
     return model
+
+
+def check_equal_shards(context: WorkerContext, model: DecoderModel) -> None:
+    """Raise `ConfigError` where GPUs would hold parts of different sizes: they share the kernels that rank 0 chooses."""
+    shapes = context.group.gather([gemm.key(0) for gemm in model.gemms()])
+    if context.device.type == "cuda" and any(other != shapes[0] for other in shapes):
+        raise ConfigError(f"--tp-size {context.group.size} does not cut {model.config.architecture} into equal parts; use another size")
 
 
 def model_weights(context: WorkerContext, shapes: dict[str, tuple[int, ...]], folder: str, load_format: str):
@@ -251,6 +261,7 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
             for runner in model.graphs:
                 activations = max(activations, runner.eager_peak())
                 runner.find_peak()
+                runner.pool_peak = max(context.group.gather(runner.pool_peak))  # ranks capture in one order
             reservations |= _reserve(model)
     if context.device.type == "cuda":
         torch.cuda.empty_cache()

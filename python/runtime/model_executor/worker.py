@@ -140,7 +140,7 @@ class Worker:
         if self._followers is None:
             return self._queue.submit(batch)
         self._followers.run(batch, self.parts.depths.forced_depth, tuple(runner.mode.value for runner in self.all_runners))
-        return SharedPending(self._queue.submit(batch), batch.step)
+        return SharedPending(self._queue.submit(batch), batch.step, self._followers.wait)
 
     def set_run(self, depth: int | None, modes: Sequence[str]) -> None:
         """How the following steps run, on a rank that follows another: the forced depth, and the mode of each of `all_runners`."""

@@ -47,7 +47,7 @@ OUR_FLAGS = re.findall(
     shutdown-timeout speculative-draft-load-format speculative-draft-attention-backend disable-draft-extend-cuda-graph
     disable-draft-decode-cuda-graph speculative-synthetic-accept-length speculative-check-parity trust-request-chat-template profile
     cpu-threads max-queued-tokens max-body-mib max-parse-ms max-logprob-cells queue-timeout request-timeout max-priority
-    speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins
+    speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins allowed-hosts
     download-dir log-level-http api-key-file uds ssl-keyfile ssl-certfile ssl-keyfile-password
     """,
 )
@@ -441,6 +441,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "api_key_file": ({"api_key_file": KEY_FILE}, lambda c: c.server.api_key_file, KEY_FILE),
     **{name: ({"ssl_keyfile": KEY_FILE, "ssl_certfile": KEY_FILE, "ssl_keyfile_password": "p"}, attrgetter(f"server.{name}"), value)
        for name, value in (("ssl_keyfile", KEY_FILE), ("ssl_certfile", KEY_FILE), ("ssl_keyfile_password", "p"))},
+    "allowed_hosts": ({"allowed_hosts": "a.example, b.example"}, lambda c: c.server.allowed_hosts, ("a.example", "b.example")),
     "allow_origins": (
         {"allow_origins": "https://a.example, http://b:3000/"}, lambda c: c.server.allow_origins, ("https://a.example", "http://b:3000")
     ),

@@ -25,17 +25,20 @@ TITLES = {"plain": "Plain decoding", "eagle": "EAGLE 3/1/4, synthetic accept len
 def peers(result: Result) -> dict[str, Any]:
     """The peers' figures and their source; no rows if Talon ran on another kind of machine."""
     data = json.loads((Path(__file__).parent / "peers.json").read_text(encoding="utf-8"))
-    return data if slug(result["machine"]) == data["device"] else data | {"rows": []}
+    sizes = {row.get("tp_size", 1) for row in result["rows"]}
+    return data if slug(result["machine"]) == data["device"] and sizes <= {1} else data | {"rows": []}
 
 
-def setups(served: Model, modes: list[str], backends: list[str]) -> list[Setup]:
+def setups(served: Model, modes: list[str], backends: list[str], tp_size: int = 1) -> list[Setup]:
     """One server per mode and attention backend, without prefix cache, like the peers."""
+    ranks = ("--tp-size", str(tp_size)) if tp_size > 1 else ()
     found = []
     for backend in backends:
         for mode in modes:
-            flags = (*served.target_flags, "--attention-backend", backend, "--disable-radix-cache")
+            flags = (*served.target_flags, *ranks, "--attention-backend", backend, "--disable-radix-cache")
             eagle = served.eagle_flags(ACCEPT_LENGTH, STEPS) if mode == "eagle" else ()
-            found.append(Setup({"mode": mode, "backend": backend, "steps": STEPS if eagle else 0}, (*flags, *eagle)))
+            labels = {"mode": mode, "backend": backend, "steps": STEPS if eagle else 0, **({"tp_size": tp_size} if ranks else {})}
+            found.append(Setup(labels, (*flags, *eagle)))
     return found
 
 
@@ -119,13 +122,15 @@ def main() -> None:
     parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16, 32])
     parser.add_argument("--modes", type=names, default=["plain", "eagle"])
     parser.add_argument("--backends", type=names, default=["fa3"])
+    parser.add_argument("--tp-size", type=int, default=1, help="GPUs that share the model")
     args = parser.parse_args()
-    record = Record(NAME, KEYS, args.out, args.quick)
+    name = NAME if args.tp_size == 1 else f"{NAME}_tp{args.tp_size}"
+    record = Record(name, KEYS, args.out, args.quick)
     served = served_model(args)
     backends = ["torch_native"] if args.quick else args.backends
     lens = (16, 8) if args.quick else (1000, 1000)
     bursts = [random_ids(c, *lens) for c in ([1, 2] if args.quick else args.concurrency)]
-    sweep(record, setups(served, args.modes, backends), bursts, served.shape)
+    sweep(record, setups(served, args.modes, backends, args.tp_size), bursts, served.shape)
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
 

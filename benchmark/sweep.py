@@ -80,6 +80,7 @@ def roof_share(row: Row, shape: Shape, bytes_per_second: float | None) -> Row:
     else:
         least = plain_roof_ms(shape, row["concurrency"], context, bytes_per_second)
     measured = row["mean_tpot_ms"] * accepted
+    least /= row.get("tp_size", 1)  # each rank reads its part
     return {"iteration_ms": measured, "roof_ms": least, "roof_share": least / measured}
 
 

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
-talon_setup test,dev
+talon_setup test,dev,clients
 bash scripts/setup_browser.sh
 
 ruff check python test benchmark scripts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,13 +46,14 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
-    """One token per byte and three control tokens."""
+def byte_tokenizer(template: str | None = TEMPLATE, more: Sequence[str] = ()) -> Tokenizer:
+    """One token per byte and three control tokens, then `more` control tokens."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = {byte: chr(byte) for byte in printable}
     for n, byte in enumerate(byte for byte in range(256) if byte not in printable):
         letters[byte] = chr(0x100 + n)
     control = {"<|im_start|>": IM_START, "<|im_end|>": IM_END, "<|endoftext|>": END_OF_TEXT}
+    control |= {text: VOCAB + i for i, text in enumerate(more)}
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     definition = {

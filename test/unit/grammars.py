@@ -15,9 +15,11 @@ from tokenizers.trainers import BpeTrainer
 
 from runtime.constrained.backends import Vocabulary, make_backend
 from runtime.constrained.compiler import GrammarCompiler
+from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.entrypoints.grammars import vocabulary_of
 from runtime.managers.messages import Finish, GenerateReq, TokensOut, TokensOutBatch
 from runtime.managers.scheduler import Scheduler
+from runtime.model_executor.followers import Followers
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tokenizer_files import TokenizerFiles
 from unit.predicting import model_config, plain, speculating
@@ -63,15 +65,18 @@ def constrained_worker(
     replay: Any = None,
     sizes: list[int] | None = None,
     runtime: dict[str, Any] | None = None,
+    group: ParallelGroup = ALONE,
+    followers: Followers | None = None,
     **spec: Any,
 ) -> Any:
     """A worker of the vocabulary of `json_tokenizer`, plain where `algorithm` is None."""
     settings = {"context_length": CONTEXT, "max_running_requests": 16, **(runtime or {})}
     model = model_config(vocab_size=VOCAB, max_context_len=CONTEXT, eos_ids=(0, 1))
     if algorithm is None:
-        return plain(replay, sizes, model=model, **settings)
+        return plain(replay, sizes, model=model, group=group, followers=followers, **settings)
     head = {"vocab_size": VOCAB, **({"draft_vocab_size": VOCAB} if algorithm == "EAGLE3" else {}), **spec.pop("head", {})}
-    return speculating(folder, algorithm, replay, sizes, runtime=settings, model=model, head=head, **spec)
+    ranks = {"group": group, "followers": followers}
+    return speculating(folder, algorithm, replay, sizes, runtime=settings, model=model, head=head, **ranks, **spec)
 
 
 class Served:
@@ -101,11 +106,12 @@ def serve(
     asks: list[GenerateReq],
     compiler: GrammarCompiler | None = None,
     before_turn: Callable[[int, list[Any]], None] = lambda turn, inbox: None,
+    served: Served | None = None,
     **settings: Any,
 ) -> tuple[Served, Scheduler]:
     """Run `asks` to their ends; `before_turn` may add messages to the inbox."""
     inbox: list[Any] = list(asks)
-    served = Served()
+    served = served or Served()
     config = tiny_runtime(**{"context_length": CONTEXT, "chunked_prefill_size": 24, **settings})
     scheduler = Scheduler(
         config.scheduler, config.cache, worker, (0, 1), lambda wait: inbox.pop(0) if inbox else None, served.take,

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.linear import Linear
 from runtime.model_executor.build import build_worker
+from runtime.model_executor.followers import Followers
 from runtime.models.config import ModelConfig
 from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
@@ -42,9 +44,18 @@ def draft_folder(folder: Path, algorithm: str, layers: int = 3, **changes: Any) 
     return str(folder)
 
 
-def plain(replay: Any = None, sizes: list[int] | None = None, sharp: float = 1.0, model: ModelConfig | None = None, **runtime: Any) -> Any:
+def plain(
+    replay: Any = None,
+    sizes: list[int] | None = None,
+    sharp: float = 1.0,
+    model: ModelConfig | None = None,
+    group: ParallelGroup = ALONE,
+    followers: Followers | None = None,
+    **runtime: Any,
+) -> Any:
     """The same target without speculation."""
-    worker = build_worker(tiny_runtime(**{**RUNTIME, **runtime}), model or model_config(), replay, sizes)
+    config = tiny_runtime(**{**RUNTIME, **runtime})
+    worker = build_worker(config, model or model_config(), replay, sizes, group=group, followers=followers)
     calm(worker.parts.target.runner.model, sharp)
     return worker
 
@@ -58,6 +69,8 @@ def speculating(
     sharp: float = 1.0,
     model: ModelConfig | None = None,
     head: dict[str, Any] | None = None,
+    group: ParallelGroup = ALONE,
+    followers: Followers | None = None,
     **spec: Any,
 ) -> Any:
     """A worker of a target and a draft that knows it well enough."""
@@ -67,7 +80,7 @@ def speculating(
     config = tiny_runtime(
         tiny_speculative("", algorithm=algorithm, **{"draft_model_path": folder, **spec}), **{**RUNTIME, **(runtime or {})}
     )
-    worker = build_speculative_worker(config, model or model_config(), replay, sizes)
+    worker = build_speculative_worker(config, model or model_config(), replay, sizes, group=group, followers=followers)
     worker.parts.monitor.schedule = EveryNth(512)  # too few iterations to have a sample
     calm(worker.parts.target.runner.model, sharp)
     if algorithm == "STANDALONE":

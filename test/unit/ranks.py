@@ -39,6 +39,11 @@ class ThreadGroup:
     size: int
     meeting: Meeting
     exchange_seconds: float = 0.0
+    fused: None = None
+
+    @property
+    def exchange_micros(self) -> dict[int, str]:
+        return {}
 
     def gather(self, value: T) -> list[T]:
         self.meeting.values[self.rank] = value

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,19 @@ import jsonschema
 import numpy as np
 import pytest
 from msgspec import structs
+from scipy import stats
 
+from runtime.constrained.backends import make_backend
 from runtime.constrained.compiler import GrammarCompiler
+from runtime.constrained.grammar import Grammar
+from runtime.constrained.llguidance_backend import LlguidanceMatcher
+from runtime.distributed.parallel_group import ALONE
 from runtime.managers.messages import AbortReq, GenerateReq
-from runtime.sampling_params import SamplingParams
-from unit.grammars import Served, constrained_worker, json_tokenizer, make_compiler, serve
+from runtime.managers.scheduler import Scheduler
+from runtime.sampling_params import GrammarSpec, SamplingParams
+from unit.grammars import Served, constrained_worker, json_tokenizer, make_compiler, serve, vocabulary
+from unit.ranks import ranks
+from unit.tiny import tiny_runtime
 
 SCHEMA = {
     "type": "object",
@@ -98,7 +108,7 @@ def test_text_is_the_plain_workers(
 def test_retraction_aborts_and_shared_prefixes_leave_no_trace(
     tmp_path: Path, compiler: GrammarCompiler, expected: Served, algorithm: str | None, spec: dict[str, Any], mixed: bool, page: int
 ) -> None:
-    tight = {"page_size": page, "max_total_tokens": 320, "mixed_chunk": mixed}
+    tight = {"page_size": page, "max_total_tokens": 288, "mixed_chunk": mixed}
     worker = constrained_worker(tmp_path, algorithm, runtime=tight, **spec)
     aborted = {12: "1", 17: "6"}
 
@@ -189,4 +199,146 @@ def test_a_finished_grammar_ends_before_the_minimum_length(tmp_path: Path, compi
     served, _ = serve(worker, [GenerateReq(rid=str(i), input_ids=[5 + i], sampling=sampling, seed=i) for i in range(6)], compiler)
     assert {served.text(str(i)) for i in range(6)} == {"left", "right"}
     assert {end.reason for end in served.ends.values()} == {"stop"}
+    worker.close()
+
+
+@pytest.mark.parametrize(("algorithm", "spec"), WORKERS)
+def test_drafts_of_a_forced_continuation_are_all_accepted(
+    tmp_path: Path, compiler: GrammarCompiler, algorithm: str, spec: dict[str, Any]
+) -> None:
+    text = "QZJWKYVX" * 5
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=64, regex=text)
+    worker = constrained_worker(tmp_path, algorithm, **spec)
+    served, scheduler = serve(worker, [GenerateReq(rid="a", input_ids=[5, 6], sampling=sampling, seed=1)], compiler)
+    worker.close()
+    assert served.text("a") == text
+    depth = worker.limits.max_accept_len
+    tokens = len(json_tokenizer().encode(text, False))  # the first comes from the prompt, the end from the last window
+    assert scheduler.stats.spec.verify_steps == -(-tokens // depth)
+
+
+@pytest.mark.parametrize(("algorithm", "spec"), WORKERS[:2] + WORKERS[3:5])
+def test_a_masked_draft_is_accepted_more_often_than_a_free_one(
+    tmp_path: Path, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, algorithm: str, spec: dict[str, Any]
+) -> None:
+    rates = []
+    for masked in (True, False):
+        if not masked:
+            monkeypatch.setattr("runtime.speculative.eagle_worker.restricting", lambda iteration: None)
+        worker = constrained_worker(tmp_path / str(masked), algorithm, **spec)
+        _, scheduler = serve(worker, mixed_asks(), compiler)
+        worker.close()
+        rates.append(scheduler.stats.spec.accepted_tokens / scheduler.stats.spec.verify_steps)
+    assert rates[0] > 1.2 * rates[1]
+
+
+@pytest.mark.parametrize(("algorithm", "spec"), [WORKERS[0], WORKERS[2], WORKERS[4], WORKERS[7]])
+def test_sampled_texts_have_the_plain_workers_distribution(
+    tmp_path: Path, compiler: GrammarCompiler, plain_counts: Counter[str], algorithm: str, spec: dict[str, Any]
+) -> None:
+    worker = constrained_worker(tmp_path, algorithm, **spec)
+    counts = sampled_texts(worker, compiler)
+    worker.close()
+    texts = sorted(plain_counts | counts)
+    assert len(texts) == 14
+    table = [[plain_counts[text] for text in texts], [counts[text] for text in texts]]
+    assert stats.chi2_contingency(table).pvalue > 1e-4
+
+
+@pytest.fixture(scope="module")
+def plain_counts(tmp_path_factory: pytest.TempPathFactory, compiler: GrammarCompiler) -> Counter[str]:
+    worker = constrained_worker(tmp_path_factory.mktemp("plain"), None)
+    counts = sampled_texts(worker, compiler)
+    worker.close()
+    return counts
+
+
+def sampled_texts(worker: Any, compiler: GrammarCompiler, count: int = 400) -> Counter[str]:
+    """How often each of the texts of a small grammar is drawn."""
+    sampling = SamplingParams(temperature=3.0, max_new_tokens=16, regex="(Q|Z(J|W|KK))(V|X)|Y(Q|ZZ)(J|W|K)")
+    asks = [GenerateReq(rid=str(i), input_ids=[50, 60], sampling=sampling, seed=i) for i in range(count)]
+    served, _ = serve(worker, asks, compiler, max_queued_requests=4096)
+    assert {end.reason for end in served.ends.values()} == {"stop"}
+    return Counter(served.text(ask.rid) for ask in asks)
+
+
+@pytest.mark.parametrize("algorithm", [None, "EAGLE"])
+def test_all_ranks_follow_the_grammar(tmp_path: Path, compiler: GrammarCompiler, expected: Served, algorithm: str | None) -> None:
+    def build(group: Any = ALONE, followers: Any = None) -> Any:
+        return constrained_worker(tmp_path / str(group.rank), algorithm, runtime={"tp_size": group.size}, group=group, followers=followers)
+
+    def follow(rank: int, worker: Any) -> None:
+        worker.parts.grammars.compile = lambda spec: compiler.compile(spec).future.result()
+
+    with ranks(2, build, follow) as worker:
+        served, scheduler = serve(worker, mixed_asks(), compiler)
+    assert served.tokens == expected.tokens
+    assert scheduler.stats.num_failed_steps_total == 0
+
+
+class Gate:
+    """A grammar backend that compiles once it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self._backend = make_backend("llguidance", vocabulary())
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        self.opened.wait(30)
+        return self._backend.compile(spec)
+
+
+def test_others_run_while_a_grammar_is_compiled(tmp_path: Path) -> None:
+    gate, worker = Gate(), constrained_worker(tmp_path, "EAGLE")
+    compiler = GrammarCompiler(lambda: gate, clock=lambda: 0.0)
+    free = structs.replace(GREEDY, max_new_tokens=20)
+    asks = [GenerateReq(rid=rid, input_ids=[5, 6], sampling=constrained(GREEDY), seed=1) for rid in ("first", "aborted")]
+    served, ended = Served(), dict[int, set[str]]()
+
+    def before(turn: int, inbox: list[Any]) -> None:
+        ended[turn] = set(served.ends)
+        if turn == 3:
+            inbox.append(AbortReq(rid="aborted"))
+        if "free" in served.ends and "aborted" in served.ends:
+            gate.opened.set()
+
+    asks.append(GenerateReq(rid="free", input_ids=[7, 8], sampling=free, seed=1))
+    _, scheduler = serve(worker, asks, compiler, before, served=served)
+    order = [frozenset(rids) for rids in ended.values()]
+    assert frozenset({"free", "aborted"}) in order, "the constrained request waits for its grammar alone"
+    assert served.ends["first"].reason == "stop"
+    assert served.ends["aborted"].reason == "abort"
+    assert scheduler.stats.num_aborted_requests_total == 1
+    worker.close()
+    compiler.close()
+
+
+def test_a_server_without_a_backend_refuses_grammars(tmp_path: Path) -> None:
+    worker, served = constrained_worker(tmp_path, None), Served()
+    inbox: list[Any] = [GenerateReq(rid="a", input_ids=[5], sampling=constrained(GREEDY), seed=1)]
+    config = tiny_runtime(context_length=256)
+    scheduler = Scheduler(config.scheduler, config.cache, worker, (0,), lambda wait: inbox.pop(0) if inbox else None, served.take)
+    scheduler.step()
+    assert served.ends["a"].status == 400
+    assert "--grammar-backend" in served.ends["a"].message
+    worker.close()
+
+
+def test_a_grammar_that_fails_on_its_way_ends_its_request_alone(
+    tmp_path: Path, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, calls = LlguidanceMatcher.fill, Counter[str]()
+
+    def failing(self: LlguidanceMatcher, row: Any) -> str:
+        calls["fill"] += 1
+        return "the parser gave up" if calls["fill"] > 40 and calls["fill"] < 42 else fill(self, row)
+
+    monkeypatch.setattr(LlguidanceMatcher, "fill", failing)
+    worker = constrained_worker(tmp_path, "EAGLE")
+    asks = [GenerateReq(rid=str(i), input_ids=[5 + i], sampling=constrained(GREEDY), seed=i) for i in range(4)]
+    served, scheduler = serve(worker, asks, compiler)
+    failed = [end for end in served.ends.values() if end.reason == "abort"]
+    assert [(end.status, "the parser gave up" in end.message) for end in failed] == [(400, True)]
+    assert sum(end.reason == "stop" for end in served.ends.values()) == 3
+    assert scheduler.stats.num_failed_steps_total == 0
     worker.close()

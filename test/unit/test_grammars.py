@@ -14,7 +14,7 @@ from runtime.constrained import compiler as compiler_module
 from runtime.constrained.backends import make_backend
 from runtime.constrained.compiler import GrammarCompiler
 from runtime.constrained.constraint import Constraint
-from runtime.constrained.grammar import Grammar, GrammarBackend, allowed_tokens, allows, mask_words, only_token
+from runtime.constrained.grammar import Grammar, GrammarBackend, Matcher, allowed_tokens, allows, mask_words, only_token
 from runtime.constrained.window_masks import WindowMasks
 from runtime.errors import CompilerBusy, GrammarError
 from runtime.sampling_params import GrammarSpec
@@ -149,7 +149,7 @@ def test_only_the_end_is_allowed_behind_a_finished_text(backend: GrammarBackend)
     assert np.flatnonzero(allowed_tokens(row)).tolist() == [0, 1]
 
 
-def test_rejected_tokens_change_nothing_and_popped_ones_leave_no_trace(backend: GrammarBackend) -> None:
+def test_rejected_tokens_and_masks_change_nothing(backend: GrammarBackend) -> None:
     grammar = backend.compile(spec_of("json_schema", {"type": "array", "items": {"enum": ["name", 22]}, "minItems": 40}))
     rng, words = np.random.default_rng(5), mask_words(VOCAB)
     matcher, rows, ids = grammar.matcher(), [], list[int]()
@@ -161,16 +161,35 @@ def test_rejected_tokens_change_nothing_and_popped_ones_leave_no_trace(backend: 
         assert not matcher.push(int(np.flatnonzero(~allowed)[3]))
         ids.append(int(rng.choice(np.flatnonzero(allowed))))
         assert matcher.push(ids[-1])
-    at = len(ids)
-    for target in (5, 9, 0, 23, 2, 3):
-        if target < at:
-            matcher.pop(at - target)
-        for token in ids[at:target]:
-            assert matcher.push(token)
-        at = target
+    fresh = grammar.matcher()
+    for token, row in zip(ids, rows, strict=True):
+        again = np.zeros(words, dtype=np.int32)
+        fresh.fill(again)
+        np.testing.assert_array_equal(row, again)
+        assert fresh.push(token)
+
+
+def test_a_fork_leaves_no_trace(backend: GrammarBackend) -> None:
+    tree = {"type": "array", "items": {"$ref": "#"}, "maxItems": 3}
+    grammar, words, rng = backend.compile(spec_of("json_schema", tree)), mask_words(VOCAB), np.random.default_rng(1)
+
+    def allowed(matcher: Matcher) -> list[int]:
         row = np.zeros(words, dtype=np.int32)
-        matcher.fill(row)
-        np.testing.assert_array_equal(row, rows[target])
+        assert not matcher.fill(row)
+        return [token for token in np.flatnonzero(allowed_tokens(row)).tolist() if token > 1]
+
+    for _ in range(60):
+        matcher, path = grammar.matcher(), list[int]()
+        while len(path) < 20 and (here := allowed(matcher)):
+            fork = matcher.fork()
+            for _ in range(int(rng.integers(0, 4))):
+                if (there := allowed(fork)) and not fork.push(int(rng.choice(there))):
+                    raise AssertionError("an allowed token is refused")
+            path.append(int(rng.choice(here)))
+            assert matcher.push(path[-1])
+            fresh = grammar.matcher()
+            assert all(fresh.push(token) for token in path)
+            assert allowed(matcher) == allowed(fresh)
 
 
 # ---- the compiler
@@ -237,22 +256,22 @@ def test_a_fault_of_the_library_refuses_its_grammar_alone() -> None:
 
 
 def test_a_grammar_starts_behind_its_marker(llguidance: GrammarBackend) -> None:
-    constraint = Constraint(llguidance.compile(spec_of("regex", "ab")), frozenset({0}), (7, 8))
+    constraint = Constraint(llguidance.compile(spec_of("regex", "ab")).matcher(), frozenset({0}), (7, 8))
     states = []
     for token in (8, 7, 7, 8, *json_tokenizer().encode("ab", False), 0, 5):
-        states.append((constraint.started, constraint.ended))
-        constraint.push(token)
-    ids = len(states) - 6
-    assert states == [(False, False)] * 4 + [(True, False)] * (ids + 1) + [(True, True)]
-    constraint.pop(len(states) - 3)
-    assert not constraint.started
-    constraint.push(8)
-    assert constraint.restricts
+        states.append((constraint.restricts, constraint.ended))
+        fork = constraint.fork()
+        fork.push(token)
+        assert (constraint.restricts, constraint.ended) == states[-1]
+        constraint.commit(token)
+        assert (constraint.restricts, constraint.ended) == (fork.restricts, fork.ended)
+    letters = len(states) - 6
+    assert states == [(False, False)] * 4 + [(True, False)] * (letters + 1) + [(False, True)]
     assert not constraint.error
 
 
 def test_a_committed_token_that_the_grammar_forbids_is_an_error(llguidance: GrammarBackend) -> None:
-    constraint = Constraint(llguidance.compile(spec_of("regex", "ab")), frozenset({0}))
+    constraint = Constraint(llguidance.compile(spec_of("regex", "ab")).matcher(), frozenset({0}))
     constraint.commit(json_tokenizer().encode("x", False)[0])
     assert "does not allow" in constraint.error
 
@@ -260,7 +279,7 @@ def test_a_committed_token_that_the_grammar_forbids_is_an_error(llguidance: Gram
 def test_a_window_knows_the_masks_behind_all_its_paths(llguidance: GrammarBackend) -> None:
     grammar = llguidance.compile(spec_of("regex", "Q(ZW|JK)Y"))
     first, left, right, after_left, after_right, last = (json_tokenizer().encode(letter, False)[0] for letter in "QZJWKY")
-    constraint = Constraint(grammar, frozenset({0}))
+    constraint = Constraint(grammar.matcher(), frozenset({0}))
     window = WindowMasks(constraint, mask_words(VOCAB))
 
     def allowed(*path: int) -> set[int] | None:
@@ -276,6 +295,5 @@ def test_a_window_knows_the_masks_behind_all_its_paths(llguidance: GrammarBacken
     assert allowed(first, right, after_right, last, 0) is None
     assert window.guided((), right) == first
     assert window.guided((first,), last) == last
-    window.close()
-    fresh = WindowMasks(Constraint(grammar, frozenset({0})), mask_words(VOCAB))
+    fresh = WindowMasks(Constraint(grammar.matcher(), frozenset({0})), mask_words(VOCAB))
     np.testing.assert_array_equal(WindowMasks(constraint, mask_words(VOCAB)).row(()), fresh.row(()))

@@ -93,7 +93,7 @@ def test_the_model_is_found_under_its_other_names() -> None:
         max_context_len=64, vocab_size=9, head_dim=8,
     )  # fmt: skip
     aliases = resolve_model(from_fields({"model_path": "./models/Some-Model/", "served_model_name": "mine"}), "cpu", facts).aliases
-    assert aliases == ("default", "org/Some-Model", "./models/Some-Model", "/cache/snapshots/abc", "Some-Model", "abc")
+    assert aliases == ("default", "unknown", "org/Some-Model", "./models/Some-Model", "/cache/snapshots/abc", "Some-Model", "abc")
 
     async def case() -> None:
         async with front(aliases=aliases) as f:

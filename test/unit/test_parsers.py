@@ -65,6 +65,13 @@ def test_an_unfinished_call_keeps_what_was_read(name: str) -> None:
             assert any(written.startswith(arguments[: len(arguments) - held]) for held in range(16)), "at most a tag that was cut in two"
 
 
+def test_an_output_cut_inside_of_the_end_of_a_call_has_no_content() -> None:
+    text = write("hermes", [("now", {})])
+    for cut in range(text.index("}}") + 2, len(text)):
+        assert read(text_parser("hermes"), [text[:cut]]) == Answer("", "", [("now", "{}")])
+        assert read(text_parser("hermes"), list(text[:cut])) == Answer("", "", [("now", "{}")])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_of_an_unknown_function_stays_text(name: str) -> None:
     text = write(name, [("drop_tables", {"x": 1})])

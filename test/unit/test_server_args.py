@@ -47,6 +47,7 @@ OUR_FLAGS = re.findall(
     disable-draft-decode-cuda-graph speculative-synthetic-accept-length speculative-check-parity trust-request-chat-template profile
     cpu-threads max-queued-tokens max-body-mib max-parse-ms max-logprob-cells queue-timeout request-timeout max-priority
     speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins
+    download-dir log-level-http
     """,
 )
 
@@ -382,6 +383,16 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({**EAGLE, "speculative_disable_by_batch_size": 0}, HOPPER, ["size 0 leaves no step", "--speculative-algorithm none"]),
         ({**EAGLE, "speculative_disable_by_batch_size": -1}, HOPPER, ["--speculative-disable-by-batch-size", "between 1 and"]),
         ({"speculative_disable_by_batch_size": 4}, HOPPER, ["--speculative-disable-by-batch-size", "--speculative-algorithm"]),
+        (
+            {**EAGLE, "speculative_num_steps": "auto", "speculative_eagle_topk": 2},
+            HOPPER,
+            ["auto needs chains", "--speculative-eagle-topk 1"],
+        ),
+        ({**EAGLE, "speculative_num_steps": "auto", "speculative_num_draft_tokens": 4}, HOPPER, ["--speculative-num-draft-tokens", "auto"]),
+        ({"speculative_num_steps": "auto"}, HOPPER, ["--speculative-num-steps", "--speculative-algorithm"]),
+        ({**EAGLE, "speculative_num_steps": 0}, HOPPER, ["--speculative-num-steps", "between 1 and 63"]),
+        ({**EAGLE, "speculative_num_steps": "auto", "speculative_synthetic_accept_length": "5"}, HOPPER, ["from 1 to 4"]),
+        ({**EAGLE, "speculative_num_steps": "auto", "speculative_synthetic_accept_length": "0.5,0.5"}, HOPPER, ["7 probabilities"]),
         ({**EAGLE, "speculative_synthetic_accept_length": "5"}, HOPPER, ["from 1 to 4"]),
         ({**EAGLE, "speculative_synthetic_accept_length": "0.5,0.5"}, HOPPER, ["3 probabilities"]),
         ({**EAGLE, "speculative_synthetic_accept_length": "2", "speculative_eagle_topk": 2}, HOPPER, ["--speculative-eagle-topk 1"]),
@@ -420,7 +431,7 @@ SAME_NAME: dict[str, object] = {
     "cpu_threads": 3, "chunked_prefill_size": 64, "max_prefill_tokens": 4096, "schedule_policy": "lpm", "schedule_conservativeness": 0.5,
     "stream_interval": 4, "random_seed": 5, "cuda_graph_bs": (1, 3), "log_level": "debug", "log_requests": True, "enable_metrics": False,
     "dtype": "float16", "load_format": None, "model_path": None, "quantization": None, "sampling_defaults": "openai",
-    "strict_request_fields": True, "protect_metrics": True,
+    "strict_request_fields": True, "protect_metrics": True, "log_level_http": "error",
     "embedding_pooling": "last", "grammar_backend": "none",
 }  # fmt: skip
 """Flags with a field of the same name; None for those that come from the model's facts or have tests of their own."""
@@ -477,7 +488,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "reasoning_parser": ({"reasoning_parser": "none"}, lambda c: c.model.reasoning_parser, "none"),
 }  # fmt: skip
 REFUSED = {
-    "kv_cache_dtype", "trust_remote_code", "dp_size", "ep_size"
+    "download_dir", "kv_cache_dtype", "trust_remote_code", "dp_size", "ep_size"
 }  # fmt: skip
 
 
@@ -613,7 +624,7 @@ def test_graph_flags_on_a_cpu_log_a_warning(flag: str, caplog: pytest.LogCapture
 def test_a_dummy_target_gets_a_dummy_draft_unless_it_is_gguf(
     monkeypatch: pytest.MonkeyPatch, target: str, draft: str, asked: str | None, found: str
 ) -> None:
-    monkeypatch.setattr(prepare, "resolve_weights", lambda path, load_format, flags: (path, load_format))
+    monkeypatch.setattr(prepare, "resolve_weights", lambda path, load_format, download_dir, flags: (path, load_format))
     given = args(speculative_draft_model_path=draft, speculative_draft_load_format=asked)
     assert prepare.find_draft(given, target) == (draft, found)
 
@@ -706,6 +717,22 @@ def test_the_embedded_models_draft_stops_at_its_measured_batch_size(
         )
     assert spec_of(config).disable_by_batch_size == most
     assert ("at every batch" if most is None else f"up to a batch size of {most};") in caplog.text
+
+
+@pytest.mark.parametrize("machine", [CPU, HOPPER])
+def test_auto_takes_several_depths_and_no_default_batch_limit(machine: MachineFacts) -> None:
+    embedded = with_embedded_draft(args(speculative_num_steps="auto"), True)
+    found = [
+        resolve(embedded, machine, replace(LLAMA, embedded=True), (str(EMBEDDED_DRAFT), "safetensors")),
+        resolve(args(**EAGLE, speculative_num_steps="auto", speculative_synthetic_accept_length="2.5"), machine, LLAMA, DRAFT),
+        resolve(args(speculative_algorithm="NGRAM", speculative_num_steps="auto"), machine, LLAMA),
+    ]
+    for spec in map(spec_of, found):
+        assert spec.depths == (0, 1, 2, 3, 5, 7)
+        assert (spec.num_steps, spec.topk, spec.num_draft_tokens, spec.disable_by_batch_size) == (7, 1, 8, None)
+    fixed = spec_of(resolve(args(**EAGLE, speculative_synthetic_accept_length="2.5"), machine, LLAMA, DRAFT))
+    assert fixed.depths == ()
+    assert spec_of(found[1]).synthetic_accept == fixed.synthetic_accept[:1] * 7, "a depth accepts what it accepts when it is fixed"
 
 
 def test_other_drafts_have_no_default_batch_limit() -> None:

@@ -8,6 +8,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import json
 import os
 import types
 import typing
@@ -20,6 +21,7 @@ import msgspec
 import shtab
 import yaml
 
+from runtime.config import sglang_flags
 from runtime.config.refusals import flag_of
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
@@ -27,6 +29,10 @@ from runtime.errors import ConfigError
 PROGRAM = "talon"
 """The installed command, the same as `python -m runtime.launch_server`."""
 
+OTHER_SPELLINGS = {("speculative_algorithm", "NEXTN"): "EAGLE"}
+"""SGLang's other words for the value of a flag."""
+MISSPELT = 0.8
+"""How similar an unknown name must be to a flag to count as its misspelling; a guess at another flag would mislead."""
 _KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", tuple: "a list of whole numbers"}
 
 
@@ -47,12 +53,14 @@ class Flag:
         hint: the field's type.
         kind: type of one value: bool, int, float, str, or tuple for a list of integers.
         choices: the values it takes; None for any of its kind.
+        words: texts that it takes beside values of its kind.
     """
 
     name: str
     hint: Any
     kind: type
     choices: tuple[str, ...] | None
+    words: tuple[str, ...]
     group: str
     help: str
     metavar: str | None
@@ -66,7 +74,7 @@ class Flag:
     @property
     def expected(self) -> str:
         """What its value must be, for error messages."""
-        return f"one of {', '.join(self.choices)}" if self.choices else _KINDS[self.kind]
+        return f"one of {', '.join(self.choices)}" if self.choices else " or ".join([_KINDS[self.kind], *self.words])
 
 
 @functools.cache
@@ -106,7 +114,7 @@ def parse(argv: Sequence[str]) -> Command:
         ConfigError: for an unknown or malformed flag or key, naming the nearest one that exists.
     """
     parser = build_parser()
-    given, unknown = parser.parse_known_args(list(argv))
+    given, unknown = parser.parse_known_args(_without_sglangs(argv, parser._option_string_actions))
     if unknown:
         name = unknown[0].partition("=")[0]
         known = list(parser._option_string_actions)
@@ -116,6 +124,24 @@ def parse(argv: Sequence[str]) -> Command:
     dump, check = options.pop("dump_config", False), options.pop("check", False)
     options.pop("print_completion", None)
     return Command(ServerArgs(**(_from_yaml(Path(file)) if file else {}) | options), dump, check)
+
+
+def _without_sglangs(argv: Sequence[str], known: Mapping[str, object]) -> list[str]:
+    """`argv` without the flags that only SGLang has and their values. Raises `ConfigError` for those that are refused."""
+    kept: list[str] = []
+    at = 0
+    while at < len(argv):
+        name, equals, value = argv[at].partition("=")
+        at += 1
+        if name in known or not name.startswith("--"):
+            kept.append(argv[at - 1])
+            continue
+        end = next((i for i in range(at, len(argv)) if argv[i].startswith("--")), len(argv))
+        if sglang_flags.take(name.removeprefix("--").replace("_", "-"), [value] if equals else argv[at:end]):
+            at = end
+        else:
+            kept.append(argv[at - 1])
+    return kept
 
 
 def dump(args: ServerArgs) -> str:
@@ -164,6 +190,8 @@ def _values(given: Mapping[str, object], strict: bool = True) -> dict[str, Any]:
     for key, value in given.items():
         name = key.replace("-", "_")
         if name not in by_name:
+            if sglang_flags.take(name.replace("_", "-"), [] if value is True else [value if isinstance(value, str) else json.dumps(value)]):
+                continue
             known = [other.replace("_", "-") if "-" in key else other for other in by_name]
             raise ConfigError(f"Unknown option {key!r}{_nearest(key, known)}.")
         flag = by_name[name]
@@ -175,6 +203,7 @@ def _values(given: Mapping[str, object], strict: bool = True) -> dict[str, Any]:
 
 
 def _value(key: str, value: object, flag: Flag, strict: bool) -> object:
+    value = OTHER_SPELLINGS.get((flag.name, str(value)), value)
     if flag.kind is str and isinstance(value, (int, float, os.PathLike)) and not isinstance(value, bool):
         value = str(value)
     try:
@@ -186,17 +215,18 @@ def _value(key: str, value: object, flag: Flag, strict: bool) -> object:
 def _nearest(name: str, known: Sequence[str]) -> str:
     """A hint at the nearest of `known`; a longer name that starts with `name` comes before a similar one."""
     longer = [other for other in known if name.strip("-") and other.startswith(name)]
-    close = difflib.get_close_matches(name, longer or known, n=1, cutoff=0.0 if longer else 0.5)
+    close = difflib.get_close_matches(name, longer or known, n=1, cutoff=0.0 if longer else MISSPELT)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _flag(field: Field[Any], hint: Any, help: str) -> Flag:
-    plain = hint
+    plain, others = hint, ()
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        plain = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+        plain, *others = (arg for arg in typing.get_args(hint) if arg is not type(None))
     choices = typing.get_args(plain) if typing.get_origin(plain) is typing.Literal else None
     kind = str if choices else typing.get_origin(plain) or plain
-    return Flag(field.name, hint, kind, choices, help=help, **field.metadata)
+    words = tuple(word for other in others for word in typing.get_args(other))
+    return Flag(field.name, hint, kind, choices, words, help=help, **field.metadata)
 
 
 def _docstrings() -> dict[str, str]:
@@ -214,10 +244,22 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
         group.add_argument(*flag.spellings, dest=flag.name, nargs="+", type=int, action=_ToTuple, metavar=flag.metavar, help=flag.help)
     else:
         action = group.add_argument(
-            *flag.spellings, dest=flag.name, type=flag.kind, choices=flag.choices, metavar=flag.metavar, help=flag.help
+            *flag.spellings,
+            dest=flag.name,
+            type=functools.partial(_spelled, flag),
+            choices=flag.choices,
+            metavar=flag.metavar,
+            help=flag.help,
         )
         if flag.metavar == "PATH":
             action.complete = shtab.FILE  # type: ignore[attr-defined]
+
+
+def _spelled(flag: Flag, text: str) -> object:
+    try:
+        return text if text in flag.words else flag.kind(OTHER_SPELLINGS.get((flag.name, text), text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be {flag.expected}, not {text!r}") from error
 
 
 def _truth(text: str) -> bool:

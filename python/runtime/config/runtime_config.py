@@ -127,9 +127,14 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The ranks of this node."""
         return range(self.node_rank * self.ranks_per_node, (self.node_rank + 1) * self.ranks_per_node)
 
-    def device_index(self, rank: int) -> int:
-        """The device of a rank among those of its node."""
-        return rank % self.ranks_per_node
+    def visible_devices(self, rank: int, given: str | None) -> str:
+        """CUDA_VISIBLE_DEVICES of a rank: its own GPU first, so that it is number 0 everywhere, then those of the other ranks.
+
+        `given`: the variable of the server, or None.
+        """
+        devices = (given.split(",") if given else list(map(str, range(self.ranks_per_node))))[: self.ranks_per_node]
+        own = rank % self.ranks_per_node
+        return ",".join([devices[own], *devices[:own], *devices[own + 1 :]])
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,7 +142,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `synthetic_accept` holds the probability that each draft position is accepted, given that the positions before it
     were. It overrides the models and serves benchmarks with dummy weights. Steps of more than `disable_by_batch_size`
-    requests run without drafts.
+    requests run without drafts. With `depths` each iteration runs at one of them, as a controller chooses; `num_steps` is
+    then the deepest. Without them the depth is fixed.
     """
 
     algorithm: SpecAlgorithm
@@ -155,6 +161,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     accept_threshold_acc: float
     synthetic_accept: tuple[float, ...] | None
     check_parity: bool
+    depths: tuple[int, ...] = ()
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,6 +182,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout: float
     skip_server_warmup: bool
     profile_folder: str | None
+    log_level_http: str | None = None
     strict_request_fields: bool = False
     protect_metrics: bool = False
     allow_origins: tuple[str, ...] = ()

@@ -58,9 +58,9 @@ def resolve_model(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> Se
 
 
 def _aliases(args: ServerArgs, model: ModelFacts) -> tuple[str, ...]:
-    """Other names of the model: SGLang's default, its path as it was given and as it was found, and the last part of these."""
+    """Other names of the model: SGLang's and its router's defaults, its path as given and as found, and the last part of these."""
     paths = [path.rstrip("/") for path in (args.model_path, model.path) if path]
-    return tuple(dict.fromkeys(("default", model.name, *paths, *(Path(path).name for path in paths))))
+    return tuple(dict.fromkeys(("default", "unknown", model.name, *paths, *(Path(path).name for path in paths))))
 
 
 def _preferred(args: ServerArgs) -> SamplingDefaults:

@@ -43,6 +43,7 @@ def resolve_server(args: ServerArgs, context_length: int) -> ServerConfig:
         embedding_pooling=args.embedding_pooling,
         enable_metrics=args.enable_metrics,
         log_level=args.log_level,
+        log_level_http=args.log_level_http,
         log_requests=args.log_requests,
         shutdown_timeout=args.shutdown_timeout,
         skip_server_warmup=args.skip_server_warmup,

@@ -39,6 +39,8 @@ class ServerArgs:
     """Name of the model in the API; default: the last part of the model path, or the hub id."""
     revision: str | None = _flag(MODEL, None)
     """Branch, tag or commit of a hub id."""
+    download_dir: str | None = _flag(MODEL, None, "FOLDER")
+    """Folder that models of the hub are downloaded to; default: the hub's own cache."""
     load_format: FormatChoice = _flag(MODEL, "auto")
     """Format of the weights; dummy makes random weights from the model's config alone."""
     dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = _flag(MODEL, "auto")
@@ -159,19 +161,22 @@ class ServerArgs:
     """Run every step eagerly."""
     disable_cuda_graph_padding: bool = _flag(GRAPHS, False)
     """Replay a graph only for exactly the batch size it was captured for."""
-    cuda_graph_max_bs: int | None = _flag(GRAPHS, None, "N")
+    cuda_graph_max_bs: int | None = _flag(GRAPHS, None, "N", "--cuda-graph-max-bs-decode")
     """Largest captured batch size; default: 256, or --max-running-requests if that is smaller."""
-    cuda_graph_bs: tuple[int, ...] | None = _flag(GRAPHS, None, "N")
+    cuda_graph_bs: tuple[int, ...] | None = _flag(GRAPHS, None, "N", "--cuda-graph-bs-decode")
     """Batch sizes to capture; default: a ladder up to the largest."""
 
-    speculative_algorithm: Literal["EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "none"] | None = _flag(SPECULATION, None)
+    speculative_algorithm: Literal["EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "none"] | None = _flag(
+        SPECULATION, None, None, "--speculative-algo"
+    )
     """How tokens are drafted; the embedded model drafts with its own head unless this is none."""
     speculative_draft_model_path: str | None = _flag(SPECULATION, None, "PATH", "--speculative-draft-model")
     """Folder or hub id of the draft model."""
     speculative_draft_load_format: FormatChoice | None = _flag(SPECULATION, None)
     """Format of the draft model's weights; default: dummy with a dummy model unless it is a GGUF file, else auto."""
-    speculative_num_steps: int | None = _flag(SPECULATION, None, "K")
-    """Depth of the drafts, K; default: D - 1 if a chain's D is given, else 3 (embedded model: 4 on a GPU)."""
+    speculative_num_steps: int | Literal["auto"] | None = _flag(SPECULATION, None, "K")
+    """Depth of the drafts, K; auto: each iteration runs at the depth, 0 to 7, that gives the most tokens per second. Default:
+    D - 1 if a chain's D is given, else 3 (embedded model: 4 on a GPU)."""
     speculative_eagle_topk: int | None = _flag(SPECULATION, None, "N")
     """Branches per draft node; default: 1, a chain."""
     speculative_num_draft_tokens: int | None = _flag(SPECULATION, None, "D")
@@ -197,6 +202,8 @@ class ServerArgs:
 
     log_level: Literal["debug", "info", "warning", "error"] = _flag(OBSERVING, "info")
     """Lowest level to log."""
+    log_level_http: Literal["debug", "info", "warning", "error"] | None = _flag(OBSERVING, None)
+    """Lowest level to log of the HTTP server; default: --log-level."""
     log_requests: bool = _flag(OBSERVING, False)
     """Log the lengths and times of each request, never its text."""
     enable_metrics: bool = _flag(OBSERVING, True)

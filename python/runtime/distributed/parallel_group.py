@@ -10,14 +10,60 @@ import torch
 T = TypeVar("T")
 
 
+class FusedExchange(Protocol):
+    """Exchanges of small arrays by one kernel each, with what stands around them. Every method may be captured."""
+
+    def fits(self, x: torch.Tensor) -> bool:
+        """Whether `add` takes this array; the same on every rank."""
+        ...
+
+    def parts(self, columns: int) -> int:
+        """Sums of squares per row that `add` stores."""
+        ...
+
+    def add(
+        self,
+        x: torch.Tensor,
+        h: torch.Tensor,
+        gain: torch.Tensor | None = None,
+        scaled: torch.Tensor | None = None,
+        squares: torch.Tensor | None = None,
+    ) -> None:
+        """`h += sum of x over the ranks`; with `gain` also `scaled = h * gain` and `squares`, sums of h * h."""
+        ...
+
+    def largest(
+        self,
+        logits: torch.Tensor,
+        ids: torch.Tensor,
+        first: int,
+        tokens: torch.Tensor | None = None,
+        hashed: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """The likeliest token over all ranks, int64 [N]; `hashed`: a hash, and the flag that is set where ranks differ in it."""
+        ...
+
+    def commit(self, hashed: torch.Tensor, tokens: torch.Tensor, lens: torch.Tensor) -> None:
+        """Add the first `lens` tokens of each row to the hash."""
+        ...
+
+
 class ParallelGroup(Protocol):
     """`size` processes that each hold a shard of a model. All of them make the same calls in the same order.
 
     Attributes:
         rank: of this process, 0..size - 1.
         size: 1 where the model is not sharded.
-        exchange_seconds: time spent in exchanges within steps so far.
+        exchange_seconds: time spent in exchanges within steps so far, where the host waits for them.
+        fused: exchanges by one kernel each; None where there are none.
+        exchange_micros: microseconds of a sum over the ranks by its bytes, as they were measured; empty where nothing was.
     """
+
+    @property
+    def exchange_micros(self) -> dict[int, str]: ...  # noqa: D102
+
+    @property
+    def fused(self) -> FusedExchange | None: ...  # noqa: D102
 
     @property
     def exchange_seconds(self) -> float: ...  # noqa: D102
@@ -52,6 +98,12 @@ class SingleProcess:
     rank: int = 0
     size: int = 1
     exchange_seconds: float = 0.0
+    fused: FusedExchange | None = None
+
+    @property
+    def exchange_micros(self) -> dict[int, str]:
+        """Nothing."""
+        return {}
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """`x` itself."""

@@ -32,11 +32,12 @@ class RankWatch:
         address: where the other ranks connect.
         ranks: of the others.
         lost: called on the watching thread.
+        stuck: asked every half second whether rank 0 itself waits in vain: a sentence about it, or "".
     """
 
-    def __init__(self, address: str, ranks: range, lost: Callable[[str], None]) -> None:
+    def __init__(self, address: str, ranks: range, lost: Callable[[str], None], stuck: Callable[[], str] = lambda: "") -> None:
         self._silent = dict.fromkeys(ranks, 0)
-        self._lost = lost
+        self._lost, self._stuck = lost, stuck
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.bind(address)
@@ -61,7 +62,7 @@ class RankWatch:
 
     def _run(self) -> None:
         while not self._done.wait(PERIOD):
-            why = self._hear_all() or self._silent_rank()
+            why = self._hear_all() or self._silent_rank() or self._stuck()
             if why and not self._done.is_set():
                 self._lost(why)
                 return

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from runtime.distributed.parallel_group import Shard
+from runtime.distributed.parallel_group import FusedExchange, Shard
 from runtime.distributed.rendezvous import Rendezvous
 
 T = TypeVar("T")
@@ -30,6 +30,8 @@ class TorchGroup:
         """Join the group and wait for the other ranks."""
         self.rank, self.size = rank, size
         self.exchange_seconds = 0.0
+        self.fused: FusedExchange | None = None
+        self.exchange_micros: dict[int, str] = {}
         os.environ.setdefault("GLOO_SOCKET_IFNAME", rendezvous.interface)
         dist.init_process_group("gloo", init_method=rendezvous.url, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
         self._steps = dist.new_group(backend="gloo", timeout=timedelta(seconds=EXCHANGE_SECONDS))

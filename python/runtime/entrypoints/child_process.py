@@ -40,7 +40,7 @@ class ChildProcess:
         inherited = (theirs, *(ring.all if ring else ()))
         # In a session of its own it does not get Ctrl-C from the terminal: the parent decides when it ends.
         self._process = subprocess.Popen(
-            [*command, role, str(theirs)], stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=True, env=_environment()
+            [*command, role, str(theirs)], stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=True, env=_environment(config)
         )
         os.close(theirs)
         assert self._process.stdin is not None
@@ -115,7 +115,10 @@ def start_ranks(config: ChildConfig, command: Sequence[str]) -> list[ChildProces
             places[0].ring.close()
 
 
-def _environment() -> dict[str, str]:
-    """This process's environment, in which a child finds this very package, installed or not."""
+def _environment(config: ChildConfig) -> dict[str, str]:
+    """This process's environment, in which a child finds this very package, installed or not, and a rank its own GPU first."""
     root = str(Path(__file__).parents[2])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    if config.place is not None and config.config.device.device == "cuda":
+        found["CUDA_VISIBLE_DEVICES"] = config.config.parallel.visible_devices(config.place.rank, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return found

@@ -24,7 +24,13 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         ConfigError: an option cannot take effect.
     """
     check(args)
-    source = resolve_model(args.model_path, load_format=args.load_format, tokenizer_path=args.tokenizer_path, revision=args.revision)
+    source = resolve_model(
+        args.model_path,
+        load_format=args.load_format,
+        tokenizer_path=args.tokenizer_path,
+        revision=args.revision,
+        download_dir=args.download_dir,
+    )
     args = with_embedded_draft(args, source.is_embedded)
     model_config = load_hf_config(source.weights_folder)
     facts = ModelFacts(
@@ -62,4 +68,4 @@ def find_draft(args: ServerArgs, target_format: str) -> tuple[str, str] | None:
     # A dummy target has a dummy draft. The shape of a GGUF file is unknown until it is read.
     is_dummy = target_format == "dummy" and not path.endswith(".gguf")
     load_format = args.speculative_draft_load_format or ("dummy" if is_dummy else "auto")
-    return resolve_weights(path, load_format=load_format, flags=DRAFT_FLAGS)
+    return resolve_weights(path, load_format=load_format, download_dir=args.download_dir, flags=DRAFT_FLAGS)

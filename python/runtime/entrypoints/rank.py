@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from msgspec import structs
 
 from runtime.config.runtime_config import RuntimeConfig
+from runtime.distributed.parallel_group import ParallelGroup
 from runtime.distributed.rank_place import RankPlace
 from runtime.distributed.rank_watch import RankBeat, RankWatch
 from runtime.distributed.ring import RingReader, RingWriter
@@ -21,12 +23,14 @@ from runtime.entrypoints.grammars import make_compiler
 from runtime.errors import RankFailed
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.follow import follow
-from runtime.model_executor.followers import Followers
+from runtime.model_executor.followers import Followers, StepWait
 from runtime.model_executor.worker import Worker
 from runtime.models.config import ModelConfig
 from runtime.speculative.build import build_speculative_worker
 
 log = logging.getLogger(__name__)
+STEP_SECONDS = 7.0
+"""The longest that a step may take on GPUs; the largest prompt chunk of a 70B model takes about one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,17 @@ class Sockets:
     steps: str
 
 
+@dataclass(slots=True)
+class Stuck:
+    """Says when rank 0 waits too long for the device. `wait`: what it waits for, known once there are followers."""
+
+    wait: StepWait | None = None
+
+    def __call__(self) -> str:
+        """A sentence, or ""."""
+        return "" if self.wait is None else self.wait.longer_than(STEP_SECONDS)
+
+
 def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace) -> Worker:
     """Rank 0's worker, which sends every step to the other ranks. A rank that is lost ends this process.
 
@@ -45,7 +60,8 @@ def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace) -> 
     """
     parallel, meeting = config.parallel, place.rendezvous
     group = join(config, place)
-    watch = RankWatch(meeting.bind.format(name="ranks"), range(1, parallel.tp_size), _end_process)
+    stuck = Stuck()
+    watch = RankWatch(meeting.bind.format(name="ranks"), range(1, parallel.tp_size), _end_process, stuck)
     publisher = StepPublisher(meeting.bind.format(name="steps")) if parallel.nnodes > 1 else None
     group.agree((config, Sockets(watch.address, publisher.address if publisher else "")))
     senders = list[StepSender]()
@@ -54,7 +70,10 @@ def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace) -> 
     if publisher is not None:
         publisher.await_readers(parallel.tp_size - parallel.ranks_per_node, parallel.dist_timeout)
         senders.append(publisher)
-    worker = _build(config)(config, model_config, group=group, followers=Followers(SenderList(*senders), watch.close))
+    followers = Followers(SenderList(*senders), watch.close)
+    worker = _build(config)(config, model_config, group=group, followers=followers)
+    if config.device.device == "cuda":  # on a CPU an exchange gives up by itself, and steps may be slow
+        stuck.wait = followers.wait
     watch.start()
     return worker
 
@@ -88,9 +107,17 @@ def follow_rank_0(config: RuntimeConfig, model_config: ModelConfig, place: RankP
         compiler.close()
 
 
-def join(config: RuntimeConfig, place: RankPlace) -> TorchGroup:
+def join(config: RuntimeConfig, place: RankPlace) -> ParallelGroup:
     """Meet the other ranks."""
-    return TorchGroup(place.rendezvous, place.rank, config.parallel.tp_size, config.parallel.dist_timeout)
+    parallel = config.parallel
+    group = TorchGroup(place.rendezvous, place.rank, parallel.tp_size, parallel.dist_timeout)
+    if config.device.device == "cpu":
+        return group
+    from runtime.layers.cuda_group import CudaGroup
+
+    device = torch.device("cuda", 0)  # CUDA_VISIBLE_DEVICES begins with the GPU of this rank
+    torch.cuda.set_device(device)
+    return CudaGroup(group, device, parallel.nnodes == 1, parallel.dist_timeout)
 
 
 def with_own_files(leader: RuntimeConfig, own: RuntimeConfig) -> RuntimeConfig:

@@ -10,6 +10,7 @@ import torch
 from sgl_kernel import silu_and_mul
 from torch.nn import functional as F
 
+from runtime.distributed.parallel_group import FusedExchange
 from runtime.layers.activation import Activation, gated
 from runtime.layers.gemm.autotune import GemmGroup, Run, autotune_gemms, compile_all, group_gemms
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
@@ -138,6 +139,8 @@ class CudaOps:
                 return self._gate_up(*self._normed(stream, norm, choice), layer, choice)
             if group.op == "logits":
                 return self._greedy(x, layer, tokens, scores, choice)
+            if layer.is_partial:  # other ranks take no part in timing
+                return self._linear(x, None, layer, choice)
             added = self._linear_add(x, layer, h, norm, choice)
             return added if added.deferred is not None else self.norm(h, norm, dtype)
 
@@ -169,9 +172,16 @@ class CudaOps:
                     self.norm_gate_up(stream, norm, linear)
                 else:
                     x = torch.zeros((rows, linear.in_features), dtype=linear.weight.dtype, device=linear.weight.device)
-                    streams[key] = self.linear_add(x, linear, stream, norm if deferred else None)
+                    streams[key] = self._compile_add(x, linear, stream, norm if deferred else None)
             if gemm.op == "linear_add":
                 writer = key
+
+    def _compile_add(self, x: torch.Tensor, linear: Linear, stream: Stream, norm: RMSNorm | None) -> Stream:
+        """`linear_add`, without the other ranks where it sums over them: they compile in another order."""
+        if not linear.is_partial:
+            return self.linear_add(x, linear, stream, norm)
+        part = self._linear(x, None, linear, self.choice("linear_add", linear, x.shape[0]))
+        return Stream(stream.h, norm, self._deferred_of_ranks(part, stream.h, norm, linear.group.fused))
 
     def _normed(self, stream: Stream, norm: RMSNorm, choice: GemmChoice) -> tuple[torch.Tensor, RowScale | None]:
         """What a GEMM with this choice reads of the normed stream: the normed rows, or the rows before their scale, and the scale."""
@@ -196,7 +206,7 @@ class CudaOps:
 
     def _linear_add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor, next_norm: RMSNorm | None, choice: GemmChoice) -> Stream:
         if linear.is_partial:  # the sum over ranks comes before the add and the norm
-            return Stream(h.add_(linear.reduce(self._linear(x, None, linear, choice))))
+            return self._add_of_ranks(self._linear(x, None, linear, choice), linear, h, next_norm)
         if choice is not None:
             deferred = self._deferred(h, next_norm, linear, choice)
             self._skinny(x, linear.weight, h, choice, Epilogue(bias=linear.bias, add=True, deferred=deferred))
@@ -205,6 +215,27 @@ class CudaOps:
             return Stream(h.add_(linear(x)))
         torch.ops.aten.addmm.dtype_out(h, x, linear.weight.t(), torch.float32, out=h)
         return Stream(h if linear.bias is None else h.add_(linear.bias))
+
+    def _add_of_ranks(self, part: torch.Tensor, linear: Linear, h: torch.Tensor, next_norm: RMSNorm | None) -> Stream:
+        """Add the sum of the ranks' outputs to the stream: by one kernel where the array is small enough."""
+        fused = linear.group.fused
+        if fused is None or not fused.fits(part):
+            return Stream(h.add_(linear.reduce(part)))
+        deferred = self._deferred_of_ranks(part, h, next_norm, fused)
+        if deferred is None:
+            fused.add(part, h)
+        else:
+            fused.add(part, h, deferred.gain, deferred.scaled, deferred.squares)
+        return Stream(h, next_norm, deferred)
+
+    def _deferred_of_ranks(
+        self, part: torch.Tensor, h: torch.Tensor, norm: RMSNorm | None, fused: FusedExchange | None
+    ) -> DeferredNorm | None:
+        """Buffers for a norm that the sum over the ranks prepares. None where it does not."""
+        if fused is None or not fused.fits(part) or norm is None or norm.weight.dtype is not torch.bfloat16:
+            return None
+        squares = torch.empty((h.shape[0], fused.parts(h.shape[1])), device=h.device)
+        return DeferredNorm(norm.weight, torch.empty(h.shape, dtype=norm.weight.dtype, device=h.device), squares)
 
     def _deferred(self, h: torch.Tensor, norm: RMSNorm | None, linear: Linear, choice: TritonConfig | WgmmaConfig) -> DeferredNorm | None:
         """Buffers for a deferred norm. None for float16, which cannot hold every model's stream before it is normed."""

@@ -35,7 +35,9 @@ def greedy(
         return ops.greedy(x, head, tokens, logits)
     if logits is None:
         logits = torch.empty((len(x), head.out_features), dtype=torch.float32, device=x.device)
-    ids = ops.greedy(x, head, None, logits)
+    ids, fused = ops.greedy(x, head, None, logits), head.group.fused
+    if fused is not None:
+        return fused.largest(logits, ids, head.own_rows.start, tokens, None if agreement is None else agreement.hashed)
     chosen = largest_of_ranks(logits.gather(1, ids[:, None])[:, 0], ids + head.own_rows.start, head, agreement)
     return chosen if tokens is None else tokens.copy_(chosen)
 

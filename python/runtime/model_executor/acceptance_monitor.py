@@ -55,9 +55,10 @@ class AcceptanceMonitor:
         """Count an iteration that was read. On the host."""
         if iteration.depth == 0:
             return
-        counters = self._sample if iteration.eager_sample else self._graph if stats.graph else self._eager
+        graph = stats.graph and iteration.grammar is None  # a grammar's drafts run eagerly
+        counters = self._sample if iteration.eager_sample else self._graph if graph else self._eager
         counters.add(accept_lens, iteration.depth, stats.draft_tokens)
-        if iteration.eager_sample or stats.graph:
+        if iteration.eager_sample or graph:
             self.alarm.add(accept_lens, iteration.eager_sample, iteration.depth)
         if iteration.eager_sample:
             self._warn_of_drift()

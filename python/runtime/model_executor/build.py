@@ -15,6 +15,7 @@ from runtime.batch import CostModel, WorkerLimits
 from runtime.config.device_tuning import CPU
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
+from runtime.errors import ConfigError
 from runtime.layers.attention.registry import backend_class
 from runtime.layers.backend_selection import select_ops, select_sampling
 from runtime.layers.gemm.timings import GemmTimings
@@ -23,7 +24,7 @@ from runtime.model_executor.accept_rules import LOSSLESS, AcceptThresholds
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.accepter import Accepter, AcceptPolicy
 from runtime.model_executor.context import ReplayKind, WorkerContext, make_context
-from runtime.model_executor.depth import DepthBatches, DepthControl, split_batch_sizes
+from runtime.model_executor.depth import DepthBatches, DepthControl, depths_to_drop, split_batch_sizes, split_by_depth
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, ModelPasses, NoDrafter
 from runtime.model_executor.dry_run import measure_activations, sample_padding
 from runtime.model_executor.followers import Followers
@@ -47,6 +48,8 @@ from runtime.worker_info import GraphInfo, RankInfo, SpeculativeInfo
 
 log = logging.getLogger(__name__)
 MakeDrafter = Callable[[WorkerContext, DecoderModel], Drafter]
+MOST_GRAPH_SHARE = 0.05
+"""Share of the free memory that the graphs of all depths may take."""
 PAGE_LOOKAHEAD_STEPS = 4
 """Steps by which a row's pages exceed its length: one in flight, one submitted, and both of a finished request."""
 
@@ -87,8 +90,11 @@ def build_worker(
     capture_graphs(context, models, plan)
     if config.speculative is not None:
         s = config.speculative
-        context.info.speculative = SpeculativeInfo(s.algorithm, s.num_steps, s.topk, s.num_draft_tokens, s.disable_by_batch_size)
+        context.info.speculative = SpeculativeInfo(
+            s.algorithm, s.num_steps, s.topk, s.num_draft_tokens, s.disable_by_batch_size, list(s.depths)
+        )
     if group.size > 1:
+        context.info.exchange_micros = group.exchange_micros
         context.info.ranks = group.gather(RankInfo(group.rank, socket.gethostname(), str(context.device), context.info.memory_mib))
     return Worker(parts, make_limits(context, plan, parts.target, drafter.spec), context.info, followers)
 
@@ -102,10 +108,18 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
         ops, why = select_ops(context.device, context.dtype, context.timings)
         log.info("block operations: %s", why)
         model = build_model(config, ops, context.dtype, context.device, quantization, context.group)
+        check_equal_shards(context, model)
         model.load(model_weights(context, model.expected_weights(), folder, load_format))
     kind = f" with {quantization} linears" if quantization else ""
     log.info("weights: %s, %.0f MiB, %s%s", config.architecture, model.weight_bytes / MIB, context.config.device.dtype, kind)
     return model
+
+
+def check_equal_shards(context: WorkerContext, model: DecoderModel) -> None:
+    """Raise `ConfigError` where GPUs would hold parts of different sizes: they share the kernels that rank 0 chooses."""
+    shapes = context.group.gather([gemm.key(0) for gemm in model.gemms()])
+    if context.device.type == "cuda" and any(other != shapes[0] for other in shapes):
+        raise ConfigError(f"--tp-size {context.group.size} does not cut {model.config.architecture} into equal parts; use another size")
 
 
 def model_weights(context: WorkerContext, shapes: dict[str, tuple[int, ...]], folder: str, load_format: str):
@@ -123,6 +137,8 @@ def make_depths(context: WorkerContext, spec: DrafterSpec, with_plain: bool) -> 
     config = context.config
     most = None if config.speculative is None else config.speculative.disable_by_batch_size
     padding = config.graphs.cuda_graph_padding
+    if config.speculative is not None and config.speculative.depths:
+        return split_by_depth(config.speculative.depths, most, context.running, context.sizes, padding)
     depths = split_batch_sizes(spec.shape.num_steps, most, context.running, context.sizes, padding)
     if with_plain and 0 not in depths:
         depths[0] = DepthBatches(context.running, context.requests, [], [])
@@ -142,13 +158,14 @@ def make_parts(
     verify = {depth: make_verify_runner(target, spec, depth, batches, make) for depth, batches in depths.items()}
     drafter.attach(DraftSetup(target, inputs, depths, context.requests, make))
     limits = {depth: batches.running for depth, batches in depths.items()}
+    verifier = Verifier(target, verify)
     return WorkerParts(
         target=target,
         inputs=inputs,
         drafter=drafter,
-        verifier=Verifier(target, verify),
+        verifier=verifier,
         accepter=Accepter(target, make_policy(context, spec)),
-        depths=DepthControl(limits),
+        depths=DepthControl(limits, context.running + 1, verifier),
         monitor=AcceptanceMonitor(max(depths), adaptive=context.group.size == 1),
         grammars=GrammarRows(config.vocab_size, context.device),
     )
@@ -251,7 +268,10 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
             for runner in model.graphs:
                 activations = max(activations, runner.eager_peak())
                 runner.find_peak()
+                runner.pool_peak = max(context.group.gather(runner.pool_peak))  # ranks capture in one order
             reservations |= _reserve(model)
+    if context.config.speculative is not None and context.config.speculative.depths:
+        _drop_depths(parts, reservations)
     if context.device.type == "cuda":
         torch.cuda.empty_cache()
     bytes_per_slot, reach = sum(model.runner.bytes_per_slot for model in models), parts.drafter.spec.shape.tokens_per_step
@@ -261,6 +281,18 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
         for runner in model.graphs:
             runner.rebind([model.runner.backend])
     return plan
+
+
+def _drop_depths(parts: WorkerParts, reservations: dict[str, int]) -> None:
+    """Leave out the graphs of deep windows that memory does not allow; no iteration runs at these depths then."""
+    runners = {depth: [parts.verifier.runners[depth], *parts.drafter.runners(depth)] for depth in parts.depths.limits}
+    graph_bytes = {depth: sum(reservations[runner.spec.name] for runner in own) for depth, own in runners.items()}
+    free = torch.cuda.mem_get_info()[0] if parts.target.device.type == "cuda" else 0
+    for depth in depths_to_drop(graph_bytes, int(free * MOST_GRAPH_SHARE)):
+        log.warning("no graphs of depth %d: they would take %.0f MiB", depth, graph_bytes[depth] / MIB)
+        for runner in runners[depth]:
+            runner.leave_out()
+            reservations[runner.spec.name] = 0
 
 
 def _in_capture_order(model: ModelPasses) -> list[GraphRunner]:

@@ -71,11 +71,7 @@ def make_context(
     group: ParallelGroup = ALONE,
 ) -> WorkerContext:
     """Decide device, dtype, admission limit and graph sizes. Arguments override the configuration (tests, checks)."""
-    device = (
-        torch.device(config.device.device, config.parallel.device_index(group.rank))
-        if config.device.device == "cuda"
-        else torch.device("cpu")
-    )
+    device = torch.device(config.device.device, 0) if config.device.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:

@@ -36,7 +36,8 @@ def measure_activations(context: WorkerContext, parts: WorkerParts) -> int:
     with torch.inference_mode():
         extend, prompts = target.extend(padding_prompt(context))
         parts.drafter.follow_prompt(extend)
-        prompts.wait()
+        if target.reads_results:
+            prompts.wait()
         if not context.config.scheduler.mixed_chunk:  # else decode rows are accepted while the prompts' states exist
             del extend, prompts
         for depth, count in parts.depths.limits.items():
@@ -73,8 +74,9 @@ def accept_padding(parts: WorkerParts, depth: int, count: int) -> None:
     iteration = Iteration(depth, zeros, rows, kv_lens, zeros, SamplingNeeds.every(count), MAX_TOP_LOGPROBS)
     draft, verified = parts.drafter.propose(iteration), parts.verifier.latest(iteration)
     result = parts.accepter.decide(iteration, draft, verified)
+    pending = send_to_host(parts.target, iteration, result, verified)
     if parts.target.reads_results:
-        send_to_host(parts.target, iteration, result, verified).wait()
+        pending.wait()
     greedy = Iteration(depth, zeros[:0], rows, kv_lens, zeros, SamplingNeeds(True, True, False, [], [], []))
     if parts.accepter.fusable(greedy, draft):  # compile its kernel now, not at the first batch
         parts.accepter.accept_fused(greedy, draft, verified)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from runtime.batch import BatchResult, Pending, ScheduleBatch
@@ -11,17 +13,48 @@ from runtime.distributed.step_messages import Close, RankCodec, Reset, RunStep, 
 from runtime.errors import RankFailed, ServerFault
 
 
+class StepWait:
+    """The step that rank 0 waits for, which another thread may ask about."""
+
+    def __init__(self) -> None:
+        self._waits: tuple[int, float] | None = None
+
+    @contextmanager
+    def of(self, step: int) -> Iterator[None]:
+        """Within, rank 0 waits for `step`."""
+        self._waits = step, time.monotonic()
+        try:
+            yield
+        finally:
+            self._waits = None
+
+    def longer_than(self, seconds: float) -> str:
+        """A sentence about a step that is awaited for longer; "" where there is none. Any thread may ask."""
+        waits = self._waits
+        if waits is None or time.monotonic() - waits[1] <= seconds:
+            return ""
+        return f"step {waits[0]} does not end: rank 0 has waited {seconds:g} s for it"
+
+
 class Followers:
-    """Sends every step once, encoded, to all other ranks. `ended`: called after the last message was sent."""
+    """Sends every step once, encoded, to all other ranks.
+
+    Args:
+        ended: called after the last message was sent.
+
+    Attributes:
+        wait: the step that rank 0 waits for.
+    """
 
     def __init__(self, sender: StepSender, ended: Callable[[], None]) -> None:
         self._sender, self._ended = sender, ended
+        self.wait = StepWait()
         self._codec = RankCodec()
-        self._set = SetRun(None, ())
+        self._set = SetRun(())
 
-    def run(self, batch: ScheduleBatch, depth: int | None, modes: tuple[str, ...]) -> None:
-        """Have the other ranks run a step at the forced `depth`, if any, with the graph runners in these modes."""
-        wanted = SetRun(depth, modes)
+    def run(self, batch: ScheduleBatch, modes: tuple[str, ...]) -> None:
+        """Have the other ranks run a step, whose depth is chosen, with the graph runners in these modes."""
+        wanted = SetRun(modes)
         if wanted != self._set:
             self._set = wanted
             self._sender.send(self._codec.encode(wanted))
@@ -47,11 +80,13 @@ class SharedPending:
 
     pending: Pending
     step: int
+    waiting: StepWait
 
     def wait(self) -> BatchResult:
         """Wait for rank 0's part."""
         try:
-            return self.pending.wait()
+            with self.waiting.of(self.step):
+                return self.pending.wait()
         except ServerFault:
             raise
         except Exception as error:

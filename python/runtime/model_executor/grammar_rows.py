@@ -63,6 +63,11 @@ class GrammarStep:
         self._windows = [WindowMasks(constraint, words) for _, constraint in constraints]
         self._rows: Future[MaskRows] | None = None
 
+    @property
+    def restricts(self) -> bool:
+        """Whether a grammar restricts the token behind the last committed one."""
+        return any(constraint.restricts for _, constraint in self.constraints)
+
     def first(self) -> TokenMask | None:
         """What may follow the last committed token: W = 1. None where nothing is restricted."""
         rows: MaskRows = [[window.row(())] for window in self._windows]
@@ -94,7 +99,9 @@ class GrammarStep:
 
     def errors(self, offset: int) -> dict[int, str]:
         """Why grammars cannot be followed any further, by position in the batch, counted from `offset`."""
-        return {offset + request: constraint.error for request, constraint in self.constraints if constraint.error}
+        pairs = zip(self.constraints, self._windows, strict=True)
+        found = {offset + request: constraint.error or window.error for (request, constraint), window in pairs}
+        return {request: error for request, error in found.items() if error}
 
     def _window_rows(self, copies: HostCopy) -> MaskRows:
         tokens, *parents = (array.tolist() for array in copies.wait())
@@ -102,7 +109,6 @@ class GrammarStep:
         for window, (request, _) in zip(self._windows, self.constraints, strict=True):
             paths = _paths(tokens[request], parents[0][request] if parents else range(-1, len(tokens[request]) - 1))
             found.append([window.row(path) for path in paths])
-            window.close()
         return found
 
     def _mask(self, rows: MaskRows) -> TokenMask | None:
@@ -161,7 +167,7 @@ class GrammarRows:
                 grammar = self.compile(spec)
             if grammar is not None:
                 assert init.history is not None, "a constrained request comes with its tokens"
-                constraint = Constraint(grammar, frozenset(init.eos_ids.tolist()), init.sampling.grammar_after)
+                constraint = Constraint(grammar.matcher(), frozenset(init.eos_ids.tolist()), init.sampling.grammar_after)
                 for token in init.history[init.prompt_len :].tolist():
                     constraint.commit(token)
                 self._constraints[init.row] = constraint

@@ -180,11 +180,12 @@ class GraphRunner:
         """The buffers that a run of `size` writes."""
         return self._outputs_for(*self.spec.shape(size))
 
-    def run(self, batch: ForwardBatch, variant: str = "", eager: bool = False) -> tuple[Outputs, bool]:
+    def run(self, batch: ForwardBatch, variant: str = "", eager: bool = False, forward: Forward | None = None) -> tuple[Outputs, bool]:
         """Plan and run over filled inputs.
 
         Args:
             eager: run eagerly on the same inputs even if there is a graph.
+            forward: run this function eagerly instead of the runner's own.
 
         Returns:
             The outputs, valid until the next run in the same arena, and whether a graph was replayed.
@@ -193,9 +194,9 @@ class GraphRunner:
         requests, tokens = batch.batch_size, batch.num_tokens
         outputs = self._outputs_for(requests, tokens)
         replay = self._replays.get((requests, tokens, variant))
-        if replay is None or eager or self.mode is not RunMode.REPLAY:
+        if replay is None or eager or forward is not None or self.mode is not RunMode.REPLAY:
             self.run_eagerly += 1
-            self._forward(batch, outputs, variant)
+            (forward or self._forward)(batch, outputs, variant)
             return outputs, False
         self.replayed += 1
         replay()
@@ -211,6 +212,11 @@ class GraphRunner:
         self._backends = backends
 
     # ---- memory
+
+    def leave_out(self) -> None:
+        """Capture nothing, and reserve nothing for it."""
+        assert not self._replays, "its graphs are captured already"
+        self._sizes, self.report.reserved_mib = [], 0.0
 
     def find_peak(self) -> None:
         """Set `pool_peak` by an eager run of the largest captured size: a graph allocates what an eager run does.

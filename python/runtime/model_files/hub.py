@@ -15,7 +15,7 @@ def is_model_id(name: str) -> bool:
     return _MODEL_ID.fullmatch(name) is not None
 
 
-def download(model_id: str, revision: str | None, patterns: list[str], flag: str) -> Path:
+def download(model_id: str, revision: str | None, patterns: list[str], flag: str, folder: str | None = None) -> Path:
     """Fetch files of a model, or find them in the hub's own cache.
 
     Args:
@@ -23,6 +23,7 @@ def download(model_id: str, revision: str | None, patterns: list[str], flag: str
         revision: branch, tag or commit.
         patterns: which files; name none that can hold code.
         flag: the flag that names the model, for errors.
+        folder: where to download to; the hub's own cache if None.
 
     Raises:
         ConfigError: the files cannot be fetched; says what to do.
@@ -31,7 +32,8 @@ def download(model_id: str, revision: str | None, patterns: list[str], flag: str
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        return Path(snapshot_download(model_id, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
+        ignored = ["*/*", "consolidated*"]
+        return Path(snapshot_download(model_id, revision=revision, cache_dir=folder, allow_patterns=patterns, ignore_patterns=ignored))
     except GatedRepoError as error:
         raise ConfigError(f"{model_id} is gated: accept its terms on the hub and log in with 'hf auth login'") from error
     except RevisionNotFoundError as error:

@@ -56,6 +56,7 @@ def resolve_model(
     load_format: str = "auto",
     tokenizer_path: str | None = None,
     revision: str | None = None,
+    download_dir: str | None = None,
     cache_dir: Path | None = None,
     progress: bool = True,
 ) -> ModelSource:
@@ -66,7 +67,8 @@ def resolve_model(
         load_format: auto, safetensors, gguf, or dummy (random weights; a config.json suffices).
         tokenizer_path: a folder or hub id, if the tokenizer is not with the model.
         revision: branch, tag or commit on the hub.
-        cache_dir: folder for downloads and conversions; `default_cache_dir()` if None.
+        download_dir: folder for models of the hub; the hub's own cache if None.
+        cache_dir: folder for the embedded model and for conversions; `default_cache_dir()` if None.
         progress: show progress bars.
 
     Raises:
@@ -76,12 +78,14 @@ def resolve_model(
     if model_path is None:
         _refuse_for_embedded(load_format, revision)
         folder = embedded_folder(cache_dir, progress)
-        tokenizer = _tokenizer_folder(folder, "safetensors", tokenizer_path, None, cache_dir)
+        tokenizer = _tokenizer_folder(folder, "safetensors", tokenizer_path, None, cache_dir, download_dir)
         return ModelSource(
             weights_folder=str(folder), kind="safetensors", tokenizer_folder=str(tokenizer), served_name=EMBEDDED_NAME, is_embedded=True
         )
-    weights, kind = resolve_weights(model_path, load_format=load_format, revision=revision, cache_dir=cache_dir, progress=progress)
-    tokenizer = _tokenizer_folder(Path(weights), kind, tokenizer_path, revision, cache_dir)
+    weights, kind = resolve_weights(
+        model_path, load_format=load_format, revision=revision, download_dir=download_dir, cache_dir=cache_dir, progress=progress
+    )
+    tokenizer = _tokenizer_folder(Path(weights), kind, tokenizer_path, revision, cache_dir, download_dir)
     return ModelSource(weights_folder=weights, kind=kind, tokenizer_folder=str(tokenizer), served_name=_served_name(model_path))
 
 
@@ -90,6 +94,7 @@ def resolve_weights(
     *,
     load_format: str = "auto",
     revision: str | None = None,
+    download_dir: str | None = None,
     cache_dir: Path | None = None,
     progress: bool = True,
     flags: SourceFlags = TARGET_FLAGS,
@@ -113,7 +118,7 @@ def resolve_weights(
     if load_format == "gguf":
         raise ConfigError(f"{flags.load_format} gguf takes a file; download the .gguf of {model_path} and give its path as {flags.path}")
     wanted = [*_CONFIG_FILES, *_TOKENIZER_FILES, *([] if load_format == "dummy" else _WEIGHT_FILES)]
-    folder = download(model_path, revision, wanted, flags.path)
+    folder = download(model_path, revision, wanted, flags.path, download_dir)
     return str(folder), _check_folder(folder, load_format, flags)
 
 
@@ -155,9 +160,11 @@ def _from_gguf(path: Path, load_format: str, revision: str | None, cache_dir: Pa
 # ---- tokenizers
 
 
-def _tokenizer_folder(weights: Path, kind: WeightsKind, tokenizer_path: str | None, revision: str | None, cache_dir: Path) -> Path:
+def _tokenizer_folder(
+    weights: Path, kind: WeightsKind, tokenizer_path: str | None, revision: str | None, cache_dir: Path, download_dir: str | None
+) -> Path:
     if tokenizer_path is not None:
-        return _given_tokenizer(tokenizer_path, revision)
+        return _given_tokenizer(tokenizer_path, revision, download_dir)
     if (weights / "tokenizer.json").is_file():
         return weights
     if kind == "dummy":
@@ -165,14 +172,14 @@ def _tokenizer_folder(weights: Path, kind: WeightsKind, tokenizer_path: str | No
     raise ConfigError(f"{weights} has no tokenizer.json; give a folder or hub id that has one as --tokenizer-path")
 
 
-def _given_tokenizer(tokenizer_path: str, revision: str | None) -> Path:
+def _given_tokenizer(tokenizer_path: str, revision: str | None, download_dir: str | None) -> Path:
     folder = Path(tokenizer_path).expanduser()
     if folder.is_file() and folder.name == "tokenizer.json":
         folder = folder.parent
     if not folder.is_dir():
         if not is_model_id(tokenizer_path):
             raise ConfigError(f"--tokenizer-path {tokenizer_path!r} is neither a folder nor a hub id 'owner/name'")
-        folder = download(tokenizer_path, revision, [*_CONFIG_FILES, *_TOKENIZER_FILES], "--tokenizer-path")
+        folder = download(tokenizer_path, revision, [*_CONFIG_FILES, *_TOKENIZER_FILES], "--tokenizer-path", download_dir)
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"--tokenizer-path {tokenizer_path}: there is no tokenizer.json")
     return folder

@@ -13,20 +13,20 @@ ANY = frozenset[str]()
 STRING = frozenset({"string"})
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
-_MAX_REFS = 16
+_MAX_DEPTH = 16
 
 
 def parameter_types(schema: Mapping[str, Any], name: str) -> frozenset[str]:
     """The JSON types that parameter `name` may have by the schema of its function; `ANY` if it does not say."""
     properties = schema.get("properties")
-    return _types(properties.get(name), schema) if isinstance(properties, Mapping) else ANY
+    return schema_types(properties.get(name), schema) if isinstance(properties, Mapping) else ANY
 
 
-def _types(node: object, root: Mapping[str, Any], refs: int = 0) -> frozenset[str]:
-    if not isinstance(node, Mapping) or refs > _MAX_REFS:
+def schema_types(node: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """The JSON types that a part of the schema `root` allows; `ANY` if it does not say."""
+    node = resolved(node, root)
+    if depth > _MAX_DEPTH:
         return ANY
-    if isinstance(reference := node.get("$ref"), str):
-        return _types(_resolve(reference, root), root, refs + 1)
     kinds = node.get("type")
     if isinstance(kinds, (str, list)):
         return frozenset([kinds] if isinstance(kinds, str) else filter(lambda kind: isinstance(kind, str), kinds))
@@ -35,16 +35,22 @@ def _types(node: object, root: Mapping[str, Any], refs: int = 0) -> frozenset[st
         return frozenset(_NAMES.get(type(value), "string") for value in values)
     for keyword in ("anyOf", "oneOf", "allOf"):
         if isinstance(branches := node.get(keyword), list):
-            found = [_types(branch, root, refs + 1) for branch in branches]
+            found = [schema_types(branch, root, depth + 1) for branch in branches]
             return frozenset().union(*found) if ANY not in found or keyword == "allOf" else ANY
     return ANY
 
 
-def _resolve(reference: str, root: Mapping[str, Any]) -> object:
-    node: object = root
-    for part in reference.removeprefix("#").strip("/").split("/"):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return node
+def resolved(node: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A part of the schema `root`, its references followed; empty if it is no object."""
+    for _ in range(_MAX_DEPTH):
+        if not isinstance(node, Mapping):
+            return {}
+        if not isinstance(reference := node.get("$ref"), str):
+            return node
+        node = root
+        for part in filter(None, reference.removeprefix("#").split("/")):
+            node = node.get(part) if isinstance(node, Mapping) else None
+    return {}
 
 
 def typed_json(text: str, types: frozenset[str]) -> str:

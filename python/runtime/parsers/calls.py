@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from runtime.parsers.call_grammar import CallGrammar, Schema
 from runtime.parsers.json_reader import escaped, read_object, read_value, take_string
 from runtime.parsers.reader import WHITE, Malformed, Out, Reader, Steps
 
@@ -34,6 +35,10 @@ class ToolFormat(Protocol):
         """Read the calls that begin here, at one of `begins`. Raises `Malformed` where the text breaks the format."""
         ...
 
+    def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
+        """How calls of these functions are written."""
+        ...
+
 
 def read_block(reader: Reader, end: str | None, call: Callable[[], Steps[bool]], separators: str = "") -> Steps[None]:
     """Read calls up to the tag `end`. A missing end is forgiven after the first call.
@@ -52,8 +57,11 @@ def read_block(reader: Reader, end: str | None, call: Callable[[], Steps[bool]],
             continue
         if not count:
             raise Malformed
-        if not ended:
+        rest = reader.text[reader.done :]
+        if not ended and not (end is not None and end.startswith(rest.strip())):  # unless the output was cut inside of the end
             reader.pos = reader.done  # what stands behind the last call is no part of it
+        elif not ended:
+            reader.pos = len(reader.text)
         return reader.accept()
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runtime.parsers.argument_types import typed_json
+from runtime.parsers.argument_types import STRING, resolved, schema_types, typed_json
+from runtime.parsers.call_grammar import CallGrammar, Part, Schema, const, json_of, members, one_of, optional, sequence, tag, text_value
 from runtime.parsers.calls import ArgumentWriter
 from runtime.parsers.json_reader import MAX_DEPTH, escaped
 from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
 
+MAX_GRAMMAR_DEPTH = 8
+MAX_GRAMMAR_PARTS = 1000
 QUOTE = '<|"|>'
 _BARE_TYPES = frozenset({"integer", "number", "boolean", "null", "string"})
 
@@ -30,6 +34,11 @@ class Gemma4:
         yield from reader.skip_all(WHITE)
         yield from reader.skip("<tool_call|>")
         reader.accept()
+
+    def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
+        """See `ToolFormat`."""
+        begin, end = "<|tool_call>call:", "<tool_call|>"
+        return CallGrammar([tag(f"{begin}{name}", _GrammarWriter(schema).members(schema), end) for name, schema in tools.items()], begin)
 
 
 def _read_value(reader: Reader, depth: int) -> Steps[None]:
@@ -84,3 +93,37 @@ def _read_text(reader: Reader) -> Steps[None]:
         raise Malformed
     yield from reader.skip(QUOTE)
     reader.arguments('"')
+
+
+class _GrammarWriter:
+    """Writes values as Gemma does by the schema of a function; what is nested too deeply is left out."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._count = 0
+
+    def value(self, given: object, depth: int = 0) -> Part:
+        """A value of a schema."""
+        self._count += 1
+        node = resolved(given, self._root)
+        types = schema_types(node, self._root)
+        nested = depth < MAX_GRAMMAR_DEPTH and self._count < MAX_GRAMMAR_PARTS
+        parts: list[Part] = []
+        if scalars := types & {"integer", "number", "boolean", "null"}:
+            parts.append(json_of({"type": sorted(scalars)}))
+        if "array" in types and nested:
+            item = {"type": "tags_with_separator", "tags": [tag("", self.value(node.get("items"), depth + 1), "")], "separator": ","}
+            parts.append(sequence(const("["), item, const("]")))
+        if "object" in types and nested:
+            parts.append(self.members(node, depth))
+        if "string" in types or not parts:
+            parts.append(tag(QUOTE, text_value(node, types & STRING), QUOTE))
+        return one_of(*parts)
+
+    def members(self, node: Schema, depth: int = 0) -> Part:
+        """An object with its properties in the order of the schema."""
+        parts = []
+        for name, schema, required in members(node):
+            part = sequence(const(f"{name}:"), self.value(schema, depth + 1), const(","))
+            parts.append(part if required else optional(part))
+        return sequence(const("{"), *parts, const("}"))

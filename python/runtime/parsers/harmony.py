@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from runtime.parsers.call_grammar import CallGrammar, Part, Schema, json_of, object_schema, tag
 from runtime.parsers.calls import read_named_call
 from runtime.parsers.deltas import Delta
 from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
@@ -15,6 +16,7 @@ from runtime.text.stop_finder import StopFinder
 
 MAX_HEADER = 64
 """Tokens of a header; what is longer is no header."""
+ROLE = "assistant"
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"to=functions\.([^\s<]+)")
 _RECIPIENT = re.compile(r"to=[^\s<]+")
@@ -49,6 +51,22 @@ class HarmonyTokens:
     def stops(self) -> tuple[int, int]:
         """The tokens that end an answer."""
         return (self.return_, self.call)
+
+
+THINKING = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+"""What stands around the thinking of an answer."""
+
+
+def call_grammar(tools: Mapping[str, Schema]) -> CallGrammar:
+    """How calls are written. A call ends the answer."""
+    begin = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
+    tags = [tag(begin.format(name), json_of(object_schema(schema)), "") for name, schema in tools.items()]
+    return CallGrammar(tags, "<|channel|>commentary to=functions.", single=True)
+
+
+def text_part(part: Part) -> Part:
+    """Text in the channel for users."""
+    return tag("<|channel|>final<|message|>", part, "")
 
 
 class HarmonyParser:
@@ -86,6 +104,8 @@ class HarmonyParser:
         last = max((place for place, token in enumerate(prompt_ids) if token == tokens.start), default=len(prompt_ids) - 1)
         self.feed("", prompt_ids[last + 1 :])
         self._counted, self._seen = 0, set()
+        if self._header is not None and self._plain(self._header) == ROLE:
+            self._header = []
 
     @property
     def reasoning_tokens(self) -> int:
@@ -101,7 +121,7 @@ class HarmonyParser:
     def finish(self) -> list[Delta]:
         """See `OutputParser`."""
         header = self._header
-        if header is not None and self._spelled.keys().isdisjoint(header) and (text := self._plain(header)) not in ("", "assistant"):
+        if header is not None and self._spelled.keys().isdisjoint(header) and (text := self._plain(header)) not in ("", ROLE):
             self._open("content")
             self._show(text)
         if self._header is None:
@@ -137,14 +157,14 @@ class HarmonyParser:
             return
         self._open("call")
         # A malformed call comes back with its header.
-        self._reader.add(f"{header}{self._spelled[self._tokens.message]}")
+        self._reader.add(f"{header.removeprefix(ROLE)}{self._spelled[self._tokens.message]}")
         self._reader.pos = len(self._reader.text)
         self._call = _read_call(self._reader, function[1] if function is not None else "")
         next(self._call, None)
 
     def _open(self, kind: Kind) -> None:
         self._header, self._kind, self._decoder = None, kind, self._new_decoder()
-        if kind in self._seen and kind != "call":
+        if self._shown in self._seen and kind != "call":
             self._deliver("\n")
 
     def _close(self) -> None:
@@ -164,14 +184,19 @@ class HarmonyParser:
             self._deliver(text)
 
     def _deliver(self, text: str) -> None:
-        self._seen.add(self._kind)
+        self._seen.add(self._shown)
         if self._call is not None:
             self._reader.add(text)
             next(self._call, None)
-        elif self._kind == "reasoning" and self._separate:
+        elif self._shown == "reasoning":
             self._reader.reasoning(text)
         else:
             self._reader.content(text)
+
+    @property
+    def _shown(self) -> Kind:
+        """What the message is delivered as."""
+        return "content" if self._kind == "reasoning" and not self._separate else self._kind
 
     def _plain(self, ids: Sequence[int]) -> str:
         """The text of a header, its control tokens spelled."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from runtime.parsers.call_grammar import CallGrammar, Part, Schema, json_of, object_schema, tag
 from runtime.parsers.calls import read_block, read_json_call, read_named_call
 from runtime.parsers.reader import Reader, Steps
 
@@ -20,6 +22,10 @@ class Hermes:
         yield from reader.expect("<tool_call>")
         yield from read_block(reader, "</tool_call>", lambda: read_json_call(reader, "</tool_call>"))
 
+    def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
+        """See `ToolFormat`."""
+        return CallGrammar(_objects(tools, "<tool_call>\n", "arguments", "\n</tool_call>"), "<tool_call>", separator="\n")
+
 
 @dataclass(frozen=True)
 class Llama3:
@@ -33,6 +39,10 @@ class Llama3:
         yield from reader.skip_all(" \t\r\n")
         yield from reader.skip("<|python_tag|>")
         yield from read_block(reader, None, lambda: read_json_call(reader), separators=";,")
+
+    def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
+        """See `ToolFormat`."""
+        return CallGrammar(_objects(tools, "", "parameters", ""), '{"name"', separator="; ")
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,10 @@ class Mistral:
             yield from reader.skip("[ARGS]")
             yield from read_named_call(reader, name)
         reader.accept()
+
+    def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
+        """See `ToolFormat`."""
+        return CallGrammar(_objects(tools, "", "arguments", ""), "[TOOL_CALLS]", "[TOOL_CALLS] [", ", ", "]")
 
 
 @dataclass(frozen=True)
@@ -94,3 +108,18 @@ class DeepSeek:
         yield from reader.skip_all(" \t\r\n")
         yield from reader.skip("<｜tool▁call▁end｜>")
         return True
+
+    def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
+        """See `ToolFormat`."""
+        begin, end = ("function<｜tool▁sep｜>{}\n```json\n", "\n```") if self.fenced else ("{}<｜tool▁sep｜>", "")
+        tags = [
+            tag(f"<｜tool▁call▁begin｜>{begin.format(name)}", json_of(object_schema(schema)), f"{end}<｜tool▁call▁end｜>")
+            for name, schema in tools.items()
+        ]
+        outer = "<｜tool▁calls▁begin｜>"
+        return CallGrammar(tags, outer, outer, "\n" if self.fenced else "", "<｜tool▁calls▁end｜>")
+
+
+def _objects(tools: Mapping[str, Schema], begin: str, key: str, end: str) -> list[Part]:
+    """Calls as objects with a name and arguments."""
+    return [tag(f'{begin}{{"name": "{name}", "{key}": ', json_of(object_schema(schema)), f"}}{end}") for name, schema in tools.items()]

@@ -13,7 +13,10 @@ from typing import Any
 from msgspec import structs
 
 from runtime.errors import ConfigError
+from runtime.parsers import harmony
+from runtime.parsers.call_grammar import ANY_TEXT, Part, one_of, sequence
 from runtime.parsers.harmony import HarmonyParser, HarmonyTokens
+from runtime.parsers.output_grammar import LINE_BREAKS, CallRule, answer_part, behind_thinking, with_part
 from runtime.parsers.output_parser import OutputParser, TextParser
 from runtime.parsers.registry import HARMONY, THINK_FORMATS, TOOL_FORMATS
 from runtime.parsers.thinking import Opening, ThinkFormat
@@ -35,11 +38,15 @@ class OutputRequest:
         tools: the functions that may be called.
         stops: strings that end the answer.
         separate: whether thinking is delivered as such; otherwise it stays in the content.
+        rule: what a grammar enforces of the calls.
+        parallel: whether there may be several calls.
     """
 
     tools: Schemas
     stops: tuple[str, ...] = ()
     separate: bool = True
+    rule: CallRule = "free"
+    parallel: bool = True
 
 
 class OutputFormat:
@@ -72,12 +79,53 @@ class OutputFormat:
         ids = [self._tokenizer.token_id(tag) for tag in tags]
         return tuple(dict.fromkeys(token for token in ids if token in self._tokenizer.special_ids))
 
-    def adapt(self, sampling: SamplingParams, request: OutputRequest) -> SamplingParams:
-        """`sampling` with what the parser needs: control tokens in the text, and the tokens that end an answer."""
+    def adapt(self, sampling: SamplingParams, request: OutputRequest, prompt_ids: Sequence[int]) -> SamplingParams:
+        """`sampling` with what the parser needs, and with the grammar that thinking and calls ask for.
+
+        Raises:
+            RequestError: the grammar of the request cannot be combined with its tools.
+        """
         if self._harmony is not None:
-            return structs.replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *self._harmony.stops))
-        shown = self.shown_ids(request)
-        return structs.replace(sampling, shown_token_ids=shown) if shown else sampling
+            return self._adapt_harmony(self._harmony, sampling, request)
+        if shown := self.shown_ids(request):
+            sampling = structs.replace(sampling, shown_token_ids=shown)
+        if sampling.grammar is None and request.rule == "free":
+            return sampling
+        calls = self._calls.grammar(request.tools) if self._calls is not None and request.tools else None
+        part = answer_part(sampling.grammar, calls, request.rule, request.parallel, lambda text: text)
+        return self._behind_thinking(sampling, part, bool(calls), prompt_ids)
+
+    def _behind_thinking(self, sampling: SamplingParams, part: Part | None, calls: bool, prompt_ids: Sequence[int]) -> SamplingParams:
+        """`sampling` whose grammar, or `part` instead of it, begins after the thinking."""
+        thinking, opening = self._thinking, self.opening(prompt_ids)
+        if thinking is None or opening == "closed":
+            return with_part(sampling, part) if part is not None and calls else sampling
+        begun = opening == "open" or thinking.forced
+        after = self._token_ids(thinking.end) if begun else ()
+        if part is None:
+            return structs.replace(sampling, grammar_after=after)
+        if begun:
+            return with_part(sampling, sequence(LINE_BREAKS, part), after)
+        return with_part(sampling, behind_thinking(part, thinking.begin, thinking.end))
+
+    def _adapt_harmony(self, tokens: HarmonyTokens, sampling: SamplingParams, request: OutputRequest) -> SamplingParams:
+        sampling = structs.replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *tokens.stops))))
+        if sampling.grammar is None and request.rule == "free":
+            return sampling
+        calls = harmony.call_grammar(request.tools) if request.tools else None
+        rule, spec = request.rule, sampling.grammar
+        if spec is None and rule == "strict" and calls is not None:
+            part = one_of(harmony.text_part(ANY_TEXT), calls.calls(parallel=False))
+        else:
+            part = answer_part(spec, calls, rule, request.parallel, harmony.text_part)
+        if part is not None:
+            return with_part(sampling, behind_thinking(part, *harmony.THINKING))
+        return structs.replace(sampling, grammar_after=(tokens.channel, *self._tokenizer.encode_plain("final"), tokens.message))
+
+    def _token_ids(self, tag: str) -> tuple[int, ...]:
+        """A tag as the model writes it."""
+        token = self._tokenizer.token_id(tag)
+        return tuple(self._tokenizer.encode_plain(tag)) if token is None else (token,)
 
     def parser(self, request: OutputRequest, prompt_ids: Sequence[int]) -> OutputParser | None:
         """A parser for one answer to a prompt; None if the answer is plain text."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from runtime.parsers.call_grammar import CallGrammar, Part, Schema, const, json_of, members, optional, sequence, tag
 from runtime.parsers.calls import ArgumentWriter, read_block
 from runtime.parsers.reader import MAX_NAME, WHITE, Malformed, Reader, Steps
 
@@ -23,6 +25,11 @@ class Pythonic:
         """See `ToolFormat`."""
         yield from reader.expect("[")
         yield from read_block(reader, "]", lambda: _read_call(reader), separators=",")
+
+    def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
+        """See `ToolFormat`."""
+        tags = [tag(f"{name}(", _arguments(schema), ")") for name, schema in tools.items()]
+        return CallGrammar(tags, "[", "[", ", ", "]")
 
 
 def _read_call(reader: Reader) -> Steps[bool]:
@@ -78,9 +85,19 @@ def _take_literal(reader: Reader) -> Steps[str]:
 
 
 def _as_json(literal: str) -> str:
-    names = {"true": "True", "false": "False", "null": "None"}
-    text = literal.strip()
-    try:
-        return json.dumps(ast.literal_eval(names.get(text, text)), ensure_ascii=False, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        raise Malformed from error
+    """A Python literal, or JSON, as JSON."""
+    for read in (ast.literal_eval, json.loads):
+        try:
+            return json.dumps(read(literal.strip()), ensure_ascii=False, allow_nan=False)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            continue
+    raise Malformed
+
+
+def _arguments(schema: Schema) -> Part:
+    """Keyword arguments in the order of the schema, each with a comma behind it; their values are JSON."""
+    parts = []
+    for name, node, required in members(schema):
+        part = sequence(const(f"{name}="), json_of(node), const(", "))
+        parts.append(part if required else optional(part))
+    return sequence(*(parts or [const("")]))

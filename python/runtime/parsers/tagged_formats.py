@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runtime.parsers.argument_types import STRING, parameter_types, typed_json
+from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, Part, Schema, const, members, optional, sequence, tag, text_value
 from runtime.parsers.calls import ArgumentWriter, read_block
 from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
 
@@ -23,6 +25,7 @@ class Tagged:
         name_ends: tags behind the name; only the first of them is read with it.
         value_begin: the tag in front of a value, if it is not the end of the key.
         line_breaks: whether a value stands on lines of its own.
+        shared: whether `begin` and `end` are around all calls, not around each.
         escapes: whether values hold character references such as `&amp;`.
     """
 
@@ -36,6 +39,7 @@ class Tagged:
     value_begin: str = ""
     value_end: str
     line_breaks: bool = False
+    shared: bool = False
     escapes: bool = False
 
     @property
@@ -90,6 +94,31 @@ class Tagged:
             arguments.value(typed_json(html.unescape(value) if self.escapes else value, types))
         yield from reader.skip(*ends)
 
+    def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
+        """See `ToolFormat`."""
+        line = "\n" if self.function else ""
+        if self.shared:
+            tags = [self._call_tag(name, schema, "", "\n") for name, schema in tools.items()]
+            return CallGrammar(tags, self.begin, f"{self.begin}\n", "", self.end)
+        tags = [self._call_tag(name, schema, f"{self.begin}{line}", f"{line}{self.end}") for name, schema in tools.items()]
+        return CallGrammar(tags, self.begin, separator="\n")
+
+    def _call_tag(self, name: str, schema: Schema, begin: str, end: str) -> Part:
+        name_end = self.name_ends[0].strip()
+        return tag(f"{begin}{self.function}{name}{name_end}\n", self._members(schema), f"{self.function_end}{end}")
+
+    def _members(self, schema: Schema) -> Part:
+        """All parameters in the order of the schema."""
+        line = "\n" if self.line_breaks else ""
+        parts: list[Part] = []
+        for name, node, required in members(schema):
+            types = parameter_types(schema, name)
+            value = text_value(node, types)
+            end = self.value_end if value is ANY_TEXT else f"{line}{self.value_end}"
+            part = sequence(tag(f"{self.key}{name}{self.key_end}{self.value_begin}{line}", value, end), const("\n"))
+            parts.append(part if required else optional(part))
+        return sequence(*(parts or [const("")]))
+
 
 QWEN3_CODER = Tagged(
     begin="<tool_call>", end="</tool_call>", function="<function=", function_end="</function>", name_ends=(">",),
@@ -101,7 +130,7 @@ MIMO = Tagged(
 )  # fmt: skip
 MINIMAX_M2 = Tagged(
     begin="<minimax:tool_call>", end="</minimax:tool_call>", function='<invoke name="', function_end="</invoke>", name_ends=('">',),
-    key='<parameter name="', key_end='">', value_end="</parameter>",
+    key='<parameter name="', key_end='">', value_end="</parameter>", shared=True,
 )  # fmt: skip
 GLM47 = Tagged(
     begin="<tool_call>", end="</tool_call>", name_ends=("\n", "<arg_key>", "</tool_call>"), key="<arg_key>", key_end="</arg_key>",

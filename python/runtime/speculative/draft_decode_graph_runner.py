@@ -9,6 +9,7 @@ tensors of the graphs' memory pool: they are read after the target's graph has r
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -16,11 +17,13 @@ from runtime.batch import ForwardMode
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.draft_window import TreeShape
+from runtime.model_executor.grammar_rows import GrammarStep
 from runtime.model_executor.graph_runner import Forward, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.window import fill_window
 from runtime.models.draft_head import DraftModel
+from runtime.speculative.draft_mask import DraftMask
 from runtime.speculative.draft_state import DraftState, guess
 from runtime.speculative.draft_tree import begin, expand, select, top_log_probs
 
@@ -56,16 +59,11 @@ def draft_decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launc
     )
 
 
-def draft_decode_forward(
-    draft: DraftModel, shape: TreeShape, rows: RequestRows, state: DraftState, page_table: PageTable, inputs: InputBuffers
-) -> Forward:
-    """The function that the graph records. It reads the rows' state itself: its only inputs are rows and lengths."""
-    passes = _Passes(draft, shape, rows, state, page_table, inputs)
-    return passes.chain if shape.topk == 1 else passes.tree
+class DraftPasses:
+    """The K - 1 passes. Every method runs inside the graph; with a grammar, eagerly, because each pass waits for its mask.
 
-
-class _Passes:
-    """The K - 1 passes. Every method runs inside the graph."""
+    They read the rows' state themselves: their only inputs are rows and lengths.
+    """
 
     def __init__(
         self, draft: DraftModel, shape: TreeShape, rows: RequestRows, state: DraftState, page_table: PageTable, inputs: InputBuffers
@@ -76,37 +74,88 @@ class _Passes:
         steps = torch.arange(shape.num_steps, device=inputs.device)[:, None]
         self._back = (steps * (1 - shape.topk)).expand(-1, shape.topk).contiguous()
 
-    def chain(self, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
+    @property
+    def forward(self) -> Forward:
+        """The function that the graph records."""
+        return self.chain if self.shape.topk == 1 else self.tree
+
+    def constrained(self, grammar: GrammarStep) -> Forward:
+        """The same function with drafts that `grammar` allows, to be run eagerly."""
+        return partial(self.chain if self.shape.topk == 1 else self.tree, grammar=grammar)
+
+    def chain(self, batch: ForwardBatch, outputs: Outputs, variant: str, grammar: GrammarStep | None = None) -> None:
+        """Draft a chain."""
         index, K = batch.req_pool_indices, self.shape.num_steps
         tokens, sampled, known = outputs["tokens"], variant == SAMPLED, self.draft.lookahead
         kv_lens = self.inputs.kv_lens(batch.batch_size)
         token, hidden = self.rows.last_tokens[index], self.state.hidden[index]
         tokens[:, 0].copy_(token)
-        if known:
+
+        def write_guess(at: int) -> torch.Tensor:
+            """The guess at window position `at`, from `hidden`."""
+            positions = kv_lens.to(torch.int64) + at if sampled else None
+            token, probs = self.guess(hidden, index, positions, tokens[:, 1:at], grammar)
+            tokens[:, at].copy_(token)
+            if probs is not None:
+                outputs["probs"][:, at - 1].copy_(probs)
+            return token
+
+        if known and grammar is None:
             token = self.state.tokens[index, 0]
             tokens[:, 1].copy_(token)
             if sampled:
                 outputs["probs"][:, 0].copy_(self.state.probs[index])
+        elif known:
+            token = write_guess(1)
         for step in range(K - known):
             hidden = self._forward(batch, step, token[:, None], hidden)
-            at = step + known + 1  # window position of this pass's guess
-            positions = kv_lens.to(torch.int64) + at if sampled else None
-            ids, probs = guess(self.draft, hidden, self.rows.tables, index, positions)
-            token = self.draft.map_to_target(ids)
-            tokens[:, at].copy_(token)
-            if probs is not None:
-                outputs["probs"][:, at - 1].copy_(probs)
+            token = write_guess(step + known + 1)
 
-    def tree(self, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
+    def guess(
+        self,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        positions: torch.Tensor | None,
+        drafts: torch.Tensor,
+        grammar: GrammarStep | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`guess` behind `drafts`, int64 [B, n], which `grammar` restricts; the token as the target's id."""
+        mask = self._mask(drafts[:, None], grammar)
+        ids, probs = guess(self.draft, hidden, self.rows.tables, index, positions, mask)
+        token = self.draft.map_to_target(ids)
+        return (token if mask is None else mask.tokens(token)), probs
+
+    def _mask(self, paths: torch.Tensor, grammar: GrammarStep | None) -> DraftMask | None:
+        """What the draft may say behind each of W paths of n drafts, int64 [B, W, n]."""
+        allowed = None if grammar is None else grammar.behind(paths)
+        return None if allowed is None else DraftMask(allowed, self.draft)
+
+    def first_guesses(self, index: torch.Tensor, grammar: GrammarStep | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The branches from the last committed token: int64 [B, topk] and their log-probabilities."""
+        mask = self._mask(self.rows.last_tokens[index][:, None, None][..., :0], grammar)
+        if mask is None:
+            return self.state.tokens[index], self.state.scores[index]
+        return self._branches(self.state.hidden[index], mask)
+
+    def _branches(self, hidden: torch.Tensor, mask: DraftMask | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `topk` likeliest continuations, as the target's ids, and their log-probabilities."""
+        logits = self.draft.logits(hidden)
+        ids, scores = top_log_probs(logits if mask is None else mask.logits(logits), self.shape.topk)
+        tokens = self.draft.map_to_target(ids)
+        return (tokens, scores) if mask is None else mask.branches(tokens, scores)
+
+    def tree(self, batch: ForwardBatch, outputs: Outputs, variant: str, grammar: GrammarStep | None = None) -> None:
+        """Draft a tree."""
         index, topk, size = batch.req_pool_indices, self.shape.topk, batch.batch_size
-        beam = begin(self.state.tokens[index], self.state.scores[index])
+        beam = begin(*self.first_guesses(index, grammar))
+        paths = beam.tokens[:, :, None]
         hidden = self.state.hidden[index][:, None].expand(-1, topk, -1)
         for step in range(self.shape.num_steps - 1):
             flat = hidden.reshape(size * topk, -1).contiguous()
             hidden = self._forward(batch, step, beam.tokens, flat, beam.mask)
-            ids, scores = top_log_probs(self.draft.logits(hidden), topk)
-            children = self.draft.map_to_target(ids).view(size, topk, topk)
-            beam = expand(beam, children, scores.view(size, topk, topk))
+            children, scores = self._branches(hidden, self._mask(paths, grammar))
+            beam = expand(beam, children.view(size, topk, topk), scores.view(size, topk, topk))
+            paths = torch.cat([paths.gather(1, beam.parents[:, :, None].expand_as(paths)), beam.tokens[:, :, None]], 2)
             hidden = hidden.view(size, topk, -1).gather(1, beam.parents[:, :, None].expand(-1, -1, hidden.shape[-1]))
         tree = select(beam, self.rows.last_tokens[index], self.shape)
         for name, tensor in (("tokens", tree.tokens), ("parents", tree.parents), ("depths", tree.depths), ("mask", tree.mask)):

@@ -12,6 +12,7 @@ from runtime.layers.kernels.argmax import argmax
 from runtime.layers.random_streams import RandomStream
 from runtime.layers.sampling_tables import TEMPERATURE, SamplingTables
 from runtime.models.draft_head import DraftModel
+from runtime.speculative.draft_mask import DraftMask
 from runtime.speculative.draft_tree import top_log_probs
 
 
@@ -39,9 +40,14 @@ class DraftState:
 
 
 def guess(
-    draft: DraftModel, hidden: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, positions: torch.Tensor | None
+    draft: DraftModel,
+    hidden: torch.Tensor,
+    tables: SamplingTables,
+    rows: torch.Tensor,
+    positions: torch.Tensor | None,
+    mask: DraftMask | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A chain's next draft. Inside the graph.
+    """A chain's next draft. Inside the graph, but with a mask.
 
     Args:
         hidden: [B, hidden], the draft's own.
@@ -49,13 +55,18 @@ def guess(
         positions: int64 [B], where the guess will stand: draw it from the draft's distribution at each request's
             temperature, by a random number keyed by its place; greedy requests take the likeliest all the same. None:
             all take the likeliest.
+        mask: what grammars allow at this one position.
 
     Returns:
         int64 [B] ids of the draft's vocabulary, and float32 [B, Vd] what they were drawn from, if they were.
     """
-    if positions is None:
+    if positions is None and mask is None:
         return draft.greedy(hidden), None
     logits = draft.logits(hidden)
+    if mask is not None:
+        logits = mask.logits(logits)
+    if positions is None:
+        return argmax(logits), None
     temperature = tables.floats[rows, TEMPERATURE]
     greedy = temperature == 0.0
     probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)

@@ -24,13 +24,14 @@ from runtime.layers.attention.base import plan_pass
 from runtime.model_executor.depth import DepthBatches
 from runtime.model_executor.draft_window import DraftWindow, TreeShape
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, ModelPasses
+from runtime.model_executor.grammar_rows import GrammarStep
 from runtime.model_executor.graph_runner import GraphRunner
 from runtime.model_executor.iteration import Accepted, Iteration
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.target_model import ExtendPass, TargetModel
 from runtime.model_executor.window import fill_window
 from runtime.models.draft_head import DraftModel
-from runtime.speculative.draft_decode_graph_runner import GREEDY, SAMPLED, draft_decode_forward, draft_decode_spec
+from runtime.speculative.draft_decode_graph_runner import GREEDY, SAMPLED, DraftPasses, draft_decode_spec
 from runtime.speculative.draft_extend_graph_runner import draft_extend_forward, draft_extend_spec
 from runtime.speculative.draft_state import DraftState, first_guesses
 from runtime.speculative.draft_tree import begin, select
@@ -40,6 +41,7 @@ from runtime.speculative.draft_tree import begin, select
 class DraftRunners:
     """The draft's graph runners at one depth. `decode` is None where the first guess is all there is to draft."""
 
+    passes: DraftPasses
     decode: GraphRunner | None
     extend: GraphRunner
 
@@ -81,13 +83,13 @@ class EagleWorker(Drafter):
     def _make_runners(self, setup: DraftSetup, depth: int, batches: DepthBatches) -> DraftRunners:
         full, shape, model, config = self.spec.shape, self.spec.shape.at_depth(depth), self.model, self._config
         rows, launches, passes, decode = setup.target.rows, model.kernel_launches, depth - model.lookahead, None
+        drafting = DraftPasses(model, shape, rows, self.state, setup.target.page_table, setup.inputs)
         if passes > 0:
             spec = draft_decode_spec(shape, full.num_steps, model.vocab_size, launches, passes)
-            forward = draft_decode_forward(model, shape, rows, self.state, setup.target.page_table, setup.inputs)
-            decode = setup.make_runner(spec, forward, self.runner, batches, config.draft_decode_graph)
+            decode = setup.make_runner(spec, drafting.forward, self.runner, batches, config.draft_decode_graph)
         spec = draft_extend_spec(full, shape, model.input_width, self.runner.dtype, launches)
         forward = draft_extend_forward(model, rows, self.state, setup.inputs)
-        return DraftRunners(decode, setup.make_runner(spec, forward, self.runner, batches, config.draft_extend_graph))
+        return DraftRunners(drafting, decode, setup.make_runner(spec, forward, self.runner, batches, config.draft_extend_graph))
 
     @property
     def _plans(self) -> int:
@@ -125,24 +127,31 @@ class EagleWorker(Drafter):
         """Run draft-decode."""
         if iteration.depth == 0:
             return self._target.last_tokens(iteration.rows)
-        runner, topk = self.graphs[iteration.depth].decode, self.spec.shape.topk
+        runners, topk = self.graphs[iteration.depth], self.spec.shape.topk
+        runner, grammar = runners.decode, restricting(iteration)
         if runner is None:
-            return self._first_window(iteration)
+            return self._first_window(iteration, runners.passes, grammar)
         batch = runner.batch(iteration.size)
         batch.seq_len_bounds[:] = iteration.bounds + topk
         torch.add(iteration.kv_lens, topk, out=batch.seq_lens)
-        outputs, _ = runner.run(batch, self._variant(iteration), iteration.eager_sample)
+        forward = None if grammar is None else runners.passes.constrained(grammar)
+        outputs, _ = runner.run(batch, self._variant(iteration), iteration.eager_sample, forward)
         if topk == 1:
             return DraftWindow(outputs["tokens"], probs=outputs["probs"])
         return DraftWindow(outputs["tokens"], outputs["parents"], outputs["depths"], outputs["mask"])
 
-    def _first_window(self, iteration: Iteration) -> DraftWindow:
+    def _first_window(self, iteration: Iteration, passes: DraftPasses, grammar: GrammarStep | None) -> DraftWindow:
         """The last token and the guesses of draft-extend, which are all drafts where K = 1."""
         state, rows = self.state, iteration.rows
         last = self._target.rows.last_tokens[rows]
-        if self.spec.shape.topk == 1:
-            return DraftWindow(torch.stack([last, state.tokens[rows, 0]], dim=1), probs=state.probs[rows][:, None])
-        return select(begin(state.tokens[rows], state.scores[rows]), last, self.spec.shape)
+        if self.spec.shape.topk > 1:
+            return select(begin(*passes.first_guesses(rows, grammar)), last, self.spec.shape)
+        token, probs = state.tokens[rows, 0], state.probs[rows]
+        if grammar is not None:
+            positions = None if self._variant(iteration) == GREEDY else iteration.kv_lens.to(torch.int64) + 1
+            token, guessed = passes.guess(state.hidden[rows], rows, positions, last[:, None][:, :0], grammar)
+            probs = probs if guessed is None else guessed
+        return DraftWindow(torch.stack([last, token], dim=1), probs=probs[:, None])
 
     def follow(self, iteration: Iteration, accepted: Accepted) -> None:
         """Run draft-extend over the whole window, rejected positions included."""
@@ -181,3 +190,8 @@ class EagleWorker(Drafter):
 
     def _variant(self, iteration: Iteration) -> str:
         return GREEDY if iteration.needs.all_greedy or self.spec.shape.topk > 1 else SAMPLED
+
+
+def restricting(iteration: Iteration) -> GrammarStep | None:
+    """The grammars that the drafts must follow; None where none restricts the next token."""
+    return iteration.grammar if iteration.grammar is not None and iteration.grammar.restricts else None

@@ -50,6 +50,8 @@ class NgramDrafter(Drafter):
         drafts = np.zeros((iteration.size, iteration.depth), dtype=np.int32)
         histories = [self._histories[row] for row in iteration.host_rows.tolist()]
         drafts[: iteration.live] = propose_batch(histories, iteration.depth)
+        if iteration.grammar is not None:
+            iteration.grammar.guide(drafts)
         (on_device,) = self._target.staging.upload(drafts.flatten())
         return DraftWindow(torch.cat([window.tokens, on_device.to(torch.int64).view(iteration.size, -1)], dim=1))
 

@@ -1,5 +1,7 @@
 """API keys, checked before any route sees the request.
 
+A request sends its key as `Authorization: Bearer KEY` or `x-api-key: KEY`.
+
 With a key set, all paths except `OPEN_PATHS` and `PROBE_PATHS` need it; --protect-metrics closes the latter. `/` is the chat page,
 a static file in which the user types the key.
 """
@@ -36,7 +38,7 @@ class KeyGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on or answer 401."""
         if scope["type"] == "http" and not self._allows(scope):
-            await error_response(Unauthorized())(scope, receive, send)
+            await error_response(Unauthorized(), scope["path"])(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
@@ -44,11 +46,14 @@ class KeyGate:
         keys = self._keys_for(scope["path"])
         if not keys:
             return True
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = headers.get("x-api-key", "")  # Anthropic's clients
         given = hashlib.sha256(key.strip().encode()).digest()
         # Compare all keys, so that the time does not depend on which key is close.
         fits = [hmac.compare_digest(given, want) for want in keys]
-        return scheme.lower() == "bearer" and any(fits)
+        return any(fits)
 
     def _keys_for(self, path: str) -> list[bytes]:
         """Digests of the keys that open `path`; an empty list means that it is open."""

@@ -64,7 +64,7 @@ class HeaderLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on or answer 431."""
         if scope["type"] == "http" and _head_bytes(scope) > MAX_HEADER_BYTES:
-            await error_response(HeadersTooLarge(HEADERS_TOO_LARGE))(scope, receive, send)
+            await error_response(HeadersTooLarge(HEADERS_TOO_LARGE), scope["path"])(scope, receive, send)
             return
         await self.app(scope, receive, send)
 

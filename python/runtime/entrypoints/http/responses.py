@@ -1,8 +1,8 @@
-"""JSON answers, and errors in OpenAI's form."""
+"""JSON answers, and errors in OpenAI's form, or on Anthropic's paths in Anthropic's."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from pydantic import BaseModel
@@ -10,7 +10,13 @@ from starlette.responses import Response
 
 from runtime.errors import ServingError
 
+ANTHROPIC_PATH = "/v1/messages"
+"""Paths that begin with it have errors in Anthropic's form."""
+INTERNAL = "The server failed to answer this request; see its log."
 KINDS_BY_STATUS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+ANTHROPIC_KINDS = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 413: "request_too_large"}
+ANTHROPIC_KINDS |= {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
 
 
 class ErrorDetail(BaseModel):
@@ -29,6 +35,20 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+class AnthropicDetail(BaseModel):
+    """One error in Anthropic's form."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """The answer to a request on Anthropic's paths that failed."""
+
+    type: Literal["error"]
+    error: AnthropicDetail
+
+
 def error_form(message: str, kind: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """An `ErrorBody`."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code, "status": status}}
@@ -41,21 +61,33 @@ def error_object(error: ServingError) -> dict[str, Any]:
 
 def internal_error() -> dict[str, Any]:
     """The `ErrorBody` of a fault in the server, which only its log describes."""
-    return error_form("The server failed to answer this request; see its log.", "server_error", 500, code="internal_error")
+    return error_form(INTERNAL, "server_error", 500, code="internal_error")
 
 
-def error_response(error: ServingError) -> Response:
-    """The answer to a request that failed before its first byte."""
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """An `AnthropicError`."""
+    kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_body(form: dict[str, Any], path: str) -> dict[str, Any]:
+    """An `ErrorBody` in the form that belongs to a path."""
+    detail = form["error"]
+    return anthropic_error(detail["status"], detail["message"]) if path.startswith(ANTHROPIC_PATH) else form
+
+
+def error_response(error: ServingError, path: str) -> Response:
+    """The answer to a request for `path` that failed before its first byte."""
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return json_response(error_object(error), error.status, headers)
+    return json_response(error_body(error_object(error), path), error.status, headers)
 
 
-def status_response(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+def status_response(status: int, message: str, headers: dict[str, str] | None = None, path: str = "") -> Response:
     """The answer to a request that no endpoint takes."""
     kind = KINDS_BY_STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return json_response(error_form(message, kind, status), status, headers)
+    return json_response(error_body(error_form(message, kind, status), path), status, headers)
 
 
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -6,12 +6,15 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from runtime.entrypoints.anthropic.messages import MessagesApi
+from runtime.entrypoints.anthropic.protocol import AnthropicMessage, TokenCount
 from runtime.entrypoints.http.admin import AdminApi
 from runtime.entrypoints.http.body_route import IGNORED_HEADER, BodyRoute
 from runtime.entrypoints.http.loads import LoadApi, Loads, RankLoad
-from runtime.entrypoints.http.responses import ErrorBody
+from runtime.entrypoints.http.responses import ANTHROPIC_PATH, AnthropicError, ErrorBody
 from runtime.entrypoints.native.generate import GenerateApi
 from runtime.entrypoints.native.protocol import (
     Detokenized,
@@ -30,6 +33,8 @@ from runtime.entrypoints.openai.chat import ChatApi
 from runtime.entrypoints.openai.chats import Chats
 from runtime.entrypoints.openai.completions import CompletionApi
 from runtime.entrypoints.openai.protocol import ChatCompletion, Completion, ModelCard, ModelList
+from runtime.entrypoints.openai.response_protocol import InputItemList, ResponseDeleted, ResponseObject
+from runtime.entrypoints.openai.responses import ResponseApi
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.entrypoints.pooling.embeddings import EmbeddingApi
 from runtime.entrypoints.pooling.pooler import Pooler
@@ -46,7 +51,7 @@ Responses = dict[int | str, dict[str, Any]]
 ERRORS = {
     400: "The request is wrong; the message says what to change.",
     401: "The API key is missing or wrong.",
-    404: "This server has no such model, or the endpoint is switched off.",
+    404: "This server has no such model or response, or the endpoint is switched off.",
     408: "The body of the request did not arrive in time.",
     409: "Requests are running, so the cache cannot be flushed.",
     413: "The body of the request is too large.",
@@ -109,12 +114,30 @@ def _add_posts(app: FastAPI, admin: AdminApi, tokens: TokenApi) -> None:
 
 
 def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel) -> None:
+    chats = Chats(manager, tokenizer)
+    responses = ResponseApi(chats, manager, tokenizer, model)
     for path, handler, answer in (
-        ("/v1/chat/completions", ChatApi(Chats(manager, tokenizer), tokenizer, model).create, ChatCompletion),
+        ("/v1/chat/completions", ChatApi(chats, tokenizer, model).create, ChatCompletion),
+        ("/v1/responses", responses.create, ResponseObject),
         ("/v1/completions", CompletionApi(manager, tokenizer, model).create, Completion),
         ("/generate", GenerateApi(manager, tokenizer, model).generate, Generated | list[Generated]),
     ):
         _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(404, 408, 413, 429, 503, 504)})
+    one = "/v1/responses/{response_id}"
+    for path, handler, answer, method in (
+        (one, responses.retrieve, ResponseObject, "GET"),
+        (one, responses.delete, ResponseDeleted, "DELETE"),
+        (one + "/cancel", responses.cancel, ResponseObject, "POST"),
+        (one + "/input_items", responses.input_items, InputItemList, "GET"),
+    ):
+        app.add_api_route(path, handler, methods=[method], response_model=answer, responses=_errors(404))
+    _add_messages(app, MessagesApi(chats, manager, model))
+
+
+def _add_messages(app: FastAPI, messages: MessagesApi) -> None:
+    errors = _errors(404, 408, 413, 429, 503, 504, form=AnthropicError)
+    _add_body_route(app, ANTHROPIC_PATH, messages.create, AnthropicMessage, {200: {"content": STREAM}, **errors})
+    _add_body_route(app, ANTHROPIC_PATH + "/count_tokens", messages.count_tokens, TokenCount, errors)
 
 
 def _add_pooling(app: FastAPI, manager: TokenizerManager, model: ServedModel) -> None:
@@ -134,9 +157,9 @@ def _add_body_route(app: FastAPI, path: str, handler: Handler, answer: Any, resp
     app.router.add_api_route(path, handler, methods=["POST"], response_model=answer, responses=responses, route_class_override=BodyRoute)
 
 
-def _errors(*statuses: int) -> Responses:
+def _errors(*statuses: int, form: type[BaseModel] = ErrorBody) -> Responses:
     """What an endpoint may answer besides 200."""
-    return {status: {"model": ErrorBody, "description": ERRORS[status]} for status in sorted((*OF_ALL, *statuses))}
+    return {status: {"model": form, "description": ERRORS[status]} for status in sorted((*OF_ALL, *statuses))}
 
 
 def describe(app: FastAPI) -> None:
@@ -158,5 +181,6 @@ def _amend(schema: dict[str, Any]) -> None:
             operation["responses"].pop("422", None)
     for name in ("HTTPValidationError", "ValidationError"):
         schema["components"]["schemas"].pop(name, None)
-    schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    schema["security"] = [{}, {"key": []}]
+    anthropic = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+    schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "anthropic": anthropic}
+    schema["security"] = [{}, {"key": []}, {"anthropic": []}]

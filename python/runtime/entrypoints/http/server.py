@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import orjson
 import uvicorn
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -22,9 +23,9 @@ from runtime.entrypoints.http.body_route import IGNORED_HEADER
 from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, BoundedConnection
 from runtime.entrypoints.http.limits import BodyLimits, HeaderLimit, LingeringResponse
 from runtime.entrypoints.http.request_id import HEADER, RequestId
-from runtime.entrypoints.http.responses import error_object, error_response, internal_error, json_response, status_response
+from runtime.entrypoints.http.responses import error_body, error_object, error_response, internal_error, json_response, status_response
 from runtime.entrypoints.http.routes import add_routes, describe
-from runtime.errors import BodyTooLarge, ServingError
+from runtime.errors import BodyTooLarge, RequestError, ServingError
 from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.tokenizer_manager import TokenizerManager
 
@@ -51,6 +52,7 @@ def create_app(manager: TokenizerManager) -> FastAPI:
     add_routes(app, manager, metrics)
     describe(app)
     app.add_exception_handler(ServingError, _serving_error)
+    app.add_exception_handler(RequestValidationError, _bad_parameter)
     app.add_exception_handler(BodyTooLarge, _body_too_large)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_left)
@@ -67,12 +69,20 @@ def create_app(manager: TokenizerManager) -> FastAPI:
 
 async def _serving_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
-    return error_response(error)
+    return error_response(error, request.url.path)
+
+
+async def _bad_parameter(request: Request, error: Exception) -> Response:
+    """A parameter of the path or the query; bodies have sentences of their own."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return error_response(RequestError(f"{name}: {first['msg']}.", name), request.url.path)
 
 
 async def _body_too_large(request: Request, error: Exception) -> Response:
     assert isinstance(error, BodyTooLarge)
-    return LingeringResponse(orjson.dumps(error_object(error)), error.status, media_type="application/json")
+    return LingeringResponse(orjson.dumps(error_body(error_object(error), request.url.path)), error.status, media_type="application/json")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -80,7 +90,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     what = f"{request.method} {request.url.path[:200]}"
     said = {404: f"There is no {what}. GET /openapi.json lists the endpoints.", 405: f"{what} is not allowed. Use another method."}
     headers = dict(error.headers) if error.headers else None
-    return status_response(error.status_code, said.get(error.status_code, str(error.detail)), headers)
+    return status_response(error.status_code, said.get(error.status_code, str(error.detail)), headers, request.url.path)
 
 
 async def _client_left(request: Request, error: Exception) -> Response:
@@ -88,7 +98,7 @@ async def _client_left(request: Request, error: Exception) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return json_response(internal_error(), 500)
+    return json_response(error_body(internal_error(), request.url.path), 500)
 
 
 class _Server(uvicorn.Server):
@@ -102,6 +112,8 @@ class _Server(uvicorn.Server):
 
 async def serve(manager: TokenizerManager, listener: socket.socket, stopping: asyncio.Event) -> None:
     """Serve HTTP on a bound socket until `stopping` is set; then give open answers `CLOSE_SECONDS` to end."""
+    if (level := manager.config.server.log_level_http) is not None:
+        logging.getLogger("uvicorn").setLevel(level.upper())
     server = _Server(
         uvicorn.Config(
             create_app(manager),

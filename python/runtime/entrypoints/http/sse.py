@@ -31,6 +31,11 @@ def event(value: object) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
+def named_event(name: str, value: object) -> bytes:
+    """One JSON value as an event of a type."""
+    return b"event: " + name.encode() + b"\n" + event(value)
+
+
 class EventStream(Response):
     """Sends events as they come; an error becomes the last event.
 

@@ -32,12 +32,12 @@ class Chat:
         prompt_ids: the rendered conversation.
     """
 
-    def __init__(self, name: str, group: Generations, readers: list[AnswerReader], thinks: bool) -> None:
+    def __init__(self, name: str, group: Generations, readers: list[AnswerReader], *, thinks: bool, enforces_tools: bool) -> None:
         self.name = name
         self.prompt_ids = group.each[0].prompt_ids
         self._group = group
         self._readers = readers
-        self._thinks = thinks
+        self._thinks, self._enforces_tools = thinks, enforces_tools
         self._counter = UsageCounter(group)
 
     async def __aenter__(self) -> Chat:
@@ -57,10 +57,15 @@ class Chat:
 
     async def updates(self) -> AsyncGenerator[ChatUpdate, None]:
         """The updates of all answers as they come; the first error is raised."""
-        async with aclosing(self._group.updates()) as updates:
-            async for prompt, update in updates:
-                self._counter.add(prompt, update)
-                yield self._readers[update.index].read(update)
+        try:
+            async with aclosing(self._group.updates()) as updates:
+                async for prompt, update in updates:
+                    self._counter.add(prompt, update)
+                    yield self._readers[update.index].read(update)
+        except RequestError as error:
+            if self._enforces_tools and error.status == RequestError.status:
+                raise RequestError(f"The schemas of the tools cannot be enforced. {error}", "tools") from error
+            raise
 
     async def answers(self) -> list[ChatAnswer]:
         """All answers, complete."""
@@ -93,12 +98,11 @@ class Chats:
         tools = body.tool_request()
         prompt_ids = await self.prompt_ids(body)
         sampling = body.sampling(body.limit, body.min_tokens, self._manager.config.model.default_sampling_params)
-        schemas = {function.name: function.parameters or {} for function in tools.allowed}
-        output = OutputRequest(schemas, sampling.stop, body.separate_reasoning)
+        output = OutputRequest(tools.schemas, sampling.stop, body.separate_reasoning, tools.rule, tools.parallel)
         call = Call(
             name=name,
             prompts=[prompt_ids],
-            sampling=[self._format.adapt(sampling, output)],
+            sampling=[self._format.adapt(sampling, output, prompt_ids)],
             rids=[name],
             n=body.n,
             stream=body.stream,
@@ -113,7 +117,7 @@ class Chats:
         group = await Generations.start(self._manager, call)
         parsers = [self._format.parser(output, prompt_ids) for _ in range(body.n)]
         readers = [AnswerReader(parser, tools.parallel, body.stream_reasoning) for parser in parsers]
-        return Chat(name, group, readers, self._format.thinks)
+        return Chat(name, group, readers, thinks=self._format.thinks, enforces_tools=tools.rule != "free")
 
     async def prompt_ids(self, body: ChatBody) -> list[int]:
         """Token ids of the conversation."""

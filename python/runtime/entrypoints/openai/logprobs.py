@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from runtime.text.decode_stream import StreamDecoder
 
@@ -30,9 +30,7 @@ def finite(value: float) -> float:
     return max(value, LOWEST)
 
 
-def chat_logprobs(
-    tokenizer: TokenTexts, ids: Sequence[int], chosen: Sequence[float | None], top: Sequence[Top], k: int
-) -> dict[str, object]:
+def chat_logprobs(tokenizer: TokenTexts, ids: Sequence[int], chosen: Sequence[float | None], top: Sequence[Top], k: int) -> dict[str, Any]:
     """The `logprobs` of a chat choice: one entry per token, with the `k` most likely tokens in its place."""
 
     def entry(token: int, logprob: float | None) -> dict[str, object]:

@@ -116,6 +116,16 @@ class ToolRequest:
     required: bool = False
     parallel: bool = True
 
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """The parameters of each function that may be called."""
+        return {function.name: function.parameters or {} for function in self.allowed}
+
+    @property
+    def rule(self) -> Literal["free", "strict", "required"]:
+        """What a grammar enforces of the calls."""
+        return "required" if self.required else "strict" if any(function.strict for function in self.allowed) else "free"
+
     @classmethod
     def of(cls, functions: Sequence[Function], choice: ToolChoice, parallel: bool, field: str) -> ToolRequest:
         """Apply a choice. `field` is the name of the choice in the request.

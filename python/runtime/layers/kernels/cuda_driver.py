@@ -48,8 +48,8 @@ class Kernel:
         self._shared_bytes = shared_bytes
         self._configs: dict[tuple[int, int, bool], Any] = {}
         most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _call(driver.cuFuncSetAttribute(function, most, shared_bytes))
-        self.clusters_at_once: int = _call(driver.cuOccupancyMaxActiveClusters(function, self._config(cluster, 0, False)))
+        check(driver.cuFuncSetAttribute(function, most, shared_bytes))
+        self.clusters_at_once: int = check(driver.cuOccupancyMaxActiveClusters(function, self._config(cluster, 0, False)))
 
     def __call__(self, blocks: int, args: tuple[Any, ...], pdl: bool) -> None:
         """Launch `blocks` blocks, a multiple of the cluster size.
@@ -65,7 +65,7 @@ class Kernel:
             config = self._configs[key] = self._config(*key)
         addresses = [arg.getPtr() if hasattr(arg, "getPtr") else ctypes.addressof(arg) for arg in args]
         parameters = (ctypes.c_void_p * len(addresses))(*addresses)  # a name keeps it alive during the call
-        _call(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0))
+        check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0))
 
     def _config(self, blocks: int, stream: int, pdl: bool) -> Any:
         config = driver.CUlaunchConfig()
@@ -96,26 +96,26 @@ def compile_kernel(source: str, name: str, *, threads: int, cluster: int, shared
     Raises:
         RuntimeError: the program does not compile or the driver rejects it; the message holds the compiler's log.
     """
-    module = _call(driver.cuModuleLoadData(compile_program(source)))
-    return Kernel(_call(driver.cuModuleGetFunction(module, name.encode())), threads, cluster, shared_bytes)
+    module = check(driver.cuModuleLoadData(compile_program(source)))
+    return Kernel(check(driver.cuModuleGetFunction(module, name.encode())), threads, cluster, shared_bytes)
 
 
 def compile_program(source: str, architecture: str = "sm_90a") -> bytes:
     """Compile a CUDA C++ program to machine code (cubin); needs no GPU."""
-    program = _call(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     try:
         options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         # NVRTC writes in place, so allocate new `bytes`: `b" " * 1` would be the interpreter's shared object.
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            text = bytes(_call(nvrtc.nvrtcGetProgramLogSize(program)))
-            _call(nvrtc.nvrtcGetProgramLog(program, text))
+            text = bytes(check(nvrtc.nvrtcGetProgramLogSize(program)))
+            check(nvrtc.nvrtcGetProgramLog(program, text))
             raise RuntimeError(f"a CUDA kernel does not compile ({result!r}):\n{text.rstrip(bytes(1)).decode(errors='replace')}")
-        code = bytes(_call(nvrtc.nvrtcGetCUBINSize(program)))
-        _call(nvrtc.nvrtcGetCUBIN(program, code))
+        code = bytes(check(nvrtc.nvrtcGetCUBINSize(program)))
+        check(nvrtc.nvrtcGetCUBIN(program, code))
         return code
     finally:
-        _call(nvrtc.nvrtcDestroyProgram(program))
+        check(nvrtc.nvrtcDestroyProgram(program))
 
 
 def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]) -> Any:
@@ -133,7 +133,7 @@ def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tu
         bytes_ *= size
         strides.append(driver.cuuint64_t(bytes_))
     kind = driver.CUtensorMapDataType
-    return _call(
+    return check(
         driver.cuTensorMapEncodeTiled(
             kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype is torch.bfloat16 else kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             len(sizes),
@@ -161,7 +161,7 @@ def int32(value: int) -> ctypes.c_int:
     return ctypes.c_int(value)
 
 
-def _call(result: tuple[Any, ...]) -> Any:
+def check(result: tuple[Any, ...]) -> Any:
     """The result of a call of the bindings, without its status.
 
     Raises:

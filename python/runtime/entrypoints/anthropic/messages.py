@@ -1,0 +1,86 @@
+"""POST /v1/messages and /v1/messages/count_tokens: a conversion of chats."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.entrypoints.anthropic.conversion import CHAT_NAMES, chat_fields, prompt_fields
+from runtime.entrypoints.anthropic.protocol import CountBody, MessagesBody
+from runtime.entrypoints.anthropic.writer import MessageWriter
+from runtime.entrypoints.http.responses import INTERNAL, anthropic_error, json_response
+from runtime.entrypoints.http.sse import EventStream, named_event, until_gone
+from runtime.entrypoints.openai.chat_conversion import ChatConversion
+from runtime.entrypoints.openai.chat_updates import ChatFinish
+from runtime.entrypoints.openai.chats import Chat, Chats
+from runtime.entrypoints.openai.served_model import ServedModel
+from runtime.errors import ServingError
+from runtime.managers.tokenizer_manager import TokenizerManager
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+
+class MessagesApi:
+    """Answers conversations in Anthropic's form."""
+
+    def __init__(self, chats: Chats, manager: TokenizerManager, model: ServedModel) -> None:
+        self._chats, self._manager, self._model = chats, manager, model
+        self._conversion = ChatConversion(CHAT_NAMES)
+
+    async def create(self, request: Request, body: MessagesBody) -> Response:
+        """Answer a conversation, as JSON or as a stream of events."""
+        self._model.check(body.model)
+        chat_body = self._conversion.body(chat_fields(body, self._manager.max_context_len))
+        with self._conversion.naming():
+            chat = await until_gone(request, self._chats.start(chat_body))
+        writer = MessageWriter(f"msg_{uuid.uuid4().hex}", self._model.name, len(chat.prompt_ids))
+        if body.stream:
+            return EventStream(_events(chat, writer), chat.close)
+        async with chat:
+            await until_gone(request, _collect(chat, writer))
+        return json_response(writer.message)
+
+    async def count_tokens(self, request: Request, body: CountBody) -> Response:
+        """Count the tokens of a conversation."""
+        self._model.check(body.model)
+        chat_body = self._conversion.body(prompt_fields(body))
+        with self._conversion.naming():
+            ids = await until_gone(request, self._chats.prompt_ids(chat_body))
+        return json_response({"input_tokens": len(ids)})
+
+
+async def _collect(chat: Chat, writer: MessageWriter) -> None:
+    """Run to the end."""
+    finish: ChatFinish | None = None
+    async for update in chat.updates():
+        writer.update(update)
+        finish = update.finish or finish
+    writer.end(finish, chat.counts())
+
+
+async def _events(chat: Chat, writer: MessageWriter) -> AsyncGenerator[bytes, None]:
+    finish: ChatFinish | None = None
+    try:
+        async with chat:
+            yield _encoded(writer.start())
+            async for update in chat.updates():
+                finish = update.finish or finish
+                if events := writer.update(update):
+                    yield _encoded(events)
+        yield _encoded(writer.end(finish, chat.counts()))
+    except ServingError as error:
+        yield _encoded([anthropic_error(error.status, str(error))])
+    except Exception:
+        log.exception("a stream failed")
+        yield _encoded([anthropic_error(500, INTERNAL)])
+
+
+def _encoded(events: list[Json]) -> bytes:
+    return b"".join(named_event(event["type"], event) for event in events)

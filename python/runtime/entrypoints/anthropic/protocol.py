@@ -1,0 +1,202 @@
+"""Request and response bodies of /v1/messages."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Interval, Len
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from runtime.entrypoints.http.body import Body, Int64, Name, StopText, Unused, items
+from runtime.entrypoints.openai.messages import MAX_MESSAGES, TEXT_PARTS_ONLY
+from runtime.entrypoints.openai.protocol import ModelName
+from runtime.errors import RequestError
+from runtime.sampling_params import MAX_STOPS, MAX_TOKENS, NewTokens, TopK, TopP
+
+MAX_TOOLS = 512
+BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+Schema = Annotated[dict[str, Any], Field(description="a JSON schema, as an object")]
+
+
+# ---- messages
+
+
+class Block(Body):
+    """A part of a message: text, thinking, a tool's use or its result."""
+
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    content: str | Annotated[list[Block], items(0, MAX_MESSAGES)] = ""
+    id: Name | None = None
+    input: Annotated[dict[str, Any], Field(description="an object")] | None = None
+    is_error: bool = False
+    name: Name | None = None
+    text: str = ""
+    thinking: str = ""
+    tool_use_id: Name | None = None
+    cache_control: Unused = None
+    caller: Unused = None
+    citations: Unused = None
+    data: Unused = None
+    signature: Unused = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_type(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind not in BLOCK_TYPES:
+            raise PydanticCustomError("unsupported", "not text", {"field": kind[:32], "why": TEXT_PARTS_ONLY})
+        return data
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Block:
+        needed = {"tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id",)}
+        for name in needed.get(self.type, ()):
+            if getattr(self, name) is None:
+                raise RequestError(f"{name} is required in a block of type {self.type}.", "messages")
+        return self
+
+
+Blocks = Annotated[list[Block], items(0, MAX_MESSAGES)]
+
+
+class Turn(Body):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str | Blocks
+
+
+def text_of(content: str | list[Block]) -> str:
+    """The text of some blocks, joined."""
+    return content if isinstance(content, str) else "".join(block.text for block in content)
+
+
+# ---- requests
+
+
+class Tool(Body):
+    """A tool that the model may use."""
+
+    name: Annotated[str, Len(1, 256)]
+    input_schema: Schema
+    description: str | None = None
+    strict: bool | None = None
+    type: Literal["custom"] = "custom"
+    cache_control: Unused = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_custom(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            why = "this server runs no tools itself; send tools with an input_schema"
+            raise PydanticCustomError("unsupported", "not custom", {"field": kind[:32], "why": why})
+        return data
+
+
+class ToolChoice(Body):
+    """Which tools the model may or must use."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    disable_parallel_tool_use: bool = False
+    name: Name | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> ToolChoice:
+        if self.type == "tool" and self.name is None:
+            raise RequestError("tool_choice.name is required for type tool.", "tool_choice.name")
+        return self
+
+
+class Thinking(Body):
+    """Whether the model thinks before it answers; the budget is not enforced."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Interval(ge=1, le=MAX_TOKENS)] | None = None
+    display: Unused = None
+
+
+class OutputFormat(Body):
+    """JSON of a schema instead of free text."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[Schema, Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    """How the answer is made: its form, and the effort of thinking."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountBody(Body):
+    """A body of /v1/messages/count_tokens."""
+
+    messages: Annotated[list[Turn], items(1, MAX_MESSAGES)]
+    model: ModelName | None = None
+    output_config: OutputConfig = OutputConfig()
+    system: str | Blocks | None = None
+    thinking: Thinking | None = None
+    tool_choice: ToolChoice | None = None
+    tools: Annotated[list[Tool], items(0, MAX_TOOLS)] = Field(default_factory=list)
+    cache_control: Unused = None
+    context_management: Unused = None
+
+
+class MessagesBody(CountBody):
+    """A body of /v1/messages."""
+
+    max_tokens: NewTokens
+    priority: Int64 = 0
+    stop_sequences: Annotated[list[StopText], items(0, MAX_STOPS)] = Field(default_factory=list)
+    stream: bool = False
+    temperature: Annotated[float, Interval(ge=0, le=1)] | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    metadata: Unused = None
+    service_tier: Unused = None
+
+
+# ---- responses
+
+
+class Shown(BaseModel):
+    """Base of what this server answers with: fields that have a name here are checked, others are allowed."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class ContentBlock(Shown):
+    """One block of an answer."""
+
+    type: Literal["text", "thinking", "tool_use"]
+
+
+class MessageUsage(Shown):
+    """Token counts; cached tokens of the prompt are not among `input_tokens`."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessage(BaseModel):
+    """The answer of /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(BaseModel):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int

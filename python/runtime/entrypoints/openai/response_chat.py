@@ -1,0 +1,121 @@
+"""From a request to /v1/responses to a chat body: items become messages, flat tools become nested ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from runtime.entrypoints.http.body import SamplingFields
+from runtime.entrypoints.openai.response_protocol import ChosenTool, FunctionTool, InputItem, ResponseBody, TextFormat, text_of
+from runtime.errors import RequestError
+
+Json = dict[str, Any]
+
+CHAT_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+}
+"""Fields of a chat body under their names in /v1/responses."""
+
+SYSTEM_ROLES = ("system", "developer")
+"""Messages of these roles are never dropped."""
+
+
+def chat_fields(body: ResponseBody, conversation: Sequence[InputItem]) -> Json:
+    """The fields of the chat body that answers `body`, whose conversation so far is `conversation`."""
+    sampling = body.model_dump(include=set(SamplingFields.model_fields), exclude_unset=True)
+    return {
+        **sampling,
+        "messages": messages(conversation, body.instructions),
+        "cache_salt": body.cache_salt,
+        "chat_template_kwargs": body.chat_template_kwargs,
+        "logprobs": body.logprobs or None,
+        "max_completion_tokens": body.max_output_tokens,
+        "model": body.model,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "priority": body.priority,
+        "reasoning_effort": body.reasoning.effort,
+        "response_format": _response_format(body.text.format),
+        "stream": body.stream,
+        "tool_choice": _choice(body),
+        "tools": [_tool(tool) for tool in body.tools] or None,
+        "top_logprobs": body.top_logprobs,
+    }
+
+
+# ---- items
+
+
+def messages(conversation: Iterable[InputItem], instructions: str | None) -> list[Json]:
+    """The messages of a conversation. Reasoning and calls join the assistant's message that they belong to."""
+    done: list[Json] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    for item in conversation:
+        if item.type == "function_call_output":
+            done.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output or "")})
+        elif item.type == "message" and item.role != "assistant":
+            done.append({"role": item.role, "content": text_of(item.content)})
+        else:
+            _add_to_assistant(done, item)
+    return [message for message in done if message["role"] != "assistant" or "content" in message or "tool_calls" in message]
+
+
+def _add_to_assistant(done: list[Json], item: InputItem) -> None:
+    """Add reasoning, text or a call to the assistant's last message, or to a new one where that would change their order."""
+    last = done[-1] if done and done[-1]["role"] == "assistant" else {}
+    taken = {"reasoning": last.keys() - {"role"}, "message": {"content", "tool_calls"} & last.keys()}
+    if not last or taken.get(item.type):
+        done.append(last := {"role": "assistant"})
+    if item.type == "reasoning":
+        last["reasoning_content"] = text_of(item.content) or text_of(item.summary)
+    elif item.type == "message":
+        last["content"] = text_of(item.content)
+    else:
+        function = {"name": item.name, "arguments": item.arguments}
+        last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+
+
+def without_oldest(conversation: Sequence[InputItem], count: int) -> list[InputItem]:
+    """The conversation without its `count` oldest items; system messages stay, and outputs of dropped calls go too."""
+    kept: list[InputItem] = []
+    for item in conversation:
+        if count and item.role not in SYSTEM_ROLES:
+            count -= 1
+        else:
+            kept.append(item)
+    calls = {item.call_id for item in kept if item.type == "function_call"}
+    return [item for item in kept if item.type != "function_call_output" or item.call_id in calls]
+
+
+# ---- tools and formats
+
+
+def _choice(body: ResponseBody) -> str | Json | None:
+    """The choice among the tools."""
+    choice = body.tool_choice
+    if not isinstance(choice, ChosenTool):
+        return choice
+    if choice.type == "function":
+        return _reference(choice.name)
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": [_reference(tool.name) for tool in choice.tools]}}
+
+
+def _reference(name: str | None) -> Json:
+    return {"type": "function", "function": {"name": name}}
+
+
+def _tool(tool: FunctionTool) -> Json:
+    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+def _response_format(wanted: TextFormat) -> Json | None:
+    if wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"type": "json_object"}
+    if wanted.schema_ is None:
+        raise RequestError("text.format.schema is required for type json_schema.", "text.format.schema")
+    schema = {"name": wanted.name or "answer", "description": wanted.description, "schema": wanted.schema_, "strict": wanted.strict}
+    return {"type": "json_schema", "json_schema": {name: value for name, value in schema.items() if value is not None}}

@@ -1,0 +1,270 @@
+"""Request and response bodies of /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Len
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from runtime.entrypoints.http.body import Body, Int64, Name, SamplingFields, TopLogprobs, Unused, entries, items
+from runtime.entrypoints.openai.messages import MAX_MESSAGES, TEXT_PARTS_ONLY
+from runtime.entrypoints.openai.protocol import ModelName, TemplateKwargs
+from runtime.errors import RequestError
+from runtime.sampling_params import NewTokens
+
+MAX_METADATA = 16
+MAX_TOOLS = 512
+ItemType = Literal["message", "function_call", "function_call_output", "reasoning"]
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+LOGPROBS = "message.output_text.logprobs"
+_REFUSED = {
+    "background": "this server answers while the client waits, or streams",
+    "conversation": "send previous_response_id or the whole conversation",
+    "prompt": "this server stores no prompts",
+}
+Metadata = Annotated[
+    dict[Annotated[str, Len(0, 64)], Annotated[str, Len(0, 512)]],
+    Field(description=f"an object of at most {MAX_METADATA} entries of strings"),
+    Len(0, MAX_METADATA),
+    entries(MAX_METADATA),
+]
+Schema = Annotated[dict[str, Any], Field(description="a JSON schema, as an object")]
+
+
+# ---- items
+
+
+class Part(Body):
+    """A part of an item. Only text is supported."""
+
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"]
+    text: str = ""
+    refusal: str = ""
+    annotations: Unused = None
+    logprobs: Unused = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind.startswith(("input_", "output_")) and kind not in ("input_text", "output_text"):
+            raise PydanticCustomError("unsupported", "not text", {"field": kind[:32], "why": TEXT_PARTS_ONLY})
+        return data
+
+
+Parts = Annotated[list[Part], items(0, MAX_MESSAGES)]
+
+
+class InputItem(Body):
+    """One item of a conversation: a message, a function call, its output, or the reasoning before it."""
+
+    type: ItemType = "message"
+    arguments: str | None = None
+    call_id: Name | None = None
+    content: str | Parts = Field(default_factory=list)
+    id: Name | None = None
+    name: Name | None = None
+    output: str | Parts | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    summary: Parts = Field(default_factory=list)
+    encrypted_content: Unused = None
+    phase: Unused = None
+    status: Unused = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_type(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind not in ITEM_TYPES:
+            why = f"this server knows items of type {', '.join(ITEM_TYPES)}"
+            raise PydanticCustomError("unsupported", "unknown type", {"field": kind[:32], "why": why})
+        return data
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> InputItem:
+        needed = {"message": ("role",), "function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output")}
+        for name in needed.get(self.type, ()):
+            if getattr(self, name) is None:
+                raise RequestError(f"{name} is required in an input item of type {self.type}.", "input")
+        return self
+
+
+def text_of(content: str | list[Part]) -> str:
+    """The text of some parts, joined."""
+    return content if isinstance(content, str) else "".join(part.text or part.refusal for part in content)
+
+
+# ---- requests
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Annotated[str, Len(1, 256)]
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_functions(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise PydanticCustomError("unsupported", "not a function", {"field": kind[:32], "why": "tools must be of type function"})
+        return data
+
+
+class ChosenTool(Body):
+    """A choice among the tools: one function, or some of them."""
+
+    type: Literal["function", "allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    name: Name | None = None
+    tools: Annotated[list[AllowedTool], items(0, MAX_TOOLS)] = Field(default_factory=list)
+
+
+class AllowedTool(Body):
+    """One of the tools that may be called."""
+
+    type: Literal["function"] = "function"
+    name: Name
+
+
+class TextFormat(Body):
+    """The form of the answer: free text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Name | None = None
+    description: str | None = None
+    schema_: Schema | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    """`text` of a request."""
+
+    format: TextFormat = TextFormat()
+    verbosity: Unused = None
+
+
+class ReasoningOptions(Body):
+    """`reasoning` of a request."""
+
+    effort: Annotated[str, Len(1, 32)] | None = None
+    context: Unused = None
+    generate_summary: Unused = None
+    summary: Unused = None
+
+
+class ResponseStreamOptions(Body):
+    """`stream_options` of a request; nothing is obfuscated here."""
+
+    include_obfuscation: Unused = None
+
+
+class ResponseBody(SamplingFields):
+    """A body of /v1/responses."""
+
+    input: str | Annotated[list[InputItem], items(1, MAX_MESSAGES)]
+    cache_salt: Name = ""
+    chat_template_kwargs: TemplateKwargs | None = None
+    include: Annotated[list[Annotated[str, Len(1, 64)]], items(0, 16)] = Field(default_factory=list)
+    instructions: str | None = None
+    max_output_tokens: NewTokens | None = None
+    metadata: Metadata = Field(default_factory=dict)
+    model: ModelName | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: Name | None = None
+    priority: Int64 = 0
+    reasoning: ReasoningOptions = ReasoningOptions()
+    store: bool = True
+    stream: bool = False
+    text: TextOptions = TextOptions()
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tools: Annotated[list[FunctionTool], items(0, MAX_TOOLS)] = Field(default_factory=list)
+    top_logprobs: TopLogprobs | None = None
+    truncation: Literal["auto", "disabled"] = "disabled"
+    max_tool_calls: Unused = None
+    prompt_cache_key: Unused = None
+    prompt_cache_options: Unused = None
+    prompt_cache_retention: Unused = None
+    safety_identifier: Unused = None
+    service_tier: Unused = None
+    stream_options: ResponseStreamOptions = ResponseStreamOptions()
+    user: Unused = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_own(cls, data: Any) -> Any:
+        for name in _REFUSED.keys() & data.keys() if isinstance(data, dict) else ():
+            if data[name] not in (None, False):
+                raise PydanticCustomError("unsupported", "{field} is not supported", {"field": name, "why": _REFUSED[name]})
+        return data
+
+    @property
+    def input_items(self) -> list[InputItem]:
+        """The input as items."""
+        return [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether log-probabilities of the text were asked for."""
+        return LOGPROBS in self.include or self.top_logprobs is not None
+
+
+# ---- responses
+
+
+class Shown(BaseModel):
+    """Base of what this server answers with: fields that have a name here are checked, others are allowed."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class OutputItem(Shown):
+    """One item of the output: reasoning, a message or a function call."""
+
+    type: Literal["message", "function_call", "reasoning"]
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class ResponseUsage(Shown):
+    """Token counts of a response."""
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class ResponseObject(Shown):
+    """A response: what was asked, its status and its output."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "failed", "in_progress", "cancelled", "incomplete"]
+    model: str
+    output: list[OutputItem]
+    usage: ResponseUsage | None
+
+
+class ResponseDeleted(BaseModel):
+    """A response was removed from the store."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItemList(BaseModel):
+    """A page of the input items of a response."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

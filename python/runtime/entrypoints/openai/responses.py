@@ -1,0 +1,233 @@
+"""/v1/responses: a conversion of chats, with a store for answers that are continued later."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi import Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.entrypoints.http.responses import json_response
+from runtime.entrypoints.http.sse import EventStream, named_event, until_gone
+from runtime.entrypoints.openai.chat_conversion import ChatConversion
+from runtime.entrypoints.openai.chat_updates import ChatFinish, ChatUpdate
+from runtime.entrypoints.openai.chats import Chat, Chats
+from runtime.entrypoints.openai.logprobs import chat_logprobs
+from runtime.entrypoints.openai.protocol import ChatBody
+from runtime.entrypoints.openai.response_chat import CHAT_NAMES, SYSTEM_ROLES, chat_fields, without_oldest
+from runtime.entrypoints.openai.response_protocol import ChosenTool, InputItem, ResponseBody
+from runtime.entrypoints.openai.response_store import PreviousResponseNotFound, ResponseNotFound, ResponseStore, StoredResponse
+from runtime.entrypoints.openai.response_writer import ITEM_PREFIX, ResponseWriter
+from runtime.entrypoints.openai.served_model import ServedModel
+from runtime.errors import ContextTooLong, RequestError, ServingError, shown
+from runtime.managers.tokenizer_manager import TokenizerManager
+from runtime.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A response under way: its request, what it continues, its chat and its writer."""
+
+    body: ResponseBody
+    conversation: list[InputItem]
+    size: int
+    chat: Chat
+    writer: ResponseWriter
+
+
+class ResponseApi:
+    """Creates responses, and finds, cancels and deletes them later."""
+
+    def __init__(self, chats: Chats, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel) -> None:
+        self._chats, self._manager, self._tokenizer, self._model = chats, manager, tokenizer, model
+        self._conversion = ChatConversion(CHAT_NAMES)
+        self._store = ResponseStore()
+        self._running: dict[str, _Run] = {}
+
+    async def create(self, request: Request, body: ResponseBody) -> Response:
+        """POST /v1/responses, as JSON or as a stream of events."""
+        self._model.check(body.model)
+        run = await until_gone(request, self._start(body))
+        response_id = run.writer.response["id"]
+        if body.stream:
+            return EventStream(self._events(run), lambda: self._close(run))
+        try:
+            async with run.chat:
+                await until_gone(request, self._collect(run))
+        finally:
+            self._running.pop(response_id, None)
+        return json_response(run.writer.response)
+
+    async def retrieve(self, response_id: str, stream: bool = False) -> Response:
+        """GET /v1/responses/{response_id}."""
+        if stream:
+            raise RequestError("A stored response is not streamed again. Retrieve it without stream.", "stream")
+        run = self._running.get(response_id)
+        return json_response(run.writer.response if run is not None and run.body.store else self._store.get(response_id).response)
+
+    async def delete(self, response_id: str) -> Response:
+        """DELETE /v1/responses/{response_id}."""
+        self._store.remove(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, response_id: str) -> Response:
+        """POST /v1/responses/{response_id}/cancel: end a response that is under way."""
+        run = self._running.get(response_id)
+        if run is None:
+            status = self._store.get(response_id).response["status"]
+            raise RequestError(f"The response {shown(response_id)} has ended: its status is {status}.", "response_id")
+        self._manager.abort(run.chat.name)
+        return json_response({**run.writer.response, "status": "cancelled"})
+
+    async def input_items(
+        self,
+        response_id: str,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Response:
+        """GET /v1/responses/{response_id}/input_items: a page of the items of the request."""
+        given = list(self._store.get(response_id).input)
+        listed = given if order == "asc" else given[::-1]
+        names = [item["id"] for item in listed]
+        if after is not None and after not in names:
+            raise RequestError(f"There is no input item {shown(after)}.", "after")
+        start = 0 if after is None else names.index(after) + 1
+        page, ids = listed[start : start + limit], names[start : start + limit]
+        ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
+        return json_response({"object": "list", "data": page, **ends, "has_more": start + limit < len(listed)})
+
+    # ---- a run
+
+    async def _start(self, body: ResponseBody) -> _Run:
+        conversation: list[InputItem] = []
+        size = 0
+        if body.previous_response_id is not None:
+            try:
+                previous = self._store.get(body.previous_response_id)
+            except ResponseNotFound as error:
+                raise PreviousResponseNotFound(str(error), "previous_response_id") from None
+            conversation, size = list(previous.conversation), previous.size
+        conversation.extend(body.input_items)
+        with self._conversion.naming():
+            chat, chat_body = await self._start_chat(body, conversation)
+        writer = ResponseWriter(self._head(body, chat_body), lambda update: self._logprobs(chat_body, update))
+        run = self._running[writer.response["id"]] = _Run(body, conversation, size, chat, writer)
+        return run
+
+    async def _start_chat(self, body: ResponseBody, conversation: Sequence[InputItem]) -> tuple[Chat, ChatBody]:
+        chat_body = self._conversion.body(chat_fields(body, conversation))
+        try:
+            return await self._chats.start(chat_body), chat_body
+        except ContextTooLong:
+            droppable = sum(item.role not in SYSTEM_ROLES for item in conversation) - 1  # the last one stays
+            if body.truncation != "auto" or droppable < 1:
+                raise
+        low, high = 1, droppable  # the fewest of the oldest items without which the rest fits
+        while low < high:
+            middle = (low + high) // 2
+            chat_body = self._conversion.body(chat_fields(body, without_oldest(conversation, middle)))
+            fits = len(await self._chats.prompt_ids(chat_body)) < self._manager.max_context_len
+            low, high = (low, middle) if fits else (middle + 1, high)
+        chat_body = self._conversion.body(chat_fields(body, without_oldest(conversation, low)))
+        return await self._chats.start(chat_body), chat_body
+
+    def _head(self, body: ResponseBody, chat_body: ChatBody) -> Json:
+        """The response object before its output."""
+        sampling = self._model.sampling.complete()
+        choice = body.tool_choice or "auto"
+        return {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "completed_at": None,
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata,
+            "model": self._model.name,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "store": body.store,
+            "temperature": sampling["temperature"] if body.temperature is None else body.temperature,
+            "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": choice.model_dump(exclude_none=True, exclude_defaults=True) if isinstance(choice, ChosenTool) else choice,
+            "tools": [{"parameters": None, "strict": None, **tool.model_dump(exclude_none=True)} for tool in body.tools],
+            "top_logprobs": max(chat_body.top, 0),
+            "top_p": sampling["top_p"] if body.top_p is None else body.top_p,
+            "truncation": body.truncation,
+            "usage": None,
+            "user": body.user,
+        }
+
+    def _logprobs(self, body: ChatBody, update: ChatUpdate) -> list[Json]:
+        found = update.logprobs
+        if found is None or not body.logprobs:
+            return []
+        return chat_logprobs(self._tokenizer, update.token_ids, found.chosen, found.top, body.top)["content"]
+
+    async def _collect(self, run: _Run) -> None:
+        """Run to the end."""
+        finish: ChatFinish | None = None
+        async for update in run.chat.updates():
+            run.writer.update(update)
+            finish = update.finish or finish
+        run.writer.end(finish, run.chat.counts())
+        self._keep(run)
+
+    async def _events(self, run: _Run) -> AsyncGenerator[bytes, None]:
+        writer, finish = run.writer, None
+        try:
+            async with run.chat:
+                yield _encoded(writer.start())
+                async for update in run.chat.updates():
+                    finish = update.finish or finish
+                    if events := writer.update(update):
+                        yield _encoded(events)
+            last = writer.end(finish, run.chat.counts())
+        except ServingError as error:
+            last = writer.fail(error)
+        self._keep(run)
+        yield _encoded(last)
+
+    def _close(self, run: _Run) -> None:
+        run.chat.close()
+        self._running.pop(run.writer.response["id"], None)
+
+    def _keep(self, run: _Run) -> None:
+        """Store a response that has ended, if the client wants that."""
+        response = run.writer.response
+        self._running.pop(response["id"], None)
+        if not run.body.store:
+            return
+        given = tuple(_with_id(item) for item in run.body.input_items)
+        output = [InputItem.model_validate(item) for item in response["output"]]
+        size = run.size + len(orjson.dumps([response, given]))
+        self._store.add(StoredResponse(response, given, (*run.conversation, *output), size))
+
+
+def _encoded(events: list[Json]) -> bytes:
+    return b"".join(named_event(event["type"], event) for event in events)
+
+
+def _with_id(item: InputItem) -> Json:
+    """An input item as JSON, with a name."""
+    fields = item.model_dump(exclude_unset=True)
+    if item.type == "message" and isinstance(item.content, str):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        fields["content"] = [{"type": kind, "text": item.content}]
+    return {"id": f"{ITEM_PREFIX.get(item.type, 'item')}_{uuid.uuid4().hex}", "type": item.type, **fields}

@@ -1,0 +1,144 @@
+"""The ranks of a model on GPUs: NCCL for large arrays, kernels of our own for those of decode steps."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from runtime.distributed.parallel_group import Shard
+from runtime.distributed.torch_group import TorchGroup
+from runtime.layers.kernels import cuda_driver
+from runtime.layers.kernels.graph_timer import replay_times
+from runtime.layers.kernels.push_exchange import MOST_BYTES, PushExchange
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+COLUMNS = 4096
+"""Columns of the arrays that exchanges are timed and checked with."""
+TIMED_ROWS = (1, 8, 32, 64, 128, 256)
+CALLS, REPLAYS = 20, 9
+"""Exchanges per timed graph, and its replays."""
+TOLERANCE = 1e-2
+
+
+class CudaGroup:
+    """`ParallelGroup` on GPUs, one per rank. What is decided at start-up goes through `control`, on the CPU.
+
+    Attributes:
+        fused: our own exchanges between GPUs of one host; None where they do not work.
+        exchange_micros: microseconds of a sum over the ranks by bytes, as "own / NCCL"; for the log and the server's info.
+    """
+
+    exchange_seconds = 0.0
+
+    def __init__(self, control: TorchGroup, device: torch.device, one_host: bool, timeout: float) -> None:
+        """All ranks call it together, each with its own `device`, which is torch's current one."""
+        self.rank, self.size, self._control = control.rank, control.size, control
+        self._nccl = dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout))
+        dist.all_reduce(torch.zeros(1, device=device), group=self._nccl)  # makes the communicator: not inside a capture
+        self.exchange_micros: dict[int, str] = {}
+        self.fused = self._make_fused(device) if one_host else None
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks by NCCL, in the storage of `x`."""
+        dist.all_reduce(x, group=self._nccl)
+        return x
+
+    def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
+        """[N, own] of every rank side by side, by NCCL."""
+        widths = [shard.stop - shard.start for shard in (Shard(rank, self.size).of(columns) for rank in range(self.size))]
+        padded = F.pad(x, (0, widths[0] - x.shape[1])).contiguous()
+        parts = torch.empty((self.size, *padded.shape), dtype=x.dtype, device=x.device)
+        dist.all_gather_into_tensor(parts, padded, group=self._nccl)
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
+    def agree(self, value: T) -> T:
+        """Rank 0's `value`."""
+        return self._control.agree(value)
+
+    def gather(self, value: T) -> list[T]:
+        """The `value` of every rank."""
+        return self._control.gather(value)
+
+    # ---- our own exchanges: made, checked and timed at start-up
+
+    def _make_fused(self, device: torch.device) -> PushExchange | None:
+        others = range(1, self.size)
+        reachable = cuda_driver.available() and all(torch.cuda.can_device_access_peer(0, other) for other in others)
+        if not all(self.gather(reachable)):
+            log.warning("the GPUs cannot read each other's memory: sums over the ranks go through NCCL, which takes longer")
+            return None
+        fused, why = None, ""
+        try:
+            fused = PushExchange(self, device, torch.cuda.get_device_capability(device)[0] >= 9)
+        except RuntimeError as error:
+            why = str(error)
+        if not all(self.gather(fused is not None)) or fused is None:
+            log.warning("exchanges of our own do not work here (%s): sums over the ranks go through NCCL", why or "on another rank")
+            return None
+        if not all(self.gather(self._is_right(fused, device))):
+            log.warning("exchanges of our own give other sums than NCCL: they are not used")
+            return None
+        self._time(fused, device)
+        return fused
+
+    def _is_right(self, fused: PushExchange, device: torch.device) -> bool:
+        """Whether sums, tokens and hashes are what NCCL and torch give."""
+        right = True
+        for rows in (1, 3, 128):
+            x = torch.randn((rows, COLUMNS), generator=_seeded(device, self.rank), device=device).to(torch.bfloat16)
+            h = torch.randn((rows, COLUMNS), generator=_seeded(device, 99), device=device)
+            gain = torch.randn(COLUMNS, generator=_seeded(device, 98), device=device).to(torch.bfloat16)
+            scaled, squares = torch.empty_like(x), torch.empty((rows, fused.parts(COLUMNS)), device=device)
+            expected = h + self.all_reduce(x.float())
+            fused.add(x, h, gain, scaled, squares)
+            right &= torch.allclose(h, expected, rtol=1e-5, atol=1e-5)
+            right &= torch.allclose(squares.sum(1), h.square().sum(1), rtol=1e-4)
+            right &= torch.allclose(scaled.float(), h * gain.float(), rtol=TOLERANCE, atol=TOLERANCE)
+            right &= len(set(self.gather(tuple(h.flatten()[:64].tolist())))) == 1
+        scores = torch.randn((5, 100), generator=_seeded(device, self.rank), device=device)
+        hashed = torch.full((1,), 7, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+        tokens = fused.largest(scores, scores.argmax(1), 100 * self.rank, hashed=hashed)
+        whole = self.gather_columns(scores, 100 * self.size)
+        right &= torch.equal(tokens, whole.argmax(1)) and int(hashed[1]) == 0
+        hashed[0].fill_(self.rank)
+        fused.largest(scores, scores.argmax(1), 0, hashed=hashed)
+        return bool(right) and int(hashed[1]) == 1
+
+    def _time(self, fused: PushExchange, device: torch.device) -> None:
+        """Time both ways in graphs; ours are used up to the largest array for which they are faster on rank 0."""
+        limit = 0
+        for rows in TIMED_ROWS:
+            x = torch.zeros((rows, COLUMNS), dtype=torch.bfloat16, device=device)
+            h = torch.zeros((rows, COLUMNS), device=device)
+            if x.nbytes > MOST_BYTES:
+                break
+            own = self._micros(lambda x=x, h=h: fused.add(x, h))
+            nccl = self._micros(lambda x=x, h=h: h.add_(self.all_reduce(x)))
+            self.exchange_micros[x.nbytes] = f"{own:.1f} / {nccl:.1f}"
+            limit = x.nbytes if own < nccl else limit
+        fused.limit = limit
+        log.info("microseconds of a sum over %d ranks by bytes, own / NCCL: %s", self.size, self.exchange_micros)
+
+    def _micros(self, run: Callable[[], object]) -> float:
+        """Rank 0's microseconds of one call in a graph; all ranks replay together."""
+        run()
+        torch.cuda.synchronize()
+
+        def calls() -> None:
+            for _ in range(CALLS):
+                run()
+
+        self.gather(None)
+        return self.agree(statistics.median(replay_times(calls, REPLAYS)) / CALLS)
+
+
+def _seeded(device: torch.device, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)

@@ -1,0 +1,229 @@
+// Exchanges between the GPUs of one host, as one kernel each: every rank writes its part into the memory of all others.
+//
+// Values travel in packets of 16 bytes, {value, flag, value, flag}: a packet has arrived when both flags are those of this
+// exchange, so there is neither a barrier nor a second trip. Eight bytes are always written as one. This is NCCL's protocol LL.
+//
+// Each rank has two slots, used in turn; in a slot each sender has a region. A rank that is one exchange ahead writes into the
+// other slot. It cannot be two ahead: it has this rank's packets of the exchange between only when this rank has read all of the
+// one before.
+//
+// Needs: SIZE ranks, RANK, THREADS per block, EARLY (programmatic dependent launch), BFLOAT16, DEFER.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct Ranks {
+    u64 inbox[SIZE];  // where each rank receives, as addresses of this process
+    u64 slot;         // bytes of a slot
+    u64 sender;       // bytes of a sender's region
+};
+
+const u64 TIMEOUT = 10000000000ull;  // ns until a rank that waits gives up; the launch fails then
+const u32 LAST = 0xfffffffeu;        // the exchange after which counting starts anew, at an odd number; flag 0 never occurs
+
+__device__ __forceinline__ void begin() {
+#if EARLY
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ u32 exchange_number(const u32* state) {
+    u32 number;
+    asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(number) : "l"(state) : "memory");
+    return number;
+}
+
+// Count this exchange once all blocks are done with it. state: [exchanges so far, blocks that are done].
+__device__ __forceinline__ void end(u32* state, u32 number) {
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    __threadfence();
+    if (atomicAdd(state + 1, 1u) == gridDim.x - 1) {
+        state[1] = 0;
+        state[0] = number == LAST ? 1u : number + 1;
+    }
+}
+
+__device__ __forceinline__ u64 place(const Ranks& ranks, int receiver, int sender, u32 number, u64 packet) {
+    return ranks.inbox[receiver] + (number & 1) * ranks.slot + sender * ranks.sender + packet * 16;
+}
+
+__device__ __forceinline__ void send(u64 to, u32 a, u32 b, u32 flag) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(flag), "r"(b), "r"(flag) : "memory");
+}
+
+__device__ __forceinline__ void receive(u64 from, u32 flag, u32& a, u32& b) {
+    u32 first, second, spins = 0;
+    u64 start = 0;
+    while (true) {
+        asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(a), "=r"(first), "=r"(b), "=r"(second)
+                     : "l"(from)
+                     : "memory");
+        if (first == flag && second == flag) return;
+        if (++spins % 65536 == 0) {
+            u64 now;
+            asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+            if (start == 0) start = now;
+            if (now - start > TIMEOUT) asm volatile("trap;");
+        }
+    }
+}
+
+__device__ __forceinline__ void widen(u32 pair, float& low, float& high) {
+#if BFLOAT16
+    low = __uint_as_float(pair << 16);
+    high = __uint_as_float(pair & 0xffff0000u);
+#else
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(low), "=f"(high) : "r"(pair));
+#endif
+}
+
+__device__ __forceinline__ void add(float (&sums)[8], u32 a, u32 b, u32 c, u32 d) {
+    const u32 pairs[4] = {a, b, c, d};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float low, high;
+        widen(pairs[i], low, high);
+        sums[2 * i] += low;
+        sums[2 * i + 1] += high;
+    }
+}
+
+__device__ __forceinline__ u32 narrow_bfloat16(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// h += the sum of x over all ranks, in the order of ranks, which gives all of them the same bits. A block has 8 * THREADS columns of
+// one row. With DEFER it also stores what the next norm needs: scaled = h * gain, and the block's sum of squares.
+extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
+    Ranks ranks, u32* state, const uint4* x, float4* h, const uint4* gain, uint4* scaled, float* squares, int columns, int chunks
+) {
+    begin();
+    const int row = blockIdx.x / chunks, chunk = blockIdx.x % chunks, vector = chunk * THREADS + threadIdx.x;
+    const u32 number = exchange_number(state), flag = number + 1;
+    float square = 0.0f;
+    if (vector * 8 < columns) {
+        const u64 at = (u64)row * (columns / 8) + vector;
+        const uint4 own = x[at];
+#pragma unroll
+        for (int i = 1; i < SIZE; i++) {
+            const u64 to = place(ranks, (RANK + i) % SIZE, RANK, number, 2 * at);
+            send(to, own.x, own.y, flag);
+            send(to + 16, own.z, own.w, flag);
+        }
+        float4 first = h[2 * at], second = h[2 * at + 1];
+        float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+#pragma unroll
+        for (int rank = 0; rank < SIZE; rank++) {
+            u32 a = own.x, b = own.y, c = own.z, d = own.w;
+            if (rank != RANK) {
+                const u64 from = place(ranks, RANK, rank, number, 2 * at);
+                receive(from, flag, a, b);
+                receive(from + 16, flag, c, d);
+            }
+            add(sums, a, b, c, d);
+        }
+        first.x += sums[0], first.y += sums[1], first.z += sums[2], first.w += sums[3];
+        second.x += sums[4], second.y += sums[5], second.z += sums[6], second.w += sums[7];
+        h[2 * at] = first;
+        h[2 * at + 1] = second;
+#if DEFER
+        const uint4 g = gain[vector];
+        const float values[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+        const u32 gains[4] = {g.x, g.y, g.z, g.w};
+        u32 out[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float low, high;
+            widen(gains[i], low, high);
+            out[i] = narrow_bfloat16(values[2 * i] * low, values[2 * i + 1] * high);
+            square += values[2 * i] * values[2 * i] + values[2 * i + 1] * values[2 * i + 1];
+        }
+        scaled[at] = make_uint4(out[0], out[1], out[2], out[3]);
+#endif
+    }
+#if DEFER
+    __shared__ float of_warp[THREADS / 32];
+#pragma unroll
+    for (int lane = 16; lane > 0; lane /= 2) square += __shfl_xor_sync(0xffffffffu, square, lane);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = square;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int warp = 0; warp < THREADS / 32; warp++) sum += of_warp[warp];
+        squares[(u64)row * chunks + chunk] = sum;
+    }
+#endif
+    end(state, number);
+}
+
+// The likeliest token of each row over all ranks, of which each gives its own likeliest: the value logits[i, ids[i]] and the token
+// ids[i] + first. Of equal values the one of the lower rank wins, of NaN the first. With a hash, *differs becomes 1 where the hash of
+// another rank is not the same.
+extern "C" __global__ void __launch_bounds__(THREADS) largest(
+    Ranks ranks, u32* state, const float* logits, const long long* ids, long long* tokens, const u64* hash, int* differs, int count,
+    int stride, int first
+) {
+    begin();
+    const u32 number = exchange_number(state), flag = number + 1;
+    const int i = blockIdx.x * THREADS + threadIdx.x;
+    if (i < count || (i == count && hash)) {
+        u32 own_value, own_token;
+        if (i < count) {
+            const long long id = ids[i];
+            own_value = __float_as_uint(logits[(u64)i * stride + id]);
+            own_token = (u32)(id + first);
+        } else {
+            own_value = (u32)*hash;
+            own_token = (u32)(*hash >> 32);
+        }
+#pragma unroll
+        for (int j = 1; j < SIZE; j++) send(place(ranks, (RANK + j) % SIZE, RANK, number, i), own_value, own_token, flag);
+        float best = 0.0f;
+        u32 chosen = 0;
+#pragma unroll
+        for (int rank = 0; rank < SIZE; rank++) {
+            u32 value = own_value, token = own_token;
+            if (rank != RANK) receive(place(ranks, RANK, rank, number, i), flag, value, token);
+            if (i == count) {
+                if (value != own_value || token != own_token) *differs = 1;
+                continue;
+            }
+            const float score = __uint_as_float(value);
+            if (rank == 0 || score > best || (score != score && best == best)) {
+                best = score;
+                chosen = token;
+            }
+        }
+        if (i < count) tokens[i] = chosen;
+    }
+    end(state, number);
+}
+
+__device__ __forceinline__ u64 mixed(u64 x) {
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ (x >> 31);
+}
+
+// Add to the 32-bit hash what a step committed: the first lens[i] of the `width` tokens of each of `rows` requests. One block.
+extern "C" __global__ void __launch_bounds__(THREADS) commit(u64* hash, const long long* tokens, const int* lens, int rows, int width, int stride) {
+    begin();
+    __shared__ u64 total;
+    if (threadIdx.x == 0) total = 0;
+    __syncthreads();
+    u64 sum = 0;
+    for (int i = threadIdx.x; i < rows * width; i += THREADS) {
+        const int row = i / width, column = i % width, length = lens[row];
+        if (column < length) sum += mixed(mixed(tokens[(u64)row * stride + column] + 1) + ((u64)(i + 1) << 16) + length);
+    }
+    atomicAdd(&total, sum);
+    __syncthreads();
+    if (threadIdx.x == 0) *hash = mixed(*hash * 0x9e3779b97f4a7c15ull + total) & 0xffffffffull;
+}

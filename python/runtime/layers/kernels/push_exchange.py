@@ -1,0 +1,164 @@
+"""Exchanges between the GPUs of one host by kernels of our own: `push_exchange.cu`, compiled with NVRTC."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.distributed.parallel_group import ParallelGroup
+from runtime.layers.kernels import cuda_driver
+
+log = logging.getLogger(__name__)
+THREADS = 128
+VALUES = 8
+"""16-bit values that a thread adds."""
+PACKET = 16
+"""Bytes of a packet, of which half are flags."""
+MOST_BYTES = 2 << 20
+"""Bytes of the largest array that is exchanged this way: 128 rows of 8,192 values of 16 bits."""
+_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+
+class Inboxes:
+    """Memory into which the other ranks write, and where theirs is in this process. Lives as long as the process."""
+
+    def __init__(self, group: ParallelGroup) -> None:
+        """All ranks make theirs together. Raises `RuntimeError` where the driver cannot share memory between these GPUs."""
+        driver = cuda_driver.driver
+        self.sender = 2 * MOST_BYTES
+        self.slot = group.size * self.sender
+        own = cuda_driver.check(driver.cuMemAlloc(2 * self.slot))
+        cuda_driver.check(driver.cuMemsetD8(own, 0, 2 * self.slot))
+        handles = group.gather(bytes(cuda_driver.check(driver.cuIpcGetMemHandle(own)).reserved))
+        self.addresses = [int(own) if rank == group.rank else _open(handle) for rank, handle in enumerate(handles)]
+
+
+def _open(reserved: bytes) -> int:
+    handle = cuda_driver.driver.CUipcMemHandle()
+    handle.reserved = reserved
+    return int(cuda_driver.check(cuda_driver.driver.cuIpcOpenMemHandle(handle, _PEER_ACCESS)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """What a program is compiled for."""
+
+    rank: int
+    size: int
+    bfloat16: bool
+    defer: bool
+    early: bool
+
+
+class PushExchange:
+    """`FusedExchange` of the GPUs of one host. Owner of the memory that the ranks write to.
+
+    Attributes:
+        limit: bytes of the largest array that `fits`; set once, after timing.
+    """
+
+    def __init__(self, group: ParallelGroup, device: torch.device, pdl: bool) -> None:
+        """All ranks call it together. Raises `RuntimeError` where the driver or the compiler refuse."""
+        self._rank, self._size, self._pdl = group.rank, group.size, pdl
+        self._state = torch.zeros(2, dtype=torch.int32, device=device)
+        inboxes = Inboxes(group)
+        self._ranks = _ranks_struct(group.size)((ctypes.c_uint64 * group.size)(*inboxes.addresses), inboxes.slot, inboxes.sender)
+        self.limit = MOST_BYTES
+        for dtype in (torch.bfloat16, torch.float16):
+            for defer in (False, True):
+                self._kernel("reduce_add", dtype is torch.bfloat16, defer)
+        self._kernel("largest")
+        self._kernel("commit")
+
+    def fits(self, x: torch.Tensor) -> bool:
+        """Whether `add` takes this array."""
+        narrow = x.dtype in (torch.bfloat16, torch.float16)
+        return narrow and x.is_contiguous() and x.shape[1] % VALUES == 0 and 0 < x.nbytes <= self.limit
+
+    def parts(self, columns: int) -> int:
+        """Sums of squares per row that `add` stores."""
+        return -(-columns // (VALUES * THREADS))
+
+    def add(
+        self,
+        x: torch.Tensor,
+        h: torch.Tensor,
+        gain: torch.Tensor | None = None,
+        scaled: torch.Tensor | None = None,
+        squares: torch.Tensor | None = None,
+    ) -> None:
+        """`h += sum of x over the ranks`; x [M, N] of 16 bits that `fits`, h float32 [M, N].
+
+        With `gain` [N] also `scaled` [M, N] = h * gain, both bfloat16, and `squares` float32 [M, parts(N)], the sums of h * h.
+        """
+        rows, columns = x.shape
+        assert h.dtype is torch.float32 and h.is_contiguous() and h.shape == x.shape, "the stream is float32 and contiguous"  # noqa: PT018
+        chunks = self.parts(columns)
+        tensors = (x, h, gain, scaled, squares)
+        self._kernel("reduce_add", x.dtype is torch.bfloat16, gain is not None)(
+            rows * chunks,
+            (self._ranks, *map(cuda_driver.pointer, (self._state, *tensors)), cuda_driver.int32(columns), cuda_driver.int32(chunks)),
+            self._pdl,
+        )
+
+    def largest(
+        self,
+        logits: torch.Tensor,
+        ids: torch.Tensor,
+        first: int,
+        tokens: torch.Tensor | None = None,
+        hashed: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """The likeliest token over all ranks, int64 [N], written to `tokens` where given.
+
+        Args:
+            logits: float32 [N, own], rows contiguous.
+            ids: int64 [N], the argmax of each row.
+            first: the token of column 0.
+            hashed: the hash int64 [1] and the flag int32 [1] that is set where ranks differ in it.
+        """
+        count = len(ids)
+        if tokens is None:
+            tokens = torch.empty(count, dtype=torch.int64, device=ids.device)
+        assert tokens.is_contiguous() and logits.stride(1) == 1 and (count + 1) * PACKET <= 2 * self.limit  # noqa: PT018
+        numbers = map(cuda_driver.int32, (count, logits.stride(0), first))
+        pointers = map(cuda_driver.pointer, (self._state, logits, ids, tokens, *(hashed or (None, None))))
+        self._kernel("largest")(-(-(count + 1) // THREADS), (self._ranks, *pointers, *numbers), self._pdl)
+        return tokens
+
+    def commit(self, hashed: torch.Tensor, tokens: torch.Tensor, lens: torch.Tensor) -> None:
+        """Add to the hash int64 [1] the first `lens` int32 [B] tokens of each row of int64 [B, D]."""
+        assert tokens.stride(1) == 1 or tokens.shape[1] == 1, "rows are contiguous"
+        numbers = map(cuda_driver.int32, (tokens.shape[0], tokens.shape[1], tokens.stride(0)))
+        self._kernel("commit")(1, (*map(cuda_driver.pointer, (hashed, tokens, lens.contiguous())), *numbers), self._pdl)
+
+    def _kernel(self, name: str, bfloat16: bool = True, defer: bool = False) -> cuda_driver.Kernel:
+        return _compiled(name, _Variant(self._rank, self._size, bfloat16, defer and bfloat16, self._pdl))
+
+
+@cache
+def _compiled(name: str, variant: _Variant) -> cuda_driver.Kernel:
+    return cuda_driver.compile_kernel(source(variant), name, threads=THREADS, cluster=1, shared_bytes=0)
+
+
+@cache
+def _ranks_struct(size: int) -> Any:
+    """`Ranks` in the CUDA source."""
+    fields = [("inbox", ctypes.c_uint64 * size), ("slot", ctypes.c_uint64), ("sender", ctypes.c_uint64)]
+    return type("Ranks", (ctypes.Structure,), {"_fields_": fields})
+
+
+def source(variant: _Variant) -> str:
+    """The CUDA program of one variant."""
+    constants = dict(
+        SIZE=variant.size, RANK=variant.rank, THREADS=THREADS, EARLY=int(variant.early), BFLOAT16=int(variant.bfloat16),
+        DEFER=int(variant.defer),
+    )  # fmt: skip
+    defines = [f"#define {name} {value}" for name, value in constants.items()]
+    return "\n".join([*defines, (Path(__file__).parent / "push_exchange.cu").read_text(encoding="utf-8")])

@@ -1,0 +1,110 @@
+"""The calls of a format as parts of a structural tag, in xgrammar's form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Part = dict[str, Any]
+"""One format of a structural tag."""
+Schema = Mapping[str, Any]
+ANY_TEXT: Part = {"type": "any_text"}
+
+
+def const(text: str) -> Part:
+    """This text."""
+    return {"type": "const_string", "value": text}
+
+
+def json_of(schema: Schema) -> Part:
+    """JSON that satisfies a schema."""
+    return {"type": "json_schema", "json_schema": dict(schema)}
+
+
+def regex(pattern: str) -> Part:
+    """Text that matches."""
+    return {"type": "regex", "pattern": pattern}
+
+
+def tag(begin: str, content: Part, end: str) -> Part:
+    """Content between two texts."""
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def sequence(*parts: Part) -> Part:
+    """One part after the other."""
+    return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": list(parts)}
+
+
+def one_of(*parts: Part) -> Part:
+    """Any of the parts."""
+    return parts[0] if len(parts) == 1 else {"type": "or", "elements": list(parts)}
+
+
+def optional(part: Part) -> Part:
+    """The part or nothing."""
+    return one_of(const(""), part)
+
+
+def object_schema(schema: Schema) -> Schema:
+    """The schema of a function's arguments, which are an object; a function without a schema has none."""
+    return {"type": "object", **schema} if schema else {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def members(schema: Schema) -> list[tuple[str, Schema, bool]]:
+    """Name, schema and whether it is required of each property; references to definitions of the whole schema still hold."""
+    properties, required = schema.get("properties"), schema.get("required")
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    found = properties.items() if isinstance(properties, Mapping) else ()
+    names = required if isinstance(required, list) else []
+    return [(name, {**node, **shared} if isinstance(node, Mapping) else shared, name in names) for name, node in found]
+
+
+def text_value(node: Schema, types: frozenset[str]) -> Part:
+    """A value that is written as it is, without quotes around strings.
+
+    Args:
+        node: its schema.
+        types: the JSON types that it may have.
+    """
+    values = [node["const"]] if "const" in node else node.get("enum")
+    if types == {"string"} and isinstance(values, list) and values:
+        return one_of(*(const(value) for value in values))
+    pattern = node.get("pattern")
+    if types == {"string"} and isinstance(pattern, str) and pattern.startswith("^") and pattern.endswith("$"):
+        return regex(pattern)
+    return json_of(node) if types and "string" not in types else ANY_TEXT
+
+
+@dataclass(frozen=True)
+class CallGrammar:
+    """How a format writes the calls of a request.
+
+    Attributes:
+        tags: one for each function.
+        trigger: what every first call begins with.
+        begin, separator, end: around and between calls.
+        single: whether an answer has one call at most.
+    """
+
+    tags: Sequence[Part]
+    trigger: str
+    begin: str = ""
+    separator: str = ""
+    end: str = ""
+    single: bool = False
+
+    def calls(self, parallel: bool) -> Part:
+        """One call or, if `parallel`, several, and nothing else."""
+        first_only = self.single or not parallel
+        tags = {"type": "tags_with_separator", "tags": list(self.tags), "separator": self.separator}
+        calls = {**tags, "at_least_one": True, "stop_after_first": first_only}
+        return sequence(const(self.begin), calls, const(self.end)) if self.begin else calls
+
+    def text_with_calls(self, parallel: bool) -> Part:
+        """Any text, in which calls follow the grammar."""
+        tags = (
+            [tag(self.begin, CallGrammar(self.tags, "", separator=self.separator).calls(parallel), self.end)] if self.begin else self.tags
+        )
+        return {"type": "triggered_tags", "triggers": [self.trigger], "tags": list(tags), "stop_after_first": not parallel}

@@ -1,0 +1,76 @@
+"""The grammar of an output: what a request asks for, behind the thinking and with the calls of the model's format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Literal
+
+from msgspec import structs
+
+from runtime.errors import RequestError
+from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, Part, json_of, one_of, optional, regex, sequence, tag
+from runtime.sampling_params import GrammarSpec, SamplingParams
+
+CallRule = Literal["free", "strict", "required"]
+"""free: calls follow no grammar; strict: a call that begins follows the schema of its function; required: the answer is calls."""
+LINE_BREAKS = regex(r"\n{0,2}")
+"""What models write between thinking and the answer."""
+
+
+def answer_part(
+    spec: GrammarSpec | None, calls: CallGrammar | None, rule: CallRule, parallel: bool, as_text: Callable[[Part], Part]
+) -> Part | None:
+    """The grammar of an answer without its thinking; None if it has none, or none of this form.
+
+    Args:
+        spec: the grammar that the request gives for text.
+        calls: how calls are written; None if there are no tools.
+        as_text: how a part stands in the answer as text.
+
+    Raises:
+        RequestError: the grammar cannot be combined with the calls.
+    """
+    text = None if spec is None else spec_part(spec)
+    if calls is None:
+        return text and as_text(text)
+    if spec is not None and (text is None or (rule == "required" and spec.kind != "json_schema")):
+        raise RequestError(f"{spec.kind} cannot be combined with {'required tool calls' if text else 'tools'}.", spec.kind)
+    if rule == "required":
+        return calls.calls(parallel)
+    if text is not None:
+        return one_of(as_text(text), calls.calls(parallel))
+    return calls.text_with_calls(parallel) if rule == "strict" else None
+
+
+def spec_part(spec: GrammarSpec) -> Part | None:
+    """A grammar as a part of a structural tag; None if it has no such form."""
+    if spec.kind in ("regex", "ebnf"):
+        return regex(spec.text) if spec.kind == "regex" else None
+    given = _object(spec.text)
+    if spec.kind == "json_schema" or given is None:
+        return given and json_of(given)
+    if "structures" not in given:
+        return given.get("format")
+    tags = [tag(one["begin"], json_of(one.get("schema", {})), one["end"]) for one in given["structures"]]
+    return {"type": "triggered_tags", "triggers": given.get("triggers", []), "tags": tags}
+
+
+def behind_thinking(answer: Part, begin: str, end: str) -> Part:
+    """An answer that thinking may stand in front of."""
+    return sequence(optional(sequence(tag(begin, ANY_TEXT, end), LINE_BREAKS)), answer)
+
+
+def with_part(sampling: SamplingParams, part: Part, after: tuple[int, ...] = ()) -> SamplingParams:
+    """`sampling` with this grammar instead of its own."""
+    text = json.dumps({"type": "structural_tag", "format": part}, ensure_ascii=False)
+    return structs.replace(sampling, json_schema=None, regex=None, ebnf=None, structural_tag=text, grammar_after=after)
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """JSON text that is an object; None for anything else, which the compiler takes or refuses as it is."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

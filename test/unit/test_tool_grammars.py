@@ -1,0 +1,235 @@
+"""Required and strict calls: the grammar of each format, and that its texts are calls that satisfy their schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from formats import TOOLS, Answer, read, text_parser
+from front import END_OF_TEXT, IM_END, VOCAB, byte_tokenizer
+from test_harmony import HARMONY_TOKENS
+
+from runtime.constrained.backends import make_backend
+from runtime.constrained.constraint import Constraint
+from runtime.constrained.grammar import allowed_tokens, mask_words
+from runtime.entrypoints.grammars import vocabulary_of
+from runtime.errors import RequestError
+from runtime.parsers.output_format import OutputFormat, OutputRequest
+from runtime.parsers.registry import TOOL_FORMATS
+from runtime.sampling_params import GrammarSpec, SamplingParams
+from runtime.text.tokenizer import Tokenizer
+
+TOKENIZER = byte_tokenizer(more=HARMONY_TOKENS)
+SIZE = VOCAB + len(HARMONY_TOKENS)
+BACKENDS = {name: make_backend(name, vocabulary_of(TOKENIZER, (IM_END, END_OF_TEXT), SIZE)) for name in ("llguidance", "xgrammar")}
+SCHEMAS = {
+    **TOOLS,
+    "strict": {
+        "type": "object",
+        "properties": {
+            "kind": {"enum": ["a b", "c"]},
+            "count": {"type": "integer"},
+            "flag": {"type": ["boolean", "null"]},
+            "items": {"type": "array", "items": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+            "id": {"type": "string", "pattern": "^[a-z]{2}$"},
+            "text": {"type": "string"},
+        },
+        "required": ["kind", "items", "text"],
+    },
+}
+PROMPT = [*b"hi"]
+
+
+def sample(part: dict[str, Any], draw: random.Random) -> str:
+    """A text of a part of a structural tag."""
+    match part["type"]:
+        case "const_string":
+            return part["value"]
+        case "any_text":
+            return "".join(draw.choice("ab <>{}\"',:\né") for _ in range(draw.randint(0, 6)))
+        case "regex":
+            return {r"\n{0,2}": "\n\n", "^[a-z]{2}$": "xy"}[part["pattern"]]
+        case "json_schema":
+            return json.dumps(value_of(part["json_schema"], part["json_schema"], draw), ensure_ascii=False)
+        case "sequence":
+            return "".join(sample(element, draw) for element in part["elements"])
+        case "or":
+            return sample(draw.choice(part["elements"]), draw)
+        case "tag":
+            return part["begin"] + sample(part["content"], draw) + part["end"]
+        case "tags_with_separator":
+            count = 1 if part.get("stop_after_first") else draw.randint(int(part.get("at_least_one", False)), 3)
+            return part["separator"].join(sample(draw.choice(part["tags"]), draw) for _ in range(count))
+        case "triggered_tags":
+            return "Text. " + sample(draw.choice(part["tags"]), draw)
+    raise AssertionError(part)
+
+
+def value_of(node: Any, root: Any, draw: random.Random) -> Any:
+    """A value of a schema."""
+    if "$ref" in node:
+        return {}
+    if "enum" in node:
+        return draw.choice(node["enum"])
+    if "anyOf" in node:
+        return value_of(draw.choice(node["anyOf"]), root, draw)
+    kind = node.get("type", "object")
+    match draw.choice(kind) if isinstance(kind, list) else kind:
+        case "object":
+            chosen = [name for name in node.get("properties", {}) if name in node.get("required", ()) or draw.random() < 0.5]
+            return {name: value_of(node["properties"][name], root, draw) for name in chosen}
+        case "array":
+            return [value_of(node["items"], root, draw) for _ in range(draw.randint(0, 2))]
+        case "string":
+            return "xy" if "pattern" in node else draw.choice(["", 'say "hi"\n', "ünï"])
+        case "integer":
+            return draw.randint(-99, 99)
+        case "number":
+            return draw.choice([0.5, 3, -1.25])
+        case "boolean":
+            return draw.random() < 0.5
+    return None
+
+
+def tokens_of(text: str, tokenizer: Tokenizer = TOKENIZER) -> list[int]:
+    """The tokens of a text in which control tokens are spelled."""
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def accepts(grammar: str, text: str, backend: str = "llguidance", after: tuple[int, ...] = ()) -> bool:
+    """Whether a structural tag allows a text and then its end."""
+    compiled = BACKENDS[backend].compile(GrammarSpec("structural_tag", grammar))
+    constraint = Constraint(compiled, frozenset((IM_END, END_OF_TEXT)), after)
+    row = np.zeros(mask_words(SIZE), dtype=np.int32)
+    for token in (*tokens_of(text), IM_END):
+        if constraint.restricts:
+            constraint.fill(row)
+            if not allowed_tokens(row)[token]:
+                return False
+        constraint.commit(token)
+    return not constraint.error
+
+
+def adapted(
+    name: str, thinking: str | None = None, prompt: list[int] = PROMPT, sampling: SamplingParams | None = None, **request: Any
+) -> SamplingParams:
+    """The sampling parameters of a request with tools."""
+    output = OutputRequest(**{"tools": SCHEMAS, "rule": "required", **request})
+    return OutputFormat(TOKENIZER, name, thinking).adapt(sampling or SamplingParams(), output, prompt)
+
+
+def part_of(sampling: SamplingParams) -> dict[str, Any]:
+    assert sampling.structural_tag is not None
+    return json.loads(sampling.structural_tag)["format"]
+
+
+def called(name: str, text: str) -> Answer:
+    """What the parser reads in a text."""
+    tools = {**SCHEMAS}
+    parser = text_parser(name)
+    parser._reader.tools = tools
+    return read(parser, [text])
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_texts_of_the_grammar_are_valid_calls(name: str, backend: str) -> None:
+    sampling = adapted(name)
+    draw = random.Random(5)
+    for _ in range(40):
+        text = sample(part_of(sampling), draw)
+        if re.search(r"(<\|\"\|>|</\w+>)[ab<>{}\"',: \né]*\1", text) and '<|"|>' not in text:
+            continue  # free text that spells its own end
+        assert accepts(sampling.structural_tag or "", text, backend), text
+        answer = called(name, text)
+        assert answer.calls, text
+        assert not answer.content.strip(), text
+        for function, arguments in answer.parsed:
+            jsonschema.validate(arguments, SCHEMAS[function])
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_the_grammar_refuses_text_and_unknown_functions(name: str) -> None:
+    sampling = adapted(name, parallel=False)
+    draw = random.Random(6)
+    text = sample(part_of(sampling), draw)
+    grammar = sampling.structural_tag or ""
+    assert accepts(grammar, text)
+    assert not accepts(grammar, f"Sure. {text}")
+    assert not accepts(grammar, "")
+    for function in SCHEMAS:
+        text = text.replace(function, "absent")
+    assert not accepts(grammar, text)
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_strict_calls_may_follow_free_text(name: str) -> None:
+    sampling = adapted(name, rule="strict")
+    grammar = sampling.structural_tag or ""
+    call = sample(part_of(adapted(name, parallel=False)), random.Random(7))
+    assert accepts(grammar, "Only text <1> {x}.")
+    assert accepts(grammar, f"I look.\n{call}")
+    begin = part_of(sampling)["triggers"][0]
+    assert not accepts(grammar, f"I look.\n{begin}nonsense")
+
+
+def test_thinking_comes_before_the_grammar() -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    unknown = adapted("hermes", "qwen3")
+    assert accepts(unknown.structural_tag or "", f"<think>\nI call <tool_call>\n</think>\n\n{call}")
+    assert accepts(unknown.structural_tag or "", call)
+    opened = adapted("hermes", "qwen3", prompt=tokens_of("<|im_start|>assistant\n<think>\n"))
+    assert opened.grammar_after == tuple(b"</think>")
+    assert accepts(opened.structural_tag or "", f"free < text</think>\n\n{call}", after=opened.grammar_after)
+    closed = adapted("hermes", "qwen3", prompt=tokens_of("<|im_start|>assistant\n<think>\n\n</think>\n\n"))
+    assert closed.grammar_after == ()
+    assert not accepts(closed.structural_tag or "", f"<think>a</think>{call}")
+
+
+def test_grammars_of_text_begin_after_thinking_too() -> None:
+    schema = SamplingParams(json_schema='{"type": "object"}')
+    unknown = adapted("hermes", "qwen3", sampling=schema, tools={}, rule="free")
+    assert accepts(unknown.structural_tag or "", '<think>\na\n</think>\n\n{"a": 1}')
+    forced = adapted("hermes", "deepseek-r1", sampling=schema, tools={}, rule="free")
+    assert forced.grammar_after == tuple(b"</think>")
+    ebnf = SamplingParams(ebnf='root ::= "a"')
+    assert adapted("hermes", "deepseek-r1", sampling=ebnf, tools={}, rule="free") == SamplingParams(
+        ebnf='root ::= "a"', grammar_after=tuple(b"</think>")
+    )
+    plain = adapted("hermes", None, sampling=schema, tools={}, rule="free")
+    assert plain == schema
+
+
+def test_text_of_a_schema_or_calls() -> None:
+    sampling = adapted("hermes", sampling=SamplingParams(json_schema='{"type": "object"}'), rule="free")
+    grammar = sampling.structural_tag or ""
+    assert accepts(grammar, '{"a": 1}')
+    assert accepts(grammar, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    assert not accepts(grammar, "text")
+    for given, rule in (({"ebnf": 'root ::= "a"'}, "free"), ({"regex": "a+"}, "required")):
+        with pytest.raises(RequestError, match="cannot be combined"):
+            adapted("hermes", sampling=SamplingParams(**given), rule=rule)
+
+
+def test_harmony_calls_stand_in_the_commentary_channel() -> None:
+    call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    final = "<|channel|>final<|message|>Hi."
+    required = adapted("gpt-oss").structural_tag or ""
+    assert accepts(required, call)
+    assert accepts(required, thought + call)
+    assert not accepts(required, thought + final)
+    assert not accepts(required, thought + call.replace("now", "get_weather").replace("{}", '{"days": "x"}'))
+    strict = adapted("gpt-oss", rule="strict").structural_tag or ""
+    assert accepts(strict, thought + call)
+    assert accepts(strict, thought + final)
+    text = adapted("gpt-oss", sampling=SamplingParams(json_schema='{"type": "object"}'), tools={}, rule="free").structural_tag or ""
+    assert accepts(text, f"{thought}<|channel|>final<|message|>{{}}")
+    assert not accepts(text, thought + final)
+    ebnf = adapted("gpt-oss", sampling=SamplingParams(ebnf='root ::= "a"'), tools={}, rule="free")
+    assert ebnf.grammar_after == tuple(tokens_of("<|channel|>final<|message|>"))

@@ -51,7 +51,7 @@ def test_evidence_has_mean_one_where_nothing_differs(eager: int, graph: int) -> 
         assert chances @ values == pytest.approx(np.ones(len(LOG_ODDS)))
 
 
-@pytest.mark.parametrize(("batch", "median", "worst"), [(4, 150, 200), (16, 100, 200), (32, 100, 200)])
+@pytest.mark.parametrize(("batch", "median", "worst"), [(8, 150, 200), (16, 100, 200), (32, 100, 200)])
 def test_an_error_in_the_draft_extend_slots_is_reported_within_two_hundred_iterations(batch: int, median: int, worst: int) -> None:
     found = [Traffic(batch, seed).run(worst, FAULTY) for seed in range(15)]
     assert None not in found

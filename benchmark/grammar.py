@@ -44,17 +44,23 @@ MASKED: list[dict[str, Any]] = [
     {"type": "array", "items": {"type": "string", "pattern": "^[A-Z][a-z]{2,9}( [A-Z][a-z]{2,9})?$"}, "minItems": 20},
 ]
 """Schemas whose masks are timed."""
-ANSWER: dict[str, Any] = {
+RECORDS: dict[str, Any] = {
     "type": "array",
     "items": {
         "type": "object",
-        "properties": {"title": {"type": "string", "maxLength": 60}, "answer": {"type": "string", "maxLength": 200}},
-        "required": ["title", "answer"],
+        "properties": {
+            "name": {"type": "string", "maxLength": 24},
+            "category": {"enum": ["person", "place", "animal", "plant", "food", "tool", "idea", "event"]},
+            "year": {"type": "integer", "minimum": 0, "maximum": 2100},
+            "is_real": {"type": "boolean"},
+            "continent": {"enum": ["Africa", "Antarctica", "Asia", "Europe", "North America", "South America", "Australia"]},
+        },
+        "required": ["name", "category", "year", "is_real", "continent"],
         "additionalProperties": False,
     },
     "minItems": 50,
 }
-"""A schema that an answer does not come to the end of."""
+"""Records as programs ask for; no answer comes to their end."""
 
 
 def large_vocabulary(files: TokenizerFiles, size: int) -> Tokenizer:
@@ -115,7 +121,7 @@ def measure_serving(record: Record, shape: str, batches: list[int], new_tokens: 
     """Rows of one server that answers with and without the schema in turns."""
     options: dict[str, Any] = {"device": "cpu", "context_length": CONTEXT, "max_running_requests": max(batches), "cpu_threads": threads}
     free = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    kinds = {"free": free, "schema": {**free, "json_schema": json.dumps(ANSWER)}}
+    kinds = {"free": free, "schema": {**free, "json_schema": json.dumps(RECORDS)}}
     with Engine(**options, **speculation(shape)) as engine:
         asked = chat_prompts(engine)
         tallies = {(kind, batch): Tally() for batch in batches for kind in kinds}

@@ -183,6 +183,26 @@ def test_the_controller_chooses_and_learns(tmp_path: Path) -> None:
         assert learnt.greedy.rates != measured.greedy.rates
 
 
+def test_the_measurement_replays_graphs_and_leaves_nothing(tmp_path: Path) -> None:
+    worker: Any = speculating(tmp_path, "EAGLE", "eager", [1, 4, 16, 40], **AUTO)
+    assert all(runner.run_eagerly == 0 for runner in worker.parts.verifier.runners.values()), "no eager sample, and padded to graphs"
+    assert worker.parts.verifier.runners[0].replayed > 0
+    assert worker.parts.monitor.counted().iterations == 0
+    assert worker.parts.target.rows.kv_lens.sum() == worker.parts.target.page_table.pages.sum() == 0
+
+
+def test_runners_that_are_left_out_capture_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "depths_to_drop", lambda graph_bytes, most: [7])
+    worker: Any = speculating(tmp_path, "EAGLE", "eager", [1, 2, 4, 40], **AUTO)
+    assert "no graphs of depth 7" in caplog.text
+    assert [runner.sizes for runner in (worker.parts.verifier.runners[7], *worker.parts.drafter.runners(7))] == [[], [], []]
+    driver = Driver(worker)
+    driver.generate(PROMPTS, 24, room=160)
+    assert worker.info().depth.chosen["7"] == 0, "other depths have graphs"
+
+
 # ---- requests that take fewer drafts
 
 

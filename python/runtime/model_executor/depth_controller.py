@@ -181,10 +181,10 @@ class DepthController:
         if read.depth == 0:
             return
         drafted = np.minimum(read.caps, read.depth)
+        depths = [read.depth] if drafted.min() == read.depth else np.unique(drafted).tolist()
         for greedy, averages in self._averages.items():
-            own = read.greedy == greedy
-            for depth in np.unique(drafted[own]).tolist():
-                averages.add(read.accept_lens[own & (drafted == depth)], depth)
+            for depth in depths:
+                averages.add(read.accept_lens[(read.greedy == greedy) & (drafted == depth)], depth)
         if self._current == 0:  # a probe that accepted drafts saved time
             self._returned += (float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.kernels.argmax import argmax
 from runtime.layers.logits_processors import LogitsContext, process_logits
 from runtime.layers.random_streams import RandomStream
 from runtime.layers.sampler import sample, target_probs
@@ -125,7 +126,7 @@ class Accepter:
             window = verified.all_logits(iteration.size * draft.width).view(iteration.size, draft.width, -1)
             logits = process_logits(window, LogitsContext(tables, iteration.rows, positions, path, iteration.mask), needs)
             if needs.adjusts:
-                target = logits.argmax(-1)
+                target = argmax(logits.flatten(0, 1)).view_as(target)
             if not needs.all_greedy:
                 rows = iteration.rows.repeat_interleave(draft.width)
                 probs = target_probs(logits.flatten(0, 1), tables, rows, needs.filtered, needs.any_greedy).view_as(logits)

@@ -170,3 +170,13 @@ def test_the_depth_does_not_flap() -> None:
     _, _, depths = run(controller(GPU, 32, rng), GPU, 32, lambda step: 2.5, rng, 3000)
     steady = [a for a, b in itertools.pairwise(depths[500:]) if a == b]
     assert sum(a != b for a, b in itertools.pairwise(steady)) < 0.01 * len(steady)
+
+
+def test_a_start_up_measurement_on_a_busy_machine_is_corrected() -> None:
+    """Drafts seemed to take three times as long as they do."""
+    rng = np.random.default_rng(0)
+    points = [CostPoint(1, depth, 1e-3 * GPU.milliseconds(1, depth) * (3 if depth else 1)) for depth in DEPTHS]
+    control = DepthController(DEPTHS, IterationCost(points))
+    _, _, depths = run(control, GPU, 1, lambda step: 3.5, rng, 1500)
+    assert depths[:7].count(0) == 7
+    assert depths[1000:].count(0) < 100

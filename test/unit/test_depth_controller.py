@@ -52,7 +52,7 @@ def controller(table: Table, batch: int, rng: np.random.Generator, error: float 
 def run(
     control: DepthController, table: Table, batch: int, acceptance: Callable[[int], float], rng: np.random.Generator, iterations: int
 ) -> tuple[float, float, list[int]]:
-    """Tokens of all requests, seconds, and the depth of each iteration."""
+    """Tokens of all requests, as expected at the depths that were chosen, seconds, and the depth of each iteration."""
     tokens, seconds, depths = 0.0, 0.0, []
     rows = DecodeRows(np.full(batch, UNCAPPED), np.ones(batch, dtype=np.bool_), 300 * batch)
     for step in range(iterations):
@@ -61,7 +61,7 @@ def run(
         lens = 1 + accepted.cumprod(axis=1).sum(axis=1)
         took = 1e-3 * table.milliseconds(batch, depth)
         control.observe(Observed(depth, batch, lens, rows.caps, rows.greedy, rows.kv_tokens, took * (1 + 0.03 * rng.standard_normal())))
-        tokens, seconds = tokens + float(lens.sum()), seconds + took
+        tokens, seconds = tokens + batch * float(1 + np.cumprod(rates(acceptance(step))[:depth]).sum()), seconds + took
         depths.append(depth)
     return tokens, seconds, depths
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import structs
 
 from runtime.batch import WorkerLimits
-from runtime.distributed.rank_place import places_on_node
+from runtime.distributed.rank_place import RankPlace, places_on_node
 from runtime.entrypoints.child import ChildConfig, ChildFailed, ChildFinished, ChildStatus, Role
 from runtime.errors import ConfigError, ServingError
 
@@ -106,13 +106,15 @@ def start_ranks(config: ChildConfig, command: Sequence[str]) -> list[ChildProces
     """Start the ranks of this node, each with its place. Raises `ConfigError` where node 0 cannot be reached."""
     places = places_on_node(config.config.parallel, config.folder)
     try:
-        return [
-            ChildProcess(f"worker-{place.rank}" if place.rank else "scheduler", command, structs.replace(config, place=place))
-            for place in places
-        ]
+        return [start_rank(config, command, place) for place in places]
     finally:
         if places[0].ring is not None:
             places[0].ring.close()
+
+
+def start_rank(config: ChildConfig, command: Sequence[str], place: RankPlace) -> ChildProcess:
+    """Start one rank: the scheduler, or a worker."""
+    return ChildProcess(f"worker-{place.rank}" if place.rank else "scheduler", command, structs.replace(config, place=place))
 
 
 def _environment(config: ChildConfig) -> dict[str, str]:

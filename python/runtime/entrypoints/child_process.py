@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 from msgspec import structs
@@ -17,6 +18,27 @@ from runtime.batch import WorkerLimits
 from runtime.distributed.rank_place import RankPlace, places_on_node
 from runtime.entrypoints.child import ChildConfig, ChildFailed, ChildFinished, ChildStatus, Role
 from runtime.errors import ConfigError, ServingError
+
+
+class Child(Protocol):
+    """A process of the server as its parent sees it, whatever started it; see `ChildProcess`."""
+
+    role: Role
+    ready: asyncio.Future[WorkerLimits | None]
+    gone: asyncio.Event
+    finished: bool
+
+    def describe_end(self) -> str:
+        """How it ended, for the log."""
+        ...
+
+    def dump_stacks(self) -> None:
+        """Make it print its stacks and die."""
+        ...
+
+    def kill(self) -> None:
+        """End it now."""
+        ...
 
 
 class ChildProcess:

@@ -72,13 +72,15 @@ def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, opt
     group = join(config, place)
     stuck = Stuck()
     watch = RankWatch(meeting.bind.format(name="ranks"), range(1, parallel.tp_size), _end_process, stuck)
-    publisher = StepPublisher(meeting.bind.format(name="steps")) if parallel.nnodes > 1 else None
+    by_ring = 0 if place.ring is None else len(place.ring.wake)
+    by_socket = parallel.tp_size - 1 - by_ring
+    publisher = StepPublisher(meeting.bind.format(name="steps")) if by_socket else None
     group.agree((config, Sockets(watch.address, publisher.address if publisher else ""), options))
     senders = list[StepSender]()
     if place.ring is not None:
         senders.append(RingWriter(place.ring, EXCHANGE_SECONDS))
     if publisher is not None:
-        publisher.await_readers(parallel.tp_size - parallel.ranks_per_node, parallel.dist_timeout)
+        publisher.await_readers(by_socket, parallel.dist_timeout)
         senders.append(publisher)
     followers = Followers(SenderList(*senders), watch.close)
     worker = _build(config, model_config, group, options, followers)

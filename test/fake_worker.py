@@ -153,7 +153,11 @@ class FakeWorker:
             logprobs=self._logprobs(step.histories, k) if k >= 0 else None,
             prompt_logprobs=step.prompt_logprobs,
             pooled=step.pooled,
-            stats=StepStats(graph=True, padded_size=live + 1, draft_tokens=self._limits.max_accept_len - 1) if live else StepStats(),
+            stats=StepStats(
+                graph=True, padded_size=live + 1, draft_tokens=self._limits.max_accept_len - 1, depth=self._limits.max_accept_len - 1
+            )
+            if live
+            else StepStats(),
         )
 
     def _extend(self, batch: ScheduleBatch, step: Emitted) -> None:

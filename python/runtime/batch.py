@@ -164,6 +164,7 @@ class ScheduleBatch:
         top_logprobs: int32 [B]. -1: no log-probabilities; k >= 0: the chosen token's and the k most likely.
         prompt_logprobs: bool [E]. Whether log-probabilities of the chunk's prompt tokens are wanted too.
         pooling: by index of the chunk: what its hidden states are reduced to.
+        depth: K of the decode rows, which `Worker.submit` chooses.
     """
 
     step: int
@@ -180,6 +181,7 @@ class ScheduleBatch:
     next_tokens: Int32 = field(default_factory=no_ints)
     prompt_logprobs: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
     pooling: dict[int, Pooling] = field(default_factory=dict)
+    depth: int = 0
 
     @property
     def size(self) -> int:
@@ -225,11 +227,13 @@ class StepStats:
         graph: whether a captured graph was replayed.
         padded_size: requests that the graph was captured for; B - E when eager.
         draft_tokens: drafts verified per request: D - 1; 0 without drafts.
+        depth: K; equal to `draft_tokens` but for trees.
     """
 
     graph: bool = False
     padded_size: int = 0
     draft_tokens: int = 0
+    depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)

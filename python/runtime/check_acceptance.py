@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -161,7 +161,7 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
     running = min(config.scheduler.max_running_requests or most, most)
     sizes = [size for size in default_graph_sizes(running + 1) if size % 2 == 0 or size == 1] if on_cpu else None
     with _worker(config, model_config, "eager" if on_cpu else None, sizes) as worker:
-        session = Session(worker, config, model_config, prompts, max_new_tokens)
+        session = Session(worker, config, model_config, prompts, max_new_tokens, bool(speculative.depths))
         if not any(runner.sizes for runner in worker.all_runners):
             raise ConfigError("nothing is captured, so there is nothing to compare; leave --disable-cuda-graph out, or use another backend")
         with eagerly(worker.all_runners, RunMode.EAGER if on_cpu else RunMode.EAGER_PADDED):
@@ -220,13 +220,18 @@ class PlainText:
 
 @dataclass(frozen=True)
 class Session:
-    """Runs the prompts at temperature 0, each time through a scheduler of its own."""
+    """Runs the prompts at temperature 0, each time through a scheduler of its own.
+
+    Attributes:
+        in_turn: whether iterations run at all depths in turn, because a controller would choose by the clock.
+    """
 
     worker: Worker
     config: RuntimeConfig
     model_config: ModelConfig
     prompts: list[list[int]]
     max_new_tokens: int
+    in_turn: bool = False
 
     def run(self) -> Outcome:
         """Acceptance, and the texts of all prompts. Raises `ServingError` where a request fails.
@@ -243,8 +248,10 @@ class Session:
         if with_drafts < self.worker.limits.max_running_requests:
             many = max(count // 2, with_drafts + 1)
             few = max(count - many, 1)
+        if self.in_turn:
+            few, many = count, 0
         order = [*range(few), *(i % count for i in range(count - many, count))]
-        with self.worker.parts.monitor.without_sample():
+        with self.worker.parts.monitor.without_sample(), self.worker.parts.depths.in_turn() if self.in_turn else nullcontext():
             answers = self._serve(order, few, with_drafts)
         texts = [[token for at, answer in zip(order, answers, strict=True) if at == i for token in answer.tokens] for i in range(count)]
         return Outcome(self.worker.parts.monitor.counted(), texts)

@@ -18,6 +18,7 @@ MAX_STOP_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_GRAMMAR_AFTER = 64
+MAX_DRAFT_STEPS = 63
 MAX_TOKENS = (1 << 31) - 1
 TOP_K_ALL = 1 << 30
 """The `top_k` that keeps every token; padding rows hold it too."""
@@ -31,6 +32,7 @@ MinP = Annotated[float, Interval(ge=0, le=1)]
 Penalty = Annotated[float, Interval(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Interval(gt=0, le=10)]
 Bias = Annotated[float, Interval(ge=-100, le=100)]
+DraftSteps = Annotated[int, Interval(ge=0, le=MAX_DRAFT_STEPS)]
 Int64 = Annotated[int, Interval(ge=-(1 << 63), le=(1 << 63) - 1)]
 GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 GRAMMAR_KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
@@ -52,6 +54,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     At most one of `json_schema` (the schema as JSON text), `regex`, `ebnf` and `structural_tag` (JSON text) is given: the
     output then follows that grammar. With `grammar_after` the output is free until these tokens appear in it one after
     the other, and the grammar starts behind them.
+
+    Of each draft window at most `speculative_num_steps` drafts are accepted; 0 decodes without drafts.
     """
 
     max_new_tokens: NewTokens = 128
@@ -69,6 +73,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    speculative_num_steps: int | None = None
     shown_token_ids: tuple[int, ...] = ()
     json_schema: str | None = None
     regex: str | None = None
@@ -80,6 +85,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def grammar(self) -> GrammarSpec | None:
         """The grammar that the output follows; None for free text."""
         return next((GrammarSpec(kind, text) for kind in GRAMMAR_KINDS if (text := getattr(self, kind)) is not None), None)
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts of a window that it takes at most."""
+        return MAX_DRAFT_STEPS if self.speculative_num_steps is None else self.speculative_num_steps
 
     @property
     def greedy(self) -> bool:
@@ -97,6 +107,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             check_number(name, getattr(self, name), kind)
         if self.seed is not None:
             check_number("seed", self.seed, Int64)
+        if self.speculative_num_steps is not None:
+            check_number("speculative_num_steps", self.speculative_num_steps, DraftSteps)
         if self.min_new_tokens > self.max_new_tokens:
             raise InvalidField("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens ({self.max_new_tokens})")
         for name, flag in (("ignore_eos", self.ignore_eos), ("skip_special_tokens", self.skip_special_tokens)):

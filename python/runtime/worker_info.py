@@ -69,14 +69,42 @@ class AcceptanceStats(msgspec.Struct):
     drift: list[Drift]
 
 
+class DepthClass(msgspec.Struct, frozen=True):
+    """Acceptance of greedy or of sampled requests, as the depth controller expects it.
+
+    Attributes:
+        rates: by position, given that all drafts before it were accepted.
+        tokens: tokens that an iteration commits per request, bonus included, by depth 0..K.
+    """
+
+    rates: list[float]
+    tokens: list[float]
+
+
+class DepthInfo(msgspec.Struct, frozen=True):
+    """What the depth controller chose and what it goes by.
+
+    Attributes:
+        chosen: iterations by depth.
+        greedy, sampled: expected acceptance.
+        milliseconds: expected time of an iteration with a short context, by number of requests, then by depth.
+    """
+
+    chosen: dict[str, int]
+    greedy: DepthClass
+    sampled: DepthClass
+    milliseconds: dict[str, dict[str, float]]
+
+
 class SpeculativeInfo(msgspec.Struct):
-    """How drafts are made."""
+    """How drafts are made. `depths`: those that the depth controller chooses from; empty where the depth is fixed."""
 
     algorithm: str
     num_steps: int
     topk: int
     num_draft_tokens: int
     disable_by_batch_size: int | None
+    depths: list[int] = []
 
 
 class RankInfo(msgspec.Struct, frozen=True):
@@ -96,6 +124,7 @@ class WorkerInfo(msgspec.Struct):
         memory_mib: the memory plan, by owner.
         gemms: the kernel that autotuning chose, by GEMM; empty where nothing was tuned.
         acceptance, speculative: None without speculation.
+        depth: None where the depth is fixed.
         ranks: the processes that share the model; empty where it is not sharded.
         token_checks: decode steps in which all ranks had the same hash of their committed tokens; None for one rank.
         exchange_micros: microseconds of a sum over the ranks by its bytes, "own kernel / NCCL"; empty on a CPU.
@@ -109,6 +138,7 @@ class WorkerInfo(msgspec.Struct):
     graph_runs: list[RunnerRuns] = []
     speculative: SpeculativeInfo | None = None
     acceptance: AcceptanceStats | None = None
+    depth: DepthInfo | None = None
     ranks: list[RankInfo] = []
     token_checks: int | None = None
     exchange_share: float | None = None

@@ -106,11 +106,12 @@ def serve(
     asks: list[GenerateReq],
     compiler: GrammarCompiler | None = None,
     before_turn: Callable[[int, list[Any]], None] = lambda turn, inbox: None,
+    served: Served | None = None,
     **settings: Any,
 ) -> tuple[Served, Scheduler]:
     """Run `asks` to their ends; `before_turn` may add messages to the inbox."""
     inbox: list[Any] = list(asks)
-    served = Served()
+    served = served or Served()
     config = tiny_runtime(**{"context_length": CONTEXT, "chunked_prefill_size": 24, **settings})
     scheduler = Scheduler(
         config.scheduler, config.cache, worker, (0, 1), lambda wait: inbox.pop(0) if inbox else None, served.take,

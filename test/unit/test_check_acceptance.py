@@ -98,6 +98,13 @@ def test_where_drafting_pauses_graphs_with_drafts_and_without_are_compared(
     assert min(runs.values()) > 3
 
 
+def test_every_depth_that_a_controller_may_choose_is_compared(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_acceptance.main([*command, "--speculative-num-steps", "auto", "--speculative-disable-by-batch-size", "2"]) == 0
+    runs = {name: int(count) for name, count in re.findall(r"^([a-z0-9K= ]+): (\d+) replays$", capsys.readouterr().out, re.MULTILINE)}
+    verify = ["verify", "verify K=5", "verify K=3", "verify K=2", "verify K=1", "target decode"]
+    assert {name: count > 0 for name, count in runs.items() if name in verify} == dict.fromkeys(verify, True)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_prompts_too_few_for_a_pause_run_more_than_once(command: list[str], count: int, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--speculative-disable-by-batch-size", "2", "--num-prompts", str(count)]
@@ -251,7 +258,14 @@ def make_stale(runner: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [{}, {"topk": 3, "num_draft_tokens": 7}, {"num_steps": 1}, {"algorithm": "NGRAM"}, {"algorithm": "STANDALONE"}],
+    [
+        {},
+        {"topk": 3, "num_draft_tokens": 7},
+        {"num_steps": 1},
+        {"algorithm": "NGRAM"},
+        {"algorithm": "STANDALONE"},
+        {"num_steps": 7, "depths": (0, 1, 2, 3, 5, 7)},
+    ],
 )
 def test_sound_workers_start_and_nothing_of_the_check_is_left(tmp_path: Path, spec: dict[str, Any]) -> None:
     worker = speculating(tmp_path, replay="eager", sizes=[1, 2, 4, 8], **spec)

@@ -8,11 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.batch import ScheduleBatch
+from runtime.layers.linear import Linear
 from runtime.model_executor import build
-from runtime.model_executor.depth import DepthBatches, DepthControl, choose_depth, split_batch_sizes
+from runtime.model_executor.depth import DepthBatches, DepthControl, choose_depth, depths_to_drop, split_batch_sizes, split_by_depth
+from runtime.model_executor.depth_controller import DecodeRows
 from runtime.sampling_params import SamplingParams
-from unit.driver import Driver
-from unit.predicting import VOCAB, plain, speculating
+from unit.driver import GREEDY, Driver
+from unit.predicting import VOCAB, exact_product, plain, speculating
+from unit.storm import SIZES as STORM_SIZES
+from unit.storm import Storm, same_life
+from unit.test_eagle_worker import MIXED
 
 PROMPTS = {r: np.random.default_rng(r).integers(0, VOCAB, 4 + 3 * r).tolist() for r in (1, 2, 3)}
 
@@ -67,3 +73,164 @@ def test_text_does_not_depend_on_the_depth_of_each_step(
     if replay:
         assert all(runner.replayed for runner in worker.runners)
     assert worker.parts.monitor.counted().drafted[0] == 24 // 5 * 4 * 3 + 3 * 3
+
+
+# ---- several depths, and a controller that chooses
+
+
+DEPTHS = (0, 1, 2, 3, 5, 7)
+AUTO: dict[str, Any] = {"num_steps": max(DEPTHS), "depths": DEPTHS}
+SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40]
+
+
+def test_usual_depths_have_all_batch_sizes_and_others_few() -> None:
+    table = split_by_depth(DEPTHS, None, 40, SIZES, True)
+    assert list(table) == [7, 5, 3, 2, 1, 0]
+    assert {depth: batches.running for depth, batches in table.items()} == {7: 32, 5: 40, 3: 40, 2: 40, 1: 40, 0: 40}
+    assert table[3] == table[0] == DepthBatches(40, 40, SIZES, SIZES)
+    assert table[7].captured == [1, 2, 3, 6, 12, 24, 32]
+    assert table[1].captured == [1, 2, 3, 6, 12, 24, 40]
+
+
+def test_above_the_batch_limit_no_depth_drafts() -> None:
+    table = split_by_depth(DEPTHS, 5, 40, SIZES, True)
+    assert {batches.running for depth, batches in table.items() if depth} == {5}
+    assert table[3].captured == [1, 2, 3, 4, 6], "batches of five are padded to six"
+    assert split_by_depth(DEPTHS, 5, 40, SIZES, False)[3].captured == [1, 2, 3, 4]
+
+
+def test_the_deepest_graphs_are_left_out_where_memory_is_short() -> None:
+    sizes = {0: 10, 1: 10, 2: 10, 3: 40, 5: 10, 7: 20}
+    assert [depths_to_drop(sizes, most) for most in (100, 85, 75, 10)] == [[], [7], [7, 5], [7, 5, 2, 1]]
+
+
+def test_a_depth_without_a_graph_is_not_chosen_beside_others() -> None:
+    class Captured:
+        def padded_size(self, depth: int, live: int) -> int:
+            return live if depth == 7 else live + 1
+
+        def has_graph(self, depth: int, size: int) -> bool:
+            return depth in (0, 3)
+
+    control = DepthControl(dict.fromkeys(DEPTHS, 8), 9, Captured())
+    seen: list[dict[int, int]] = []
+
+    class Recorder:
+        def choose(self, rows: DecodeRows, sizes: dict[int, int]) -> int:
+            seen.append(sizes)
+            return 3
+
+    control.controller = Recorder()  # type: ignore[assignment]
+    rows = np.array([1, 2], dtype=np.int32)
+    assert control.choose_for(ScheduleBatch(1, rows, rows, rows)) == 3
+    assert seen == [{0: 3, 3: 3}]
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])
+@pytest.mark.parametrize("replay", [None, "eager"])
+def test_text_survives_a_change_of_depth_at_every_step(tmp_path: Path, algorithm: str, replay: str | None) -> None:
+    """Every ordered pair of depths follows each other; the last row draws by the strict rule where there is no draft model."""
+    warm = SamplingParams(temperature=0.8, top_k=20, seed=5)
+    samplings = {1: SamplingParams(temperature=0.0), 2: SamplingParams(temperature=0.0, frequency_penalty=0.4), 3: warm}
+    expected = Driver(plain()).generate(PROMPTS, 36, sampling=samplings)
+    pairs = [depth for gap in range(1, len(DEPTHS)) for i in range(len(DEPTHS)) for depth in (DEPTHS[i], DEPTHS[(i + gap) % len(DEPTHS)])]
+    worker: Any = speculating(tmp_path, algorithm, replay, [2, 4] if replay else [], **AUTO)
+    driver = Driver(worker)
+    driver.prefill(PROMPTS, sampling=samplings, room=180)
+    used = set[int]()
+    for depth in pairs:
+        rows = [row for row in PROMPTS if len(driver.out[row]) < 36]
+        if rows:
+            with worker.parts.depths.forced(depth):
+                result = driver.decode(rows)
+            assert result.stats.depth == result.stats.draft_tokens == depth
+            used.add(depth)
+    assert used == set(DEPTHS)
+    same = PROMPTS if algorithm == "NGRAM" else (1, 2)
+    assert {row: driver.out[row][:36] for row in same} == {row: expected[row] for row in same}
+    if replay:
+        assert all(runner.replayed for runner in worker.runners)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])
+def test_a_life_of_batches_at_all_depths_in_turn_is_the_same_through_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    monkeypatch.setattr(Linear, "__call__", exact_product)
+
+    def life(replay: str | None) -> Storm:
+        worker: Any = speculating(tmp_path, algorithm, replay, STORM_SIZES if replay else None, runtime={"page_size": 16}, **AUTO)
+        with worker.parts.depths.in_turn():
+            return Storm(worker, 7, MIXED, poison=replay is not None).run(6)
+
+    same_life(life(None), life("eager"))
+
+
+def test_the_controller_chooses_and_learns(tmp_path: Path) -> None:
+    worker: Any = speculating(tmp_path, "EAGLE", **AUTO)
+    measured = worker.info().depth
+    assert set(measured.milliseconds["1"]) == {str(depth) for depth in DEPTHS}
+    assert worker.info().startup_seconds["measure_depths"] > 0
+    driver = Driver(worker)
+    sampling = {1: SamplingParams(temperature=0.0), 2: SamplingParams(temperature=0.0), 3: SamplingParams()}
+    expected = Driver(plain()).generate(PROMPTS, 40, sampling=sampling)
+    got = driver.generate(PROMPTS, 40, sampling=sampling, room=160)
+    assert {row: got[row] for row in (1, 2)} == {row: expected[row] for row in (1, 2)}
+    learnt = worker.info().depth
+    assert sum(learnt.chosen.values()) == len(driver.results)
+    assert learnt.milliseconds != measured.milliseconds
+    if any(result.stats.depth for result in driver.results):
+        assert learnt.greedy.rates != measured.greedy.rates
+
+
+# ---- requests that take fewer drafts
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])
+@pytest.mark.parametrize("warm", [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.95}, {"temperature": 0.7, "presence_penalty": 0.5}])
+def test_a_capped_request_gets_the_text_of_that_depth(tmp_path: Path, algorithm: str, warm: dict[str, float]) -> None:
+    """Beside a request that takes every draft, and with a seed: an opted-out request gets the text of plain decoding."""
+
+    def asks(*caps: int | None) -> dict[int, SamplingParams]:
+        return {row: SamplingParams(**warm, seed=row, speculative_num_steps=cap) for row, cap in enumerate(caps, 1)}
+
+    worker: Any = speculating(tmp_path, algorithm, num_steps=3)
+    driver = Driver(worker)
+    got = driver.generate(PROMPTS, 24, sampling=asks(0, 1, None), room=160)
+    by_row = [[lens.tolist()[i] for lens in driver.accepts if len(lens) == 3] for i in range(3)]
+    assert max(by_row[0]) == 1
+    assert max(by_row[1]) <= 2
+    assert got[1] == Driver(plain()).generate(PROMPTS, 24, sampling=asks(None, None, None))[1]
+    shallow: Any = speculating(tmp_path, algorithm, num_steps=1)
+    assert got[2] == Driver(shallow).generate(PROMPTS, 24, sampling=asks(None, None, None), room=160)[2]
+
+
+def test_a_capped_request_takes_fewer_levels_of_a_tree(tmp_path: Path) -> None:
+    sampling = {1: SamplingParams(seed=1, speculative_num_steps=0), 2: SamplingParams(seed=2, speculative_num_steps=1), 3: GREEDY}
+    driver = Driver(speculating(tmp_path, num_steps=3, topk=3, num_draft_tokens=7))
+    got = driver.generate(PROMPTS, 24, sampling=sampling, room=160)
+    assert max(int(lens[0]) for lens in driver.accepts if len(lens) == 3) == 1
+    assert max(int(lens[1]) for lens in driver.accepts if len(lens) == 3) == 2
+    assert got == Driver(plain()).generate(PROMPTS, 24, sampling=sampling), "the strict rule draws what plain decoding draws"
+
+
+def test_a_batch_runs_at_the_largest_cap_of_its_requests(tmp_path: Path) -> None:
+    worker: Any = speculating(tmp_path, "EAGLE", **AUTO)
+    worker.parts.depths.controller = None  # then the deepest depth that serves the batch
+    driver = Driver(worker)
+    driver.prefill(
+        PROMPTS, sampling={r: SamplingParams(temperature=0.0, speculative_num_steps=c) for r, c in ((1, 0), (2, 2), (3, 5))}, room=160
+    )
+    depths = [driver.decode(rows).stats.depth for rows in ([1], [1, 2], [2], [1, 2, 3], [3, 1], [1])]
+    assert depths == [0, 2, 2, 5, 5, 0]
+
+
+def test_caps_are_not_counted_as_rejections(tmp_path: Path) -> None:
+    worker: Any = speculating(tmp_path, "STANDALONE", num_steps=3)
+    driver = Driver(worker)
+    driver.prefill(
+        PROMPTS, sampling={row: SamplingParams(temperature=0.0, speculative_num_steps=0 if row < 3 else None) for row in PROMPTS}
+    )
+    for _ in range(5):
+        driver.decode([1, 2, 3])
+    assert worker.parts.monitor.counted().iterations == 5, "those of the request that takes all drafts"

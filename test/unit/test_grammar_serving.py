@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,17 @@ import pytest
 from msgspec import structs
 from scipy import stats
 
+from runtime.constrained.backends import make_backend
 from runtime.constrained.compiler import GrammarCompiler
+from runtime.constrained.grammar import Grammar
+from runtime.constrained.llguidance_backend import LlguidanceMatcher
 from runtime.distributed.parallel_group import ALONE
 from runtime.managers.messages import AbortReq, GenerateReq
-from runtime.sampling_params import SamplingParams
-from unit.grammars import Served, constrained_worker, json_tokenizer, make_compiler, serve
+from runtime.managers.scheduler import Scheduler
+from runtime.sampling_params import GrammarSpec, SamplingParams
+from unit.grammars import Served, constrained_worker, json_tokenizer, make_compiler, serve, vocabulary
 from unit.ranks import ranks
+from unit.tiny import tiny_runtime
 
 SCHEMA = {
     "type": "object",
@@ -268,3 +274,71 @@ def test_all_ranks_follow_the_grammar(tmp_path: Path, compiler: GrammarCompiler,
         served, scheduler = serve(worker, mixed_asks(), compiler)
     assert served.tokens == expected.tokens
     assert scheduler.stats.num_failed_steps_total == 0
+
+
+class Gate:
+    """A grammar backend that compiles once it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self._backend = make_backend("llguidance", vocabulary())
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        self.opened.wait(30)
+        return self._backend.compile(spec)
+
+
+def test_others_run_while_a_grammar_is_compiled(tmp_path: Path) -> None:
+    gate, worker = Gate(), constrained_worker(tmp_path, "EAGLE")
+    compiler = GrammarCompiler(lambda: gate, clock=lambda: 0.0)
+    free = structs.replace(GREEDY, max_new_tokens=20)
+    asks = [GenerateReq(rid=rid, input_ids=[5, 6], sampling=constrained(GREEDY), seed=1) for rid in ("first", "aborted")]
+    served, ended = Served(), dict[int, set[str]]()
+
+    def before(turn: int, inbox: list[Any]) -> None:
+        ended[turn] = set(served.ends)
+        if turn == 3:
+            inbox.append(AbortReq(rid="aborted"))
+        if "free" in served.ends and "aborted" in served.ends:
+            gate.opened.set()
+
+    asks.append(GenerateReq(rid="free", input_ids=[7, 8], sampling=free, seed=1))
+    _, scheduler = serve(worker, asks, compiler, before, served=served)
+    order = [frozenset(rids) for rids in ended.values()]
+    assert frozenset({"free", "aborted"}) in order, "the constrained request waits for its grammar alone"
+    assert served.ends["first"].reason == "stop"
+    assert served.ends["aborted"].reason == "abort"
+    assert scheduler.stats.num_aborted_requests_total == 1
+    worker.close()
+    compiler.close()
+
+
+def test_a_server_without_a_backend_refuses_grammars(tmp_path: Path) -> None:
+    worker, served = constrained_worker(tmp_path, None), Served()
+    inbox: list[Any] = [GenerateReq(rid="a", input_ids=[5], sampling=constrained(GREEDY), seed=1)]
+    config = tiny_runtime(context_length=256)
+    scheduler = Scheduler(config.scheduler, config.cache, worker, (0,), lambda wait: inbox.pop(0) if inbox else None, served.take)
+    scheduler.step()
+    assert served.ends["a"].status == 400
+    assert "--grammar-backend" in served.ends["a"].message
+    worker.close()
+
+
+def test_a_grammar_that_fails_on_its_way_ends_its_request_alone(
+    tmp_path: Path, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, calls = LlguidanceMatcher.fill, Counter[str]()
+
+    def failing(self: LlguidanceMatcher, row: Any) -> str:
+        calls["fill"] += 1
+        return "the parser gave up" if calls["fill"] > 40 and calls["fill"] < 42 else fill(self, row)
+
+    monkeypatch.setattr(LlguidanceMatcher, "fill", failing)
+    worker = constrained_worker(tmp_path, "EAGLE")
+    asks = [GenerateReq(rid=str(i), input_ids=[5 + i], sampling=constrained(GREEDY), seed=i) for i in range(4)]
+    served, scheduler = serve(worker, asks, compiler)
+    failed = [end for end in served.ends.values() if end.reason == "abort"]
+    assert [(end.status, "the parser gave up" in end.message) for end in failed] == [(400, True)]
+    assert sum(end.reason == "stop" for end in served.ends.values()) == 3
+    assert scheduler.stats.num_failed_steps_total == 0
+    worker.close()

@@ -142,6 +142,22 @@ def test_rates_follow_the_definition(steps: list[list[bool]]) -> None:
     assert 1 + sum(spec.accept_rate_by_position) == pytest.approx(spec.accept_length)
 
 
+def test_steps_too_shallow_for_a_position_do_not_lower_its_rate() -> None:
+    spec = SpecStats()
+    for accept_len, depth in ((4, 3), (2, 1), (1, 1), (2, 3)):
+        spec.add(accept_len, depth, 4, depth)
+    assert spec.accept_rate_by_position == [0.75, 0.5, 0.5]
+    before = spec.copy()
+    spec.add(3, 2, 4, 2)
+    assert spec.since(before).accept_rate_by_position == [1.0, 1.0, 0.0]
+
+
+def test_steps_are_counted_by_depth() -> None:
+    stats = SchedulerStats(spec_depth_steps_total={"3": 5, "0": 2})
+    samples = scraped(Metrics("m"), stats)
+    assert {labels[0][1]: n for (name, labels), n in samples.items() if name == "talon:spec_depth_steps_total"} == {"0": 2, "3": 5}
+
+
 def test_rates_without_a_step_are_none() -> None:
     spec, decode = SpecStats(), DecodeStats()
     assert spec.accept_length is spec.accept_rate is decode.graph_hit_rate is decode.padding_waste is None

@@ -15,10 +15,10 @@ from runtime.entrypoints.http.body import Body
 from runtime.entrypoints.http.body_schema import BodySchema
 from runtime.entrypoints.http.limits import BadBody, deeper_than, parse_json
 from runtime.entrypoints.http.refused import HARMLESS, REFUSED
-from runtime.entrypoints.native.protocol import GenerateBody
+from runtime.entrypoints.native.protocol import GenerateBody, NativeSampling
 from runtime.entrypoints.openai.protocol import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody
 from runtime.errors import InvalidField, RequestError, UnsupportedField
-from runtime.sampling_params import SamplingParams
+from runtime.sampling_params import MAX_DRAFT_STEPS, SamplingParams
 
 FLOATS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
 
@@ -385,3 +385,23 @@ def test_bounds_of_a_native_request_are_named(body: dict[str, object], named: st
 
 def test_harmless_values_of_refused_fields_are_accepted() -> None:
     parse_generate({"text": "a", "lora_path": None, "image_data": "", "return_hidden_states": False, "return_routed_experts": False})
+
+
+@pytest.mark.parametrize("parse", [lambda **f: parse_chat(chat(**f)), lambda **f: parse_completion(completion(**f))])
+def test_a_request_may_cap_its_drafts(parse: Callable[..., ChatBody | CompletionBody]) -> None:
+    assert parse(speculative_num_steps=2).sampling(8, 0).speculative_num_steps == 2
+    assert parse(speculative_num_steps=0).sampling(8, 0).most_drafts == 0
+    assert parse(speculative_num_steps=None).sampling(8, 0).most_drafts == parse().sampling(8, 0).most_drafts == MAX_DRAFT_STEPS
+    for wrong in (-1, 64, "two", 1.5, True):
+        with pytest.raises(RequestError) as refused:
+            parse(speculative_num_steps=wrong)
+        assert refused.value.param == "speculative_num_steps"
+
+
+def test_generate_caps_drafts_in_its_sampling_params() -> None:
+    body = parse_generate({"text": "hi", "sampling_params": {"speculative_num_steps": 1}})
+    assert isinstance(body.sampling_params, NativeSampling)
+    assert body.sampling_params.speculative_num_steps == 1
+    with pytest.raises(RequestError) as refused:
+        parse_generate({"text": "hi", "sampling_params": {"speculative_num_steps": -1}})
+    assert refused.value.param == "sampling_params.speculative_num_steps"

@@ -14,7 +14,7 @@ from runtime.entrypoints.http.server import create_app
 CHAT = """cache_salt chat_template_kwargs continue_final_message frequency_penalty ignore_eos logit_bias logprobs
 max_completion_tokens max_tokens messages min_p min_tokens model n presence_penalty priority repetition_penalty
 return_cached_tokens_details return_spec_tokens_details return_token_ids
-seed skip_special_tokens stop stop_token_ids stream stream_options temperature top_k top_logprobs top_p
+seed skip_special_tokens speculative_num_steps stop stop_token_ids stream stream_options temperature top_k top_logprobs top_p
 user cache_control prompt_cache_retention stream_reasoning
 metadata store prompt_cache_key safety_identifier service_tier verbosity prediction rid separate_reasoning"""
 TOOLS = "function_call functions parallel_tool_calls reasoning_effort tool_choice tools"
@@ -26,8 +26,8 @@ NOT_FOR_COMPLETIONS = """chat_template_kwargs continue_final_message max_complet
 NATIVE = """text input_ids sampling_params rid stream return_logprob logprob_start_len top_logprobs_num
 return_text_in_logprobs cache_salt priority model background conversation_id custom_labels external_trace_header log_metrics
 no_logs routing_key"""
-SHARED = """frequency_penalty ignore_eos logit_bias min_p presence_penalty repetition_penalty seed skip_special_tokens stop
-stop_token_ids temperature top_k top_p"""
+SHARED = """frequency_penalty ignore_eos logit_bias min_p presence_penalty repetition_penalty seed skip_special_tokens
+speculative_num_steps stop stop_token_ids temperature top_k top_p"""
 RESPONSE = """cache_salt chat_template_kwargs include input instructions max_output_tokens max_tool_calls metadata model
 parallel_tool_calls previous_response_id priority prompt_cache_key prompt_cache_options prompt_cache_retention reasoning
 safety_identifier service_tier store stream stream_options text tool_choice tools top_logprobs truncation user"""
@@ -36,7 +36,7 @@ stop_sequences stream system temperature thinking tool_choice tools top_k top_p"
 NOT_FOR_COUNTS = "max_tokens metadata priority service_tier stop_sequences stream temperature top_k top_p"
 POOLING = "cache_salt model priority rid user"
 SAMPLING = """frequency_penalty ignore_eos logit_bias max_new_tokens min_new_tokens min_p n presence_penalty
-repetition_penalty sampling_seed seed skip_special_tokens stop stop_token_ids temperature top_k top_p"""
+repetition_penalty sampling_seed seed skip_special_tokens speculative_num_steps stop stop_token_ids temperature top_k top_p"""
 SAMPLING = f"{SAMPLING} {CONSTRAINED}"
 UNBOUNDED = {"metadata", "prediction", "prompt_cache_key", "rid", "safety_identifier", "separate_reasoning", "service_tier"}
 UNBOUNDED |= {"store", "user", "verbosity", "cache_control", "prompt_cache_retention", "stream_reasoning", "background"}

@@ -71,7 +71,7 @@ def test_steps_arrive_as_they_were_sent() -> None:
     assert (row.row, row.prompt_len, row.sampling, row.seed) == (3, 7, init.sampling, -(1 << 62))
     assert row.history is not None
     assert row.history.tolist() == [0, 2, 4]
-    for message in (SetRun(0, ("eager",)), SetRun(None, ()), Reset(), Close()):
+    for message in (SetRun(("eager",)), SetRun(()), Reset(), Close()):
         assert codec.decode(codec.encode(message)) == message
 
 

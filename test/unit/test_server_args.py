@@ -385,6 +385,16 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({**EAGLE, "speculative_disable_by_batch_size": 0}, HOPPER, ["size 0 leaves no step", "--speculative-algorithm none"]),
         ({**EAGLE, "speculative_disable_by_batch_size": -1}, HOPPER, ["--speculative-disable-by-batch-size", "between 1 and"]),
         ({"speculative_disable_by_batch_size": 4}, HOPPER, ["--speculative-disable-by-batch-size", "--speculative-algorithm"]),
+        (
+            {**EAGLE, "speculative_num_steps": "auto", "speculative_eagle_topk": 2},
+            HOPPER,
+            ["auto needs chains", "--speculative-eagle-topk 1"],
+        ),
+        ({**EAGLE, "speculative_num_steps": "auto", "speculative_num_draft_tokens": 4}, HOPPER, ["--speculative-num-draft-tokens", "auto"]),
+        ({"speculative_num_steps": "auto"}, HOPPER, ["--speculative-num-steps", "--speculative-algorithm"]),
+        ({**EAGLE, "speculative_num_steps": 0}, HOPPER, ["--speculative-num-steps", "between 1 and 63"]),
+        ({**EAGLE, "speculative_num_steps": "auto", "speculative_synthetic_accept_length": "5"}, HOPPER, ["from 1 to 4"]),
+        ({**EAGLE, "speculative_num_steps": "auto", "speculative_synthetic_accept_length": "0.5,0.5"}, HOPPER, ["7 probabilities"]),
         ({**EAGLE, "speculative_synthetic_accept_length": "5"}, HOPPER, ["from 1 to 4"]),
         ({**EAGLE, "speculative_synthetic_accept_length": "0.5,0.5"}, HOPPER, ["3 probabilities"]),
         ({**EAGLE, "speculative_synthetic_accept_length": "2", "speculative_eagle_topk": 2}, HOPPER, ["--speculative-eagle-topk 1"]),
@@ -712,6 +722,22 @@ def test_the_embedded_models_draft_stops_at_its_measured_batch_size(
         )
     assert spec_of(config).disable_by_batch_size == most
     assert ("at every batch" if most is None else f"up to a batch size of {most};") in caplog.text
+
+
+@pytest.mark.parametrize("machine", [CPU, HOPPER])
+def test_auto_takes_several_depths_and_no_default_batch_limit(machine: MachineFacts) -> None:
+    embedded = with_embedded_draft(args(speculative_num_steps="auto"), True)
+    found = [
+        resolve(embedded, machine, replace(LLAMA, embedded=True), (str(EMBEDDED_DRAFT), "safetensors")),
+        resolve(args(**EAGLE, speculative_num_steps="auto", speculative_synthetic_accept_length="2.5"), machine, LLAMA, DRAFT),
+        resolve(args(speculative_algorithm="NGRAM", speculative_num_steps="auto"), machine, LLAMA),
+    ]
+    for spec in map(spec_of, found):
+        assert spec.depths == (0, 1, 2, 3, 5, 7)
+        assert (spec.num_steps, spec.topk, spec.num_draft_tokens, spec.disable_by_batch_size) == (7, 1, 8, None)
+    fixed = spec_of(resolve(args(**EAGLE, speculative_synthetic_accept_length="2.5"), machine, LLAMA, DRAFT))
+    assert fixed.depths == ()
+    assert spec_of(found[1]).synthetic_accept == fixed.synthetic_accept[:1] * 7, "a depth accepts what it accepts when it is fixed"
 
 
 def test_other_drafts_have_no_default_batch_limit() -> None:

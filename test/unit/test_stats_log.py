@@ -42,6 +42,16 @@ def test_the_log_shows_acceptance_and_graph_hits_since_the_previous_line(caplog:
     assert not logged.line(3), "no step ran"
 
 
+def test_several_depths_are_counted_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    logged = Logged(caplog)
+    logged.decode([2], 1, graph=True)
+    logged.stats.spec_depth_steps_total = {"3": 1}
+    assert "steps by depth" not in logged.line(1)
+    logged.decode([2], 1, graph=True)
+    logged.stats.spec_depth_steps_total = {"3": 4, "0": 2, "1": 0}
+    assert "steps by depth: 0:2 3:3," in logged.line(2)
+
+
 def test_without_drafts_and_decode_steps_the_log_omits_them(caplog: pytest.LogCaptureFixture) -> None:
     logged = Logged(caplog)
     logged.stats.extend_steps += 1

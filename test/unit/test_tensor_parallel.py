@@ -90,6 +90,23 @@ def test_two_ranks_generate_the_text_of_one(tmp_path: Path, name: str, sampling:
         assert not worker.parts.target.agreement.differs.item()
 
 
+@pytest.mark.parametrize("algorithm", ["EAGLE", "NGRAM"])
+def test_rank_0_chooses_the_depth_of_every_step(tmp_path: Path, algorithm: str) -> None:
+    depths = (0, 1, 2, 3, 5, 7)
+    build = builder(tmp_path, (algorithm, {"num_steps": 7, "num_draft_tokens": 8, "depths": depths}))
+    alone = build()
+    with alone.parts.depths.in_turn():
+        expected, driver = texts(alone, MIXED)
+    with ranks(2, build) as worker:
+        assert worker.info().depth.milliseconds["1"]
+        with worker.parts.depths.in_turn():
+            assert texts(worker, MIXED)[0] == expected
+        again = Driver(worker)
+        worker.reset()
+        assert again.generate(PROMPTS, 24)[1] == texts(builder(tmp_path, None)())[0][1], "as the controller chooses"
+    assert {result.stats.depth for result in driver.results} > {0, 1, 7}
+
+
 @pytest.mark.parametrize(
     ("size", "changes"),
     [

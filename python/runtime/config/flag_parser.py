@@ -53,12 +53,14 @@ class Flag:
         hint: the field's type.
         kind: type of one value: bool, int, float, str, or tuple for a list of integers.
         choices: the values it takes; None for any of its kind.
+        words: texts that it takes beside values of its kind.
     """
 
     name: str
     hint: Any
     kind: type
     choices: tuple[str, ...] | None
+    words: tuple[str, ...]
     group: str
     help: str
     metavar: str | None
@@ -72,7 +74,7 @@ class Flag:
     @property
     def expected(self) -> str:
         """What its value must be, for error messages."""
-        return f"one of {', '.join(self.choices)}" if self.choices else _KINDS[self.kind]
+        return f"one of {', '.join(self.choices)}" if self.choices else " or ".join([_KINDS[self.kind], *self.words])
 
 
 @functools.cache
@@ -218,12 +220,13 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _flag(field: Field[Any], hint: Any, help: str) -> Flag:
-    plain = hint
+    plain, others = hint, ()
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        plain = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+        plain, *others = (arg for arg in typing.get_args(hint) if arg is not type(None))
     choices = typing.get_args(plain) if typing.get_origin(plain) is typing.Literal else None
     kind = str if choices else typing.get_origin(plain) or plain
-    return Flag(field.name, hint, kind, choices, help=help, **field.metadata)
+    words = tuple(word for other in others for word in typing.get_args(other))
+    return Flag(field.name, hint, kind, choices, words, help=help, **field.metadata)
 
 
 def _docstrings() -> dict[str, str]:
@@ -254,7 +257,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 def _spelled(flag: Flag, text: str) -> object:
     try:
-        return flag.kind(OTHER_SPELLINGS.get((flag.name, text), text))
+        return text if text in flag.words else flag.kind(OTHER_SPELLINGS.get((flag.name, text), text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"must be {flag.expected}, not {text!r}") from error
 

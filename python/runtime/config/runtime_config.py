@@ -145,7 +145,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `synthetic_accept` holds the probability that each draft position is accepted, given that the positions before it
     were. It overrides the models and serves benchmarks with dummy weights. Steps of more than `disable_by_batch_size`
-    requests run without drafts.
+    requests run without drafts. With `depths` each iteration runs at one of them, as a controller chooses; `num_steps` is
+    then the deepest. Without them the depth is fixed.
     """
 
     algorithm: SpecAlgorithm
@@ -163,6 +164,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     accept_threshold_acc: float
     synthetic_accept: tuple[float, ...] | None
     check_parity: bool
+    depths: tuple[int, ...] = ()
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -176,8 +176,9 @@ class ServerArgs:
     """Folder or hub id of the draft model."""
     speculative_draft_load_format: FormatChoice | None = _flag(SPECULATION, None)
     """Format of the draft model's weights; default: dummy with a dummy model unless it is a GGUF file, else auto."""
-    speculative_num_steps: int | None = _flag(SPECULATION, None, "K")
-    """Depth of the drafts, K; default: D - 1 if a chain's D is given, else 3 (embedded model: 4 on a GPU)."""
+    speculative_num_steps: int | Literal["auto"] | None = _flag(SPECULATION, None, "K")
+    """Depth of the drafts, K; auto: each iteration runs at the depth, 0 to 7, that gives the most tokens per second. Default:
+    D - 1 if a chain's D is given, else 3 (embedded model: 4 on a GPU)."""
     speculative_eagle_topk: int | None = _flag(SPECULATION, None, "N")
     """Branches per draft node; default: 1, a chain."""
     speculative_num_draft_tokens: int | None = _flag(SPECULATION, None, "D")

@@ -35,6 +35,8 @@ int8, drafts gave 1.24 times the tokens at batch size 2, 0.93 to 1.02 times at 4
 times at 8, the largest measured.
 """
 DEFAULT_STEPS = 3
+AUTO_DEPTHS = (0, 1, 2, 3, 5, 7)
+"""Depths of `--speculative-num-steps auto`."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,17 @@ class _DraftShape:
     num_steps: int
     topk: int
     num_draft_tokens: int
+    depths: tuple[int, ...] = ()
 
 
 def check_speculative(args: ServerArgs) -> None:
     """Refuse values out of range."""
     if args.speculative_disable_by_batch_size == 0:
         raise ConfigError("--speculative-disable-by-batch-size 0 leaves no step with drafts. Use --speculative-algorithm none.")
+    if args.speculative_num_steps != "auto":
+        check_ranges(args, speculative_num_steps=(1, MAX_TREE_BITS - 1))
     check_ranges(
         args,
-        speculative_num_steps=(1, MAX_TREE_BITS - 1),
         speculative_eagle_topk=(1, MAX_TREE_BITS),
         speculative_num_draft_tokens=(2, MAX_TREE_BITS),
         speculative_disable_by_batch_size=(1, 1 << 16),
@@ -99,9 +103,11 @@ def resolve_speculative(
     path, draft_format = draft or (None, model.load_format)
     shape = _draft_shape(args, device.device)
     max_batch = args.speculative_disable_by_batch_size
-    if path == str(EMBEDDED_DRAFT):
+    if path == str(EMBEDDED_DRAFT) and not shape.depths:
         max_batch = max_batch or EMBEDDED_DRAFT_MAX_BATCH.get((device.device, quantization or device.dtype))
         _log_embedded(algorithm, shape, device.device, max_batch)
+    if shape.depths:
+        log.info("speculative decoding %s: each iteration runs at the best of the depths %s", algorithm, shape.depths)
     attention = _draft_attention(args, device, machine)
     if graphs and not ATTENTION_CAPS[attention].cuda_graph and algorithm != "NGRAM":
         log.warning("the draft runs eagerly, which is slower: %s attention cannot be captured", attention)
@@ -122,6 +128,7 @@ def resolve_speculative(
         accept_threshold_acc=_threshold(args, "speculative_accept_threshold_acc"),
         synthetic_accept=_synthetic(args, shape),
         check_parity=args.speculative_check_parity,
+        depths=shape.depths,
     )
 
 
@@ -159,12 +166,24 @@ def _check_draft_source(args: ServerArgs, algorithm: str) -> None:
 def _draft_shape(args: ServerArgs, device: DeviceKind) -> _DraftShape:
     topk = args.speculative_eagle_topk or 1
     asked = args.speculative_num_draft_tokens
+    if args.speculative_num_steps == "auto":
+        return _auto_shape(args, topk)
     steps = args.speculative_num_steps or _default_steps(args, device, topk)
     if topk > 1:
         return _tree_shape(args, steps, topk)
     if asked is not None and asked != steps + 1:
         log.warning("speculative num draft tokens %d, not %d: a chain of %d steps verifies one token more", steps + 1, asked, steps)
     return _DraftShape(steps, 1, steps + 1)
+
+
+def _auto_shape(args: ServerArgs, topk: int) -> _DraftShape:
+    if topk > 1:
+        raise ConfigError(
+            "--speculative-num-steps auto needs chains: a tree has one depth. Use --speculative-eagle-topk 1, or give a number."
+        )
+    if args.speculative_num_draft_tokens is not None:
+        raise ConfigError("--speculative-num-draft-tokens has no effect with --speculative-num-steps auto. Leave one of the two out.")
+    return _DraftShape(max(AUTO_DEPTHS), 1, max(AUTO_DEPTHS) + 1, AUTO_DEPTHS)
 
 
 def _tree_shape(args: ServerArgs, steps: int, topk: int) -> _DraftShape:
@@ -232,6 +251,6 @@ def _synthetic(args: ServerArgs, shape: _DraftShape) -> tuple[float, ...] | None
                 f"{flag_of(name)} has no effect: --speculative-synthetic-accept-length alone decides what is accepted. "
                 "Please leave one of the two out."
             )
-    by_position = synthetic_acceptance(args.speculative_synthetic_accept_length, shape.num_steps)
+    by_position = synthetic_acceptance(args.speculative_synthetic_accept_length, shape.num_steps, DEFAULT_STEPS if shape.depths else None)
     log.warning("synthetic acceptance: the output is not the model's; for benchmarks only")
     return by_position

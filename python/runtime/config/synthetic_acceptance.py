@@ -7,10 +7,11 @@ from runtime.errors import ConfigError
 FLAG = "--speculative-synthetic-accept-length"
 
 
-def synthetic_acceptance(text: str, num_steps: int) -> tuple[float, ...]:
+def synthetic_acceptance(text: str, num_steps: int, mean_steps: int | None = None) -> tuple[float, ...]:
     """Conditional acceptance by draft position, from a mean accept length X or from K probabilities with commas.
 
-    X counts the bonus token, so 1 <= X <= K + 1. Every position gets the same p, where p + p^2 + ... + p^K = X - 1.
+    X counts the bonus token, so 1 <= X <= K + 1. Every position gets the same p, where p + p^2 + ... + p^K = X - 1. With
+    `mean_steps`, X is the mean accept length at that depth instead of K.
 
     Raises:
         ConfigError: for anything else.
@@ -20,9 +21,10 @@ def synthetic_acceptance(text: str, num_steps: int) -> tuple[float, ...]:
     except ValueError as error:
         raise ConfigError(f"{FLAG} must be a number, or {num_steps} probabilities with commas; got {text!r}.") from error
     if "," not in text:
-        if not 1.0 <= values[0] <= num_steps + 1:
-            raise ConfigError(f"{FLAG} must be from 1 to {num_steps + 1} with {num_steps} steps; got {text}.")
-        return (_equal_acceptance(values[0] - 1.0, num_steps),) * num_steps
+        mean_steps = mean_steps or num_steps
+        if not 1.0 <= values[0] <= mean_steps + 1:
+            raise ConfigError(f"{FLAG} must be from 1 to {mean_steps + 1} with {mean_steps} steps; got {text}.")
+        return (_equal_acceptance(values[0] - 1.0, mean_steps),) * num_steps
     if len(values) != num_steps or not all(0.0 <= value <= 1.0 for value in values):
         raise ConfigError(f"{FLAG} with commas must list {num_steps} probabilities, one per step; got {text!r}.")
     return tuple(values)

@@ -17,9 +17,8 @@ class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class SetRun(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """How the following steps run: the forced depth, or None, and the run mode of each graph runner. For checks."""
+    """How the following steps run: the run mode of each graph runner. For checks."""
 
-    depth: int | None
     modes: tuple[str, ...]
 
 

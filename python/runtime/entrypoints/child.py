@@ -20,6 +20,7 @@ from runtime import log as logging_setup
 from runtime.batch import Worker, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.distributed.rank_place import RankPlace
+from runtime.entrypoints import cuda_context
 from runtime.entrypoints.collector import freeze_gc
 from runtime.entrypoints.grammars import eos_ids_of, make_compiler
 from runtime.errors import ConfigError
@@ -110,8 +111,15 @@ def _log_level(child: ChildConfig) -> str:
     return "warning" if level == "info" and child.place is not None and child.place.rank > 0 else level
 
 
+def _create_cuda_context(child: ChildConfig) -> None:
+    """Begin to create it, if this process has a GPU."""
+    if child.config.device.device == "cuda":
+        cuda_context.create_early()
+
+
 def serve_scheduler(child: ChildConfig, status: StatusPipe, build: BuildWorker) -> None:
     """Build the worker with `build`, then schedule until drained."""
+    _create_cuda_context(child)
     from runtime.managers.scheduler import Scheduler
     from runtime.models.registry import load_hf_config
 
@@ -151,6 +159,7 @@ def serve_detokenizer(child: ChildConfig, status: StatusPipe) -> None:
 
 def serve_rank(child: ChildConfig, status: StatusPipe) -> None:
     """Run what rank 0 sends until it sends no more. Loads torch."""
+    _create_cuda_context(child)
     from runtime.entrypoints.rank import follow_rank_0
     from runtime.models.registry import load_hf_config
 

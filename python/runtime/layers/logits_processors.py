@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from runtime.layers.sampling_tables import FREQUENCY, PRESENCE, REPETITION, ROWS_AT_ONCE, SamplingNeeds, SamplingTables
-from runtime.layers.token_mask import TokenMask
+from runtime.layers.token_mask import TokenMask, forbid
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +105,27 @@ class GrammarMask:
         return needs.constrained
 
     def apply(self, logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
-        """Set the logits of forbidden tokens to minus infinity.
-
-        Where that leaves nothing, because the grammar is at its end before the minimum length is reached, all that the
-        grammar allows is equally likely.
-        """
+        """Set the logits of forbidden tokens to minus infinity."""
         assert context.mask is not None, "constrained requests come with a mask"
-        allowed = context.mask.allowed(selected, logits.shape[-1])
-        masked = torch.where(allowed, logits[selected], -torch.inf)
+        forbid(logits, selected, context.mask.allowed(selected, logits.shape[-1]))
+
+
+class GrammarEnd:
+    """The end of a text whose grammar is at its end before the minimum length is reached."""
+
+    def selects(self, needs: SamplingNeeds) -> list[int]:
+        """Constrained requests with a minimum length."""
+        return sorted(set(needs.constrained) & set(needs.min_length))
+
+    def apply(self, logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
+        """Where nothing is left, make all that the grammar allows equally likely."""
+        assert context.mask is not None, "constrained requests come with a mask"
+        allowed, masked = context.mask.allowed(selected, logits.shape[-1]), logits[selected]
         nothing_left = masked.amax(-1, keepdim=True) == -torch.inf
         logits[selected] = torch.where(nothing_left & allowed, 0.0, masked)
 
 
-LOGITS_PROCESSORS: tuple[LogitsProcessor, ...] = (Penalties(), LogitBias(), MinLength(), GrammarMask())
+LOGITS_PROCESSORS: tuple[LogitsProcessor, ...] = (Penalties(), LogitBias(), MinLength(), GrammarMask(), GrammarEnd())
 
 
 def process_logits(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from runtime.layers.kernels.argmax import argmax
 from runtime.layers.logits_processors import LogitsContext, process_logits
 from runtime.layers.random_streams import RandomStream, uniforms
 from runtime.layers.sampling_tables import MIN_P, ROWS_AT_ONCE, TEMPERATURE, TOP_P, SamplingNeeds, SamplingTables
@@ -117,7 +118,7 @@ def sample(
         int64 [B].
     """
     if needs.all_greedy and not needs.adjusts:
-        return logits.argmax(-1)
+        return argmax(logits)
     if len(rows) > ROWS_AT_ONCE:
         spans = [slice(start, start + ROWS_AT_ONCE) for start in range(0, len(rows), ROWS_AT_ONCE)]
         masks = [None if mask is None else mask.part(s.start, s.stop) for s in spans]
@@ -125,7 +126,7 @@ def sample(
         return torch.cat([sample(logits[s], tables, rows[s], positions[s], needs.part(s.start, s.stop), m) for s, m in parts])
     logits = process_logits(logits[:, None], LogitsContext(tables, rows, positions[:, None], mask=mask), needs)[:, 0]
     if needs.all_greedy:
-        return logits.argmax(-1)
+        return argmax(logits)
     probs = target_probs(logits, tables, rows, needs.filtered, needs.any_greedy)
     return tables.ops.draw(probs, tables.ops.uniforms(tables.seeds[rows], positions, RandomStream.TARGET))
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+
+def forbid(logits: torch.Tensor, requests: torch.Tensor, allowed: torch.Tensor) -> None:
+    """Set float32 `logits` [B, W, V] of `requests`, int64 [n], to minus infinity where not `allowed`, bool [n, W, V]; in place."""
+    if logits.is_cuda:
+        logits[requests] = logits[requests].masked_fill_(~allowed, -torch.inf)
+        return
+    for windows, forbidden in zip(requests.tolist(), ~allowed, strict=True):  # in place: a copy of the logits takes longer
+        logits[windows].masked_fill_(forbidden, -torch.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +33,9 @@ class TokenMask:
 
     def allowed(self, requests: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """bool [n, W, V] of constrained requests, int64 [n]."""
+        if not self.bits.is_cuda:
+            octets = self.bits[self.index[requests]].numpy().view(np.uint8)
+            return torch.from_numpy(np.unpackbits(octets, axis=-1, count=vocab_size, bitorder="little").view(np.bool_))
         shifts = torch.arange(32, dtype=torch.int32, device=self.bits.device)
         bits = (self.bits[self.index[requests]][..., None] >> shifts) & 1
         return bits.flatten(-2)[..., :vocab_size].bool()
@@ -30,11 +43,8 @@ class TokenMask:
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Copy of float32 [B' * W, V], the first requests of the batch, in which forbidden tokens have minus infinity."""
         W, V = self.bits.shape[1], logits.shape[1]
-        masked = logits.clone()
-        windows = masked.view(-1, W, V)
-        for request in self.selected:
-            at = torch.full((1,), request, dtype=torch.int64, device=logits.device)
-            windows[request] = torch.where(self.allowed(at, V)[0], windows[request], -torch.inf)
+        masked, requests = logits.clone(), self.requests()
+        forbid(masked.view(-1, W, V), requests, self.allowed(requests, V))
         return masked
 
     def requests(self) -> torch.Tensor:

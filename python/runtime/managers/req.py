@@ -64,6 +64,7 @@ class Req:
         seq: order of arrival.
         total_limit: the length at which the request ends.
         stop_ids: tokens that end it.
+        most_drafts: drafts of a window that it takes at most.
         grammar: what the output follows, once it is compiled; None for free text.
         prefill_len: tokens to prefill: the prompt, and after a retraction also the output so far.
         emits_in_flight: steps in flight that emit at least one token of it.
@@ -77,6 +78,7 @@ class Req:
         self.request = request
         self.seq = seq
         self.arrived = arrived
+        self.most_drafts = sampling.most_drafts
         self.prompt_len = self.length = self.prefill_len = len(request.input_ids)
         self.total_limit = min(self.prompt_len + sampling.max_new_tokens, max_len)
         self._ids = prompt  # until it is admitted, it shares the prompt with the other texts of its call

@@ -357,7 +357,10 @@ class Scheduler:
         pure = not plan.chunks
         if pure:
             stats.decode.add(ran.graph, live, padded)
-        stats.spec_paused_steps_total += max_accept_len > 1 and not ran.draft_tokens
+        if max_accept_len > 1:
+            stats.spec_paused_steps_total += not ran.depth
+            depths, depth = stats.spec_depth_steps_total, str(ran.depth)
+            depths[depth] = depths.get(depth, 0) + 1
         for req, (start, end) in zip(plan.decodes, pairwise(starts), strict=True):
             if not req.alive:
                 continue
@@ -365,10 +368,11 @@ class Scheduler:
             progress = req.progress
             if pure:
                 progress.decode.add(ran.graph, live, padded)
-            if ran.draft_tokens:
+            if depth := min(ran.depth, req.most_drafts):
+                drafts = ran.draft_tokens if depth == ran.depth else depth
                 progress.spec = spec = progress.spec or SpecStats()
-                spec.add(end - start, ran.draft_tokens, max_accept_len)
-                stats.spec.add(end - start, ran.draft_tokens, max_accept_len)
+                spec.add(end - start, drafts, max_accept_len, depth)
+                stats.spec.add(end - start, drafts, max_accept_len, depth)
             self._emit(req, tokens[start:end], start, result)
         self.admission.new_token_ratio.decay()
 

@@ -91,6 +91,7 @@ def verify_chain_sampled(
     draft: DraftProbs | None = None,
     thresholds: AcceptThresholds = LOSSLESS,
     draw: Draw = torch_draw,
+    capped: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept drafts with min(1, p/q); at the first rejection draw from (p - q)+, and after none from p.
 
@@ -104,6 +105,7 @@ def verify_chain_sampled(
             one-hot.
         thresholds: see `AcceptThresholds`.
         draw: how the last token is drawn.
+        capped: whether `draft_BD` has entries of -1: no draft, so that the token is drawn from p.
 
     Returns:
         accept lengths int32 [B] in 1..D, and the committed tokens int64 [B, D]; columns past the accept length are
@@ -118,9 +120,14 @@ def verify_chain_sampled(
     accepted = (accept_uniforms.clamp(0.0, BELOW_ONE) * q_BK * thresholds.acc <= p_BK) & (p_BK > 0)
     if not thresholds.lossless:
         accepted |= p_BK >= thresholds.single
+    if capped:
+        accepted &= draft_BD[:, 1:] >= 0
     accept_lens = _prefix_lens(accepted)
     last_B = accept_lens.to(torch.int64) - 1
     weights = _residual(target_probs, tokens_BK, last_B, draft)
+    if capped:
+        undrafted = draft_BD.gather(1, (last_B + 1).clamp(max=tokens_BK.shape[1])[:, None]) < 0
+        weights = torch.where(undrafted, _row(target_probs, last_B), weights)
     if final_uniforms.dim() == 2:
         final_uniforms = final_uniforms.gather(1, last_B[:, None]).squeeze(1)
     return accept_lens, _drafts_then(tokens_BK, last_B, draw(weights, final_uniforms.clamp(0.0, BELOW_ONE)))
@@ -222,16 +229,22 @@ def compaction(window_slots_BD: torch.Tensor, path_BP: torch.Tensor, accept_lens
 
 
 def verify_chain_synthetic(
-    draft_BD: torch.Tensor, target_BD: torch.Tensor, probabilities_K: torch.Tensor, uniforms_BK: torch.Tensor, vocab_size: int
+    draft_BD: torch.Tensor,
+    target_BD: torch.Tensor,
+    probabilities_K: torch.Tensor,
+    uniforms_BK: torch.Tensor,
+    vocab_size: int,
+    capped: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept draft i with `probabilities_K[i]` given the ones before, whatever the tokens are: for benchmarks with
-    dummy weights.
+    dummy weights. With `capped`, drafts of -1 are not accepted.
 
     Returns:
         accept lengths int32 [B], and the committed tokens int64 [B, D]: the drafts, clamped to the vocabulary, then the
         target's token.
     """
-    accept_lens = _prefix_lens(uniforms_BK < probabilities_K[None])
+    hits_BK = uniforms_BK < probabilities_K[None]
+    accept_lens = _prefix_lens(hits_BK & (draft_BD[:, 1:] >= 0) if capped else hits_BK)
     last_B = accept_lens.to(torch.int64) - 1
     bonus = target_BD.gather(1, last_B[:, None]).squeeze(1)
     return accept_lens, _drafts_then(draft_BD[:, 1:].clamp(0, vocab_size - 1), last_B, bonus)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.kernels.argmax import argmax
 from runtime.layers.logits_processors import LogitsContext, process_logits
 from runtime.layers.random_streams import RandomStream
 from runtime.layers.sampler import sample, target_probs
@@ -53,7 +54,9 @@ class Accepter:
 
     def accept(self, iteration: Iteration, draft: DraftWindow, verified: VerifyResult, window: ForwardBatch) -> AcceptResult:
         """Decide, move accepted KV to the front of its window (trees), and set the rows."""
-        if self.fusable(iteration, draft):
+        if iteration.caps is not None:
+            draft = draft.capped(iteration.caps.device)
+        elif self.fusable(iteration, draft):
             return self.accept_fused(iteration, draft, verified)
         result = self.decide(iteration, draft, verified)
         self._commit(iteration, result, window)
@@ -123,7 +126,7 @@ class Accepter:
             window = verified.all_logits(iteration.size * draft.width).view(iteration.size, draft.width, -1)
             logits = process_logits(window, LogitsContext(tables, iteration.rows, positions, path, iteration.mask), needs)
             if needs.adjusts:
-                target = logits.argmax(-1)
+                target = argmax(logits.flatten(0, 1)).view_as(target)
             if not needs.all_greedy:
                 rows = iteration.rows.repeat_interleave(draft.width)
                 probs = target_probs(logits.flatten(0, 1), tables, rows, needs.filtered, needs.any_greedy).view_as(logits)
@@ -135,9 +138,10 @@ class Accepter:
         self, iteration: Iteration, draft: DraftWindow, target: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor
     ) -> AcceptResult:
         policy, tokens, forced = self._policy, draft.tokens, self._forced(draft)
+        capped = iteration.caps is not None
         if forced is not None:
             uniforms = self._uniforms(iteration, positions[:, :-1], RandomStream.SYNTHETIC)
-            return AcceptResult(*verify_chain_synthetic(tokens, target, forced, uniforms, self._vocab))
+            return AcceptResult(*verify_chain_synthetic(tokens, target, forced, uniforms, self._vocab, capped))
         if probs is None:
             return AcceptResult(*verify_chain_greedy(tokens, target))
         draw, final = self._target.rows.tables.ops.draw, self._uniforms(iteration, positions, RandomStream.TARGET)
@@ -148,7 +152,7 @@ class Accepter:
             return AcceptResult(*verify_chain_greedy(tokens, chosen))
         q = None if draft.probs is None else DraftProbs(draft.probs, policy.to_target, policy.to_draft)
         coins = self._uniforms(iteration, positions[:, :-1], RandomStream.ACCEPT)
-        return AcceptResult(*verify_chain_sampled(tokens, probs, coins, final, q, policy.thresholds, draw))
+        return AcceptResult(*verify_chain_sampled(tokens, probs, coins, final, q, policy.thresholds, draw, capped))
 
     def _decide_tree(
         self, iteration: Iteration, draft: DraftWindow, target: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor

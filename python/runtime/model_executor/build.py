@@ -24,7 +24,7 @@ from runtime.model_executor.accept_rules import LOSSLESS, AcceptThresholds
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.accepter import Accepter, AcceptPolicy
 from runtime.model_executor.context import ReplayKind, WorkerContext, make_context
-from runtime.model_executor.depth import DepthBatches, DepthControl, split_batch_sizes
+from runtime.model_executor.depth import DepthBatches, DepthControl, depths_to_drop, split_batch_sizes, split_by_depth
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, ModelPasses, NoDrafter
 from runtime.model_executor.dry_run import measure_activations, sample_padding
 from runtime.model_executor.followers import Followers
@@ -48,6 +48,8 @@ from runtime.worker_info import GraphInfo, RankInfo, SpeculativeInfo
 
 log = logging.getLogger(__name__)
 MakeDrafter = Callable[[WorkerContext, DecoderModel], Drafter]
+MOST_GRAPH_SHARE = 0.05
+"""Share of the free memory that the graphs of all depths may take."""
 PAGE_LOOKAHEAD_STEPS = 4
 """Steps by which a row's pages exceed its length: one in flight, one submitted, and both of a finished request."""
 
@@ -88,7 +90,9 @@ def build_worker(
     capture_graphs(context, models, plan)
     if config.speculative is not None:
         s = config.speculative
-        context.info.speculative = SpeculativeInfo(s.algorithm, s.num_steps, s.topk, s.num_draft_tokens, s.disable_by_batch_size)
+        context.info.speculative = SpeculativeInfo(
+            s.algorithm, s.num_steps, s.topk, s.num_draft_tokens, s.disable_by_batch_size, list(s.depths)
+        )
     if group.size > 1:
         context.info.exchange_micros = group.exchange_micros
         context.info.ranks = group.gather(RankInfo(group.rank, socket.gethostname(), str(context.device), context.info.memory_mib))
@@ -133,6 +137,8 @@ def make_depths(context: WorkerContext, spec: DrafterSpec, with_plain: bool) -> 
     config = context.config
     most = None if config.speculative is None else config.speculative.disable_by_batch_size
     padding = config.graphs.cuda_graph_padding
+    if config.speculative is not None and config.speculative.depths:
+        return split_by_depth(config.speculative.depths, most, context.running, context.sizes, padding)
     depths = split_batch_sizes(spec.shape.num_steps, most, context.running, context.sizes, padding)
     if with_plain and 0 not in depths:
         depths[0] = DepthBatches(context.running, context.requests, [], [])
@@ -152,13 +158,14 @@ def make_parts(
     verify = {depth: make_verify_runner(target, spec, depth, batches, make) for depth, batches in depths.items()}
     drafter.attach(DraftSetup(target, inputs, depths, context.requests, make))
     limits = {depth: batches.running for depth, batches in depths.items()}
+    verifier = Verifier(target, verify)
     return WorkerParts(
         target=target,
         inputs=inputs,
         drafter=drafter,
-        verifier=Verifier(target, verify),
+        verifier=verifier,
         accepter=Accepter(target, make_policy(context, spec)),
-        depths=DepthControl(limits),
+        depths=DepthControl(limits, context.running + 1, verifier),
         monitor=AcceptanceMonitor(max(depths), adaptive=context.group.size == 1),
         grammars=GrammarRows(config.vocab_size, context.device),
     )
@@ -263,6 +270,8 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
                 runner.find_peak()
                 runner.pool_peak = max(context.group.gather(runner.pool_peak))  # ranks capture in one order
             reservations |= _reserve(model)
+    if context.config.speculative is not None and context.config.speculative.depths:
+        _drop_depths(parts, reservations)
     if context.device.type == "cuda":
         torch.cuda.empty_cache()
     bytes_per_slot, reach = sum(model.runner.bytes_per_slot for model in models), parts.drafter.spec.shape.tokens_per_step
@@ -272,6 +281,18 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
         for runner in model.graphs:
             runner.rebind([model.runner.backend])
     return plan
+
+
+def _drop_depths(parts: WorkerParts, reservations: dict[str, int]) -> None:
+    """Leave out the graphs of deep windows that memory does not allow; no iteration runs at these depths then."""
+    runners = {depth: [parts.verifier.runners[depth], *parts.drafter.runners(depth)] for depth in parts.depths.limits}
+    graph_bytes = {depth: sum(reservations[runner.spec.name] for runner in own) for depth, own in runners.items()}
+    free = torch.cuda.mem_get_info()[0] if parts.target.device.type == "cuda" else 0
+    for depth in depths_to_drop(graph_bytes, int(free * MOST_GRAPH_SHARE)):
+        log.warning("no graphs of depth %d: they would take %.0f MiB", depth, graph_bytes[depth] / MIB)
+        for runner in runners[depth]:
+            runner.leave_out()
+            reservations[runner.spec.name] = 0
 
 
 def _in_capture_order(model: ModelPasses) -> list[GraphRunner]:

@@ -6,8 +6,21 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from runtime.batch import RowInit, ScheduleBatch
+from runtime.model_executor.depth_controller import DecodeRows, DepthController
+from runtime.sampling_params import MAX_DRAFT_STEPS
 
 log = logging.getLogger(__name__)
+USUAL_STEPS = 3
+"""The depth that has graphs of all batch sizes, as depth 0 has."""
+MOST_DRAFTED = {5: 64, 7: 32}
+"""The largest batch of deep windows: with more requests they take longer than shallow ones for any acceptance."""
+THIN = 1.4
+"""Other depths have graphs of batch sizes that grow by at least this factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +76,81 @@ def split_batch_sizes(
     }
 
 
+def split_by_depth(
+    depths: Sequence[int], most_with_drafts: int | None, running: int, sizes: Sequence[int], padding: bool
+) -> dict[int, DepthBatches]:
+    """The table of depths that a controller chooses from, deepest first. Arguments as for `split_batch_sizes`."""
+    table = dict[int, DepthBatches]()
+    for depth in sorted(depths, reverse=True):
+        most = min(running, MOST_DRAFTED.get(depth, running), most_with_drafts or running) if depth else running
+        own = captured_up_to(most, sizes, padding)
+        if depth not in (0, USUAL_STEPS):
+            own = thinned(own)
+        table[depth] = DepthBatches(most, max([most, *own]), own, own or [1, most])
+    return table
+
+
+def captured_up_to(most: int, sizes: Sequence[int], padding: bool) -> list[int]:
+    """The sizes that batches of up to `most` requests run at: one more than `most` where that is padded to it."""
+    fitting = [size for size in sorted(sizes) if size <= most]
+    larger = [size for size in sorted(sizes) if size > most]
+    return fitting if not padding or most in fitting else fitting + larger[:1]
+
+
+def thinned(sizes: Sequence[int]) -> list[int]:
+    """The largest size, and smaller ones that are not close to each other."""
+    kept: list[int] = []
+    for size in sorted(sizes):
+        if not kept or size >= THIN * kept[-1] or size == max(sizes):
+            kept.append(size)
+    return kept
+
+
+def depths_to_drop(graph_bytes: Mapping[int, int], most_bytes: int) -> list[int]:
+    """Depths without which the others' graphs take at most `most_bytes`: the deepest first, never 0 nor the usual one.
+
+    Args:
+        graph_bytes: by depth, what its graphs take.
+    """
+    dropped: list[int] = []
+    for depth in sorted(set(graph_bytes) - {0, USUAL_STEPS}, reverse=True):
+        if sum(size for other, size in graph_bytes.items() if other not in dropped) > most_bytes:
+            dropped.append(depth)
+    return dropped
+
+
+class Sizes(Protocol):
+    """What the verifier knows about batch sizes."""
+
+    def padded_size(self, depth: int, live: int) -> int:
+        """Requests that an iteration of `live` requests runs with."""
+        ...
+
+    def has_graph(self, depth: int, size: int) -> bool:
+        """Whether iterations of `size` requests replay a graph."""
+        ...
+
+
 class DepthControl:
-    """Chooses the depth of each iteration.
+    """Chooses the depth of each iteration: by the batch size alone, or with a controller.
 
     Attributes:
         limits: by depth, the largest batch that it serves.
+        controller: None where the batch size decides.
     """
 
-    def __init__(self, limits: Mapping[int, int]) -> None:
-        self.limits = dict(limits)
+    def __init__(self, limits: Mapping[int, int], rows: int = 0, sizes: Sizes | None = None) -> None:
+        """
+        Args:
+            rows: number of request rows.
+            sizes: batch sizes by depth, for the controller.
+        """
+        self.limits, self._sizes = dict(limits), sizes
+        self.controller: DepthController | None = None
         self._forced: int | None = None
-
-    @property
-    def forced_depth(self) -> int | None:
-        """The depth that every iteration runs at; None where the batch size decides."""
-        return self._forced
+        self._turn: int | None = None
+        self._caps = np.full(rows, MAX_DRAFT_STEPS, dtype=np.int32)
+        self._greedy = np.zeros(rows, dtype=np.bool_)
 
     @property
     def deepest(self) -> int:
@@ -85,19 +158,53 @@ class DepthControl:
         return max(self.limits)
 
     def choose(self, batch_size: int) -> int:
-        """The depth of an iteration of `batch_size` requests."""
+        """The depth of an iteration of `batch_size` requests, without a controller."""
         return choose_depth(batch_size, self.limits) if self._forced is None else self._forced
+
+    def choose_for(self, batch: ScheduleBatch) -> int:
+        """The depth of the decode rows of a step; 0 where there are none. Called once for each step, in order."""
+        if len(self.limits) == 1:
+            return self.deepest if batch.num_decodes else 0
+        self._admit(batch.new_rows)
+        rows, live = batch.rows[batch.num_prompts :], batch.num_decodes
+        if self._forced is not None or not live:
+            return self._forced if live and self._forced is not None else 0
+        serving = [depth for depth, most in self.limits.items() if live <= most]
+        if self._turn is not None:
+            self._turn += 1
+            return serving[self._turn % len(serving)]
+        most_wanted = int(self._caps[rows].max())
+        serving = [depth for depth in serving if depth <= most_wanted] or [min(serving)]
+        if self.controller is None or self._sizes is None or len(serving) == 1:
+            return max(serving)
+        kv_tokens = int(batch.len_bounds[batch.num_prompts :].sum())
+        return self.controller.choose(DecodeRows(self._caps[rows], self._greedy[rows], kv_tokens), self._padded(serving, live))
+
+    def _padded(self, depths: Sequence[int], live: int) -> dict[int, int]:
+        """Requests with padding by depth; where some depths have a graph of them, only those."""
+        assert self._sizes is not None
+        padded = {depth: self._sizes.padded_size(depth, live) for depth in depths}
+        return {depth: size for depth, size in padded.items() if self._sizes.has_graph(depth, size)} or padded
+
+    def _admit(self, new_rows: Sequence[RowInit]) -> None:
+        for init in new_rows:
+            self._caps[init.row], self._greedy[init.row] = init.sampling.most_drafts, init.sampling.greedy
 
     @contextmanager
     def forced(self, depth: int | None) -> Iterator[None]:
         """Within, every iteration runs at `depth`, which must be in the table. For checks; None forces nothing."""
-        self.force(depth)
+        assert depth is None or depth in self.limits, f"depth {depth} was not built"
+        self._forced = depth
         try:
             yield
         finally:
             self._forced = None
 
-    def force(self, depth: int | None) -> None:
-        """Run every iteration at `depth` from now on, which must be in the table; None forces nothing."""
-        assert depth is None or depth in self.limits, f"depth {depth} was not built"
-        self._forced = depth
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Within, iterations run at all depths in turn that serve their batch. For checks."""
+        self._turn = -1
+        try:
+            yield
+        finally:
+            self._turn = None

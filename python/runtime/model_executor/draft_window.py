@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -69,7 +69,7 @@ class DraftWindow:
     children.
 
     Attributes:
-        tokens: int64 [B, D]. Column 0 is the last committed token.
+        tokens: int64 [B, D]. Column 0 is the last committed token; -1 where a request takes no draft.
         parents: int64 [B, D]. The node above each node of a tree, -1 for the root; None for a chain.
         depths: int64 [B, D]. Distance of each node of a tree from the root; None for a chain.
         mask: int64 [B, D], for `ForwardBatch.tree_mask` with `tree_tail` D: bit j of node i is set if j is i or above
@@ -95,6 +95,13 @@ class DraftWindow:
         tokens, *others = (tensor if tensor is None else tensor[start:stop] for tensor in tensors)
         assert tokens is not None
         return DraftWindow(tokens, *others)
+
+    def capped(self, caps: torch.Tensor) -> DraftWindow:
+        """The window without the drafts deeper than `caps`, int64 [B]: they are token -1, which no rule accepts."""
+        depths = torch.arange(self.width, device=self.tokens.device)[None] if self.depths is None else self.depths
+        beyond = depths > caps[:, None]
+        parents = None if self.parents is None else torch.where(beyond, -2, self.parents)
+        return replace(self, tokens=torch.where(beyond, -1, self.tokens), parents=parents)
 
     def positions(self, kv_lens: torch.Tensor) -> torch.Tensor:
         """int64 [B, D]: the sequence position of the token chosen after each node. kv_lens int32 [B]."""

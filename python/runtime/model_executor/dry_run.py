@@ -36,7 +36,8 @@ def measure_activations(context: WorkerContext, parts: WorkerParts) -> int:
     with torch.inference_mode():
         extend, prompts = target.extend(padding_prompt(context))
         parts.drafter.follow_prompt(extend)
-        prompts.wait()
+        if target.reads_results:
+            prompts.wait()
         if not context.config.scheduler.mixed_chunk:  # else decode rows are accepted while the prompts' states exist
             del extend, prompts
         for depth, count in parts.depths.limits.items():

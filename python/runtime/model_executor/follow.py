@@ -22,7 +22,7 @@ def follow(worker: Worker, receiver: StepReceiver, rank: int) -> None:
                     worker.submit(batch).wait()
                 except Exception as error:
                     raise RankFailed(rank, batch.step, error) from error
-            case SetRun(depth, modes):
-                worker.set_run(depth, modes)
+            case SetRun(modes):
+                worker.set_run(modes)
             case Reset():
                 worker.reset()

@@ -50,11 +50,11 @@ class Followers:
         self._sender, self._ended = sender, ended
         self.wait = StepWait()
         self._codec = RankCodec()
-        self._set = SetRun(None, ())
+        self._set = SetRun(())
 
-    def run(self, batch: ScheduleBatch, depth: int | None, modes: tuple[str, ...]) -> None:
-        """Have the other ranks run a step at the forced `depth`, if any, with the graph runners in these modes."""
-        wanted = SetRun(depth, modes)
+    def run(self, batch: ScheduleBatch, modes: tuple[str, ...]) -> None:
+        """Have the other ranks run a step, whose depth is chosen, with the graph runners in these modes."""
+        wanted = SetRun(modes)
         if wanted != self._set:
             self._set = wanted
             self._sender.send(self._codec.encode(wanted))

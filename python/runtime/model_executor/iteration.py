@@ -15,6 +15,19 @@ from runtime.model_executor.grammar_rows import GrammarStep
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCaps:
+    """The most drafts that each request takes, where that is less than an iteration's depth for any of them.
+
+    Attributes:
+        host: int [live].
+        device: int64 [size]; padding: 0.
+    """
+
+    host: npt.NDArray[np.integer]
+    device: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Iteration:
     """The decode rows of one step: `live` requests, `size` with padding.
 
@@ -31,6 +44,9 @@ class Iteration:
             since it starts from their results.
         grammar: the constrained requests; None where there are none.
         mask: what grammars allow at the positions of the window, once it is known; None where nothing is restricted.
+        caps: None where every request takes all drafts.
+        greedy: bool [live], which requests are greedy; None where the depth is fixed.
+        started: when it was submitted to the device, in seconds.
     """
 
     depth: int
@@ -44,6 +60,9 @@ class Iteration:
     precedes_eager_sample: bool = False
     grammar: GrammarStep | None = None
     mask: TokenMask | None = None
+    caps: DraftCaps | None = None
+    greedy: npt.NDArray[np.bool_] | None = None
+    started: float = 0.0
 
     @property
     def live(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from runtime.batch import RowInit
 from runtime.layers.sampler import TorchSampling
 from runtime.layers.sampling_tables import SamplingNeeds, SamplingOps, SamplingTables
-from runtime.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_IDS, TOP_K_ALL, SamplingParams
+from runtime.sampling_params import MAX_DRAFT_STEPS, MAX_LOGIT_BIAS, MAX_STOP_IDS, TOP_K_ALL, SamplingParams
 
 MAX_EOS = MAX_STOP_IDS + 16
 GREEDY = SamplingParams(temperature=0.0)
@@ -62,6 +62,7 @@ class RequestRows:
         )
         self.tables.floats[:, :] = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 1.0])
         self._stages = np.full(rows, Stage.GREEDY, dtype=np.uint8)
+        self._draft_caps = np.full(rows, MAX_DRAFT_STEPS, dtype=np.int32)
 
     def admit(self, new_rows: list[RowInit]) -> None:
         """Write the state of rows that new requests took."""
@@ -81,6 +82,7 @@ class RequestRows:
         t.min_positions[rows] = self._upload(np.array(minimum, dtype=np.int64))
         for init in new_rows:
             self._stages[init.row] = stages_of(init.sampling)
+            self._draft_caps[init.row] = init.sampling.most_drafts
             self._admit_rare(init)
 
     def needs(self, rows: np.ndarray) -> SamplingNeeds:
@@ -89,6 +91,14 @@ class RequestRows:
         indices = [np.flatnonzero(stages & stage).tolist() for stage in (Stage.PENALISED, Stage.BIASED, Stage.MIN_LENGTH)]
         greedy = (stages & Stage.GREEDY) > 0
         return SamplingNeeds(bool(greedy.all()), bool(greedy.any()), bool((stages & Stage.FILTERED).any()), *indices)
+
+    def greedy(self, rows: np.ndarray) -> np.ndarray:
+        """bool [n]: which of these rows are greedy."""
+        return (self._stages[rows] & Stage.GREEDY) > 0
+
+    def draft_caps(self, rows: np.ndarray) -> np.ndarray:
+        """int32 [n]: the most drafts of a window that each of these rows takes."""
+        return self._draft_caps[rows]
 
     def count(self, rows: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor) -> None:
         """Add committed output tokens to the counts. rows int64 [N], tokens int64 [N, W], valid bool [N, W].

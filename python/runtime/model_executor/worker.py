@@ -11,18 +11,19 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from runtime.batch import BatchResult, Pending, ScheduleBatch, StepStats, WorkerLimits, no_ints
+from runtime.batch import BatchResult, Int32, Pending, ScheduleBatch, StepStats, WorkerLimits, no_ints
 from runtime.errors import RanksDiffer
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.accepter import Accepter
 from runtime.model_executor.depth import DepthControl
+from runtime.model_executor.depth_controller import Observed
 from runtime.model_executor.device_queue import DeviceQueue, Finish
 from runtime.model_executor.drafter import Drafter
 from runtime.model_executor.followers import Followers, SharedPending
 from runtime.model_executor.grammar_rows import GrammarRows, GrammarStep
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
 from runtime.model_executor.input_buffers import InputBuffers
-from runtime.model_executor.iteration import Accepted, AcceptResult, Iteration, VerifyResult
+from runtime.model_executor.iteration import Accepted, AcceptResult, DraftCaps, Iteration, VerifyResult
 from runtime.model_executor.profiler import Profiler, span
 from runtime.model_executor.results import LogprobCopy, copy_logprobs, join
 from runtime.model_executor.staging import HostCopy
@@ -96,7 +97,7 @@ def send_to_host(target: TargetModel, iteration: Iteration, result: AcceptResult
         logits = verified.all_logits(live * D)
         logprobs = copy_logprobs(logits, tokens.flatten(), iteration.top_logprobs, index, iteration.mask) if reads else None
     wanted = [tokens, *([lens] if D > 1 else []), *([agreement.differs] if agreement.active else [])] if reads else []
-    stats = StepStats(verified.graph, iteration.size, D - 1)
+    stats = StepStats(verified.graph, iteration.size, D - 1, iteration.depth)
     return DecodesPending(iteration, HostCopy(*wanted), logprobs, stats, agreement.active)
 
 
@@ -123,6 +124,7 @@ class Worker:
         self.runners = tuple(r for depth in runners for r in (runners[depth], *parts.drafter.runners(depth)))
         self._queue = DeviceQueue(self._step if followers is None else self._timed_step, parts.target.device)
         self._step_seconds, self._token_checks = 0.0, 0
+        self._read_at = 0.0  # when the last step was read
         self._profiler = Profiler("scheduler", parts.target.device)
 
     @property
@@ -137,14 +139,15 @@ class Worker:
 
     def submit(self, batch: ScheduleBatch) -> Pending:
         """Queue one step and return at once."""
+        if self.parts.target.runner.model.context.group.rank == 0:
+            batch.depth = self.parts.depths.choose_for(batch)
         if self._followers is None:
             return self._queue.submit(batch)
-        self._followers.run(batch, self.parts.depths.forced_depth, tuple(runner.mode.value for runner in self.all_runners))
+        self._followers.run(batch, tuple(runner.mode.value for runner in self.all_runners))
         return SharedPending(self._queue.submit(batch), batch.step, self._followers.wait)
 
-    def set_run(self, depth: int | None, modes: Sequence[str]) -> None:
-        """How the following steps run, on a rank that follows another: the forced depth, and the mode of each of `all_runners`."""
-        self.parts.depths.force(depth)
+    def set_run(self, modes: Sequence[str]) -> None:
+        """How the following steps run, on a rank that follows another: the mode of each of `all_runners`."""
         for runner, mode in zip(self.all_runners, modes, strict=True):
             runner.mode = RunMode(mode)
 
@@ -152,6 +155,8 @@ class Worker:
         """What was chosen and measured at start-up, and how steps ran since."""
         runs = [runner.runs() for runner in self.all_runners]
         info = structs.replace(self._info, graph_runs=runs, acceptance=self.parts.monitor.stats())
+        if (controller := self.parts.depths.controller) is not None:
+            info = structs.replace(info, depth=controller.info())
         if self._followers is None:
             return info
         exchanges = self.parts.target.runner.model.context.group.exchange_seconds
@@ -200,7 +205,7 @@ class Worker:
 
     def _step(self, batch: ScheduleBatch) -> Finish:
         target, live = self.parts.target, batch.num_decodes
-        depth = self.parts.depths.choose(live) if live else 0
+        depth = batch.depth
         size = self.parts.verifier.padded_size(depth, live) if live else 0
         chunk_rows, rows = target.stage_rows(batch, size)
         self.parts.drafter.admit(batch.new_rows)
@@ -238,11 +243,25 @@ class Worker:
         is_sample, precedes_sample = parts.monitor.next_iteration(batch.num_decodes)
         # The sample is of iterations that would replay a graph: other traffic may be accepted differently, and counts
         # for neither side.
-        deepest = depth == parts.depths.deepest and parts.verifier.has_graph(depth, size)
         needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
         grammar = parts.grammars.step(host_rows, size)
-        replays = first == 0 and deepest and grammar is None
-        return Iteration(depth, host_rows, rows, kv_lens, bounds, needs, k, is_sample and replays, precedes_sample, grammar)
+        replays = first == 0 and depth > 0 and grammar is None and parts.verifier.has_graph(depth, size)
+        return Iteration(
+            *(depth, host_rows, rows, kv_lens, bounds, needs, k, is_sample and replays, precedes_sample, grammar),
+            caps=self._caps(host_rows, depth, size),
+            greedy=None if parts.depths.controller is None else parts.target.rows.greedy(host_rows),
+            started=time.perf_counter(),
+        )
+
+    def _caps(self, host_rows: Int32, depth: int, size: int) -> DraftCaps | None:
+        """The caps of these rows, if one is below `depth`."""
+        caps = self.parts.target.rows.draft_caps(host_rows)
+        if not depth or caps.min() >= depth:
+            return None
+        padded = np.zeros(size, dtype=np.int32)
+        padded[: len(caps)] = caps
+        (on_device,) = self.parts.target.staging.upload(padded)
+        return DraftCaps(caps, on_device.to(torch.int64))
 
     def _iterate(
         self, batch: ScheduleBatch, chunks: Chunks | None, first: GrammarStep | None, iteration: Iteration
@@ -288,13 +307,34 @@ class Worker:
             self._token_checks += 1
         decoded = None if decodes is None else decodes.wait()
         if decodes is not None and decoded is not None:
-            self.parts.monitor.add(decodes.iteration, decoded.accept_lens, decoded.stats)
+            self._observe(decodes.iteration, decoded, with_prompts=prompts is not None)
         result = join(None if prompts is None else prompts.wait(), decoded)
+        self._read_at = time.perf_counter()
         self.parts.drafter.observe(batch.rows, result)
         for grammar, offset in zip(grammars, (0, batch.num_prompts), strict=True):
             if grammar is not None:
                 result.grammar_errors.update(grammar.errors(offset))
         return result
+
+    def _observe(self, iteration: Iteration, decoded: BatchResult, with_prompts: bool) -> None:
+        """Count acceptance, and tell the depth controller what the iteration accepted and how long it took.
+
+        Steps follow each other on the device, so an iteration took the time since the results of the step before, or since
+        its own start where that was later.
+        """
+        caps, lens, controller = iteration.caps, decoded.accept_lens, self.parts.depths.controller
+        counted = lens if caps is None else lens[caps.host >= iteration.depth]
+        self.parts.monitor.add(iteration, counted, decoded.stats)
+        if controller is None:
+            return
+        now = time.perf_counter()
+        usual = not (with_prompts or iteration.eager_sample or iteration.precedes_eager_sample or iteration.grammar)
+        seconds = now - max(self._read_at, iteration.started)
+        assert iteration.greedy is not None
+        most = np.full(iteration.live, iteration.depth) if caps is None else caps.host
+        kv_tokens = int(iteration.bounds.sum())
+        observed = Observed(iteration.depth, iteration.size, lens, most, iteration.greedy, kv_tokens, seconds if usual else None)
+        controller.observe(observed)
 
 
 def _read_nothing() -> BatchResult:

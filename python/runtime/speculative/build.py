@@ -24,6 +24,7 @@ from runtime.models.eagle3 import LlamaForCausalLMEagle3
 from runtime.models.registry import build_model
 from runtime.models.standalone import StandaloneDraft
 from runtime.models.token_map import load_token_map
+from runtime.speculative.depth_costs import start_controller
 from runtime.speculative.eagle_worker import EagleWorker
 from runtime.speculative.ngram_drafter import NgramDrafter
 from runtime.speculative.parity import check_parity
@@ -50,6 +51,8 @@ def build_speculative_worker(
     worker = build_worker(config, model_config, replay, sizes, make_drafter, with_plain, timings, group, followers)
     if config.speculative.check_parity and group.rank == 0:
         check_parity(worker)
+    if config.speculative.depths and not with_plain and group.rank == 0:
+        start_controller(worker)
     return worker
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.layers.token_mask import TokenMask
+from runtime.layers.token_mask import TokenMask, forbid
 from runtime.models.draft_head import DraftModel
 
 
@@ -28,8 +28,7 @@ class DraftMask:
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Copy of the draft's float32 [B * W, Vd] in which forbidden tokens have minus infinity."""
         masked = logits.float().clone()
-        windows = masked.view(-1, self._allowed.shape[1], logits.shape[1])
-        windows[self._requests] = torch.where(self._allowed, windows[self._requests], -torch.inf)
+        forbid(masked.view(-1, self._allowed.shape[1], logits.shape[1]), self._requests, self._allowed)
         return masked
 
     def tokens(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from runtime.sampling_params import (
     MAX_TOP_LOGPROBS,
     NO_DEFAULTS,
     Bias,
+    DraftSteps,
     Int64,
     MinP,
     Penalty,
@@ -117,6 +118,7 @@ class SamplingFields(Body):
     repetition_penalty: RepetitionPenalty | None = None
     seed: Int64 | None = None
     skip_special_tokens: bool = True
+    speculative_num_steps: DraftSteps | None = None
     stop: StopText | Annotated[list[StopText], items(0, MAX_STOPS)] = []
     stop_token_ids: Annotated[list[TokenId], items(0, MAX_STOP_IDS)] = []
     structural_tag: JsonSchema | None = None

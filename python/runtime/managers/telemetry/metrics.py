@@ -45,7 +45,7 @@ COUNTERS: tuple[Figure, ...] = (
     ("talon:spec_verify_steps", "Verify steps, counted per request.", lambda s: s.spec.verify_steps),
     ("talon:spec_draft_tokens", "Draft tokens verified.", lambda s: s.spec.draft_tokens),
     ("talon:spec_accepted_tokens", "Draft tokens accepted.", lambda s: s.spec.accepted_tokens),
-    ("talon:spec_paused_steps", "Decode steps without drafts (batch too large).", lambda s: s.spec_paused_steps_total),
+    ("talon:spec_paused_steps", "Decode steps without drafts.", lambda s: s.spec_paused_steps_total),
 )
 RATES: tuple[tuple[str, str, Callable[[SchedulerStats], float | None]], ...] = (
     ("sglang:spec_accept_length", "Mean tokens per verify step, bonus included.", lambda s: s.spec.accept_length),
@@ -139,12 +139,19 @@ class _SchedulerCollector:
             if (share := rate(stats)) is not None:
                 yield self._gauge(name, help_text, {(): share})
         rates = {(str(i),): rate for i, rate in enumerate(stats.spec.accept_rate_by_position)}
+        yield self._depths(stats)
         help_text = "Share of verify steps that accepted this draft."
         yield self._gauge("talon:spec_accept_rate_by_position", help_text, rates, "position")
         phases = {(phase,): seconds for phase, seconds in stats.startup_seconds.items()}
         yield self._gauge("talon:startup_seconds", "Duration of each phase of the start.", phases, "phase")
         if stats.worker is not None:
             yield from self._of_worker(stats.worker)
+
+    def _depths(self, stats: SchedulerStats) -> CounterMetricFamily:
+        family = CounterMetricFamily("talon:spec_depth_steps", "Steps with decode rows, by draft depth.", labels=["model_name", "depth"])
+        for depth, count in sorted(stats.spec_depth_steps_total.items()):
+            family.add_metric([self._model, depth], float(count))
+        return family
 
     def _of_worker(self, worker: WorkerInfo) -> Iterable[Metric]:
         """Runs of each graph runner, and whether graphs accept as many drafts as eager steps."""

@@ -18,6 +18,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
         queue_time_sum, queue_time_count: waiting time of all admitted requests, and their number.
         extend_steps, mixed_steps: steps with prompt tokens, and those of them that also held decode rows.
         spec_paused_steps_total: decode steps without drafts because the batch was too large; not counted in `spec`.
+        spec_depth_steps_total: steps with decode rows, by the depth of their drafts; empty without speculation.
         decode: steps without prompt tokens.
         spec: all drafts.
         startup_seconds: duration of each phase of the start.
@@ -43,6 +44,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
     extend_steps: int = 0
     mixed_steps: int = 0
     spec_paused_steps_total: int = 0
+    spec_depth_steps_total: dict[str, int] = {}
     decode: DecodeStats = msgspec.field(default_factory=DecodeStats)
     spec: SpecStats = msgspec.field(default_factory=SpecStats)
     startup_seconds: dict[str, float] = {}

@@ -12,15 +12,20 @@ class SpecStats(msgspec.Struct, array_like=True):
         verify_steps: verify steps, counted per request.
         draft_tokens, accepted_tokens: drafts verified, and accepted.
         accepted_by_position: drafts accepted, by position in the window; empty before the first verify step.
+        skipped_by_position: verify steps that were too shallow for the position; empty where none was.
     """
 
     verify_steps: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_by_position: list[int] = []
+    skipped_by_position: list[int] = []
 
-    def add(self, accept_len: int, draft_tokens: int, max_accept_len: int) -> None:
-        """Count one verify step of `draft_tokens` drafts that committed `accept_len` tokens, bonus included."""
+    def add(self, accept_len: int, draft_tokens: int, max_accept_len: int, depth: int | None = None) -> None:
+        """Count one verify step of `draft_tokens` drafts that committed `accept_len` tokens, bonus included.
+
+        `depth`: K, where it is not `max_accept_len` - 1.
+        """
         if not self.accepted_by_position:
             self.accepted_by_position = [0] * (max_accept_len - 1)
         self.verify_steps += 1
@@ -28,19 +33,24 @@ class SpecStats(msgspec.Struct, array_like=True):
         self.accepted_tokens += accept_len - 1
         for position in range(accept_len - 1):
             self.accepted_by_position[position] += 1
+        if depth is not None and depth < max_accept_len - 1:
+            self.skipped_by_position = self.skipped_by_position or [0] * (max_accept_len - 1)
+            for position in range(depth, max_accept_len - 1):
+                self.skipped_by_position[position] += 1
 
     def copy(self) -> SpecStats:
         """A snapshot."""
-        return SpecStats(self.verify_steps, self.draft_tokens, self.accepted_tokens, [*self.accepted_by_position])
+        lists = [*self.accepted_by_position], [*self.skipped_by_position]
+        return SpecStats(self.verify_steps, self.draft_tokens, self.accepted_tokens, *lists)
 
     def since(self, earlier: SpecStats) -> SpecStats:
         """The difference to `earlier`, a copy of this one."""
-        before = earlier.accepted_by_position or [0] * len(self.accepted_by_position)
         return SpecStats(
             self.verify_steps - earlier.verify_steps,
             self.draft_tokens - earlier.draft_tokens,
             self.accepted_tokens - earlier.accepted_tokens,
-            [now - then for now, then in zip(self.accepted_by_position, before, strict=True)],
+            _difference(self.accepted_by_position, earlier.accepted_by_position),
+            _difference(self.skipped_by_position, earlier.skipped_by_position),
         )
 
     @property
@@ -58,5 +68,13 @@ class SpecStats(msgspec.Struct, array_like=True):
 
     @property
     def accept_rate_by_position(self) -> list[float]:
-        """For each draft position, the share of verify steps that accepted it."""
-        return [count / self.verify_steps for count in self.accepted_by_position] if self.verify_steps else []
+        """For each draft position, the share of verify steps as deep as that which accepted it."""
+        if not self.verify_steps:
+            return []
+        skipped = self.skipped_by_position or [0] * len(self.accepted_by_position)
+        return [count / max(self.verify_steps - less, 1) for count, less in zip(self.accepted_by_position, skipped, strict=True)]
+
+
+def _difference(now: list[int], before: list[int]) -> list[int]:
+    """`now` - `before`, where an empty list holds zeros."""
+    return [a - b for a, b in zip(now, before or [0] * len(now), strict=True)]

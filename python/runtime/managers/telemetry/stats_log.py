@@ -29,11 +29,12 @@ class _Mark:
     prompt: int
     decode: DecodeStats
     spec: SpecStats
+    depths: dict[str, int]
 
     @classmethod
     def of(cls, stats: SchedulerStats, now: float) -> _Mark:
         generated, prompt = stats.generation_tokens_total, stats.prompt_tokens_total
-        return cls(now, generated, stats.steps, prompt, copy(stats.decode), stats.spec.copy())
+        return cls(now, generated, stats.steps, prompt, copy(stats.decode), stats.spec.copy(), {**stats.spec_depth_steps_total})
 
 
 class StatsLog:
@@ -68,6 +69,7 @@ def _line(stats: SchedulerStats, mark: _Mark, now: float) -> str:
             f"Decode batch, #running-req: {stats.num_running_reqs}",
             f"token usage: {stats.token_usage:.2f}",
             *_of_drafts(stats.spec.since(mark.spec)),
+            *_of_depths(stats.spec_depth_steps_total, mark.depths),
             *_of_graphs(stats.decode.since(mark.decode)),
             f"gen throughput (token/s): {(stats.generation_tokens_total - mark.generation) / seconds:.2f}",
             f"prompt (token/s): {(stats.prompt_tokens_total - mark.prompt) / seconds:.2f}",
@@ -85,6 +87,14 @@ def _of_drafts(spec: SpecStats) -> list[str]:
         f"accepted by position: {' '.join(f'{rate:.2f}' for rate in spec.accept_rate_by_position)}",
         f"accepted/drafted: {spec.accepted_tokens}/{spec.draft_tokens}",
     ]
+
+
+def _of_depths(now: dict[str, int], before: dict[str, int]) -> list[str]:
+    """Steps by depth, where there were several depths."""
+    if len(now) < 2:
+        return []
+    steps = ((depth, now[depth] - before.get(depth, 0)) for depth in sorted(now, key=int))
+    return ["steps by depth: " + " ".join(f"{depth}:{count}" for depth, count in steps if count)]
 
 
 def _of_graphs(decode: DecodeStats) -> list[str]:

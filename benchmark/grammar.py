@@ -1,0 +1,204 @@
+"""Structured output: the cost of masks, and throughput and acceptance of the embedded model with and without a schema.
+
+Masks are timed as the worker computes them, for a window of three drafts behind the last committed token. With and without
+a schema the same server answers the same prompts in turns, with the same number of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmark import picture, plots
+from benchmark.embedded_speculation import CONTEXT, Tally, chat_prompts, speculation
+from benchmark.markdown import Result, cell, pick, provenance, table
+from benchmark.record import Record
+from benchmark.sweep import arguments, numbers
+from runtime import Engine
+from runtime.constrained.backends import Vocabulary, make_backend
+from runtime.constrained.constraint import Constraint
+from runtime.constrained.grammar import allowed_tokens, mask_words
+from runtime.constrained.window_masks import WindowMasks
+from runtime.sampling_params import GrammarSpec
+from runtime.text.tokenizer import Tokenizer
+from runtime.text.tokenizer_files import TokenizerFiles
+
+NAME = "grammar"
+KEYS = ("what", "backend", "vocabulary", "speculation", "batch")
+WINDOW = 4
+LARGE_VOCABULARY = 150_000
+STEPS = 60
+MASKED: list[dict[str, Any]] = [
+    {"type": "object"},
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "tags": {"type": "array", "items": {"type": "string"}}},
+        "required": ["name", "age", "tags"],
+    },
+    {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 20},
+    {"type": "array", "items": {"anyOf": [{"type": "number"}, {"type": "string", "format": "date"}]}, "minItems": 20},
+    {"type": "array", "items": {"type": "string", "pattern": "^[A-Z][a-z]{2,9}( [A-Z][a-z]{2,9})?$"}, "minItems": 20},
+]
+"""Schemas whose masks are timed."""
+ANSWER: dict[str, Any] = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"title": {"type": "string", "maxLength": 60}, "answer": {"type": "string", "maxLength": 200}},
+        "required": ["title", "answer"],
+        "additionalProperties": False,
+    },
+    "minItems": 50,
+}
+"""A schema that an answer does not come to the end of."""
+
+
+def large_vocabulary(files: TokenizerFiles, size: int) -> Tokenizer:
+    """The tokenizer of `files` with more tokens, each made of two: as many as larger models have."""
+    definition = json.loads(files.definition)
+    vocab, merges = definition["model"]["vocab"], definition["model"]["merges"]
+    words = [token for token in vocab if token.isalpha() and len(token) > 2]
+    rng, added = np.random.default_rng(0), len(vocab)
+    while added < size:
+        left, right = (words[int(i)] for i in rng.integers(0, len(words), 2))
+        if left + right not in vocab:
+            vocab[left + right], added = added, added + 1
+            merges.append([left, right] if isinstance(merges[0], list) else f"{left} {right}")
+    return Tokenizer(TokenizerFiles(json.dumps(definition), files.named_tokens, files.eos_ids))
+
+
+def mask_times(tokenizer: Tokenizer, backend: str, size: int, steps: int) -> dict[str, float]:
+    """Microseconds that the masks of a window take, and those of one token, on random walks through the schemas."""
+    eos = tokenizer.eos_ids
+    compiler = make_backend(backend, Vocabulary(tokenizer.definition, size, eos, tokenizer.special_tokens, tokenizer.token_bytes))
+    rng, words = np.random.default_rng(1), mask_words(size)
+    windows: list[float] = []
+    singles: list[float] = []
+    for schema in MASKED:
+        constraint = Constraint(compiler.compile(GrammarSpec("json_schema", json.dumps(schema))).matcher(), frozenset(eos))
+        for _ in range(steps):
+            times = []
+            masks, path = WindowMasks(constraint, words), ()
+            for _ in range(WINDOW):
+                began = time.perf_counter()
+                row = masks.row(path)
+                times.append(time.perf_counter() - began)
+                if row is None or not (choices := [t for t in np.flatnonzero(allowed_tokens(row)).tolist() if t not in eos]):
+                    break
+                path = (*path, choices[int(rng.integers(len(choices)))])
+            if len(times) < WINDOW:
+                break
+            singles += times
+            windows.append(sum(times))
+            for token in path[: int(rng.integers(1, WINDOW))]:
+                constraint.commit(token)
+    microseconds = {"per_window_us": windows, "per_token_us": singles}
+    return {name: float(np.median(found)) * 1e6 for name, found in microseconds.items()} | {
+        "p99_us": float(np.quantile(singles, 0.99)) * 1e6
+    }
+
+
+def measure_masks(record: Record, tokenizer_folder: Path, backends: list[str], large: int, steps: int) -> None:
+    """Rows of mask times at the embedded model's vocabulary and at a large one."""
+    files = TokenizerFiles.read(tokenizer_folder)
+    for tokenizer in (Tokenizer(files), large_vocabulary(files, large)):
+        for backend in backends:
+            labels = {"what": "masks", "backend": backend, "vocabulary": tokenizer.vocab_size}
+            record.add(labels | mask_times(tokenizer, backend, tokenizer.vocab_size, steps))
+
+
+def measure_serving(record: Record, shape: str, batches: list[int], new_tokens: int, bursts: int, threads: int | None) -> None:
+    """Rows of one server that answers with and without the schema in turns."""
+    options: dict[str, Any] = {"device": "cpu", "context_length": CONTEXT, "max_running_requests": max(batches), "cpu_threads": threads}
+    free = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    kinds = {"free": free, "schema": {**free, "json_schema": json.dumps(ANSWER)}}
+    with Engine(**options, **speculation(shape)) as engine:
+        asked = chat_prompts(engine)
+        tallies = {(kind, batch): Tally() for batch in batches for kind in kinds}
+        for sampling in kinds.values():  # warm-up: threads, memory pages, the grammar
+            engine.generate(input_ids=asked[-2:], sampling_params=sampling)
+        for batch in batches:
+            for burst in range(bursts):
+                prompts = [asked[(burst * batch + i) % len(asked)] for i in range(batch)]
+                for kind, sampling in kinds.items():
+                    engine.flush_cache()
+                    began = time.perf_counter()
+                    outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
+                    tallies[kind, batch].add(outputs, time.perf_counter() - began)
+    for (kind, batch), tally in tallies.items():
+        labels = {"what": kind, "backend": "llguidance", "speculation": shape, "batch": batch}
+        record.add(labels | {"new_tokens": new_tokens} | tally.figures())
+
+
+def render(result: Result) -> str:
+    """Mask times, then tokens per second and accept length with and without the schema."""
+    rows = result["rows"]
+    masks = [
+        [f"{row['backend']}, {row['vocabulary']:,} tokens", *(row[name] for name in ("per_token_us", "p99_us", "per_window_us"))]
+        for row in rows
+        if row["what"] == "masks"
+    ]
+    header = ["microseconds", "mask, median", "mask, 99th percentile", f"window of {WINDOW}, median"]
+    return "\n".join([table(header, masks), "", summary(result), "", provenance(result)])
+
+
+def summary(result: Result) -> str:
+    """Throughput and accept length with a schema against those without."""
+    lines = []
+    for row in result["rows"]:
+        if row["what"] != "schema":
+            continue
+        free = pick(result["rows"], what="free", speculation=row["speculation"], batch=row["batch"])
+        assert free is not None, "both kinds are measured together"
+        rates = [free["tokens_per_second"], row["tokens_per_second"]]
+        lines.append(
+            [f"{row['speculation']}, batch {row['batch']}", *rates, rates[1] / rates[0], free["accept_length"], row["accept_length"]]
+        )
+    return table(
+        ["steps/topk/draft tokens", "free (tok/s)", "schema (tok/s)", "ratio", "accept length, free", "accept length, schema"], lines
+    )
+
+
+def plot(result: Result, file: Path) -> None:
+    """Tokens per second with and without the schema."""
+    groups: dict[str, dict[str, float | None]] = {}
+    for row in result["rows"]:
+        if row["what"] != "masks":
+            groups.setdefault(f"{row['speculation']}, {cell(row['batch'])}", {})[row["what"]] = row["tokens_per_second"]
+    panel = plots.bars(groups, "", "tokens/s", kind="steps/topk/draft tokens, batch size")
+    picture.draw(result, file, "SmolLM2-135M with and without a JSON schema", [panel])
+
+
+def main() -> None:
+    """Measure, record and plot."""
+    parser = arguments(__doc__)
+    parser.add_argument("--batch", type=numbers, default=[1, 4, 16], help="batch sizes")
+    parser.add_argument("--bursts", type=int, default=3, help="bursts per batch size and kind")
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
+    parser.add_argument("--backends", nargs="+", default=["llguidance"], help="grammar backends whose masks are timed")
+    parser.add_argument("--only", choices=("masks", "serving"), help="measure one part")
+    args = parser.parse_args()
+    large, steps, shapes = LARGE_VOCABULARY, STEPS, ["off", "3/1/4"]
+    if args.quick:
+        args.batch, args.bursts, args.new_tokens, args.threads = [2], 1, 8, 1
+        large, steps, shapes = 50_000, 4, ["3/1/4"]
+    record = Record(NAME, KEYS, args.out, args.quick)
+    if args.only != "serving":
+        from runtime.model_files.model_source import resolve_model
+
+        folder = resolve_model(None, load_format="auto", tokenizer_path=None, revision=None).tokenizer_folder
+        measure_masks(record, Path(folder), args.backends, large, steps)
+    if args.only != "masks":
+        for shape in shapes:
+            measure_serving(record, shape, args.batch, args.new_tokens, args.bursts, args.threads)
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+
+
+if __name__ == "__main__":
+    main()

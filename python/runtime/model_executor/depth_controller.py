@@ -1,0 +1,245 @@
+"""Chooses the depth of each iteration so that accepted tokens per second are the most. On the host; no torch.
+
+The expected tokens of an iteration at each depth come from exponential averages of acceptance by position, its time from
+`IterationCost`. `choose` runs on the thread that submits steps and `observe` on the one that reads them; each writes only
+its own fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.model_executor.iteration_cost import IterationCost
+from runtime.worker_info import DepthClass, DepthInfo
+
+Int64 = npt.NDArray[np.int64]
+HYSTERESIS = 0.015
+"""Another depth is taken if it promises more tokens per second than the current one by this share."""
+PROBE_SHARE = 0.005
+"""Share of the time that probes of other depths may lose."""
+PROBE_DISTANCE = 8
+"""Least iterations between two probes."""
+STALE = 64
+"""A depth that did not run for so many iterations is probed: its time may have changed."""
+MOST_SAVED = 8
+"""Iterations whose time probes may lose in a row, after none for long."""
+FIRST_RATE = 0.6
+"""Acceptance of the first draft, before any is seen."""
+PRIOR = 4.0
+"""Drafts that the estimate from the position before counts for."""
+SHORT, LONG = 16, 256
+"""Windows that the two averages of acceptance remember."""
+LEAST_KEEP_SHORT, LEAST_KEEP_LONG = 0.5, 1 - 1 / 16
+"""What they keep of the past at least in an iteration of many windows."""
+SHIFT, SHIFT_DEVIATIONS = 0.1, 3.5
+"""Acceptance has changed where the two differ by this much, and by so many standard deviations."""
+
+
+class AcceptanceAverages:
+    """Acceptance by position as exponential averages: over many windows, and over few as soon as they differ from those.
+
+    Attributes:
+        expected: tokens that a window commits, bonus included, by depth 0..K.
+    """
+
+    def __init__(self, most_steps: int) -> None:
+        self._most = most_steps
+        self._short, self._long = np.zeros((2, most_steps)), np.zeros((2, most_steps))  # reached, accepted
+        self.expected = self._expected()
+
+    def add(self, accept_lens: npt.NDArray[np.integer], depth: int) -> None:
+        """Count windows of one depth: int [n], each in 1..depth + 1."""
+        if depth == 0 or not len(accept_lens):
+            return
+        at_least = (np.arange(1, self._most + 2) <= accept_lens[:, None]).sum(0)
+        counts = np.stack([at_least[:-1], at_least[1:]])
+        counts[:, depth:] = 0
+        self._short = self._short * self._keep(len(accept_lens), depth, SHORT, LEAST_KEEP_SHORT) + counts
+        self._long = self._long * self._keep(len(accept_lens), depth, LONG, LEAST_KEEP_LONG) + counts
+        if self._shifted():
+            self._long = self._short.copy()
+        self.expected = self._expected()
+
+    def rates(self) -> list[float]:
+        """Acceptance of each position given the ones before; a position that was seldom reached goes by the one before."""
+        found, rate = [], FIRST_RATE
+        for reached, accepted in self._long.T.tolist():
+            rate = (accepted + PRIOR * rate) / (reached + PRIOR)
+            found.append(rate)
+        return found
+
+    def _keep(self, windows: int, depth: int, memory: int, least: float) -> npt.NDArray[np.float64]:
+        """What stays of each position; positions that were not drafted are forgotten more slowly."""
+        keep = max(1 - windows / memory, least)
+        return np.where(np.arange(self._most) < depth, keep, 1 - (1 - keep) / 4)
+
+    def _shifted(self) -> bool:
+        (reached, accepted), (usual_reached, usual_accepted) = self._short[:, 0], self._long[:, 0]
+        if min(reached, usual_reached) < 1:
+            return False
+        rate, usual = accepted / reached, (usual_accepted + 1) / (usual_reached + 2)
+        return abs(rate - usual) > max(SHIFT, SHIFT_DEVIATIONS * (usual * (1 - usual) / reached) ** 0.5)
+
+    def _expected(self) -> tuple[float, ...]:
+        return (1.0, *(1.0 + np.cumprod(self.rates()).cumsum()).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The requests of an iteration, as known before it is submitted.
+
+    Attributes:
+        caps: int [n], the most drafts that each request takes.
+        greedy: bool [n].
+        kv_tokens: upper bound of their KV lengths together.
+    """
+
+    caps: npt.NDArray[np.integer]
+    greedy: npt.NDArray[np.bool_]
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """An iteration that was read.
+
+    Attributes:
+        size: requests, padding included.
+        accept_lens: int [n].
+        caps, greedy, kv_tokens: as in `DecodeRows`.
+        seconds: its time; None where it is not known or not that of usual iterations.
+    """
+
+    depth: int
+    size: int
+    accept_lens: npt.NDArray[np.integer]
+    caps: npt.NDArray[np.integer]
+    greedy: npt.NDArray[np.bool_]
+    kv_tokens: int
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A depth that an iteration could run at: tokens that it is expected to commit, and its expected time."""
+
+    depth: int
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+def best_option(options: Sequence[Option], current: int | None) -> Option:
+    """The option with the most tokens per second; the current depth, if there is one, unless another is clearly better."""
+    best = max(options, key=lambda option: option.rate)
+    held = next((option for option in options if option.depth == current), best)
+    return best if best.rate > held.rate * (1 + HYSTERESIS) else held
+
+
+class DepthController:
+    """Owner of the averages, the cost model and the current depth.
+
+    Attributes:
+        cost: time of an iteration.
+        chosen: iterations by depth.
+    """
+
+    def __init__(self, depths: Sequence[int], cost: IterationCost) -> None:
+        self.cost = cost
+        self.chosen = dict.fromkeys(sorted(depths), 0)
+        self._averages = {greedy: AcceptanceAverages(max(depths)) for greedy in (True, False)}
+        self._current: int | None = None
+        self._steps = self._probed_at = 0
+        self._ran_at = dict.fromkeys(depths, 0)
+        self._saved = self._returned = self._returned_before = 0.0  # seconds that probes may lose; `observe` writes `_returned`
+
+    def choose(self, rows: DecodeRows, sizes: Mapping[int, int]) -> int:
+        """The depth of the next iteration; `sizes`: its requests, padding included, at each depth that it can run at."""
+        tokens = self._tokens(rows)
+        options = [Option(depth, tokens[depth], self.cost.seconds(size, depth, rows.kv_tokens)) for depth, size in sizes.items()]
+        best = best_option(options, self._current)
+        self._current = best.depth
+        self._steps += 1
+        self._save(best.seconds)
+        depth = self._probe(options, best) if len(options) > 1 else best.depth
+        self._ran_at[depth] = self._steps
+        self.chosen[depth] += 1
+        return depth
+
+    def observe(self, read: Observed) -> None:
+        """Learn from an iteration."""
+        if read.seconds is not None:
+            self.cost.observe(read.size, read.depth, read.kv_tokens, read.seconds)
+        if read.depth == 0:
+            return
+        drafted = np.minimum(read.caps, read.depth)
+        for greedy, averages in self._averages.items():
+            own = read.greedy == greedy
+            for depth in np.unique(drafted[own]).tolist():
+                averages.add(read.accept_lens[own & (drafted == depth)], depth)
+        if self._current == 0:  # a probe that accepted drafts saved time
+            self._returned += (float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens)
+
+    def info(self) -> DepthInfo:
+        """Counts, averages and expected times, as they are reported."""
+        sizes = sorted({point.size for point in self.cost.points})
+        return DepthInfo(
+            chosen={str(depth): count for depth, count in self.chosen.items()},
+            greedy=self._class(True),
+            sampled=self._class(False),
+            milliseconds={
+                str(size): {str(depth): round(1e3 * self.cost.seconds(size, depth), 3) for depth in self.chosen} for size in sizes
+            },
+        )
+
+    def _class(self, greedy: bool) -> DepthClass:
+        averages = self._averages[greedy]
+        return DepthClass([round(rate, 4) for rate in averages.rates()], [round(tokens, 3) for tokens in averages.expected])
+
+    def _tokens(self, rows: DecodeRows) -> list[float]:
+        """Tokens that the requests are expected to commit together, by depth 0..K."""
+        most = len(self._averages[True].expected) - 1
+        total = np.zeros(most + 1)
+        for greedy, averages in self._averages.items():
+            caps = rows.caps[rows.greedy == greedy]
+            if len(caps):
+                count = np.bincount(np.minimum(caps, most), minlength=most + 1)
+                for cap in np.flatnonzero(count).tolist():
+                    total += count[cap] * np.array(averages.expected)[np.minimum(np.arange(most + 1), cap)]
+        return total.tolist()
+
+    def _save(self, seconds: float) -> None:
+        """Put a share of the time of an iteration aside for probes, and what they gained."""
+        returned = self._returned
+        self._saved += PROBE_SHARE * seconds + returned - self._returned_before
+        self._saved = min(self._saved, MOST_SAVED * seconds)
+        self._returned_before = returned
+
+    def _probe(self, options: Sequence[Option], best: Option) -> int:
+        """The depth to run: that of `best`, or now and then one that did not run lately, if what it may lose was put aside.
+
+        At depth 0 no draft is seen, so that the shallowest one is always worth a probe.
+        """
+        if self._steps - self._probed_at < PROBE_DISTANCE:
+            return best.depth
+        shallowest = min((option.depth for option in options if option.depth), default=0)
+        candidates = []
+        for option in options:
+            blind = best.depth == 0 and option.depth == shallowest
+            if option.depth != best.depth and (blind or self._steps - self._ran_at[option.depth] >= STALE):
+                tokens = best.tokens if best.depth == 0 else option.tokens
+                candidates.append((option.seconds - tokens / best.rate, option.depth))
+        if not candidates or min(candidates)[0] > self._saved:
+            return best.depth
+        loss, depth = min(candidates)
+        self._saved -= max(loss, 0.0)
+        self._probed_at = self._steps
+        return depth

@@ -1,0 +1,110 @@
+"""What an iteration costs by batch size, depth and context: measured at start-up, refined while serving. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+MEMORY = 200
+"""Iterations over which the scale and the cost of context are averaged."""
+CELL_RATE, FIRST_RUNS = 0.02, 5
+"""Share of an error that a single batch size and depth takes, the scale takes most of it; at first 1 / (runs + `FIRST_RUNS`)."""
+MOST_CELL = math.log(3.0)
+"""The largest correction of a single batch size and depth, as a logarithm."""
+OUTLIER = 2.0
+"""A time further from the expected one than this factor counts as this factor."""
+CONTEXT_UNIT = 32768
+"""Tokens of context that are taken to cost about as much as one plain iteration, until they are measured."""
+PRIOR_SCALE, PRIOR_CONTEXT = 1.0, 0.1
+"""Weights, in iterations, of the start-up measurement and of context that costs nothing."""
+
+LEAST_FIXED = 0.1
+"""Share of the shortest time that does not depend on size or depth, at the least."""
+SWEEPS = 100
+"""Rounds of the fit to the points of the start-up."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostPoint:
+    """The measured time of iterations of `size` requests, padding included, at one depth and a short context."""
+
+    size: int
+    depth: int
+    seconds: float
+
+
+class IterationCost:
+    """Predicts the time of an iteration: scale * table(size, depth) + context tokens * seconds per token.
+
+    The table goes through the points of the start-up. `observe` refines it: scale and seconds per token by least squares
+    with exponential forgetting, and slowly each batch size and depth by itself.
+    """
+
+    def __init__(self, points: Sequence[CostPoint]) -> None:
+        """`points`: at least one; any sizes and depths."""
+        self.points = tuple(points)
+        self._fit = _fitted(self.points)
+        self._ratios = {depth: self._ratios_at(depth) for depth in sorted({point.depth for point in self.points})}
+        self._table: dict[tuple[int, int], float] = {}
+        self._cells: dict[tuple[int, int], float] = {}
+        self._runs: dict[tuple[int, int], int] = {}
+        self._sums = np.zeros(5)  # 1, u, u^2, y, u * y of the regression y = scale + u * context
+        self._scale, self._context = 1.0, 0.0
+        self._unit = self._measured(1, 0) / CONTEXT_UNIT
+
+    def seconds(self, size: int, depth: int, kv_tokens: int = 0) -> float:
+        """The expected time of an iteration of `size` requests, padding included, with `kv_tokens` of context together."""
+        return self._scale * self._at(size, depth) + self._context * self._unit * kv_tokens
+
+    def observe(self, size: int, depth: int, kv_tokens: int, seconds: float) -> None:
+        """Learn from the time of one iteration."""
+        expected, base = self.seconds(size, depth, kv_tokens), self._at(size, depth)
+        seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
+        u, y = self._unit * kv_tokens / base, seconds / base
+        self._sums = self._sums * (1 - 1 / MEMORY) + (1.0, u, u * u, y, u * y)
+        n, su, suu, sy, suy = self._sums.tolist()
+        n, suu, sy = n + PRIOR_SCALE, suu + PRIOR_CONTEXT, sy + PRIOR_SCALE
+        context = max((n * suy - su * sy) / (n * suu - su * su), 0.0)
+        self._scale, self._context = max((sy - su * context) / n, 1e-3), context
+        key = (size.bit_length(), depth)
+        runs = self._runs[key] = self._runs.get(key, 0) + 1
+        cell = self._cells.get(key, 0.0) + max(CELL_RATE, 1 / (runs + FIRST_RUNS)) * math.log(seconds / expected)
+        self._cells[key] = min(max(cell, -MOST_CELL), MOST_CELL)
+
+    def _at(self, size: int, depth: int) -> float:
+        return self._measured(size, depth) * math.exp(self._cells.get((size.bit_length(), depth), 0.0))
+
+    def _measured(self, size: int, depth: int) -> float:
+        """The table as measured at start-up."""
+        if (size, depth) not in self._table:
+            ratios = [float(np.interp(math.log2(size), *ratio)) for ratio in self._ratios.values()]
+            ratio = float(np.interp(depth, list(self._ratios), ratios))
+            self._table[size, depth] = float(_features(size, depth) @ self._fit) * ratio
+        return self._table[size, depth]
+
+    def _ratios_at(self, depth: int) -> tuple[list[float], list[float]]:
+        """The points of one depth: logarithms of their sizes, and measured times over fitted ones."""
+        own = sorted((p for p in self.points if p.depth == depth), key=lambda point: point.size)
+        return [math.log2(p.size) for p in own], [p.seconds / float(_features(p.size, depth) @ self._fit) for p in own]
+
+
+def _features(size: int, depth: int) -> npt.NDArray[np.float64]:
+    """What a time is made of: launches and weights, rows of the target's pass, draft passes, and rows of those."""
+    return np.array([1.0, size * (depth + 1), depth, depth * size])
+
+
+def _fitted(points: Sequence[CostPoint]) -> npt.NDArray[np.float64]:
+    """Least squares of relative errors with coefficients of at least 0, the first above it, by coordinate descent."""
+    x = np.array([_features(p.size, p.depth) / p.seconds for p in points])
+    gram, wanted = x.T @ x, x.sum(0)
+    least = np.array([LEAST_FIXED * min(p.seconds for p in points), 0.0, 0.0, 0.0])
+    fit = least.copy()
+    for _ in range(SWEEPS):
+        for i, step in enumerate(gram.diagonal()):
+            if step > 0:
+                fit[i] = max(fit[i] + (wanted[i] - gram[i] @ fit) / step, least[i])
+    return fit

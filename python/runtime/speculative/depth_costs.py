@@ -1,0 +1,116 @@
+"""The measurement at start-up that the depth controller's cost model begins with."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from runtime.batch import Int32, Pending, RowInit, ScheduleBatch
+from runtime.model_executor.depth_controller import DepthController
+from runtime.model_executor.iteration_cost import CostPoint, IterationCost
+from runtime.model_executor.worker import Worker
+from runtime.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
+SIZES = (1, 4, 16, 64, 256)
+ORDER = (0, 3, 7, 1, 5, 2)
+"""Depths, the most telling ones first."""
+BUDGET = 1.5
+"""Seconds. Points that are expected to take longer than what is left are not measured."""
+ENOUGH = 0.05
+"""An iteration of so many seconds is measured once, shorter ones three times."""
+RUNS = 3
+ROOM = 128
+"""Positions that a request may take in the measurement."""
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def start_controller(worker: Worker) -> None:
+    """Measure iterations of some sizes at all depths, and let a controller choose the depth from now on."""
+    started, control = time.perf_counter(), worker.parts.depths
+    points = list(measure(worker))
+    control.controller = DepthController(list(control.limits), IterationCost(points))
+    seconds = time.perf_counter() - started
+    worker.info().startup_seconds["measure_depths"] = round(seconds, 3)
+    for size in sorted({point.size for point in points}):
+        own = ", ".join(f"K={p.depth} {1e3 * p.seconds:.2f}" for p in sorted(points, key=lambda p: p.depth) if p.size == size)
+        log.info("iteration of %d requests, ms by depth: %s", size, own)
+
+
+def measure(worker: Worker) -> Iterator[CostPoint]:
+    """Time iterations over the first rows and pages, of which nothing is left. One request at depth 0 is always measured."""
+    deadline = time.perf_counter() + BUDGET
+    points: list[CostPoint] = []
+    for size in _sizes(worker):
+        worker.reset()
+        scratch = ScratchRows(worker, size)
+        for depth in [depth for depth in ORDER if worker.parts.depths.limits.get(depth, 0) >= size]:
+            expected = IterationCost(points).seconds(size, depth) if points else 0.0
+            if not points or time.perf_counter() + expected < deadline:
+                points.append(scratch.time(depth))
+                yield points[-1]
+    worker.reset()
+
+
+def _sizes(worker: Worker) -> list[int]:
+    """Batch sizes to measure: one request, the most, and some between; only those that the KV cache holds."""
+    limits = worker.limits
+    pages = -(-ROOM // limits.page_size)
+    most = min(limits.max_running_requests, limits.max_total_tokens // limits.page_size // pages, limits.max_extend_tokens)
+    return [1, *([most] if most > 1 else []), *(size for size in SIZES if 1 < size < most)]
+
+
+class ScratchRows:
+    """Requests of one token each in the first rows, with pages of their own."""
+
+    def __init__(self, worker: Worker, size: int) -> None:
+        self._worker, self._size = worker, size
+        self._rows = np.arange(1, size + 1, dtype=np.int32)
+        self._bounds, self._step = np.ones(size, dtype=np.int32), 0
+        worker.submit(self._prompt()).wait()
+
+    def time(self, depth: int) -> CostPoint:
+        """The shortest time of a few iterations at a depth, one submitted before the one before it is read if that is usual."""
+        found, ahead, last = list[float](), self._worker.limits.overlap, time.perf_counter()
+        with self._worker.parts.depths.forced(depth):
+            pending, submitted = [self._submit(depth)], 1
+            while pending:
+                pending.pop(0).wait()
+                now = time.perf_counter()
+                found.append(now - last)
+                last = now
+                slow = found[0] > ENOUGH
+                while submitted < RUNS and not slow and len(pending) < 1 + ahead:
+                    pending.append(self._submit(depth))
+                    submitted += 1
+        return CostPoint(self._worker.parts.verifier.padded_size(depth, self._size), depth, min(found))
+
+    def _submit(self, depth: int) -> Pending:
+        self._step += 1
+        batch = ScheduleBatch(self._step, self._rows, self._bounds.copy(), np.full(self._size, -1, dtype=np.int32))
+        self._bounds += depth + 1
+        return self._worker.submit(batch)
+
+    def _prompt(self) -> ScheduleBatch:
+        limits, size = self._worker.limits, self._size
+        pages = -(-ROOM // limits.page_size)
+        zeros = np.zeros(size, dtype=np.int32)
+        none = np.empty(0, dtype=np.int32)
+        history: Int32 = zeros[:1]
+        return ScheduleBatch(
+            step=0,
+            rows=self._rows,
+            len_bounds=zeros,
+            top_logprobs=zeros - 1,
+            new_rows=[RowInit(row, 1, GREEDY, 0, none, history) for row in self._rows.tolist()],
+            page_rows=self._rows.repeat(pages),
+            page_cols=np.tile(np.arange(pages, dtype=np.int32), size),
+            page_ids=np.arange(1, size * pages + 1, dtype=np.int32),
+            prefix_lens=zeros,
+            extend_lens=zeros + 1,
+            token_ids=zeros,
+            next_tokens=zeros - 1,
+        )

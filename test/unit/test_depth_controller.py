@@ -1,0 +1,172 @@
+"""The depth controller against an exhaustive simulation of fixed depths, its averages, its probes and its hysteresis."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from runtime.config.synthetic_acceptance import synthetic_acceptance
+from runtime.model_executor.depth_controller import AcceptanceAverages, DecodeRows, DepthController, Observed, Option, best_option
+from runtime.model_executor.iteration_cost import CostPoint, IterationCost
+
+DEPTHS = (0, 1, 2, 3, 5, 7)
+UNCAPPED = 1 << 15
+PLAIN = {1: 4.16, 16: 5.90, 64: 11.66, 256: 35.0}
+DRAFTED = {1: 5.97, 16: 11.07, 64: 26.8, 256: 96.4}
+"""Milliseconds of an iteration of the 8B model without drafts and with three, from the crossover benchmark: batch / (tokens/s / accept
+length)."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A true cost table: straight lines in K between 0 and 3 and beyond, with `more` milliseconds for each further draft."""
+
+    plain: Mapping[int, float]
+    drafted: Mapping[int, float]
+
+    def milliseconds(self, size: int, depth: int) -> float:
+        at0, at3 = (float(np.interp(size, list(points), list(points.values()))) for points in (self.plain, self.drafted))
+        return at0 + (at3 - at0) * depth / 3
+
+
+GPU = Table(PLAIN, DRAFTED)
+CPU = Table({1: 31.5, 2: 48.5, 4: 55.0, 8: 63.2, 16: 94.0}, {1: 46.1, 2: 79.0, 4: 119.5, 8: 157.6, 16: 271.5})
+"""Of the embedded model on two cores, from the same benchmark's figures."""
+
+
+def rates(accept_length: float) -> tuple[float, ...]:
+    """Acceptance of each position: that of a chain of three drafts with this accept length."""
+    return synthetic_acceptance(str(accept_length), 3)[:1] * max(DEPTHS)
+
+
+def controller(table: Table, batch: int, rng: np.random.Generator, error: float = 0.03) -> DepthController:
+    sizes = [size for size in (1, 4, 16, 64, 256) if size <= max(batch, max(table.plain))]
+    points = [CostPoint(s, d, 1e-3 * table.milliseconds(s, d) * (1 + error * rng.standard_normal())) for s in sizes for d in (0, 1, 3, 7)]
+    return DepthController(DEPTHS, IterationCost(points))
+
+
+def run(
+    control: DepthController, table: Table, batch: int, acceptance: Callable[[int], float], rng: np.random.Generator, iterations: int
+) -> tuple[float, float, list[int]]:
+    """Tokens of all requests, seconds, and the depth of each iteration."""
+    tokens, seconds, depths = 0.0, 0.0, []
+    rows = DecodeRows(np.full(batch, UNCAPPED), np.ones(batch, dtype=np.bool_), 300 * batch)
+    for step in range(iterations):
+        depth = control.choose(rows, dict.fromkeys(DEPTHS, batch))
+        accepted = rng.random((batch, depth)) < np.array(rates(acceptance(step))[:depth])
+        lens = 1 + accepted.cumprod(axis=1).sum(axis=1)
+        took = 1e-3 * table.milliseconds(batch, depth)
+        control.observe(Observed(depth, batch, lens, rows.caps, rows.greedy, rows.kv_tokens, took * (1 + 0.03 * rng.standard_normal())))
+        tokens, seconds = tokens + float(lens.sum()), seconds + took
+        depths.append(depth)
+    return tokens, seconds, depths
+
+
+def fixed_rate(table: Table, batch: int, acceptance: Callable[[int], float], depth: int, iterations: int) -> float:
+    """Expected tokens per second at a fixed depth."""
+    counts: dict[float, int] = {}
+    for step in range(iterations):
+        counts[acceptance(step)] = counts.get(acceptance(step), 0) + 1
+    tokens = sum(n * (1 + np.cumprod(rates(length)[:depth]).sum()) for length, n in counts.items()) * batch
+    return float(tokens / (iterations * 1e-3 * table.milliseconds(batch, depth)))
+
+
+def check_against_fixed(table: Table, batch: int, acceptance: Callable[[int], float], iterations: int) -> None:
+    rng = np.random.default_rng(batch)
+    tokens, seconds, depths = run(controller(table, batch, rng), table, batch, acceptance, rng, iterations)
+    best = max(fixed_rate(table, batch, acceptance, depth, iterations) for depth in DEPTHS)
+    plain = fixed_rate(table, batch, acceptance, 0, iterations)
+    rate = tokens / seconds
+    counts = {depth: depths.count(depth) for depth in DEPTHS}
+    assert rate >= 0.97 * best, f"{rate:.0f} against {best:.0f} tokens/s; {counts}"
+    assert rate >= 0.99 * plain, f"{rate:.0f} against {plain:.0f} tokens/s; {counts}"
+
+
+@pytest.mark.parametrize("accept_length", [1.2, 1.6, 2.5, 3.5])
+@pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+def test_steady_acceptance_is_within_three_percent_of_the_best_depth(batch: int, accept_length: float) -> None:
+    check_against_fixed(GPU, batch, lambda step: accept_length, 1600)
+
+
+@pytest.mark.parametrize("accept_length", [1.2, 1.6, 2.5, 3.5])
+@pytest.mark.parametrize("batch", [1, 2, 4, 8, 16])
+def test_a_cpu_is_within_three_percent_of_its_best_depth(batch: int, accept_length: float) -> None:
+    check_against_fixed(CPU, batch, lambda step: accept_length, 1600)
+
+
+@pytest.mark.parametrize("table", [GPU, CPU])
+@pytest.mark.parametrize("batch", [1, 16, 64, 256])
+def test_acceptance_that_falls_and_returns_is_followed(table: Table, batch: int) -> None:
+    if batch <= max(table.plain):
+        check_against_fixed(table, batch, lambda step: 1.2 if 2000 <= step < 4000 else 3.5, 6000)
+
+
+# ---- the parts
+
+
+def test_averages_extrapolate_positions_that_were_not_drafted() -> None:
+    averages = AcceptanceAverages(7)
+    for _ in range(40):
+        averages.add(np.array([1, 2, 3, 3]), 2)  # 3 of 4 accept the first draft, 2 of 3 of those the second
+    rates = averages.rates()
+    assert rates[:2] == pytest.approx([0.75, 2 / 3], abs=0.02)
+    assert rates[2:] == pytest.approx([2 / 3] * 5, abs=0.02)
+    assert averages.expected == pytest.approx((1.0, *(1 + np.cumprod(rates).cumsum())))
+
+
+def test_a_change_of_acceptance_shows_within_a_few_windows() -> None:
+    averages = AcceptanceAverages(3)
+    for _ in range(300):
+        averages.add(np.array([1]), 3)
+    assert averages.rates()[0] < 0.05
+    for _ in range(10):
+        averages.add(np.array([4]), 3)
+    assert averages.rates()[0] > 0.3
+
+
+def test_classes_and_caps_are_counted_apart() -> None:
+    control = DepthController(DEPTHS, IterationCost([CostPoint(1, 0, 1e-3)]))
+    caps, greedy = np.array([1, 7, 7]), np.array([True, True, False])
+    for _ in range(100):
+        control.observe(Observed(3, 3, np.array([2, 4, 1]), caps, greedy, 0, None))
+    info = control.info()
+    assert info.greedy.rates[:3] == pytest.approx([0.99, 0.98, 0.98], abs=0.03), "a cap is no rejection"
+    assert info.sampled.rates[0] < 0.05
+    assert info.greedy.tokens[3] > 3.8 > 1.1 > info.sampled.tokens[3]
+
+
+def test_a_request_with_a_cap_counts_for_no_more_than_its_cap() -> None:
+    flat = IterationCost([CostPoint(1, depth, 1e-3 * (1 + 0.1 * depth)) for depth in DEPTHS])
+    rows = DecodeRows(np.array([0] * 30 + [7]), np.ones(31, dtype=np.bool_), 0)
+    assert DepthController(DEPTHS, flat).choose(rows, dict.fromkeys(DEPTHS, 1)) == 0
+    every = DecodeRows(np.full(31, 7), np.ones(31, dtype=np.bool_), 0)
+    assert DepthController(DEPTHS, flat).choose(every, dict.fromkeys(DEPTHS, 1)) > 1
+
+
+def test_a_slightly_better_depth_does_not_replace_the_current_one() -> None:
+    options = [Option(2, 2.00, 1.0), Option(3, 2.02, 1.0), Option(5, 1.0, 1.0)]
+    assert best_option(options, None).depth == 3
+    assert best_option(options, 2).depth == 2
+    assert best_option(options, 5).depth == 3
+    assert best_option(options, 7).depth == 3, "a depth that cannot run now is not held"
+
+
+@pytest.mark.parametrize("batch", [16, 128, 256])
+def test_probes_cost_less_than_one_percent(batch: int) -> None:
+    rng = np.random.default_rng(0)
+    tokens, seconds, depths = run(controller(GPU, batch, rng), GPU, batch, lambda step: 1.0, rng, 3000)
+    settled = depths[500:]
+    assert 0 < len(settled) - settled.count(0) < 0.1 * len(settled)
+    assert tokens / seconds >= 0.99 * fixed_rate(GPU, batch, lambda step: 1.0, 0, 3000)
+
+
+def test_the_depth_does_not_flap() -> None:
+    """Single probes aside."""
+    rng = np.random.default_rng(1)
+    _, _, depths = run(controller(GPU, 32, rng), GPU, 32, lambda step: 2.5, rng, 3000)
+    steady = [a for a, b in itertools.pairwise(depths[500:]) if a == b]
+    assert sum(a != b for a, b in itertools.pairwise(steady)) < 0.01 * len(steady)

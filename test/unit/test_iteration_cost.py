@@ -1,0 +1,69 @@
+"""The cost model of iterations: what it interpolates from few points, and what it learns while serving."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from runtime.model_executor.iteration_cost import CostPoint, IterationCost
+
+
+def true_seconds(size: int, depth: int) -> float:
+    """Weights, rows of the verify pass, and draft passes."""
+    return 4e-3 + 6e-5 * size * (depth + 1) + depth * (3e-4 + 1e-6 * size)
+
+
+POINTS = [CostPoint(size, depth, true_seconds(size, depth)) for size in (1, 16, 64) for depth in (0, 3, 7)]
+
+
+def test_measured_points_are_kept_and_others_interpolated() -> None:
+    cost = IterationCost(POINTS)
+    for point in POINTS:
+        assert cost.seconds(point.size, point.depth) == pytest.approx(point.seconds)
+    for size in (2, 5, 32, 48, 128, 256):
+        for depth in (0, 1, 2, 3, 5, 7):
+            assert cost.seconds(size, depth) == pytest.approx(true_seconds(size, depth), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "points", [POINTS[:1], POINTS[:2], POINTS[3:5], [CostPoint(1, 0, 0.1), CostPoint(1, 3, 0.003), CostPoint(4, 3, 0.003)]]
+)
+def test_few_or_strange_points_still_give_positive_times(points: list[CostPoint]) -> None:
+    cost = IterationCost(points)
+    assert all(cost.seconds(size, depth) > 0 for size in (1, 7, 256) for depth in range(8))
+    assert cost.seconds(256, 7) >= cost.seconds(1, 0) * 0.02
+
+
+def test_a_slower_machine_scales_every_depth() -> None:
+    cost, rng = IterationCost(POINTS), np.random.default_rng(0)
+    for _ in range(400):
+        cost.observe(16, 3, 2000, 1.5 * true_seconds(16, 3) * (1 + 0.03 * rng.standard_normal()))
+    for size, depth in ((16, 0), (16, 3), (16, 7), (1, 0)):
+        assert cost.seconds(size, depth, 2000) == pytest.approx(1.5 * true_seconds(size, depth), rel=0.12)
+
+
+def test_the_time_of_context_is_added_to_every_depth() -> None:
+    cost, rng = IterationCost(POINTS), np.random.default_rng(0)
+    context = 1.5e-7
+    for step in range(600):
+        kv_tokens = 8000 + 150 * step
+        cost.observe(8, 3, kv_tokens, (true_seconds(8, 3) + context * kv_tokens) * (1 + 0.02 * rng.standard_normal()))
+    for depth in (0, 3, 7):
+        assert cost.seconds(8, depth, 100_000) == pytest.approx(true_seconds(8, depth) + context * 100_000, rel=0.1)
+
+
+def test_a_wrong_point_is_corrected_by_runs_at_that_depth() -> None:
+    wrong = [CostPoint(p.size, p.depth, p.seconds * (1.4 if p.depth == 0 else 1.0)) for p in POINTS]
+    cost = IterationCost(wrong)
+    for step in range(2000):
+        depth = 0 if step % 8 == 0 else 3
+        cost.observe(16, depth, 0, true_seconds(16, depth))
+    assert cost.seconds(16, 0) / cost.seconds(16, 3) == pytest.approx(true_seconds(16, 0) / true_seconds(16, 3), rel=0.05)
+
+
+def test_one_outlier_changes_little() -> None:
+    cost = IterationCost(POINTS)
+    for _ in range(100):
+        cost.observe(16, 0, 0, true_seconds(16, 0))
+    cost.observe(16, 0, 0, 100.0)
+    assert cost.seconds(16, 0) == pytest.approx(true_seconds(16, 0), rel=0.03)

@@ -1,8 +1,9 @@
 """How early the drift alarm reports graphs that lose acceptance, and how rarely it is wrong.
 
 Acceptance of the embedded model is recorded once, request by request. The simulation draws iterations of B requests from
-that record; graphs with a fault accept fewer first drafts. The live row is the embedded model itself with one slot error
-put into the draft-extend graph runner: each token's draft KV goes to the slot of its left neighbour in the window.
+that record; graphs with a fault accept fewer first drafts. The live row is the embedded model itself, 16 requests
+together, with an error put into the draft-extend graph runner: the next drafts start from the slot behind the last
+accepted one.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def session(prompts: int, new_tokens: int) -> Session:
     from runtime.speculative.build import build_speculative_worker
 
     flags = ["--device", "cpu", "--speculative-algorithm", "EAGLE3", "--max-running-requests", "16", "--log-level", "warning"]
+    flags += ["--speculative-disable-by-batch-size", "16"]
     shape = ["--speculative-num-steps", str(STEPS), "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(STEPS + 1)]
     config, model_config = prepare(parse([*flags, *shape]).args)
     ids = tokenised(Tokenizer.load(config.model.tokenizer_path), read_prompts(Options(EMBEDDED_PROMPTS, prompts, new_tokens)))
@@ -62,14 +64,15 @@ def record_acceptance(run: Session) -> Lens:
 
 
 def live(run: Session) -> dict[str, Any]:
-    """Run the prompts again with the slot error in replays of draft-extend; iterations until the alarm."""
+    """Run the prompts again with the wrong slot in replays of draft-extend; iterations until the alarm."""
     worker = run.worker
     (extend,) = [runner for runner in worker.runners if runner.spec.name == "draft extend"]
     replay = extend.run
 
     def off_by_one(batch: Any, variant: str = "", eager: bool = False) -> Any:
         if not eager:
-            batch.out_cache_loc.copy_(batch.out_cache_loc.view(batch.batch_size, -1).roll(-1, dims=1).flatten())
+            lens = extend.inputs(batch.batch_size)["accept_lens"]
+            lens.copy_(lens % (STEPS + 1) + 1)
         return replay(batch, variant, eager)
 
     extend.run = off_by_one
@@ -185,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--iterations", type=int, default=10_000_000, help="of the run without a fault, for each batch size")
     args = parser.parse_args(argv)
-    prompts, new_tokens, runs = (4, 60, 2) if args.quick else (80, 200, 40)
+    prompts, new_tokens, runs = (4, 60, 2) if args.quick else (64, 96, 40)
     iterations = 2_000 if args.quick else args.iterations
     record = Record(NAME, KEYS, args.out, args.quick)
     run = session(prompts, new_tokens)

@@ -202,8 +202,17 @@ class _Server:
         )
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self.config.server.api_key else ""
         served = f"{self.config.model.served_model_name} ({self.config.weights} weights)"
-        print(f"talon: ready after {time.monotonic() - self.start:.1f} s, serving {served} at {url}")
-        print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}", flush=True)
+        say(f"talon: ready after {time.monotonic() - self.start:.1f} s, serving {served} at {url}")
+        say(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}")
+
+
+def say(line: str) -> None:
+    """Print a line; a full or closed stdout is logged and does not end the server."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        log.warning("cannot write to stdout: %s", error.strerror or error)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout at exit, and fails again
 
 
 async def _first(*work: object) -> None:

@@ -51,24 +51,25 @@ def test_evidence_has_mean_one_where_nothing_differs(eager: int, graph: int) -> 
         assert chances @ values == pytest.approx(np.ones(len(LOG_ODDS)))
 
 
-@pytest.mark.parametrize(("batch", "median", "worst"), [(1, 200, 500), (4, 80, 200), (32, 40, 200)])
+@pytest.mark.parametrize(("batch", "median", "worst"), [(8, 150, 200), (16, 100, 200), (32, 100, 200)])
 def test_an_error_in_the_draft_extend_slots_is_reported_within_two_hundred_iterations(batch: int, median: int, worst: int) -> None:
     found = [Traffic(batch, seed).run(worst, FAULTY) for seed in range(15)]
     assert None not in found
     assert np.median(np.array(found, dtype=np.float64)) <= median
 
 
-@pytest.mark.parametrize("batch", [16, 64])
+@pytest.mark.parametrize("batch", [32, 64])
 def test_a_fall_of_five_points_is_reported_within_five_thousand_iterations(batch: int) -> None:
     assert None not in [Traffic(batch, seed).run(5_000, (0.34, *RATES[1:])) for seed in range(3)]
 
 
-@pytest.mark.parametrize("batch", [1, 32])
-def test_graphs_that_go_wrong_later_are_noticed_as_early(batch: int) -> None:
+@pytest.mark.parametrize(("batch", "most"), [(1, 800), (32, 200)])
+def test_graphs_that_go_wrong_later_are_noticed_as_early(batch: int, most: int) -> None:
+    """A fall of acceptance through graphs asks for samples at once."""
     traffic = Traffic(batch, seed=3)
     assert traffic.run(20_000, RATES) is None
-    assert traffic.eager < traffic.iterations / 20
-    assert traffic.run(400 if batch == 1 else 200, FAULTY) is not None
+    assert traffic.eager < traffic.iterations / 100
+    assert traffic.run(most, FAULTY) is not None
 
 
 @pytest.mark.parametrize("batch", [1, 32])
@@ -140,7 +141,15 @@ def test_samples_become_rare_and_the_iteration_before_them_is_announced(batch: i
     flags = [schedule.next(batch, suspicious=False) for _ in range(40_000)]
     sampled = np.array([one for one, _ in flags])
     assert [two for _, two in flags[:-1]] == sampled[1:].tolist()
-    assert sampled[:200].mean() > 2 * sampled[200:2_000].mean() > 4 * sampled[-20_000:].mean()
-    assert sampled[-20_000:].mean() == pytest.approx(1 / 512, rel=0.6)
+    assert sampled[:200].mean() > 4 * sampled[-20_000:].mean()
+    assert sampled[:200].sum() <= 9
+    assert sampled[-20_000:].mean() == pytest.approx(1 / 512, rel=0.1)
     again = np.array([schedule.next(batch, suspicious=True)[0] for _ in range(200)])
-    assert again.mean() >= 0.8 * sampled[:200].mean()
+    assert again.mean() >= 1 / 17
+
+
+def test_ranks_that_read_no_results_sample_alike() -> None:
+    one, other = SampleSchedule(adaptive=False), SampleSchedule(adaptive=False)
+    flags = [one.next(4, suspicious=i % 3 == 0) for i in range(5_000)]
+    assert flags == [other.next(4, suspicious=False) for _ in range(5_000)]
+    assert sum(sampled for sampled, _ in flags) == 5_000 // 512

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -108,7 +109,7 @@ def test_a_slot_costs_what_target_and_draft_keep_in_it(tmp_path: Path, monkeypat
 
 def test_kv_on_a_cpu_takes_the_given_or_a_bounded_share(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SimpleNamespace(total=16 << 30, available=12 << 30)
-    monkeypatch.setattr(build.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
 
     def tokens(share: float | None) -> int:
         return plan_kv(make_context(tiny_runtime(max_total_tokens=None, mem_fraction_static=share)), 0, {}, 1 << 20, 1).num_pages

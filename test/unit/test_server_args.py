@@ -45,9 +45,9 @@ OUR_FLAGS = re.findall(
     """
     shutdown-timeout speculative-draft-load-format speculative-draft-attention-backend disable-draft-extend-cuda-graph
     disable-draft-decode-cuda-graph speculative-synthetic-accept-length speculative-check-parity trust-request-chat-template profile
-    distributed-executor-backend cpu-threads max-queued-tokens max-body-mib max-parse-ms max-logprob-cells queue-timeout request-timeout max-priority
-    speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins
-    download-dir log-level-http
+    cpu-threads max-queued-tokens max-body-mib max-parse-ms max-logprob-cells queue-timeout request-timeout max-priority
+    speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins allowed-hosts
+    download-dir log-level-http distributed-executor-backend
     """,
 )
 
@@ -438,6 +438,7 @@ SAME_NAME: dict[str, object] = {
 }  # fmt: skip
 """Flags with a field of the same name; None for those that come from the model's facts or have tests of their own."""
 OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object], object]] = {
+    "allowed_hosts": ({"allowed_hosts": "a.example, b.example"}, lambda c: c.server.allowed_hosts, ("a.example", "b.example")),
     "allow_origins": (
         {"allow_origins": "https://a.example, http://b:3000/"}, lambda c: c.server.allow_origins, ("https://a.example", "http://b:3000")
     ),

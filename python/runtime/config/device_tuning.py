@@ -22,6 +22,7 @@ class CpuTuning:
         chunked_prefill_size: prompt tokens of one step.
         kv_share: share of the free memory that the KV cache may take.
         kv_bytes: most bytes of the KV cache.
+        group_headroom: bytes that the memory plan leaves to requests in a control group with a limit.
         saturating_tokens: prompt tokens below which a pass takes longer per token, because it is bound by reading (and
             widening) the weights.
     """
@@ -30,6 +31,7 @@ class CpuTuning:
     chunked_prefill_size: int = 512
     kv_share: float = 0.25
     kv_bytes: int = 4 << 30
+    group_headroom: int = 128 << 20
     saturating_tokens: int = 256
 
 

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+from runtime.config.host_memory import host_memory
 
 _CC_MAJOR, _CC_MINOR, _NUM_SMS, _MEMORY_KHZ, _BUS_BITS = 75, 76, 16, 36, 37
 """Of the CUDA driver API's CU_DEVICE_ATTRIBUTE_*: COMPUTE_CAPABILITY_MAJOR and _MINOR, MULTIPROCESSOR_COUNT,
@@ -58,7 +58,7 @@ class MachineFacts:
 def probe() -> MachineFacts:
     """Find out what the machine has. Never fails: what cannot be found out counts as absent."""
     packages = frozenset(name for name in KERNEL_PACKAGES if importlib.util.find_spec(name) is not None)
-    return MachineFacts(cores=_cores(), memory=_memory(), gpus=_gpus(), packages=packages)
+    return MachineFacts(cores=_cores(), memory=host_memory().total, gpus=_gpus(), packages=packages)
 
 
 def _cores() -> int:
@@ -67,12 +67,6 @@ def _cores() -> int:
     if quota.isdigit() and period.isdigit() and int(period) > 0:
         allowed = min(allowed, -(-int(quota) // int(period)))
     return max(1, allowed)
-
-
-def _memory() -> int:
-    total = psutil.virtual_memory().total
-    limit = _cgroup("memory.max")
-    return min(total, int(limit)) if limit.isdigit() else total
 
 
 def _cgroup(name: str) -> str:

@@ -189,6 +189,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     strict_request_fields: bool = False
     protect_metrics: bool = False
     allow_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):

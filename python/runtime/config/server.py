@@ -40,6 +40,7 @@ def resolve_server(args: ServerArgs, context_length: int) -> ServerConfig:
         strict_request_fields=args.strict_request_fields,
         protect_metrics=args.protect_metrics,
         allow_origins=_origins(args),
+        allowed_hosts=tuple(name.strip() for name in (args.allowed_hosts or "").split(",") if name.strip()),
         embedding_pooling=args.embedding_pooling,
         enable_metrics=args.enable_metrics,
         log_level=args.log_level,

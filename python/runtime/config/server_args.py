@@ -72,6 +72,8 @@ class ServerArgs:
     """Ask for the key at /metrics and /health_generate too; without this flag they are open to probes."""
     allow_origins: str | None = _flag(SERVER, None, "ORIGINS")
     """Origins whose web pages may use the API, separated by commas, such as https://app.example; * allows all."""
+    allowed_hosts: str | None = _flag(SERVER, None, "HOSTS")
+    """Public host names by which clients without a key reach the server, separated by commas; * allows all."""
     max_queued_requests: int = _flag(SERVER, 4096, "N")
     """Requests that may wait; further requests are answered with status 429."""
     max_queued_tokens: int | None = _flag(SERVER, None, "TOKENS")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from runtime.config.host_memory import host_memory
 from runtime.config.machine import probe
 from runtime.config.model_facts import ModelFacts
 from runtime.config.resolve import check, resolve
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.server_args import ServerArgs
 from runtime.config.speculative import with_embedded_draft
+from runtime.entrypoints.memory_check import check_memory
 from runtime.model_files.embedded import SAMPLING as EMBEDDED_SAMPLING
 from runtime.model_files.model_source import DRAFT_FLAGS, ModelSource, resolve_model, resolve_weights
 from runtime.models.config import ModelConfig
@@ -50,6 +52,7 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
     if speculative is not None and speculative.algorithm != "NGRAM":
         assert speculative.draft_model_path is not None
         load_draft_config(speculative.draft_model_path, speculative.algorithm, model_config)  # refuse it before loading weights
+    check_memory(config, model_config, host_memory())
     return config, model_config
 
 

@@ -28,10 +28,10 @@ class AcceptanceMonitor:
     """
 
     def __init__(self, num_steps: int, adaptive: bool = True) -> None:
-        """`adaptive`: whether suspicion makes samples more frequent. Not where ranks that read no results must choose alike."""
-        self._num_steps, self._adaptive = num_steps, adaptive
+        """`adaptive`: see `SampleSchedule`."""
+        self._num_steps = num_steps
         self._sampling = num_steps > 0
-        self.schedule = SampleSchedule()
+        self.schedule = SampleSchedule(adaptive)
         self.reset()
 
     def reset(self) -> None:
@@ -42,7 +42,7 @@ class AcceptanceMonitor:
 
     def next_iteration(self, live: int) -> tuple[bool, bool]:
         """Count an iteration of `live` requests. Returns whether it may be in the eager sample, and whether the next may."""
-        return self.schedule.next(live, self._adaptive and self.alarm.suspicious) if self._sampling else (False, False)
+        return self.schedule.next(live, self.alarm.suspicious) if self._sampling else (False, False)
 
     @contextmanager
     def without_sample(self) -> Iterator[None]:

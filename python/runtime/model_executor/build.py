@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import psutil
 import torch
 
 from runtime.batch import CostModel, WorkerLimits
 from runtime.config.device_tuning import CPU
+from runtime.config.host_memory import host_memory
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.errors import ConfigError
@@ -343,7 +343,9 @@ def plan_kv(
     if context.device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
     else:
-        free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
+        memory = host_memory()
+        # Other processes of the group grow too, and a group that runs out of memory is killed.
+        free, total = memory.available - CPU.group_headroom * (memory.cgroup is not None), memory.total
         if wanted is None and cache.mem_fraction_static is None:
             most = min(int(free * CPU.kv_share), CPU.kv_bytes) // context.config.parallel.ranks_per_node // bytes_per_slot
             # A step writes past the end of the context, so one short request needs more than its own context.

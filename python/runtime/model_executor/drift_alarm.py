@@ -24,12 +24,16 @@ FALSE_ALARM_ITERATIONS = 1e7
 """Iterations in which one false alarm is expected, at the most."""
 LOG_ODDS = np.array([-3.0, -1.2, -0.5, -0.2, 0.2, 0.5, 1.2, 3.0])
 """The differences that the test looks for: log odds of an eager draft's acceptance minus those through graphs."""
-SUSPICION = 0.7
-"""Evidence, in nats, from which samples are as frequent as in the beginning."""
+SUSPICION = 0.6
+"""Evidence, in nats, from which about half of the iterations are sampled."""
+FEW_REQUESTS, CAUTION = 4, 0.5
+"""Drafts of few requests that follow each other in one text go well or badly together, so blocks of at most this many
+requests count by this factor only."""
 MIN_GAP = 0.02
 """A smaller difference of acceptance is never reported."""
-DENSE_BLOCKS = 12
-"""Blocks at the start that follow each other at once."""
+FIRST_GAP, FIRST_BLOCKS = 60, 2
+"""Iterations between the first blocks, and their number. The gap doubles after them; with few requests, whose eager
+iterations cost the most beside their replays, it is at its end at once."""
 RARE_SHARE = 512
 """In the end one iteration in this many is eager."""
 FALL, FALL_DEVIATIONS = 0.15, 4.0
@@ -103,6 +107,7 @@ class DriftAlarm:
         if not graph.iterations or not eager.iterations:
             return self._evidence, self._counts
         evidence, counts = np.maximum(self._evidence, 0.0), []
+        weight = CAUTION if graph.iterations <= FEW_REQUESTS * len(self._graph) else 1.0
         for i in range(self._num_steps):
             fresh = not self._evidence[i].max() > 0
             both = self._counters()
@@ -111,7 +116,7 @@ class DriftAlarm:
                 if not fresh:
                     both[side].merge(self._counts[i][side])
             counts.append(both)
-            evidence[i] += block_evidence(*(int(n[i]) for c in (eager, graph) for n in (c.accepted, c.reached)))
+            evidence[i] += weight * block_evidence(*(int(n[i]) for c in (eager, graph) for n in (c.accepted, c.reached)))
         return evidence, counts
 
 
@@ -166,15 +171,22 @@ def _mean_evidence(evidence: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]
 
 
 class SampleSchedule:
-    """Chooses the iterations that run eagerly: many while evidence is thin, few later, many again under suspicion."""
+    """Chooses the iterations that run eagerly: some at first, few later, many under suspicion.
 
-    def __init__(self) -> None:
+    An eager iteration takes up to five times as long as a replay, so even the first 200 iterations have only six of them.
+
+    Args:
+        adaptive: whether the frequency changes. Not where ranks that read no results must choose alike.
+    """
+
+    def __init__(self, adaptive: bool = True) -> None:
+        self._adaptive = adaptive
         self._now = self._blocks = 0
-        self._length, self._start = 1, 0
-        self._share = 1.0
+        self._length, self._start = 1, FIRST_GAP if adaptive else RARE_SHARE
 
     def next(self, live: int, suspicious: bool) -> tuple[bool, bool]:
         """Count an iteration of `live` requests. Returns whether it is eager, and whether the next one is."""
+        suspicious = suspicious and self._adaptive
         self._now += 1
         if self._now >= self._start + self._length:
             self._plan(live, suspicious)
@@ -187,9 +199,12 @@ class SampleSchedule:
 
     def _plan(self, live: int, suspicious: bool) -> None:
         """Set the next block, which begins now. Few requests give few drafts, so more of their iterations are eager."""
-        self._length = 8 if live <= 4 else 4 if live <= 16 else 2 if live <= 32 else 1
+        if suspicious:
+            self._length = 8 if live <= FEW_REQUESTS else 4 if live <= 16 else 2 if live <= 32 else 1
+            self._start = self._now + BLOCK_ITERATIONS + 1 - self._length
+            return
         self._blocks += 1
-        if self._blocks > DENSE_BLOCKS:
-            self._share = min((2 if live <= 4 else 1.4) * self._share, RARE_SHARE)
-        dense = BLOCK_ITERATIONS + 1 - self._length
-        self._start = self._now + (dense if suspicious else max(dense, round(self._share * self._length)))
+        self._length = 1 if live > 32 or not self._adaptive else 3
+        rare, later = RARE_SHARE * self._length, self._blocks - FIRST_BLOCKS
+        gap = FIRST_GAP if later < 0 else rare if live <= FEW_REQUESTS else min(round(FIRST_GAP * 1.3**later), rare)
+        self._start = self._now + (gap if self._adaptive else RARE_SHARE - 1)

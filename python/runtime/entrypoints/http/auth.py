@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.entrypoints.http.responses import error_response
 from runtime.errors import Unauthorized
+from runtime.managers.client import CURRENT, Client
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 PROBE_PATHS = frozenset({"/health_generate", "/metrics"})
@@ -23,7 +24,7 @@ ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/start_profile", "/s
 
 
 class KeyGate:
-    """ASGI middleware that answers 401 without the right key.
+    """ASGI middleware that answers 401 without the right key, and names the client by its key.
 
     The admin key opens all paths. The API key opens all paths, except `ADMIN_PATHS` if an admin key is set. Without keys all
     paths are open; with only an admin key, only `ADMIN_PATHS` need it.
@@ -53,7 +54,10 @@ class KeyGate:
         given = hashlib.sha256(key.strip().encode()).digest()
         # Compare all keys, so that the time does not depend on which key is close.
         fits = [hmac.compare_digest(given, want) for want in keys]
-        return any(fits)
+        if not any(fits):
+            return False
+        CURRENT.set(Client(f"key {given.hex()[:12]}"))
+        return True
 
     def _keys_for(self, path: str) -> list[bytes]:
         """Digests of the keys that open `path`; an empty list means that it is open."""

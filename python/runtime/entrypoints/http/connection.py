@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 
 import h11
@@ -15,7 +16,12 @@ from runtime.entrypoints.http.responses import error_form
 HEADER_SECONDS = 10.0
 """From the connection, or from the end of the last answer, to the end of the next headers."""
 WRITE_SECONDS = 30.0
-"""How long a client may leave a full buffer unread."""
+READ_BYTES = 16 * 1024
+"""A client with a full buffer must read this much in each `WRITE_SECONDS`."""
+PIPELINED_BYTES = 64 * 1024
+"""How much of the next request is read while one is answered; reading on is how the end of a connection is noticed."""
+RESERVED_FILES = 64
+"""Files kept for the server itself; when no more are left, new connections replace idle ones."""
 LINGER_SECONDS = 1.0
 """How long data from a refused client is read and dropped."""
 MAX_HEADER_BYTES = 32 * 1024
@@ -29,10 +35,15 @@ class BoundedConnection(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _refused = False
+    opened = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the header timer."""
+        """Start the header timer. If connections take all files, the one that has been idle for longest makes room."""
         super().connection_made(transport)
+        sock: socket.socket | None = transport.get_extra_info("socket")
+        self.opened = self.loop.time()
+        if sock is not None and sock.fileno() >= file_limit() - RESERVED_FILES:
+            self._make_room()
         _send_at_once(transport)
         self._watch()
 
@@ -41,7 +52,24 @@ class BoundedConnection(H11Protocol):
         if self._refused:
             return
         super().data_received(data)
+        self._read_on()
         self._watch()
+
+    def _read_on(self) -> None:
+        """Keep reading while a request is answered, though the next one has begun: uvicorn would not see the client leave."""
+        if self.conn.their_state is h11.DONE and self.flow.read_paused and len(self.conn.trailing_data[0]) < PIPELINED_BYTES:
+            self.flow.resume_reading()
+
+    def _make_room(self) -> None:
+        """Close the idle connection that was opened first, or this one if all others are busy."""
+        others = (one for one in self.connections if isinstance(one, BoundedConnection) and one is not self and one.idle)
+        oldest = min(others, key=lambda one: one.opened, default=self)
+        oldest.transport.abort()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers."""
@@ -52,8 +80,7 @@ class BoundedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        waiting = self.cycle is None or self.cycle.response_complete
-        if not waiting or self.transport.is_closing():
+        if not self.idle or self.transport.is_closing():
             self._stop()
         elif self._deadline is None:
             self._deadline = self.loop.call_later(HEADER_SECONDS, self._expire)
@@ -65,11 +92,14 @@ class BoundedConnection(H11Protocol):
 
     def _expire(self) -> None:
         self._deadline = None
-        if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
+        if self.idle and not self.transport.is_closing():
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """Answer data that is not an HTTP request; headers over the limit get 431."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # what it still sends is dropped
+            self.cycle.message_event.set()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
             return
@@ -90,10 +120,13 @@ class BoundedConnection(H11Protocol):
     # ---- slow readers
 
     def pause_writing(self) -> None:
-        """64 KiB are unread; the client has `WRITE_SECONDS` to read most of them."""
+        """64 KiB or more are unread."""
         super().pause_writing()
         if self._stalled is None:
-            self._stalled = self.loop.call_later(WRITE_SECONDS, self._cut)
+            self._expect_reading()
+
+    def _expect_reading(self) -> None:
+        self._stalled = self.loop.call_later(WRITE_SECONDS, self._cut_if_stalled, self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         """The client has caught up."""
@@ -102,10 +135,17 @@ class BoundedConnection(H11Protocol):
             self._stalled.cancel()
             self._stalled = None
 
-    def _cut(self) -> None:
-        # close() would wait until the client has read the buffer.
+    def _cut_if_stalled(self, before: int) -> None:
         self._stalled = None
-        self.transport.abort()
+        if self.transport.get_write_buffer_size() <= before - READ_BYTES:
+            self._expect_reading()
+        else:
+            self.transport.abort()  # close() would wait until the client has read the buffer
+
+
+def file_limit() -> int:
+    """Files that this process may open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def _send_at_once(transport: asyncio.Transport) -> None:

@@ -56,7 +56,10 @@ class BodyLimits:
 
 
 class HeaderLimit:
-    """ASGI middleware that refuses large headers. The parser bounds only headers that arrive in several reads."""
+    """ASGI middleware that refuses large headers, and bodies with two lengths.
+
+    The parser bounds only headers that arrive in several reads.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -65,6 +68,12 @@ class HeaderLimit:
         """Pass the request on or answer 431."""
         if scope["type"] == "http" and _head_bytes(scope) > MAX_HEADER_BYTES:
             await error_response(HeadersTooLarge(HEADERS_TOO_LARGE), scope["path"])(scope, receive, send)
+            return
+        if scope["type"] == "http" and {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            # A proxy may see another end of the body than this server, and pass a hidden request on (RFC 9112, 6.1).
+            answer = error_response(BadBody("Content-Length and Transfer-Encoding exclude each other."), scope["path"])
+            answer.headers["Connection"] = "close"
+            await answer(scope, receive, send)
             return
         await self.app(scope, receive, send)
 

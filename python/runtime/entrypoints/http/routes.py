@@ -51,17 +51,19 @@ Responses = dict[int | str, dict[str, Any]]
 ERRORS = {
     400: "The request is wrong; the message says what to change.",
     401: "The API key is missing or wrong.",
+    403: "A page of another origin sent the request, or its Host is not a name of this server.",
     404: "This server has no such model or response, or the endpoint is switched off.",
     408: "The body of the request did not arrive in time.",
     409: "Requests are running, so the cache cannot be flushed.",
-    413: "The body of the request is too large.",
+    413: "The body of the request is too large, or has too many values.",
+    415: "The body is not declared as JSON.",
     429: "The queue is full.",
     431: "The headers are too large.",
     500: "The server failed.",
     503: "The server is not ready, is shutting down, or has lost a process, or the request waited too long.",
     504: "The request took too long.",
 }
-OF_ALL = (400, 401, 431, 500)
+OF_ALL = (400, 401, 403, 431, 500)
 """Any endpoint can answer with these: they come from the connection, the limits, the keys, or a fault."""
 EVENT = {"type": "string", "description": "A JSON object; `[DONE]` in the last event."}
 STREAM = {"text/event-stream": {"schema": {"type": "object", "required": ["data"], "properties": {"data": EVENT}}}}
@@ -90,6 +92,7 @@ def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> Non
         ("/v1/models/{model:path}", model.one_model, ModelCard, (404,)),
     ):
         app.add_api_route(path, handler, response_model=answer, responses=_errors(*statuses))
+        app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
     app.add_api_route("/flush_cache", admin.flush_cache, methods=["POST"], response_model=Flushed, responses=_errors(409, 503))
     for path, handler in (
         ("/flush_cache", admin.flush_cache), ("/start_profile", admin.begin_profile), ("/stop_profile", admin.end_profile)
@@ -110,7 +113,7 @@ def _add_posts(app: FastAPI, admin: AdminApi, tokens: TokenApi) -> None:
         ("/start_profile", admin.start_profile, ProfileStarted),
         ("/stop_profile", admin.stop_profile, ProfileWritten),
     ):
-        _add_body_route(app, path, handler, answer, _errors(408, 413, 503))
+        _add_body_route(app, path, handler, answer, _errors(408, 413, 415, 503))
 
 
 def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel) -> None:
@@ -122,7 +125,7 @@ def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenize
         ("/v1/completions", CompletionApi(manager, tokenizer, model).create, Completion),
         ("/generate", GenerateApi(manager, tokenizer, model).generate, Generated | list[Generated]),
     ):
-        _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(404, 408, 413, 429, 503, 504)})
+        _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(404, 408, 413, 415, 429, 503, 504)})
     one = "/v1/responses/{response_id}"
     for path, handler, answer, method in (
         (one, responses.retrieve, ResponseObject, "GET"),
@@ -135,7 +138,7 @@ def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenize
 
 
 def _add_messages(app: FastAPI, messages: MessagesApi) -> None:
-    errors = _errors(404, 408, 413, 429, 503, 504, form=AnthropicError)
+    errors = _errors(404, 408, 413, 415, 429, 503, 504, form=AnthropicError)
     _add_body_route(app, ANTHROPIC_PATH, messages.create, AnthropicMessage, {200: {"content": STREAM}, **errors})
     _add_body_route(app, ANTHROPIC_PATH + "/count_tokens", messages.count_tokens, TokenCount, errors)
 
@@ -148,7 +151,7 @@ def _add_pooling(app: FastAPI, manager: TokenizerManager, model: ServedModel) ->
         ("/v1/score", ScoreApi(pooler, model).create, Scores),
         ("/v1/rerank", RerankApi(pooler, manager, model).create, list[Rank]),
     ):
-        _add_body_route(app, path, handler, answer, _errors(404, 408, 413, 429, 503, 504))
+        _add_body_route(app, path, handler, answer, _errors(404, 408, 413, 415, 429, 503, 504))
 
 
 def _add_body_route(app: FastAPI, path: str, handler: Handler, answer: Any, responses: Responses) -> None:

@@ -20,8 +20,10 @@ from starlette.responses import Response
 from runtime import __version__
 from runtime.entrypoints.http.auth import KeyGate
 from runtime.entrypoints.http.body_route import IGNORED_HEADER
+from runtime.entrypoints.http.client_name import ClientName
 from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, BoundedConnection
 from runtime.entrypoints.http.limits import BodyLimits, HeaderLimit, LingeringResponse
+from runtime.entrypoints.http.origin import OriginGate
 from runtime.entrypoints.http.request_id import HEADER, RequestId
 from runtime.entrypoints.http.responses import error_body, error_object, error_response, internal_error, json_response, status_response
 from runtime.entrypoints.http.routes import add_routes, describe
@@ -46,7 +48,7 @@ def create_app(manager: TokenizerManager) -> FastAPI:
     config = manager.config
     metrics = Metrics(config.model.served_model_name)
     manager.observer = metrics
-    app = FastAPI(title="Talon", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Talon", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.body_limits = BodyLimits(config.server.max_body_mib, config.server.max_parse_ms)
     app.state.strict_request_fields = config.server.strict_request_fields
     add_routes(app, manager, metrics)
@@ -61,6 +63,8 @@ def create_app(manager: TokenizerManager) -> FastAPI:
     app.add_middleware(HeaderLimit)
     server = config.server
     app.add_middleware(KeyGate, api_key=server.api_key, admin_api_key=server.admin_api_key, protect_metrics=server.protect_metrics)
+    app.add_middleware(OriginGate, hosts=None if server.api_key else (server.host, *server.allowed_hosts), origins=server.allow_origins)
+    app.add_middleware(ClientName)
     if server.allow_origins:
         app.add_middleware(CORSMiddleware, allow_origins=server.allow_origins, **CORS)
     app.add_middleware(RequestId)

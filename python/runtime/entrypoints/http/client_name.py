@@ -1,0 +1,31 @@
+"""Names the client of each request for the fair queue: by its API key, or by its address."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from runtime.managers.client import CURRENT, Client
+
+
+class ClientName:
+    """ASGI middleware that names the client by its address; `KeyGate` names clients with a key."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] == "http":
+            CURRENT.set(Client(address_name((scope.get("client") or ("",))[0])))
+        await self.app(scope, receive, send)
+
+
+def address_name(address: str) -> str:
+    """The client of an address: an IPv6 client has all addresses of a /64 network."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    return str(ipaddress.ip_network((parsed, 64), strict=False)) if parsed.version == 6 else address

@@ -1,0 +1,100 @@
+"""Refuses requests that a web page of another site made a browser send.
+
+Such a page reaches a server on the user's machine in two ways: by a form or script that sends a request blindly, and by DNS
+rebinding, where the page's own name resolves to the server's address, so that the browser lets the page read the answers.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from runtime.entrypoints.http.auth import ADMIN_PATHS
+from runtime.entrypoints.http.responses import error_response
+from runtime.errors import ServingError
+
+PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".test", ".home.arpa")
+"""Names below these are not in the public DNS, so no web page can have them."""
+JSON_TYPES = ("", "application/json", "application/x-www-form-urlencoded")
+"""Content types of a JSON body; the last is what curl sends unasked, and a browser sends it with an Origin."""
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::[0-9]*)?")
+
+
+class Forbidden(ServingError):
+    """The request comes from a page of another site, or for another host."""
+
+    status = 403
+    kind = "permission_error"
+
+
+class WrongContentType(ServingError):
+    """The body is not declared as JSON."""
+
+    status = 415
+    kind = "invalid_request_error"
+
+
+class OriginGate:
+    """ASGI middleware that checks Host, Origin and Content-Type.
+
+    Args:
+        hosts: names by which clients reach the server, besides addresses and names that are not public; None: any name.
+        origins: origins whose pages may use the API; "*" stands for all.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str] | None, origins: Sequence[str]) -> None:
+        self.app = app
+        self._hosts = None if hosts is None else frozenset(name.lower() for name in hosts)
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 403 or 415."""
+        error = self._refusal(scope) if scope["type"] == "http" else None
+        if error is not None:
+            await error_response(error, scope["path"])(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ServingError | None:
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not self._knows(host):
+            return Forbidden(f"The Host {host[:100]!r} is not a name of this server. Add it to --allowed-hosts.")
+        writes = scope["method"] not in ("GET", "HEAD", "OPTIONS")
+        site = headers.get("sec-fetch-site", "none")
+        foreign = not self._allows(origin, host) if origin is not None else site not in ("none", "same-origin")
+        if foreign and "*" not in self._origins and (writes or scope["path"] in ADMIN_PATHS):
+            return Forbidden("Pages of another origin may not use this server. Add the origin to --allow-origins.")
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if writes and kind not in JSON_TYPES and not kind.endswith("+json"):
+            return WrongContentType(f"The Content-Type must be application/json; got {kind[:100]!r}.")
+        return None
+
+    def _knows(self, host: str) -> bool:
+        if self._hosts is None or "*" in self._hosts or not host:
+            return True
+        name = _host_name(host)
+        return name in self._hosts or "." not in name or name.endswith(PRIVATE_SUFFIXES) or _is_address(name)
+
+    def _allows(self, origin: str, host: str) -> bool:
+        """Whether pages of `origin` may write: it is allowed, or the server's own."""
+        return origin in self._origins or urlsplit(origin).netloc.lower() == host.lower() != ""
+
+
+def _host_name(host: str) -> str:
+    """The name in a Host header, without the port; a malformed header is no name that a server can have."""
+    found = _HOST.fullmatch(host.lower())
+    return found[1].strip("[]").rstrip(".") if found else "invalid.example"
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

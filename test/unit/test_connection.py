@@ -1,0 +1,106 @@
+"""Connections that send odd bytes, read slowly, or are too many."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+from front import Front, ScriptedScheduler, front, until
+
+from runtime.entrypoints.http import connection
+
+
+async def opened(f: Front) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", f.port)
+
+
+async def raw(f: Front, data: bytes) -> bytes:
+    """Everything that the server sends until it closes the connection."""
+    reader, writer = await opened(f)
+    writer.write(data)
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    return answer
+
+
+def test_a_body_with_two_lengths_is_refused() -> None:
+    async def check() -> None:
+        async with front() as f:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
+            answer = await raw(f, head + b"0\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 400")
+            assert await f.fine()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("path", [b"/health", b"/get_server_info"])
+def test_a_bad_chunk_is_a_400_without_a_traceback(path: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        async with front() as f:
+            answer = await raw(f, b"GET %s HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nnonsense\r\n" % path)
+            assert answer.startswith(b"HTTP/1.1 400") or answer.startswith(b"HTTP/1.1 200")
+            assert await f.fine()
+
+    asyncio.run(check())
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_leaving_after_a_pipelined_byte_aborts_the_request() -> None:
+    async def check() -> None:
+        scheduler = ScriptedScheduler(hold=0)
+        async with front(scheduler) as f:
+            _, writer = await opened(f)
+            body = b'{"prompt": "x"}'
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            await until(lambda: f.manager.open_requests == 1)
+            writer.write(b"G")
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            writer.close()
+            await until(lambda: f.manager.open_requests == 0)
+            assert len(scheduler.aborted) == 1
+
+    asyncio.run(check())
+
+
+def test_a_slow_reader_of_a_large_answer_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "WRITE_SECONDS", 0.3)
+
+    async def check() -> None:
+        async with front(max_queued_tokens=4 << 20) as f:
+            prompt = "a" * (2 << 20)
+            body = b'{"prompt": "%s"}' % prompt.encode()
+            reader, writer = await asyncio.open_connection("127.0.0.1", f.port, limit=16384)
+            head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+            writer.write(head % len(body) + body)
+            await writer.drain()
+            total = 0
+            while chunk := await asyncio.wait_for(reader.read(1 << 17), 20):
+                total += len(chunk)
+                await asyncio.sleep(0.02)
+            assert total > 6 << 20  # "97," per letter
+            writer.close()
+
+    asyncio.run(check())
+
+
+def test_idle_connections_make_room_for_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        async with front(ScriptedScheduler(hold=0)) as f:
+            busy = asyncio.create_task(f.post("/v1/completions", {"prompt": "x", "stream": True}))
+            await until(lambda: f.manager.open_requests == 1)
+            first_free = os.dup(0)
+            os.close(first_free)
+            monkeypatch.setattr(connection, "file_limit", lambda: connection.RESERVED_FILES + first_free + 20)
+            crowd = [await opened(f) for _ in range(60)]
+            assert (await f.client.get("/health")).status_code == 200
+            closed = [await asyncio.wait_for(reader.read(), 5) for reader, _ in crowd[:5]]
+            assert closed == [b""] * 5, "those opened first were closed"
+            assert f.manager.open_requests == 1, "the busy one was kept"
+            for _, writer in crowd:
+                writer.close()
+            busy.cancel()
+
+    asyncio.run(check())

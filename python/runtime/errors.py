@@ -194,6 +194,18 @@ class QueueFull(ServingError):
         super().__init__(f"The queue is full: {limit} requests are waiting (--max-queued-requests). Try again later.")
 
 
+class KeyLimitReached(ServingError):
+    """An API key has used up one of its limits."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, name: str, limit: str, retry_after: int) -> None:
+        super().__init__(f"The API key {name} has reached its limit of {limit}. Try again in {retry_after} s.")
+        self.retry_after = retry_after
+
+
 class QueuedTokensFull(ServingError):
     """The prompts that wait have too many tokens."""
 

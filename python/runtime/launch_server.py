@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -14,8 +15,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import setproctitle
@@ -25,6 +27,7 @@ from runtime import log as logging_setup
 from runtime.config.flag_parser import dump, parse
 from runtime.config.resolve import check
 from runtime.config.runtime_config import RuntimeConfig
+from runtime.config.server_args import ServerArgs
 from runtime.entrypoints.collector import freeze_gc
 from runtime.entrypoints.node import run_node
 from runtime.entrypoints.prepare import prepare
@@ -74,7 +77,7 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
             config, _ = prepare(command.args)
             setproctitle.setproctitle("talon::node")
             return uvloop.run(run_node(config, scheduler_command))
-        with bind(command.args.host, command.args.port) as listener:
+        with _listener(command.args) as listener:
             config, model_config = prepare(command.args)
             setproctitle.setproctitle("talon::http")
             return uvloop.run(_Server(config, model_config, listener, scheduler_command, start).run())
@@ -103,6 +106,32 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise _cannot_listen(host, port, error) from error
     return listener
+
+
+def bind_unix(path: str) -> socket.socket:
+    """Bind a Unix socket in place of one that a dead server left. Raises `ConfigError` for a path that is in use or not ours."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket() and listener.connect_ex(path) == errno.ECONNREFUSED:
+            Path(path).unlink()
+        listener.close()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"Cannot listen at --uds {path}: {(error.strerror or str(error)).lower()}. Choose another path.") from error
+    return listener
+
+
+@contextlib.contextmanager
+def _listener(args: ServerArgs) -> Iterator[socket.socket]:
+    """The bound socket that --uds, or --host and --port, ask for. The file of a Unix socket goes with it."""
+    with bind(args.host, args.port) if args.uds is None else bind_unix(args.uds) as listener:
+        try:
+            yield listener
+        finally:
+            if args.uds is not None:
+                Path(args.uds).unlink(missing_ok=True)
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
@@ -189,10 +218,19 @@ class _Server:
             await task
         return False
 
-    def _print_ready(self) -> None:
+    def _address(self) -> tuple[str, str]:
+        """The address for clients on this machine, and the option with which curl finds it."""
+        server = self.config.server
+        scheme = "http" if server.ssl_certfile is None else "https"
+        insecure = "" if server.ssl_certfile is None else " --cacert " + shlex.quote(server.ssl_certfile)
+        if server.uds is not None:
+            return f"{scheme}://localhost", f"{insecure} --unix-socket {shlex.quote(server.uds)}"
         host, port = (str(part) for part in self.listener.getsockname()[:2])
         shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
+        return f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{port}", insecure
+
+    def _print_ready(self) -> None:
+        url, socket_option = self._address()
         body = json.dumps(
             {
                 "model": self.config.model.served_model_name,
@@ -200,10 +238,11 @@ class _Server:
                 "temperature": 0,
             }
         )
-        key = " -H 'Authorization: Bearer YOUR_KEY'" if self.config.server.api_key else ""
+        server = self.config.server
+        key = " -H 'Authorization: Bearer YOUR_KEY'" if server.api_key or server.api_key_file else ""
         served = f"{self.config.model.served_model_name} ({self.config.weights} weights)"
         say(f"talon: ready after {time.monotonic() - self.start:.1f} s, serving {served} at {url}")
-        say(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}")
+        say(f"curl{socket_option} {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}")
 
 
 def say(line: str) -> None:

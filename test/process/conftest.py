@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,11 +44,18 @@ class Embedded:
 @pytest.fixture(scope="session")
 def embedded() -> Iterator[Embedded]:
     """The default server, started as a user would start it, for the whole session."""
+    with serve_embedded() as server:
+        yield server
+
+
+@contextmanager
+def serve_embedded(*flags: str) -> Iterator[Embedded]:
+    """A server of the embedded model."""
     env = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as out:
-            command = [sys.executable, "-m", "runtime.launch_server", "--port", "0"]
+            command = [sys.executable, "-m", "runtime.launch_server", "--port", "0", *flags]
             process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         try:
             yield Embedded(process, _address(process, log), log)

@@ -16,7 +16,7 @@ import pytest
 from fake_worker import alone
 from process.fake import CONTEXT, dummy_model, fake_limits, scheduler_command
 from runtime import Engine
-from runtime.errors import ConfigError, InvalidField, ServerDraining, ServingError, WorkerDied
+from runtime.errors import ConfigError, InvalidField, RequestError, ServerDraining, ServingError, WorkerDied
 from runtime.sampling_params import SamplingParams
 from unit.small_tokenizer import write_small_tokenizer
 
@@ -236,3 +236,21 @@ def test_when_its_scheduler_dies_open_calls_fail_and_shutdown_still_cleans_up(tm
         with pytest.raises(WorkerDied):
             engine.generate("a")
     assert not any(process.is_running() for process in ours)
+
+
+def test_sglangs_arguments_are_taken_or_refused_by_name(engine: Engine) -> None:
+    outputs = engine.generate(
+        None, GREEDY, [[5, 6, 7], [8, 9]],
+        return_logprob=[True, False], logprob_start_len=[1, -1], top_logprobs_num=[2, 0], rid=["one", "two"], priority=1, cache_salt="salt",
+        image_data=None, lora_path=None, return_hidden_states=False, bootstrap_host=None, session_id="s", return_routed_experts=False,
+    )  # fmt: skip
+    assert [output["meta_info"]["id"] for output in outputs] == ["one", "two"]
+    first, second = (output["meta_info"] for output in outputs)
+    assert [token for _, token in first["input_token_logprobs"]] == [6, 7]
+    assert all(len(row) == 2 for row in first["output_top_logprobs"])
+    assert "output_token_logprobs" not in second
+    nothing = engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 0})
+    assert (nothing["output_ids"], nothing["meta_info"]["completion_tokens"]) == ([], 0)
+    for name, value in (("image_data", "http://x/"), ("lora_path", "a"), ("custom_logit_processor", "x"), ("made_up", 1)):
+        with pytest.raises(RequestError, match=name):
+            engine.generate(input_ids=[5], **{name: value})

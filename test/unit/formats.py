@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,8 @@ from runtime.parsers.output_parser import OutputParser, TextParser
 from runtime.parsers.registry import THINK_FORMATS, TOOL_FORMATS
 from runtime.parsers.thinking import Opening
 
+FUZZ_EXAMPLES = int(os.environ.get("TALON_FUZZ_EXAMPLES", "100"))
+"""Outputs that a test of any text tries."""
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {
         "type": "object",

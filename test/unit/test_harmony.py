@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from formats import TOOLS, Answer
+from formats import FUZZ_EXAMPLES, TOOLS, Answer
 from front import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -150,7 +150,7 @@ PIECES = [
 ]
 
 
-@settings(deadline=None)
+@settings(max_examples=FUZZ_EXAMPLES, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=25), st.booleans())
 def test_any_tokens_are_read_the_same_in_any_pieces(pieces: list[str], separate: bool) -> None:
     ids = encode("".join(pieces))

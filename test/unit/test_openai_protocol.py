@@ -405,3 +405,12 @@ def test_generate_caps_drafts_in_its_sampling_params() -> None:
     with pytest.raises(RequestError) as refused:
         parse_generate({"text": "hi", "sampling_params": {"speculative_num_steps": -1}})
     assert refused.value.param == "sampling_params.speculative_num_steps"
+
+
+def test_an_empty_array_of_content_stands_beside_calls_only() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": [], "tool_calls": [call]}
+    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "hi"}, message]})
+    assert body.messages[1].rendered()["content"] == ""
+    with pytest.raises(ValidationError):
+        ChatBody.model_validate({"messages": [{"role": "user", "content": []}]})

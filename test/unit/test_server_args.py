@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,8 @@ OUR_FLAGS = re.findall(
     disable-draft-decode-cuda-graph speculative-synthetic-accept-length speculative-check-parity trust-request-chat-template profile
     cpu-threads max-queued-tokens max-body-mib max-parse-ms max-logprob-cells queue-timeout request-timeout max-priority
     speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins allowed-hosts
-    download-dir log-level-http distributed-executor-backend
+    download-dir log-level-http api-key-file uds ssl-keyfile ssl-certfile ssl-keyfile-password
+    distributed-executor-backend
     """,
 )
 
@@ -421,6 +423,7 @@ def spec_of(config: RuntimeConfig) -> SpeculativeConfig:
     return config.speculative
 
 
+KEY_FILE = str(Path(__file__).with_name("api_key.txt"))
 TREE = {"speculative_eagle_topk": 4, "speculative_num_steps": 5, "speculative_num_draft_tokens": 8}
 SAME_NAME: dict[str, object] = {
     "tokenizer_path": None, "served_model_name": "m", "revision": "r", "context_length": 99, "host": "::1", "port": 1, "api_key": "k",
@@ -433,11 +436,14 @@ SAME_NAME: dict[str, object] = {
     "cpu_threads": 3, "chunked_prefill_size": 64, "max_prefill_tokens": 4096, "schedule_policy": "lpm", "schedule_conservativeness": 0.5,
     "stream_interval": 4, "random_seed": 5, "cuda_graph_bs": (1, 3), "log_level": "debug", "log_requests": True, "enable_metrics": False,
     "dtype": "float16", "load_format": None, "model_path": None, "quantization": None, "sampling_defaults": "openai",
-    "strict_request_fields": True, "protect_metrics": True, "log_level_http": "error",
+    "strict_request_fields": True, "protect_metrics": True, "log_level_http": "error", "uds": "/tmp/s",
     "embedding_pooling": "last", "grammar_backend": "none",
 }  # fmt: skip
 """Flags with a field of the same name; None for those that come from the model's facts or have tests of their own."""
 OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object], object]] = {
+    "api_key_file": ({"api_key_file": KEY_FILE}, lambda c: c.server.api_key_file, KEY_FILE),
+    **{name: ({"ssl_keyfile": KEY_FILE, "ssl_certfile": KEY_FILE, "ssl_keyfile_password": "p"}, attrgetter(f"server.{name}"), value)
+       for name, value in (("ssl_keyfile", KEY_FILE), ("ssl_certfile", KEY_FILE), ("ssl_keyfile_password", "p"))},
     "allowed_hosts": ({"allowed_hosts": "a.example, b.example"}, lambda c: c.server.allowed_hosts, ("a.example", "b.example")),
     "allow_origins": (
         {"allow_origins": "https://a.example, http://b:3000/"}, lambda c: c.server.allow_origins, ("https://a.example", "http://b:3000")

@@ -104,7 +104,7 @@ def tokens_of(text: str, tokenizer: Tokenizer = TOKENIZER) -> list[int]:
 def accepts(grammar: str, text: str, backend: str = "llguidance", after: tuple[int, ...] = ()) -> bool:
     """Whether a structural tag allows a text and then its end."""
     compiled = BACKENDS[backend].compile(GrammarSpec("structural_tag", grammar))
-    constraint = Constraint(compiled, frozenset((IM_END, END_OF_TEXT)), after)
+    constraint = Constraint(compiled.matcher(), frozenset((IM_END, END_OF_TEXT)), after)
     row = np.zeros(mask_words(SIZE), dtype=np.int32)
     for token in (*tokens_of(text), IM_END):
         if constraint.restricts:

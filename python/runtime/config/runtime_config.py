@@ -185,6 +185,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout: float
     skip_server_warmup: bool
     profile_folder: str | None
+    uds: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile_password: str | None = None
+    api_key_file: str | None = None
     log_level_http: str | None = None
     strict_request_fields: bool = False
     protect_metrics: bool = False

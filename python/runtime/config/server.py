@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
-from runtime.config.refusals import check_positive, check_ranges, flag_of
+from runtime.config.key_file import key_problem, read_key_file
+from runtime.config.refusals import check_positive, check_ranges
 from runtime.config.runtime_config import ServerConfig
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
 
+KEY_VARIABLE = "TALON_API_KEY"
+"""Environment variable that holds the API key."""
+MAX_SOCKET_PATH = 107
+"""Bytes of the path of a Unix socket on Linux."""
 LOGPROB_CELLS_PER_TOKEN = 128
 """Log-probabilities per token of the context that one call may ask for: six contexts with 20 alternatives each."""
 
@@ -18,9 +24,12 @@ def check_server(args: ServerArgs) -> None:
     """Refuse values out of range, keys that no client can send, and a profile folder that is a file."""
     check_ranges(args, port=(0, 65535), max_body_mib=(1, 1 << 10), max_parse_ms=(1, 1 << 20), max_logprob_cells=(1, 1 << 40))
     check_positive(args, shutdown_timeout=86400.0)
-    for name in ("api_key", "admin_api_key"):
-        if (key := getattr(args, name)) is not None:
-            _check_key(flag_of(name), key)
+    for name, key in (("--api-key", args.api_key), ("--admin-api-key", args.admin_api_key), (KEY_VARIABLE, _api_key(args))):
+        if key is not None:
+            _check_key(name, key)
+    if args.api_key_file is not None:
+        read_key_file(Path(args.api_key_file))
+    _check_address(args)
     _origins(args)
     if args.profile is not None and (not args.profile or Path(args.profile).is_file()):
         raise ConfigError(f"--profile must name a folder for the traces; got {args.profile!r}. A missing folder is created.")
@@ -31,7 +40,12 @@ def resolve_server(args: ServerArgs, context_length: int) -> ServerConfig:
     return ServerConfig(
         host=args.host,
         port=args.port,
-        api_key=args.api_key,
+        uds=args.uds,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile_password=args.ssl_keyfile_password,
+        api_key=_api_key(args),
+        api_key_file=args.api_key_file,
         admin_api_key=args.admin_api_key,
         max_body_mib=args.max_body_mib,
         max_parse_ms=args.max_parse_ms,
@@ -52,6 +66,19 @@ def resolve_server(args: ServerArgs, context_length: int) -> ServerConfig:
     )
 
 
+def _check_address(args: ServerArgs) -> None:
+    """Refuse half a certificate, files that are not there, and a socket path that the system cannot hold."""
+    if (args.ssl_keyfile is None) != (args.ssl_certfile is None):
+        raise ConfigError("--ssl-keyfile and --ssl-certfile need each other. Give both, or neither.")
+    if args.ssl_keyfile_password is not None and args.ssl_keyfile is None:
+        raise ConfigError("--ssl-keyfile-password has no effect without --ssl-keyfile.")
+    for flag, path in (("--ssl-keyfile", args.ssl_keyfile), ("--ssl-certfile", args.ssl_certfile)):
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"{flag} {path} is not a file.")
+    if args.uds is not None and not 0 < len(os.fsencode(args.uds)) <= MAX_SOCKET_PATH:
+        raise ConfigError(f"--uds must be a path of at most {MAX_SOCKET_PATH} bytes; got {args.uds!r}.")
+
+
 def _origins(args: ServerArgs) -> tuple[str, ...]:
     """The origins of --allow-origins. Raises `ConfigError` for what no browser sends as an origin."""
     origins = tuple(name.strip().rstrip("/") for name in (args.allow_origins or "").split(",") if name.strip())
@@ -62,7 +89,10 @@ def _origins(args: ServerArgs) -> tuple[str, ...]:
 
 
 def _check_key(flag: str, key: str) -> None:
-    if not key:
-        raise ConfigError(f"{flag} is empty, which would leave the server open. Give a key, or leave the flag out.")
-    if not all("!" <= letter <= "~" for letter in key):
-        raise ConfigError(f"{flag} has a character that an Authorization header cannot carry. Use printable ASCII without spaces.")
+    if problem := key_problem(key):
+        raise ConfigError(f"{flag} {problem}")
+
+
+def _api_key(args: ServerArgs) -> str | None:
+    """The key of --api-key, or of the environment, where `ps` does not show it."""
+    return args.api_key or os.environ.get(KEY_VARIABLE) or None

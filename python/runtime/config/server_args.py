@@ -64,8 +64,18 @@ class ServerArgs:
     """Address to listen at; 0.0.0.0 opens the server to the network."""
     port: int = _flag(SERVER, 30000)
     """TCP port to listen at; 0 picks a free one."""
+    uds: str | None = _flag(SERVER, None, "PATH")
+    """Unix socket to listen at instead of a TCP port."""
+    ssl_keyfile: str | None = _flag(SERVER, None, "PATH")
+    """Private key for HTTPS, in PEM format; needs --ssl-certfile."""
+    ssl_certfile: str | None = _flag(SERVER, None, "PATH")
+    """Certificate chain for HTTPS, in PEM format; needs --ssl-keyfile."""
+    ssl_keyfile_password: str | None = _flag(SERVER, None, "PASSWORD")
+    """Password of the private key."""
     api_key: str | None = _flag(SERVER, None, "KEY")
-    """Key that every request must send as 'Authorization: Bearer KEY'."""
+    """Key that every request must send as 'Authorization: Bearer KEY'; default: the environment variable TALON_API_KEY."""
+    api_key_file: str | None = _flag(SERVER, None, "PATH")
+    """File with one key, or YAML with several, their names and limits; SIGHUP reads it again."""
     admin_api_key: str | None = _flag(SERVER, None, "KEY")
     """Key for administrative endpoints (flush, profile, abort); default: the API key."""
     protect_metrics: bool = _flag(SERVER, False)

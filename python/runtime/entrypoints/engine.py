@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, TypedDict, TypeGuard, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from runtime import log as logging_setup
 from runtime.config.flag_parser import from_fields
+from runtime.entrypoints.engine_call import Asked, Job, Jobs, SamplingLike
 from runtime.entrypoints.generations import Choice
 from runtime.entrypoints.native.meta_info import meta_info
+from runtime.entrypoints.openai.logprobs import aligned
 from runtime.entrypoints.prepare import prepare
 from runtime.entrypoints.processes import Runtime
-from runtime.errors import ConfigError, InvalidField, ServingError
+from runtime.errors import ConfigError, ServingError
 from runtime.managers.generation import Generation
-from runtime.sampling_params import SamplingDefaults, SamplingParams
 
 T = TypeVar("T")
 
-Prompt = str | list[int]
-SamplingLike = Mapping[str, Any] | SamplingParams | None
 MAX_OPEN = 256
 """Prompts of one call that run together; the others wait here, not in the scheduler's queue."""
 
@@ -77,53 +76,71 @@ class Engine:
         self,
         prompt: str | Sequence[str] | None = None,
         sampling_params: SamplingLike | Sequence[SamplingLike] = None,
-        *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        return_logprob: bool = False,
-        top_logprobs_num: int = 0,
+        *,
+        return_logprob: bool | Sequence[bool] | None = False,
+        logprob_start_len: int | Sequence[int] | None = None,
+        top_logprobs_num: int | Sequence[int] | None = None,
         stream: bool = False,
+        rid: str | Sequence[str] | None = None,
+        priority: int | None = None,
+        cache_salt: str | Sequence[str] | None = None,
+        **sglangs: Any,
     ) -> Any:
         """Complete one prompt or several.
 
         Args:
             prompt: a text or a list of texts.
-            sampling_params: a mapping of `SamplingParams` fields for all prompts, or one per prompt.
+            sampling_params: a mapping of `SamplingParams` fields for all prompts, or one per prompt; with `max_new_tokens` 0 only the
+                prompt is read.
             input_ids: token ids, or a list of such lists, instead of `prompt`.
             return_logprob: put the log-probabilities of the output tokens into `meta_info`.
+            logprob_start_len: also those of the prompt, from this token on; -1 or None for none.
             top_logprobs_num: how many likely tokens to report beside each of them.
             stream: yield outputs as they grow; one prompt only.
+            rid: the name of the request, or one per prompt.
+            priority: higher runs first.
+            cache_salt: prompts share cached KV only within the same salt.
+            sglangs: SGLang's other arguments. Those that change nothing are taken, the others are refused by name.
 
         Returns:
             An `Output`, or a list of them in the prompts' order, or with `stream` an iterator of growing outputs.
 
         Raises:
-            RequestError: a value is out of bounds. ServingError: the server failed.
+            RequestError: a value is out of bounds, or an argument is not supported. ServingError: the server failed.
         """
         self._alive()
-        jobs = _Jobs(prompt, input_ids, sampling_params, top_logprobs_num if return_logprob else -1, self._defaults)
+        asked = Asked(return_logprob, logprob_start_len, top_logprobs_num, rid, cache_salt)
+        jobs = Jobs(prompt, input_ids, sampling_params, self._defaults, asked, sglangs)
         if stream:
             jobs.check_single()
-            return self._stream_sync(jobs)
-        outputs = self._wait(self._all(jobs))
+            return self._stream_sync(jobs.each[0], priority or 0)
+        outputs = self._wait(self._all(jobs, priority or 0))
         return outputs if jobs.many else outputs[0]
 
     async def async_generate(
         self,
         prompt: str | Sequence[str] | None = None,
         sampling_params: SamplingLike | Sequence[SamplingLike] = None,
-        *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        return_logprob: bool = False,
-        top_logprobs_num: int = 0,
+        *,
+        return_logprob: bool | Sequence[bool] | None = False,
+        logprob_start_len: int | Sequence[int] | None = None,
+        top_logprobs_num: int | Sequence[int] | None = None,
         stream: bool = False,
+        rid: str | Sequence[str] | None = None,
+        priority: int | None = None,
+        cache_salt: str | Sequence[str] | None = None,
+        **sglangs: Any,
     ) -> Any:
         """`generate` for a running event loop; with `stream` the result is an async iterator."""
         self._alive()
-        jobs = _Jobs(prompt, input_ids, sampling_params, top_logprobs_num if return_logprob else -1, self._defaults)
+        asked = Asked(return_logprob, logprob_start_len, top_logprobs_num, rid, cache_salt)
+        jobs = Jobs(prompt, input_ids, sampling_params, self._defaults, asked, sglangs)
         if stream:
             jobs.check_single()
-            return self._stream_async(jobs)
-        outputs = await asyncio.wrap_future(self._submit(self._all(jobs)))
+            return self._stream_async(jobs.each[0], priority or 0)
+        outputs = await asyncio.wrap_future(self._submit(self._all(jobs, priority or 0)))
         return outputs if jobs.many else outputs[0]
 
     # ---- administration
@@ -181,33 +198,37 @@ class Engine:
                 call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _all(self, jobs: _Jobs) -> list[Output]:
+    async def _all(self, jobs: Jobs, priority: int) -> list[Output]:
         limit = asyncio.Semaphore(MAX_OPEN)
 
-        async def one(index: int) -> Output:
-            async with limit, await self._open(jobs, index, stream=False) as generation:
+        async def one(job: Job) -> Output:
+            async with limit, await self._open(job, priority, stream=False) as generation:
                 choice = Choice()
                 async for update in generation:
                     choice.add(update)
-                return _output(generation, choice)
+                return _output(job, generation, choice)
 
-        return list(await asyncio.gather(*map(one, range(len(jobs.prompts)))))
+        return list(await asyncio.gather(*map(one, jobs.each)))
 
-    async def _open(self, jobs: _Jobs, index: int, *, stream: bool) -> Generation:
+    async def _open(self, job: Job, priority: int, *, stream: bool) -> Generation:
         return await self._alive().manager.generate(
-            jobs.prompts[index],
-            jobs.sampling[index],
+            job.prompt,
+            job.sampling,
             stream=stream,
-            top_logprobs=jobs.top_logprobs,
+            top_logprobs=job.top_logprobs,
+            prompt_logprobs=job.logprobs_from >= 0,
+            priority=priority,
+            cache_salt=job.cache_salt,
+            rid=job.rid,
             continues_prompt=True,
         )
 
-    async def _next(self, generation: Generation, choice: Choice) -> Output | None:
+    async def _next(self, job: Job, generation: Generation, choice: Choice) -> Output | None:
         try:
             choice.add(await generation.__anext__())
         except StopAsyncIteration:
             return None
-        return _output(generation, choice)
+        return _output(job, generation, choice)
 
     # ---- between the threads
 
@@ -232,18 +253,18 @@ class Engine:
             if not self._closed:
                 self._loop.call_soon_threadsafe(generation.close)
 
-    def _stream_sync(self, jobs: _Jobs) -> Iterator[Output]:
-        generation, choice = self._wait(self._open(jobs, 0, stream=True)), Choice()
+    def _stream_sync(self, job: Job, priority: int) -> Iterator[Output]:
+        generation, choice = self._wait(self._open(job, priority, stream=True)), Choice()
         try:
-            while (output := self._wait(self._next(generation, choice))) is not None:
+            while (output := self._wait(self._next(job, generation, choice))) is not None:
                 yield output
         finally:
             self._close(generation)
 
-    async def _stream_async(self, jobs: _Jobs) -> AsyncIterator[Output]:
-        generation, choice = await asyncio.wrap_future(self._submit(self._open(jobs, 0, stream=True))), Choice()
+    async def _stream_async(self, job: Job, priority: int) -> AsyncIterator[Output]:
+        generation, choice = await asyncio.wrap_future(self._submit(self._open(job, priority, stream=True))), Choice()
         try:
-            while (output := await asyncio.wrap_future(self._submit(self._next(generation, choice)))) is not None:
+            while (output := await asyncio.wrap_future(self._submit(self._next(job, generation, choice)))) is not None:
                 yield output
         finally:
             self._close(generation)
@@ -253,65 +274,17 @@ def _shut_down() -> ServingError:
     return ServingError("The engine was shut down.")
 
 
-def _output(generation: Generation, choice: Choice) -> Output:
+def _output(job: Job, generation: Generation, choice: Choice) -> Output:
+    choice = choice.prompt_only() if job.prompt_only else choice
     assert choice.last is not None
     meta = meta_info(generation.rid, choice.last)
-    if choice.logprobs:
+    if job.top_logprobs >= 0:
         meta["output_token_logprobs"] = list(zip(choice.logprobs, choice.token_ids, strict=True))
         meta["output_top_logprobs"] = [[(value, token) for token, value in row] for row in choice.top]
+    known = choice.prompt_logprobs
+    if known is not None:
+        ids, start = generation.prompt_ids, job.logprobs_from
+        chosen, top = aligned(len(ids), known.chosen, known.top)
+        meta["input_token_logprobs"] = list(zip(chosen[start:], ids[start:], strict=True))
+        meta["input_top_logprobs"] = [[(value, token) for token, value in row] for row in top[start:]]
     return {"text": choice.text, "output_ids": list(choice.token_ids), "meta_info": meta}
-
-
-class _Jobs:
-    """The prompts of one call with their sampling parameters. `many`: whether a list of prompts was given."""
-
-    def __init__(self, prompt: object, input_ids: object, sampling_params: object, top_logprobs: int, defaults: SamplingDefaults) -> None:
-        if (prompt is None) == (input_ids is None):
-            raise InvalidField("prompt", prompt, "given, or input_ids instead")
-        self.prompts, self.many = _id_lists(input_ids) if prompt is None else _texts(prompt)
-        given = list(sampling_params) if _is_list(sampling_params) else [sampling_params] * len(self.prompts)
-        if len(given) != len(self.prompts):
-            raise InvalidField("sampling_params", given, f"one mapping, or one per prompt ({len(self.prompts)})")
-        self.sampling = [_sampling(one, defaults) for one in given]
-        self.top_logprobs = top_logprobs
-
-    def check_single(self) -> None:
-        """Raise `InvalidField` for several prompts."""
-        if self.many:
-            raise InvalidField("prompt", self.prompts, "one prompt with stream")
-
-
-def _texts(prompt: object) -> tuple[list[Prompt], bool]:
-    if isinstance(prompt, str):
-        return [prompt], False
-    if not _is_list(prompt) or not all(isinstance(one, str) for one in prompt):
-        raise InvalidField("prompt", prompt, "a text or a list of texts")
-    return list(prompt), True
-
-
-def _id_lists(input_ids: object) -> tuple[list[Prompt], bool]:
-    """One list per prompt; the manager checks the ids."""
-    if _is_list(input_ids):
-        if not input_ids or isinstance(input_ids[0], int):
-            return [list(input_ids)], False
-        if all(_is_list(row) for row in input_ids):
-            return [list(row) for row in input_ids], True
-    raise InvalidField("input_ids", input_ids, "a list of token ids or a list of such lists; use .tolist() of an array")
-
-
-def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
-def _sampling(given: object, defaults: SamplingDefaults) -> SamplingParams:
-    if isinstance(given, SamplingParams):
-        return given
-    if not isinstance(given, Mapping | None):
-        raise InvalidField("sampling_params", given, "a mapping, a SamplingParams, or one of these per prompt")
-    values = {**defaults.given(), **{name: value for name, value in (given or {}).items() if value is not None}}
-    for name in values.keys() - set(SamplingParams.__struct_fields__):
-        raise InvalidField("sampling_params", name, f"made of {', '.join(SamplingParams.__struct_fields__)}")
-    for name in ("stop", "stop_token_ids"):
-        value = values.get(name, ())
-        values[name] = (value,) if isinstance(value, str) else tuple(value or ()) if isinstance(value, Iterable | None) else value
-    return SamplingParams(**values)

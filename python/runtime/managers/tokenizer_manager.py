@@ -83,6 +83,7 @@ class TokenizerManager:
         beats: heartbeats received, by process.
         encoder: turns prompts into token ids.
         observer: receives the events of every choice.
+        charge: counts tokens of prompts and outputs for a client, by its name.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class TokenizerManager:
         self.health = health or Health()
         self.stats: SchedulerStats | None = None
         self.observer: Observer | None = None
+        self.charge: Callable[[str, int], None] | None = None
         self.max_unread = MAX_UNREAD
         self.beats = {"scheduler": 0, "detokenizer": 0}
         self._send = to_scheduler
@@ -210,6 +212,7 @@ class TokenizerManager:
             )
         )
         self._room.add(client.name, n, len(prompt_ids))
+        self._charge(client.name, len(prompt_ids))
         return generation
 
     def abort(self, rid: str = "", *, all: bool = False) -> None:
@@ -414,11 +417,17 @@ class TokenizerManager:
             self._named.pop(generation.rid, None)
         if not self._open:
             self._idle.set()
+        if update is not None:
+            self._charge(generation.client, update.progress.completion_tokens)
         seconds = time.monotonic() - choice.arrived
         if self.observer is not None:
             self.observer.ended(seconds, update)
         if self.config.server.log_requests:
             log_request(generation, choice.index, update, seconds)
+
+    def _charge(self, client: str, tokens: int) -> None:
+        if self.charge is not None:
+            self.charge(client, tokens)
 
     def _observe(self, choice: _Choice, update: GenerationUpdate, now: float) -> None:
         if not update.token_ids:

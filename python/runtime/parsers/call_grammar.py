@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runtime.text.tool_prompt import ARGUMENTS
+
 Part = dict[str, Any]
 """One format of a structural tag."""
 Schema = Mapping[str, Any]
@@ -77,6 +79,21 @@ def text_value(node: Schema, types: frozenset[str]) -> Part:
     return json_of(node) if types and "string" not in types else ANY_TEXT
 
 
+def _example(part: Part) -> str:
+    match part["type"]:
+        case "const_string":
+            return part["value"]
+        case "tag":
+            return part["begin"] + _example(part["content"]) + part["end"]
+        case "sequence":
+            return "".join(map(_example, part["elements"]))
+        case "or":
+            return _example(part["elements"][-1])
+        case "json_schema":
+            return ARGUMENTS
+    return "<value>"
+
+
 @dataclass(frozen=True)
 class CallGrammar:
     """How a format writes the calls of a request.
@@ -94,6 +111,10 @@ class CallGrammar:
     separator: str = ""
     end: str = ""
     single: bool = False
+
+    def example(self) -> str:
+        """One call, with placeholders for what the grammar leaves open."""
+        return f"{self.begin}{_example(self.tags[0])}{self.end}"
 
     def calls(self, parallel: bool) -> Part:
         """One call or, if `parallel`, several, and nothing else."""

@@ -22,6 +22,7 @@ from runtime.parsers.registry import HARMONY, THINK_FORMATS, TOOL_FORMATS
 from runtime.parsers.thinking import Opening, ThinkFormat
 from runtime.sampling_params import SamplingParams
 from runtime.text.tokenizer import Tokenizer
+from runtime.text.tool_prompt import FUNCTION, HERMES_FORM
 
 MAX_PROMPT_END = 4096
 """Tokens at the end of a prompt that are searched for the beginning of a thought."""
@@ -70,6 +71,14 @@ class OutputFormat:
         self._thinking = THINK_FORMATS.get(think_format or "")
         self._short_ids = tool_format == "mistral"  # its templates take no other ids
         self.thinks = think_format is not None
+
+    @cached_property
+    def call_form(self) -> str:
+        """How a call is written, for models whose chat template does not describe tools."""
+        if self._calls is None:
+            return HERMES_FORM
+        parameter = {"properties": {"<parameter-name>": {"type": "string"}}, "required": ["<parameter-name>"]}
+        return self._calls.grammar({FUNCTION: parameter}).example()
 
     def shown_ids(self, request: OutputRequest) -> tuple[int, ...]:
         """The control tokens that the parser must see in the text."""

@@ -56,32 +56,47 @@ _TOOL_MARKS = (
 _TOOLS_BY_ARCHITECTURE = {
     "GptOss": HARMONY, "MiniMaxM2": "minimax-m2", "Glm4Moe": "glm47", "Gemma4": "gemma4", "MiMoV2": "mimo", "Llama4": "pythonic",
 }  # fmt: skip
-_THINKING_BY_ARCHITECTURE = {
-    "GptOss": HARMONY, "MiniMaxM2": "minimax", "Glm4": "glm45", "Gemma4": "gemma4", "MiMo": "mimo", "Deepseek": "deepseek-r1",
-}  # fmt: skip
-_THINK_MARKS = ((HARMONY, "<|channel|>analysis"), ("gemma4", "<|channel>"), ("qwen3", "</think>"))
+_THINKING_BY_ARCHITECTURE = {"GptOss": HARMONY, "MiniMaxM2": "minimax", "Glm4": "glm45", "Gemma4": "gemma4", "MiMo": "mimo"}
 
 
-def pick_tool_format(asked: str, architecture: str, template: str) -> str:
-    """The name of the tool format: the one asked for, or for "auto" the one of the model; Hermes if nothing is known.
+def pick_tool_format(asked: str, architecture: str, template: str, described: bool) -> str:
+    """The name of the tool format: the one asked for, or for "auto" the one of the model.
 
     Args:
         asked: a name or "auto".
         architecture: of config.json.
         template: the model's chat template; "" without one.
+        described: whether the template describes tools. If it does not, a model that nothing is known of gets Hermes' form.
     """
     if asked != "auto":
         return asked
-    by_architecture = _by_prefix(_TOOLS_BY_ARCHITECTURE, architecture)
-    return by_architecture or next((name for name, marks in _TOOL_MARKS if all(mark in template for mark in marks)), "hermes")
+    by_mark = next((name for name, marks in _TOOL_MARKS if all(mark in template for mark in marks)), "hermes")
+    if by_mark == "llama3" and not described:
+        by_mark = "hermes"
+    return _by_prefix(_TOOLS_BY_ARCHITECTURE, architecture) or by_mark
 
 
-def pick_think_format(asked: str, architecture: str, template: str) -> str | None:
-    """The name of the format of thinking, or None. For "auto" it is that of the model, if its chat template knows thinking."""
+def pick_think_format(asked: str, architecture: str, template: str, short_chat: str) -> str | None:
+    """The name of the format of thinking, or None. For "auto" it is that of the model, if its chat template knows thinking.
+
+    Args:
+        asked: a name, "auto" or "none".
+        architecture: of config.json.
+        template: the model's chat template; "" without one.
+        short_chat: a conversation rendered with it. If it ends with a tag of thinking, prompts say whether the model thinks;
+            a DeepSeek model whose prompts do not is R1.
+    """
     if asked != "auto":
         return None if asked == "none" else asked
-    by_mark = next((name for name, mark in _THINK_MARKS if mark in template), None)
-    return by_mark and (_by_prefix(_THINKING_BY_ARCHITECTURE, architecture) or by_mark)
+    if "<|channel|>analysis" in template:
+        return HARMONY
+    if "<|channel>" in template:
+        return "gemma4"
+    if "</think>" not in template:
+        return None
+    if "<｜Assistant｜>" in template and THINK_FORMATS["qwen3"].opening(short_chat) == "unknown":
+        return "deepseek-r1"
+    return _by_prefix(_THINKING_BY_ARCHITECTURE, architecture) or "qwen3"
 
 
 def _by_prefix(names: Mapping[str, str], architecture: str) -> str | None:

@@ -33,7 +33,7 @@ class ThinkFormat:
     @property
     def tags(self) -> tuple[str, ...]:
         """All tags that may be control tokens."""
-        return (self.begin.split()[0], self.end)
+        return (self.begin[: self.begin.index(">") + 1], self.end)
 
     def opening(self, prompt_end: str) -> Opening:
         """What the end of the prompt says about the output."""

@@ -12,7 +12,7 @@ from typing import Any
 from runtime.errors import RequestError
 from runtime.text.control_tokens import ControlTokens, unused_noncharacters
 from runtime.text.template_sandbox import compile_template, render_bounded
-from runtime.text.tool_prompt import Message, TemplateTraits, fit_tools, uses_tools
+from runtime.text.tool_prompt import HERMES_FORM, Message, TemplateTraits, fit_tools, uses_tools
 
 MAX_KWARGS_CHARS = 16384
 
@@ -60,6 +60,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         tools: Sequence[Message] = (),
+        call_form: str = HERMES_FORM,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, object] | None = None,
@@ -70,6 +71,7 @@ class ChatTemplate:
             messages: each with a `role` and usually a `content`, of JSON values only. With tools, contents are texts, and
                 calls have JSON text as `arguments`.
             tools: descriptions of functions in OpenAI's form.
+            call_form: how the model is told to write a call if the template does not describe tools.
             add_generation_prompt: end with the header of the assistant's next message.
             continue_final_message: end inside the last message instead.
             template_kwargs: further variables: plain JSON values under names that are not reserved.
@@ -82,8 +84,8 @@ class ChatTemplate:
         _check_messages(messages)
         mark, tag = unused_noncharacters([messages, tools], kwargs)
         if uses_tools(messages, tools):
-            messages = fit_tools(messages, tools, self._traits)
-            tools = tools if self._traits.knows_tools else ()
+            messages = fit_tools(messages, tools, self.traits, call_form)
+            tools = tools if self.traits.describes_tools else ()
         chat = [self._guarded(message, mark) for message in messages]
         variables = {**self._named_tokens, **{name: self._control.for_others(value, mark) for name, value in kwargs.items()}}
         variables["tools"] = self._control.for_others(tools, mark) or None
@@ -99,7 +101,7 @@ class ChatTemplate:
         return {str(key): value if key == "role" else guards.get(key, others)(value, mark) for key, value in message.items()}
 
     @cached_property
-    def _traits(self) -> TemplateTraits:
+    def traits(self) -> TemplateTraits:
         """What the template does with tools."""
         return TemplateTraits.probe(lambda messages, tools: self._run(messages, {**self._named_tokens, "tools": tools or None}, True))
 

@@ -174,6 +174,19 @@ class Tokenizer:
         """Whether chats can be encoded without a template in the request."""
         return self._template is not None
 
+    @cached_property
+    def describes_tools(self) -> bool:
+        """Whether the chat template renders descriptions of tools."""
+        return self._template is not None and self._template.traits.describes_tools
+
+    @cached_property
+    def short_chat(self) -> str:
+        """The text of a conversation with one empty message; "" if the template does not render it."""
+        try:
+            return self.render_chat([{"role": "user", "content": ""}])
+        except RequestError:
+            return ""
+
     def encode_chat(
         self, messages: Sequence[Message], *, chat_template: str | None = None, bound: BoundedEncoding | None = None, **options: Any
     ) -> list[int]:

@@ -18,12 +18,12 @@ INSTRUCTIONS = """You may call functions to help with the user's request. These 
 {tools}
 </tools>
 
-To call a function, answer with its name and its arguments as a JSON object within <tool_call></tool_call> tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <arguments-as-json-object>}}
-</tool_call>
-The results come back within <tool_response></tool_response> tags."""
-"""What the model is told about tools if its chat template knows none; Hermes models are trained with this form."""
+To call a function, answer with its name and its arguments in this form, once for each call:
+{form}"""
+"""What the model is told about tools if its chat template does not describe them."""
+FUNCTION, ARGUMENTS = "<function-name>", "<arguments-as-json-object>"
+HERMES_FORM = f'<tool_call>\n{{"name": "{FUNCTION}", "arguments": {ARGUMENTS}}}\n</tool_call>'
+"""How calls are written if nothing else is known; many models are trained with this form."""
 
 _NAME, _KEY, _VALUE, _TEXT = "probe_function", "probe_key", "probe_value", "probe_text"
 _USER = {"role": "user", "content": "x"}
@@ -40,12 +40,14 @@ class TemplateTraits:
     """What a chat template does with tools.
 
     Attributes:
-        knows_tools: whether it renders tools, calls and their results.
+        describes_tools: whether it renders descriptions of tools.
+        renders_calls: whether it renders calls and their results.
         argument_objects: whether it takes the arguments of calls as objects; otherwise as JSON text.
         takes_system: whether it takes a system message.
     """
 
-    knows_tools: bool
+    describes_tools: bool
+    renders_calls: bool
     argument_objects: bool
     takes_system: bool
 
@@ -53,16 +55,19 @@ class TemplateTraits:
     def probe(cls, render: Render) -> TemplateTraits:
         """Find out by rendering short conversations."""
         given = _rendered(render, _called({_KEY: _VALUE}))
+        objects = _VALUE in given and f"'{_KEY}'" not in given
+        text = given if objects else _rendered(render, _called(json.dumps({_KEY: _VALUE})))
         return cls(
-            knows_tools=_NAME in _rendered(render, [_USER], [_TOOL]),
-            argument_objects=_VALUE in given and f"'{_KEY}'" not in given,
+            describes_tools=_NAME in _rendered(render, [_USER], [_TOOL]),
+            renders_calls=_VALUE in text and _TEXT in text,
+            argument_objects=objects,
             takes_system=_TEXT in _rendered(render, [{"role": "system", "content": _TEXT}, _USER]),
         )
 
 
 def _called(arguments: object) -> list[Message]:
     call = {"id": "probe0000", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
-    result = {"role": "tool", "tool_call_id": "probe0000", "name": _NAME, "content": "x"}
+    result = {"role": "tool", "tool_call_id": "probe0000", "name": _NAME, "content": _TEXT}
     return [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
 
 
@@ -78,16 +83,19 @@ def uses_tools(messages: Sequence[Message], tools: Sequence[Message]) -> bool:
     return bool(tools) or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
 
 
-def fit_tools(messages: Sequence[Message], tools: Sequence[Message], traits: TemplateTraits) -> list[Message]:
+def fit_tools(messages: Sequence[Message], tools: Sequence[Message], traits: TemplateTraits, form: str) -> list[Message]:
     """The messages as a template with these traits understands them.
 
     Args:
         messages: calls have JSON text as `arguments`; contents are texts.
         tools: descriptions in OpenAI's form.
+        form: how a call is written, with `FUNCTION` and `ARGUMENTS` in their places.
     """
-    if not traits.knows_tools:
-        return _as_text(messages, tools, traits.takes_system)
-    return [_with_objects(message) for message in messages] if traits.argument_objects else list(messages)
+    if not traits.renders_calls:
+        fitted = _as_text(messages, form)
+    else:
+        fitted = [_with_objects(message) for message in messages] if traits.argument_objects else list(messages)
+    return fitted if traits.describes_tools or not tools else _instructed(fitted, tools, form, traits.takes_system)
 
 
 def _with_objects(message: Message) -> Message:
@@ -107,8 +115,8 @@ def _object(text: str) -> object:
     return value if isinstance(value, dict) else text
 
 
-def _as_text(messages: Sequence[Message], tools: Sequence[Message], takes_system: bool) -> list[Message]:
-    """Tools, calls and results as text in the form of Hermes."""
+def _as_text(messages: Sequence[Message], form: str) -> list[Message]:
+    """Calls and results as text."""
     plain: list[Message] = []
     for message in messages:
         calls = message.get("tool_calls") or ()
@@ -118,21 +126,20 @@ def _as_text(messages: Sequence[Message], tools: Sequence[Message], takes_system
             text = f"{last['content']}\n{response}" if last is not None else response
             plain[len(plain) - (last is not None) :] = [{"role": "user", "content": text, "of_tools": True}]
         else:
-            texts = [message["content"], *(_call_text(call["function"]) for call in calls)]
+            texts = [message["content"], *(_call_text(call["function"], form) for call in calls)]
             content = "\n".join(text for text in texts if text) if calls else message["content"]
             plain.append({**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content})
-    plain = [{key: value for key, value in message.items() if key != "of_tools"} for message in plain]
-    return _instructed(plain, tools, takes_system) if tools else plain
+    return [{key: value for key, value in message.items() if key != "of_tools"} for message in plain]
 
 
-def _call_text(function: Mapping[str, Any]) -> str:
-    name = json.dumps(function["name"], ensure_ascii=False)
-    return f'<tool_call>\n{{"name": {name}, "arguments": {function["arguments"] or "{}"}}}\n</tool_call>'
+def _call_text(function: Mapping[str, Any], form: str) -> str:
+    form = form if ARGUMENTS in form else HERMES_FORM
+    return form.replace(FUNCTION, function["name"]).replace(ARGUMENTS, function["arguments"] or "{}")
 
 
-def _instructed(messages: list[Message], tools: Sequence[Message], takes_system: bool) -> list[Message]:
+def _instructed(messages: list[Message], tools: Sequence[Message], form: str, takes_system: bool) -> list[Message]:
     """Put the instructions behind the system message, or in front of the first message of a template without one."""
-    text = INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    text = INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools), form=form)
     first = messages[0]
     if first["role"] == "system":
         return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]

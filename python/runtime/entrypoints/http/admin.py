@@ -26,7 +26,7 @@ LOOK_SECONDS = 1.0
 """How often it checks whether other requests got tokens meanwhile."""
 STATS_SECONDS = 2.0
 """How long a request for statistics waits before it shows those of the last heartbeat."""
-SECRETS = ("api_key", "admin_api_key")
+SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 
 
 class NotHealthy(ServingError):

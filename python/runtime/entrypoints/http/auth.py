@@ -8,14 +8,12 @@ a static file in which the user types the key.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from runtime.entrypoints.http.key_ring import KeyRing, KeyUse
 from runtime.entrypoints.http.responses import error_response
-from runtime.errors import Unauthorized
+from runtime.errors import KeyLimitReached, Unauthorized
 from runtime.managers.client import CURRENT, Client
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
@@ -24,49 +22,55 @@ ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/start_profile", "/s
 
 
 class KeyGate:
-    """ASGI middleware that answers 401 without the right key, and names the client by its key.
+    """ASGI middleware that answers 401 without the right key and 429 beyond its limits, and names the client by its key.
 
-    The admin key opens all paths. The API key opens all paths, except `ADMIN_PATHS` if an admin key is set. Without keys all
-    paths are open; with only an admin key, only `ADMIN_PATHS` need it.
+    An admin key opens all paths. Another key opens all paths, except `ADMIN_PATHS` if there is an admin key. Without keys all paths
+    are open; with nothing but admin keys, only `ADMIN_PATHS` need one.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None, admin_api_key: str | None, protect_metrics: bool) -> None:
+    def __init__(self, app: ASGIApp, ring: KeyRing, protect_metrics: bool) -> None:
         self.app = app
+        self.ring = ring
         self.open = OPEN_PATHS if protect_metrics else OPEN_PATHS | PROBE_PATHS
-        self.api = _digest(api_key)
-        self.admin = _digest(admin_api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on or answer 401."""
-        if scope["type"] == "http" and not self._allows(scope):
-            await error_response(Unauthorized(), scope["path"])(scope, receive, send)
+        """Pass the request on or refuse it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
             return
-        await self.app(scope, receive, send)
+        use = self.ring.find(_key_of(Headers(scope=scope)))
+        if not self._opens(scope["path"], use):
+            await error_response(Unauthorized(), scope["path"])(scope, receive, send)
+        elif use is None:
+            await self.app(scope, receive, send)
+        else:
+            await self._pass_on(use, scope, receive, send)
 
-    def _allows(self, scope: Scope) -> bool:
-        keys = self._keys_for(scope["path"])
-        if not keys:
-            return True
-        headers = Headers(scope=scope)
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            key = headers.get("x-api-key", "")  # Anthropic's clients
-        given = hashlib.sha256(key.strip().encode()).digest()
-        # Compare all keys, so that the time does not depend on which key is close.
-        fits = [hmac.compare_digest(given, want) for want in keys]
-        if not any(fits):
-            return False
-        CURRENT.set(Client(f"key {given.hex()[:12]}"))
-        return True
+    async def _pass_on(self, use: KeyUse, scope: Scope, receive: Receive, send: Send) -> None:
+        CURRENT.set(Client(use.client, use.key.priority))
+        if scope["method"] != "POST" or scope["path"] in ADMIN_PATHS:
+            await self.app(scope, receive, send)
+            return
+        try:
+            use.begin()
+        except KeyLimitReached as error:
+            await error_response(error, scope["path"])(scope, receive, send)
+            return
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            use.end()
 
-    def _keys_for(self, path: str) -> list[bytes]:
-        """Digests of the keys that open `path`; an empty list means that it is open."""
+    def _opens(self, path: str, use: KeyUse | None) -> bool:
+        """Whether a key, or None, opens `path`."""
         if path in self.open:
-            return []
-        if path in ADMIN_PATHS:
-            return [key for key in ((self.admin,) if self.admin else (self.api,)) if key]
-        return [key for key in (self.api, self.admin) if key] if self.api else []
+            return True
+        if path in ADMIN_PATHS and self.ring.has_admin:
+            return use is not None and use.key.admin
+        return use is not None or not self.ring.guards_api
 
 
-def _digest(key: str | None) -> bytes | None:
-    return hashlib.sha256(key.encode()).digest() if key else None
+def _key_of(headers: Headers) -> str:
+    """The key that a request sends; empty for none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()  # as Anthropic's clients send it

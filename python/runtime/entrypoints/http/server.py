@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from runtime.entrypoints.http.auth import KeyGate
 from runtime.entrypoints.http.body_route import IGNORED_HEADER
 from runtime.entrypoints.http.client_name import ClientName
 from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, BoundedConnection
+from runtime.entrypoints.http.key_ring import key_ring
 from runtime.entrypoints.http.limits import BodyLimits, HeaderLimit, LingeringResponse
 from runtime.entrypoints.http.origin import OriginGate
 from runtime.entrypoints.http.request_id import HEADER, RequestId
@@ -62,8 +64,11 @@ def create_app(manager: TokenizerManager) -> FastAPI:
     # The last one added sees a request first.
     app.add_middleware(HeaderLimit)
     server = config.server
-    app.add_middleware(KeyGate, api_key=server.api_key, admin_api_key=server.admin_api_key, protect_metrics=server.protect_metrics)
-    app.add_middleware(OriginGate, hosts=None if server.api_key else (server.host, *server.allowed_hosts), origins=server.allow_origins)
+    ring = app.state.key_ring = key_ring(server)
+    manager.charge = ring.spend
+    app.add_middleware(KeyGate, ring=ring, protect_metrics=server.protect_metrics)
+    hosts = None if ring.guards_api else (server.host, *server.allowed_hosts)
+    app.add_middleware(OriginGate, hosts=hosts, origins=server.allow_origins)
     app.add_middleware(ClientName)
     if server.allow_origins:
         app.add_middleware(CORSMiddleware, allow_origins=server.allow_origins, **CORS)
@@ -118,14 +123,20 @@ async def serve(manager: TokenizerManager, listener: socket.socket, stopping: as
     """Serve HTTP on a bound socket until `stopping` is set; then give open answers `CLOSE_SECONDS` to end."""
     if (level := manager.config.server.log_level_http) is not None:
         logging.getLogger("uvicorn").setLevel(level.upper())
+    app, config = create_app(manager), manager.config.server
+    if config.api_key_file is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.state.key_ring.reload)
     server = _Server(
         uvicorn.Config(
-            create_app(manager),
+            app,
+            ssl_keyfile=config.ssl_keyfile,
+            ssl_certfile=config.ssl_certfile,
+            ssl_keyfile_password=config.ssl_keyfile_password,
             http=BoundedConnection,
             ws="none",
             lifespan="off",
             log_config=None,
-            access_log=manager.config.server.log_requests,
+            access_log=config.log_requests,
             server_header=False,
             proxy_headers=False,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,

@@ -130,6 +130,7 @@ class Chats:
         return await self._manager.encoder.encode_chat(
             rendered_messages(body.messages),
             tools=[function.rendered() for function in body.tool_request().described],
+            call_form=self._format.call_form,
             add_generation_prompt=not body.continue_final_message,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.template_kwargs() or None,
@@ -140,7 +141,7 @@ class Chats:
 def output_format(manager: TokenizerManager, tokenizer: Tokenizer) -> OutputFormat:
     """The format that the configuration asks for, or the model's own."""
     config, architecture, template = manager.config.model, manager.model_config.architecture, tokenizer.chat_template or ""
-    tools = pick_tool_format(config.tool_call_parser, architecture, template)
-    thinking = pick_think_format(config.reasoning_parser, architecture, template)
+    tools = pick_tool_format(config.tool_call_parser, architecture, template, tokenizer.describes_tools)
+    thinking = pick_think_format(config.reasoning_parser, architecture, template, tokenizer.short_chat)
     log.info("tool calls are read as %s, thinking as %s", tools, thinking or "part of the text")
     return OutputFormat(tokenizer, tools, thinking)

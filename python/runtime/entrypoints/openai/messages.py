@@ -41,7 +41,7 @@ class Message(Body):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[TextPart], items(1, MAX_MESSAGES)] | None = None
+    content: str | Annotated[list[TextPart], items(0, MAX_MESSAGES)] | None = None
     name: Name | None = None
     tool_calls: CalledTools = Field(default_factory=list)
     tool_call_id: Name | None = None
@@ -55,7 +55,7 @@ class Message(Body):
         calls = self.tool_calls or self.function_call is not None
         if calls and self.role != "assistant":
             raise PydanticCustomError("unsupported", "", {"field": "tool_calls", "why": "only the assistant calls tools"})
-        if self.content is None and not (calls or self.thought):
+        if self.content in (None, []) and not (calls or self.thought):  # clients send an empty array beside calls
             raise PydanticCustomError("required", "required", {"field": "content"})
         return self
 

@@ -1,0 +1,80 @@
+"""The file of --api-key-file: API keys with names and limits."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import yaml
+
+from runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
+FLAG = "--api-key-file"
+
+
+class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One key. A limit that is None does not hold.
+
+    Attributes:
+        name: what logs and the fair queue call its user.
+        admin: whether it opens the administration paths.
+        requests_per_minute, tokens_per_minute: limits of the rate; tokens are those of prompts and outputs together.
+        concurrent_requests: requests that may run at the same time.
+        priority: the highest priority that counts against other keys; None: that of --max-priority.
+    """
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[!-~]+$")]
+    key: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+    admin: bool = False
+    requests_per_minute: Positive | None = None
+    tokens_per_minute: Positive | None = None
+    concurrent_requests: Positive | None = None
+    priority: int | None = None
+
+
+class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    keys: Annotated[tuple[ApiKey, ...], msgspec.Meta(min_length=1)]
+
+
+def read_key_file(path: Path) -> tuple[ApiKey, ...]:
+    """The keys of a YAML file with a list `keys`; a file that holds nothing but one key is one key named "default".
+
+    Raises:
+        ConfigError: the file cannot be read, or an entry is wrong; names the entry.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{FLAG} {path} cannot be read ({type(error).__name__}).") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{FLAG} {path} is not YAML.") from error  # the text of the error may show a key
+    if isinstance(content, (str, int, float)) and not isinstance(content, bool):
+        content = {"keys": [{"name": "default", "key": path.read_text(encoding="utf-8").strip()}]}
+    try:
+        keys = msgspec.convert(content, _KeyFile).keys
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{FLAG} {path}: {error}") from error
+    for field in ("name", "key"):
+        values = [getattr(key, field) for key in keys]
+        if len(set(values)) < len(values):
+            raise ConfigError(f"{FLAG} {path}: two entries have the same {field}.")
+    for key in keys:
+        if problem := key_problem(key.key):
+            raise ConfigError(f"{FLAG} {path}: the key of {key.name} {problem}")
+    if path.stat().st_mode & 0o007:
+        log.warning("%s %s can be read by every user of this machine", FLAG, path)
+    return keys
+
+
+def key_problem(key: str) -> str:
+    """What is wrong with a key, as the end of a sentence; empty for a good one."""
+    if not key:
+        return "is empty, which would leave the server open. Give a key, or leave the flag out."
+    if not all("!" <= letter <= "~" for letter in key):
+        return "has a character that an Authorization header cannot carry. Use printable ASCII without spaces."
+    return ""

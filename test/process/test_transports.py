@@ -1,0 +1,61 @@
+"""HTTPS and Unix sockets, with certificates of the test's own."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import ssl
+from pathlib import Path
+
+import httpx
+import pytest
+from fake import dummy_model, serving
+
+BODY = {"prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True}
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A key and a certificate for 127.0.0.1."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "talon test")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key()).serial_number(1)
+    builder = builder.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(now + datetime.timedelta(days=1))
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    signed = builder.add_extension(address, critical=False).sign(key, hashes.SHA256())
+    keyfile, certfile = folder / "key.pem", folder / "cert.pem"
+    encoding, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    keyfile.write_bytes(key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, plain))
+    certfile.write_bytes(signed.public_bytes(encoding))
+    return keyfile, certfile
+
+
+def test_https_with_a_certificate(tmp_path: Path) -> None:
+    keyfile, certfile = certificate(tmp_path)
+    with serving(dummy_model(tmp_path / "model"), "--ssl-keyfile", str(keyfile), "--ssl-certfile", str(certfile)) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        context = ssl.create_default_context(cafile=str(certfile))
+        with httpx.Client(verify=context, base_url=server.url, timeout=10) as client:
+            assert client.post("/v1/completions", json=BODY).json()["usage"]["completion_tokens"] == 2
+            with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as stream:
+                assert "[DONE]" in stream.read().decode()
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(server.url.replace("https", "http") + "/health", timeout=5)
+
+
+def test_a_unix_socket_and_one_left_by_a_dead_server(tmp_path: Path) -> None:
+    path, model = tmp_path / "s", dummy_model(tmp_path / "model")
+    for _ in range(2):  # the first server is killed and leaves its socket
+        with serving(model, "--uds", str(path)) as server:
+            assert server.url == "http://localhost"
+            with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost", timeout=10) as client:
+                assert client.post("/v1/completions", json=BODY).json()["usage"]["completion_tokens"] == 2
+        assert path.is_socket()
+    with serving(model, "--uds", str(path)) as server:
+        server.process.terminate()
+        assert server.process.wait(30) == 0
+        assert not path.exists()

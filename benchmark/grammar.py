@@ -17,7 +17,7 @@ from benchmark import picture, plots
 from benchmark.embedded_speculation import CONTEXT, Tally, chat_prompts, speculation
 from benchmark.markdown import Result, cell, pick, provenance, table
 from benchmark.record import Record
-from benchmark.sweep import arguments, numbers
+from benchmark.sweep import arguments, names, numbers
 from runtime import Engine
 from runtime.constrained.backends import Vocabulary, make_backend
 from runtime.constrained.constraint import Constraint
@@ -44,17 +44,23 @@ MASKED: list[dict[str, Any]] = [
     {"type": "array", "items": {"type": "string", "pattern": "^[A-Z][a-z]{2,9}( [A-Z][a-z]{2,9})?$"}, "minItems": 20},
 ]
 """Schemas whose masks are timed."""
-ANSWER: dict[str, Any] = {
+RECORDS: dict[str, Any] = {
     "type": "array",
     "items": {
         "type": "object",
-        "properties": {"title": {"type": "string", "maxLength": 60}, "answer": {"type": "string", "maxLength": 200}},
-        "required": ["title", "answer"],
+        "properties": {
+            "name": {"type": "string", "maxLength": 24},
+            "category": {"enum": ["person", "place", "animal", "plant", "food", "tool", "idea", "event"]},
+            "year": {"type": "integer", "minimum": 0, "maximum": 2100},
+            "is_real": {"type": "boolean"},
+            "continent": {"enum": ["Africa", "Antarctica", "Asia", "Europe", "North America", "South America", "Australia"]},
+        },
+        "required": ["name", "category", "year", "is_real", "continent"],
         "additionalProperties": False,
     },
     "minItems": 50,
 }
-"""A schema that an answer does not come to the end of."""
+"""Records as programs ask for; no answer comes to their end."""
 
 
 def large_vocabulary(files: TokenizerFiles, size: int) -> Tokenizer:
@@ -115,7 +121,7 @@ def measure_serving(record: Record, shape: str, batches: list[int], new_tokens: 
     """Rows of one server that answers with and without the schema in turns."""
     options: dict[str, Any] = {"device": "cpu", "context_length": CONTEXT, "max_running_requests": max(batches), "cpu_threads": threads}
     free = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    kinds = {"free": free, "schema": {**free, "json_schema": json.dumps(ANSWER)}}
+    kinds = {"free": free, "schema": {**free, "json_schema": json.dumps(RECORDS)}}
     with Engine(**options, **speculation(shape)) as engine:
         asked = chat_prompts(engine)
         tallies = {(kind, batch): Tally() for batch in batches for kind in kinds}
@@ -177,16 +183,17 @@ def main() -> None:
     """Measure, record and plot."""
     parser = arguments(__doc__)
     parser.add_argument("--batch", type=numbers, default=[1, 4, 16], help="batch sizes")
+    parser.add_argument("--shapes", type=names, default=["off", "3/1/4"], help="off, or steps/topk/draft tokens")
     parser.add_argument("--bursts", type=int, default=3, help="bursts per batch size and kind")
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
     parser.add_argument("--backends", nargs="+", default=["llguidance"], help="grammar backends whose masks are timed")
     parser.add_argument("--only", choices=("masks", "serving"), help="measure one part")
     args = parser.parse_args()
-    large, steps, shapes = LARGE_VOCABULARY, STEPS, ["off", "3/1/4"]
+    large, steps = LARGE_VOCABULARY, STEPS
     if args.quick:
         args.batch, args.bursts, args.new_tokens, args.threads = [2], 1, 8, 1
-        large, steps, shapes = 50_000, 4, ["3/1/4"]
+        large, steps, args.shapes = 50_000, 4, ["3/1/4"]
     record = Record(NAME, KEYS, args.out, args.quick)
     if args.only != "serving":
         from runtime.model_files.model_source import resolve_model
@@ -194,7 +201,7 @@ def main() -> None:
         folder = resolve_model(None, load_format="auto", tokenizer_path=None, revision=None).tokenizer_folder
         measure_masks(record, Path(folder), args.backends, large, steps)
     if args.only != "masks":
-        for shape in shapes:
+        for shape in args.shapes:
             measure_serving(record, shape, args.batch, args.new_tokens, args.bursts, args.threads)
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))

@@ -42,6 +42,7 @@ SCRIPTS = {
     "memory_limits": "Memory at its limits",
     "compare_commits": "Two checkouts on one machine",
     "drift_alarm": "The drift alarm",
+    "grammar": "Structured output",
 }
 """Titles of the generated pages by script."""
 PAGES = ROOT / "docs" / "benchmarks"

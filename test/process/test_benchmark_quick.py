@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("lossless", ["--default-start"], 6),
         ("drift_alarm", [], 17),
         ("memory_limits", [], 2),
+        ("grammar", ["--only", "serving"], 2),
     ],
 )
 def test_quick_run_writes_rows_and_a_table(script: str, flags: list[str], rows: int, tmp_path: Path) -> None:

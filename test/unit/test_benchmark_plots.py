@@ -134,6 +134,9 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         for f in ("slots off by one", "5 points") for b in (1, 32)
     ],
     "compare_commits": [{"mode": "plain", "backend": "fa3", "old": [CHECKOUT], "new": [CHECKOUT]}],
+    "grammar": [
+        {"what": w, "speculation": "3/1/4", "batch": 16, "tokens_per_second": 30.0, "accept_length": 2.0} for w in ("free", "schema")
+    ],
     "memory_limits": [{"case": "8b-plain", "unused": 0.01, "graphs": [graph("target decode")]}, {"case": "bad", "error": "out of memory"}],
 }  # fmt: skip
 

@@ -8,6 +8,13 @@ import numpy as np
 import torch
 
 
+def unpack(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The bits of int32 [..., ceil(V / 32)] as bool [..., V]; one byte per token, also in between."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    octets = bits.view(torch.uint8)[..., None].bitwise_right_shift(shifts).bitwise_and_(1)
+    return octets.flatten(-2)[..., :vocab_size].view(torch.bool)
+
+
 def forbid(logits: torch.Tensor, requests: torch.Tensor, allowed: torch.Tensor) -> None:
     """Set float32 `logits` [B, W, V] of `requests`, int64 [n], to minus infinity where not `allowed`, bool [n, W, V]; in place."""
     if logits.is_cuda:
@@ -33,12 +40,11 @@ class TokenMask:
 
     def allowed(self, requests: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """bool [n, W, V] of constrained requests, int64 [n]."""
-        if not self.bits.is_cuda:
-            octets = self.bits[self.index[requests]].numpy().view(np.uint8)
-            return torch.from_numpy(np.unpackbits(octets, axis=-1, count=vocab_size, bitorder="little").view(np.bool_))
-        shifts = torch.arange(32, dtype=torch.int32, device=self.bits.device)
-        bits = (self.bits[self.index[requests]][..., None] >> shifts) & 1
-        return bits.flatten(-2)[..., :vocab_size].bool()
+        bits = self.bits[self.index[requests]]
+        if bits.is_cuda:
+            return unpack(bits, vocab_size)
+        octets = bits.numpy().view(np.uint8)
+        return torch.from_numpy(np.unpackbits(octets, axis=-1, count=vocab_size, bitorder="little").view(np.bool_))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Copy of float32 [B' * W, V], the first requests of the batch, in which forbidden tokens have minus infinity."""

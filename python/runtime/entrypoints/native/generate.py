@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.entrypoints.generations import Call, Choice, Generations
+from runtime.entrypoints.http.rendering import encoded, off_loop
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.http.sse import DONE, EventStream, event, until_gone
 from runtime.entrypoints.native.meta_info import meta_info
@@ -43,7 +45,9 @@ class GenerateApi:
             return EventStream(self._events(body, group, began), group.close)
         async with group:
             texts = await until_gone(request, group.texts())
-        outputs = [self._output(body, group, prompt, choice, began) for prompt, choices in enumerate(texts) for choice in choices]
+        pairs = [(prompt, choice) for prompt, choices in enumerate(texts) for choice in choices]
+        cells = sum(self._cells(body, group, prompt, choice) for prompt, choice in pairs)
+        outputs = await off_loop(cells, lambda: [encoded(self._output(body, group, prompt, choice, began)) for prompt, choice in pairs])
         return json_response(outputs[0] if body.single else outputs)
 
     async def _events(self, body: GenerateBody, group: Generations, began: float) -> AsyncGenerator[bytes, None]:
@@ -54,9 +58,15 @@ class GenerateApi:
             async for prompt, update in group.updates():
                 choice = so_far[prompt][update.index]
                 choice.add(update)
-                output = self._output(body, group, prompt, choice, began)
+                render = partial(self._output, body, group, prompt, choice, began)
+                output = await off_loop(self._cells(body, group, prompt, choice), render)
                 yield event(output if single else {**output, "index": prompt * n + update.index})
         yield DONE
+
+    def _cells(self, body: GenerateBody, group: Generations, prompt: int, choice: Choice) -> int:
+        """How many values an output shows."""
+        tokens = len(choice.token_ids) + len(group.each[prompt].prompt_ids) * (choice.prompt_logprobs is not None)
+        return tokens * (2 + body.top)
 
     def _output(self, body: GenerateBody, group: Generations, prompt: int, choice: Choice, began: float) -> Json:
         generation = group.each[prompt]

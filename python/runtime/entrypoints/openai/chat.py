@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from runtime.entrypoints.http.rendering import encoded, off_loop
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.http.sse import EventStream, until_gone
 from runtime.entrypoints.openai.chat_updates import ChatAnswer, ChatFinish, ChatUpdate
@@ -42,7 +43,9 @@ class ChatApi:
     # ---- answers
 
     async def _answer(self, body: ChatBody, chat: Chat) -> Json:
-        choices = [self._choice(body, index, each) for index, each in enumerate(await chat.answers())]
+        answers = await chat.answers()
+        cells = sum(len(each.token_ids) for each in answers) * (2 + body.top)
+        choices = await off_loop(cells, lambda: [encoded(self._choice(body, index, each)) for index, each in enumerate(answers)])
         counts = chat.counts()
         shown = {"choices": choices, "usage": counts.usage(), **counts.extension(body)}
         answer = {**self._model.head(chat.name, "chat.completion"), **shown}

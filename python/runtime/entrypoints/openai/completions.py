@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.entrypoints.generations import Call, Choice, Generations
+from runtime.entrypoints.http.rendering import encoded, off_loop
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.http.sse import EventStream, until_gone
 from runtime.entrypoints.openai.chunks import Chunks
@@ -58,14 +60,19 @@ class CompletionApi:
 
     async def _answer(self, body: CompletionBody, group: Generations, name: str) -> Json:
         texts = await group.texts()
+        tokens = sum(len(choice.token_ids) for choices in texts for choice in choices)
+        tokens += body.echo * body.candidates * sum(len(each.prompt_ids) for each in group.each)
+        return await off_loop(tokens * (2 + body.top), lambda: self._rendered(body, group, texts, name))
+
+    def _rendered(self, body: CompletionBody, group: Generations, texts: list[list[Choice]], name: str) -> Json:
         counter = UsageCounter(group, output=not body.only_echo)
         counter.add_all(texts)
-        choices: list[Json] = []
+        choices: list[Any] = []
         for prompt, (generation, candidates) in enumerate(zip(group.each, texts, strict=True)):
             if body.candidates > body.n:
                 candidates.sort(key=lambda each: each.mean_logprob, reverse=True)
             for choice in candidates[: body.n]:
-                choices.append(self._choice(body, prompt, generation, choice, len(choices)))
+                choices.append(encoded(self._choice(body, prompt, generation, choice, len(choices))))
         counts = counter.counts()
         return {**self._model.head(name, "text_completion"), "choices": choices, "usage": counts.usage(), **counts.extension(body)}
 
@@ -83,7 +90,10 @@ class CompletionApi:
         async with group:
             async for prompt, update in group.updates():
                 counter.add(prompt, update)
-                shown = self._delta(body, group.each[prompt], prompt, update, logprobs)
+                generation = group.each[prompt]
+                tokens = len(update.token_ids) + len(generation.prompt_ids) * (update.prompt_logprobs is not None)
+                render = partial(self._delta, body, generation, prompt, update, logprobs)
+                shown = await off_loop(tokens * (2 + body.top), render)
                 if shown is not None:
                     yield chunks.choice(shown)
         yield chunks.end()

@@ -1,0 +1,43 @@
+"""Large answers are rendered off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from front import ScriptedScheduler, front
+
+from runtime.entrypoints.openai import chat, completions
+
+LARGE = {"max_tokens": 150, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x" * 90, "echo": True, "logprobs": 20, **LARGE}),
+        ("/v1/completions", {"prompt": "x" * 100, "echo": True, "logprobs": 20, "stream": True, **LARGE}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20, **LARGE}),
+        ("/generate", {"text": "x", "return_logprob": True, "top_logprobs_num": 20, "sampling_params": {"max_new_tokens": 150}}),
+    ],
+)
+def test_many_log_probabilities_are_rendered_in_a_thread(path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[int] = set()
+
+    async def check() -> None:
+        async with front(ScriptedScheduler(say=lambda request: "y" * 150)) as f:
+            original = f.manager.tokenizer.token_text
+            monkeypatch.setattr(f.manager.tokenizer, "token_text", lambda token: threads.add(threading.get_ident()) or original(token))
+            small = {**body, "max_tokens": 1, "echo": False, "prompt": "x", "sampling_params": {"max_new_tokens": 1}}
+            assert (await f.post(path, body)).status_code == 200
+            if path == "/generate":
+                return
+            assert threads - {threading.get_ident()}
+            threads.clear()
+            assert (await f.post(path, small)).status_code == 200
+            assert threads == {threading.get_ident()}
+
+    asyncio.run(check())
+    assert chat.off_loop is completions.off_loop

@@ -27,7 +27,7 @@ from runtime.text.tokenizer import Tokenizer
 
 NAME = "embedded_speculation"
 KEYS = ("device", "dtype", "quantization", "speculation", "batch")
-OFF = "off"
+OFF, AUTO = "off", "auto"
 CONTEXT = 1024
 NEVER_PAUSED = 1 << 16
 """A batch size that never occurs."""
@@ -66,17 +66,19 @@ class Tally:
 
 @contextlib.contextmanager
 def servers(shapes: Sequence[str], common: Mapping[str, Any], head: str) -> Iterator[dict[str, Engine]]:
-    """One engine per shape: `off` or steps/topk/draft tokens."""
+    """One engine per shape: `off`, `auto` or steps/topk/draft tokens."""
     with contextlib.ExitStack() as stack:
         yield {shape: stack.enter_context(Engine(**common, **speculation(shape, head))) for shape in shapes}
 
 
 def speculation(shape: str, head: str = str(EMBEDDED_DRAFT)) -> dict[str, Any]:
-    """Options of `Engine` for `off` or steps/topk/draft tokens; a fourth number is the batch size above which drafting
-    pauses.
+    """Options of `Engine` for `off`, `auto` or steps/topk/draft tokens; a fourth number is the batch size above which
+    drafting pauses.
     """
     if shape == OFF:
         return {"speculative_algorithm": "none"}
+    if shape == AUTO:
+        return {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head, "speculative_num_steps": AUTO}
     steps, topk, draft_tokens, *most = (int(part) for part in shape.split("/"))
     return {
         "speculative_algorithm": "EAGLE3",
@@ -181,7 +183,7 @@ def plot(result: Result, file: Path) -> None:
 def main() -> None:
     """Measure, record and plot."""
     parser = arguments(__doc__)
-    parser.add_argument("--shapes", type=names, default=["3/1/4"], help="comma-separated list of steps/topk/draft tokens[/largest batch]")
+    parser.add_argument("--shapes", type=names, default=["3/1/4"], help="comma-separated: auto, or steps/topk/draft tokens[/largest batch]")
     parser.add_argument("--batch", type=numbers, default=[1, 2, 4, 8, 16], help="batch sizes")
     parser.add_argument("--prompts", type=int, default=16, help="minimum number of prompts per batch size")
     parser.add_argument("--bursts", type=int, default=1, help="minimum number of bursts per batch size; raise it on a GPU")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from runtime.model_executor.context import ReplayKind
     from runtime.model_executor.worker import Worker
     from runtime.speculative.parity import Outcome
 
@@ -152,7 +153,6 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
         raise ConfigError("there is no acceptance without speculation; give --speculative-algorithm and its flags")
     from runtime.model_executor.acceptance import side_by_side
     from runtime.model_executor.graph_runner import RunMode
-    from runtime.speculative.build import build_speculative_worker
     from runtime.speculative.parity import eagerly
 
     most = max(len(prompts), (speculative.disable_by_batch_size or 0) + 1)  # requests at once, in `run`
@@ -160,9 +160,8 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
     config = _for_check(config, most)
     running = min(config.scheduler.max_running_requests or most, most)
     sizes = [size for size in default_graph_sizes(running + 1) if size % 2 == 0 or size == 1] if on_cpu else None
-    worker = build_speculative_worker(config, model_config, "eager" if on_cpu else None, sizes, with_plain=True)
-    session = Session(worker, config, model_config, prompts, max_new_tokens, bool(speculative.depths))
-    try:
+    with _worker(config, model_config, "eager" if on_cpu else None, sizes) as worker:
+        session = Session(worker, config, model_config, prompts, max_new_tokens, bool(speculative.depths))
         if not any(runner.sizes for runner in worker.all_runners):
             raise ConfigError("nothing is captured, so there is nothing to compare; leave --disable-cuda-graph out, or use another backend")
         with eagerly(worker.all_runners, RunMode.EAGER if on_cpu else RunMode.EAGER_PADDED):
@@ -170,13 +169,29 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
             plain = None if speculative.synthetic_accept is not None else session.plain_texts()
         before = [runner.replayed for runner in worker.all_runners]
         graphs = session.run()
-    finally:
-        worker.close()
     print(side_by_side(eager.counters, graphs.counters))
     replays = [runner.replayed - first for runner, first in zip(worker.all_runners, before, strict=True)]
     lossless = plain is None or report_plain(plain, [*eager.tokens, *graphs.tokens], TIES[config.device.dtype])
     status = report_parity(worker, eager, graphs, replays)
     return status if lossless else DIFFERENT
+
+
+@contextmanager
+def _worker(config: RuntimeConfig, model_config: ModelConfig, replay: ReplayKind | None, sizes: list[int] | None) -> Iterator[Worker]:
+    """The worker of all runs, with plain decoding beside drafts; rank 0 of several with --tp-size."""
+    with ExitStack() as stack:
+        if config.parallel.tp_size > 1:
+            from runtime.entrypoints.rank import BuildOptions, lead
+            from runtime.entrypoints.rank_session import other_ranks
+
+            place = stack.enter_context(other_ranks(config))
+            worker = lead(config, model_config, place, BuildOptions(replay, sizes, with_plain=True))
+        else:
+            from runtime.speculative.build import build_speculative_worker
+
+            worker = build_speculative_worker(config, model_config, replay, sizes, with_plain=True)
+        stack.callback(worker.close)
+        yield worker
 
 
 def _for_check(config: RuntimeConfig, most: int) -> RuntimeConfig:

@@ -128,7 +128,8 @@ class WorkerInfo(msgspec.Struct):
         ranks: the processes that share the model; empty where it is not sharded.
         token_checks: decode steps in which all ranks had the same hash of their committed tokens; None for one rank.
         exchange_micros: microseconds of a sum over the ranks by its bytes, "own kernel / NCCL"; empty on a CPU.
-        exchange_share: share of the steps' time that rank 0 spends in exchanges with the other ranks, waiting included; None for one rank.
+        exchange_share: share of the steps' time that rank 0 spends in exchanges, waiting included; None for one rank, and on GPUs,
+            where the host does not see it.
     """
 
     startup_seconds: dict[str, float] = {}

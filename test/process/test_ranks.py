@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from process import rank_faults
+from process import rank_faults, rank_storm
 from process.fake import Server, dummy_model, serving
-from runtime import Engine
+from runtime import Engine, check_acceptance
 
 PATIENCE = 60.0
 FLAGS = ("--tp-size", "2", "--cpu-threads", "1", "--skip-server-warmup", "--dtype", "float32")
@@ -165,3 +165,18 @@ def test_a_node_ends_when_node_0_is_gone(model: Path) -> None:
         first.process.kill()
         assert other.process.wait(PATIENCE) == 1
         assert other.folders() == []
+
+
+def test_a_storm_of_kills_aborts_and_bad_requests_loses_nothing() -> None:
+    outcome = rank_storm.storm(rounds=7, seed=9, kill_share=0.15)
+    assert outcome["wrong"] == []
+    assert outcome["answered"] > 10
+    assert set(outcome["rounds"]) == {"abort", "ask_badly", "kill"}
+
+
+def test_acceptance_on_two_ranks_is_the_same_eager_and_through_graphs(capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["--tp-size", "2", "--device", "cpu", "--quantization", "none", "--cpu-threads", "1", "--max-total-tokens", "8192"]
+    assert check_acceptance.main([*flags, "--num-prompts", "3", "--max-new-tokens", "8"]) == 0
+    text = capfd.readouterr().out
+    assert "the text is that of plain decoding for 3 of 3 prompts" in text
+    assert "acceptance and text are the same" in text

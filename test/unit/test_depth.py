@@ -10,6 +10,7 @@ import pytest
 
 from runtime.batch import ScheduleBatch
 from runtime.layers.linear import Linear
+from runtime.managers.messages import GenerateReq
 from runtime.model_executor import build
 from runtime.model_executor.depth import DepthBatches, DepthControl, choose_depth, depths_to_drop, split_batch_sizes, split_by_depth
 from runtime.model_executor.depth_controller import DecodeRows
@@ -19,6 +20,7 @@ from unit.predicting import VOCAB, exact_product, plain, speculating
 from unit.storm import SIZES as STORM_SIZES
 from unit.storm import Storm, same_life
 from unit.test_eagle_worker import MIXED
+from unit.test_served_speculation import CONTEXT, prompts, serve
 
 PROMPTS = {r: np.random.default_rng(r).integers(0, VOCAB, 4 + 3 * r).tolist() for r in (1, 2, 3)}
 
@@ -183,6 +185,26 @@ def test_the_controller_chooses_and_learns(tmp_path: Path) -> None:
         assert learnt.greedy.rates != measured.greedy.rates
 
 
+def test_the_measurement_replays_graphs_and_leaves_nothing(tmp_path: Path) -> None:
+    worker: Any = speculating(tmp_path, "EAGLE", "eager", [1, 4, 16, 40], **AUTO)
+    assert all(runner.run_eagerly == 0 for runner in worker.parts.verifier.runners.values()), "no eager sample, and padded to graphs"
+    assert worker.parts.verifier.runners[0].replayed > 0
+    assert worker.parts.monitor.counted().iterations == 0
+    assert worker.parts.target.rows.kv_lens.sum() == worker.parts.target.page_table.pages.sum() == 0
+
+
+def test_runners_that_are_left_out_capture_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "depths_to_drop", lambda graph_bytes, most: [7])
+    worker: Any = speculating(tmp_path, "EAGLE", "eager", [1, 2, 4, 40], **AUTO)
+    assert "no graphs of depth 7" in caplog.text
+    assert [runner.sizes for runner in (worker.parts.verifier.runners[7], *worker.parts.drafter.runners(7))] == [[], [], []]
+    driver = Driver(worker)
+    driver.generate(PROMPTS, 24, room=160)
+    assert worker.info().depth.chosen["7"] == 0, "other depths have graphs"
+
+
 # ---- requests that take fewer drafts
 
 
@@ -234,3 +256,23 @@ def test_caps_are_not_counted_as_rejections(tmp_path: Path) -> None:
     for _ in range(5):
         driver.decode([1, 2, 3])
     assert worker.parts.monitor.counted().iterations == 5, "those of the request that takes all drafts"
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "NGRAM"])
+def test_served_text_is_that_of_plain_decoding_at_any_depth(tmp_path: Path, algorithm: str) -> None:
+    roomy = {"context_length": CONTEXT, "max_running_requests": 8}
+    ids = prompts()
+    asks = [
+        GenerateReq(
+            rid=str(i), input_ids=ids[i], sampling=SamplingParams(temperature=0.0, max_new_tokens=40, speculative_num_steps=cap), seed=i
+        )
+        for i, cap in enumerate((None, 0, None, 2))
+    ]
+    expected, _ = serve(plain(**roomy), asks, {}, radix_cache=False)
+    got, scheduler = serve(speculating(tmp_path, algorithm, runtime=roomy, **AUTO), asks, {}, overlap=algorithm != "NGRAM")
+    assert got == expected
+    stats = scheduler.stats
+    assert sum(stats.spec_depth_steps_total.values()) >= stats.decode.steps > 0
+    assert stats.spec_depth_steps_total.get("0", 0) == stats.spec_paused_steps_total
+    assert stats.spec.accepted_tokens == sum(stats.spec.accepted_by_position)
+    assert stats.num_failed_steps_total == 0

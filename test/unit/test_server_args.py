@@ -49,6 +49,7 @@ OUR_FLAGS = re.findall(
     cpu-threads max-queued-tokens max-body-mib max-parse-ms max-logprob-cells queue-timeout request-timeout max-priority
     speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins allowed-hosts
     download-dir log-level-http api-key-file uds ssl-keyfile ssl-certfile ssl-keyfile-password
+    distributed-executor-backend
     """,
 )
 
@@ -328,6 +329,8 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({**TWO_NODES, "dist_init_addr": "10.0.0.1"}, CPU, ["--dist-init-addr", "HOST:PORT", "10.0.0.1"]),
         ({**TWO_NODES, "tp_size": 3}, CPU, ["--tp-size 3", "--nnodes 2"]),
         ({**TWO_NODES, "node_rank": 2}, CPU, ["--node-rank", "between 0 and 1"]),
+        ({"distributed_executor_backend": "ray"}, CPU, ["--distributed-executor-backend ray", "--tp-size"]),
+        ({**TWO_NODES, "distributed_executor_backend": "ray"}, CPU, ["--node-rank must be 0"]),
         ({"dist_timeout": 0.0}, CPU, ["--dist-timeout"]),
         ({"dp_size": 4}, HOPPER, ["--dp-size"]),
         ({"ep_size": 2}, HOPPER, ["--ep-size"]),
@@ -485,6 +488,9 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "nnodes": (TWO_NODES, lambda c: (c.parallel.nnodes, list(c.parallel.own_ranks), c.device.cpu_threads), (2, [2, 3], 8)),
     "node_rank": (TWO_NODES, lambda c: c.parallel.node_rank, 1),
     "dist_init_addr": (TWO_NODES, lambda c: c.parallel.dist_init_addr, "10.0.0.1:29500"),
+    "distributed_executor_backend": (
+        {"tp_size": 2, "distributed_executor_backend": "ray"}, lambda c: c.parallel.executor, "ray"
+    ),
     "dist_timeout": ({"dist_timeout": 30.0}, lambda c: c.parallel.dist_timeout, 30.0),
     "tp_size": (
         {"tp_size": 4, "device": "cpu", "attention_backend": "torch_native"}, lambda c: (c.parallel.tp_size, c.device.cpu_threads), (4, 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from runtime.config.machine import MachineFacts
 from runtime.config.refusals import check_positive, check_ranges
 from runtime.config.runtime_config import DeviceConfig, ParallelConfig
@@ -24,6 +26,17 @@ def check_parallel(args: ServerArgs) -> None:
         raise ConfigError("--nnodes and --dist-init-addr HOST:PORT belong together: give the address of node 0 to all nodes, or neither.")
     if args.dist_init_addr is not None:
         _check_address(args.dist_init_addr)
+    if args.distributed_executor_backend == "ray":
+        _check_ray(args)
+
+
+def _check_ray(args: ServerArgs) -> None:
+    if args.tp_size == 1:
+        raise ConfigError("--distributed-executor-backend ray has no effect with one rank. Give --tp-size, or leave it out.")
+    if args.node_rank:
+        raise ConfigError("--node-rank must be 0 with --distributed-executor-backend ray: Ray starts the ranks of the other nodes.")
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("--distributed-executor-backend ray needs Ray. Install it with: pip install 'talon-runtime[ray]'")
 
 
 def _check_address(address: str) -> None:
@@ -42,8 +55,9 @@ def resolve_parallel(args: ServerArgs, device: DeviceConfig, machine: MachineFac
         node_rank=args.node_rank,
         dist_init_addr=args.dist_init_addr,
         dist_timeout=args.dist_timeout,
+        executor=args.distributed_executor_backend,
     )
-    if device.device == "cuda" and config.ranks_per_node > len(machine.gpus):
+    if device.device == "cuda" and config.executor == "mp" and config.ranks_per_node > len(machine.gpus):
         raise ConfigError(
             f"--tp-size {args.tp_size} needs {config.ranks_per_node} GPUs on this node; the driver reports {len(machine.gpus)}. "
             "Lower --tp-size, or check CUDA_VISIBLE_DEVICES."

@@ -18,6 +18,7 @@ SamplingName = Literal["triton", "pytorch"]
 SpecAlgorithm = Literal["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"]
 Quantization = Literal["int8"]
 GrammarBackendName = Literal["llguidance", "xgrammar", "none"]
+Executor = Literal["mp", "ray"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
 
 
@@ -106,7 +107,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How many devices share the work: tensor, data and expert parallel ranks; and the nodes that hold them.
 
     Node `node_rank` of `nnodes` holds `tp_size / nnodes` ranks in a row. Node 0 listens at `dist_init_addr`, HOST:PORT.
-    `dist_timeout` is how many seconds ranks wait for each other at start-up.
+    `dist_timeout` is how many seconds ranks wait for each other at start-up. `executor`: what starts the ranks, processes
+    of each node's server ("mp") or Ray on all nodes.
     """
 
     tp_size: int = 1
@@ -116,6 +118,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     node_rank: int = 0
     dist_init_addr: str | None = None
     dist_timeout: float = 600.0
+    executor: Executor = "mp"
 
     @property
     def ranks_per_node(self) -> int:

@@ -143,6 +143,8 @@ class ServerArgs:
     """Address of node 0 at which the ranks meet; in a private network, because nothing in it is encrypted."""
     dist_timeout: float = _flag(DEVICE, 600.0, "SECONDS")
     """Seconds that the ranks wait for each other at start-up."""
+    distributed_executor_backend: Literal["mp", "ray"] = _flag(DEVICE, "mp")
+    """What starts the ranks: the server of each node (mp), or Ray actors from node 0 alone (needs talon-runtime[ray])."""
     dp_size: int = _flag(DEVICE, 1, "N", "--data-parallel-size", "--dp")
     """Copies of the model; only 1 is supported."""
     ep_size: int = _flag(DEVICE, 1, "N", "--expert-parallel-size", "--ep")

@@ -13,8 +13,8 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     """What a process must know to be one of the ranks.
 
     Attributes:
-        ring: file descriptors of the ring that carries steps between ranks of rank 0's host; None on other hosts, and where
-            rank 0 is alone on its own. Rank R reads it as reader R - 1.
+        ring: file descriptors of the ring that carries steps between ranks of rank 0's host; None where this rank does not
+            inherit them: steps then come through a socket. Rank R reads it as reader R - 1.
     """
 
     rank: int
@@ -31,7 +31,11 @@ def places_on_node(config: ParallelConfig, folder: str) -> list[RankPlace]:
     Raises:
         ConfigError: the address of node 0 cannot be reached.
     """
-    address = config.dist_init_addr
-    meeting = Rendezvous.in_folder(folder) if address is None else Rendezvous.at_address(address)
+    meeting = meeting_of(config, folder)
     ring = RingFds.create(config.ranks_per_node - 1) if config.node_rank == 0 and config.ranks_per_node > 1 else None
     return [RankPlace(rank=rank, rendezvous=meeting, ring=ring) for rank in config.own_ranks]
+
+
+def meeting_of(config: ParallelConfig, folder: str) -> Rendezvous:
+    """Where the ranks meet: in `folder`, a new one, or at the address of node 0. Raises `ConfigError` as above."""
+    return Rendezvous.in_folder(folder) if config.dist_init_addr is None else Rendezvous.at_address(config.dist_init_addr)

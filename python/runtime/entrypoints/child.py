@@ -102,6 +102,10 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], N
         status.send(ChildFailed(f"the {role} failed: {type(error).__name__}: {error}", is_config=False))
         return 1
     status.send(ChildFinished())
+    if child.place is not None:  # NCCL's watchdog would call std::terminate when another rank ends first
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     return 0
 
 

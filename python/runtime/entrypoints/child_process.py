@@ -9,14 +9,36 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 from msgspec import structs
 
 from runtime.batch import WorkerLimits
-from runtime.distributed.rank_place import places_on_node
+from runtime.distributed.rank_place import RankPlace, places_on_node
 from runtime.entrypoints.child import ChildConfig, ChildFailed, ChildFinished, ChildStatus, Role
 from runtime.errors import ConfigError, ServingError
+
+
+class Child(Protocol):
+    """A process of the server as its parent sees it, whatever started it; see `ChildProcess`."""
+
+    role: Role
+    ready: asyncio.Future[WorkerLimits | None]
+    gone: asyncio.Event
+    finished: bool
+
+    def describe_end(self) -> str:
+        """How it ended, for the log."""
+        ...
+
+    def dump_stacks(self) -> None:
+        """Make it print its stacks and die."""
+        ...
+
+    def kill(self) -> None:
+        """End it now."""
+        ...
 
 
 class ChildProcess:
@@ -106,13 +128,15 @@ def start_ranks(config: ChildConfig, command: Sequence[str]) -> list[ChildProces
     """Start the ranks of this node, each with its place. Raises `ConfigError` where node 0 cannot be reached."""
     places = places_on_node(config.config.parallel, config.folder)
     try:
-        return [
-            ChildProcess(f"worker-{place.rank}" if place.rank else "scheduler", command, structs.replace(config, place=place))
-            for place in places
-        ]
+        return [start_rank(config, command, place) for place in places]
     finally:
         if places[0].ring is not None:
             places[0].ring.close()
+
+
+def start_rank(config: ChildConfig, command: Sequence[str], place: RankPlace) -> ChildProcess:
+    """Start one rank: the scheduler, or a worker."""
+    return ChildProcess(f"worker-{place.rank}" if place.rank else "scheduler", command, structs.replace(config, place=place))
 
 
 def _environment(config: ChildConfig) -> dict[str, str]:

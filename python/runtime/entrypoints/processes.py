@@ -8,11 +8,11 @@ import os
 import shutil
 import sys
 from collections.abc import Coroutine, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.child import ChildConfig, Role
-from runtime.entrypoints.child_process import ChildProcess, start_ranks
+from runtime.entrypoints.child_process import Child, ChildProcess, start_ranks
 from runtime.entrypoints.socket_folder import make_socket_folder
 from runtime.entrypoints.watchdog import SILENT_TURNS, TURN_SECONDS, Watchdog
 from runtime.errors import ServerDraining, ServingError
@@ -25,6 +25,9 @@ from runtime.sampling_params import SamplingParams
 from runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from runtime.entrypoints.ray_ranks import RayRanks
 
 T = TypeVar("T")
 
@@ -55,7 +58,8 @@ class Runtime:
         self.stopping = asyncio.Event()
         self._own_command = (sys.executable, "-m", "runtime.entrypoints.child")
         self._scheduler_command = scheduler_command or self._own_command
-        self._children: list[ChildProcess] = []
+        self._children: list[Child] = []
+        self._ray: RayRanks | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._folder: str | None = None
         self._inbox: AsyncInbox[ToTokenizer] | None = None
@@ -79,7 +83,7 @@ class Runtime:
         self._inbox = AsyncInbox(self._folder, "tokenizer", ToTokenizer)
         self._outbox = Outbox(self._folder, "scheduler")
         child_config = ChildConfig(config=self.config, folder=self._folder, parent=os.getpid())
-        scheduler, *ranks = self._start_ranks(child_config)
+        scheduler, *ranks = await self._start_ranks(child_config)
         detokenizer = ChildProcess("detokenizer", self._own_command, child_config)
         self._children.append(detokenizer)
         load = asyncio.to_thread(Tokenizer.load, self.config.model.tokenizer_path, chat_template=self.config.model.chat_template)
@@ -136,6 +140,9 @@ class Runtime:
         for child in self._children:
             child.kill()
         self._children = []
+        if self._ray is not None:
+            self._ray.release()
+            self._ray = None
         for end in (self._inbox, self._outbox):
             if end is not None:
                 end.close()
@@ -146,10 +153,15 @@ class Runtime:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
-    def _start_ranks(self, config: ChildConfig) -> list[ChildProcess]:
+    async def _start_ranks(self, config: ChildConfig) -> list[Child]:
         """The scheduler, and a worker for every other rank of the model."""
         if self.config.parallel.tp_size == 1:
             self._children.append(ChildProcess("scheduler", self._scheduler_command, config))
+        elif self.config.parallel.executor == "ray":
+            from runtime.entrypoints.ray_ranks import RayRanks
+
+            self._ray = RayRanks()
+            self._children += await self._ray.start(config, self._scheduler_command)
         else:
             self._children += start_ranks(config, self._scheduler_command)
         return list(self._children)
@@ -187,7 +199,7 @@ class Runtime:
         for child in self._children:
             await child.gone.wait()
 
-    async def _await_end(self, child: ChildProcess) -> None:
+    async def _await_end(self, child: Child) -> None:
         await child.gone.wait()
         if not child.finished:
             log.error("the %s process died: %s", child.role, child.describe_end())
@@ -197,7 +209,7 @@ class Runtime:
         """Fail when a child neither ends nor responds."""
         # The detokenizer comes first: it forwards the scheduler's heartbeats.
         # Rank 0 watches the other ranks.
-        children: dict[Role, ChildProcess] = {child.role: child for child in reversed(self._children) if child.role in self.manager.beats}
+        children: dict[Role, Child] = {child.role: child for child in reversed(self._children) if child.role in self.manager.beats}
         watchdog = Watchdog(children)
         while True:
             await asyncio.sleep(TURN_SECONDS)

@@ -22,6 +22,7 @@ from runtime.distributed.torch_group import EXCHANGE_SECONDS, TorchGroup
 from runtime.entrypoints.grammars import make_compiler
 from runtime.errors import RankFailed
 from runtime.model_executor.build import build_worker
+from runtime.model_executor.context import ReplayKind
 from runtime.model_executor.follow import follow
 from runtime.model_executor.followers import Followers, StepWait
 from runtime.model_executor.worker import Worker
@@ -41,6 +42,15 @@ class Sockets:
     steps: str
 
 
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """What a check builds workers with, beside the configuration; as for `build_worker`."""
+
+    replay: ReplayKind | None = None
+    sizes: list[int] | None = None
+    with_plain: bool = False
+
+
 @dataclass(slots=True)
 class Stuck:
     """Says when rank 0 waits too long for the device. `wait`: what it waits for, known once there are followers."""
@@ -52,7 +62,7 @@ class Stuck:
         return "" if self.wait is None else self.wait.longer_than(STEP_SECONDS)
 
 
-def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace) -> Worker:
+def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, options: BuildOptions = BuildOptions()) -> Worker:
     """Rank 0's worker, which sends every step to the other ranks. A rank that is lost ends this process.
 
     Raises:
@@ -62,16 +72,18 @@ def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace) -> 
     group = join(config, place)
     stuck = Stuck()
     watch = RankWatch(meeting.bind.format(name="ranks"), range(1, parallel.tp_size), _end_process, stuck)
-    publisher = StepPublisher(meeting.bind.format(name="steps")) if parallel.nnodes > 1 else None
-    group.agree((config, Sockets(watch.address, publisher.address if publisher else "")))
+    by_ring = 0 if place.ring is None else len(place.ring.wake)
+    by_socket = parallel.tp_size - 1 - by_ring
+    publisher = StepPublisher(meeting.bind.format(name="steps")) if by_socket else None
+    group.agree((config, Sockets(watch.address, publisher.address if publisher else ""), options))
     senders = list[StepSender]()
     if place.ring is not None:
         senders.append(RingWriter(place.ring, EXCHANGE_SECONDS))
     if publisher is not None:
-        publisher.await_readers(parallel.tp_size - parallel.ranks_per_node, parallel.dist_timeout)
+        publisher.await_readers(by_socket, parallel.dist_timeout)
         senders.append(publisher)
     followers = Followers(SenderList(*senders), watch.close)
-    worker = _build(config)(config, model_config, group=group, followers=followers)
+    worker = _build(config, model_config, group, options, followers)
     if config.device.device == "cuda":  # on a CPU an exchange gives up by itself, and steps may be slow
         stuck.wait = followers.wait
     watch.start()
@@ -86,10 +98,10 @@ def follow_rank_0(config: RuntimeConfig, model_config: ModelConfig, place: RankP
         RankFailed: a step failed on this rank.
     """
     group = join(config, place)
-    leader, sockets = group.agree((config, Sockets("", "")))
+    leader, sockets, options = group.agree((config, Sockets("", ""), BuildOptions()))
     config = with_own_files(leader, config)
     receiver: StepReceiver = StepSubscriber(sockets.steps) if place.ring is None else RingReader(place.ring, place.rank - 1)
-    worker = _build(config)(config, model_config, group=group)
+    worker = _build(config, model_config, group, options)
     compiler = make_compiler(config, model_config)
     if compiler is not None:
         worker.parts.grammars.compile = lambda spec: compiler.compile(spec).future.result()
@@ -129,8 +141,19 @@ def with_own_files(leader: RuntimeConfig, own: RuntimeConfig) -> RuntimeConfig:
     return structs.replace(leader, model=model, speculative=speculative, parallel=own.parallel)
 
 
-def _build(config: RuntimeConfig) -> Callable[..., Worker]:
-    return build_worker if config.speculative is None else build_speculative_worker
+def _build(
+    config: RuntimeConfig, model_config: ModelConfig, group: ParallelGroup, options: BuildOptions, followers: Followers | None = None
+) -> Worker:
+    build = build_worker if config.speculative is None else build_speculative_worker
+    return build(
+        config,
+        model_config,
+        options.replay,
+        options.sizes,
+        with_plain=options.with_plain,
+        group=group,
+        followers=followers,
+    )
 
 
 def _end_process(why: str) -> None:

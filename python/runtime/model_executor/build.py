@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -272,6 +272,7 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
             reservations |= _reserve(model)
     if context.config.speculative is not None and context.config.speculative.depths:
         _drop_depths(parts, reservations)
+        reservations = {name: size for model in models for name, size in _reserve(model).items()}
     if context.device.type == "cuda":
         torch.cuda.empty_cache()
     bytes_per_slot, reach = sum(model.runner.bytes_per_slot for model in models), parts.drafter.spec.shape.tokens_per_step
@@ -283,7 +284,7 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
     return plan
 
 
-def _drop_depths(parts: WorkerParts, reservations: dict[str, int]) -> None:
+def _drop_depths(parts: WorkerParts, reservations: Mapping[str, int]) -> None:
     """Leave out the graphs of deep windows that memory does not allow; no iteration runs at these depths then."""
     runners = {depth: [parts.verifier.runners[depth], *parts.drafter.runners(depth)] for depth in parts.depths.limits}
     graph_bytes = {depth: sum(reservations[runner.spec.name] for runner in own) for depth, own in runners.items()}
@@ -292,7 +293,6 @@ def _drop_depths(parts: WorkerParts, reservations: dict[str, int]) -> None:
         log.warning("no graphs of depth %d: they would take %.0f MiB", depth, graph_bytes[depth] / MIB)
         for runner in runners[depth]:
             runner.leave_out()
-            reservations[runner.spec.name] = 0
 
 
 def _in_capture_order(model: ModelPasses) -> list[GraphRunner]:

@@ -25,8 +25,8 @@ PROBE_DISTANCE = 8
 """Least iterations between two probes."""
 STALE = 64
 """A depth that did not run for so many iterations is probed: its time may have changed."""
-MOST_SAVED = 8
-"""Iterations whose time probes may lose in a row, after none for long."""
+MOST_SAVED, SAVED_AT_START = 8, 4
+"""Iterations whose time probes may lose in a row: after none for long, and at the start, whose measurement may be wrong."""
 FIRST_RATE = 0.6
 """Acceptance of the first draft, before any is seen."""
 PRIOR = 4.0
@@ -181,10 +181,10 @@ class DepthController:
         if read.depth == 0:
             return
         drafted = np.minimum(read.caps, read.depth)
+        depths = [read.depth] if drafted.min() == read.depth else np.unique(drafted).tolist()
         for greedy, averages in self._averages.items():
-            own = read.greedy == greedy
-            for depth in np.unique(drafted[own]).tolist():
-                averages.add(read.accept_lens[own & (drafted == depth)], depth)
+            for depth in depths:
+                averages.add(read.accept_lens[(read.greedy == greedy) & (drafted == depth)], depth)
         if self._current == 0:  # a probe that accepted drafts saved time
             self._returned += (float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens)
 
@@ -219,7 +219,7 @@ class DepthController:
     def _save(self, seconds: float) -> None:
         """Put a share of the time of an iteration aside for probes, and what they gained."""
         returned = self._returned
-        self._saved += PROBE_SHARE * seconds + returned - self._returned_before
+        self._saved += PROBE_SHARE * seconds + returned - self._returned_before + (SAVED_AT_START * seconds if self._steps == 1 else 0.0)
         self._saved = min(self._saved, MOST_SAVED * seconds)
         self._returned_before = returned
 

@@ -216,7 +216,7 @@ class GraphRunner:
     def leave_out(self) -> None:
         """Capture nothing, and reserve nothing for it."""
         assert not self._replays, "its graphs are captured already"
-        self._sizes, self.report.reserved_mib = [], 0.0
+        self._sizes, self.pool_peak, self.report.reserved_mib = [], 0, 0.0
 
     def find_peak(self) -> None:
         """Set `pool_peak` by an eager run of the largest captured size: a graph allocates what an eager run does.

@@ -160,7 +160,7 @@ class Worker:
         if self._followers is None:
             return info
         exchanges = self.parts.target.runner.model.context.group.exchange_seconds
-        share = round(exchanges / max(self._step_seconds, exchanges, 1e-9), 4)
+        share = round(exchanges / max(self._step_seconds, exchanges), 4) if exchanges else None
         return structs.replace(info, token_checks=self._token_checks, exchange_share=share)
 
     def reset(self) -> None:

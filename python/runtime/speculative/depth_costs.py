@@ -31,7 +31,8 @@ GREEDY = SamplingParams(temperature=0.0)
 def start_controller(worker: Worker) -> None:
     """Measure iterations of some sizes at all depths, and let a controller choose the depth from now on."""
     started, control = time.perf_counter(), worker.parts.depths
-    points = list(measure(worker))
+    with worker.parts.monitor.without_sample():
+        points = list(measure(worker))
     control.controller = DepthController(list(control.limits), IterationCost(points))
     seconds = time.perf_counter() - started
     worker.info().startup_seconds["measure_depths"] = round(seconds, 3)

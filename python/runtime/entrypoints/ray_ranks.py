@@ -1,0 +1,174 @@
+"""Ranks as Ray actors: each actor hosts the process of one rank, on the node and GPU that Ray gave it. Needs the extra `ray`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import ray  # pyright: ignore[reportMissingImports]
+from msgspec import structs
+from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group  # pyright: ignore[reportMissingImports]
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
+
+from runtime.batch import WorkerLimits
+from runtime.config.runtime_config import ParallelConfig
+from runtime.distributed.rank_place import RankPlace, meeting_of
+from runtime.entrypoints.child import ChildConfig, ChildFailed, ChildFinished, ChildStatus, Role
+from runtime.errors import ConfigError, ServingError
+
+
+class RankHost:
+    """The actor: starts the process of a rank, which ends with it, and hands on what the process reports."""
+
+    def gpus(self) -> str:
+        """The GPUs that Ray gave this actor, as CUDA_VISIBLE_DEVICES."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def start(self, command: Sequence[str], role: Role, config: bytes, environment: dict[str, str]) -> None:
+        """Start it. `config`: a `ChildConfig` as JSON, without the pid of the parent."""
+        child = structs.replace(msgspec.json.decode(config, type=ChildConfig), parent=os.getpid())
+        self._status, theirs = os.pipe()
+        self._lines = os.fdopen(self._status, "rb")
+        self._process = subprocess.Popen(
+            [*command, role, str(theirs)], stdin=subprocess.PIPE, pass_fds=(theirs,), env={**os.environ, **environment}
+        )
+        os.close(theirs)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+            stdin.write(msgspec.json.encode(child))
+
+    def next_status(self) -> bytes:
+        """Wait for the next line of its status pipe; empty when it has ended."""
+        return self._lines.readline()
+
+    def exit_status(self) -> int:
+        """Of the process, once it has ended; of a killed one minus the signal."""
+        return self._process.wait()
+
+
+class RayRank:
+    """One rank as the server sees it; like `ChildProcess`."""
+
+    def __init__(self, role: Role, host: Any) -> None:
+        self.role, self._host = role, host
+        self.ready: asyncio.Future[WorkerLimits | None] = asyncio.get_running_loop().create_future()
+        self.gone, self.finished = asyncio.Event(), False
+        self._end = "its Ray actor died"
+        self._reader: asyncio.Task[None] | None = None
+
+    async def start(self, command: Sequence[str], config: ChildConfig, environment: dict[str, str]) -> None:
+        """Start the process of the rank, and read what it reports from then on."""
+        await self._host.start.remote(list(command), self.role, msgspec.json.encode(config), environment)
+        self._reader = asyncio.create_task(self._read())
+
+    def describe_end(self) -> str:
+        """How it ended, for the log."""
+        return self._end
+
+    def dump_stacks(self) -> None:
+        """Ray's logs have them."""
+
+    def kill(self) -> None:
+        """End the actor and with it the process."""
+        if self._reader is not None:
+            self._reader.cancel()
+        ray.kill(self._host)
+
+    async def _read(self) -> None:
+        try:
+            while line := await self._host.next_status.remote():
+                self._take(msgspec.json.decode(line, type=ChildStatus))
+            self._end = f"exit status {await self._host.exit_status.remote()}"
+        except RayError:
+            pass  # the actor died, and the process with it
+        finally:
+            self.gone.set()
+            self._fail(ServingError(f"the {self.role} process died during its start ({self._end})"))
+
+    def _take(self, status: ChildStatus) -> None:
+        if isinstance(status, ChildFailed):
+            self._fail(ConfigError(status.message) if status.is_config else ServingError(status.message))
+        elif isinstance(status, ChildFinished):
+            self.finished = True
+        elif not self.ready.done():
+            self.ready.set_result(status.limits)
+
+    def _fail(self, error: ServingError) -> None:
+        if not self.ready.done():
+            self.ready.set_exception(error)
+
+
+class RayRanks:
+    """All ranks of a model in placement groups, one per node, each packed onto its node; the first on this one.
+
+    Attributes:
+        ranks: rank 0, which is the scheduler, and the workers.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: list[RayRank] = []
+        self._groups: list[PlacementGroup] = []
+
+    async def start(self, config: ChildConfig, command: Sequence[str]) -> list[RayRank]:
+        """Reserve the nodes and start the ranks. Uses the cluster of RAY_ADDRESS, or a local one.
+
+        Raises:
+            ConfigError: Ray has no room for the ranks within --dist-timeout.
+        """
+        parallel, gpu = config.config.parallel, config.config.device.device == "cuda"
+        await asyncio.to_thread(_connect)
+        self._groups = [_reserve(parallel, node, gpu) for node in range(parallel.nnodes)]
+        for group in self._groups:
+            try:
+                await asyncio.wait_for(group.ready(), parallel.dist_timeout)
+            except asyncio.TimeoutError:
+                raise ConfigError(
+                    f"Ray has no room for {parallel.ranks_per_node} ranks on each of {parallel.nnodes} nodes. Lower --tp-size."
+                ) from None
+        meeting, hosts = meeting_of(parallel, config.folder), [self._host(parallel, rank, gpu) for rank in range(parallel.tp_size)]
+        given = await asyncio.gather(*(host.gpus.remote() for host in hosts))
+        for rank, host in enumerate(hosts):
+            self.ranks.append(RayRank(f"worker-{rank}" if rank else "scheduler", host))
+            place = structs.replace(config, place=RankPlace(rank=rank, rendezvous=meeting))
+            await self.ranks[-1].start(command, place, _environment(parallel, rank, given) if gpu else {})
+        return self.ranks
+
+    def release(self) -> None:
+        """Give the placement groups back, after the ranks were killed."""
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups = []
+
+    def _host(self, parallel: ParallelConfig, rank: int, gpu: bool) -> Any:
+        node, bundle = divmod(rank, parallel.ranks_per_node)
+        strategy = PlacementGroupSchedulingStrategy(self._groups[node], placement_group_bundle_index=bundle)
+        return ray.remote(RankHost).options(num_cpus=1, num_gpus=int(gpu), scheduling_strategy=strategy, max_restarts=0).remote()
+
+
+def _connect() -> None:
+    """Join a cluster, or start a local one. Not on the main thread, where Ray would take over SIGTERM."""
+    if not ray.is_initialized():
+        ray.init(
+            include_dashboard=False, logging_level=logging.WARNING, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}
+        )
+
+
+def _reserve(parallel: ParallelConfig, node: int, gpu: bool) -> PlacementGroup:
+    bundles: list[dict[str, float]] = [{"CPU": 1.0, **({"GPU": 1.0} if gpu else {})} for _ in range(parallel.ranks_per_node)]
+    if node == 0:
+        bundles[0][f"node:{ray.util.get_node_ip_address()}"] = 0.001  # the scheduler talks to this process through files
+    return placement_group(bundles, strategy="STRICT_PACK")
+
+
+def _environment(parallel: ParallelConfig, rank: int, given: Sequence[str]) -> dict[str, str]:
+    """The GPUs of all ranks of this rank's node, its own first, so that ranks can write into each other's memory."""
+    first = rank // parallel.ranks_per_node * parallel.ranks_per_node
+    return {"CUDA_VISIBLE_DEVICES": parallel.visible_devices(rank, ",".join(given[first : first + parallel.ranks_per_node]))}

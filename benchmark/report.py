@@ -47,6 +47,7 @@ SCRIPTS = {
 """Titles of the generated pages by script."""
 PAGES = ROOT / "docs" / "benchmarks"
 
+_RANKS = re.compile(r"_tp\d+$")
 _NAME = r"[\w@:-]+"
 _MARKER = re.compile(rf"<!-- begin:(?P<name>{_NAME}) -->\n(?P<body>.*?)<!-- end:(?P=name) -->", re.DOTALL)
 _BEGIN = re.compile(rf"<!-- begin:({_NAME}) -->")
@@ -65,7 +66,12 @@ def result_files(name: str, results: Path) -> list[Path]:
     script, _, machine = name.partition("@")
     if script not in SCRIPTS:
         raise ReportError(f"marker {name!r}: no such benchmark; choose from {', '.join(SCRIPTS)}")
-    return sorted(results.glob(f"{machine or '*'}/{script}.json"))
+    return _files(results, script, machine or "*")
+
+
+def _files(results: Path, script: str, machine: str = "*") -> list[Path]:
+    """The result files of a script; those of several ranks have a file of their own, SCRIPT_tpN.json."""
+    return sorted([*results.glob(f"{machine}/{script}.json"), *results.glob(f"{machine}/{script}_tp*.json")])
 
 
 def render(name: str, results: Path, folder: Path) -> str:
@@ -135,7 +141,7 @@ def _script_page(script: str, results: Path, folder: Path) -> str:
 def redraw(results: Path) -> None:
     """Draw the plot of every result file beside it."""
     for file in _plotted(results):
-        _module(file.stem).plot(_read(file), _picture(file))
+        _module(_RANKS.sub("", file.stem)).plot(_read(file), _picture(file))
 
 
 def picture_faults(results: Path) -> list[str]:
@@ -145,7 +151,7 @@ def picture_faults(results: Path) -> list[str]:
 
 
 def _plotted(results: Path) -> list[Path]:
-    return [file for script in SCRIPTS for file in sorted(results.glob(f"*/{script}.json"))]
+    return [file for script in SCRIPTS for file in _files(results, script)]
 
 
 def _picture(file: Path) -> Path:

@@ -26,7 +26,8 @@ def peers(result: Result) -> dict[str, Any]:
     """The peers' figures and their source; no rows if Talon ran on another kind of machine."""
     data = json.loads((Path(__file__).parent / "peers.json").read_text(encoding="utf-8"))
     sizes = {row.get("tp_size", 1) for row in result["rows"]}
-    return data if slug(result["machine"]) == data["device"] and sizes <= {1} else data | {"rows": []}
+    same = slug(result["machine"]) == data["device"]
+    return data | {"rows": [row for row in data["rows"] if same and {row.get("tp_size", 1)} == sizes]}
 
 
 def setups(served: Model, modes: list[str], backends: list[str], tp_size: int = 1) -> list[Setup]:
@@ -85,6 +86,8 @@ def _mode_table(rows: list[dict[str, Any]], rivals: list[dict[str, Any]], mode: 
 def _cell(row: dict[str, Any] | None) -> str | None:
     if row is None:
         return None
+    if row["mean_ttft_ms"] is None:
+        return f"{row['output_throughput']:.0f}"
     share = f" ({percent(row['roof_share'])})" if row.get("roof_share") else ""
     return f"{row['output_throughput']:.0f} / {row['mean_ttft_ms']:.1f} / {row['mean_tpot_ms']:.2f}{share}"
 

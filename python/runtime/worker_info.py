@@ -143,4 +143,4 @@ class WorkerInfo(msgspec.Struct):
     ranks: list[RankInfo] = []
     token_checks: int | None = None
     exchange_share: float | None = None
-    exchange_micros: dict[int, str] = {}
+    exchange_micros: dict[str, str] = {}

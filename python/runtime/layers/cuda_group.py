@@ -43,7 +43,7 @@ class CudaGroup:
         self.rank, self.size, self._control = control.rank, control.size, control
         self._nccl = dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout))
         dist.all_reduce(torch.zeros(1, device=device), group=self._nccl)  # makes the communicator: not inside a capture
-        self.exchange_micros: dict[int, str] = {}
+        self.exchange_micros: dict[str, str] = {}
         self.fused = self._make_fused(device) if one_host else None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ class CudaGroup:
                 break
             own = self._micros(lambda x=x, h=h: fused.add(x, h))
             nccl = self._micros(lambda x=x, h=h: h.add_(self.all_reduce(x)))
-            self.exchange_micros[x.nbytes] = f"{own:.1f} / {nccl:.1f}"
+            self.exchange_micros[str(x.nbytes)] = f"{own:.1f} / {nccl:.1f}"
             limit = x.nbytes if own < nccl else limit
         fused.limit = limit
         log.info("microseconds of a sum over %d ranks by bytes, own / NCCL: %s", self.size, self.exchange_micros)

@@ -62,8 +62,9 @@ def summary(result: Result) -> str:
     for mode in TITLES:
         rows = [row for row in result["rows"] if row["mode"] == mode]
         if rows:
+            ranks = rows[0].get("tp_size", 1)
             parts += [
-                f"**{TITLES[mode]}**: output tok/s / mean TTFT ms / mean TPOT ms (share of the roof)",
+                f"**{TITLES[mode]}{f', on {ranks} GPUs' if ranks > 1 else ''}**: output tok/s / mean TTFT ms / mean TPOT ms (share of the roof)",
                 "",
                 _mode_table(rows, known["rows"], mode),
                 "",

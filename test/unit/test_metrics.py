@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -162,3 +164,8 @@ def test_rates_without_a_step_are_none() -> None:
     spec, decode = SpecStats(), DecodeStats()
     assert spec.accept_length is spec.accept_rate is decode.graph_hit_rate is decode.padding_waste is None
     assert spec.accept_rate_by_position == []
+
+
+def test_every_figure_of_a_worker_can_be_sent_as_json() -> None:
+    info = WorkerInfo(exchange_micros={"8192": "2.8 / 9.5"}, graph_runs=[], acceptance=None)
+    assert orjson.loads(orjson.dumps(msgspec.to_builtins(info)))["exchange_micros"] == {"8192": "2.8 / 9.5"}

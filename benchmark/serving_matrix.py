@@ -63,8 +63,9 @@ def summary(result: Result) -> str:
         rows = [row for row in result["rows"] if row["mode"] == mode]
         if rows:
             ranks = rows[0].get("tp_size", 1)
+            where = f", on {ranks} GPUs" if ranks > 1 else ""
             parts += [
-                f"**{TITLES[mode]}{f', on {ranks} GPUs' if ranks > 1 else ''}**: output tok/s / mean TTFT ms / mean TPOT ms (share of the roof)",
+                f"**{TITLES[mode]}{where}**: output tok/s / mean TTFT ms / mean TPOT ms (share of the roof)",
                 "",
                 _mode_table(rows, known["rows"], mode),
                 "",

@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for batch in (1, 2, 4, 8, 16, 32, 64):
         for fault, most in (("slots off by one", 2_000), ("5 points", 20_000)):
             record.add(detection(lens, fault, batch, runs, most if not args.quick else 500))
-    for batch in (1, 32):
+    for batch in (1, 16, 64):
         record.add(false_alarms(lens, batch, iterations))
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("embedded_speculation", [], 4),
         ("lossless", [], 2),
         ("lossless", ["--default-start"], 6),
-        ("drift_alarm", [], 17),
+        ("drift_alarm", [], 18),
         ("memory_limits", [], 2),
         ("grammar", ["--only", "serving"], 2),
     ],

@@ -26,9 +26,10 @@ LOG_ODDS = np.array([-3.0, -1.2, -0.5, -0.2, 0.2, 0.5, 1.2, 3.0])
 """The differences that the test looks for: log odds of an eager draft's acceptance minus those through graphs."""
 SUSPICION = 0.6
 """Evidence, in nats, from which about half of the iterations are sampled."""
-FEW_REQUESTS, CAUTION = 4, 0.5
-"""Drafts of few requests that follow each other in one text go well or badly together, so blocks of at most this many
-requests count by this factor only."""
+FEW_REQUESTS = 4
+CAUTION = ((16, 0.5), (1 << 30, 1.0))
+"""Drafts that follow each other in one text go well or badly together, which matters where there are few texts. So evidence
+counts by a factor: that of the first entry with at least as many requests."""
 MIN_GAP = 0.02
 """A smaller difference of acceptance is never reported."""
 FIRST_GAP, FIRST_BLOCKS = 60, 2
@@ -36,6 +37,9 @@ FIRST_GAP, FIRST_BLOCKS = 60, 2
 iterations cost the most beside their replays, it is at its end at once."""
 RARE_SHARE = 512
 """In the end one iteration in this many is eager."""
+EAGER_BUDGET, REFILL = 256, 1 / 256
+"""Eager iterations that suspicion may ask for, and the share of an iteration by which they come back. Text that goes now
+well, now badly looks suspicious for long."""
 FALL, FALL_DEVIATIONS = 0.15, 4.0
 """A fall of acceptance through graphs that asks for samples: at least this much, in this many standard deviations."""
 FALL_BLOCKS = 6
@@ -107,7 +111,7 @@ class DriftAlarm:
         if not graph.iterations or not eager.iterations:
             return self._evidence, self._counts
         evidence, counts = np.maximum(self._evidence, 0.0), []
-        weight = CAUTION if graph.iterations <= FEW_REQUESTS * len(self._graph) else 1.0
+        weight = next(factor for most, factor in CAUTION if graph.iterations <= most * len(self._graph))
         for i in range(self._num_steps):
             fresh = not self._evidence[i].max() > 0
             both = self._counters()
@@ -183,11 +187,13 @@ class SampleSchedule:
         self._adaptive = adaptive
         self._now = self._blocks = 0
         self._length, self._start = 1, FIRST_GAP if adaptive else RARE_SHARE
+        self._budget = float(EAGER_BUDGET)
 
     def next(self, live: int, suspicious: bool) -> tuple[bool, bool]:
         """Count an iteration of `live` requests. Returns whether it is eager, and whether the next one is."""
-        suspicious = suspicious and self._adaptive
         self._now += 1
+        self._budget = min(self._budget + REFILL, EAGER_BUDGET)
+        suspicious = suspicious and self._adaptive and self._budget >= BLOCK_ITERATIONS / 2
         if self._now >= self._start + self._length:
             self._plan(live, suspicious)
         elif suspicious and self._start - self._now > BLOCK_ITERATIONS:
@@ -202,6 +208,7 @@ class SampleSchedule:
         if suspicious:
             self._length = 8 if live <= FEW_REQUESTS else 4 if live <= 16 else 2 if live <= 32 else 1
             self._start = self._now + BLOCK_ITERATIONS + 1 - self._length
+            self._budget -= self._length
             return
         self._blocks += 1
         self._length = 1 if live > 32 or not self._adaptive else 3

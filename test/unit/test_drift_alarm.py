@@ -146,7 +146,7 @@ def test_samples_become_rare_and_the_iteration_before_them_is_announced(batch: i
     assert sampled[-20_000:].mean() == pytest.approx(1 / 512, rel=0.1)
     again = np.array([schedule.next(batch, suspicious=True)[0] for _ in range(40_000)])
     assert again[:200].mean() >= 1 / 18
-    assert again.mean() < 1 / 80, "suspicion that lasts costs little"
+    assert again.mean() < 1 / 64, "suspicion that lasts costs little"
 
 
 def test_ranks_that_read_no_results_sample_alike() -> None:

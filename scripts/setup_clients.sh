@@ -11,7 +11,8 @@ fi
 .venv/bin/python -m venv "$folder"
 # litellm imports mcp for tools without declaring it. Its later releases need a certifi that PyPI's mirrors may lack.
 "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "litellm==1.106.2" "mcp==2.3.0" "instructor==1.17.0"
+# Without a registry of Node packages the rest is tested all the same; the test of OpenAI's client for Node is skipped.
 if command -v npm >/dev/null; then
-  npm install --silent --no-audit --no-fund --prefix "$folder" openai@6.49.0
+  timeout 120 npm install --silent --no-audit --no-fund --prefix "$folder" openai@6.49.0 || echo "npm cannot install openai; its test is skipped"
 fi
 echo "$wanted" >"$folder/talon-setup"

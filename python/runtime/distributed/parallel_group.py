@@ -60,7 +60,7 @@ class ParallelGroup(Protocol):
     """
 
     @property
-    def exchange_micros(self) -> dict[int, str]: ...  # noqa: D102
+    def exchange_micros(self) -> dict[str, str]: ...  # noqa: D102
 
     @property
     def fused(self) -> FusedExchange | None: ...  # noqa: D102
@@ -101,7 +101,7 @@ class SingleProcess:
     fused: FusedExchange | None = None
 
     @property
-    def exchange_micros(self) -> dict[int, str]:
+    def exchange_micros(self) -> dict[str, str]:
         """Nothing."""
         return {}
 

@@ -31,7 +31,7 @@ class TorchGroup:
         self.rank, self.size = rank, size
         self.exchange_seconds = 0.0
         self.fused: FusedExchange | None = None
-        self.exchange_micros: dict[int, str] = {}
+        self.exchange_micros: dict[str, str] = {}
         os.environ.setdefault("GLOO_SOCKET_IFNAME", rendezvous.interface)
         dist.init_process_group("gloo", init_method=rendezvous.url, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
         self._steps = dist.new_group(backend="gloo", timeout=timedelta(seconds=EXCHANGE_SECONDS))

@@ -60,7 +60,7 @@ def record_acceptance(run: Session) -> Lens:
     monitor.add = add
     run.run()
     monitor.add = count
-    return [np.array(lens) for lens in rows.values() if len(lens) > 50]
+    return [np.array(lens) for lens in rows.values() if len(lens) > 10]
 
 
 def live(run: Session) -> dict[str, Any]:

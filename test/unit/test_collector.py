@@ -36,12 +36,13 @@ def test_a_scheduler_freezes_its_objects_before_it_is_ready(tmp_path: Path, monk
     said: list[str] = []
     scheduler = SimpleNamespace(run=lambda: said.append("runs"))
     worker = SimpleNamespace(limits=None, close=lambda: said.append("closes"))
-    monkeypatch.setattr("runtime.managers.scheduler.Scheduler", lambda *_: scheduler)
+    monkeypatch.setattr("runtime.managers.scheduler.Scheduler", lambda *_, **__: scheduler)
     monkeypatch.setattr("runtime.models.registry.load_hf_config", lambda _: SimpleNamespace(eos_ids=()))
-    monkeypatch.setattr(child, "tokenizer_eos_ids", lambda _: ())
+    monkeypatch.setattr(child, "eos_ids_of", lambda *_: ())
+    monkeypatch.setattr(child, "make_compiler", lambda *_: None)
     config: Any = SimpleNamespace(
         folder=str(tmp_path),
-        config=SimpleNamespace(model=SimpleNamespace(model_path="", tokenizer_path=str(tmp_path)), scheduler=None, cache=None),
+        config=SimpleNamespace(model=SimpleNamespace(model_path=""), device=SimpleNamespace(device="cpu"), scheduler=None, cache=None),
     )
     status: Any = SimpleNamespace(send=lambda _: said.append(f"ready, {'frozen' if gc.get_freeze_count() else 'not frozen'}"))
     child.serve_scheduler(config, status, lambda *_: worker)  # type: ignore[arg-type, return-value]

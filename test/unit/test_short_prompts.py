@@ -13,6 +13,7 @@ import torch
 
 from runtime.batch import ForwardMode
 from runtime.config.device_tuning import H200
+from runtime.distributed.parallel_group import ALONE
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor import build
 from runtime.model_executor.build import add_short_prompts, build_worker, make_limits, make_runner
@@ -321,6 +322,7 @@ def parts_of(**changes: object) -> Any:
         running=8,
         extend_tokens=config.scheduler.chunked_prefill_size,
         config=config,
+        group=ALONE,
     )
 
 

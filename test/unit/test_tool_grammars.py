@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import jsonschema
@@ -26,7 +27,8 @@ from runtime.text.tokenizer import Tokenizer
 
 TOKENIZER = byte_tokenizer(more=HARMONY_TOKENS)
 SIZE = VOCAB + len(HARMONY_TOKENS)
-BACKENDS = {name: make_backend(name, vocabulary_of(TOKENIZER, (IM_END, END_OF_TEXT), SIZE)) for name in ("llguidance", "xgrammar")}
+INSTALLED = [name for name in ("llguidance", "xgrammar") if find_spec(name)]
+BACKENDS = {name: make_backend(name, vocabulary_of(TOKENIZER, (IM_END, END_OF_TEXT), SIZE)) for name in INSTALLED}
 SCHEMAS = {
     **TOOLS,
     "strict": {

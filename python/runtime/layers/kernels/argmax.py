@@ -13,9 +13,7 @@ def argmax(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
         out: written and returned where given, int64 [N] contiguous.
     """
     if not logits.is_cuda:
-        # NumPy's takes a tenth of the time of torch's here, and chooses the same entries.
-        found = torch.from_numpy(logits.numpy().argmax(-1)) if logits.dtype is torch.float32 else torch.argmax(logits, dim=-1)
-        return found if out is None else out.copy_(found)
+        return torch.argmax(logits, dim=-1) if out is None else torch.argmax(logits, dim=-1, out=out)
     from runtime.layers.kernels.argmax_kernel import argmax_rows
 
     if out is None:

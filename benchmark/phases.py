@@ -38,12 +38,12 @@ class Phases:
         for owner, method, _ in self._wrapped:
             delattr(owner, method)
 
-    def _iterate(self, batch: Any, chunks: Any, iteration: Any) -> Any:
+    def _iterate(self, batch: Any, chunks: Any, *rest: Any) -> Any:
         if chunks is not None:
-            return self._iterate_inner(batch, chunks, iteration)
+            return self._iterate_inner(batch, chunks, *rest)
         self._now = {}
         try:
-            return self._iterate_inner(batch, chunks, iteration)
+            return self._iterate_inner(batch, chunks, *rest)
         finally:
             self._iterations.append(self._now)
             self._now = None

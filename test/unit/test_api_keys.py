@@ -50,7 +50,7 @@ def test_each_key_has_its_own_limits(file: Path) -> None:
                 return answer.status_code, answer.headers.get("retry-after")
 
             assert (await f.post("/v1/completions", ASK)).status_code == 401
-            assert await ask("sk-nobody") == (401, None)
+            assert await ask("sk-unknown") == (401, None)
             assert (await f.client.get("/v1/models", headers={"x-api-key": "sk-ops"})).status_code == 200
             assert [await ask("sk-alice") for _ in range(4)] == [(200, None)] * 3 + [(429, "20")]
             assert (await f.client.get("/v1/models", headers=bearer("sk-alice"))).status_code == 200

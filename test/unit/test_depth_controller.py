@@ -159,8 +159,8 @@ def test_a_slightly_better_depth_does_not_replace_the_current_one() -> None:
 def test_probes_cost_less_than_one_percent(batch: int) -> None:
     rng = np.random.default_rng(0)
     tokens, seconds, depths = run(controller(GPU, batch, rng), GPU, batch, lambda step: 1.0, rng, 3000)
-    settled = depths[500:]
-    assert 0 < len(settled) - settled.count(0) < 0.1 * len(settled)
+    steady = depths[500:]
+    assert 0 < len(steady) - steady.count(0) < 0.1 * len(steady)
     assert tokens / seconds >= 0.99 * fixed_rate(GPU, batch, lambda step: 1.0, 0, 3000)
 
 

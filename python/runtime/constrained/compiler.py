@@ -52,7 +52,7 @@ class Compilation:
 
         Raises:
             GrammarError: it cannot be used.
-        CompilerBusy: other grammars keep all threads busy.
+            CompilerBusy: other grammars keep all threads busy.
         """
         if self.future.done():
             return self.future.result()

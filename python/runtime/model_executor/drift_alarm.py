@@ -61,6 +61,7 @@ class DriftAlarm:
         self._counts = [self._counters() for _ in range(num_steps)]
         self._recent, self._usual = RecentRates(num_steps, 64), RecentRates(num_steps, 1024)
         self._blocks_to_probe = 0
+        self._differs = False  # as of the last complete block
 
     def _counters(self) -> dict[bool, AcceptanceCounters]:
         return {eager: AcceptanceCounters(self._num_steps) for eager in (False, True)}
@@ -95,10 +96,11 @@ class DriftAlarm:
     @property
     def suspicious(self) -> bool:
         """Whether there is some evidence of a drift, or acceptance through graphs fell lately."""
-        return self._blocks_to_probe > 0 or (bool(self._num_steps) and float(_mean_evidence(self._evidence).max()) >= SUSPICION)
+        return self._blocks_to_probe > 0 or self._differs
 
     def _end_block(self) -> None:
         self._evidence, self._counts = self._with_block()
+        self._differs = self._num_steps > 0 and float(_mean_evidence(self._evidence).max()) >= SUSPICION
         self._graph.clear()
         self._eager = AcceptanceCounters(self._num_steps)
         self._blocks_to_probe = max(self._blocks_to_probe - 1, 0)

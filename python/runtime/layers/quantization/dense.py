@@ -16,9 +16,7 @@ class Dense:
     name = "none"
     gemm_caps = GemmCaps(dense=True)
 
-    def allocate(
-        self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, count: int | None = None
-    ) -> Storage:
+    def allocate(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, count: int | None = None) -> Storage:
         """An empty [out, in] in `dtype`, or `count` of them."""
         return Storage(torch.empty(stacked(count, out_features, in_features), dtype=dtype, device=device))
 

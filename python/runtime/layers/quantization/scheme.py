@@ -95,9 +95,7 @@ class QuantScheme(Protocol):
     name: str
     gemm_caps: GemmCaps
 
-    def allocate(
-        self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, count: int | None = None
-    ) -> Storage:
+    def allocate(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, count: int | None = None) -> Storage:
         """Storage of a weight [out, in] for activations of `dtype`, not yet filled; of `count` such weights where it is given."""
         ...
 

@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -54,6 +58,21 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+GEMMA4: dict[str, Any] = {
+    **COMMON,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "vocab_size_per_layer_input": VOCAB,
+    "final_logit_softcapping": 30.0,
+}
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+    "position_embedding_size": 16,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**COMMON)),
     "llama-tied-biases-llama3": (
@@ -70,6 +89,12 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
         Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=6, max_window_layers=1),
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**COMMON, head_dim=16)),
+    "gemma4-shared-kv": (Gemma4ForCausalLM, Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1)),
+    "gemma4-own-values": (Gemma4ForCausalLM, Gemma4TextConfig(**{**GEMMA4, "final_logit_softcapping": None}, attention_k_eq_v=False)),
+    "gemma4-with-vision": (
+        Gemma4ForConditionalGeneration,
+        Gemma4Config(text_config={**GEMMA4, "attention_k_eq_v": True}, vision_config=VISION, audio_config=None),
+    ),
     "mistral-window": (MistralForCausalLM, MistralConfig(**COMMON, sliding_window=7)),
     "mistral-no-window": (MistralForCausalLM, MistralConfig(**COMMON, sliding_window=None)),
 }

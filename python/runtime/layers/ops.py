@@ -54,8 +54,8 @@ class BlockOps(Protocol):
         """RMS norm of float32 `h` [T, hidden], in `dtype`."""
         ...
 
-    def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        """`linear(x)`, [T, out]; `x` in the model's dtype."""
+    def linear(self, x: torch.Tensor, linear: Linear, in_prompt: bool = False) -> torch.Tensor:
+        """`linear(x)`, [T, out], without `reduce`; `x` in the model's dtype. `in_prompt`: as in `Stream`."""
         ...
 
     def norm_linear(self, stream: Stream, norm: RMSNorm, linear: Linear) -> torch.Tensor:
@@ -68,6 +68,18 @@ class BlockOps(Protocol):
 
         `next_norm`: the norm that reads the stream next, which the operation may prepare; not where outputs are partial
         sums.
+        """
+        ...
+
+    def add_normed(
+        self, x: torch.Tensor, norm: RMSNorm, stream: Stream, next_norm: RMSNorm | None = None, factor: torch.Tensor | None = None
+    ) -> Stream:
+        """`(h + norm(x)) * factor` in float32, which may reuse the storage of `h`.
+
+        Args:
+            x: [T, hidden] in the model's dtype.
+            next_norm: the norm that reads the stream next, which the operation may compute on the way.
+            factor: [1]; None for 1.
         """
         ...
 

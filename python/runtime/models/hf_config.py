@@ -190,6 +190,11 @@ class ConfigFields:
             raise self.error(f"{name} is {value!r}; it must be an object")
         return ConfigFields(value, self._where)
 
+    def within(self, name: str) -> ConfigFields:
+        """These fields, and those of an object in the file that are not null or absent beside it."""
+        inner = self.mapping(name)._raw  # noqa: SLF001 - of the same class
+        return ConfigFields({**inner, **{key: value for key, value in self._raw.items() if value is not None}}, self._where)
+
     def ids(self, name: str) -> list[int]:
         """Token ids from a field that may hold none, one or a list."""
         value = self.get(name, [])

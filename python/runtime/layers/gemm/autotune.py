@@ -39,7 +39,7 @@ class GemmGroup:
 
     op: GemmOp
     linears: Sequence[Linear]
-    norm: RMSNorm
+    norm: RMSNorm | None
     rows: int
 
     def __str__(self) -> str:

@@ -21,12 +21,13 @@ class Gemm:
     Attributes:
         op: the block operation that runs it.
         linear: its weight.
-        norm: the norm that is fused with it: the one before "linear" and "gate_up", the one after "linear_add".
+        norm: the norm that is fused with it: the one before "linear" and "gate_up", the one after "linear_add"; None for a "linear"
+            whose rows are not normed.
     """
 
     op: GemmOp
     linear: Linear
-    norm: RMSNorm
+    norm: RMSNorm | None
 
     def key(self, m_bucket: int) -> GemmKey:
         """What its kernel is chosen by."""

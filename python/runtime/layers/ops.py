@@ -36,14 +36,16 @@ class Stream:
 
     Attributes:
         h: float32 [T, hidden].
-        norm: the norm that reads `h` next, where one is deferred.
+        norm: the norm that reads `h` next, where it is deferred or computed.
         deferred: what the operation that wrote `h` stored for `norm`; only the operations read it.
+        normed: `norm(h)` [T, hidden] in the model's dtype, where the operation that wrote `h` computed it.
         in_prompt: whether the rows are of a prompt pass: int8 on a CPU then computes a row alike in every pass.
     """
 
     h: torch.Tensor
     norm: RMSNorm | None = None
     deferred: DeferredNorm | None = None
+    normed: torch.Tensor | None = None
     in_prompt: bool = False
 
 

@@ -58,7 +58,10 @@ def _full_attention(text: ConfigFields, model: ModelConfig) -> FullAttention:
     shared = text.flag("attention_k_eq_v")
     heads = text.positive("num_global_key_value_heads", model.num_kv_heads) if shared else model.num_kv_heads
     rope = read_rope(text, GLOBAL_THETA, text.mapping("rope_parameters").mapping("full_attention"))
-    heads, head_dim = own.positive("num_key_value_heads", heads), own.positive("head_dim", text.positive("global_head_dim", GLOBAL_HEAD_DIM))
+    heads, head_dim = (
+        own.positive("num_key_value_heads", heads),
+        own.positive("head_dim", text.positive("global_head_dim", GLOBAL_HEAD_DIM)),
+    )
     if model.num_q_heads % heads:
         raise text.error(f"num_attention_heads is {model.num_q_heads}; it must be a multiple of num_global_key_value_heads, {heads}")
     return FullAttention(num_kv_heads=heads, head_dim=head_dim, rope_theta=rope.theta, rope_scaling=rope.scaling, shared_kv=shared)
@@ -73,5 +76,6 @@ def block(parts: ModelParts, layer: int) -> SandwichBlock:
     attention = parts.of_layer(layer).attention(prefix + "self_attn.", layer)
     mlp = parts.gated_mlp(prefix + "mlp.", Activation.GELU_TANH)
     names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
-    norms = [parts.norm(f"{prefix}{name}_layernorm.weight") for name in names]
-    return SandwichBlock(attention, mlp, *norms, parts.weights.tensor(prefix + "layer_scalar", (1,)), parts.context.ops)
+    before, behind, mlp_before, mlp_behind = (parts.norm(f"{prefix}{name}_layernorm.weight") for name in names)
+    factor = parts.weights.tensor(prefix + "layer_scalar", (1,))
+    return SandwichBlock(attention, mlp, before, behind, mlp_before, mlp_behind, factor, parts.context.ops)

@@ -192,7 +192,7 @@ class ConfigFields:
 
     def within(self, name: str) -> ConfigFields:
         """These fields, and those of an object in the file that are not null or absent beside it."""
-        inner = self.mapping(name)._raw  # noqa: SLF001 - of the same class
+        inner = self.mapping(name)._raw
         return ConfigFields({**inner, **{key: value for key, value in self._raw.items() if value is not None}}, self._where)
 
     def ids(self, name: str) -> list[int]:

@@ -86,13 +86,13 @@ class ModelParts:
         query, key = self.head_shards()
         rows = {prefix + "q_proj": q_rows, prefix + "k_proj": kv_rows} | ({} if c.shared_kv else {prefix + "v_proj": kv_rows})
         qkv = self.weights.linear(rows, in_features or c.hidden_size, c.qkv_bias, Partition.COLUMN, (query, key, key)[: len(rows)])
-        norms = [self.norm(f"{prefix}{name}_norm.weight", c.head_dim) if c.qk_norm else None for name in "qk"]
+        q_norm, k_norm = (self.norm(f"{prefix}{name}_norm.weight", c.head_dim) if c.qk_norm else None for name in "qk")
         o = self.weights.linear({prefix + "o_proj": c.hidden_size}, q_rows, c.o_bias, Partition.ROW, [query])
         heads, kv_heads = _length(query.of(q_rows)) // c.head_dim, _length(key.of(kv_rows)) // c.head_dim
         kv = KVSpec("gqa", kv_heads, c.head_dim, c.head_dim, self.context.dtype)
         spec = AttentionSpec(layer_id, heads, kv, c.attn_scale or c.head_dim**-0.5, c.window[layer_id])
         v_norm = RMSNorm(torch.ones(c.head_dim, dtype=self.context.dtype, device=self.context.device), c.rms_eps) if c.v_norm else None
-        split = RotaryHeads(heads, kv_heads, c.head_dim, self.rope, *norms, v_norm, c.shared_kv)
+        split = RotaryHeads(heads, kv_heads, c.head_dim, self.rope, q_norm, k_norm, v_norm, c.shared_kv)
         return Attention(spec, split, qkv, o, self.context.ops)
 
     def head_shards(self) -> tuple[Shard, Shard]:

@@ -326,6 +326,9 @@ def test_a_tied_model_shares_its_table_and_ignores_a_saved_head() -> None:
 QWEN2_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 6}
 
 
+GEMMA4_RAW = {"architectures": ["Gemma4ForCausalLM"], **GEMMA4}
+
+
 def write_config(folder: Path, **changes: object) -> Path:
     raw = {**LlamaConfig(**COMMON).to_dict(), "architectures": ["LlamaForCausalLM"], **changes}
     (folder / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v != "absent"}))
@@ -367,6 +370,15 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({**QWEN2_WINDOW, "max_window_layers": "all"}, "max_window_layers is 'all'; it must be zero or a positive integer"),
         ({**QWEN2_WINDOW, "layer_types": [["full_attention"]] * 3}, "layer_types must name"),
         ({**QWEN2_WINDOW, "layer_types": "full_attention"}, "layer_types must name"),
+        (
+            {**GEMMA4_RAW, "hidden_size_per_layer_input": 256},
+            "hidden_size_per_layer_input is 256; this variant of Gemma 4 is not supported",
+        ),
+        ({**GEMMA4_RAW, "num_kv_shared_layers": 2}, "num_kv_shared_layers is 2; this variant"),
+        ({**GEMMA4_RAW, "use_bidirectional_attention": "all"}, "only causal text is supported"),
+        ({**GEMMA4_RAW, "hidden_activation": "silu"}, "only 'gelu_pytorch_tanh' is supported"),
+        ({**GEMMA4_RAW, "layer_types": ["full_attention"] * 3}, "must name both full_attention and sliding_attention"),
+        ({**GEMMA4_RAW, "attention_k_eq_v": True, "num_global_key_value_heads": 3}, "a multiple of num_global_key_value_heads, 3"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused_by_name(tmp_path: Path, changes: dict[str, object], message: str) -> None:

@@ -17,6 +17,39 @@ class RopeScaling:
     original_max_position: int = 8192
 
 
+Scoring = Literal["softmax", "sigmoid", "topk_softmax"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """The sparse MLPs of a model.
+
+    Attributes:
+        top_k: experts that each token is routed to.
+        intermediate_size: of one expert.
+        scoring: how the router's logits become weights: softmax of all; sigmoid, with a correction bias [E] that is added for the choice
+            only; or softmax of the chosen alone ("topk_softmax").
+        renormalize: whether the weights of a token's experts are made to sum to 1.
+        scaling: by which the weights are multiplied in the end.
+        num_groups, top_groups: experts are chosen from the best `top_groups` of `num_groups` equal groups.
+        shared_intermediate_size: of the expert that every token runs through; 0 where there is none.
+        layers: whether each layer is sparse.
+        bias: whether the router and the experts have biases.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    scoring: Scoring
+    renormalize: bool
+    scaling: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    shared_intermediate_size: int = 0
+    layers: tuple[bool, ...]
+    bias: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder: what all model families share.
@@ -30,6 +63,7 @@ class ModelConfig:
         qk_norm: whether q and k are normed per head.
         draft_vocab_size: for draft heads with a reduced vocabulary, else None.
         target_hidden_size: for EAGLE heads: hidden size of the target.
+        moe: the sparse MLPs; None for a dense model.
     """
 
     architecture: str
@@ -55,3 +89,4 @@ class ModelConfig:
     qk_norm: bool = False
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
+    moe: MoeConfig | None = None

@@ -52,13 +52,13 @@ window.fetch = (path, { body }) => {
     spec_num_proposed_drafts: positions, spec_num_draft_positions: positions, spec_verify_ct: steps } });
   const chunk = (delta, tokens, more) => 'data: ' + JSON.stringify({ choices: [{ index: 0, delta, finish_reason: null }],
     usage: { completion_tokens: tokens }, ...more }) + '\\n\\n';
-  const call = (index, id, name, text) => ({ tool_calls: [{ index, ...(id && { id }), function: { ...(name && { name }), arguments: text } }] });
+  const call = (index, id, name, text) => ({ tool_calls: [{ index, id, function: { name, arguments: text } }] });
   const choice = { index: 0, delta: {}, finish_reason: 'tool_calls' };
   const parts = [
     chunk({ reasoning_content: 'Both cities, ' }, 3, { sglext: drafts(1, 3) }),
     chunk({ reasoning_content: 'I think.' }, 6, { sglext: drafts(3, 5) }),
     chunk(call(0, 'a', 'get_time', ''), 9, { sglext: drafts(4, 8) }),
-    chunk(call(0, '', '', '{"city": "Paris"}'), 12, { sglext: drafts(4, 8) }),
+    chunk(call(0, undefined, undefined, '{"city": "Paris"}'), 12, { sglext: drafts(4, 8) }),
     chunk(call(1, 'b', 'get_weather', '{}'), 14, { sglext: drafts(5, 12) }),
     'data: ' + JSON.stringify({ choices: [choice] }) + '\\n\\ndata: [DONE]\\n\\n',
   ];

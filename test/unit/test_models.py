@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -54,6 +58,21 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+GEMMA4: dict[str, Any] = {
+    **COMMON,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "vocab_size_per_layer_input": VOCAB,
+    "final_logit_softcapping": 30.0,
+}
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+    "position_embedding_size": 16,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**COMMON)),
     "llama-tied-biases-llama3": (
@@ -70,6 +89,12 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
         Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=6, max_window_layers=1),
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**COMMON, head_dim=16)),
+    "gemma4-shared-kv": (Gemma4ForCausalLM, Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1)),
+    "gemma4-own-values": (Gemma4ForCausalLM, Gemma4TextConfig(**{**GEMMA4, "final_logit_softcapping": None}, attention_k_eq_v=False)),
+    "gemma4-with-vision": (
+        Gemma4ForConditionalGeneration,
+        Gemma4Config(text_config={**GEMMA4, "attention_k_eq_v": True}, vision_config=VISION, audio_config=None),
+    ),
     "mistral-window": (MistralForCausalLM, MistralConfig(**COMMON, sliding_window=7)),
     "mistral-no-window": (MistralForCausalLM, MistralConfig(**COMMON, sliding_window=None)),
 }
@@ -78,10 +103,10 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
 class Checkpoint:
     """A tiny random model of one family, saved to a folder, and its reference logits."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, **changes: object) -> None:
         torch.manual_seed(sum(map(ord, name)))
         cls, config = FAMILIES[name]
-        self.reference: Any = cls(config).eval()
+        self.reference: Any = cls(type(config)(**{**config.to_dict(), **changes})).eval()
         with torch.no_grad():
             for parameter in self.reference.parameters():
                 if parameter.dim() == 1:  # biases begin as zeros and norms as ones, which would hide a swapped one
@@ -167,6 +192,26 @@ PIECES = {
 }
 
 
+SHORT, LONG = [1.0 + i / 8 for i in range(8)], [2.0 + i for i in range(8)]
+SCALINGS: dict[str, dict[str, Any]] = {
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 10, "truncate": False, "beta_fast": 4.0},
+    "dynamic": {"factor": 2.0},
+    "longrope": {"short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 10},
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral-window"])
+def test_a_text_as_long_as_a_scaled_context_matches_transformers(tmp_path: Path, family: str, kind: str) -> None:
+    trained = LENGTH // 2 if kind == "dynamic" else LENGTH
+    rope = {"rope_type": kind, "rope_theta": 500.0, **SCALINGS[kind]}
+    reference = Checkpoint(family, tmp_path, max_position_embeddings=trained, rope_parameters=rope)
+    runner = Runner(loaded(tmp_path), 16)
+    assert runner.model.config.max_context_len == LENGTH
+    logits = runner.in_pieces(reference.ids, PIECES["decode"])
+    torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("pieces", PIECES)
 def test_logits_match_transformers(checkpoint: Checkpoint, pieces: str, page_size: int) -> None:
@@ -178,7 +223,7 @@ def test_logits_match_transformers(checkpoint: Checkpoint, pieces: str, page_siz
 
 
 def test_the_greedy_pass_stores_the_tokens_and_logits_that_it_is_given_room_for(checkpoint: Checkpoint) -> None:
-    model, hidden = loaded(checkpoint.folder), torch.randn(5, checkpoint.reference.config.hidden_size)
+    model, hidden = loaded(checkpoint.folder), torch.randn(5, 64)
     tokens, scores = torch.empty(5, dtype=torch.int64), torch.empty(5, model.config.vocab_size)
     with torch.inference_mode():
         want = model.logits(hidden)
@@ -281,6 +326,9 @@ def test_a_tied_model_shares_its_table_and_ignores_a_saved_head() -> None:
 QWEN2_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 6}
 
 
+GEMMA4_RAW = {"architectures": ["Gemma4ForCausalLM"], **GEMMA4}
+
+
 def write_config(folder: Path, **changes: object) -> Path:
     raw = {**LlamaConfig(**COMMON).to_dict(), "architectures": ["LlamaForCausalLM"], **changes}
     (folder / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v != "absent"}))
@@ -296,7 +344,7 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"num_key_value_heads": 3}, "num_attention_heads is 4; it must be a multiple of num_key_value_heads, 3"),
         ({"hidden_act": "gelu"}, "only 'silu' is supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "mrope", "factor": 2.0}}, "rope scaling 'mrope' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"dtype": "int4"}, "dtype is 'int4'"),
@@ -322,6 +370,15 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({**QWEN2_WINDOW, "max_window_layers": "all"}, "max_window_layers is 'all'; it must be zero or a positive integer"),
         ({**QWEN2_WINDOW, "layer_types": [["full_attention"]] * 3}, "layer_types must name"),
         ({**QWEN2_WINDOW, "layer_types": "full_attention"}, "layer_types must name"),
+        (
+            {**GEMMA4_RAW, "hidden_size_per_layer_input": 256},
+            "hidden_size_per_layer_input is 256; this variant of Gemma 4 is not supported",
+        ),
+        ({**GEMMA4_RAW, "num_kv_shared_layers": 2}, "num_kv_shared_layers is 2; this variant"),
+        ({**GEMMA4_RAW, "use_bidirectional_attention": "all"}, "only causal text is supported"),
+        ({**GEMMA4_RAW, "hidden_activation": "silu"}, "only 'gelu_pytorch_tanh' is supported"),
+        ({**GEMMA4_RAW, "layer_types": ["full_attention"] * 3}, "must name both full_attention and sliding_attention"),
+        ({**GEMMA4_RAW, "attention_k_eq_v": True, "num_global_key_value_heads": 3}, "a multiple of num_global_key_value_heads, 3"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused_by_name(tmp_path: Path, changes: dict[str, object], message: str) -> None:

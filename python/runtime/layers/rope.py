@@ -11,21 +11,31 @@ from runtime.layers.norm import RMSNorm
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding, "neox" halves.
+    """Rotary embedding of the first R entries of a head; the others stay as they are.
 
     Attributes:
-        cos_sin: float32 [max_positions, head_dim]: cosines of the head_dim / 2 angles, then sines.
+        cos_sin: float32 [max_positions, R]: cosines of the R / 2 angles, then sines.
+        interleaved: whether entries 2i and 2i + 1 rotate together (GPT-J), instead of i and i + R / 2 (NeoX).
     """
 
     cos_sin: torch.Tensor
+    interleaved: bool = False
+
+    @property
+    def dim(self) -> int:
+        """R, the entries of a head that rotate."""
+        return self.cos_sin.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryHeads:
     """How a fused qkv row becomes heads: H query heads, G key heads, G value heads, each `head_dim` wide.
 
+    With `shared_kv` a row has H + G heads, and the values are the keys before their norm and rotation.
+
     Attributes:
         q_norm, k_norm: per head, before the rotation; both or none.
+        v_norm: per value head; with a weight of ones where the model has none.
     """
 
     num_q_heads: int
@@ -34,3 +44,5 @@ class RotaryHeads:
     rope: Rope
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
+    v_norm: RMSNorm | None = None
+    shared_kv: bool = False

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Scaled rotary frequencies: by wavelength as in Llama 3.1, or linear."""
+    """Scaled rotary frequencies.
 
-    kind: Literal["llama3", "linear"]
+    Attributes:
+        kind: the rule, by its name in config.json.
+        factor: by which wavelengths are stretched, wholly or in part.
+        low_freq_factor, high_freq_factor: llama3: bounds of the wavelengths that are stretched in part.
+        original_max_position: the context length before scaling.
+        beta_fast, beta_slow: yarn: rotations within the original context, bounds of what is stretched in part.
+        truncate: yarn: whether these bounds are rounded to whole pairs.
+        short_factors, long_factors: longrope: the divisor of each pair's frequency, for contexts up to
+            `original_max_position` and above.
+        rotated: proportional: the share of pairs that rotate.
+        magnitude: factor of cosines and sines.
+        mscale_all_dim: yarn: of DeepSeek's correction of attention scores; 0 for none.
+    """
+
+    kind: Literal["llama3", "linear", "yarn", "dynamic", "longrope", "proportional"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    rotated: float = 1.0
+    magnitude: float = 1.0
+    mscale_all_dim: float = 0.0
 
 
 Scoring = Literal["softmax", "sigmoid", "topk_softmax"]
@@ -51,6 +73,21 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FullAttention:
+    """The layers with full attention of a model whose layers with a window have other heads.
+
+    Attributes:
+        shared_kv: whether values are the projected keys, before their norm and rotation.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    shared_kv: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder: what all model families share.
 
@@ -61,9 +98,19 @@ class ModelConfig:
         dtype: of the checkpoint.
         qkv_bias, o_bias, mlp_bias: whether those projections have biases.
         qk_norm: whether q and k are normed per head.
+        rotary_dim: leading entries of a head that are rotated; None for all.
+        rope_interleaved: whether entries 2i and 2i + 1 rotate together, instead of i and i + half.
         draft_vocab_size: for draft heads with a reduced vocabulary, else None.
         target_hidden_size: for EAGLE heads: hidden size of the target.
         moe: the sparse MLPs; None for a dense model.
+        full_attention: heads of the layers without a window where they differ from the others'; else None.
+        shared_kv: as in `FullAttention`.
+        v_norm: whether v is normed per head, without a weight.
+        attn_scale: factor of attention scores; None for head_dim ** -0.5.
+        embed_scale: factor of the embeddings, rounded to the model's dtype.
+        final_softcap: c in logits = c * tanh(logits / c); 0 for none.
+        weight_prefix: of the names of the decoder's tensors.
+        unused_weights: beginnings of names that the checkpoint may hold and the decoder does not use.
     """
 
     architecture: str
@@ -87,6 +134,31 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    rotary_dim: int | None = None
+    rope_interleaved: bool = False
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
     moe: MoeConfig | None = None
+    full_attention: FullAttention | None = None
+    shared_kv: bool = False
+    v_norm: bool = False
+    attn_scale: float | None = None
+    embed_scale: float = 1.0
+    final_softcap: float = 0.0
+    weight_prefix: str = "model."
+    unused_weights: tuple[str, ...] = ()
+
+    def of_layer(self, layer: int) -> ModelConfig:
+        """The configuration with the heads and the rotary embedding of layer `layer`."""
+        full = self.full_attention
+        if full is None or self.window[layer] >= 0:
+            return self
+        return replace(
+            self,
+            num_kv_heads=full.num_kv_heads,
+            head_dim=full.head_dim,
+            rope_theta=full.rope_theta,
+            rope_scaling=full.rope_scaling,
+            shared_kv=full.shared_kv,
+            full_attention=None,
+        )

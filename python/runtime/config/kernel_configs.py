@@ -59,10 +59,11 @@ class SplitConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepConfig:
-    """How a kernel of weights in any format is cut: tiles of `block_n` weight rows by `unroll` times `block_k` columns, `stages` of them in flight.
+    """How a kernel of weights in any format is cut: tiles of `block_n` weight rows by `unroll` times `block_k` columns.
 
     Attributes:
-        unroll: pieces of `block_k` columns that are loaded together: a scale holds for one piece.
+        unroll: pieces of `block_k` columns that are loaded together; a scale holds for one piece.
+        stages: tiles in flight.
     """
 
     block_n: int

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from runtime.config.expert_tuning import WeightFormat
 from runtime.layers.kernels.weight_step import DENSE, FP8, MXFP4
+
+FORMATS: dict[WeightFormat, int] = {"dense": DENSE.value, "fp8": FP8.value, "mxfp4": MXFP4.value}
+"""The constants that kernels know the formats by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +30,15 @@ class ExpertWeights:
     bias: torch.Tensor | None = None
 
     @property
-    def format(self) -> int:
-        """`DENSE`, `FP8` or `MXFP4`."""
-        return DENSE.value if self.scale is None else MXFP4.value if self.weight.dtype is torch.uint8 else FP8.value
+    def format(self) -> WeightFormat:
+        """How the weights are stored."""
+        return "dense" if self.scale is None else "mxfp4" if self.weight.dtype is torch.uint8 else "fp8"
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """E, N, K."""
         experts, rows, stored = self.weight.shape
-        return experts, rows, stored * 2 if self.format == MXFP4.value else stored
+        return experts, rows, stored * 2 if self.format == "mxfp4" else stored
 
     @property
     def scale_layout(self) -> tuple[int, int, int, int]:

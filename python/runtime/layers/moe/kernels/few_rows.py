@@ -17,8 +17,8 @@ from runtime.config.kernel_configs import StepConfig
 from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.gemm.triton_gemm import sum_rows
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
-from runtime.layers.kernels.weight_step import FP8, dot_step
-from runtime.layers.moe.kernels.expert_weights import ExpertWeights
+from runtime.layers.kernels.weight_step import dot_step
+from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import GatedAct, apply_gate
 from runtime.layers.moe.kernels.route import Routed
 
@@ -87,14 +87,14 @@ def experts_few_rows(
 def _fit(config: StepConfig, weights: ExpertWeights) -> StepConfig:
     """The tiling, with pieces of columns that one scale holds for."""
     columns = weights.scale_layout[3]
-    if weights.format != FP8.value or config.block_k <= columns:
+    if weights.format != "fp8" or config.block_k <= columns:
         return config
     return StepConfig(config.block_n, columns, config.unroll * config.block_k // columns, config.num_warps, config.stages)
 
 
 def _constants(config: StepConfig, weights: ExpertWeights) -> dict[str, int | bool]:
     return dict(
-        BLOCK_N=config.block_n, BLOCK_K=config.block_k, UNROLL=config.unroll, STAGES=config.stages, FORMAT=weights.format,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, UNROLL=config.unroll, STAGES=config.stages, FORMAT=FORMATS[weights.format],
         EVEN_K=weights.shape[2] % (config.block_k * config.unroll) == 0, num_warps=config.num_warps, num_stages=config.stages,
     )  # fmt: skip
 
@@ -102,7 +102,7 @@ def _constants(config: StepConfig, weights: ExpertWeights) -> dict[str, int | bo
 @triton.jit(do_not_specialize=["T", "first"])
 def _up_kernel(
     x_ptr, ids_ptr, weights_ptr, masks_ptr, w_ptr, scale_ptr, bias_ptr, h_ptr, plan_ptr,
-    T, I, K, E, first, words, expert_scales, row_scales, scale_rows, scale_columns, alpha, limit,
+    T, inner, K, E, first, words, expert_scales, row_scales, scale_rows, scale_columns, alpha, limit,
     BLOCK_M: tl.constexpr, TOP_K: tl.constexpr, TOP_PAD: tl.constexpr, E_PAD: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, FORMAT: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
@@ -136,8 +136,8 @@ def _up_kernel(
 
     OUTPUTS: tl.constexpr = BLOCK_N // 2
     r = tl.arange(0, BLOCK_N)
-    row = tl.minimum(tile * OUTPUTS + r // 2, I - 1) + r % 2 * I
-    w_rows = w_ptr + (expert.to(tl.int64) * (2 * I) + row[:, None]) * (K // 2 if FORMAT == 2 else K)
+    row = tl.minimum(tile * OUTPUTS + r // 2, inner - 1) + r % 2 * inner
+    w_rows = w_ptr + (expert.to(tl.int64) * (2 * inner) + row[:, None]) * (K // 2 if FORMAT == 2 else K)
     scales = scale_ptr
     if FORMAT != 0:
         scales = scale_ptr + expert.to(tl.int64) * expert_scales + (row // scale_rows)[:, None] * row_scales
@@ -150,12 +150,12 @@ def _up_kernel(
                 acc, w_rows, scales, x_rows, x_in, start + piece * BLOCK_K, K, scale_columns, BLOCK_K, FORMAT, EVEN_K, PTX
             )  # fmt: skip
     if BIAS:
-        acc += tl.load(bias_ptr + expert.to(tl.int64) * (2 * I) + row).to(tl.float32)[:, None]
+        acc += tl.load(bias_ptr + expert.to(tl.int64) * (2 * inner) + row).to(tl.float32)[:, None]
     gate, up = tl.split(tl.permute(acc.reshape(OUTPUTS, 2, BLOCK_M), (2, 0, 1)))
     h = apply_gate(gate, up, alpha, limit, KIND) * weight[:, None]
     column = tile * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
-    out_mask = x_in if EVEN_N else x_in & (column < I)
-    tl.store(h_ptr + own.to(tl.int64)[:, None] * I + column, h.to(h_ptr.dtype.element_ty), mask=out_mask)
+    out_mask = x_in if EVEN_N else x_in & (column < inner)
+    tl.store(h_ptr + own.to(tl.int64)[:, None] * inner + column, h.to(h_ptr.dtype.element_ty), mask=out_mask)
 
 
 @triton.jit(do_not_specialize=["T", "slots"])

@@ -11,9 +11,9 @@ import triton.language as tl
 
 from runtime.config.kernel_configs import GroupedConfig
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
-from runtime.layers.kernels.weight_step import FP8, dot_step
+from runtime.layers.kernels.weight_step import dot_step
 from runtime.layers.moe.kernels.align import Aligned, align
-from runtime.layers.moe.kernels.expert_weights import ExpertWeights
+from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import GatedAct, apply_gate
 from runtime.layers.moe.kernels.route import Routed
 
@@ -50,7 +50,7 @@ def experts_many_rows(
     aligned = align(routed.ids, first, E, config.rows, pdl=pdl)
     h = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     y = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
-    fp8_rows = config.fp8_rows and all(weights.format == FP8.value and weights.scale_layout[3] == GROUP for weights in (gate_up, down))
+    fp8_rows = config.fp8_rows and all(weights.format == "fp8" and weights.scale_layout[3] == GROUP for weights in (gate_up, down))
     x_scale = h_scale = None
     if fp8_rows:
         x, x_scale = quantize_groups(x, pdl=pdl)
@@ -84,13 +84,13 @@ def _grouped(
     columns = out.shape[1]
     outputs = config.block_n // 2 if gated else config.block_n
     block_k = config.block_k
-    if weights.format == FP8.value:
+    if weights.format == "fp8":
         block_k = min(block_k, weights.scale_layout[3])
     _grouped_kernel[(aligned.tiles * triton.cdiv(columns, outputs),)](
         x, x_scale, weights.weight, weights.scale, weights.bias, out, pair_weights, aligned.pairs, aligned.experts, aligned.used,
         pair_weights.numel(), columns, N, K, *weights.scale_layout, act.alpha, act.limit, TOP_K=top_k, GATED=gated, KIND=act.kind,
         BIAS=weights.bias is not None, FP8_ROWS=x_scale is not None, BLOCK_M=config.rows, BLOCK_N=config.block_n, BLOCK_K=block_k,
-        TILES_TOGETHER=config.tiles_together, STAGES=config.stages, FORMAT=weights.format, EVEN_N=columns % outputs == 0,
+        TILES_TOGETHER=config.tiles_together, STAGES=config.stages, FORMAT=FORMATS[weights.format], EVEN_N=columns % outputs == 0,
         EVEN_K=K % block_k == 0, PTX=out.is_cuda and out.dtype is torch.bfloat16, PDL=pdl, num_warps=config.num_warps,
         num_stages=config.stages, **launch_options(pdl),
     )  # fmt: skip

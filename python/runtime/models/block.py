@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.layers.attention.layer import Attention
+from runtime.layers.attention.layer import AttentionLayer
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.mlp import Mlp
 from runtime.layers.norm import RMSNorm
@@ -24,7 +24,7 @@ class Block:
             head.
     """
 
-    attention: Attention
+    attention: AttentionLayer
     mlp: Mlp
     attn_norm: RMSNorm | None
     mlp_norm: RMSNorm

@@ -99,7 +99,14 @@ class DecoderModel:
             ConfigError: tensors are missing, unexpected or of another shape; it names them.
         """
         skip = ("rotary_emb.inv_freq", "lm_head.weight") if self.config.tie_embeddings else ("rotary_emb.inv_freq",)
-        self._parts.weights.load(weights, skip)
+        self._parts.weights.load(self._own(weights), skip)
+        for layer in self.layers:
+            layer.attention.weights_filled()
+
+    def _own(self, weights: NamedTensors) -> NamedTensors:
+        """The tensors of the model, without those of its layer for multi-token prediction."""
+        mtp = self.config.mtp
+        return weights if mtp is None else ((name, tensor) for name, tensor in weights if not name.startswith(mtp.prefix))
 
     def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
         """Give the model its KV pool and attention backend."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.errors import ConfigError
-from runtime.models import llama, mistral, qwen2, qwen3
+from runtime.models import deepseek, glm4_lite, llama, mimo, mistral, qwen2, qwen3
 from runtime.models.config import ModelConfig
 from runtime.models.hf_config import ConfigFields, read_hf_config
 
@@ -35,12 +35,31 @@ class Family(Protocol):
         ...
 
 
+class MtpFamily(Protocol):
+    """A family with a layer for multi-token prediction, whose names `ModelConfig.mtp` gives."""
+
+    def mtp_block(self, parts: ModelParts, prefix: str) -> Block:
+        """The block of that layer, of tensors `prefix`*, as layer 0 of the draft."""
+        ...
+
+
 FAMILIES: dict[str, Family] = {
+    "DeepseekV3ForCausalLM": deepseek,
+    "Glm4MoeLiteForCausalLM": glm4_lite,
     "LlamaForCausalLM": llama,
+    "MiMoForCausalLM": mimo,
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
 }
+
+
+MTP_FAMILIES: dict[str, MtpFamily] = {
+    "DeepseekV3ForCausalLM": deepseek,
+    "Glm4MoeLiteForCausalLM": glm4_lite,
+    "MiMoForCausalLM": mimo,
+}
+"""The families whose checkpoints may hold a layer for multi-token prediction."""
 
 
 def load_hf_config(folder: str | Path) -> ModelConfig:

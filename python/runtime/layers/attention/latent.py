@@ -22,14 +22,14 @@ from runtime.layers.pass_context import PassContext
 
 
 class LatentAttention:
-    """Latent attention of one layer, or this rank's heads of it over rows that every rank holds. Owner of its weights.
+    """`AttentionLayer`: latent attention of one layer, or this rank's heads of it over rows that every rank holds. Owner of its weights.
 
     Attributes:
         spec: what the backend reads; its KV is of kind "mla".
         heads: widths, norms and rotary table.
         down_proj: hidden -> the queries' latent (all heads where there is none), the latent and the shared key.
         q_proj: the queries' latent -> all heads; None where `down_proj` makes them.
-        kv_b_proj: the latent -> keys without rotation and values of all heads, in the model's dtype.
+        kv_b_proj: the latent -> keys without rotation and values of all heads.
         o_proj: all heads' values -> hidden.
         kernel_launches: of an eager pass, about: norm, projections, norms and KV write, absorption, attention, output.
     """
@@ -42,6 +42,13 @@ class LatentAttention:
         self.spec, self.heads = spec, heads
         self.down_proj, self.q_proj, self.kv_b_proj, self.o_proj = down_proj, q_proj, kv_b_proj, o_proj
         self._ops = ops
+        self._kv_b = kv_b_proj.weight
+
+    def weights_filled(self) -> None:
+        """Dequantise `kv_b_proj`: the absorbed form multiplies by both halves of it, one of them transposed."""
+        linear = self.kv_b_proj
+        if not linear.is_dense:
+            self._kv_b = linear.scheme.dequantize(linear.storage, self.heads.kv_norm.weight.dtype)
 
     @property
     def active_parameters(self) -> int:
@@ -99,7 +106,7 @@ class LatentAttention:
 
     def _kv_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of `kv_b_proj` by head: keys [H, nope_dim, kv_rank] and values [H, value_dim, kv_rank]."""
-        weight = self.kv_b_proj.weight.view(self.heads.num_heads, -1, self.heads.kv_rank)
+        weight = self._kv_b.view(self.heads.num_heads, -1, self.heads.kv_rank)
         return weight[:, : self.heads.nope_dim], weight[:, self.heads.nope_dim :]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional as F
 
-from runtime.layers.quantization.scheme import GemmCaps, LinearPart, Storage, WeightSlot
+from runtime.layers.quantization.scheme import GemmCaps, LinearPart, Storage, WeightSlot, stacked
 
 
 class Dense:
@@ -16,9 +16,9 @@ class Dense:
     name = "none"
     gemm_caps = GemmCaps(dense=True)
 
-    def allocate(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Storage:
-        """An empty [out, in] in `dtype`."""
-        return Storage(torch.empty((out_features, in_features), dtype=dtype, device=device))
+    def allocate(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, count: int | None = None) -> Storage:
+        """An empty [out, in] in `dtype`, or `count` of them."""
+        return Storage(torch.empty(stacked(count, out_features, in_features), dtype=dtype, device=device))
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
         """One tensor, `prefix.weight`."""
@@ -27,6 +27,10 @@ class Dense:
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
         """`F.linear`."""
         return F.linear(x, storage.weight, bias)
+
+    def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
+        """The weight."""
+        return storage.weight.to(dtype)
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
         """The rows."""

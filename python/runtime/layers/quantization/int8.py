@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from runtime.layers.quantization.scheme import GemmCaps, LinearPart, Storage, WeightSlot
+from runtime.layers.quantization.scheme import GemmCaps, LinearPart, Storage, WeightSlot, stacked
 
 DIRECT_ROWS = 16
 """Up to this many tokens the packed int8 kernel is faster; above, dequantisation and a bfloat16 GEMM (AVX-512)."""
@@ -28,10 +28,10 @@ class Int8:
     name = "int8"
     gemm_caps = GemmCaps(dense=False)
 
-    def allocate(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Storage:
+    def allocate(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, count: int | None = None) -> Storage:
         """Empty rows and scales; `dtype` does not matter."""
-        weight = torch.empty((out_features, in_features), dtype=torch.int8, device=device)
-        return Storage(weight, torch.empty(out_features, dtype=torch.bfloat16, device=device))
+        weight = torch.empty(stacked(count, out_features, in_features), dtype=torch.int8, device=device)
+        return Storage(weight, torch.empty(stacked(count, out_features), dtype=torch.bfloat16, device=device))
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
         """One tensor, `prefix.weight`, of any floating-point dtype; it is quantised when it is stored."""
@@ -52,6 +52,10 @@ class Int8:
         assert storage.scale is not None
         out = _multiply(x.to(torch.bfloat16), storage.weight, storage.scale, in_prompt).to(x.dtype)
         return out if bias is None else out.add_(bias)
+
+    def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
+        """Rows times their scales."""
+        return dequantize(storage).to(dtype)
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
         """The rows and their scales."""
@@ -104,4 +108,4 @@ def quantize_rows(rows: torch.Tensor) -> Storage:
 def dequantize(storage: Storage) -> torch.Tensor:
     """The float32 weight that the layer computes with."""
     assert storage.scale is not None
-    return storage.weight.float() * storage.scale.float()[:, None]
+    return storage.weight.float() * storage.scale.float()[..., None]

@@ -30,7 +30,10 @@ class WeightSlot:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """What a scheme stores of a weight [out, in]: the matrix in its own format, and its scales where it has any."""
+    """What a scheme stores of a weight [out, in]: the matrix in its own format, and its scales where it has any.
+
+    The weights of a layer's experts are one storage, whose tensors have a leading dimension E.
+    """
 
     weight: torch.Tensor
     scale: torch.Tensor | None = None
@@ -39,6 +42,10 @@ class Storage:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors."""
         return (self.weight,) if self.scale is None else (self.weight, self.scale)
+
+    def at(self, expert: int) -> Storage:
+        """Views of one weight of a stack."""
+        return Storage(*(tensor[expert] for tensor in self.tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,11 @@ class GemmCaps:
     dense: bool
 
 
+def stacked(count: int | None, *shape: int) -> tuple[int, ...]:
+    """The shape of one tensor, or of `count` of them in one."""
+    return shape if count is None else (count, *shape)
+
+
 class QuantScheme(Protocol):
     """How the weight of a linear layer is stored, filled and multiplied by. Stateless; one scheme serves all layers of
     a model.
@@ -83,8 +95,8 @@ class QuantScheme(Protocol):
     name: str
     gemm_caps: GemmCaps
 
-    def allocate(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Storage:
-        """Storage of a weight [out, in] for activations of `dtype`, not yet filled."""
+    def allocate(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, count: int | None = None) -> Storage:
+        """Storage of a weight [out, in] for activations of `dtype`, not yet filled; of `count` such weights where it is given."""
         ...
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
@@ -93,6 +105,10 @@ class QuantScheme(Protocol):
 
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
         """`x @ weight.T + bias`: [T, in] -> [T, out], the dtype of `x`. `in_prompt`: rows of a prompt pass."""
+        ...
+
+    def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
+        """The weight that the storage stands for, [out, in] or [E, out, in], in `dtype`."""
         ...
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:

@@ -19,7 +19,6 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.build import build_worker
-from runtime.model_executor.weight_loader import dummy_weights
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.mimo import MTP as MIMO_MTP
@@ -223,7 +222,9 @@ def plain(model: ModelConfig, **runtime: Any) -> Any:
     return worker
 
 
-def drafting(model: ModelConfig, runtime: dict[str, Any] | None = None, replay: Any = None, sizes: Any = None, group: Any = None, **spec: Any) -> Any:
+def drafting(
+    model: ModelConfig, runtime: dict[str, Any] | None = None, replay: Any = None, sizes: Any = None, group: Any = None, **spec: Any
+) -> Any:
     spec.setdefault("num_draft_tokens", spec.get("num_steps", 3) + 1)
     config = tiny_runtime(tiny_speculative("", **{"algorithm": "MTP", "draft_model_path": None, **spec}), **{**RUNTIME, **(runtime or {})})
     worker: Any = build_speculative_worker(config, model, replay, sizes, **(group or {}))

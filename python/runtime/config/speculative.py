@@ -171,7 +171,9 @@ def _check_draft_source(args: ServerArgs, algorithm: str) -> None:
         raise ConfigError(f"--speculative-algorithm {algorithm} needs a draft model. Name it with --speculative-draft-model-path.")
     token_map = args.speculative_token_map
     if token_map is not None and algorithm not in ("EAGLE", "MTP"):
-        raise ConfigError(f"--speculative-token-map works with EAGLE and MTP only; {algorithm} drafts from its own vocabulary. Leave it out.")
+        raise ConfigError(
+            f"--speculative-token-map works with EAGLE and MTP only; {algorithm} drafts from its own vocabulary. Leave it out."
+        )
     if token_map is not None and not Path(token_map).is_file():
         raise ConfigError(
             f"--speculative-token-map {token_map} must be a file on this machine in which torch.save wrote a list or a tensor of "

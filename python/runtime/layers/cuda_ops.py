@@ -85,7 +85,9 @@ class CudaOps:
         batch = context.batch
         return rope_and_cache(qkv, heads, batch.positions, batch.out_cache_loc, context.kv_pool.flat(layer_id), self.pdl)
 
-    def write_latent(self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext) -> tuple[torch.Tensor, torch.Tensor]:
+    def write_latent(
+        self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Norm the latents, rotate the shared key, write the latent KV rows, return the queries' columns and those rows."""
         batch = context.batch
         return write_latent(rows, heads, batch.positions, batch.out_cache_loc, context.kv_pool.flat(layer_id)[0], self.pdl)
@@ -94,7 +96,9 @@ class CudaOps:
         """Rotate `x` [T, H, rope.dim] into `out`."""
         rotate_heads(x, rope, positions, out, self.pdl)
 
-    def prompt_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
+    def prompt_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
+    ) -> torch.Tensor:
         """Causal attention of whole prompts, one after the other: [T, H, value_dim]. Torch's flash kernel needs one width for all."""
         assert batch.extend_lens is not None, "a pass of prompts"
         value_dim = v.shape[2]

@@ -92,7 +92,9 @@ class BlockOps(Protocol):
         """
         ...
 
-    def write_latent(self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext) -> tuple[torch.Tensor, torch.Tensor]:
+    def write_latent(
+        self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Norm the latents of queries and keys, rotate the shared key, and write the latent KV rows of layer `layer_id`
         to the batch's slots.
 
@@ -108,7 +110,9 @@ class BlockOps(Protocol):
         """Rotate `x` [T, H, rope.dim] by `positions` int64 [T] into `out`, which may be `x`; both may be views."""
         ...
 
-    def prompt_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
+    def prompt_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
+    ) -> torch.Tensor:
         """Causal attention of whole prompts over their own keys: q and k [T, H, dim], v [T, H, value_dim] -> [T, H, value_dim]."""
         ...
 

@@ -54,7 +54,9 @@ class TorchOps:
             cache.index_copy_(0, context.batch.out_cache_loc, new.to(cache.dtype))
         return query_key[:, :num_q]
 
-    def write_latent(self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext) -> tuple[torch.Tensor, torch.Tensor]:
+    def write_latent(
+        self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Norm the latents, rotate the shared key, write the latent KV rows, return the queries' columns and those rows."""
         q, latent, key = rows.split((heads.q_columns, heads.kv_rank, heads.rope.dim), dim=1)
         if heads.q_norm is not None:
@@ -69,7 +71,9 @@ class TorchOps:
         """Rotate `x` [T, H, rope.dim] into `out`."""
         out.copy_(rotate(x, rope, positions))
 
-    def prompt_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
+    def prompt_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
+    ) -> torch.Tensor:
         """Causal attention of whole prompts, one after the other: [T, H, value_dim]."""
         assert batch.extend_lens is not None, "a pass of prompts"
         parts = zip(*(x.transpose(0, 1).split(batch.extend_lens.tolist(), dim=1) for x in (q, k, v)), strict=True)

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionBackend
-from runtime.layers.lm_head import all_logits, greedy
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.lm_head import all_logits, greedy
 from runtime.layers.ops import Stream
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.config import ModelConfig

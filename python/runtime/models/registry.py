@@ -44,13 +44,13 @@ class MtpFamily(Protocol):
 
 
 FAMILIES: dict[str, Family] = {
-    "DeepseekV3ForCausalLM": deepseek,
-    "Glm4MoeLiteForCausalLM": glm4_lite,
     "LlamaForCausalLM": llama,
-    "MiMoForCausalLM": mimo,
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "DeepseekV3ForCausalLM": deepseek,
+    "Glm4MoeLiteForCausalLM": glm4_lite,
+    "MiMoForCausalLM": mimo,
 }
 
 

@@ -37,7 +37,14 @@ class LatentAttention:
     kernel_launches = 10
 
     def __init__(
-        self, spec: AttentionSpec, heads: LatentHeads, down_proj: Linear, q_proj: Linear | None, kv_b_proj: Linear, o_proj: Linear, ops: BlockOps
+        self,
+        spec: AttentionSpec,
+        heads: LatentHeads,
+        down_proj: Linear,
+        q_proj: Linear | None,
+        kv_b_proj: Linear,
+        o_proj: Linear,
+        ops: BlockOps,
     ) -> None:
         self.spec, self.heads = spec, heads
         self.down_proj, self.q_proj, self.kv_b_proj, self.o_proj = down_proj, q_proj, kv_b_proj, o_proj
@@ -70,10 +77,10 @@ class LatentAttention:
         """The rows of activations that are already normed, [T, in] in the model's dtype."""
         return self._ops.linear(x, self.down_proj)
 
-    def attend(self, rows: torch.Tensor, context: PassContext) -> torch.Tensor:
-        """Write the latent rows to the pool and attend: [T, H * value_dim], the dtype of `rows`."""
+    def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
+        """Write the latent rows to the pool and attend: [T, H * value_dim], the dtype of `qkv`, the rows of `project`."""
         heads = self.heads
-        q, latent = self._ops.write_latent(rows, heads, self.spec.layer_id, context)
+        q, latent = self._ops.write_latent(qkv, heads, self.spec.layer_id, context)
         if self.q_proj is not None:
             q = self._ops.linear(q, self.q_proj)
         q = q.view(-1, heads.num_heads, heads.query_dim)

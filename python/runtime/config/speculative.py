@@ -167,7 +167,7 @@ def _check_draft_source(args: ServerArgs, algorithm: str) -> None:
     elif algorithm == "MTP":
         names = ("speculative_draft_model_path", "speculative_draft_load_format")
         _refuse(args, "has no effect: MTP drafts with a layer of the model's own checkpoint. Leave it out, or use EAGLE.", *names)
-    elif args.speculative_draft_model_path is None and algorithm != "EAGLE":
+    elif args.speculative_draft_model_path is None and (algorithm != "EAGLE" or args.model_path is None):
         raise ConfigError(f"--speculative-algorithm {algorithm} needs a draft model. Name it with --speculative-draft-model-path.")
     token_map = args.speculative_token_map
     if token_map is not None and algorithm not in ("EAGLE", "MTP"):

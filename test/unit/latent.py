@@ -26,6 +26,13 @@ def latent_model(q_rank: int | None = 24, **changes: object) -> ModelConfig:
     """A DeepSeek-V3 of three dense layers with an MTP layer."""
     latent = LatentConfig(q_rank, kv_rank=32, nope_dim=16, value_dim=12, scale=24**-0.5)
     values: dict[str, object] = dict(
-        architecture="DeepseekV3ForCausalLM", vocab_size=97, num_kv_heads=4, head_dim=8, rope_interleaved=True, latent=latent, mtp=MTP
+        architecture="DeepseekV3ForCausalLM",
+        vocab_size=97,
+        num_kv_heads=4,
+        head_dim=8,
+        rope_interleaved=True,
+        latent=latent,
+        mtp=MTP,
+        unused_weights=(MTP.prefix,),
     )
     return tiny_model(**{**values, **changes})

@@ -37,7 +37,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def mimo_model() -> ModelConfig:
-    return tiny_model(architecture="MiMoForCausalLM", vocab_size=97, qkv_bias=True, mtp=MIMO_MTP)
+    return tiny_model(architecture="MiMoForCausalLM", vocab_size=97, qkv_bias=True, mtp=MIMO_MTP, unused_weights=(MIMO_MTP.prefix,))
 
 
 MODELS: dict[str, Callable[[], ModelConfig]] = {

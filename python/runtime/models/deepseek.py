@@ -36,14 +36,10 @@ def latent_config(fields: ConfigFields) -> ModelConfig:
     correction = 1.0 if scaling is None else mscale(scaling.factor, scaling.mscale_all_dim)
     scale = (nope_dim + rope_dim) ** -0.5 * correction**2
     latent = LatentConfig(q_rank, fields.positive("kv_lora_rank"), nope_dim, fields.positive("v_head_dim"), scale)
-    return dataclasses.replace(config, head_dim=rope_dim, latent=latent, mtp=_mtp(fields, config.num_layers))
-
-
-def _mtp(fields: ConfigFields, num_layers: int) -> MtpConfig | None:
-    """The first layer past the model's own, if the checkpoint has such layers."""
-    if fields.count("num_nextn_predict_layers", 0) == 0:
-        return None
-    return MtpConfig(f"model.layers.{num_layers}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+    # Published checkpoints hold the layer for multi-token prediction behind the model's own.
+    mtp = MtpConfig(f"model.layers.{config.num_layers}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+    held = fields.count("num_nextn_predict_layers", 0) > 0
+    return dataclasses.replace(config, head_dim=rope_dim, latent=latent, mtp=mtp if held else None, unused_weights=(mtp.prefix,))
 
 
 def block(parts: ModelParts, layer: int) -> Block:

@@ -54,7 +54,7 @@ def recommended_sampling(folder: str | Path) -> SamplingDefaults:
 
 
 class DecoderFlags(TypedDict, total=False):
-    """What some families have and others have not; `ModelConfig` describes the fields."""
+    """Fields of `ModelConfig` that are booleans."""
 
     qkv_bias: bool
     o_bias: bool
@@ -216,6 +216,11 @@ class ConfigFields:
         if not isinstance(value, dict):
             raise self.error(f"{name} is {value!r}; it must be an object")
         return ConfigFields(value, self._where)
+
+    def within(self, name: str) -> ConfigFields:
+        """These fields, and those of an object in the file that are not null or absent beside it."""
+        inner = self.mapping(name)._raw
+        return ConfigFields({**inner, **{key: value for key, value in self._raw.items() if value is not None}}, self._where)
 
     def ids(self, name: str) -> list[int]:
         """Token ids from a field that may hold none, one or a list."""

@@ -13,8 +13,9 @@ if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.models.block import Block
     from runtime.models.parts import ModelParts
 
+MTP_LAYERS = "model.mtp_layers."
 MTP = MtpConfig(
-    prefix="model.mtp_layers.0.",
+    prefix=MTP_LAYERS + "0.",
     token_norm="token_layernorm",
     hidden_norm="hidden_layernorm",
     proj="input_proj",
@@ -28,7 +29,8 @@ MTP = MtpConfig(
 def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture."""
     config = qwen2.parse(fields)
-    return dataclasses.replace(config, mtp=MTP if fields.count("num_nextn_predict_layers", 0) else None)
+    held = fields.count("num_nextn_predict_layers", 0) > 0
+    return dataclasses.replace(config, mtp=MTP if held else None, unused_weights=(MTP_LAYERS,))
 
 
 block = llama.block

@@ -64,8 +64,10 @@ class LatentAttention:
         return sum(linear.num_parameters for linear in linears if linear is not None)
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
-        """The GEMMs that read and write the residual stream."""
+        """The GEMMs of decode passes, in order."""
         yield Gemm("linear", self.down_proj, norm)
+        if self.q_proj is not None:
+            yield Gemm("linear", self.q_proj, None)
         yield Gemm("linear_add", self.o_proj, next_norm)
 
     def project(self, stream: Stream, norm: RMSNorm | None) -> torch.Tensor:

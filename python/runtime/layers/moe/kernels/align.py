@@ -44,7 +44,8 @@ def align(ids: torch.Tensor, first: int, experts: int, rows: int, *, pdl: bool =
     """Sort the pairs of `ids` [T, k] that belong to the experts `first` to `first + experts`; others are left out."""
     count, device = ids.numel(), ids.device
     tiles = min(count, triton.cdiv(count + experts * (rows - 1), rows))
-    found = Aligned(*(torch.empty(size, dtype=torch.int32, device=device) for size in (tiles * rows, tiles, 1)), rows)
+    pairs, owners, used = (torch.empty(size, dtype=torch.int32, device=device) for size in (tiles * rows, tiles, 1))
+    found = Aligned(pairs, owners, used, rows)
     chunk = min(CHUNK, max(16, triton.next_power_of_2(count)))
     chunks, padded = triton.cdiv(count, chunk), triton.next_power_of_2(experts)
     counts = torch.empty((chunks, padded), dtype=torch.int32, device=device)

@@ -49,7 +49,7 @@ class ExpertWeights:
         if self.scale.dim() == 2:
             return N, 1, 1, _block(K, 1)
         _, rows, columns = self.scale.shape
-        return rows * columns, columns, *(_block(size, count) for size, count in ((N, rows), (K, columns)))
+        return rows * columns, columns, _block(N, rows), _block(K, columns)
 
 
 def _block(size: int, count: int) -> int:

@@ -20,7 +20,7 @@ BOMBS: tuple[dict[str, Any], ...] = (
     {"regex": "((a{1,900}){1,900}){1,900}"},
     {"regex": "(a|aa|aaa|b*)*" * 2000},
     {"json_schema": json.dumps({"$ref": "#"})},
-    {"json_schema": json.dumps({"$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 9} for i in range(60)}, "$ref": "#/$defs/d0"})},
+    {"json_schema": json.dumps({"$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 9} for i in range(60)}})},
     {"json_schema": json.dumps({"enum": ["x" * 999 for _ in range(1000)]})},
     {"json_schema": json.dumps({"type": "array", "items": {"type": "string", "pattern": "^(a+)+$"}, "minItems": 100_000})},
     {"ebnf": "root ::= root root | root"},

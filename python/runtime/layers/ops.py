@@ -22,12 +22,15 @@ from typing import Protocol
 import torch
 
 from runtime.layers.activation import Activation
+from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.gemm.gemm import Gemm
+from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 from runtime.layers.pass_context import PassContext
-from runtime.layers.rope import RotaryHeads
+from runtime.layers.rope import Rope, RotaryHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +39,16 @@ class Stream:
 
     Attributes:
         h: float32 [T, hidden].
-        norm: the norm that reads `h` next, where one is deferred.
+        norm: the norm that reads `h` next, where it is deferred or computed.
         deferred: what the operation that wrote `h` stored for `norm`; only the operations read it.
+        normed: `norm(h)` [T, hidden] in the model's dtype, where the operation that wrote `h` computed it.
         in_prompt: whether the rows are of a prompt pass: int8 on a CPU then computes a row alike in every pass.
     """
 
     h: torch.Tensor
     norm: RMSNorm | None = None
     deferred: DeferredNorm | None = None
+    normed: torch.Tensor | None = None
     in_prompt: bool = False
 
 
@@ -54,8 +59,8 @@ class BlockOps(Protocol):
         """RMS norm of float32 `h` [T, hidden], in `dtype`."""
         ...
 
-    def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        """`linear(x)`, [T, out]; `x` in the model's dtype."""
+    def linear(self, x: torch.Tensor, linear: Linear, in_prompt: bool = False) -> torch.Tensor:
+        """`linear(x)`, [T, out], without `reduce`; `x` in the model's dtype. `in_prompt`: as in `Stream`."""
         ...
 
     def norm_linear(self, stream: Stream, norm: RMSNorm, linear: Linear) -> torch.Tensor:
@@ -68,6 +73,18 @@ class BlockOps(Protocol):
 
         `next_norm`: the norm that reads the stream next, which the operation may prepare; not where outputs are partial
         sums.
+        """
+        ...
+
+    def add_normed(
+        self, x: torch.Tensor, norm: RMSNorm, stream: Stream, next_norm: RMSNorm | None = None, factor: torch.Tensor | None = None
+    ) -> Stream:
+        """`(h + norm(x)) * factor` in float32, which may reuse the storage of `h`.
+
+        Args:
+            x: [T, hidden] in the model's dtype.
+            next_norm: the norm that reads the stream next, which the operation may compute on the way.
+            factor: [1]; None for 1.
         """
         ...
 
@@ -87,6 +104,30 @@ class BlockOps(Protocol):
         Returns:
             q [T, H, head_dim].
         """
+        ...
+
+    def write_latent(
+        self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm the latents of queries and keys, rotate the shared key, and write the latent KV rows of layer `layer_id`
+        to the batch's slots.
+
+        Args:
+            rows: [T, q_columns + row_dim].
+
+        Returns:
+            The queries' columns [T, q_columns], normed where they are a latent, and the KV rows [T, row_dim], contiguous.
+        """
+        ...
+
+    def rotate(self, x: torch.Tensor, rope: Rope, positions: torch.Tensor, out: torch.Tensor) -> None:
+        """Rotate `x` [T, H, rope.dim] by `positions` int64 [T] into `out`, which may be `x`; both may be views."""
+        ...
+
+    def prompt_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Causal attention of whole prompts over their own keys: q and k [T, H, dim], v [T, H, value_dim] -> [T, H, value_dim]."""
         ...
 
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:

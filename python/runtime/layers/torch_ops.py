@@ -8,8 +8,11 @@ import torch
 from torch.nn import functional as F
 
 from runtime.layers.activation import Activation, gated
+from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.kernels.argmax import argmax
+from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
@@ -24,9 +27,9 @@ class TorchOps:
         """RMS norm of float32 `h` [T, hidden], in `dtype`."""
         return rms_norm(h, norm).to(dtype)
 
-    def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, linear: Linear, in_prompt: bool = False) -> torch.Tensor:
         """`linear(x)`, [T, out]."""
-        return linear(x)
+        return linear(x, in_prompt)
 
     def norm_linear(self, stream: Stream, norm: RMSNorm, linear: Linear) -> torch.Tensor:
         """`linear(norm(h))`, [T, out] in the model's dtype."""
@@ -36,6 +39,13 @@ class TorchOps:
         """`h + linear.reduce(linear(x))` in float32, in the storage of `h`."""
         return Stream(stream.h.add_(linear.reduce(linear(x, stream.in_prompt))), in_prompt=stream.in_prompt)
 
+    def add_normed(
+        self, x: torch.Tensor, norm: RMSNorm, stream: Stream, next_norm: RMSNorm | None = None, factor: torch.Tensor | None = None
+    ) -> Stream:
+        """`(h + norm(x)) * factor` in float32, in the storage of `h`."""
+        h = stream.h.add_(rms_norm(x, norm))
+        return Stream(h if factor is None else h.mul_(factor), in_prompt=stream.in_prompt)
+
     def norm_gate_up(self, stream: Stream, norm: RMSNorm, gate_up: Linear, activation: Activation = Activation.SILU) -> torch.Tensor:
         """`activation(gate) * up` of the normed stream, [T, intermediate]."""
         return gated(activation, self.norm_linear(stream, norm, gate_up))
@@ -43,13 +53,41 @@ class TorchOps:
     def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:
         """Norm and rotate q and k, write k and v to their slots, return q [T, H, head_dim]."""
         num_q, rows = heads.num_q_heads, qkv.view(qkv.shape[0], -1, heads.head_dim)
-        query_key, value = rows[:, : num_q + heads.num_kv_heads], rows[:, num_q + heads.num_kv_heads :]
+        query_key, value = rows[:, : num_q + heads.num_kv_heads], rows[:, -heads.num_kv_heads :]
+        if heads.v_norm is not None:
+            value = rms_norm(value, heads.v_norm)
         if heads.q_norm is not None and heads.k_norm is not None:
             query_key = torch.cat((rms_norm(query_key[:, :num_q], heads.q_norm), rms_norm(query_key[:, num_q:], heads.k_norm)), dim=1)
         query_key = rotate(query_key, heads.rope, context.batch.positions).to(qkv.dtype)
         for cache, new in zip(context.kv_pool.flat(layer_id), (query_key[:, num_q:], value), strict=True):
             cache.index_copy_(0, context.batch.out_cache_loc, new.to(cache.dtype))
         return query_key[:, :num_q]
+
+    def write_latent(
+        self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm the latents, rotate the shared key, write the latent KV rows, return the queries' columns and those rows."""
+        q, latent, key = rows.split((heads.q_columns, heads.kv_rank, heads.rope.dim), dim=1)
+        if heads.q_norm is not None:
+            q = rms_norm(q, heads.q_norm).to(rows.dtype)
+        shared = rotate(key[:, None], heads.rope, context.batch.positions)[:, 0]
+        kv = torch.cat((rms_norm(latent, heads.kv_norm), shared), dim=1).to(rows.dtype)
+        cache, _ = context.kv_pool.flat(layer_id)
+        cache.index_copy_(0, context.batch.out_cache_loc, kv[:, None].to(cache.dtype))
+        return q, kv
+
+    def rotate(self, x: torch.Tensor, rope: Rope, positions: torch.Tensor, out: torch.Tensor) -> None:
+        """Rotate `x` [T, H, rope.dim] into `out`."""
+        out.copy_(rotate(x, rope, positions))
+
+    def prompt_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Causal attention of whole prompts, one after the other: [T, H, value_dim]."""
+        assert batch.extend_lens is not None, "a pass of prompts"
+        parts = zip(*(x.transpose(0, 1).split(batch.extend_lens.tolist(), dim=1) for x in (q, k, v)), strict=True)
+        outs = [F.scaled_dot_product_attention(*one, is_causal=True, scale=layer.scale) for one in parts]
+        return torch.cat(outs, dim=1).transpose(0, 1)
 
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
         """`head(x)` in float32, [N, vocab], written to `out` where given."""

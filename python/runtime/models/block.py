@@ -4,15 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from runtime.layers.attention.layer import Attention
+from runtime.layers.attention.layer import AttentionLayer
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.mlp import Mlp
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
 from runtime.layers.pass_context import PassContext
+
+
+class DecoderBlock(Protocol):
+    """What a decoder needs of a layer. `Block` is one."""
+
+    @property
+    def attention(self) -> AttentionLayer:
+        """Its attention layer."""
+        ...
+
+    @property
+    def attn_norm(self) -> RMSNorm | None:
+        """The norm that reads the stream first."""
+        ...
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied by."""
+        ...
+
+    @property
+    def kernel_launches(self) -> int:
+        """Of an eager pass, about."""
+        ...
+
+    def gemms(self) -> Iterator[Gemm]:
+        """Its GEMMs that are to be autotuned, in order."""
+        ...
+
+    def forward(self, stream: Stream, context: PassContext, next_norm: RMSNorm | None = None) -> Stream:
+        """The stream through the block, perhaps in the same storage. `next_norm`: of the block after this one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +57,7 @@ class Block:
             head.
     """
 
-    attention: Attention
+    attention: AttentionLayer
     mlp: Mlp
     attn_norm: RMSNorm | None
     mlp_norm: RMSNorm

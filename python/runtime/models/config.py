@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -72,6 +72,62 @@ class MoeConfig:
     bias: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention. The rotated columns of a head are `ModelConfig.head_dim`.
+
+    Attributes:
+        q_rank: columns of the queries' latent; None where queries are projected in one step.
+        kv_rank: columns of the latent of keys and values.
+        nope_dim: columns of a query and of a key that are not rotated.
+        value_dim: columns of a value.
+        scale: factor of the scores.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    value_dim: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class MtpConfig:
+    """The layer for multi-token prediction that a checkpoint holds beside its model.
+
+    Attributes:
+        prefix: of the names of its tensors.
+        token_norm, hidden_norm, proj, final_norm: names of its own parts, behind `prefix`.
+        hidden_first: whether `proj` reads the hidden state before the embedding.
+        blank_start: whether the embedding at position 0 is replaced by zeros.
+        feeds_normed: whether the next draft step is fed the state after `final_norm`.
+    """
+
+    prefix: str
+    token_norm: str
+    hidden_norm: str
+    proj: str
+    final_norm: str
+    hidden_first: bool = False
+    blank_start: bool = False
+    feeds_normed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullAttention:
+    """The layers with full attention of a model whose layers with a window have other heads.
+
+    Attributes:
+        shared_kv: whether values are the projected keys, before their norm and rotation.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    shared_kv: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder: what all model families share.
@@ -85,9 +141,19 @@ class ModelConfig:
         qk_norm: whether q and k are normed per head.
         rotary_dim: leading entries of a head that are rotated; None for all.
         rope_interleaved: whether entries 2i and 2i + 1 rotate together, instead of i and i + half.
+        latent: None for attention with keys and values per head.
+        mtp: None where the checkpoint holds no layer for multi-token prediction.
         draft_vocab_size: for draft heads with a reduced vocabulary, else None.
         target_hidden_size: for EAGLE heads: hidden size of the target.
         moe: the sparse MLPs; None for a dense model.
+        full_attention: heads of the layers without a window where they differ from the others'; else None.
+        shared_kv: as in `FullAttention`.
+        v_norm: whether v is normed per head, without a weight.
+        attn_scale: factor of attention scores; None for head_dim ** -0.5.
+        embed_scale: factor of the embeddings, rounded to the model's dtype.
+        final_softcap: c in logits = c * tanh(logits / c); 0 for none.
+        weight_prefix: of the names of the decoder's tensors.
+        unused_weights: beginnings of names that the checkpoint may hold and the decoder does not use.
     """
 
     architecture: str
@@ -113,6 +179,36 @@ class ModelConfig:
     qk_norm: bool = False
     rotary_dim: int | None = None
     rope_interleaved: bool = False
+    latent: LatentConfig | None = None
+    mtp: MtpConfig | None = None
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
     moe: MoeConfig | None = None
+    full_attention: FullAttention | None = None
+    shared_kv: bool = False
+    v_norm: bool = False
+    attn_scale: float | None = None
+    embed_scale: float = 1.0
+    final_softcap: float = 0.0
+    weight_prefix: str = "model."
+    unused_weights: tuple[str, ...] = ()
+
+    def of_layer(self, layer: int) -> ModelConfig:
+        """The configuration with the heads and the rotary embedding of layer `layer`."""
+        full = self.full_attention
+        if full is None or self.window[layer] >= 0:
+            return self
+        return replace(
+            self,
+            num_kv_heads=full.num_kv_heads,
+            head_dim=full.head_dim,
+            rope_theta=full.rope_theta,
+            rope_scaling=full.rope_scaling,
+            shared_kv=full.shared_kv,
+            full_attention=None,
+        )
+
+    @property
+    def kv_columns(self) -> int:
+        """Values that one layer stores per token."""
+        return 2 * self.num_kv_heads * self.head_dim if self.latent is None else self.latent.kv_rank + self.head_dim

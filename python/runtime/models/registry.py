@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.errors import ConfigError
-from runtime.models import llama, mistral, qwen2, qwen3
+from runtime.models import deepseek, gemma4, glm4_lite, llama, mimo, mistral, qwen2, qwen3
 from runtime.models.config import ModelConfig
 from runtime.models.hf_config import ConfigFields, read_hf_config
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from runtime.distributed.parallel_group import ParallelGroup
     from runtime.layers.ops import BlockOps
-    from runtime.models.block import Block
+    from runtime.models.block import Block, DecoderBlock
     from runtime.models.decoder import DecoderModel
     from runtime.models.parts import ModelParts
 
@@ -30,8 +30,16 @@ class Family(Protocol):
         """The architecture. Raises `ConfigError` for what the family cannot serve."""
         ...
 
-    def block(self, parts: ModelParts, layer: int) -> Block:
+    def block(self, parts: ModelParts, layer: int) -> DecoderBlock:
         """Layer `layer`, made of `parts`. Layers may differ."""
+        ...
+
+
+class MtpFamily(Protocol):
+    """A family with a layer for multi-token prediction, whose names `ModelConfig.mtp` gives."""
+
+    def mtp_block(self, parts: ModelParts, prefix: str) -> Block:
+        """The block of that layer, of tensors `prefix`*, as layer 0 of the draft."""
         ...
 
 
@@ -40,7 +48,20 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "Gemma4ForCausalLM": gemma4,
+    "Gemma4ForConditionalGeneration": gemma4,
+    "DeepseekV3ForCausalLM": deepseek,
+    "Glm4MoeLiteForCausalLM": glm4_lite,
+    "MiMoForCausalLM": mimo,
 }
+
+
+MTP_FAMILIES: dict[str, MtpFamily] = {
+    "DeepseekV3ForCausalLM": deepseek,
+    "Glm4MoeLiteForCausalLM": glm4_lite,
+    "MiMoForCausalLM": mimo,
+}
+"""The families whose checkpoints may hold a layer for multi-token prediction."""
 
 
 def load_hf_config(folder: str | Path) -> ModelConfig:

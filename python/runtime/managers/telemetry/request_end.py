@@ -38,7 +38,8 @@ class RequestEnd:
         """Seconds of each phase; a phase that it did not reach is absent, and the phase in which it ended takes the rest."""
         shown: dict[Phase, float] = {}
         rest, progress = self.seconds, self.progress
-        for name, seconds in (("queue", progress.queue_seconds), ("prefill", progress.prefill_seconds)):
+        known: tuple[tuple[Phase, float], ...] = (("queue", progress.queue_seconds), ("prefill", progress.prefill_seconds))
+        for name, seconds in known:
             if not seconds:
                 return {**shown, name: rest}
             shown[name] = min(seconds, rest)

@@ -14,8 +14,10 @@ from typing import Any
 
 import httpx
 
-PATIENCE = 180.0
+PATIENCE = 300.0
 """Seconds within which every request must have an answer, a full queue included."""
+PAUSE = 4.0
+"""Hostile clients wait up to so many seconds between their acts; most of these are over sooner than an answer."""
 BOMBS: tuple[dict[str, Any], ...] = (
     {"regex": "((a{1,900}){1,900}){1,900}"},
     {"regex": "(a|aa|aaa|b*)*" * 2000},
@@ -148,6 +150,7 @@ class Clients:
             except (httpx.HTTPError, OSError):
                 wrong = ""  # the server closed the connection
                 await asyncio.sleep(0.2)
+            await asyncio.sleep(self._rng.uniform(0.0, PAUSE))
             if wrong:
                 self.tally.wrong.append(f"{act.__name__.strip('_')}: {wrong}")
 
@@ -192,11 +195,11 @@ class Clients:
         """Send a body that must be refused."""
         body = self._rng.choice(BAD)
         answer = await self._http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
-        return "" if 400 <= answer.status_code < 500 else f"{body[:60]!r} got {answer.status_code}"
+        return "" if 400 <= answer.status_code < 500 or answer.status_code == 503 else f"{body[:60]!r} got {answer.status_code}"
 
     async def _ask_much(self) -> str:
         """A prompt of about the context length, or above it."""
-        length = self._rng.choice([self._longest // 2, self._longest - 8, self._longest + 1, 3 * self._longest])
+        length = self._rng.choices([self._longest // 8, self._longest - 8, self._longest + 1, 3 * self._longest], [12, 1, 4, 3])[0]
         answer = await self._http.post(
             "/v1/completions", json={"prompt": self._prompt(length, length), "max_tokens": 4, "ignore_eos": True}
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from runtime.config.quant_config import QuantConfig
+
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
@@ -64,6 +66,7 @@ class ModelConfig:
         draft_vocab_size: for draft heads with a reduced vocabulary, else None.
         target_hidden_size: for EAGLE heads: hidden size of the target.
         moe: the sparse MLPs; None for a dense model.
+        quant: how linear layers are quantised in the checkpoint, or are to be when it is loaded; None for plain numbers.
     """
 
     architecture: str
@@ -90,3 +93,4 @@ class ModelConfig:
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
     moe: MoeConfig | None = None
+    quant: QuantConfig | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from runtime.config.quant_config import QuantConfig
 from runtime.config.runtime_config import DType, LoadFormat
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
@@ -20,6 +21,7 @@ class ModelFacts:
         dtype: type of the stored weights.
         max_context_len, vocab_size, head_dim: shape of the model.
         embedded: whether it is the model that comes with the server.
+        quant: how the stored weights are quantised; None for plain numbers.
         sampling: what requests that leave sampling fields out are sampled with, as --sampling-defaults chooses.
     """
 
@@ -32,4 +34,5 @@ class ModelFacts:
     vocab_size: int
     head_dim: int
     embedded: bool = False
+    quant: QuantConfig | None = None
     sampling: SamplingDefaults = NO_DEFAULTS

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from runtime.errors import ConfigError
+
 ALWAYS_KEPT = ("lm_head", "embed_tokens", "gate", "router", "shared_expert_gate", "eh_proj", "fc")
 """Layers that no FP8 or MXFP4 checkpoint quantises, whether it lists them or not: heads, routers, inputs of draft heads."""
 BLOCK = 128
@@ -42,6 +44,21 @@ class QuantConfig:
 
 ON_LOAD = QuantConfig("fp8", stored=False)
 """`--quantization fp8` for a checkpoint in 16 or 32 bits."""
+
+
+def with_flag(stored: QuantConfig | None, flag: str | None, name: str = "--quantization") -> QuantConfig | None:
+    """What the flag `name` makes of a checkpoint that is quantised as `stored` says.
+
+    Raises:
+        ConfigError: the weights are stored in another form already, or not in the one that the flag names.
+    """
+    if flag is None or flag == "none" or (stored is not None and flag == stored.method):
+        return stored
+    if stored is not None:
+        raise ConfigError(f"{name} {flag} is not possible: the checkpoint's weights are {stored.method} already. Leave it out.")
+    if flag == "mxfp4":
+        raise ConfigError(f"{name} mxfp4 needs a checkpoint in mxfp4. Use fp8, which quantizes 16-bit weights, or leave it out.")
+    return ON_LOAD if flag == "fp8" else None
 
 
 def _matches(name: str, layer: str) -> bool:

@@ -128,6 +128,7 @@ def resolve_speculative(
         accept_threshold_acc=_threshold(args, "speculative_accept_threshold_acc"),
         synthetic_accept=_synthetic(args, shape),
         check_parity=args.speculative_check_parity,
+        draft_quantization="fp8" if args.speculative_draft_model_quantization == "fp8" else None,
         depths=shape.depths,
     )
 

@@ -45,6 +45,7 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         vocab_size=model_config.vocab_size,
         head_dim=model_config.head_dim,
         embedded=source.is_embedded,
+        quant=model_config.quant,
         sampling=_sampling(args, source),
     )
     config = resolve(args, probe(), facts, find_draft(args, source.kind))

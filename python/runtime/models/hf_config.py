@@ -97,6 +97,8 @@ def decoder_config(
         dtype=fields.dtype(),
         draft_vocab_size=fields.optional_positive("draft_vocab_size"),
         target_hidden_size=fields.optional_positive("target_hidden_size"),
+        moe=None,
+        quant=None,  # the registry reads it, for every family
         **flags,
     )
 

@@ -23,7 +23,7 @@ def read_quantization(fields: ConfigFields) -> QuantConfig | None:
     quant = fields.mapping(name)
     method = quant.get("quant_method", "an unnamed scheme")
     if method == "mxfp4":
-        return QuantConfig("mxfp4", kept=_names(quant, "modules_to_not_convert"))
+        return QuantConfig("mxfp4", kept=("self_attn", *_names(quant, "modules_to_not_convert")))
     if method in ("fp8", "fbgemm_fp8"):
         return _fp8(quant, name)
     if method == "compressed-tensors":

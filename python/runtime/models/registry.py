@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from runtime.config.quant_config import with_flag
 from runtime.errors import ConfigError
 from runtime.models import llama, mistral, qwen2, qwen3
 from runtime.models.config import ModelConfig
@@ -91,11 +92,11 @@ def build_model(
         ConfigError: the architecture or the quantisation is not supported.
     """
     from runtime.distributed.parallel_group import ALONE
-    from runtime.layers.quantization.registry import quant_scheme, with_flag
+    from runtime.layers.quantization.registry import quant_scheme
     from runtime.models.decoder import DecoderModel
     from runtime.models.parts import ModelContext
 
     family = family_of(config.architecture, "the model")
-    quant = with_flag(config.quant, quantization, config.architecture)
+    quant = with_flag(config.quant, quantization)
     context = ModelContext(ops, dtype, device, quant_scheme(quantization, quant, device), group or ALONE, quant)
     return DecoderModel(config, context, family.block)

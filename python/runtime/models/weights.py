@@ -15,6 +15,8 @@ from runtime.layers.linear import Linear, Partition
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.scheme import Index, LinearPart, QuantScheme, WeightSlot
 
+UNUSED_SCALES = (".input_scale", ".k_scale", ".v_scale")
+"""Of activations and KV in quantised checkpoints: activations keep their 16 bits."""
 SHOWN = 8
 """Names that an error lists before it only counts."""
 
@@ -58,9 +60,7 @@ class WeightTable:
         kept = [name for name in layers if self._quant.keeps(name)]
         mixed = [name for name in layers if name not in kept]
         if kept and mixed:
-            raise ConfigError(
-                f"quantization_config keeps {kept[0]} in 16 bits but not {mixed[0]}; they are multiplied as one, so both must be"
-            )
+            raise ConfigError(f"quantization_config keeps {kept[0]} in 16 bits and quantizes {mixed[0]}; layers that are fused must agree")
         return DENSE if kept else self._scheme
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -128,6 +128,7 @@ class WeightTable:
             ConfigError: tensors are missing, unexpected, or of another shape or dtype.
         """
         missing, unexpected = set(self._slots), []
+        skip += () if self._quant is None else UNUSED_SCALES
         for name, tensor in weights:
             if name not in self._slots:
                 if not name.endswith(skip):

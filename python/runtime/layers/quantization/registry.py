@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from runtime.config.quant_config import ON_LOAD, QuantConfig
+from runtime.config.quant_config import QuantConfig
 from runtime.errors import ConfigError
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.fp8 import BlockFp8, RowFp8
 from runtime.layers.quantization.int8 import Int8
+from runtime.layers.quantization.mxfp4 import Mxfp4
 from runtime.layers.quantization.scheme import QuantScheme
 
 SCHEMES: dict[str, QuantScheme] = {"int8": Int8()}
 """Schemes of flags that apply to every linear layer."""
 CPU_ONLY = frozenset({"int8"})
-
-
-def with_flag(stored: QuantConfig | None, flag: str | None, where: str) -> QuantConfig | None:
-    """What `--quantization` makes of a checkpoint that is quantised as `stored` says.
-
-    Raises:
-        ConfigError: the weights are stored in another form already.
-    """
-    if flag is None or (stored is not None and flag == stored.method):
-        return stored
-    if stored is not None:
-        raise ConfigError(f"--quantization {flag}: the weights of {where} are stored in {stored.method} already; leave the flag out")
-    return ON_LOAD if flag == ON_LOAD.method else None
 
 
 def quant_scheme(flag: str | None, quant: QuantConfig | None, device: torch.device) -> QuantScheme:
@@ -49,5 +37,5 @@ def quant_scheme(flag: str | None, quant: QuantConfig | None, device: torch.devi
 def described_scheme(quant: QuantConfig) -> QuantScheme:
     """The scheme of the layers that `quant` does not keep in 16 bits."""
     if quant.method == "mxfp4":
-        raise ConfigError("mxfp4 is not supported yet")
+        return Mxfp4()
     return BlockFp8(quant.scale_name, quant.stored) if quant.scales == "block" else RowFp8(quant.scale_name)

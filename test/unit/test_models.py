@@ -328,7 +328,10 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [1]}}, "modules_to_not_convert is "),
         ({"quantization_config": {"bits": 4}}, "quantization_config: an unnamed scheme"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config.config_groups must be an object"),
-        ({"compression_config": COMPRESSED | {"config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}}}, "int weights of 4 bits"),
+        (
+            {"compression_config": COMPRESSED | {"config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}}},
+            "int weights of 4 bits",
+        ),
         ({"compression_config": COMPRESSED | {"config_groups": {"a": {"weights": {"strategy": "group"}}}}}, "None weights of None bits"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; it must be a positive number"),
         ({"rope_parameters": "absent", "rope_theta": 0}, "rope_theta is 0; it must be a positive number"),

@@ -26,10 +26,14 @@ from runtime.layers.quantization.scheme import LinearPart
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
 from runtime.models.decoder import DecoderModel
+from runtime.models.draft_config import load_draft_config
+from runtime.models.eagle import LlamaForCausalLMEagle
+from runtime.models.eagle3 import LlamaForCausalLMEagle3
 from runtime.models.registry import build_model, load_hf_config
 from runtime.models.weights import WeightTable
 from unit.test_linear import Rank
 from unit.test_models import COMMON, PIECES, VOCAB, Runner
+from unit.tiny import tiny_model, write_head
 
 CPU = torch.device("cpu")
 BLOCK = QuantConfig("fp8")
@@ -162,6 +166,28 @@ def test_quantized_blocks_are_within_rounding_of_the_weight() -> None:
     error = (values.float() * spread - weight).abs()
     assert torch.all(error <= weight.abs() / 16 + scales.max() * 2**-10)
     assert torch.equal(quantize_blocks(torch.zeros(3, 5))[0].float(), torch.zeros(3, 5))
+
+
+# ---- drafts
+
+
+@pytest.mark.parametrize("eagle3", [False, True])
+def test_draft_heads_keep_16_bits_beside_a_quantized_target_unless_asked(tmp_path: Path, eagle3: bool) -> None:
+    target = build_model(tiny_model(), TorchOps(), torch.float32, CPU, "fp8")
+    target.load(dummy_weights(target.expected_weights(), torch.float32, CPU, 1))
+    config = load_draft_config(write_head(tmp_path, eagle3), "EAGLE3" if eagle3 else "EAGLE", target.config)
+    make = LlamaForCausalLMEagle3 if eagle3 else LlamaForCausalLMEagle
+
+    def layers(quant: QuantConfig | None) -> list[str]:
+        head = make(replace(config, model=replace(config.model, quant=quant)), target)
+        head.load(dummy_weights(head.expected_weights(), torch.float32, CPU, 2))
+        block = head.layer if isinstance(head, LlamaForCausalLMEagle3) else head.layers[0]
+        assert head.fc.scheme is DENSE
+        return [gemm.linear.scheme.name for gemm in block.attention.gemms(target.final_norm, target.final_norm)]
+
+    assert target.layers[0].attention.o_proj.scheme.name == "fp8"
+    assert layers(None) == ["none", "none"]
+    assert layers(ON_LOAD) == ["fp8", "fp8"]
 
 
 # ---- parts that start inside a block

@@ -150,7 +150,7 @@ def _check_draft_source(args: ServerArgs, algorithm: str) -> None:
             args,
             "has no effect: NGRAM copies from the text so far and has no draft model. Leave it out.",
             *("speculative_draft_model_path", "speculative_draft_load_format", "speculative_draft_attention_backend"),
-            *("disable_draft_decode_cuda_graph", "disable_draft_extend_cuda_graph"),
+            *("disable_draft_decode_cuda_graph", "disable_draft_extend_cuda_graph", "speculative_draft_model_quantization"),
         )
     elif args.speculative_draft_model_path is None:
         raise ConfigError(f"--speculative-algorithm {algorithm} needs a draft model. Name it with --speculative-draft-model-path.")

@@ -120,7 +120,7 @@ def compile_kind(kind: tuple[int, int, int, SplitConfig]) -> None:
     from runtime.layers.attention.kernels.split_decode import warm_up
 
     page, width, batch, config = kind
-    warm_up(split_shape(batch, width, config), page, BF16, CUDA, tree=False, window=-1, pdl=True)
+    warm_up(split_shape(batch, width, config), page, BF16, CUDA, tree=False, window=-1, sinks=False, pdl=True)
     torch.cuda.synchronize()
 
 

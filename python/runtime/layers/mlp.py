@@ -8,6 +8,7 @@ from typing import Protocol
 from runtime.layers.activation import Activation
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.linear import Linear
+from runtime.layers.moe.experts import Experts
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps, Stream
 
@@ -20,6 +21,11 @@ class Mlp(Protocol):
     """
 
     kernel_launches: int
+
+    @property
+    def experts(self) -> Experts | None:
+        """The routed experts, of which a pass reads those that are hit; None for a dense MLP."""
+        ...
 
     @property
     def active_parameters(self) -> int:
@@ -39,6 +45,7 @@ class GatedMlp:
     """The dense `Mlp`: `down(activation(gate(x)) * up(x))`. Owner of its weights."""
 
     kernel_launches = 4
+    experts = None
 
     def __init__(self, gate_up_proj: Linear, down_proj: Linear, ops: BlockOps, activation: Activation = Activation.SILU) -> None:
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj

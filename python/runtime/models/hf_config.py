@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.errors import ConfigError, InvalidField
-from runtime.models.config import ModelConfig, RopeScaling
+from runtime.models.config import ModelConfig, MoeConfig, RopeScaling
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 MAX_NUMBER = 1e300
@@ -58,13 +58,19 @@ def recommended_sampling(folder: str | Path) -> SamplingDefaults:
 
 
 def decoder_config(
-    fields: ConfigFields, *, head_dim: int | None = None, window: tuple[int, ...] | None = None, **flags: bool
+    fields: ConfigFields,
+    *,
+    head_dim: int | None = None,
+    window: tuple[int, ...] | None = None,
+    moe: MoeConfig | None = None,
+    **flags: bool,
 ) -> ModelConfig:
-    """The architecture of a dense decoder under Llama's field names.
+    """The architecture of a decoder under Llama's field names.
 
     Args:
         head_dim: the family's default; None for hidden_size / num_attention_heads.
         window: of each layer; None for full attention everywhere.
+        moe: the sparse MLPs, where the family has them.
         flags: `qkv_bias`, `o_bias`, `mlp_bias` and `qk_norm`, where the family has them.
 
     Raises:
@@ -98,6 +104,7 @@ def decoder_config(
         dtype=fields.dtype(),
         draft_vocab_size=fields.optional_positive("draft_vocab_size"),
         target_hidden_size=fields.optional_positive("target_hidden_size"),
+        moe=moe,
         **flags,
     )
 

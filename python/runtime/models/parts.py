@@ -8,10 +8,12 @@ import torch
 
 from runtime.distributed.parallel_group import ALONE, ParallelGroup, Shard
 from runtime.errors import ConfigError
+from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention.layer import Attention
 from runtime.layers.linear import Partition
 from runtime.layers.mlp import GatedMlp
+from runtime.layers.moe.mlp import SparseMlp
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps
 from runtime.layers.quantization.dense import DENSE
@@ -21,6 +23,7 @@ from runtime.mem_cache.kv_spec import KVSpec
 from runtime.models.block import Block
 from runtime.models.config import ModelConfig
 from runtime.models.rotary import build_rope
+from runtime.models.sparse import SparseNames, SparseParts
 from runtime.models.weights import WeightTable
 
 
@@ -32,6 +35,7 @@ class ModelContext:
         dtype: of weights and activations; the residual stream is float32.
         scheme: how the weights of linear layers are stored.
         group: the ranks that share the model.
+        ep_size: groups of ranks that the experts of a sparse model are placed on; 1 cuts every expert between all ranks.
     """
 
     ops: BlockOps
@@ -39,6 +43,7 @@ class ModelContext:
     device: torch.device
     scheme: QuantScheme = DENSE
     group: ParallelGroup = ALONE
+    ep_size: int = 1
 
 
 class ModelParts:
@@ -104,12 +109,31 @@ class ModelParts:
         down = self.weights.linear({prefix + "down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias, Partition.ROW)
         return GatedMlp(gate_up, down, self.context.ops)
 
+    def sparse_mlp(self, names: SparseNames, activation: Activation = Activation.SILU) -> SparseMlp:
+        """The sparse MLP of these tensors."""
+        assert self.config.moe is not None, "the model is dense"
+        return SparseParts(self.weights, self.context.ops, self.config.hidden_size, self.config.moe, self.context.ep_size).mlp(
+            names, activation
+        )
+
     def dense_block(self, prefix: str, layer_id: int, in_features: int | None = None, input_norm: bool = True) -> Block:
         """The block of tensors `prefix`*, under Llama's names."""
         attn_norm = self.norm(prefix + "input_layernorm.weight") if input_norm else None
         attention = self.attention(prefix + "self_attn.", layer_id, in_features)
         mlp_norm = self.norm(prefix + "post_attention_layernorm.weight")
         return Block(attention, self.gated_mlp(prefix + "mlp."), attn_norm, mlp_norm)
+
+    def sparse_block(self, prefix: str, layer_id: int, names: SparseNames | None = None) -> Block:
+        """The block of tensors `prefix`*, under Llama's names but for the sparse MLP's; dense where the layer is.
+
+        `names`: of the sparse MLP; Qwen's by default.
+        """
+        moe = self.config.moe
+        if moe is None or not moe.layers[layer_id]:
+            return self.dense_block(prefix, layer_id)
+        attn_norm, attention = self.norm(prefix + "input_layernorm.weight"), self.attention(prefix + "self_attn.", layer_id)
+        mlp_norm = self.norm(prefix + "post_attention_layernorm.weight")
+        return Block(attention, self.sparse_mlp(names or SparseNames.usual(prefix + "mlp.")), attn_norm, mlp_norm)
 
 
 def _length(part: slice) -> int:

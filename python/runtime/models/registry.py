@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.errors import ConfigError
-from runtime.models import llama, mistral, qwen2, qwen3
+from runtime.models import llama, mistral, qwen2, qwen3, qwen3_moe
 from runtime.models.config import ModelConfig
 from runtime.models.hf_config import ConfigFields, read_hf_config
 
@@ -40,6 +40,7 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
 }
 
 

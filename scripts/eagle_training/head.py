@@ -25,7 +25,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from eagle_training.vocabulary import draft_to_target, target_in_draft
-from runtime.models.config import ModelConfig
+from runtime.errors import ConfigError
+from runtime.models.config import ModelConfig, RopeScaling
 from runtime.models.rotary import build_rope
 
 INIT_STD = 0.02
@@ -46,6 +47,8 @@ def head_config(target: ModelConfig, intermediate_size: int, draft_vocab_size: i
         o_bias=False,
         mlp_bias=False,
         qk_norm=False,
+        rotary_dim=None,
+        rope_interleaved=False,
         window=(-1,),
     )
 
@@ -259,14 +262,35 @@ def config_json(c: ModelConfig, aux_layers: tuple[int, ...], dtype: torch.dtype)
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in aux_layers], "use_aux_hidden_state": True},
     }
     if c.rope_scaling is not None:
-        s = c.rope_scaling
-        raw["rope_scaling"] = {"rope_type": s.kind, "factor": s.factor} | (
-            {
-                "low_freq_factor": s.low_freq_factor,
-                "high_freq_factor": s.high_freq_factor,
-                "original_max_position_embeddings": s.original_max_position,
-            }
-            if s.kind == "llama3"
-            else {}
-        )
+        raw["rope_scaling"] = scaling_fields(c.rope_scaling)
     return raw
+
+
+SCALING_FIELDS = {
+    "linear": {},
+    "llama3": {
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position": "original_max_position_embeddings",
+    },
+    "yarn": {
+        "original_max_position": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "truncate": "truncate",
+        "magnitude": "attention_factor",
+    },
+}
+"""The fields of a rotary scaling, besides kind and factor, and their names in config.json."""
+
+
+def scaling_fields(scaling: RopeScaling) -> dict[str, object]:
+    """`rope_scaling` of a config.json.
+
+    Raises:
+        ConfigError: heads are not trained with such a scaling.
+    """
+    if scaling.kind not in SCALING_FIELDS:
+        raise ConfigError(f"heads are trained with the rope scalings {', '.join(SCALING_FIELDS)}; this one is {scaling.kind}")
+    names = SCALING_FIELDS[scaling.kind]
+    return {"rope_type": scaling.kind, "factor": scaling.factor} | {there: getattr(scaling, here) for here, there in names.items()}

@@ -116,6 +116,12 @@ class Page:
             more = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **more)
 
+    def nameless(self, roles: set[str]) -> list[str]:
+        """Elements of these roles that a screen reader cannot name."""
+        tree = self.call("Accessibility.getFullAXTree")["nodes"]
+        shown = (node for node in tree if not node["ignored"] and node["role"]["value"] in roles)
+        return [json.dumps(node) for node in shown if not node.get("name", {}).get("value")]
+
     def complaints(self) -> list[str]:
         """Errors, exceptions and blocked resources that the page caused."""
         self.run("0")

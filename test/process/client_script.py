@@ -77,6 +77,14 @@ def thought_turns() -> list[dict[str, Any]]:
     return done
 
 
+def thought_people() -> list[dict[str, Any]]:
+    """`person_turns` with a thought before each answer."""
+    turns = person_turns()
+    for country, turn in zip(("Spain", "Italy"), turns[1::2], strict=True):
+        turn["content"] = f"<think>The person is from {country}.</think>{turn['content']}"
+    return turns
+
+
 def user(text: str) -> dict[str, Any]:
     """A message of the user."""
     return {"role": "user", "content": text}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -18,7 +19,8 @@ CONTRAST = """
   const rgb = (s) => s.match(/[\\d.]+/g).map(Number);
   const back = (e) => { for (; e; e = e.parentElement) { const c = rgb(getComputedStyle(e).backgroundColor); if (c[3] !== 0) return c; }
                         return [255, 255, 255]; };
-  return [...document.querySelectorAll('h1,h2,p,span,label,button,textarea,input,summary,.body,.figures')]
+  const shown = 'h1,h2,h3,p,span,label,button,textarea,input,select,summary,pre,code,.body,.thinking > div,.figures';
+  return [...document.querySelectorAll(shown)]
     .filter((e) => e.getClientRects().length && !e.disabled)
     .map((e) => { const [a, b] = [light(rgb(getComputedStyle(e).color).slice(0, 3)), light(back(e).slice(0, 3))];
                   return [e.tagName + '#' + e.id, (Math.max(a, b) + .05) / (Math.min(a, b) + .05)]; })
@@ -42,10 +44,32 @@ window.fetch = () => {
   return Promise.resolve(new Response(new ReadableStream({ start })));
 }
 """
-NAMELESS = """
-[...document.querySelectorAll('input,textarea,button')]
-  .filter((e) => !(e.labels?.length || e.ariaLabel || e.textContent)).map((e) => e.id)
+AGENT_STREAM = """
+window.sent = [];
+window.fetch = (path, { body }) => {
+  window.sent.push(JSON.parse(body));
+  const drafts = (steps, positions) => ({ spec_tokens_details: { spec_accept_length: 1.5, spec_num_correct_drafts: 1,
+    spec_num_proposed_drafts: positions, spec_num_draft_positions: positions, spec_verify_ct: steps } });
+  const chunk = (delta, tokens, more) => 'data: ' + JSON.stringify({ choices: [{ index: 0, delta, finish_reason: null }],
+    usage: { completion_tokens: tokens }, ...more }) + '\\n\\n';
+  const call = (index, id, name, text) => ({ tool_calls: [{ index, id, function: { name, arguments: text } }] });
+  const choice = { index: 0, delta: {}, finish_reason: 'tool_calls' };
+  const parts = [
+    chunk({ reasoning_content: 'Both cities, ' }, 3, { sglext: drafts(1, 3) }),
+    chunk({ reasoning_content: 'I think.' }, 6, { sglext: drafts(3, 5) }),
+    chunk(call(0, 'a', 'get_time', ''), 9, { sglext: drafts(4, 8) }),
+    chunk(call(0, undefined, undefined, '{"city": "Paris"}'), 12, { sglext: drafts(4, 8) }),
+    chunk(call(1, 'b', 'get_weather', '{}'), 14, { sglext: drafts(5, 12) }),
+    'data: ' + JSON.stringify({ choices: [choice] }) + '\\n\\ndata: [DONE]\\n\\n',
+  ];
+  const start = (stream) => { window.next = () => stream.enqueue(new TextEncoder().encode(parts.shift())); };
+  return Promise.resolve(new Response(new ReadableStream({ start })));
+}
 """
+CONTROLS = {"button", "textbox", "searchbox", "spinbutton", "combobox", "DisclosureTriangle", "link", "log", "complementary"}
+"""Roles whose elements need a name for screen readers; Chromium's own roles have capitals."""
+
+LIGHT = pytest.mark.parametrize("page", ["light"], indirect=True)
 
 
 @pytest.fixture(params=["light", "dark"])
@@ -76,7 +100,7 @@ def test_it_streams_an_answer_and_shows_its_figures(page: Page, embedded: Embedd
     assert page.run("document.querySelector('.assistant .body').textContent") == ANSWER
     figures = page.run("document.querySelector('.figures').textContent")
     assert re.search(r"TTFT \d+ ms · [\d.]+ tokens/s · \d+ tokens", figures), figures
-    assert re.search(r"accept length \d\.\d\d · \d+ of \d+ drafts accepted", figures), figures
+    assert re.search(r"accept length \d\.\d\d · \d+ of \d+ drafts accepted · depth [\d.]+", figures), figures
     ask(page, "And of Italy?")
     done(page, 2)
     assert "Rome" in page.run("document.querySelectorAll('.assistant .body')[1].textContent")
@@ -87,6 +111,7 @@ def test_it_streams_an_answer_and_shows_its_figures(page: Page, embedded: Embedd
     assert page.requested() <= {embedded.url + path for path in ("/", "/v1/models", "/v1/chat/completions")}
 
 
+@LIGHT
 def test_the_stop_button_ends_the_answer_and_the_servers_work(page: Page, embedded: Embedded) -> None:
     page.run("document.getElementById('max_completion_tokens').value = '3000'")
     page.run("document.getElementById('temperature').value = '0'")  # a drawn answer may be over at once
@@ -99,6 +124,7 @@ def test_the_stop_button_ends_the_answer_and_the_servers_work(page: Page, embedd
     assert embedded.quiet(5)["num_running_reqs"] == 0
 
 
+@LIGHT
 def test_text_never_becomes_markup(page: Page) -> None:
     page.run("document.getElementById('max_completion_tokens').value = '4'")
     ask(page, HOSTILE)
@@ -109,6 +135,7 @@ def test_text_never_becomes_markup(page: Page) -> None:
     assert page.run("window.hit === undefined")
 
 
+@LIGHT
 def test_settings_reach_the_server_and_its_refusals_reach_the_user(page: Page) -> None:
     page.run("document.getElementById('system').value = 'Answer in one word.'")
     page.run("document.getElementById('temperature').value = '200'")
@@ -125,6 +152,7 @@ def test_settings_reach_the_server_and_its_refusals_reach_the_user(page: Page) -
     assert '"max_completion_tokens":2' in body
 
 
+@LIGHT
 def test_paris_is_the_second_answer_at_the_models_defaults(page: Page) -> None:
     assert page.run("[document.getElementById('temperature').placeholder, document.getElementById('top_p').placeholder]") == ["0.2", "0.9"]
     for _ in range(5):
@@ -136,6 +164,7 @@ def test_paris_is_the_second_answer_at_the_models_defaults(page: Page) -> None:
         page.run("document.getElementById('clear').click()")
 
 
+@LIGHT
 def test_the_page_says_in_words_that_the_server_is_gone(page: Page) -> None:
     page.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
     ask(page, "Hi")
@@ -149,5 +178,65 @@ def test_the_page_says_in_words_that_the_server_is_gone(page: Page) -> None:
     assert "went away before the answer was complete" in page.run("document.querySelectorAll('.error')[1].textContent")
 
 
+def test_it_folds_thinking_shows_calls_and_sends_their_results(page: Page) -> None:
+    page.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
+    page.run("document.getElementById('settings').open = true")
+    page.run("document.getElementById('tools').value = '[{\"name\": \"get_time\"}]'")
+    page.run("document.getElementById('reasoning_effort').value = 'low'")
+    page.run(AGENT_STREAM)
+    ask(page, "What time is it?")
+    for depth in (3, 1, 3, 0, 4):
+        page.until("window.next")
+        page.run("window.next()")
+        page.until(f"document.querySelector('.figures').textContent.endsWith(' · depth {depth}')")
+    page.run("window.next()")
+    page.until("document.querySelectorAll('.calls textarea').length === 2")
+    assert page.run("[document.querySelector('.thinking').open, document.querySelector('.thinking summary').textContent.slice(0, 11)]") == [
+        False, "Thought for",
+    ]  # fmt: skip
+    page.run("document.querySelector('.thinking').open = true")
+    assert page.run("document.querySelector('.thinking > div').textContent") == "Both cities, I think."
+    assert page.run("[...document.querySelectorAll('.calls h3')].map((e) => e.textContent)") == [
+        "Tool call: get_time",
+        "Tool call: get_weather",
+    ]
+    assert page.run("document.getElementById('spoken').textContent").startswith('Tool call: get_time {"city": "Paris"}')
+    assert page.run(CONTRAST) == []
+    assert page.run("[document.documentElement.scrollWidth, document.getElementById('log').scrollWidth].every((width) => width <= 390)")
+    assert page.nameless(CONTROLS) == []
+    page.type("noon")  # the field of the first result has the focus
+    for _ in range(2):  # to the second field, then to the button
+        page.press("Tab", 9)
+    assert page.run("document.activeElement.textContent") == "Send results"
+    page.press("Enter", 13)
+    page.until("window.sent.length === 2")
+    first, second = page.run("window.sent")
+    assert first["tools"] == [{"type": "function", "function": {"name": "get_time"}}]
+    assert first["reasoning_effort"] == "low"
+    said, *results = second["messages"][1:]
+    assert said["reasoning_content"] == "Both cities, I think."
+    assert [call["function"]["arguments"] for call in said["tool_calls"]] == ['{"city": "Paris"}', "{}"]
+    assert [(result["tool_call_id"], result["content"]) for result in results] == [("a", "noon"), ("b", "")]
+
+
+@LIGHT
+def test_an_answer_follows_the_json_schema(page: Page) -> None:
+    page.run("document.getElementById('schema').value = '{\"type\": '")
+    ask(page, "Name a colour.")
+    assert page.run("document.activeElement.id") == "schema"
+    assert page.run("document.getElementById('schema-error').textContent").startswith("This is not JSON:")
+    assert page.run("document.querySelectorAll('.turn').length") == 0
+    schema = (
+        '{"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"], "additionalProperties": false}'
+    )
+    page.run(f"document.getElementById('schema').value = {schema!r}")
+    page.run("document.getElementById('prompt').focus()")
+    page.press("Enter", 13)
+    done(page, 1)
+    assert json.loads(page.run("document.querySelector('.assistant .body').textContent"))["colour"] in ("red", "blue")
+    assert page.run("document.getElementById('schema-error').textContent") == ""
+
+
+@LIGHT
 def test_every_control_has_a_name(page: Page) -> None:
-    assert page.run(NAMELESS) == []
+    assert page.nameless(CONTROLS) == []

@@ -20,6 +20,7 @@ import pydantic_ai
 import pydantic_ai.messages as parts
 import pytest
 from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from browser import Page, find
 from client_script import ANSWER, ASK, CALLS, CAPITAL, CITIES, LONG, MODEL, RESULTS, THOUGHT, TOOLS, WHO, Person, calls_of, user
 from conftest import Embedded, serve_embedded
 from langchain_core.messages import convert_to_messages
@@ -317,6 +318,36 @@ def test_openai_in_node(server: Embedded) -> None:
     for calls in (said["calls"], said["streamed"]):
         assert calls_of(calls) == CALLS
     assert (said["reasoning"], said["answer"], said["response"]) == (THOUGHT, ANSWER, ANSWER)
+    server.quiet()
+
+
+def test_chat_page(server: Embedded) -> None:
+    path = find()
+    if path is None:
+        pytest.skip("no Chromium on this machine; the package `chromium` brings it")
+
+    def talk(page: Page, turns: list[dict[str, Any]], text: str, answers: int) -> str:
+        page.run(f"turns = {json.dumps(turns)}")
+        page.run("document.getElementById('temperature').value = 0; document.getElementById('prompt').focus()")
+        page.type(text)
+        page.press("Enter", 13)
+        page.until(f"document.querySelectorAll('.assistant').length === {answers} && !running", 60)
+        return page.run("[...document.querySelectorAll('.assistant .body')].at(-1).textContent")
+
+    with Page(path) as page:
+        page.open(server.url + "/")
+        assert talk(page, script.thought_turns(), CAPITAL, 1) == ANSWER
+        assert page.run("document.querySelector('.thinking:not([open]) > div').textContent") == THOUGHT
+        page.run(f"document.getElementById('tools').value = {json.dumps(json.dumps(script.tools()))}")
+        talk(page, script.tool_turns(), ASK, 2)
+        shown = page.run("[...document.querySelectorAll('.calls pre')].map((e) => [e.previousSibling.textContent, e.textContent])")
+        assert calls_of((title.removeprefix("Tool call: "), text) for title, text in shown) == CALLS
+        for name in RESULTS:
+            page.run(f"pending.find(({{ field }}) => field.labels[0].textContent === 'Result of {name}').field.value = '{RESULTS[name]}'")
+        page.run("document.querySelector('.calls button').click()")
+        page.until("document.querySelectorAll('.assistant').length === 3 && !running", 60)
+        assert "sunny in Paris" in page.run("[...document.querySelectorAll('.assistant .body')].at(-1).textContent")
+        assert page.complaints() == []
     server.quiet()
 
 

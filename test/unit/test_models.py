@@ -87,10 +87,10 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
 class Checkpoint:
     """A tiny random model of one family, saved to a folder, and its reference logits."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, **changes: object) -> None:
         torch.manual_seed(sum(map(ord, name)))
         cls, config = FAMILIES[name]
-        self.reference: Any = cls(config).eval()
+        self.reference: Any = cls(type(config)(**{**config.to_dict(), **changes})).eval()
         with torch.no_grad():
             for parameter in self.reference.parameters():
                 if parameter.dim() == 1:  # biases begin as zeros and norms as ones, which would hide a swapped one
@@ -174,6 +174,26 @@ PIECES = {
     "decode": [(20, EXTEND), *[(1, DECODE)] * 20],
     "verify": [(20, EXTEND), *[(4, VERIFY)] * 5],
 }
+
+
+SHORT, LONG = [1.0 + i / 8 for i in range(8)], [2.0 + i for i in range(8)]
+SCALINGS: dict[str, dict[str, Any]] = {
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 10, "truncate": False, "beta_fast": 4.0},
+    "dynamic": {"factor": 2.0},
+    "longrope": {"short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 10},
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral-window"])
+def test_a_text_as_long_as_a_scaled_context_matches_transformers(tmp_path: Path, family: str, kind: str) -> None:
+    trained = LENGTH // 2 if kind == "dynamic" else LENGTH
+    rope = {"rope_type": kind, "rope_theta": 500.0, **SCALINGS[kind]}
+    reference = Checkpoint(family, tmp_path, max_position_embeddings=trained, rope_parameters=rope)
+    runner = Runner(loaded(tmp_path), 16)
+    assert runner.model.config.max_context_len == LENGTH
+    logits = runner.in_pieces(reference.ids, PIECES["decode"])
+    torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -308,7 +328,7 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"num_key_value_heads": 3}, "num_attention_heads is 4; it must be a multiple of num_key_value_heads, 3"),
         ({"hidden_act": "gelu"}, "only 'silu' is supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "mrope", "factor": 2.0}}, "rope scaling 'mrope' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"dtype": "int4"}, "dtype is 'int4'"),

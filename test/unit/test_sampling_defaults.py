@@ -97,7 +97,7 @@ def test_bad_preferred_parameters_are_refused(text: str, words: str) -> None:
 def test_details_of_drafts_and_of_the_cache_come_when_asked_for() -> None:
     spec = {
         "spec_accept_rate": 8 / 12, "spec_accept_length": 3.0, "spec_num_correct_drafts": 8, "spec_num_proposed_drafts": 12,
-        "spec_verify_ct": 4, "spec_correct_drafts_histogram": [0, 1, 2, 1],
+        "spec_num_draft_positions": 12, "spec_verify_ct": 4, "spec_correct_drafts_histogram": [0, 1, 2, 1],
     }  # fmt: skip
     asked = {"return_cached_tokens_details": True, "return_spec_tokens_details": True}
 
@@ -109,6 +109,9 @@ def test_details_of_drafts_and_of_the_cache_come_when_asked_for() -> None:
                 chunk = (await f.events(path, {**body, **asked, "stream": True}))[-2]
                 assert chunk["choices"] == []
                 assert chunk["sglext"] == whole["sglext"]
+                live = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True}
+                text = [one for one in await f.events(path, {**body, **asked, **live}) if one != "[DONE]" and one["choices"]]
+                assert text[-1]["sglext"] == whole["sglext"]
                 two = (await f.post(path, {**body, "n": 2, "return_spec_tokens_details": True})).json()
                 assert two["sglext"] == {"spec_tokens_details": [spec, spec]}
                 assert "sglext" not in (await f.post(path, body)).json()

@@ -17,7 +17,7 @@ from eagle_training.batches import epoch_batches, make_batch
 from eagle_training.conversations import Conversation, ShardFolder, cut_loop, loop_period
 from eagle_training.estimate import estimate, walk
 from eagle_training.evaluation import count_drafts
-from eagle_training.head import EagleHead, head_config
+from eagle_training.head import EagleHead, config_json, head_config
 from eagle_training.loss import Teacher, cross_entropy, teach
 from eagle_training.synthesis import Amount, Synthesizer, enough, synthesize, user_prefix
 from eagle_training.target import FrozenTarget
@@ -83,6 +83,25 @@ def make_head(
     head = EagleHead(config, target.embed, vocabulary, torch.ones(3 * WIDTH) if feature_size is None else feature_size)
     head.init_weights(target.model.lm_head.weight, target.model.final_norm.weight, torch.Generator().manual_seed(seed))
     return head
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {"rope_type": "linear", "factor": 4.0},
+        {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False, "beta_fast": 8.0},
+    ],
+)  # fmt: skip
+def test_a_head_keeps_the_rotary_scaling_of_its_target(tmp_path: Path, scaling: dict[str, Any] | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**RAW, "rope_scaling": scaling}))
+    target = load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config_json(head_config(target, 80, 40), AUX, torch.float32)))
+    read = load_draft_config(tmp_path, "EAGLE3", target).model
+    assert (read.rope_theta, read.rope_scaling, read.max_context_len) == (target.rope_theta, target.rope_scaling, target.max_context_len)
 
 
 # ---- the server's side

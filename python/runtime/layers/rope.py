@@ -11,13 +11,20 @@ from runtime.layers.norm import RMSNorm
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding, "neox" halves.
+    """Rotary embedding of the first R entries of a head; the others stay as they are.
 
     Attributes:
-        cos_sin: float32 [max_positions, head_dim]: cosines of the head_dim / 2 angles, then sines.
+        cos_sin: float32 [max_positions, R]: cosines of the R / 2 angles, then sines.
+        interleaved: whether entries 2i and 2i + 1 rotate together (GPT-J), instead of i and i + R / 2 (NeoX).
     """
 
     cos_sin: torch.Tensor
+    interleaved: bool = False
+
+    @property
+    def dim(self) -> int:
+        """R, the entries of a head that rotate."""
+        return self.cos_sin.shape[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,9 @@ def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, rope: Rope, positions: torch.Tensor) -> torch.Tensor:
-    """Rotate [T, heads, head_dim] by `positions` int64 [T], first half against second half; float32."""
+    """Rotate the first `rope.dim` entries of [T, heads, head_dim] by `positions` int64 [T]; float32."""
     cos, sin = rope.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned, rest = x[..., : rope.dim].float(), x[..., rope.dim :].float()
+    first, second = (turned[..., ::2], turned[..., 1::2]) if rope.interleaved else turned.chunk(2, dim=-1)
+    pair = first * cos - second * sin, second * cos + first * sin
+    return torch.cat((torch.stack(pair, dim=-1).flatten(-2), rest) if rope.interleaved else (*pair, rest), dim=-1)

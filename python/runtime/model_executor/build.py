@@ -79,6 +79,7 @@ def build_worker(
         ConfigError: the model, the drafter or the memory does not allow it.
     """
     context = make_context(config, replay, sizes, timings, group)
+    model_config = replace(model_config, max_context_len=config.model.context_length)  # some rotary tables depend on it
     model = load_model(context, model_config, config.model.model_path, config.model.load_format, config.model.quantization)
     drafter = make_drafter(context, model)
     depths = make_depths(context, drafter.spec, with_plain)

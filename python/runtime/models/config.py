@@ -8,13 +8,35 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Scaled rotary frequencies: by wavelength as in Llama 3.1, or linear."""
+    """Scaled rotary frequencies.
 
-    kind: Literal["llama3", "linear"]
+    Attributes:
+        kind: the rule, by its name in config.json.
+        factor: by which wavelengths are stretched, wholly or in part.
+        low_freq_factor, high_freq_factor: llama3: bounds of the wavelengths that are stretched in part.
+        original_max_position: the context length before scaling.
+        beta_fast, beta_slow: yarn: rotations within the original context, bounds of what is stretched in part.
+        truncate: yarn: whether these bounds are rounded to whole pairs.
+        short_factors, long_factors: longrope: the divisor of each pair's frequency, for contexts up to
+            `original_max_position` and above.
+        rotated: proportional: the share of pairs that rotate.
+        magnitude: factor of cosines and sines.
+        mscale_all_dim: yarn: of DeepSeek's correction of attention scores; 0 for none.
+    """
+
+    kind: Literal["llama3", "linear", "yarn", "dynamic", "longrope", "proportional"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    rotated: float = 1.0
+    magnitude: float = 1.0
+    mscale_all_dim: float = 0.0
 
 
 Scoring = Literal["softmax", "sigmoid", "topk_softmax"]
@@ -61,6 +83,8 @@ class ModelConfig:
         dtype: of the checkpoint.
         qkv_bias, o_bias, mlp_bias: whether those projections have biases.
         qk_norm: whether q and k are normed per head.
+        rotary_dim: leading entries of a head that are rotated; None for all.
+        rope_interleaved: whether entries 2i and 2i + 1 rotate together, instead of i and i + half.
         draft_vocab_size: for draft heads with a reduced vocabulary, else None.
         target_hidden_size: for EAGLE heads: hidden size of the target.
         moe: the sparse MLPs; None for a dense model.
@@ -87,6 +111,8 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    rotary_dim: int | None = None
+    rope_interleaved: bool = False
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
     moe: MoeConfig | None = None

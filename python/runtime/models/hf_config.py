@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.errors import ConfigError, InvalidField
-from runtime.models.config import ModelConfig, MoeConfig, RopeScaling
+from runtime.models.config import ModelConfig, MoeConfig
+from runtime.models.rope_fields import DEFAULT_THETA, read_rope
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 MAX_NUMBER = 1e300
@@ -18,11 +19,6 @@ MAX_NUMBER = 1e300
 MAX_SIZE = 2**31 - 1
 """The largest size or token id."""
 MAX_LAYERS = 10_000
-ROPE_SCALINGS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-"""The scalings of rotary embeddings that are supported, and the numbers each of them needs."""
 DEFAULT_WINDOW = 4096
 """Of families with a sliding window, where the file does not name one (transformers' default)."""
 
@@ -63,6 +59,8 @@ def decoder_config(
     head_dim: int | None = None,
     window: tuple[int, ...] | None = None,
     moe: MoeConfig | None = None,
+    default_theta: float = DEFAULT_THETA,
+    partial_rotary: bool = False,
     **flags: bool,
 ) -> ModelConfig:
     """The architecture of a decoder under Llama's field names.
@@ -71,7 +69,9 @@ def decoder_config(
         head_dim: the family's default; None for hidden_size / num_attention_heads.
         window: of each layer; None for full attention everywhere.
         moe: the sparse MLPs, where the family has them.
-        flags: `qkv_bias`, `o_bias`, `mlp_bias` and `qk_norm`, where the family has them.
+        default_theta: base of the rotary embedding where the file names none.
+        partial_rotary: whether the family reads `partial_rotary_factor`; otherwise a part is refused.
+        flags: `qkv_bias`, `o_bias`, `mlp_bias`, `qk_norm` and `rope_interleaved`, where the family has them.
 
     Raises:
         ConfigError: a field is missing, not of its type, or not supported.
@@ -83,7 +83,10 @@ def decoder_config(
     num_kv_heads = fields.positive("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise fields.error(f"num_attention_heads is {num_heads}; it must be a multiple of num_key_value_heads, {num_kv_heads}")
-    theta, scaling = fields.rope()
+    head_dim = fields.positive("head_dim", head_dim or hidden // num_heads)
+    rope = read_rope(fields, default_theta)
+    if rope.partial != 1.0 and not partial_rotary:
+        raise fields.error(f"partial_rotary_factor is not 1; {fields.architecture()} rotates whole heads")
     return ModelConfig(
         architecture=fields.architecture(),
         vocab_size=fields.positive("vocab_size"),
@@ -92,11 +95,12 @@ def decoder_config(
         num_layers=num_layers,
         num_q_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=fields.positive("head_dim", head_dim or hidden // num_heads),
+        head_dim=head_dim,
         rms_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_context_len=fields.positive("max_position_embeddings", 2048),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        rotary_dim=None if rope.partial == 1.0 else int(head_dim * rope.partial),
+        max_context_len=rope.max_context_len,
         tie_embeddings=fields.flag("tie_word_embeddings"),
         window=window or (-1,) * num_layers,
         eos_ids=tuple(dict.fromkeys(fields.ids("eos_token_id"))),
@@ -185,7 +189,16 @@ class ConfigFields:
 
     def number(self, name: str, default: float) -> float:
         """A positive number."""
-        value = self.get(name, default)
+        return self._number(name, self.get(name, default))
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of positive numbers; empty where absent."""
+        values = self.get(name, [])
+        if not isinstance(values, list):
+            raise self.error(f"{name} is {values!r}; it must be a list of positive numbers")
+        return tuple(self._number(f"{name}[{i}]", value) for i, value in enumerate(values))
+
+    def _number(self, name: str, value: object) -> float:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
             raise self.error(f"{name} is {value!r}; it must be a positive number")
         return float(value)
@@ -229,29 +242,6 @@ class ConfigFields:
         if name not in ("float32", "bfloat16", "float16"):
             raise self.error(f"dtype is {name!r}; it must be float32, bfloat16 or float16")
         return name
-
-    def rope(self) -> tuple[float, RopeScaling | None]:
-        """Base and scaling of the rotary embedding. `rope_scaling` wins over `rope_parameters`, as in transformers 5."""
-        chosen = self.mapping("rope_scaling" if self.get("rope_scaling", {}) else "rope_parameters")
-        theta = chosen.number("rope_theta", self.number("rope_theta", 10000.0))
-        if chosen.number("partial_rotary_factor", self.number("partial_rotary_factor", 1.0)) != 1.0:
-            raise self.error("partial_rotary_factor is not 1; only whole-head rotary embeddings are supported")
-        return theta, chosen.rope_scaling()
-
-    def rope_scaling(self) -> RopeScaling | None:
-        """These fields as the scaling of a rotary embedding."""
-        kind = str(self.get("rope_type", self.get("type", "default")))
-        if kind == "default":
-            return None
-        if kind not in ROPE_SCALINGS:
-            raise self.error(f"rope scaling {kind!r} is not supported; supported are default, {' and '.join(ROPE_SCALINGS)}")
-        missing = [name for name in ROPE_SCALINGS[kind] if self.get(name, None) is None]
-        if missing:
-            raise self.error(f"the {kind} rope scaling lacks {missing[0]!r}")
-        numbers = [self.number(name, 1.0) for name in ROPE_SCALINGS[kind]]
-        if kind == "linear":
-            return RopeScaling("linear", numbers[0])
-        return RopeScaling("llama3", numbers[0], numbers[1], numbers[2], int(numbers[3]))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

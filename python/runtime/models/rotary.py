@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from runtime.errors import ConfigError
 from runtime.layers.rope import Rope
 from runtime.models.config import ModelConfig, RopeScaling
 
@@ -17,25 +18,55 @@ def build_rope(config: ModelConfig, device: torch.device) -> Rope:
     """Cosines and sines of every position that the model may reach.
 
     Returns:
-        A table float32 [max_context_len + POSITION_MARGIN, head_dim] on `device`.
+        A table float32 [max_context_len + POSITION_MARGIN, rotary_dim] on `device`.
+
+    Raises:
+        ConfigError: the config's list of factors does not fit its heads.
     """
     positions = torch.arange(config.max_context_len + POSITION_MARGIN, dtype=torch.float32)
+    dim, scaling = config.rotary_dim or config.head_dim, config.rope_scaling
     # float32 angles, as in training: more exact angles would be different angles.
-    angles = torch.outer(positions, inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
-    return Rope(torch.cat((angles.cos(), angles.sin()), dim=1).to(device))
+    angles = torch.outer(positions, inverse_frequencies(dim, config.rope_theta, scaling, config.max_context_len))
+    magnitude = 1.0 if scaling is None else scaling.magnitude
+    return Rope((torch.cat((angles.cos(), angles.sin()), dim=1) * magnitude).to(device), config.rope_interleaved)
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
-    """Angle per position of each pair of a head, float32 [head_dim / 2].
+def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None, max_context_len: int = 0) -> torch.Tensor:
+    """Angle per position of each pair of a head, float32 [dim / 2].
 
-    Source: Su et al. 2021, arXiv:2104.09864; linear: Chen et al. 2023, arXiv:2306.15595; llama3: the Llama 3.1 release.
+    `dynamic` and `longrope` depend on the length of the text in transformers, so that keys of one text would be rotated
+    anew while it grows. Here they depend on the longest context that is served.
+
+    Args:
+        dim: entries of a head that are rotated.
+        max_context_len: the longest context that is served.
+
+    Raises:
+        ConfigError: longrope with another number of factors than pairs.
+
+    Source: Su et al. 2021, arXiv:2104.09864; linear: Chen et al. 2023, arXiv:2306.15595; llama3: the Llama 3.1 release; yarn:
+    Peng et al. 2023, arXiv:2309.00071; dynamic: its section 3.3; longrope: Ding et al. 2024, arXiv:2402.13753; proportional:
+    the Gemma 4 release.
     """
-    freqs = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if scaling is None:
+    kind = None if scaling is None else scaling.kind
+    if scaling is not None and kind == "dynamic":
+        length = max(max_context_len, scaling.original_max_position)
+        theta *= (scaling.factor * length / scaling.original_max_position - (scaling.factor - 1)) ** (dim / (dim - 2))
+    wavelengths = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    freqs = 1.0 / wavelengths
+    if scaling is None or kind == "dynamic":
         return freqs
-    if scaling.kind == "linear":
+    if kind == "linear":
         return freqs / scaling.factor
-    return _by_wavelength(freqs, scaling)
+    if kind == "llama3":
+        return _by_wavelength(freqs, scaling)
+    if kind == "yarn":
+        keep = 1.0 - _yarn_ramp(dim, theta, scaling)
+        return 1.0 / (scaling.factor * wavelengths) * (1.0 - keep) + freqs * keep
+    if kind == "longrope":
+        long = max_context_len > scaling.original_max_position
+        return 1.0 / (_divisors(dim, scaling.long_factors if long else scaling.short_factors) * wavelengths)
+    return torch.where(torch.arange(dim // 2) < int(scaling.rotated * dim // 2), freqs / scaling.factor, 0.0)
 
 
 def _by_wavelength(freqs: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
@@ -44,3 +75,23 @@ def _by_wavelength(freqs: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     keep = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0.0, 1.0)
     return freqs * keep + freqs / scaling.factor * (1 - keep)
+
+
+def _yarn_ramp(dim: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
+    """How much of each pair's wavelength is stretched: 0 for those with many rotations in the original context."""
+
+    def pair_with(rotations: float) -> float:
+        return dim * math.log(scaling.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high += 0.001 if low == high else 0.0
+    return ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
+
+
+def _divisors(dim: int, factors: tuple[float, ...]) -> torch.Tensor:
+    if len(factors) != dim // 2:
+        raise ConfigError(f"The longrope scaling names {len(factors)} factors; heads with {dim} rotated entries need {dim // 2}.")
+    return torch.tensor(factors, dtype=torch.float32)

@@ -57,6 +57,8 @@ def talk_instructor(url: str) -> None:
     tools = Iterable[Union[get_weather, get_time]]  # noqa: UP007  (instructor reads no other form)
     called = list(parallel.create(response_model=tools, messages=[*script.tool_turns(), user(ASK)], **ask))
     assert {(type(one).__name__, one.city) for one in called} == CALLS
+    _, completion = client.create_with_completion(response_model=Person, messages=[*script.thought_people(), user(WHO)], **ask)
+    assert "France" in completion.choices[0].message.reasoning_content
     next(iter(client.create_partial(response_model=Person, messages=people, **ask)))  # and leave
 
 

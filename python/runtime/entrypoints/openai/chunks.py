@@ -22,8 +22,11 @@ class Chunks:
     def choice(self, shown: dict[str, Any], **more: object) -> bytes:
         """The news of one choice."""
         chunk = {**self._head, "choices": [shown], **more}
-        if self._options.include_usage:
-            chunk["usage"] = self._counts().usage() if self._options.continuous_usage_stats else None
+        if self._options.include_usage and self._options.continuous_usage_stats:
+            counts = self._counts()
+            chunk.update(counts.extension(self._body), usage=counts.usage())
+        elif self._options.include_usage:
+            chunk["usage"] = None
         return event(chunk)
 
     def end(self) -> bytes:

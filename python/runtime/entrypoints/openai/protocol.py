@@ -268,12 +268,16 @@ class CachedTokensDetails(BaseModel):
 
 
 class SpecTokensDetails(BaseModel):
-    """Acceptance of one choice's drafts; the histogram counts verify steps by the drafts that they accepted."""
+    """Acceptance of one choice's drafts.
+
+    `spec_num_draft_positions` adds up the depths of all verify steps. The histogram counts verify steps by the drafts that they accepted.
+    """
 
     spec_accept_rate: float
     spec_accept_length: float
     spec_num_correct_drafts: int
     spec_num_proposed_drafts: int
+    spec_num_draft_positions: int
     spec_verify_ct: int
     spec_correct_drafts_histogram: list[int]
 

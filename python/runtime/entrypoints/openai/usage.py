@@ -90,6 +90,7 @@ def _spec_details(spec: SpecStats) -> dict[str, Any]:
         "spec_accept_length": spec.accept_length,
         "spec_num_correct_drafts": spec.accepted_tokens,
         "spec_num_proposed_drafts": spec.draft_tokens,
+        "spec_num_draft_positions": spec.draft_positions,
         "spec_verify_ct": spec.verify_steps,
         "spec_correct_drafts_histogram": [this - further for this, further in pairwise(reached)],
     }

@@ -30,7 +30,7 @@ def rope_and_cache(
 
     Args:
         qkv: [T, (H + 2 G) * D] contiguous.
-        heads: H, G, D, the rotary table and the norms.
+        heads: H, G, D, the rotary table of the first R entries of a head, and the norms.
         positions, out_cache_loc: int64 [T].
         kv_cache: keys and values, each [num_slots, G, D] contiguous; written.
         pdl: as in `triton_gemm`.
@@ -41,13 +41,14 @@ def rope_and_cache(
     q_norm, k_norm, (k_cache, v_cache) = heads.q_norm, heads.k_norm, kv_cache
     assert (q_norm is None) == (k_norm is None), "expected both q_norm and k_norm, or none"
     H, G, D = heads.num_q_heads, heads.num_kv_heads, heads.head_dim
-    T = qkv.shape[0]
+    T, rope = qkv.shape[0], heads.rope
     q = torch.empty((T, H, D), dtype=qkv.dtype, device=qkv.device)
     together = min(math.gcd(H, G) & -math.gcd(H, G), MAX_HEADS)  # a power of two that divides both
     _rope_kernel[(T, (H + 2 * G) // together)](
-        qkv, q, k_cache, v_cache, positions, out_cache_loc, heads.rope.cos_sin,
+        qkv, q, k_cache, v_cache, positions, out_cache_loc, rope.cos_sin,
         q_norm.weight if q_norm else None, k_norm.weight if k_norm else None, q_norm.eps if q_norm else 0.0, k_norm.eps if k_norm else 0.0,
-        H=H, G=G, D=D, HALF=triton.next_power_of_2(D // 2), HEADS=together, NORM=q_norm is not None, PDL=pdl,
+        H=H, G=G, D=D, R=rope.dim, INTERLEAVED=rope.interleaved, HALF=triton.next_power_of_2(D // 2), HEADS=together,
+        NORM=q_norm is not None, PDL=pdl,
         num_warps=4 if together * D >= 512 else 2, **launch_options(pdl),
     )  # fmt: skip
     return q
@@ -56,7 +57,8 @@ def rope_and_cache(
 @triton.jit
 def _rope_kernel(
     qkv_ptr, q_ptr, k_ptr, v_ptr, position_ptr, slot_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, q_eps, k_eps,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: some heads of one token, all queries, all keys or all values."""
     pdl_sync(PDL)
@@ -65,14 +67,22 @@ def _rope_kernel(
     head = first + tl.arange(0, HEADS)
     d = tl.arange(0, HALF)
     inside = (d < D // 2)[None, :]
-    source = qkv_ptr + t * ((H + 2 * G) * D) + head[:, None] * D + d[None, :]
-    low = tl.load(source, mask=inside, other=0.0)
-    high = tl.load(source + D // 2, mask=inside, other=0.0)
+    # The two entries of pair d. Pairs from R / 2 on do not rotate.
+    low_at, high_at = d, D // 2 + d
+    if R < D:
+        low_at = tl.where(d < R // 2, d, d + R // 2)
+        high_at = low_at + tl.where(d < R // 2, R // 2, (D - R) // 2)
+    if INTERLEAVED:
+        low_at = tl.where(d < R // 2, 2 * d, low_at)
+        high_at = tl.where(d < R // 2, 2 * d + 1, high_at)
+    source = qkv_ptr + t * ((H + 2 * G) * D) + head[:, None] * D
+    low = tl.load(source + low_at[None, :], mask=inside, other=0.0)
+    high = tl.load(source + high_at[None, :], mask=inside, other=0.0)
     slot = tl.load(slot_ptr + t)
     if first >= H + G:
-        target = v_ptr + slot * (G * D) + (head - (H + G))[:, None] * D + d[None, :]
-        tl.store(target, low.to(v_ptr.dtype.element_ty), mask=inside)
-        tl.store(target + D // 2, high.to(v_ptr.dtype.element_ty), mask=inside)
+        target = v_ptr + slot * (G * D) + (head - (H + G))[:, None] * D
+        tl.store(target + low_at[None, :], low.to(v_ptr.dtype.element_ty), mask=inside)
+        tl.store(target + high_at[None, :], high.to(v_ptr.dtype.element_ty), mask=inside)
     else:
         x, y = low.to(tl.float32), high.to(tl.float32)
         half_in = d < D // 2
@@ -80,20 +90,21 @@ def _rope_kernel(
             is_q = first < H
             mean = (tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D
             scale = (1.0 / tl.sqrt(mean + tl.where(is_q, q_eps, k_eps)))[:, None]
-            gain = tl.load(q_norm_ptr + d, mask=half_in & is_q, other=0.0) + tl.load(k_norm_ptr + d, mask=half_in & (first >= H), other=0.0)
-            gain_high = tl.load(q_norm_ptr + D // 2 + d, mask=half_in & is_q, other=0.0)
-            gain_high += tl.load(k_norm_ptr + D // 2 + d, mask=half_in & (first >= H), other=0.0)
+            gain = tl.load(q_norm_ptr + low_at, mask=half_in & is_q, other=0.0)
+            gain += tl.load(k_norm_ptr + low_at, mask=half_in & (first >= H), other=0.0)
+            gain_high = tl.load(q_norm_ptr + high_at, mask=half_in & is_q, other=0.0)
+            gain_high += tl.load(k_norm_ptr + high_at, mask=half_in & (first >= H), other=0.0)
             x = x * scale * gain.to(tl.float32)[None, :]
             y = y * scale * gain_high.to(tl.float32)[None, :]
-        angle = cos_sin_ptr + tl.load(position_ptr + t) * D + d
-        cos = tl.load(angle, mask=half_in, other=0.0)[None, :]
-        sin = tl.load(angle + D // 2, mask=half_in, other=0.0)[None, :]
+        angle = cos_sin_ptr + tl.load(position_ptr + t) * R + d
+        cos = tl.load(angle, mask=d < R // 2, other=1.0)[None, :]
+        sin = tl.load(angle + R // 2, mask=d < R // 2, other=0.0)[None, :]
         rotated, rotated_high = x * cos - y * sin, y * cos + x * sin
         if first < H:
-            target = q_ptr + t * (H * D) + head[:, None] * D + d[None, :]
-            tl.store(target, rotated.to(q_ptr.dtype.element_ty), mask=inside)
-            tl.store(target + D // 2, rotated_high.to(q_ptr.dtype.element_ty), mask=inside)
+            target = q_ptr + t * (H * D) + head[:, None] * D
+            tl.store(target + low_at[None, :], rotated.to(q_ptr.dtype.element_ty), mask=inside)
+            tl.store(target + high_at[None, :], rotated_high.to(q_ptr.dtype.element_ty), mask=inside)
         else:
-            target = k_ptr + slot * (G * D) + (head - H)[:, None] * D + d[None, :]
-            tl.store(target, rotated.to(k_ptr.dtype.element_ty), mask=inside)
-            tl.store(target + D // 2, rotated_high.to(k_ptr.dtype.element_ty), mask=inside)
+            target = k_ptr + slot * (G * D) + (head - H)[:, None] * D
+            tl.store(target + low_at[None, :], rotated.to(k_ptr.dtype.element_ty), mask=inside)
+            tl.store(target + high_at[None, :], rotated_high.to(k_ptr.dtype.element_ty), mask=inside)

@@ -62,6 +62,11 @@ class SpecStats(msgspec.Struct, array_like=True):
         return 1.0 + self.accepted_tokens / self.verify_steps if self.verify_steps else None
 
     @property
+    def draft_positions(self) -> int:
+        """The depths of all verify steps, added up."""
+        return self.verify_steps * len(self.accepted_by_position) - sum(self.skipped_by_position)
+
+    @property
     def accept_rate(self) -> float | None:
         """Share of the verified drafts that was accepted; None before the first one."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else None

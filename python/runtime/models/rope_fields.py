@@ -1,0 +1,126 @@
+"""Reads the rotary embedding that a config.json describes, as transformers reads it. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from runtime.models.config import RopeScaling
+
+if TYPE_CHECKING:
+    from runtime.models.hf_config import ConfigFields
+
+DEFAULT_THETA = 10000.0
+DEFAULT_CONTEXT = 2048
+"""Where the file names no `max_position_embeddings`."""
+REQUIRED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+    "dynamic": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
+}
+"""The kinds of rotary embeddings that are supported, and the fields that each of them needs."""
+ALIASES = {"su": "longrope"}
+"""Older names of kinds."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeFields:
+    """The rotary embedding of a model, or of some of its layers.
+
+    Attributes:
+        theta: base of the wavelengths.
+        scaling: None for unscaled frequencies.
+        partial: the share of a head that is rotated.
+        max_context_len: the longest context for which the model is meant.
+    """
+
+    theta: float
+    scaling: RopeScaling | None
+    partial: float
+    max_context_len: int
+
+
+def read_rope(fields: ConfigFields, default_theta: float = DEFAULT_THETA, chosen: ConfigFields | None = None) -> RopeFields:
+    """The rotary embedding of a config.json.
+
+    Args:
+        default_theta: where the file names none.
+        chosen: the object that holds the parameters, where layers differ; None for `rope_scaling`, which wins as in
+            transformers, or `rope_parameters`.
+
+    Raises:
+        ConfigError: a field is missing, not of its type, or not supported.
+    """
+    if chosen is None:
+        chosen = fields.mapping("rope_scaling" if fields.get("rope_scaling", {}) else "rope_parameters")
+    theta = chosen.number("rope_theta", fields.number("rope_theta", default_theta))
+    partial = chosen.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    context = fields.positive("max_position_embeddings", DEFAULT_CONTEXT)
+    name = str(chosen.get("rope_type", chosen.get("type", "default")))
+    kind = ALIASES.get(name, name)
+    if kind not in REQUIRED:
+        raise fields.error(f"rope scaling {kind!r} is not supported; supported are {', '.join(REQUIRED)}")
+    if missing := [field for field in REQUIRED[kind] if chosen.get(field, None) is None]:
+        raise fields.error(f"the {kind} rope scaling lacks {missing[0]!r}")
+    if kind == "default":
+        return RopeFields(theta, None, partial, context)
+    # As in transformers, the field beside the object wins over the one in it.
+    original = fields.optional_positive("original_max_position_embeddings") or chosen.positive("original_max_position_embeddings", context)
+    if kind == "llama3":
+        bounds = chosen.number("low_freq_factor", 1.0), chosen.number("high_freq_factor", 1.0)
+        return RopeFields(theta, RopeScaling("llama3", chosen.number("factor", 1.0), *bounds, original), partial, context)
+    if kind == "yarn":
+        scaling = _yarn(chosen, original, context)
+        # The published way to lengthen a model's context is to add this scaling and change nothing else.
+        return RopeFields(theta, scaling, partial, max(context, int(original * scaling.factor)))
+    if kind == "longrope":
+        return RopeFields(theta, _longrope(chosen, original, context), partial, context)
+    factor = chosen.number("factor", 1.0)
+    if kind == "dynamic":
+        scaling = RopeScaling("dynamic", factor, original_max_position=context)
+        return RopeFields(theta, scaling, partial, max(context, int(context * factor)))
+    if kind == "proportional":
+        return RopeFields(theta, RopeScaling("proportional", factor, rotated=partial), 1.0, context)
+    return RopeFields(theta, RopeScaling("linear", factor), partial, context)
+
+
+def mscale(factor: float, weight: float = 1.0) -> float:
+    """YaRN's correction of attention for contexts that are `factor` times longer.
+
+    Source: Peng et al. 2023, arXiv:2309.00071, section 3.4; `weight` as in DeepSeek-V2.
+    """
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _yarn(chosen: ConfigFields, original: int, context: int) -> RopeScaling:
+    factor = chosen.number("factor", context / original)
+    weight, all_dim = (0.0 if chosen.get(name, 0) == 0 else chosen.number(name, 1.0) for name in ("mscale", "mscale_all_dim"))
+    magnitude = mscale(factor, weight) / mscale(factor, all_dim) if weight and all_dim else mscale(factor)
+    return RopeScaling(
+        "yarn",
+        factor,
+        original_max_position=original,
+        beta_fast=chosen.number("beta_fast", 32.0),
+        beta_slow=chosen.number("beta_slow", 1.0),
+        truncate=bool(chosen.get("truncate", True)),
+        magnitude=chosen.number("attention_factor", magnitude),
+        mscale_all_dim=all_dim,
+    )
+
+
+def _longrope(chosen: ConfigFields, original: int, context: int) -> RopeScaling:
+    factor = chosen.number("factor", context / original)
+    magnitude = 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))
+    return RopeScaling(
+        "longrope",
+        factor,
+        original_max_position=original,
+        short_factors=chosen.numbers("short_factor"),
+        long_factors=chosen.numbers("long_factor"),
+        magnitude=chosen.number("attention_factor", magnitude),
+    )

@@ -6,18 +6,26 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmark import machine
 from benchmark.record import Record, Row
 from benchmark.server import Server, bench
-from benchmark.shapes import READ_BYTES_PER_SECOND, Model, Shape, big_model, eagle_roof_ms, named_model, plain_roof_ms, tiny_model
+from benchmark.shapes import READ_BYTES_PER_SECOND, Model, big_model, named_model, tiny_model
 
 KEPT = (
     *("completed", "failed", "duration", "total_input_tokens", "total_output_tokens", "output_throughput", "total_throughput"),
     *("mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "mean_itl_ms", "p99_itl_ms"),
     *("mean_e2e_latency_ms", "accept_length", "per_position_acceptance", "graph_hit_rate", "padding_waste"),
 )
+
+
+class Roof(Protocol):
+    """The physical limit of a served model."""
+
+    def roof_ms(self, steps: int, batch: int, context: float, bytes_per_second: float) -> float:
+        """Milliseconds of an iteration of `steps` drafts, or of a plain step, by its bytes alone."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -45,14 +53,14 @@ def random_ids(concurrency: int, input_len: int, output_len: int, num_prompts: i
     return Burst({"concurrency": concurrency, "input_len": input_len, "output_len": output_len, "num_prompts": prompts}, flags)
 
 
-def sweep(record: Record, setups: Sequence[Setup], bursts: Sequence[Burst], roof: Shape | None = None) -> None:
+def sweep(record: Record, setups: Sequence[Setup], bursts: Sequence[Burst], roof: Roof | None = None) -> None:
     """Measure every burst on every setup.
 
     Args:
         record: receives the rows: the labels of both, the figures of `KEPT`, and the share of the roof.
         setups: the servers, started one after the other.
         bursts: the loads.
-        roof: the served shape, for the share of the roof; the label `steps` of a setup is its draft depth (0: plain).
+        roof: the limit of the served model, for the share of the roof; the label `steps` of a setup is its draft depth (0: plain).
     """
     for setup in setups:
         with Server([*setup.flags]) as server:
@@ -68,17 +76,14 @@ def sweep(record: Record, setups: Sequence[Setup], bursts: Sequence[Burst], roof
                 )
 
 
-def roof_share(row: Row, shape: Shape, bytes_per_second: float | None) -> Row:
+def roof_share(row: Row, roof: Roof, bytes_per_second: float | None) -> Row:
     """`iteration_ms`, `roof_ms` and `roof_share` (roof / measured) of a decode step at the mean context of the run."""
     if bytes_per_second is None or not row["mean_tpot_ms"]:
         return {}
     context = row["input_len"] + row["output_len"] / 2
     steps = row.get("steps", 0)
     accepted = (row["accept_length"] or 1.0) if steps else 1.0
-    if steps:
-        least = eagle_roof_ms(shape, steps, row["concurrency"], context, bytes_per_second)
-    else:
-        least = plain_roof_ms(shape, row["concurrency"], context, bytes_per_second)
+    least = roof.roof_ms(steps, row["concurrency"], context, bytes_per_second)
     measured = row["mean_tpot_ms"] * accepted
     least /= row.get("tp_size", 1)  # each rank reads its part
     return {"iteration_ms": measured, "roof_ms": least, "roof_share": least / measured}

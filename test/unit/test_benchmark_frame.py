@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -24,6 +25,7 @@ from benchmark import (
     machine,
     modes,
     phases,
+    random_checkpoint,
     repeat,
     report,
     serving_matrix,
@@ -36,9 +38,13 @@ from benchmark.chat_text import chat_text
 from benchmark.engine_loop import Served
 from benchmark.markdown import cell, change, percent, table
 from benchmark.record import RESULTS, Record
+from benchmark.step_bytes import ModelRoof, StepBytes
 from benchmark.sweep import random_ids, roof_share
 
 from runtime.bench.datasets import embedded_prompts
+from runtime.layers.torch_ops import TorchOps
+from runtime.model_executor.weight_loader import safetensors_weights
+from runtime.models.registry import build_model, load_hf_config
 
 MACHINE = {"device": "NVIDIA H200", "gpus": ["NVIDIA H200"], "cpu": "x", "cores": 16, "python": "3.12", "packages": {"torch": "2.11.0"}}
 MADE = {"commit": "abc", "command": "python -m benchmark.x"}
@@ -80,6 +86,34 @@ def test_roof_share_is_per_iteration() -> None:
     assert share["iteration_ms"] == 5.0
     assert share["roof_share"] == pytest.approx(4.55 / 5.0, rel=0.01)
     assert roof_share(row, shape, None) == {}, "no share without a measured bandwidth"
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "plain", "drafts"),
+    [
+        ("llama-3-8b", "llama-3-8b-eagle", [284, 3807], [543, 7477]),
+        ("qwen3-30b-a3b", "qwen3-30b-a3b-eagle3", [693, 1640], [642, 2741]),
+        ("qwen3-30b-a3b-fp8", "qwen3-30b-a3b-eagle3", [1230, 3060], [1157, 5141]),
+        ("gpt-oss-20b", "gpt-oss-20b-eagle3", [1153, 5745], [1288, 11466]),
+    ],
+)
+def test_roof_counts_distinct_experts_and_small_weights(target: str, draft: str, plain: list[int], drafts: list[int]) -> None:
+    """Tokens per second at concurrency 1 and 16, context 1500 and accept length 2.5."""
+    folder = shapes.CONFIGS / target
+    roof = ModelRoof(StepBytes.of_target(folder), StepBytes.of_draft(shapes.CONFIGS / draft, folder))
+    assert [round(1000 * c / roof.roof_ms(0, c, 1500, 4.32e12)) for c in (1, 16)] == plain
+    assert [round(2500 * c / roof.roof_ms(3, c, 1500, 4.32e12)) for c in (1, 16)] == drafts
+
+
+def test_random_checkpoint_loads_into_its_model(tmp_path: Path) -> None:
+    target, _ = shapes.write_tiny(tmp_path)
+    folder = random_checkpoint.write(target, tmp_path / "checkpoint")
+    model = build_model(load_hf_config(folder), TorchOps(), torch.float32, torch.device("cpu"))
+    model.load(safetensors_weights(folder, torch.device("cpu"), progress=False))
+    gate = model.layers[0].mlp.gate_up_proj.weight
+    assert 0.015 < float(gate.std()) < 0.025
+    assert bool((model.final_norm.weight == 1).all())
+    assert not torch.equal(gate, model.layers[1].mlp.gate_up_proj.weight)
 
 
 def test_reference_workload_sends_twice_the_concurrency() -> None:

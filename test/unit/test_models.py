@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -58,6 +62,21 @@ LLAMA3_ROPE = {
 }
 SPARSE = {**COMMON, "num_experts_per_tok": 3, "initializer_range": 0.2}
 EXPERTS = {"num_experts": 8, "moe_intermediate_size": 32}
+GEMMA4: dict[str, Any] = {
+    **COMMON,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "vocab_size_per_layer_input": VOCAB,
+    "final_logit_softcapping": 30.0,
+}
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+    "position_embedding_size": 16,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**COMMON)),
     "llama-tied-biases-llama3": (
@@ -74,6 +93,12 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
         Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=6, max_window_layers=1),
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**COMMON, head_dim=16)),
+    "gemma4-shared-kv": (Gemma4ForCausalLM, Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1)),
+    "gemma4-own-values": (Gemma4ForCausalLM, Gemma4TextConfig(**{**GEMMA4, "final_logit_softcapping": None}, attention_k_eq_v=False)),
+    "gemma4-with-vision": (
+        Gemma4ForConditionalGeneration,
+        Gemma4Config(text_config={**GEMMA4, "attention_k_eq_v": True}, vision_config=VISION, audio_config=None),
+    ),
     "mistral-window": (MistralForCausalLM, MistralConfig(**COMMON, sliding_window=7)),
     "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SPARSE, **EXPERTS, head_dim=16, norm_topk_prob=True)),
     "qwen3-moe-some-layers-dense": (
@@ -207,7 +232,7 @@ def test_logits_match_transformers(checkpoint: Checkpoint, pieces: str, page_siz
 
 
 def test_the_greedy_pass_stores_the_tokens_and_logits_that_it_is_given_room_for(checkpoint: Checkpoint) -> None:
-    model, hidden = loaded(checkpoint.folder), torch.randn(5, checkpoint.reference.config.hidden_size)
+    model, hidden = loaded(checkpoint.folder), torch.randn(5, 64)
     tokens, scores = torch.empty(5, dtype=torch.int64), torch.empty(5, model.config.vocab_size)
     with torch.inference_mode():
         want = model.logits(hidden)
@@ -313,6 +338,9 @@ def test_a_tied_model_shares_its_table_and_ignores_a_saved_head() -> None:
 QWEN2_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 6}
 
 
+GEMMA4_RAW = {"architectures": ["Gemma4ForCausalLM"], **GEMMA4}
+
+
 def write_config(folder: Path, **changes: object) -> Path:
     raw = {**LlamaConfig(**COMMON).to_dict(), "architectures": ["LlamaForCausalLM"], **changes}
     (folder / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v != "absent"}))
@@ -354,6 +382,15 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({**QWEN2_WINDOW, "max_window_layers": "all"}, "max_window_layers is 'all'; it must be zero or a positive integer"),
         ({**QWEN2_WINDOW, "layer_types": [["full_attention"]] * 3}, "layer_types must name"),
         ({**QWEN2_WINDOW, "layer_types": "full_attention"}, "layer_types must name"),
+        (
+            {**GEMMA4_RAW, "hidden_size_per_layer_input": 256},
+            "hidden_size_per_layer_input is 256; this variant of Gemma 4 is not supported",
+        ),
+        ({**GEMMA4_RAW, "num_kv_shared_layers": 2}, "num_kv_shared_layers is 2; this variant"),
+        ({**GEMMA4_RAW, "use_bidirectional_attention": "all"}, "only causal text is supported"),
+        ({**GEMMA4_RAW, "hidden_activation": "silu"}, "only 'gelu_pytorch_tanh' is supported"),
+        ({**GEMMA4_RAW, "layer_types": ["full_attention"] * 3}, "must name both full_attention and sliding_attention"),
+        ({**GEMMA4_RAW, "attention_k_eq_v": True, "num_global_key_value_heads": 3}, "a multiple of num_global_key_value_heads, 3"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused_by_name(tmp_path: Path, changes: dict[str, object], message: str) -> None:

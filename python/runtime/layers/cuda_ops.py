@@ -20,6 +20,7 @@ from runtime.layers.gemm.tilings import GemmChoice, default_choice, m_bucket
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.gemm.triton_gemm import MAX_ROWS, TritonConfig, triton_gemm
 from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, wgmma_gemm
+from runtime.layers.kernels.add_normed import add_normed_rows
 from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
 from runtime.layers.kernels.rms_norm import rms_norm_rows
 from runtime.layers.kernels.rope_and_cache import rope_and_cache
@@ -60,7 +61,7 @@ class CudaOps:
         """RMS norm of float32 `h` [T, hidden], in `dtype`."""
         return rms_norm_rows(h, norm, dtype, self.pdl)
 
-    def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, linear: Linear, in_prompt: bool = False) -> torch.Tensor:
         """`linear(x)`, [T, out]."""
         return self._linear(x, None, linear, self.choice("linear", linear, x.shape[0]))
 
@@ -73,12 +74,16 @@ class CudaOps:
         """`h + linear.reduce(linear(x))` in float32, in the storage of `h`."""
         return self._linear_add(x, linear, stream.h, next_norm, self.choice("linear_add", linear, x.shape[0]))
 
+    def add_normed(
+        self, x: torch.Tensor, norm: RMSNorm, stream: Stream, next_norm: RMSNorm | None = None, factor: torch.Tensor | None = None
+    ) -> Stream:
+        """`(h + norm(x)) * factor` in float32, in the storage of `h`; `next_norm` of it on the way."""
+        return Stream(stream.h, next_norm, normed=add_normed_rows(x, norm, stream.h, next_norm, factor, self.pdl))
+
     def norm_gate_up(self, stream: Stream, norm: RMSNorm, gate_up: Linear, activation: Activation = Activation.SILU) -> torch.Tensor:
         """`activation(gate) * up` of the normed stream, [T, intermediate]."""
-        if activation is not Activation.SILU:  # the kernels fuse SiLU only
-            return gated(activation, self.norm_linear(stream, norm, gate_up))
         choice = self.choice("gate_up", gate_up, stream.h.shape[0])
-        return self._gate_up(*self._normed(stream, norm, choice), gate_up, choice)
+        return self._gate_up(*self._normed(stream, norm, choice), gate_up, choice, activation)
 
     def route(self, x: torch.Tensor, router: Router) -> Routing:
         """The experts of each row of `x`."""
@@ -140,9 +145,12 @@ class CudaOps:
     def _trial(self, group: GemmGroup) -> Callable[[GemmChoice], Run]:
         """Makes a run of a group's GEMM, with the kernels around it, for any choice."""
         linear, rows, norm = group.linears[0], group.rows, group.norm
-        dtype, device = norm.weight.dtype, linear.weight.device
-        h = torch.randn((rows, norm.weight.shape[0]), device=device)
+        device = linear.weight.device
         x = torch.randn((rows, linear.in_features), device=device).to(linear.weight.dtype)
+        if norm is None:
+            return lambda choice: lambda call: self._linear(x, None, group.linears[call % len(group.linears)], choice)
+        dtype = norm.weight.dtype
+        h = torch.randn((rows, norm.weight.shape[0]), device=device)
         deferred = DeferredNorm(norm.weight, h.to(dtype), torch.full((rows, TRIAL_PARTS), h.shape[1] / TRIAL_PARTS, device=device))
         stream = Stream(h, norm, deferred if dtype is torch.bfloat16 else None)
         scores = torch.empty((rows, linear.out_features if group.op == "logits" else 1), device=device)
@@ -152,7 +160,7 @@ class CudaOps:
             if group.op == "linear":
                 return self._linear(*self._normed(stream, norm, choice), layer, choice)
             if group.op == "gate_up":
-                return self._gate_up(*self._normed(stream, norm, choice), layer, choice)
+                return self._gate_up(*self._normed(stream, norm, choice), layer, choice, group.activation)
             if group.op == "logits":
                 return self._greedy(x, layer, tokens, scores, choice)
             if layer.is_partial:  # other ranks take no part in timing
@@ -174,7 +182,7 @@ class CudaOps:
 
     def _run_chain(self, gemms: Sequence[Gemm], rows: int, deferred: bool) -> None:
         """Run a model's GEMMs in order, each kind once behind each kind that writes the stream before it."""
-        norm = gemms[0].norm
+        norm = next(gemm.norm for gemm in gemms if gemm.norm is not None)
         start = Stream(torch.zeros((rows, norm.weight.shape[0]), device=norm.weight.device))
         streams, done, writer = dict[GemmKey, Stream](), set[tuple[GemmKey | None, GemmKey]](), None
         for gemm in gemms:
@@ -182,12 +190,14 @@ class CudaOps:
             if gemm.op != "logits" and (writer, key) not in done:
                 done.add((writer, key))
                 stream = start if writer is None else streams[writer]
-                if gemm.op == "linear":
+                norm, x = gemm.norm or norm, torch.zeros((rows, linear.in_features), dtype=linear.weight.dtype, device=linear.weight.device)
+                if gemm.norm is None:
+                    self.linear(x, linear)
+                elif gemm.op == "linear":
                     self.norm_linear(stream, norm, linear)
                 elif gemm.op == "gate_up":
-                    self.norm_gate_up(stream, norm, linear)
+                    self.norm_gate_up(stream, norm, linear, gemm.activation)
                 else:
-                    x = torch.zeros((rows, linear.in_features), dtype=linear.weight.dtype, device=linear.weight.device)
                     streams[key] = self._compile_add(x, linear, stream, norm if deferred else None)
             if gemm.op == "linear_add":
                 writer = key
@@ -201,6 +211,9 @@ class CudaOps:
 
     def _normed(self, stream: Stream, norm: RMSNorm, choice: GemmChoice) -> tuple[torch.Tensor, RowScale | None]:
         """What a GEMM with this choice reads of the normed stream: the normed rows, or the rows before their scale, and the scale."""
+        if stream.normed is not None:
+            assert stream.norm is norm, "another norm was computed"
+            return stream.normed, None
         if choice is None or stream.deferred is None:
             return self.norm(stream.h, norm, norm.weight.dtype), None
         assert stream.norm is norm, "the deferred norm is another one"
@@ -213,11 +226,15 @@ class CudaOps:
         self._skinny(x, linear.weight, out, choice, Epilogue(bias=linear.bias, scale=scale))
         return out
 
-    def _gate_up(self, x: torch.Tensor, scale: RowScale | None, gate_up: Linear, choice: GemmChoice) -> torch.Tensor:
-        if choice is None:
-            return silu_and_mul(gate_up(x))
+    def _gate_up(
+        self, x: torch.Tensor, scale: RowScale | None, gate_up: Linear, choice: GemmChoice, activation: Activation = Activation.SILU
+    ) -> torch.Tensor:
+        silu, gelu = activation is Activation.SILU, activation is Activation.GELU_TANH
+        if choice is None or not (silu or gelu):
+            rows = self._linear(x, scale, gate_up, choice)
+            return silu_and_mul(rows) if silu else gated(activation, rows)
         out = torch.empty((x.shape[0], gate_up.out_features // 2), dtype=x.dtype, device=x.device)
-        self._skinny(x, gate_up.weight, out, choice, Epilogue(bias=gate_up.bias, silu=True, scale=scale))
+        self._skinny(x, gate_up.weight, out, choice, Epilogue(bias=gate_up.bias, silu=silu, gelu=gelu, scale=scale))
         return out
 
     def _linear_add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor, next_norm: RMSNorm | None, choice: GemmChoice) -> Stream:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+import torch
+
 from runtime.layers.activation import Activation
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.linear import Linear
-from runtime.layers.moe.experts import Experts
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps, Stream
 
@@ -21,11 +22,6 @@ class Mlp(Protocol):
     """
 
     kernel_launches: int
-
-    @property
-    def experts(self) -> Experts | None:
-        """The routed experts, of which a pass reads those that are hit; None for a dense MLP."""
-        ...
 
     @property
     def active_parameters(self) -> int:
@@ -45,7 +41,6 @@ class GatedMlp:
     """The dense `Mlp`: `down(activation(gate(x)) * up(x))`. Owner of its weights."""
 
     kernel_launches = 4
-    experts = None
 
     def __init__(self, gate_up_proj: Linear, down_proj: Linear, ops: BlockOps, activation: Activation = Activation.SILU) -> None:
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
@@ -56,12 +51,17 @@ class GatedMlp:
         """All of its weights."""
         return self.gate_up_proj.num_parameters + self.down_proj.num_parameters
 
-    def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
-        """Gate and up, then down."""
-        yield Gemm("gate_up", self.gate_up_proj, norm)
-        yield Gemm("linear_add", self.down_proj, next_norm)
+    def gemms(self, norm: RMSNorm, next_norm: RMSNorm | None) -> Iterator[Gemm]:
+        """Gate and up, then down, which is not added to the stream where `next_norm` is None."""
+        yield Gemm("gate_up", self.gate_up_proj, norm, self._activation)
+        yield Gemm("linear", self.down_proj, None) if next_norm is None else Gemm("linear_add", self.down_proj, next_norm)
 
     def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
         """`stream + mlp(norm(stream))`, perhaps in the same storage."""
         gated = self._ops.norm_gate_up(stream, norm, self.gate_up_proj, self._activation)
         return self._ops.linear_add(gated, self.down_proj, stream, next_norm)
+
+    def output(self, stream: Stream, norm: RMSNorm) -> torch.Tensor:
+        """`mlp(norm(stream))`, [T, hidden] in the model's dtype."""
+        gated = self._ops.norm_gate_up(stream, norm, self.gate_up_proj, self._activation)
+        return self.down_proj.reduce(self._ops.linear(gated, self.down_proj, stream.in_prompt))

@@ -39,14 +39,16 @@ class Stream:
 
     Attributes:
         h: float32 [T, hidden].
-        norm: the norm that reads `h` next, where one is deferred.
+        norm: the norm that reads `h` next, where it is deferred or computed.
         deferred: what the operation that wrote `h` stored for `norm`; only the operations read it.
+        normed: `norm(h)` [T, hidden] in the model's dtype, where the operation that wrote `h` computed it.
         in_prompt: whether the rows are of a prompt pass: int8 on a CPU then computes a row alike in every pass.
     """
 
     h: torch.Tensor
     norm: RMSNorm | None = None
     deferred: DeferredNorm | None = None
+    normed: torch.Tensor | None = None
     in_prompt: bool = False
 
 
@@ -57,8 +59,8 @@ class BlockOps(Protocol):
         """RMS norm of float32 `h` [T, hidden], in `dtype`."""
         ...
 
-    def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        """`linear(x)`, [T, out]; `x` in the model's dtype."""
+    def linear(self, x: torch.Tensor, linear: Linear, in_prompt: bool = False) -> torch.Tensor:
+        """`linear(x)`, [T, out], without `reduce`; `x` in the model's dtype. `in_prompt`: as in `Stream`."""
         ...
 
     def norm_linear(self, stream: Stream, norm: RMSNorm, linear: Linear) -> torch.Tensor:
@@ -71,6 +73,18 @@ class BlockOps(Protocol):
 
         `next_norm`: the norm that reads the stream next, which the operation may prepare; not where outputs are partial
         sums.
+        """
+        ...
+
+    def add_normed(
+        self, x: torch.Tensor, norm: RMSNorm, stream: Stream, next_norm: RMSNorm | None = None, factor: torch.Tensor | None = None
+    ) -> Stream:
+        """`(h + norm(x)) * factor` in float32, which may reuse the storage of `h`.
+
+        Args:
+            x: [T, hidden] in the model's dtype.
+            next_norm: the norm that reads the stream next, which the operation may compute on the way.
+            factor: [1]; None for 1.
         """
         ...
 

@@ -31,8 +31,11 @@ class Rope:
 class RotaryHeads:
     """How a fused qkv row becomes heads: H query heads, G key heads, G value heads, each `head_dim` wide.
 
+    With `shared_kv` a row has H + G heads, and the values are the keys before their norm and rotation.
+
     Attributes:
         q_norm, k_norm: per head, before the rotation; both or none.
+        v_norm: per value head; with a weight of ones where the model has none.
     """
 
     num_q_heads: int
@@ -41,3 +44,5 @@ class RotaryHeads:
     rope: Rope
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
+    v_norm: RMSNorm | None = None
+    shared_kv: bool = False

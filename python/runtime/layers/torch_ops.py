@@ -28,9 +28,9 @@ class TorchOps:
         """RMS norm of float32 `h` [T, hidden], in `dtype`."""
         return rms_norm(h, norm).to(dtype)
 
-    def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, linear: Linear, in_prompt: bool = False) -> torch.Tensor:
         """`linear(x)`, [T, out]."""
-        return linear(x)
+        return linear(x, in_prompt)
 
     def norm_linear(self, stream: Stream, norm: RMSNorm, linear: Linear) -> torch.Tensor:
         """`linear(norm(h))`, [T, out] in the model's dtype."""
@@ -39,6 +39,13 @@ class TorchOps:
     def linear_add(self, x: torch.Tensor, linear: Linear, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
         """`h + linear.reduce(linear(x))` in float32, in the storage of `h`."""
         return Stream(stream.h.add_(linear.reduce(linear(x, stream.in_prompt))), in_prompt=stream.in_prompt)
+
+    def add_normed(
+        self, x: torch.Tensor, norm: RMSNorm, stream: Stream, next_norm: RMSNorm | None = None, factor: torch.Tensor | None = None
+    ) -> Stream:
+        """`(h + norm(x)) * factor` in float32, in the storage of `h`."""
+        h = stream.h.add_(rms_norm(x, norm))
+        return Stream(h if factor is None else h.mul_(factor), in_prompt=stream.in_prompt)
 
     def norm_gate_up(self, stream: Stream, norm: RMSNorm, gate_up: Linear, activation: Activation = Activation.SILU) -> torch.Tensor:
         """`activation(gate) * up` of the normed stream, [T, intermediate]."""
@@ -59,7 +66,9 @@ class TorchOps:
     def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:
         """Norm and rotate q and k, write k and v to their slots, return q [T, H, head_dim]."""
         num_q, rows = heads.num_q_heads, qkv.view(qkv.shape[0], -1, heads.head_dim)
-        query_key, value = rows[:, : num_q + heads.num_kv_heads], rows[:, num_q + heads.num_kv_heads :]
+        query_key, value = rows[:, : num_q + heads.num_kv_heads], rows[:, -heads.num_kv_heads :]
+        if heads.v_norm is not None:
+            value = rms_norm(value, heads.v_norm)
         if heads.q_norm is not None and heads.k_norm is not None:
             query_key = torch.cat((rms_norm(query_key[:, :num_q], heads.q_norm), rms_norm(query_key[:, num_q:], heads.k_norm)), dim=1)
         query_key = rotate(query_key, heads.rope, context.batch.positions).to(qkv.dtype)

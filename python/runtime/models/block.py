@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -13,6 +14,38 @@ from runtime.layers.mlp import Mlp
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
 from runtime.layers.pass_context import PassContext
+
+
+class DecoderBlock(Protocol):
+    """What a decoder needs of a layer. `Block` is one."""
+
+    @property
+    def attention(self) -> Attention:
+        """Its attention layer."""
+        ...
+
+    @property
+    def attn_norm(self) -> RMSNorm | None:
+        """The norm that reads the stream first."""
+        ...
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied by."""
+        ...
+
+    @property
+    def kernel_launches(self) -> int:
+        """Of an eager pass, about."""
+        ...
+
+    def gemms(self) -> Iterator[Gemm]:
+        """Its GEMMs that are to be autotuned, in order."""
+        ...
+
+    def forward(self, stream: Stream, context: PassContext, next_norm: RMSNorm | None = None) -> Stream:
+        """The stream through the block, perhaps in the same storage. `next_norm`: of the block after this one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -73,6 +73,21 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FullAttention:
+    """The layers with full attention of a model whose layers with a window have other heads.
+
+    Attributes:
+        shared_kv: whether values are the projected keys, before their norm and rotation.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    shared_kv: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder: what all model families share.
 
@@ -88,6 +103,14 @@ class ModelConfig:
         draft_vocab_size: for draft heads with a reduced vocabulary, else None.
         target_hidden_size: for EAGLE heads: hidden size of the target.
         moe: the sparse MLPs; None for a dense model.
+        full_attention: heads of the layers without a window where they differ from the others'; else None.
+        shared_kv: as in `FullAttention`.
+        v_norm: whether v is normed per head, without a weight.
+        attn_scale: factor of attention scores; None for head_dim ** -0.5.
+        embed_scale: factor of the embeddings, rounded to the model's dtype.
+        final_softcap: c in logits = c * tanh(logits / c); 0 for none.
+        weight_prefix: of the names of the decoder's tensors.
+        unused_weights: beginnings of names that the checkpoint may hold and the decoder does not use.
     """
 
     architecture: str
@@ -116,3 +139,26 @@ class ModelConfig:
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
     moe: MoeConfig | None = None
+    full_attention: FullAttention | None = None
+    shared_kv: bool = False
+    v_norm: bool = False
+    attn_scale: float | None = None
+    embed_scale: float = 1.0
+    final_softcap: float = 0.0
+    weight_prefix: str = "model."
+    unused_weights: tuple[str, ...] = ()
+
+    def of_layer(self, layer: int) -> ModelConfig:
+        """The configuration with the heads and the rotary embedding of layer `layer`."""
+        full = self.full_attention
+        if full is None or self.window[layer] >= 0:
+            return self
+        return replace(
+            self,
+            num_kv_heads=full.num_kv_heads,
+            head_dim=full.head_dim,
+            rope_theta=full.rope_theta,
+            rope_scaling=full.rope_scaling,
+            shared_kv=full.shared_kv,
+            full_attention=None,
+        )

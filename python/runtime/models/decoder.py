@@ -18,14 +18,13 @@ from runtime.layers.moe.experts import Experts
 from runtime.layers.ops import Stream
 from runtime.layers.pass_context import PassContext
 from runtime.mem_cache.kv_pool import KVPool
-from runtime.models.block import Block
+from runtime.models.block import DecoderBlock
 from runtime.models.config import ModelConfig
 from runtime.models.parts import ModelContext, ModelParts
 from runtime.models.weights import NamedTensors
 
 OTHER_LAUNCHES = 10
 """Kernels of a pass outside the blocks, about: embedding, final norm, head, sampling."""
-EMBEDDING = "model.embed_tokens"
 
 
 class DecoderModel:
@@ -46,15 +45,17 @@ class DecoderModel:
         attention_specs: the attention of each layer, for the KV pool and the backend.
     """
 
-    def __init__(self, config: ModelConfig, context: ModelContext, block: Callable[[ModelParts, int], Block]) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext, block: Callable[[ModelParts, int], DecoderBlock]) -> None:
         """`block`: makes layer i of its family."""
         self.config, self.context = config, context
         self._parts = parts = ModelParts(config, context)
-        self.embed = parts.weights.tensor(EMBEDDING + ".weight", (config.vocab_size, config.hidden_size))
+        embedding = config.weight_prefix + "embed_tokens"
+        self.embed = parts.weights.tensor(embedding + ".weight", (config.vocab_size, config.hidden_size))
+        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=context.dtype))
         self.layers = [block(parts, i) for i in range(config.num_layers)]
-        self.final_norm = parts.norm("model.norm.weight")
+        self.final_norm = parts.norm(config.weight_prefix + "norm.weight")
         if config.tie_embeddings:
-            self.lm_head = parts.weights.tied_linear(EMBEDDING, self.embed)
+            self.lm_head = parts.weights.tied_linear(embedding, self.embed)
         else:
             self.lm_head = parts.weights.linear({"lm_head": config.vocab_size}, config.hidden_size, partition=Partition.COLUMN)
         self.attention_specs: tuple[AttentionSpec, ...] = tuple(layer.attention.spec for layer in self.layers)
@@ -68,12 +69,12 @@ class DecoderModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights and tables, shared ones once."""
-        return self._parts.weights.num_bytes + self._parts.rope.cos_sin.nbytes
+        return self._parts.weights.num_bytes + self._parts.rope_bytes
 
     @property
     def experts(self) -> list[Experts]:
         """The routed experts of each sparse layer, this rank's part; none for a dense model."""
-        return [layer.mlp.experts for layer in self.layers if layer.mlp.experts is not None]
+        return self._parts.experts
 
     @property
     def active_parameters(self) -> int:
@@ -105,7 +106,7 @@ class DecoderModel:
             ConfigError: tensors are missing, unexpected or of another shape; it names them.
         """
         skip = ("rotary_emb.inv_freq", "lm_head.weight") if self.config.tie_embeddings else ("rotary_emb.inv_freq",)
-        self._parts.weights.load(weights, skip)
+        self._parts.weights.load(weights, skip, self.config.unused_weights)
 
     def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
         """Give the model its KV pool and attention backend."""
@@ -124,7 +125,10 @@ class DecoderModel:
         """
         assert self._bound is not None, "bind comes before forward"
         context = PassContext(batch, *self._bound)
-        stream = Stream(F.embedding(batch.input_ids, self.embed).float(), in_prompt=batch.mode is ForwardMode.EXTEND)
+        embeds = F.embedding(batch.input_ids, self.embed).float()
+        if self._embed_scale != 1.0:
+            embeds = embeds.mul_(self._embed_scale)
+        stream = Stream(embeds, in_prompt=batch.mode is ForwardMode.EXTEND)
         aux = []
         for i, layer in enumerate(self.layers):
             if i in aux_layers:
@@ -140,7 +144,7 @@ class DecoderModel:
         """Scores of the next token: hidden [N, hidden] after the final norm -> float32 [N, vocab], written to `out`
         where given.
         """
-        return all_logits(self.context.ops, hidden, self.lm_head, out)
+        return self._capped(all_logits(self.context.ops, hidden, self.lm_head, out))
 
     def greedy(
         self,
@@ -156,4 +160,12 @@ class DecoderModel:
             logits: float32 [N, rows of `lm_head` on this rank], written where given.
             agreement: compared with the other ranks' on the way.
         """
-        return greedy(self.context.ops, hidden, self.lm_head, tokens, logits, agreement)
+        chosen = greedy(self.context.ops, hidden, self.lm_head, tokens, logits, agreement)
+        if logits is not None:
+            self._capped(logits)
+        return chosen
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Cap float32 logits in place, where the model does. Their order stays."""
+        cap = self.config.final_softcap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits

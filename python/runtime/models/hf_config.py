@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from runtime.errors import ConfigError, InvalidField
 from runtime.models.config import ModelConfig, MoeConfig
@@ -53,6 +53,16 @@ def recommended_sampling(folder: str | Path) -> SamplingDefaults:
         raise ConfigError(f"{path}: {error} Correct the file, or start with --sampling-defaults openai.") from None
 
 
+class DecoderFlags(TypedDict, total=False):
+    """Fields of `ModelConfig` that are booleans."""
+
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rope_interleaved: bool
+
+
 def decoder_config(
     fields: ConfigFields,
     *,
@@ -61,7 +71,7 @@ def decoder_config(
     moe: MoeConfig | None = None,
     default_theta: float = DEFAULT_THETA,
     partial_rotary: bool = False,
-    **flags: bool,
+    **flags: Unpack[DecoderFlags],
 ) -> ModelConfig:
     """The architecture of a decoder under Llama's field names.
 
@@ -71,7 +81,7 @@ def decoder_config(
         moe: the sparse MLPs, where the family has them.
         default_theta: base of the rotary embedding where the file names none.
         partial_rotary: whether the family reads `partial_rotary_factor`; otherwise a part is refused.
-        flags: `qkv_bias`, `o_bias`, `mlp_bias`, `qk_norm` and `rope_interleaved`, where the family has them.
+        flags: where the family has them.
 
     Raises:
         ConfigError: a field is missing, not of its type, or not supported.
@@ -209,6 +219,11 @@ class ConfigFields:
         if not isinstance(value, dict):
             raise self.error(f"{name} is {value!r}; it must be an object")
         return ConfigFields(value, self._where)
+
+    def within(self, name: str) -> ConfigFields:
+        """These fields, and those of an object in the file that are not null or absent beside it."""
+        inner = self.mapping(name)._raw
+        return ConfigFields({**inner, **{key: value for key, value in self._raw.items() if value is not None}}, self._where)
 
     def ids(self, name: str) -> list[int]:
         """Token ids from a field that may hold none, one or a list."""

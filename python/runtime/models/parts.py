@@ -13,6 +13,7 @@ from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention.layer import Attention
 from runtime.layers.linear import Partition
 from runtime.layers.mlp import GatedMlp
+from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.mlp import SparseMlp
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps
@@ -53,13 +54,31 @@ class ModelParts:
         config: the architecture.
         context: operations, dtype, device, scheme and group.
         weights: the table of all parameters so far.
+        experts: the routed experts of the sparse MLPs so far.
         rope: the rotary table that the attention layers share.
     """
 
-    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext, weights: WeightTable | None = None) -> None:
+        """`weights`: a table to add to; a new one by default."""
         self.config, self.context = config, context
-        self.weights = WeightTable(context.dtype, context.device, context.scheme, context.group)
+        self.experts = list[Experts]()
+        self.weights = weights or WeightTable(context.dtype, context.device, context.scheme, context.group)
         self.rope = build_rope(config, context.device)
+        self._others = dict[ModelConfig, ModelParts]()
+
+    @property
+    def rope_bytes(self) -> int:
+        """Bytes of all rotary tables."""
+        return self.rope.cos_sin.nbytes + sum(parts.rope_bytes for parts in self._others.values())
+
+    def of_layer(self, layer: int) -> ModelParts:
+        """What makes the attention of layer `layer`, whose heads may differ from the model's. The table of parameters is shared."""
+        config = self.config.of_layer(layer)
+        if config is self.config:
+            return self
+        if config not in self._others:
+            self._others[config] = ModelParts(config, self.context, self.weights)
+        return self._others[config]
 
     def norm(self, name: str, width: int | None = None) -> RMSNorm:
         """The norm whose weight is tensor `name`, over the hidden size or `width`."""
@@ -72,14 +91,16 @@ class ModelParts:
         c = self.config
         q_rows, kv_rows = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
         query, key = self.head_shards()
-        rows = {prefix + "q_proj": q_rows, prefix + "k_proj": kv_rows, prefix + "v_proj": kv_rows}
-        qkv = self.weights.linear(rows, in_features or c.hidden_size, c.qkv_bias, Partition.COLUMN, (query, key, key))
-        norms = [self.norm(f"{prefix}{name}_norm.weight", c.head_dim) if c.qk_norm else None for name in "qk"]
+        rows = {prefix + "q_proj": q_rows, prefix + "k_proj": kv_rows} | ({} if c.shared_kv else {prefix + "v_proj": kv_rows})
+        qkv = self.weights.linear(rows, in_features or c.hidden_size, c.qkv_bias, Partition.COLUMN, (query, key, key)[: len(rows)])
+        q_norm, k_norm = (self.norm(f"{prefix}{name}_norm.weight", c.head_dim) if c.qk_norm else None for name in "qk")
         o = self.weights.linear({prefix + "o_proj": c.hidden_size}, q_rows, c.o_bias, Partition.ROW, [query])
         heads, kv_heads = _length(query.of(q_rows)) // c.head_dim, _length(key.of(kv_rows)) // c.head_dim
         kv = KVSpec("gqa", kv_heads, c.head_dim, c.head_dim, self.context.dtype)
-        spec = AttentionSpec(layer_id, heads, kv, c.head_dim**-0.5, c.window[layer_id])
-        return Attention(spec, RotaryHeads(heads, kv_heads, c.head_dim, self.rope, *norms), qkv, o, self.context.ops)
+        spec = AttentionSpec(layer_id, heads, kv, c.attn_scale or c.head_dim**-0.5, c.window[layer_id])
+        v_norm = RMSNorm(torch.ones(c.head_dim, dtype=self.context.dtype, device=self.context.device), c.rms_eps) if c.v_norm else None
+        split = RotaryHeads(heads, kv_heads, c.head_dim, self.rope, q_norm, k_norm, v_norm, c.shared_kv)
+        return Attention(spec, split, qkv, o, self.context.ops)
 
     def head_shards(self) -> tuple[Shard, Shard]:
         """Which query heads and which KV heads this rank computes, in rows of their projections.
@@ -101,13 +122,13 @@ class ModelParts:
             )
         return Shard(group.rank, group.size, c.head_dim), Shard(group.rank // copies, c.num_kv_heads, c.head_dim)
 
-    def gated_mlp(self, prefix: str) -> GatedMlp:
+    def gated_mlp(self, prefix: str, activation: Activation = Activation.SILU) -> GatedMlp:
         """The dense MLP of tensors `prefix`*."""
         c = self.config
         inner = {prefix + "gate_proj": c.intermediate_size, prefix + "up_proj": c.intermediate_size}
         gate_up = self.weights.linear(inner, c.hidden_size, c.mlp_bias, Partition.COLUMN)
         down = self.weights.linear({prefix + "down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias, Partition.ROW)
-        return GatedMlp(gate_up, down, self.context.ops)
+        return GatedMlp(gate_up, down, self.context.ops, activation)
 
     def sparse_mlp(self, names: SparseNames, activation: Activation = Activation.SILU) -> SparseMlp:
         """The sparse MLP of these tensors."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.errors import ConfigError
-from runtime.models import llama, mistral, qwen2, qwen3, qwen3_moe
+from runtime.models import gemma4, llama, mistral, qwen2, qwen3, qwen3_moe
 from runtime.models.config import ModelConfig
 from runtime.models.hf_config import ConfigFields, read_hf_config
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from runtime.distributed.parallel_group import ParallelGroup
     from runtime.layers.ops import BlockOps
-    from runtime.models.block import Block
+    from runtime.models.block import DecoderBlock
     from runtime.models.decoder import DecoderModel
     from runtime.models.parts import ModelParts
 
@@ -30,7 +30,7 @@ class Family(Protocol):
         """The architecture. Raises `ConfigError` for what the family cannot serve."""
         ...
 
-    def block(self, parts: ModelParts, layer: int) -> Block:
+    def block(self, parts: ModelParts, layer: int) -> DecoderBlock:
         """Layer `layer`, made of `parts`. Layers may differ."""
         ...
 
@@ -41,6 +41,8 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "Gemma4ForCausalLM": gemma4,
+    "Gemma4ForConditionalGeneration": gemma4,
 }
 
 

@@ -120,12 +120,13 @@ class WeightTable:
         self.add(name + ".weight", replace(slot, put=lambda rows: slot.put(rows.to(self.dtype))))  # as the embedding holds them
         return layer
 
-    def load(self, weights: NamedTensors, skip: tuple[str, ...] = ()) -> None:
+    def load(self, weights: NamedTensors, skip: tuple[str, ...] = (), unused: tuple[str, ...] = ()) -> None:
         """Fill every parameter.
 
         Args:
             weights: (name, tensor) in any order; of each tensor only this rank's part is read.
             skip: endings of names that the checkpoint may hold and the model does not use.
+            unused: beginnings of such names.
 
         Raises:
             ConfigError: tensors are missing, unexpected, or of another shape or dtype.
@@ -133,7 +134,7 @@ class WeightTable:
         missing, unexpected = set(self._slots), []
         for name, tensor in self._single(weights):
             if name not in self._slots:
-                if not name.endswith(skip):
+                if not name.endswith(skip) and not name.startswith(unused):
                     unexpected.append(name)
                 continue
             for slot in self._slots[name]:

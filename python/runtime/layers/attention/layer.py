@@ -36,10 +36,10 @@ class Attention:
         """Weights that every token is multiplied by."""
         return self.qkv_proj.num_parameters + self.o_proj.num_parameters
 
-    def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
-        """Its GEMMs, in order."""
+    def gemms(self, norm: RMSNorm, next_norm: RMSNorm | None) -> Iterator[Gemm]:
+        """Its GEMMs, in order; the output is not added to the stream where `next_norm` is None."""
         yield Gemm("linear", self.qkv_proj, norm)
-        yield Gemm("linear_add", self.o_proj, next_norm)
+        yield Gemm("linear", self.o_proj, None) if next_norm is None else Gemm("linear_add", self.o_proj, next_norm)
 
     def project(self, stream: Stream, norm: RMSNorm | None) -> torch.Tensor:
         """The qkv rows [T, (H + 2 G) * head_dim] of the normed stream."""
@@ -54,6 +54,10 @@ class Attention:
         """Write k and v to the pool and attend: [T, H * head_dim], the dtype of `qkv`."""
         q = self._ops.rope_and_cache(qkv, self.heads, self.spec.layer_id, context)
         return context.backend.forward(q, self.spec, context.batch)
+
+    def output(self, attended: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
+        """The output projection of `attended`, [T, hidden]. `in_prompt`: as in `Stream`."""
+        return self.o_proj.reduce(self._ops.linear(attended, self.o_proj, in_prompt))
 
     def add_output(self, attended: torch.Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
         """The stream plus the output projection of `attended`; perhaps in the same storage."""

@@ -15,6 +15,7 @@ from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
 from runtime.config.device_tuning import DeviceTuning
+from runtime.layers.activation import Activation
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
 from runtime.layers.gemm.tilings import GemmChoice, describe, wgmma_configs
 from runtime.layers.gemm.timings import GemmTimings
@@ -39,8 +40,9 @@ class GemmGroup:
 
     op: GemmOp
     linears: Sequence[Linear]
-    norm: RMSNorm
+    norm: RMSNorm | None
     rows: int
+    activation: Activation = Activation.SILU
 
     def __str__(self) -> str:
         return f"{self.op} {self.linears[0].out_features}x{self.linears[0].in_features} rows {self.rows}"
@@ -61,7 +63,11 @@ def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int]) -> list[GemmGroup
     kinds: dict[tuple[object, ...], list[Gemm]] = {}
     for gemm in gemms:
         kinds.setdefault(gemm.key(0), []).append(gemm)
-    return [GemmGroup(kind[0].op, [gemm.linear for gemm in kind], kind[0].norm, rows) for kind in kinds.values() for rows in buckets]
+    return [
+        GemmGroup(kind[0].op, [gemm.linear for gemm in kind], kind[0].norm, rows, kind[0].activation)
+        for kind in kinds.values()
+        for rows in buckets
+    ]
 
 
 def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[GemmChoice, ...]:

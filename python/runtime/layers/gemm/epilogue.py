@@ -16,7 +16,7 @@ class Epilogue:
 
         sums = sums * scale              # one factor per row
         sums = sums + bias
-        sums = silu(gate) * up           # with `silu`: sums are [gate, up]
+        sums = silu(gate) * up           # with `silu`, or with `gelu` its tanh form: sums are [gate, up]
         out = out + sums if add else sums
         deferred.scaled = out * deferred.gain
         deferred.squares = partial sums of out * out
@@ -24,24 +24,30 @@ class Epilogue:
 
     Attributes:
         bias: [N], the weight's dtype.
-        silu: the weight holds gate rows, then up rows, and `out` is [M, N / 2] instead of [M, N]; not with `add`.
+        silu, gelu: the weight holds gate rows, then up rows, and `out` is [M, N / 2] instead of [M, N]; not with `add`.
         add: add to `out` instead of overwriting it.
         scale: of the rows, where a deferred norm precedes this GEMM.
         deferred: needs `add` and a float32 `out`: what is also written for the norm that reads `out` next.
         argmax: int32 [2, M, tiles] contiguous: the key of each tile's largest sum and its first column, by `tile_argmax`;
-            `out` may then be None, and is float32 otherwise. Not with `silu` or `add`.
+            `out` may then be None, and is float32 otherwise. Not with `silu`, `gelu` or `add`.
     """
 
     bias: torch.Tensor | None = None
     silu: bool = False
+    gelu: bool = False
     add: bool = False
     scale: RowScale | None = None
     deferred: DeferredNorm | None = None
     argmax: torch.Tensor | None = None
 
+    @property
+    def gated(self) -> bool:
+        """Whether the sums are those of a gate and of what it is multiplied by."""
+        return self.silu or self.gelu
+
     def columns(self, weight_rows: int) -> int:
         """Columns of `out`."""
-        return weight_rows // 2 if self.silu else weight_rows
+        return weight_rows // 2 if self.gated else weight_rows
 
     def check(self, out: torch.Tensor | None, rows: int, weight_rows: int, parts: int) -> None:
         """Assert that the parts fit together and fit the GEMM.
@@ -55,7 +61,7 @@ class Epilogue:
         shape = (rows, self.columns(weight_rows))
         assert out is not None or self.argmax is not None, "expected out or argmax"
         assert out is None or tuple(out.shape) == shape, f"expected out of shape {shape}; got {tuple(out.shape)}"
-        assert not (self.silu and self.add), "silu and add exclude each other"
+        assert self.silu + self.gelu + self.add <= 1, "silu, gelu and add exclude each other"
         if self.bias is not None:
             assert tuple(self.bias.shape) == (weight_rows,), f"expected a bias of {weight_rows} values; got {tuple(self.bias.shape)}"
         if self.scale is not None:
@@ -67,7 +73,7 @@ class Epilogue:
         if self.argmax is not None:
             expected = (2, rows, parts)
             assert tuple(self.argmax.shape) == expected, f"expected argmax of shape {expected}; got {tuple(self.argmax.shape)}"
-            assert not self.silu, "argmax excludes silu"
+            assert not self.gated, "argmax excludes silu and gelu"
             assert not self.add, "argmax excludes add"
             assert out is None or out.dtype is torch.float32, f"argmax requires a float32 out; got {out.dtype}"
 

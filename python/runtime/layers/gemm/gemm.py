@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from runtime.layers.activation import Activation
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 
@@ -21,12 +22,15 @@ class Gemm:
     Attributes:
         op: the block operation that runs it.
         linear: its weight.
-        norm: the norm that is fused with it: the one before "linear" and "gate_up", the one after "linear_add".
+        norm: the norm that is fused with it: the one before "linear" and "gate_up", the one after "linear_add"; None for a "linear"
+            whose rows are not normed.
+        activation: of "gate_up".
     """
 
     op: GemmOp
     linear: Linear
-    norm: RMSNorm
+    norm: RMSNorm | None
+    activation: Activation = Activation.SILU
 
     def key(self, m_bucket: int) -> GemmKey:
         """What its kernel is chosen by."""

@@ -59,11 +59,11 @@ def triton_gemm(
     (M, K), N = x.shape, epilogue.columns(weight.shape[0])
     assert M <= MAX_ROWS and K % 16 == 0, f"expected at most {MAX_ROWS} rows and a multiple of 16 columns; got {M} x {K}"  # noqa: PT018
     epilogue.check(out, M, weight.shape[0], config.parts(weight.shape[0]))
-    bias, silu, add, scale, deferred = epilogue.bias, epilogue.silu, epilogue.add, epilogue.scale, epilogue.deferred
+    bias, gated, add, scale, deferred = epilogue.bias, epilogue.gated, epilogue.add, epilogue.scale, epilogue.deferred
     argmax, block_n = epilogue.argmax, config.block_n
-    outputs = block_n // 2 if silu else block_n
+    outputs = block_n // 2 if gated else block_n
     tiles = weight
-    if config.tma and silu:
+    if config.tma and gated:
         tiles = TensorDescriptor(weight, [2, N, K], [N * K, K, 1], [2, outputs, config.block_k])
     elif config.tma:
         tiles = TensorDescriptor(weight, [N, K], [K, 1], [block_n, config.block_k])
@@ -80,7 +80,8 @@ def triton_gemm(
     )  # fmt: skip
     options = dict(
         BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=config.block_k, EVEN_N=N % outputs == 0,
-        EVEN_K=K % config.block_k == 0, BIAS=bias is not None, SILU=silu, ADD=add, ARGMAX=argmax is not None, STORE=out is not None,
+        EVEN_K=K % config.block_k == 0, BIAS=bias is not None, GATED=gated, GELU=epilogue.gelu, ADD=add,
+        ARGMAX=argmax is not None, STORE=out is not None,
         SCALE=scale is not None, PARTS=PARTS, PARTS_PER_LOOP=min(PARTS, fit), DEFER=deferred is not None, PDL=pdl,
         SWAP=config.swap, TMA=config.tma, num_warps=config.num_warps, num_stages=config.stages,
         **launch_options(pdl),
@@ -138,15 +139,15 @@ def _triton_gemm_kernel(
     x_ptr, tiles, w_ptr, out_ptr, partial_ptr, bias_ptr, row_squares_ptr, gain_ptr, scaled_ptr, squares_ptr,
     M, N, K, parts, eps, prefetch, late,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    BIAS: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, ARGMAX: tl.constexpr, STORE: tl.constexpr,
+    BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, ARGMAX: tl.constexpr, STORE: tl.constexpr,
     SCALE: tl.constexpr, PARTS: tl.constexpr, PARTS_PER_LOOP: tl.constexpr, DEFER: tl.constexpr,
     PDL: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One program: all rows of x times `BLOCK_N` weight rows (with SILU, gate rows and the matching up rows)."""
-    OUTPUTS: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    """One program: all rows of x times `BLOCK_N` weight rows (with GATED, gate rows and the matching up rows)."""
+    OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     first = tl.program_id(0) * OUTPUTS
     r = tl.arange(0, BLOCK_N)
-    if SILU:
+    if GATED:
         # A tile loaded by descriptor holds its gate rows before its up rows; otherwise they alternate.
         n = first + (r % OUTPUTS if TMA else r // 2)
         row = tl.minimum(n, N - 1) + (r // OUTPUTS if TMA else r % 2) * N
@@ -169,7 +170,7 @@ def _triton_gemm_kernel(
         k = start + tl.arange(0, BLOCK_K)
         x_mask = m_in[:, None] if EVEN_K else m_in[:, None] & (k < K)[None, :]
         x = tl.load(x_rows[:, None] + k[None, :], mask=x_mask, other=0.0, eviction_policy="evict_last")
-        if TMA and SILU:
+        if TMA and GATED:
             w = tiles.load([0, first, start]).reshape(BLOCK_N, BLOCK_K)
         elif TMA:
             w = tiles.load([first, start])
@@ -188,12 +189,14 @@ def _triton_gemm_kernel(
         acc *= (1.0 / tl.sqrt(sum_rows(sums) / K + eps))[:, None]
     if BIAS:
         acc += tl.load(bias_ptr + row).to(tl.float32)[None, :]
-    if SILU:
+    if GATED:
         if TMA:
             gate, up = tl.split(tl.permute(acc.reshape(BLOCK_M, 2, OUTPUTS), (0, 2, 1)))
         else:
             gate, up = tl.split(acc.reshape(BLOCK_M, OUTPUTS, 2))
-        acc = gate / (1.0 + tl.exp(-gate)) * up
+        # gelu in its tanh form is gate * sigmoid(sqrt(8 / pi) * (gate + 0.044715 gate ** 3))
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+        acc = gate / (1.0 + tl.exp(-slope)) * up
     column = first + tl.arange(0, OUTPUTS)
     if ARGMAX:
         if not EVEN_N:  # in place: columns past the last are not stored

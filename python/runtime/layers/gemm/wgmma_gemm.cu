@@ -14,12 +14,14 @@
 // Defined before this text: ROWS (64 or 128, rows that are computed), TILE (rows of w), SPLIT, MOST_STAGES, BFLOAT16, BIAS, EARLY, WRITE,
 // ARGMAX, STORE, SCALE, DEFER; and multiply(), the one instruction whose operands depend on TILE.
 
-constexpr int NARROW = 0, SILU = 1, ADD = 2, FLOAT = 3;  // WRITE: store in 16 bits; silu(gate) * up; add to float32; store float32
+// WRITE: store in 16 bits; silu(gate) * up; add to float32; store float32; gelu(gate) * up
+constexpr int NARROW = 0, SILU = 1, ADD = 2, FLOAT = 3, GELU = 4;
+constexpr bool GATED = WRITE == SILU || WRITE == GELU;
 constexpr int COLUMNS = 64;                              // of a box: rows of 128 bytes, as the swizzle wants them
 constexpr int ROW_BYTES = COLUMNS * 2;
 constexpr int MULTIPLIERS = ROWS / 64 * 128;  // threads
 constexpr int W_BYTES = TILE * ROW_BYTES;
-constexpr int OUTPUTS = WRITE == SILU ? TILE / 2 : TILE;
+constexpr int OUTPUTS = GATED ? TILE / 2 : TILE;
 constexpr int GROUPS = OUTPUTS / 8;  // of 8 columns: a thread has two neighbours of each, in two rows
 constexpr int OWN_GROUPS = GROUPS / SPLIT;
 constexpr int NO_COLUMN = 0x7FFFFFFF;
@@ -108,7 +110,11 @@ __device__ __forceinline__ u32 narrow(float low, float high) {
     return both;
 }
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
+// x * sigmoid(x), or for gelu in its tanh form x * sigmoid(sqrt(8 / pi) * (x + 0.044715 x ** 3)).
+__device__ __forceinline__ float activate(float x) {
+    const float slope = WRITE == GELU ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
+    return x / (1.0f + __expf(-slope));
+}
 
 // The largest entry so far and its column, in the order of kernels/argmax_reduce.py: the first of equals, NaN above all.
 struct Largest {
@@ -251,7 +257,7 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 const int k = (k_first + s) * COLUMNS;
                 barrier_expect(ring.full_here(), x_bytes + W_BYTES);
                 load_box(ring.here() + x_bytes, &w_map, ring.full_here(), k, tile * OUTPUTS, W_POLICY);
-                if constexpr (WRITE == SILU) {  // the matching up rows
+                if constexpr (GATED) {  // the matching up rows
                     load_box(ring.here() + x_bytes + W_BYTES / 2, &w_map, ring.full_here(), k, columns + tile * OUTPUTS, W_POLICY);
                 }
             };
@@ -332,18 +338,18 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 else output.store_floats(v, at);
             }
             if constexpr (DEFER) output.store_squares(tile * SPLIT + part, tiles * SPLIT);
-        } else if constexpr (WRITE == NARROW || WRITE == SILU) {
+        } else if constexpr (WRITE == NARROW || GATED) {
 #pragma unroll
             for (int i = 0; i < GROUPS; i++) {
                 float* v = sums + i * 4;
                 output.apply_scale(v);
                 output.add_bias(v, i, 0);
-                if constexpr (WRITE == SILU) {
+                if constexpr (GATED) {
                     float* up = sums + (GROUPS + i) * 4;
                     output.apply_scale(up);
                     output.add_bias(up, i, columns);
 #pragma unroll
-                    for (int j = 0; j < 4; j++) v[j] = silu(v[j]) * up[j];
+                    for (int j = 0; j < 4; j++) v[j] = activate(v[j]) * up[j];
                 }
                 output.store_narrow(v, i);
             }

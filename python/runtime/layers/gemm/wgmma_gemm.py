@@ -30,7 +30,7 @@ MOST_STAGES = 12
 ROW_BYTES = 2 * COLUMNS
 ALIGNMENT = 1024
 """Of the rings: eight swizzled rows."""
-Store = Literal["NARROW", "SILU", "ADD", "FLOAT"]
+Store = Literal["NARROW", "SILU", "GELU", "ADD", "FLOAT"]
 """How sums are stored: rounded to 16 bits; gated, then rounded; added to float32; as float32."""
 
 
@@ -97,7 +97,7 @@ def wgmma_gemm(
     Args:
         x: [M, K] contiguous, M <= 128, the weight's dtype.
         weight: [N, K], one that the kernel `supports`.
-        out: [M, `epilogue.columns(N)`] contiguous, the weight's dtype with `silu`, float32 with `add`, else either;
+        out: [M, `epilogue.columns(N)`] contiguous, the weight's dtype with `silu` or `gelu`, float32 with `add`, else either;
             None where only the argmax is wanted.
         config: the tiling.
         epilogue: what is done to the sums; a deferred norm gets `config.parts(N)` sums of squares per row, an argmax as
@@ -112,7 +112,7 @@ def wgmma_gemm(
     assert x.is_contiguous(), "expected a contiguous x"
     epilogue.check(out, M, N, config.parts(N))
     bias, scale, deferred = epilogue.bias, epilogue.scale, epilogue.deferred
-    columns, outputs = epilogue.columns(N), config.tile // 2 if epilogue.silu else config.tile
+    columns, outputs = epilogue.columns(N), config.tile // 2 if epilogue.gated else config.tile
     rows, x_rows = _computed_rows(M), max(8, 1 << (M - 1).bit_length())
     variant = _Variant(
         rows, _store(epilogue, out, weight.dtype), weight.dtype, bias is not None, pdl, scale is not None, deferred is not None,
@@ -145,9 +145,11 @@ def wgmma_gemm(
 def _store(epilogue: Epilogue, out: torch.Tensor | None, narrow: torch.dtype) -> Store:
     """How to store `out`; `narrow` is the weight's dtype. The argmax alone is taken over float32."""
     dtype = torch.float32 if out is None else out.dtype
-    possible = (narrow,) if epilogue.silu else (torch.float32,) if epilogue.add else (narrow, torch.float32)
+    possible = (narrow,) if epilogue.gated else (torch.float32,) if epilogue.add else (narrow, torch.float32)
     assert dtype in possible, f"expected out of dtype {possible}; got {dtype}"
-    return "SILU" if epilogue.silu else "ADD" if epilogue.add else "FLOAT" if dtype is torch.float32 else "NARROW"
+    return (
+        "SILU" if epilogue.silu else "GELU" if epilogue.gelu else "ADD" if epilogue.add else "FLOAT" if dtype is torch.float32 else "NARROW"
+    )
 
 
 def _computed_rows(rows: int) -> int:
@@ -189,7 +191,8 @@ def _kernel(config: WgmmaConfig, variant: _Variant) -> cuda_driver.Kernel:
 def source(config: WgmmaConfig, variant: _Variant) -> str:
     """The CUDA program of one tiling and variant."""
     v = variant
-    assert 0 < config.tile <= MAX_TILE and config.tile % (16 if v.write == "SILU" else 8 * config.split) == 0, f"invalid tiling: {config}"  # noqa: PT018
+    multiple = 16 if v.write in ("SILU", "GELU") else 8 * config.split
+    assert 0 < config.tile <= MAX_TILE and config.tile % multiple == 0, f"invalid tiling: {config}"  # noqa: PT018
     assert config.split == 1 or (v.write in ("NARROW", "ADD") and not v.argmax), "split-K supports NARROW and ADD only"
     assert v.write == "ADD" or not v.deferred, "a deferred norm requires ADD"
     constants = dict(

@@ -29,8 +29,8 @@ def rope_and_cache(
     """Norm q and k per head where `heads` has norms, rotate them, write k and v to their slots and return q.
 
     Args:
-        qkv: [T, (H + 2 G) * D] contiguous.
-        heads: H, G, D, the rotary table of the first R entries of a head, and the norms.
+        qkv: [T, (H + 2 G) * D] contiguous, or [T, (H + G) * D] where values are the keys before norm and rotation.
+        heads: H, G, D, the rotary table of the first R entries of a head, and the norms; that of v has a weight of ones.
         positions, out_cache_loc: int64 [T].
         kv_cache: keys and values, each [num_slots, G, D] contiguous; written.
         pdl: as in `triton_gemm`.
@@ -47,8 +47,9 @@ def rope_and_cache(
     _rope_kernel[(T, (H + 2 * G) // together)](
         qkv, q, k_cache, v_cache, positions, out_cache_loc, rope.cos_sin,
         q_norm.weight if q_norm else None, k_norm.weight if k_norm else None, q_norm.eps if q_norm else 0.0, k_norm.eps if k_norm else 0.0,
+        heads.v_norm.eps if heads.v_norm else 0.0,
         H=H, G=G, D=D, R=rope.dim, INTERLEAVED=rope.interleaved, HALF=triton.next_power_of_2(D // 2), HEADS=together,
-        NORM=q_norm is not None, PDL=pdl,
+        NORM=q_norm is not None, V_NORM=heads.v_norm is not None, SHARED=heads.shared_kv, PDL=pdl,
         num_warps=4 if together * D >= 512 else 2, **launch_options(pdl),
     )  # fmt: skip
     return q
@@ -56,9 +57,9 @@ def rope_and_cache(
 
 @triton.jit
 def _rope_kernel(
-    qkv_ptr, q_ptr, k_ptr, v_ptr, position_ptr, slot_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, q_eps, k_eps,
+    qkv_ptr, q_ptr, k_ptr, v_ptr, position_ptr, slot_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, q_eps, k_eps, v_eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr,
-    HEADS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, NORM: tl.constexpr, V_NORM: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: some heads of one token, all queries, all keys or all values."""
     pdl_sync(PDL)
@@ -75,11 +76,18 @@ def _rope_kernel(
     if INTERLEAVED:
         low_at = tl.where(d < R // 2, 2 * d, low_at)
         high_at = tl.where(d < R // 2, 2 * d + 1, high_at)
-    source = qkv_ptr + t * ((H + 2 * G) * D) + head[:, None] * D
+    if SHARED:
+        source = qkv_ptr + t * ((H + G) * D) + tl.where(first >= H + G, head - G, head)[:, None] * D
+    else:
+        source = qkv_ptr + t * ((H + 2 * G) * D) + head[:, None] * D
     low = tl.load(source + low_at[None, :], mask=inside, other=0.0)
     high = tl.load(source + high_at[None, :], mask=inside, other=0.0)
     slot = tl.load(slot_ptr + t)
     if first >= H + G:
+        if V_NORM:
+            x, y = low.to(tl.float32), high.to(tl.float32)
+            scale = (1.0 / tl.sqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + v_eps))[:, None]
+            low, high = (x * scale).to(low.dtype), (y * scale).to(high.dtype)
         target = v_ptr + slot * (G * D) + (head - (H + G))[:, None] * D
         tl.store(target + low_at[None, :], low.to(v_ptr.dtype.element_ty), mask=inside)
         tl.store(target + high_at[None, :], high.to(v_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,176 @@
+"""Writes a checkpoint of random weights for a shape of `benchmark/configs`: python -m benchmark.random_checkpoint SHAPE FOLDER."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmark.shapes import CONFIGS
+from runtime.layers.torch_ops import TorchOps
+from runtime.model_executor.weight_loader import DUMMY_STD, INDEX
+from runtime.model_files.synthetic_tokenizer import write_synthetic_tokenizer
+from runtime.models.registry import build_model, load_hf_config
+
+SHARD_BYTES = 2 << 30
+POOL_BYTES = 16 << 20
+"""Random numbers of each kind; a tensor is a piece of them from a random start, repeated where it is longer."""
+FP8_SPREAD = 64.0
+"""Standard deviation of the stored e4m3 numbers, whose largest is 448."""
+MXFP4_SCALE = 120
+"""Exponent of the 4-bit blocks, whose 4-bit numbers have a root mean square of about 3: 3 * 2 ** (120 - 127) = 0.023."""
+WRITERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How one tensor lies in the file: safetensors' name of its dtype, bytes per number, and which random numbers fill it."""
+
+    dtype: str
+    width: int
+    kind: str
+
+
+ONES = Stored("BF16", 2, "ones")
+NORMAL = Stored("BF16", 2, "normal")
+WIDE = Stored("F32", 4, "wide")
+FP8 = Stored("F8_E4M3", 1, "fp8")
+FP8_SCALE = Stored("F32", 4, "fp8_scale")
+CODES = Stored("U8", 1, "codes")
+CODE_SCALE = Stored("U8", 1, "code_scale")
+
+
+def stored_as(name: str, shape: tuple[int, ...], names: Iterable[str]) -> Stored:
+    """The form of tensor `name` among all `names` of the checkpoint."""
+    if name.endswith("_blocks"):
+        return CODES
+    if name.endswith("_scales"):
+        return CODE_SCALE
+    if name.endswith("weight_scale_inv"):
+        return FP8_SCALE
+    if name.endswith("e_score_correction_bias"):
+        return WIDE
+    if name + "_scale_inv" in names:
+        return FP8
+    return ONES if len(shape) == 1 and "norm" in name else NORMAL
+
+
+def pools() -> dict[str, memoryview]:
+    """The random bytes of every kind."""
+    generator = torch.Generator().manual_seed(1)
+    normal = torch.empty(POOL_BYTES // 2).normal_(0.0, 1.0, generator=generator)
+    codes = torch.empty(POOL_BYTES, dtype=torch.uint8).random_(generator=generator)
+    filled = {
+        "ones": torch.ones(POOL_BYTES // 2, dtype=torch.bfloat16),
+        "normal": (normal * DUMMY_STD).to(torch.bfloat16),
+        "wide": normal[: POOL_BYTES // 4] * DUMMY_STD,
+        "fp8": (normal * FP8_SPREAD).clamp_(-448, 448).to(torch.float8_e4m3fn),
+        "fp8_scale": torch.full((POOL_BYTES // 4,), DUMMY_STD / FP8_SPREAD),
+        "codes": codes,
+        "code_scale": torch.full((POOL_BYTES,), MXFP4_SCALE, dtype=torch.uint8),
+    }
+    return {kind: memoryview(tensor.view(torch.uint8).numpy()).cast("B") for kind, tensor in filled.items()}
+
+
+def expected(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that the model of `folder`/config.json wants."""
+    return build_model(load_hf_config(folder), TorchOps(), torch.bfloat16, torch.device("meta")).expected_weights()
+
+
+def write(shape: Path, folder: Path, layers: int | None = None) -> Path:
+    """Write config.json, tokenizer and weights of a shape.
+
+    Args:
+        shape: a folder with its config.json.
+        folder: where the checkpoint goes; created.
+        layers: only the first so many layers; None for all.
+    """
+    started = time.perf_counter()
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((shape / "config.json").read_text(encoding="utf-8"))
+    if layers is not None:
+        config["num_hidden_layers"] = layers
+        config |= {"layer_types": config["layer_types"][:layers]} if config.get("layer_types") else {}
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    write_synthetic_tokenizer(folder, config.get("text_config", config)["vocab_size"])
+    wanted = expected(folder)
+    forms = {name: stored_as(name, size, wanted.keys()) for name, size in wanted.items()}
+    shards = _shards(wanted, forms)
+    random_bytes = pools()
+    with ThreadPoolExecutor(WRITERS) as threads:
+        files = [folder / f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+        written = [
+            threads.submit(_write_shard, file, {name: wanted[name] for name in names}, forms, random_bytes)
+            for file, names in zip(files, shards, strict=True)
+        ]
+        total = sum(job.result() for job in written)
+    where = {name: file.name for file, names in zip(files, shards, strict=True) for name in names}
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}), encoding="utf-8")
+    print(f"{shape.name}: {len(wanted)} tensors, {total / 1e9:.1f} GB in {time.perf_counter() - started:.1f} s", flush=True)
+    return folder
+
+
+def _bytes(shape: tuple[int, ...], form: Stored) -> int:
+    return math.prod(shape) * form.width
+
+
+def _shards(wanted: Mapping[str, tuple[int, ...]], forms: Mapping[str, Stored]) -> list[list[str]]:
+    """The names by file, in order, each file of about `SHARD_BYTES`."""
+    shards, size = [list[str]()], 0
+    for name, shape in wanted.items():
+        if size > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += _bytes(shape, forms[name])
+    return shards
+
+
+def _write_shard(
+    file: Path, tensors: Mapping[str, tuple[int, ...]], forms: Mapping[str, Stored], random_bytes: Mapping[str, memoryview]
+) -> int:
+    """Write one file; returns the bytes of its tensors."""
+    header: dict[str, object] = {}
+    offset = 0
+    for name, shape in tensors.items():
+        end = offset + _bytes(shape, forms[name])
+        header[name] = {"dtype": forms[name].dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in tensors.items():
+            pool, left = random_bytes[forms[name].kind], _bytes(shape, forms[name])
+            start = random.Random(name).randrange(len(pool) // 8) * 4  # a whole number of every width
+            while left:
+                piece = pool[start : start + min(left, len(pool) - start)]
+                out.write(piece)
+                left, start = left - len(piece), 0
+    return offset
+
+
+def main() -> None:
+    """Write the checkpoint that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shape", choices=sorted(path.parent.name for path in CONFIGS.glob("*/config.json")))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, help="only the first so many layers")
+    parser.add_argument("--replace", action="store_true", help="remove the folder first")
+    args = parser.parse_args()
+    if args.replace:
+        shutil.rmtree(args.folder, ignore_errors=True)
+    write(CONFIGS / args.shape, args.folder, args.layers)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma4Config,
     Gemma4ForCausalLM,
     Gemma4ForConditionalGeneration,
@@ -39,6 +41,7 @@ from runtime.models.decoder import DecoderModel
 from runtime.models.registry import FAMILIES as FAMILIES_BY_NAME
 from runtime.models.registry import build_model, load_hf_config
 from unit import toy_family
+from unit.latent import LATENT, YARN
 
 CPU = torch.device("cpu")
 VOCAB, LENGTH, MAX_LEN = 101, 40, 64
@@ -106,6 +109,13 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
         Qwen3MoeConfig(**SPARSE, **EXPERTS, head_dim=16, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[0]),
     ),
     "mistral-no-window": (MistralForCausalLM, MistralConfig(**COMMON, sliding_window=None)),
+    "deepseek-dense": (DeepseekV3ForCausalLM, DeepseekV3Config(**COMMON | LATENT, first_k_dense_replace=3)),
+    "deepseek-yarn": (DeepseekV3ForCausalLM, DeepseekV3Config(**COMMON | LATENT, first_k_dense_replace=3, rope_parameters=YARN)),
+    "deepseek-direct-queries-halves": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(**COMMON | LATENT | {"q_lora_rank": None}, first_k_dense_replace=3, rope_interleave=False),
+    ),
+    "deepseek-biases": (DeepseekV3ForCausalLM, DeepseekV3Config(**COMMON | LATENT, first_k_dense_replace=3, attention_bias=True)),
 }
 
 

@@ -211,7 +211,7 @@ def test_keyword_options_are_checked_by_name() -> None:
         ({"cuda_graph_bs": 4}, ["cuda_graph_bs", "4", "list"]),
         ({"cuda_graph_bs": ["1"]}, ["'1'", "list"]),
         ({"speculative_draft_model": ["a"]}, ["speculative_draft_model", "text"]),
-        ({"speculative_algorithm": "EAGLE2"}, ["EAGLE2", "EAGLE, EAGLE3, STANDALONE, NGRAM, none"]),
+        ({"speculative_algorithm": "EAGLE2"}, ["EAGLE2", "EAGLE, EAGLE3, MTP, STANDALONE, NGRAM, none"]),
         ({"quantization": "int4"}, ["int4", "int8"]),
         ({"dtype": "int3"}, ["int3", "bfloat16"]),
         ({"device": "tpu"}, ["tpu", "cpu"]),
@@ -368,6 +368,8 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"speculative_num_steps": 3}, HOPPER, ["--speculative-num-steps", "--speculative-algorithm"]),
         ({"disable_draft_extend_cuda_graph": True}, HOPPER, ["--disable-draft-extend-cuda-graph", "--speculative-algorithm"]),
         ({"speculative_algorithm": "EAGLE"}, HOPPER, ["--speculative-draft-model-path"]),
+        ({**EAGLE, "speculative_algorithm": "MTP"}, HOPPER, ["--speculative-draft-model-path", "MTP"]),
+        ({"speculative_algorithm": "MTP"}, HOPPER, ["multi-token prediction", "--speculative-draft-model-path"]),
         ({"speculative_algorithm": "NGRAM", "speculative_draft_model_path": "x"}, HOPPER, ["NGRAM", "--speculative-draft-model-path"]),
         ({"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 2}, HOPPER, ["NGRAM", "--speculative-eagle-topk"]),
         ({**EAGLE, "speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 2}, HOPPER, ["STANDALONE", "--speculative-eagle-topk"]),
@@ -416,6 +418,15 @@ def test_an_option_that_cannot_take_effect_is_refused_by_name(given: dict[str, o
         resolve(args(**given), machine, LLAMA, DRAFT)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "MTP"])
+def test_without_a_draft_model_the_checkpoints_own_layer_drafts(algorithm: str) -> None:
+    model, asked = replace(LLAMA, has_mtp=True), {"model_path": "m", "speculative_algorithm": algorithm}
+    spec = spec_of(resolve(args(**asked, speculative_token_map=__file__), HOPPER, model))
+    assert (spec.algorithm, spec.draft_model_path, spec.num_steps, spec.token_map) == ("MTP", None, 3, __file__)
+    tree = spec_of(resolve(args(**asked, speculative_eagle_topk=4), HOPPER, model))
+    assert (tree.algorithm, tree.topk) == ("MTP", 4)
 
 
 def spec_of(config: RuntimeConfig) -> SpeculativeConfig:

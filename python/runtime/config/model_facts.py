@@ -19,6 +19,7 @@ class ModelFacts:
         name: default name in the API.
         dtype: type of the stored weights.
         max_context_len, vocab_size, head_dim: shape of the model.
+        has_mtp: whether the checkpoint holds a layer for multi-token prediction.
         embedded: whether it is the model that comes with the server.
         sampling: what requests that leave sampling fields out are sampled with, as --sampling-defaults chooses.
     """
@@ -31,5 +32,6 @@ class ModelFacts:
     max_context_len: int
     vocab_size: int
     head_dim: int
+    has_mtp: bool = False
     embedded: bool = False
     sampling: SamplingDefaults = NO_DEFAULTS

@@ -180,10 +180,11 @@ class ServerArgs:
     cuda_graph_bs: tuple[int, ...] | None = _flag(GRAPHS, None, "N", "--cuda-graph-bs-decode")
     """Batch sizes to capture; default: a ladder up to the largest."""
 
-    speculative_algorithm: Literal["EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "none"] | None = _flag(
+    speculative_algorithm: Literal["EAGLE", "EAGLE3", "MTP", "STANDALONE", "NGRAM", "none"] | None = _flag(
         SPECULATION, None, None, "--speculative-algo"
     )
-    """How tokens are drafted; the embedded model drafts with its own head unless this is none."""
+    """How tokens are drafted; EAGLE without a draft model is MTP, the layer in the checkpoint itself. The embedded model drafts
+    with its own head unless this is none."""
     speculative_draft_model_path: str | None = _flag(SPECULATION, None, "PATH", "--speculative-draft-model")
     """Folder or hub id of the draft model."""
     speculative_draft_load_format: FormatChoice | None = _flag(SPECULATION, None)
@@ -198,7 +199,7 @@ class ServerArgs:
     speculative_disable_by_batch_size: int | None = _flag(SPECULATION, None, "N")
     """Do not draft in steps of more than N requests; default: no limit, or as measured for the embedded model on a CPU."""
     speculative_token_map: str | None = _flag(SPECULATION, None, "PATH")
-    """File, written by torch.save, with the token ids that an EAGLE draft may propose."""
+    """File, written by torch.save or `python -m runtime.hot_tokens`, with the token ids that an EAGLE or MTP draft may propose."""
     speculative_accept_threshold_single: float | None = _flag(SPECULATION, None, "P")
     """Accept draft tokens of at least this target probability; below 1 the output distribution changes."""
     speculative_accept_threshold_acc: float | None = _flag(SPECULATION, None, "P")

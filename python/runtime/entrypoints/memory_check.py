@@ -51,7 +51,7 @@ def needed_bytes(config: RuntimeConfig, model: ModelConfig) -> int:
         weights = max(0, parameters - embedding) + embedding * (size + 1)
     loading = embedding * 4 if parameters else 0  # the largest tensor, before it is converted
     draft = 0 if config.speculative is None else _file_bytes(config.speculative.draft_model_path or "")
-    kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size * min(model.max_context_len, LEAST_TOKENS)
+    kv = model.num_layers * model.kv_columns * size * min(model.max_context_len, LEAST_TOKENS)
     return PROCESSES + SERVING + weights + loading + draft + kv
 
 

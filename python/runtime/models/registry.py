@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.errors import ConfigError
-from runtime.models import gemma4, llama, mistral, qwen2, qwen3, qwen3_moe
+from runtime.models import deepseek, gemma4, glm4_lite, llama, mimo, mistral, qwen2, qwen3, qwen3_moe
 from runtime.models.config import ModelConfig
 from runtime.models.hf_config import ConfigFields, read_hf_config
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from runtime.distributed.parallel_group import ParallelGroup
     from runtime.layers.ops import BlockOps
-    from runtime.models.block import DecoderBlock
+    from runtime.models.block import Block, DecoderBlock
     from runtime.models.decoder import DecoderModel
     from runtime.models.parts import ModelParts
 
@@ -35,6 +35,14 @@ class Family(Protocol):
         ...
 
 
+class MtpFamily(Protocol):
+    """A family with a layer for multi-token prediction, whose names `ModelConfig.mtp` gives."""
+
+    def mtp_block(self, parts: ModelParts, prefix: str) -> Block:
+        """The block of that layer, of tensors `prefix`*, as layer 0 of the draft."""
+        ...
+
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
@@ -43,7 +51,18 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": qwen3_moe,
     "Gemma4ForCausalLM": gemma4,
     "Gemma4ForConditionalGeneration": gemma4,
+    "DeepseekV3ForCausalLM": deepseek,
+    "Glm4MoeLiteForCausalLM": glm4_lite,
+    "MiMoForCausalLM": mimo,
 }
+
+
+MTP_FAMILIES: dict[str, MtpFamily] = {
+    "DeepseekV3ForCausalLM": deepseek,
+    "Glm4MoeLiteForCausalLM": glm4_lite,
+    "MiMoForCausalLM": mimo,
+}
+"""The families whose checkpoints may hold a layer for multi-token prediction."""
 
 
 def load_hf_config(folder: str | Path) -> ModelConfig:

@@ -21,6 +21,7 @@ from runtime.models.draft_config import load_draft_config
 from runtime.models.draft_head import DraftModel
 from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
+from runtime.models.mtp import MtpDraft
 from runtime.models.registry import build_model
 from runtime.models.standalone import StandaloneDraft
 from runtime.models.token_map import load_token_map
@@ -80,9 +81,13 @@ def load_draft(context: WorkerContext, config: SpeculativeConfig, target: Decode
     Raises:
         ConfigError: draft and target do not fit, or the draft knows fewer tokens than a node has branches.
     """
-    folder = config.draft_model_path
-    assert folder is not None
     assert config.algorithm != "NGRAM"
+    token_map = load_token_map(config.token_map) if config.token_map else None
+    if config.algorithm == "MTP":
+        served = context.config.model
+        return _loaded(context, config, MtpDraft(target, token_map), served.model_path, served.load_format)
+    folder = config.draft_model_path
+    assert folder is not None, "checked with the flags"
     draft_config = load_draft_config(folder, config.algorithm, target.config)
     draft: DraftModel
     if config.algorithm == "STANDALONE":
@@ -92,10 +97,15 @@ def load_draft(context: WorkerContext, config: SpeculativeConfig, target: Decode
     elif config.algorithm == "EAGLE3":
         draft = LlamaForCausalLMEagle3(draft_config, target)
     else:
-        token_map = load_token_map(config.token_map) if config.token_map else None
         draft = LlamaForCausalLMEagle(draft_config, target, token_map)
+    return _loaded(context, config, draft, folder, config.draft_load_format)
+
+
+def _loaded(context: WorkerContext, config: SpeculativeConfig, draft: DraftModel, folder: str, load_format: str) -> DraftModel:
+    """The draft with the weights in `folder`."""
     if config.topk > draft.vocab_size:
         raise ConfigError(f"--speculative-eagle-topk is {config.topk}; this draft knows {draft.vocab_size} tokens, so lower it")
-    draft.load(model_weights(context, draft.expected_weights(), folder, config.draft_load_format))
-    log.info("draft: %s, %d of %d tokens", draft_config.model.architecture, draft.vocab_size, target.config.vocab_size)
+    draft.load(model_weights(context, draft.expected_weights(), folder, load_format))
+    kind = "MTP layer of " if config.algorithm == "MTP" else ""
+    log.info("draft: %s%s, %d of %d tokens", kind, draft.config.architecture, draft.vocab_size, draft.config.vocab_size)
     return draft

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from runtime.distributed.parallel_group import Shard
-from runtime.layers.quantization.scheme import Index, LinearPart, Storage, WeightSlot
+from runtime.layers.quantization.scheme import Index, LinearPart, QuantScheme, Storage, WeightSlot
 from runtime.models.weights import FusedTensor, NamedTensors, Sliceable, WeightTable, ignore
 
 
@@ -87,12 +87,13 @@ class ExpertPart:
 
 @dataclass(frozen=True, slots=True)
 class StackedWeights:
-    """Gate and up, then down, of the experts of one rank, with their biases."""
+    """Gate and up, then down, of the experts of one rank, with their biases and the scheme that stores them."""
 
     gate_up: Storage
     down: Storage
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
+    scheme: QuantScheme
 
 
 def stacked_weights(
@@ -101,30 +102,32 @@ def stacked_weights(
     """Allocate this rank's part of a layer's experts and register the tensors that fill it."""
     cut = placement.shard.of(inner)
     width, count = cut.stop - cut.start, len(placement.held)
-    gate_up = table.scheme.allocate(2 * width, hidden, table.dtype, table.device, count)
-    down = table.scheme.allocate(hidden, width, table.dtype, table.device, count)
+    of_expert = [_parts_of(names, expert, hidden, inner, cut) for expert in range(placement.total)]
+    scheme = table.scheme_of([part.prefix for parts in of_expert for part in parts])
+    gate_up = scheme.allocate(2 * width, hidden, table.dtype, table.device, count, of_expert[0][:2])
+    down = scheme.allocate(hidden, width, table.dtype, table.device, count, of_expert[0][2:])
     gate_up_bias = torch.empty((count, 2 * width), dtype=table.dtype, device=table.device) if bias else None
     down_bias = torch.empty((count, hidden), dtype=table.dtype, device=table.device) if bias and placement.shard.index == 0 else None
-    for expert in range(placement.total):
+    for expert, parts in enumerate(of_expert):
         own = expert - placement.held.start if expert in placement.held else None
-        prefix, hidden_all = f"{names.prefix}{expert}.", slice(0, hidden)
-        parts = (
-            (LinearPart(prefix + names.gate, (inner, hidden), (cut, hidden_all), 0), gate_up, gate_up_bias),
-            (LinearPart(prefix + names.up, (inner, hidden), (cut, hidden_all), width), gate_up, gate_up_bias),
-            (LinearPart(prefix + names.down, (hidden, inner), (hidden_all, cut), 0), down, down_bias),
-        )
-        for part, storage, biases in parts:
-            _register(table, part, storage, own)
+        for part, storage, biases in zip(parts, (gate_up, gate_up, down), (gate_up_bias, gate_up_bias, down_bias), strict=True):
+            for name, slot in scheme.places(part, storage.at(own or 0)).items():
+                table.add(name, slot if own is not None else _unread(slot))
             if bias:
                 _register_bias(table, part, biases, own)
     _accept_fused(table, names, placement.total, hidden, inner, bias)
     table.hold([*gate_up.tensors, *down.tensors, *(b for b in (gate_up_bias, down_bias) if b is not None)])
-    return StackedWeights(gate_up, down, gate_up_bias, down_bias)
+    return StackedWeights(gate_up, down, gate_up_bias, down_bias, scheme)
 
 
-def _register(table: WeightTable, part: LinearPart, storage: Storage, own: int | None) -> None:
-    for name, slot in table.scheme.places(part, storage.at(own or 0)).items():
-        table.add(name, slot if own is not None else _unread(slot))
+def _parts_of(names: ExpertNames, expert: int, hidden: int, inner: int, cut: slice) -> tuple[LinearPart, LinearPart, LinearPart]:
+    """Gate, up and down of one expert, of which the rank holds `cut` of the intermediate size."""
+    prefix, whole, width = f"{names.prefix}{expert}.", slice(0, hidden), cut.stop - cut.start
+    return (
+        LinearPart(prefix + names.gate, (inner, hidden), (cut, whole), 0),
+        LinearPart(prefix + names.up, (inner, hidden), (cut, whole), width),
+        LinearPart(prefix + names.down, (hidden, inner), (whole, cut), 0),
+    )
 
 
 def _register_bias(table: WeightTable, part: LinearPart, biases: torch.Tensor | None, own: int | None) -> None:

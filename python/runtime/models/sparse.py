@@ -87,7 +87,7 @@ class SparseParts:
             total=m.num_experts,
             size=(self.hidden, inner.stop - inner.start),
             activation=activation,
-            scheme=self.weights.scheme,
+            scheme=stacked.scheme,
             group=group,
         )
 

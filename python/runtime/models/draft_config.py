@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.errors import ConfigError
-from runtime.models import llama, qwen2
+from runtime.models import dflash_config, llama, qwen2
 from runtime.models.config import ModelConfig
+from runtime.models.dflash_config import BlockDraft
 from runtime.models.hf_config import ConfigFields, read_hf_config
 from runtime.models.registry import FAMILIES, Family, parse_hf_config
 
-DraftAlgorithm = Literal["EAGLE", "EAGLE3", "STANDALONE"]
+DraftAlgorithm = Literal["EAGLE", "EAGLE3", "DFLASH", "STANDALONE"]
 
 DRAFT_FAMILIES: dict[str, Family] = {
     "LlamaForCausalLMEagle": llama,
@@ -25,6 +26,7 @@ DRAFT_FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": qwen2,
 }
 """Which family's config.json a head's looks like, by class name."""
+DFLASH_CLASS = "DFlashDraftModel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,13 @@ class DraftConfig:
     Attributes:
         model: its decoder; `max_context_len` is the target's, since published heads name the length they were trained
             on.
-        aux_layers: EAGLE-3: target layers whose input the head reads, for `DecoderModel.forward`; () for other drafts.
+        aux_layers: EAGLE-3 and DFlash: target layers whose input the draft reads, for `DecoderModel.forward`; () for others.
+        block: DFlash: how blocks are filled; None for other drafts.
     """
 
     model: ModelConfig
     aux_layers: tuple[int, ...]
+    block: BlockDraft | None = None
 
 
 def load_draft_config(folder: str | Path, algorithm: DraftAlgorithm, target: ModelConfig) -> DraftConfig:
@@ -55,12 +59,17 @@ def load_draft_config(folder: str | Path, algorithm: DraftAlgorithm, target: Mod
         raise ConfigError(f"{where} is {_described(fitting[0], name, raw)}")
     if algorithm == "STANDALONE":
         model = parse_hf_config(raw, where)
+    elif algorithm == "DFLASH":
+        model = dflash_config.parse(ConfigFields({**raw, "architectures": [name]}, where))
     elif name not in DRAFT_FAMILIES:
         raise ConfigError(f"{where}: an {algorithm} head of class {name} is not supported; supported are {', '.join(DRAFT_FAMILIES)}")
     else:
         model = DRAFT_FAMILIES[name].parse(ConfigFields({**raw, "architectures": [name]}, where))
     model = dataclasses.replace(model, max_context_len=target.max_context_len)
     _check_fit(model, target, algorithm)
+    if algorithm == "DFLASH":
+        fields = ConfigFields(raw, where)
+        return DraftConfig(model, dflash_config.read_aux_layers(fields, target.num_layers), dflash_config.read_block(fields, model))
     return DraftConfig(model, _aux_layers(raw, target.num_layers, where) if algorithm == "EAGLE3" else ())
 
 
@@ -72,8 +81,10 @@ def _algorithms(name: str, raw: Mapping[str, Any], where: str) -> tuple[DraftAlg
     """The algorithms that a draft of class `name` can serve, the most likely first: a head may look like a model of one
     layer.
     """
+    if name == DFLASH_CLASS or "dflash_config" in raw:
+        return ("DFLASH",)
     if name not in DRAFT_FAMILIES and name not in FAMILIES:
-        known = ", ".join(dict.fromkeys([*DRAFT_FAMILIES, *FAMILIES]))
+        known = ", ".join(dict.fromkeys([*DRAFT_FAMILIES, DFLASH_CLASS, *FAMILIES]))
         raise ConfigError(f"{where}: draft architecture {name} is not supported; supported are {known}")
     if name.endswith("Eagle3") or "draft_vocab_size" in raw:
         return ("EAGLE3",)
@@ -84,6 +95,8 @@ def _algorithms(name: str, raw: Mapping[str, Any], where: str) -> tuple[DraftAlg
 
 def _described(algorithm: DraftAlgorithm, name: str, raw: Mapping[str, Any]) -> str:
     """What a draft for `algorithm` is, and what to do if the user asked for another algorithm."""
+    if algorithm == "DFLASH":
+        return "a DFLASH draft; use --speculative-algorithm DFLASH"
     if algorithm != "STANDALONE":
         return f"an {algorithm} head; use --speculative-algorithm {algorithm}"
     head = f", or name its class {name}Eagle in config.json if it is a head" if name in DRAFT_FAMILIES else ""

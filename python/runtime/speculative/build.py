@@ -17,6 +17,7 @@ from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.worker import Worker
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
+from runtime.models.dflash import DFlashDraftModel, check_depth
 from runtime.models.draft_config import load_draft_config
 from runtime.models.draft_head import DraftModel
 from runtime.models.eagle import LlamaForCausalLMEagle
@@ -25,6 +26,7 @@ from runtime.models.registry import build_model
 from runtime.models.standalone import StandaloneDraft
 from runtime.models.token_map import load_token_map
 from runtime.speculative.depth_costs import start_controller
+from runtime.speculative.dflash_worker import DFlashWorker
 from runtime.speculative.eagle_worker import EagleWorker
 from runtime.speculative.ngram_drafter import NgramDrafter
 from runtime.speculative.parity import check_parity
@@ -62,8 +64,15 @@ def make_drafter(context: WorkerContext, target: DecoderModel) -> Drafter:
     assert config is not None
     if config.algorithm == "NGRAM":
         return NgramDrafter(config.num_steps)
+    if config.algorithm == "DFLASH":
+        block_draft = load_block_draft(context, config, target)
+        return DFlashWorker(block_draft, _draft_runner(context, config, block_draft), config)
     model = load_draft(context, config, target)
-    runner = ModelRunner(
+    return EagleWorker(model, _draft_runner(context, config, model), config)
+
+
+def _draft_runner(context: WorkerContext, config: SpeculativeConfig, model: DraftModel | DFlashDraftModel) -> ModelRunner:
+    return ModelRunner(
         cast(DecoderModel, model),
         model.config,
         config.attention_backend,
@@ -71,7 +80,21 @@ def make_drafter(context: WorkerContext, target: DecoderModel) -> Drafter:
         context.device,
         tuning=context.config.device.tuning,
     )
-    return EagleWorker(model, runner, config)
+
+
+def load_block_draft(context: WorkerContext, config: SpeculativeConfig, target: DecoderModel) -> DFlashDraftModel:
+    """The DFlash draft with its weights.
+
+    Raises:
+        ConfigError: draft and target do not fit, or blocks are smaller than the depth.
+    """
+    folder = config.draft_model_path
+    assert folder is not None
+    draft = DFlashDraftModel(load_draft_config(folder, "DFLASH", target.config), target)
+    check_depth(draft.block.size, config.num_steps)
+    draft.load(model_weights(context, draft.expected_weights(), folder, config.draft_load_format))
+    log.info("draft: %s, %d layers, blocks of %d tokens", "DFlash", len(draft.layers), config.num_draft_tokens)
+    return draft
 
 
 def load_draft(context: WorkerContext, config: SpeculativeConfig, target: DecoderModel) -> DraftModel:
@@ -82,7 +105,7 @@ def load_draft(context: WorkerContext, config: SpeculativeConfig, target: Decode
     """
     folder = config.draft_model_path
     assert folder is not None
-    assert config.algorithm != "NGRAM"
+    assert config.algorithm not in ("NGRAM", "DFLASH")
     draft_config = load_draft_config(folder, config.algorithm, target.config)
     draft: DraftModel
     if config.algorithm == "STANDALONE":

@@ -18,6 +18,7 @@ from runtime.config.flag_parser import build_parser, dump, flags, from_fields, p
 from runtime.config.graphs import default_graph_sizes
 from runtime.config.machine import KERNEL_PACKAGES, Gpu, MachineFacts, probe
 from runtime.config.model_facts import ModelFacts
+from runtime.config.quant_config import QuantConfig
 from runtime.config.resolve import check, resolve
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.config.server_args import ServerArgs
@@ -49,7 +50,7 @@ OUR_FLAGS = re.findall(
     cpu-threads max-queued-tokens max-body-mib max-parse-ms max-logprob-cells queue-timeout request-timeout max-priority
     speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins allowed-hosts
     download-dir log-level-http api-key-file uds ssl-keyfile ssl-certfile ssl-keyfile-password
-    distributed-executor-backend
+    distributed-executor-backend speculative-draft-model-quantization
     """,
 )
 
@@ -211,7 +212,7 @@ def test_keyword_options_are_checked_by_name() -> None:
         ({"cuda_graph_bs": 4}, ["cuda_graph_bs", "4", "list"]),
         ({"cuda_graph_bs": ["1"]}, ["'1'", "list"]),
         ({"speculative_draft_model": ["a"]}, ["speculative_draft_model", "text"]),
-        ({"speculative_algorithm": "EAGLE2"}, ["EAGLE2", "EAGLE, EAGLE3, STANDALONE, NGRAM, none"]),
+        ({"speculative_algorithm": "EAGLE2"}, ["EAGLE2", "EAGLE, EAGLE3, MTP, STANDALONE, NGRAM, none"]),
         ({"quantization": "int4"}, ["int4", "int8"]),
         ({"dtype": "int3"}, ["int3", "bfloat16"]),
         ({"device": "tpu"}, ["tpu", "cpu"]),
@@ -368,6 +369,8 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"speculative_num_steps": 3}, HOPPER, ["--speculative-num-steps", "--speculative-algorithm"]),
         ({"disable_draft_extend_cuda_graph": True}, HOPPER, ["--disable-draft-extend-cuda-graph", "--speculative-algorithm"]),
         ({"speculative_algorithm": "EAGLE"}, HOPPER, ["--speculative-draft-model-path"]),
+        ({**EAGLE, "speculative_algorithm": "MTP"}, HOPPER, ["--speculative-draft-model-path", "MTP"]),
+        ({"speculative_algorithm": "MTP"}, HOPPER, ["multi-token prediction", "--speculative-draft-model-path"]),
         ({"speculative_algorithm": "NGRAM", "speculative_draft_model_path": "x"}, HOPPER, ["NGRAM", "--speculative-draft-model-path"]),
         ({"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 2}, HOPPER, ["NGRAM", "--speculative-eagle-topk"]),
         ({**EAGLE, "speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 2}, HOPPER, ["STANDALONE", "--speculative-eagle-topk"]),
@@ -418,6 +421,15 @@ def test_an_option_that_cannot_take_effect_is_refused_by_name(given: dict[str, o
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("algorithm", ["EAGLE", "MTP"])
+def test_without_a_draft_model_the_checkpoints_own_layer_drafts(algorithm: str) -> None:
+    model, asked = replace(LLAMA, has_mtp=True), {"model_path": "m", "speculative_algorithm": algorithm}
+    spec = spec_of(resolve(args(**asked, speculative_token_map=__file__), HOPPER, model))
+    assert (spec.algorithm, spec.draft_model_path, spec.num_steps, spec.token_map) == ("MTP", None, 3, __file__)
+    tree = spec_of(resolve(args(**asked, speculative_eagle_topk=4), HOPPER, model))
+    assert (tree.algorithm, tree.topk) == ("MTP", 4)
+
+
 def spec_of(config: RuntimeConfig) -> SpeculativeConfig:
     assert config.speculative is not None
     return config.speculative
@@ -461,6 +473,9 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "speculative_algorithm": ({"speculative_algorithm": "EAGLE3"}, lambda c: spec_of(c).algorithm, "EAGLE3"),
     "speculative_draft_model_path": ({}, lambda c: spec_of(c).draft_model_path, DRAFT[0]),
     "speculative_draft_load_format": ({}, lambda c: spec_of(c).draft_load_format, DRAFT[1]),
+    "speculative_draft_model_quantization": (
+        {"speculative_draft_model_quantization": "fp8"}, lambda c: spec_of(c).draft_quantization, "fp8"
+    ),
     "speculative_num_steps": (TREE, lambda c: spec_of(c).num_steps, 5),
     "speculative_eagle_topk": (TREE, lambda c: spec_of(c).topk, 4),
     "speculative_num_draft_tokens": (TREE, lambda c: spec_of(c).num_draft_tokens, 8),
@@ -653,6 +668,16 @@ def test_attention_that_cannot_be_captured_runs_without_graphs(caplog: pytest.Lo
     assert mixed.graphs.cuda_graph_bs
     assert mixed.speculative is not None
     assert (mixed.speculative.draft_decode_graph, mixed.speculative.draft_extend_graph) == (False, False)
+
+
+def test_the_quantization_of_a_checkpoint_is_the_models() -> None:
+    stored = replace(LLAMA, quant=QuantConfig("fp8"))
+    assert resolve(args(), CPU, LLAMA).model.quantization is None
+    assert resolve(args(quantization="fp8"), HOPPER, LLAMA).model.quantization == "fp8"
+    assert resolve(args(), HOPPER, stored).model.quantization == "fp8"
+    assert resolve(args(quantization="fp8"), CPU, stored).weights == "fp8"
+    with pytest.raises(ConfigError, match="--quantization int8 is not possible: the checkpoint's weights are fp8 already"):
+        resolve(args(quantization="int8"), CPU, stored)
 
 
 def test_only_the_embedded_model_is_quantised_by_default() -> None:

@@ -106,7 +106,7 @@ def resolve_speculative(
     """
     if args.speculative_algorithm in (None, "none"):
         return None
-    algorithm = cast(SpecAlgorithm, args.speculative_algorithm)
+    algorithm = _algorithm(args, model)
     path, draft_format = draft or (None, model.load_format)
     shape = _draft_shape(args, device.device)
     max_batch = args.speculative_disable_by_batch_size
@@ -135,8 +135,22 @@ def resolve_speculative(
         accept_threshold_acc=_threshold(args, "speculative_accept_threshold_acc"),
         synthetic_accept=_synthetic(args, shape),
         check_parity=args.speculative_check_parity,
+        draft_quantization="fp8" if args.speculative_draft_model_quantization == "fp8" else None,
         depths=shape.depths,
     )
+
+
+def _algorithm(args: ServerArgs, model: ModelFacts) -> SpecAlgorithm:
+    """The algorithm that was asked for; EAGLE without a draft model is MTP, as in SGLang."""
+    algorithm = cast(SpecAlgorithm, args.speculative_algorithm)
+    if algorithm == "EAGLE" and args.speculative_draft_model_path is None:
+        algorithm = "MTP"
+    if algorithm == "MTP" and not model.has_mtp:
+        raise ConfigError(
+            f"--speculative-algorithm {args.speculative_algorithm} without a draft model needs a layer for multi-token prediction, and "
+            "this checkpoint holds none that is supported. Name a draft model with --speculative-draft-model-path."
+        )
+    return algorithm
 
 
 def _draft_flags() -> list[str]:
@@ -156,13 +170,18 @@ def _check_draft_source(args: ServerArgs, algorithm: str) -> None:
             args,
             "has no effect: NGRAM copies from the text so far and has no draft model. Leave it out.",
             *("speculative_draft_model_path", "speculative_draft_load_format", "speculative_draft_attention_backend"),
-            *("disable_draft_decode_cuda_graph", "disable_draft_extend_cuda_graph"),
+            *("disable_draft_decode_cuda_graph", "disable_draft_extend_cuda_graph", "speculative_draft_model_quantization"),
         )
-    elif args.speculative_draft_model_path is None:
+    elif algorithm == "MTP":
+        names = ("speculative_draft_model_path", "speculative_draft_load_format", "speculative_draft_model_quantization")
+        _refuse(args, "has no effect: MTP drafts with a layer of the model's own checkpoint. Leave it out, or use EAGLE.", *names)
+    elif args.speculative_draft_model_path is None and (algorithm != "EAGLE" or args.model_path is None):
         raise ConfigError(f"--speculative-algorithm {algorithm} needs a draft model. Name it with --speculative-draft-model-path.")
     token_map = args.speculative_token_map
-    if token_map is not None and algorithm != "EAGLE":
-        raise ConfigError(f"--speculative-token-map works with EAGLE only; {algorithm} drafts from its own vocabulary. Leave it out.")
+    if token_map is not None and algorithm not in ("EAGLE", "MTP"):
+        raise ConfigError(
+            f"--speculative-token-map works with EAGLE and MTP only; {algorithm} drafts from its own vocabulary. Leave it out."
+        )
     if token_map is not None and not Path(token_map).is_file():
         raise ConfigError(
             f"--speculative-token-map {token_map} must be a file on this machine in which torch.save wrote a list or a tensor of "

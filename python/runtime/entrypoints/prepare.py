@@ -45,7 +45,9 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         max_context_len=model_config.max_context_len,
         vocab_size=model_config.vocab_size,
         head_dim=model_config.head_dim,
+        has_mtp=model_config.mtp is not None,
         embedded=source.is_embedded,
+        quant=model_config.quant,
         sampling=_sampling(args, source),
     )
     draft = find_draft(args, source.kind)
@@ -53,7 +55,7 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         args = with_block_size(args, read_block_size(draft[0]))
     config = resolve(args, probe(), facts, draft)
     speculative = config.speculative
-    if speculative is not None and speculative.algorithm != "NGRAM":
+    if speculative is not None and speculative.algorithm not in ("NGRAM", "MTP"):
         assert speculative.draft_model_path is not None
         load_draft_config(speculative.draft_model_path, speculative.algorithm, model_config)  # refuse it before loading weights
     check_memory(config, model_config, host_memory())

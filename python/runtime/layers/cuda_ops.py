@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from runtime.distributed.parallel_group import FusedExchange
 from runtime.layers.activation import Activation, gated
+from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.autotune import GemmGroup, Run, autotune_gemms, compile_all, group_gemms
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
@@ -22,13 +24,15 @@ from runtime.layers.gemm.triton_gemm import MAX_ROWS, TritonConfig, triton_gemm
 from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, wgmma_gemm
 from runtime.layers.kernels.add_normed import add_normed_rows
 from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
+from runtime.layers.kernels.latent_rows import rotate_heads, write_latent
 from runtime.layers.kernels.rms_norm import rms_norm_rows
 from runtime.layers.kernels.rope_and_cache import rope_and_cache
+from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
 from runtime.layers.pass_context import PassContext
-from runtime.layers.rope import RotaryHeads
+from runtime.layers.rope import Rope, RotaryHeads
 
 log = logging.getLogger(__name__)
 PROBE_TOLERANCE = 1e-2
@@ -85,6 +89,28 @@ class CudaOps:
         """Norm and rotate q and k, write k and v to their slots, return q [T, H, head_dim]."""
         batch = context.batch
         return rope_and_cache(qkv, heads, batch.positions, batch.out_cache_loc, context.kv_pool.flat(layer_id), self.pdl)
+
+    def write_latent(
+        self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm the latents, rotate the shared key, write the latent KV rows, return the queries' columns and those rows."""
+        batch = context.batch
+        return write_latent(rows, heads, batch.positions, batch.out_cache_loc, context.kv_pool.flat(layer_id)[0], self.pdl)
+
+    def rotate(self, x: torch.Tensor, rope: Rope, positions: torch.Tensor, out: torch.Tensor) -> None:
+        """Rotate `x` [T, H, rope.dim] into `out`."""
+        rotate_heads(x, rope, positions, out, self.pdl)
+
+    def prompt_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Causal attention of whole prompts, one after the other: [T, H, value_dim]. Torch's flash kernel needs one width for all."""
+        assert batch.extend_lens is not None, "a pass of prompts"
+        value_dim = v.shape[2]
+        v = F.pad(v, (0, q.shape[2] - value_dim)) if value_dim < q.shape[2] else v
+        parts = zip(*(x.transpose(0, 1).split(batch.extend_lens.tolist(), dim=1) for x in (q, k, v)), strict=True)
+        outs = [F.scaled_dot_product_attention(*(x[None] for x in one), is_causal=True, scale=layer.scale)[0] for one in parts]
+        return torch.cat(outs, dim=1).transpose(0, 1)[..., :value_dim]
 
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
         """`head(x)` in float32, [N, vocab], written to `out` where given; summed and kept in float32 throughout."""

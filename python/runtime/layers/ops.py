@@ -22,12 +22,15 @@ from typing import Protocol
 import torch
 
 from runtime.layers.activation import Activation
+from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.gemm.gemm import Gemm
+from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 from runtime.layers.pass_context import PassContext
-from runtime.layers.rope import RotaryHeads
+from runtime.layers.rope import Rope, RotaryHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,30 @@ class BlockOps(Protocol):
         Returns:
             q [T, H, head_dim].
         """
+        ...
+
+    def write_latent(
+        self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm the latents of queries and keys, rotate the shared key, and write the latent KV rows of layer `layer_id`
+        to the batch's slots.
+
+        Args:
+            rows: [T, q_columns + row_dim].
+
+        Returns:
+            The queries' columns [T, q_columns], normed where they are a latent, and the KV rows [T, row_dim], contiguous.
+        """
+        ...
+
+    def rotate(self, x: torch.Tensor, rope: Rope, positions: torch.Tensor, out: torch.Tensor) -> None:
+        """Rotate `x` [T, H, rope.dim] by `positions` int64 [T] into `out`, which may be `x`; both may be views."""
+        ...
+
+    def prompt_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Causal attention of whole prompts over their own keys: q and k [T, H, dim], v [T, H, value_dim] -> [T, H, value_dim]."""
         ...
 
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -8,8 +8,11 @@ import torch
 from torch.nn import functional as F
 
 from runtime.layers.activation import Activation, gated
+from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.kernels.argmax import argmax
+from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
@@ -59,6 +62,32 @@ class TorchOps:
         for cache, new in zip(context.kv_pool.flat(layer_id), (query_key[:, num_q:], value), strict=True):
             cache.index_copy_(0, context.batch.out_cache_loc, new.to(cache.dtype))
         return query_key[:, :num_q]
+
+    def write_latent(
+        self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm the latents, rotate the shared key, write the latent KV rows, return the queries' columns and those rows."""
+        q, latent, key = rows.split((heads.q_columns, heads.kv_rank, heads.rope.dim), dim=1)
+        if heads.q_norm is not None:
+            q = rms_norm(q, heads.q_norm).to(rows.dtype)
+        shared = rotate(key[:, None], heads.rope, context.batch.positions)[:, 0]
+        kv = torch.cat((rms_norm(latent, heads.kv_norm), shared), dim=1).to(rows.dtype)
+        cache, _ = context.kv_pool.flat(layer_id)
+        cache.index_copy_(0, context.batch.out_cache_loc, kv[:, None].to(cache.dtype))
+        return q, kv
+
+    def rotate(self, x: torch.Tensor, rope: Rope, positions: torch.Tensor, out: torch.Tensor) -> None:
+        """Rotate `x` [T, H, rope.dim] into `out`."""
+        out.copy_(rotate(x, rope, positions))
+
+    def prompt_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Causal attention of whole prompts, one after the other: [T, H, value_dim]."""
+        assert batch.extend_lens is not None, "a pass of prompts"
+        parts = zip(*(x.transpose(0, 1).split(batch.extend_lens.tolist(), dim=1) for x in (q, k, v)), strict=True)
+        outs = [F.scaled_dot_product_attention(*one, is_causal=True, scale=layer.scale) for one in parts]
+        return torch.cat(outs, dim=1).transpose(0, 1)
 
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
         """`head(x)` in float32, [N, vocab], written to `out` where given."""

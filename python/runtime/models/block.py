@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from runtime.layers.attention.layer import Attention
+from runtime.layers.attention.layer import AttentionLayer
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.mlp import Mlp
 from runtime.layers.norm import RMSNorm
@@ -20,7 +20,7 @@ class DecoderBlock(Protocol):
     """What a decoder needs of a layer. `Block` is one."""
 
     @property
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionLayer:
         """Its attention layer."""
         ...
 
@@ -57,7 +57,7 @@ class Block:
             head.
     """
 
-    attention: Attention
+    attention: AttentionLayer
     mlp: Mlp
     attn_norm: RMSNorm | None
     mlp_norm: RMSNorm

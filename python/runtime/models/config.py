@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from runtime.config.quant_config import QuantConfig
+
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
@@ -72,6 +74,47 @@ class MoeConfig:
     bias: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention. The rotated columns of a head are `ModelConfig.head_dim`.
+
+    Attributes:
+        q_rank: columns of the queries' latent; None where queries are projected in one step.
+        kv_rank: columns of the latent of keys and values.
+        nope_dim: columns of a query and of a key that are not rotated.
+        value_dim: columns of a value.
+        scale: factor of the scores.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    value_dim: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class MtpConfig:
+    """The layer for multi-token prediction that a checkpoint holds beside its model.
+
+    Attributes:
+        prefix: of the names of its tensors.
+        token_norm, hidden_norm, proj, final_norm: names of its own parts, behind `prefix`.
+        hidden_first: whether `proj` reads the hidden state before the embedding.
+        blank_start: whether the embedding at position 0 is replaced by zeros.
+        feeds_normed: whether the next draft step is fed the state after `final_norm`.
+    """
+
+    prefix: str
+    token_norm: str
+    hidden_norm: str
+    proj: str
+    final_norm: str
+    hidden_first: bool = False
+    blank_start: bool = False
+    feeds_normed: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullAttention:
     """The layers with full attention of a model whose layers with a window have other heads.
@@ -100,9 +143,12 @@ class ModelConfig:
         qk_norm: whether q and k are normed per head.
         rotary_dim: leading entries of a head that are rotated; None for all.
         rope_interleaved: whether entries 2i and 2i + 1 rotate together, instead of i and i + half.
+        latent: None for attention with keys and values per head.
+        mtp: None where the checkpoint holds no layer for multi-token prediction.
         draft_vocab_size: for draft heads with a reduced vocabulary, else None.
         target_hidden_size: for EAGLE heads: hidden size of the target.
         moe: the sparse MLPs; None for a dense model.
+        quant: how linear layers are quantised in the checkpoint, or are to be when it is loaded; None for plain numbers.
         full_attention: heads of the layers without a window where they differ from the others'; else None.
         shared_kv: as in `FullAttention`.
         v_norm: whether v is normed per head, without a weight.
@@ -136,9 +182,12 @@ class ModelConfig:
     qk_norm: bool = False
     rotary_dim: int | None = None
     rope_interleaved: bool = False
+    latent: LatentConfig | None = None
+    mtp: MtpConfig | None = None
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
     moe: MoeConfig | None = None
+    quant: QuantConfig | None = None
     full_attention: FullAttention | None = None
     shared_kv: bool = False
     v_norm: bool = False
@@ -162,3 +211,8 @@ class ModelConfig:
             shared_kv=full.shared_kv,
             full_attention=None,
         )
+
+    @property
+    def kv_columns(self) -> int:
+        """Values that one layer stores per token."""
+        return 2 * self.num_kv_heads * self.head_dim if self.latent is None else self.latent.kv_rank + self.head_dim

@@ -101,6 +101,8 @@ class DecoderModel:
         """
         skip = ("rotary_emb.inv_freq", "lm_head.weight") if self.config.tie_embeddings else ("rotary_emb.inv_freq",)
         self._parts.weights.load(weights, skip, self.config.unused_weights)
+        for layer in self.layers:
+            layer.attention.weights_filled()
 
     def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
         """Give the model its KV pool and attention backend."""

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionBackend
+from runtime.layers.attention.layer import Attention
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.linear import Linear
@@ -54,18 +55,16 @@ class DFlashDraftModel:
         self._body = body = DraftBody(self.config, target)
         self.fc = body.parts.weights.linear({"fc": hidden}, self.input_width)
         self._context_norm, self._norm = body.parts.norm("hidden_norm.weight"), body.parts.norm("norm.weight")
-        self.layers = [self._layer(i, causal) for i, causal in enumerate(self.block.causal)]
-        self.attention_specs = tuple(layer.attention.spec for layer in self.layers)
+        parts = body.parts
+        self._attention = [parts.attention(f"layers.{i}.self_attn.", i, causal=causal) for i, causal in enumerate(self.block.causal)]
+        self.layers = [self._layer(i, attention) for i, attention in enumerate(self._attention)]
+        self.attention_specs = tuple(attention.spec for attention in self._attention)
         self._kv_projs: list[Linear] = []
 
-    def _layer(self, layer: int, causal: bool) -> Block:
+    def _layer(self, layer: int, attention: Attention) -> Block:
         parts, prefix = self._body.parts, f"layers.{layer}."
-        return Block(
-            parts.attention(prefix + "self_attn.", layer, causal=causal),
-            parts.gated_mlp(prefix + "mlp."),
-            parts.norm(prefix + "input_layernorm.weight"),
-            parts.norm(prefix + "post_attention_layernorm.weight"),
-        )
+        before, between = (parts.norm(f"{prefix}{name}_layernorm.weight") for name in ("input", "post_attention"))
+        return Block(attention, parts.gated_mlp(prefix + "mlp."), before, between)
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that `load` requires."""
@@ -82,9 +81,7 @@ class DFlashDraftModel:
         """
         named = ((name.removeprefix("model."), tensor) for name, tensor in weights)
         self._body.parts.weights.load(named, ("rotary_emb.inv_freq",))
-        heads = [layer.attention.heads for layer in self.layers]
-        queries = [head.num_q_heads * head.head_dim for head in heads]
-        self._kv_projs = [layer.attention.qkv_proj.tail(rows) for layer, rows in zip(self.layers, queries, strict=True)]
+        self._kv_projs = [layer.qkv_proj.tail(layer.heads.num_q_heads * layer.heads.head_dim) for layer in self._attention]
 
     def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
         """Give the draft its KV pool and attention backend."""
@@ -115,8 +112,7 @@ class DFlashDraftModel:
         assert batch.hidden_states is not None, "the context is made of the target's states"
         ops, dtype, context = self._body.ops, self._body.dtype, self._body.context(batch)
         states = ops.norm(ops.linear(batch.hidden_states.to(dtype), self.fc).float(), self._context_norm, dtype)
-        for layer, kv_proj in zip(self.layers, self._kv_projs, strict=True):
-            attention = layer.attention
+        for attention, kv_proj in zip(self._attention, self._kv_projs, strict=True):
             keys_only = replace(attention.heads, num_q_heads=0)
             ops.rope_and_cache(ops.linear(states, kv_proj), keys_only, attention.spec.layer_id, context)
 

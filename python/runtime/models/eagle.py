@@ -11,14 +11,13 @@ from torch.nn import functional as F
 
 from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.layers.linear import Linear
 from runtime.layers.lm_head import all_logits, greedy
 from runtime.layers.ops import Stream
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.decoder import OTHER_LAUNCHES, DecoderModel
 from runtime.models.draft_config import DraftConfig
 from runtime.models.draft_head import DraftBody, OptionalTensors, shared_if_equal
-from runtime.models.token_map import invert
+from runtime.models.token_map import HotTokens
 from runtime.models.weights import NamedTensors
 
 OPTIONAL = frozenset({"embed_tokens.weight", "lm_head.weight", "fc.bias"})
@@ -55,13 +54,9 @@ class LlamaForCausalLMEagle:
         self.layers = [body.parts.dense_block(f"layers.{i}.", i, input_norm=i > 0) for i in range(self.config.num_layers)]
         self.attention_specs = tuple(layer.attention.spec for layer in self.layers)
         self.embed = target.embed
-        self.to_target = None if token_map is None else token_map.to(target.embed.device)
-        self.to_draft = None if self.to_target is None else invert(self.to_target, vocab, "--speculative-token-map")
-        self.vocab_size = vocab if self.to_target is None else len(self.to_target)
-        self.lm_head = self._hot_rows(target.lm_head)
-
-    def _hot_rows(self, head: Linear) -> Linear:
-        return head if self.to_target is None else head.select_rows(self.to_target)
+        self._hot = HotTokens(token_map, vocab, target.embed.device)
+        self.to_target, self.to_draft, self.vocab_size = self._hot.to_target, self._hot.to_draft, self._hot.size
+        self.lm_head = self._hot.head(target.lm_head)
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that `load` requires."""
@@ -84,7 +79,7 @@ class LlamaForCausalLMEagle:
         bias = optional.take("fc.bias", (hidden,))
         if bias is not None:
             self.fc.bias = bias.to(self.embed.device, self._target.dtype)
-        self.lm_head = self._hot_rows(self._body.head(optional.take("lm_head.weight", (vocab, hidden))))
+        self.lm_head = self._hot.head(self._body.head(optional.take("lm_head.weight", (vocab, hidden))))
 
     def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
         """Give the head its KV pool and attention backend."""
@@ -121,4 +116,4 @@ class LlamaForCausalLMEagle:
 
     def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
         """The target's ids of draft ids, int64 of any shape."""
-        return ids if self.to_target is None else self.to_target[ids]
+        return self._hot.map_to_target(ids)

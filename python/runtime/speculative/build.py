@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import cast
 
+from runtime.config.quant_config import with_flag
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.errors import ConfigError
@@ -18,10 +20,11 @@ from runtime.model_executor.worker import Worker
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.dflash import DFlashDraftModel, check_depth
-from runtime.models.draft_config import load_draft_config
+from runtime.models.draft_config import DraftConfig, load_draft_config
 from runtime.models.draft_head import DraftModel
 from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
+from runtime.models.mtp import MtpDraft
 from runtime.models.registry import build_model
 from runtime.models.standalone import StandaloneDraft
 from runtime.models.token_map import load_token_map
@@ -82,15 +85,24 @@ def _draft_runner(context: WorkerContext, config: SpeculativeConfig, model: Draf
     )
 
 
+def _draft_config(config: SpeculativeConfig, target: DecoderModel) -> tuple[str, DraftConfig]:
+    """The folder of the draft model, and its architecture."""
+    folder, algorithm = config.draft_model_path, config.algorithm
+    assert folder is not None, "checked with the flags"
+    assert algorithm not in ("NGRAM", "MTP"), "which have no draft model of their own"
+    found = load_draft_config(folder, algorithm, target.config)
+    quant = with_flag(found.model.quant, config.draft_quantization, "--speculative-draft-model-quantization")
+    return folder, replace(found, model=replace(found.model, quant=quant))
+
+
 def load_block_draft(context: WorkerContext, config: SpeculativeConfig, target: DecoderModel) -> DFlashDraftModel:
     """The DFlash draft with its weights.
 
     Raises:
         ConfigError: draft and target do not fit, or blocks are smaller than the depth.
     """
-    folder = config.draft_model_path
-    assert folder is not None
-    draft = DFlashDraftModel(load_draft_config(folder, "DFLASH", target.config), target)
+    folder, draft_config = _draft_config(config, target)
+    draft = DFlashDraftModel(draft_config, target)
     check_depth(draft.block.size, config.num_steps)
     draft.load(model_weights(context, draft.expected_weights(), folder, config.draft_load_format))
     log.info("draft: %s, %d layers, blocks of %d tokens", "DFlash", len(draft.layers), config.num_draft_tokens)
@@ -103,22 +115,29 @@ def load_draft(context: WorkerContext, config: SpeculativeConfig, target: Decode
     Raises:
         ConfigError: draft and target do not fit, or the draft knows fewer tokens than a node has branches.
     """
-    folder = config.draft_model_path
-    assert folder is not None
     assert config.algorithm not in ("NGRAM", "DFLASH")
-    draft_config = load_draft_config(folder, config.algorithm, target.config)
+    token_map = load_token_map(config.token_map) if config.token_map else None
+    if config.algorithm == "MTP":
+        served = context.config.model
+        return _loaded(context, config, MtpDraft(target, token_map), served.model_path, served.load_format)
+    folder, draft_config = _draft_config(config, target)
     draft: DraftModel
     if config.algorithm == "STANDALONE":
-        quantization = context.config.model.quantization
+        quantization = "int8" if draft_config.model.quant is None and context.config.model.quantization == "int8" else None
         ops, group = target.context.ops, context.group
         draft = StandaloneDraft(build_model(draft_config.model, ops, context.dtype, context.device, quantization, group))
     elif config.algorithm == "EAGLE3":
         draft = LlamaForCausalLMEagle3(draft_config, target)
     else:
-        token_map = load_token_map(config.token_map) if config.token_map else None
         draft = LlamaForCausalLMEagle(draft_config, target, token_map)
+    return _loaded(context, config, draft, folder, config.draft_load_format)
+
+
+def _loaded(context: WorkerContext, config: SpeculativeConfig, draft: DraftModel, folder: str, load_format: str) -> DraftModel:
+    """The draft with the weights in `folder`."""
     if config.topk > draft.vocab_size:
         raise ConfigError(f"--speculative-eagle-topk is {config.topk}; this draft knows {draft.vocab_size} tokens, so lower it")
-    draft.load(model_weights(context, draft.expected_weights(), folder, config.draft_load_format))
-    log.info("draft: %s, %d of %d tokens", draft_config.model.architecture, draft.vocab_size, target.config.vocab_size)
+    draft.load(model_weights(context, draft.expected_weights(), folder, load_format))
+    kind = "MTP layer of " if config.algorithm == "MTP" else ""
+    log.info("draft: %s%s, %d of %d tokens", kind, draft.config.architecture, draft.vocab_size, draft.config.vocab_size)
     return draft

@@ -27,7 +27,8 @@ class AttentionSpec:
         window: keys that a query sees before its own; -1 for all.
         softcap: c in scores = c * tanh(scores / c); 0 for none.
         causal: whether a query sees the keys up to its own; otherwise it sees all keys of its request, and `window` limits those before it.
-        sinks: float32 [H], one extra score per head that takes part in the softmax and has no value; None for none.
+        sinks: [H] of any float dtype, one extra score per head that takes part in the softmax and has no value; None
+            for none.
     """
 
     layer_id: int

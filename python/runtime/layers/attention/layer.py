@@ -1,8 +1,9 @@
-"""The attention layer: project, rotate, write KV, attend, add the output to the residual stream."""
+"""The attention of a block: its interface, and grouped-query attention over keys and values per head."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
@@ -15,8 +16,51 @@ from runtime.layers.pass_context import PassContext
 from runtime.layers.rope import RotaryHeads
 
 
+class AttentionLayer(Protocol):
+    """What a block needs of its attention: project, write KV and attend, add the output to the residual stream.
+
+    Attributes:
+        spec: what the backend reads.
+        o_proj: the output projection.
+        kernel_launches: of an eager pass, about.
+    """
+
+    spec: AttentionSpec
+    o_proj: Linear
+    kernel_launches: int
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that every token is multiplied by."""
+        ...
+
+    def weights_filled(self) -> None:
+        """Compute what follows from the weights. Call it after they are loaded."""
+        ...
+
+    def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
+        """Its GEMMs that are to be autotuned, in order, between these norms."""
+        ...
+
+    def project(self, stream: Stream, norm: RMSNorm | None) -> torch.Tensor:
+        """The first projection of the normed stream, [T, out] in the model's dtype."""
+        ...
+
+    def project_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The first projection of rows that are already normed, [T, in] in the model's dtype."""
+        ...
+
+    def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
+        """Write KV to the pool and attend: what `o_proj` reads, [T, H * value_dim], from the first projection."""
+        ...
+
+    def add_output(self, attended: torch.Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
+        """The stream plus the output projection of `attended`; perhaps in the same storage."""
+        ...
+
+
 class Attention:
-    """Grouped-query attention of one layer, or this rank's heads of it. Owner of its weights.
+    """`AttentionLayer`: grouped-query attention of one layer, or this rank's heads of it. Owner of its weights.
 
     Attributes:
         spec: what the backend reads: KV, scale, window, softcap, sinks.
@@ -35,6 +79,9 @@ class Attention:
     def active_parameters(self) -> int:
         """Weights that every token is multiplied by."""
         return self.qkv_proj.num_parameters + self.o_proj.num_parameters
+
+    def weights_filled(self) -> None:
+        """Nothing: the weights are used as they are."""
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm | None) -> Iterator[Gemm]:
         """Its GEMMs, in order; the output is not added to the stream where `next_norm` is None."""

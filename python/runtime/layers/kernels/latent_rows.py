@@ -1,0 +1,130 @@
+"""The kernels between latent attention's GEMMs: norms, rotation and KV write of the latent rows, and rotation of the queries."""
+
+# pyright: reportIndexIssue=false
+# A kernel is launched as kernel[grid](...), which only Triton's own types explain.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from runtime.layers.kernels.pdl import launch_options, pdl_sync
+from runtime.layers.latent_heads import LatentHeads
+from runtime.layers.rope import Rope
+
+MAX_HEADS = 8
+"""Heads of one program."""
+
+
+def write_latent(
+    rows: torch.Tensor, heads: LatentHeads, positions: torch.Tensor, out_cache_loc: torch.Tensor, cache: torch.Tensor, pdl: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm the latents of queries and keys, rotate the shared key, and write the KV rows to their slots.
+
+    Args:
+        rows: [T, q_columns + row_dim] contiguous.
+        heads: widths, norms and rotary table.
+        positions, out_cache_loc: int64 [T].
+        cache: [num_slots, 1, row_dim] contiguous; written.
+        pdl: as in `triton_gemm`.
+
+    Returns:
+        The queries' columns [T, q_columns], normed where they are a latent and a view of `rows` otherwise, and the KV rows
+        [T, row_dim] contiguous.
+    """
+    T, rank, rope, q_norm = len(rows), heads.kv_rank, heads.rope, heads.q_norm
+    kv = torch.empty((T, heads.row_dim), dtype=rows.dtype, device=rows.device)
+    q = rows[:, : heads.q_columns]
+    if q_norm is not None:
+        q = torch.empty((T, heads.q_columns), dtype=rows.dtype, device=rows.device)
+    _write_kernel[(T,)](
+        rows, q, kv, cache, positions, out_cache_loc, rope.cos_sin, heads.kv_norm.weight, q_norm.weight if q_norm else None,
+        heads.kv_norm.eps, q_norm.eps if q_norm else 0.0,
+        Q=heads.q_columns, RANK=rank, R=rope.dim, BLOCK_Q=triton.next_power_of_2(heads.q_columns) if q_norm else 1,
+        BLOCK_RANK=triton.next_power_of_2(rank), HALF=triton.next_power_of_2(rope.dim // 2), INTERLEAVED=rope.interleaved,
+        NORM_Q=q_norm is not None, PDL=pdl, num_warps=4, **launch_options(pdl),
+    )  # fmt: skip
+    return q, kv
+
+
+def rotate_heads(x: torch.Tensor, rope: Rope, positions: torch.Tensor, out: torch.Tensor, pdl: bool) -> None:
+    """Rotate `x` [T, H, R] by `positions` int64 [T] into `out` of the same shape, which may be `x`; rows are contiguous in both."""
+    T, H, R = x.shape
+    assert x.stride(2) == out.stride(2) == 1, "the columns of a head are adjacent"
+    _rotate_kernel[(T, triton.cdiv(H, MAX_HEADS))](
+        x, out, positions, rope.cos_sin, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
+        H=H, R=R, HALF=triton.next_power_of_2(R // 2), HEADS=MAX_HEADS, INTERLEAVED=rope.interleaved, PDL=pdl, num_warps=2,
+        **launch_options(pdl),
+    )  # fmt: skip
+
+
+@triton.jit
+def _write_kernel(
+    rows_ptr, q_ptr, kv_ptr, cache_ptr, position_ptr, slot_ptr, cos_sin_ptr, kv_norm_ptr, q_norm_ptr, kv_eps, q_eps,
+    Q: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_RANK: tl.constexpr, HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM_Q: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: one token."""
+    pdl_sync(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    row = rows_ptr + t * (Q + RANK + R)
+    slot = tl.load(slot_ptr + t)
+    column = tl.arange(0, BLOCK_RANK)
+    inside = column < RANK
+    x = tl.load(row + Q + column, mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(kv_norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    normed = (x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + kv_eps)) * gain).to(kv_ptr.dtype.element_ty)
+    tl.store(kv_ptr + t * (RANK + R) + column, normed, mask=inside)
+    tl.store(cache_ptr + slot * (RANK + R) + column, normed.to(cache_ptr.dtype.element_ty), mask=inside)
+    d = tl.arange(0, HALF)
+    half_in = d < R // 2
+    low_at, high_at = d, d + R // 2
+    if INTERLEAVED:
+        low_at, high_at = 2 * d, 2 * d + 1
+    low = tl.load(row + Q + RANK + low_at, mask=half_in, other=0.0).to(tl.float32)
+    high = tl.load(row + Q + RANK + high_at, mask=half_in, other=0.0).to(tl.float32)
+    angle = cos_sin_ptr + tl.load(position_ptr + t) * R + d
+    cos = tl.load(angle, mask=half_in, other=1.0)
+    sin = tl.load(angle + R // 2, mask=half_in, other=0.0)
+    first = (low * cos - high * sin).to(kv_ptr.dtype.element_ty)
+    second = (high * cos + low * sin).to(kv_ptr.dtype.element_ty)
+    key = kv_ptr + t * (RANK + R) + RANK
+    tl.store(key + low_at, first, mask=half_in)
+    tl.store(key + high_at, second, mask=half_in)
+    stored = cache_ptr + slot * (RANK + R) + RANK
+    tl.store(stored + low_at, first.to(cache_ptr.dtype.element_ty), mask=half_in)
+    tl.store(stored + high_at, second.to(cache_ptr.dtype.element_ty), mask=half_in)
+    if NORM_Q:
+        column_q = tl.arange(0, BLOCK_Q)
+        in_q = column_q < Q
+        y = tl.load(row + column_q, mask=in_q, other=0.0).to(tl.float32)
+        gain_q = tl.load(q_norm_ptr + column_q, mask=in_q, other=0.0).to(tl.float32)
+        y = y * (1.0 / tl.sqrt(tl.sum(y * y, 0) / Q + q_eps)) * gain_q
+        tl.store(q_ptr + t * Q + column_q, y.to(q_ptr.dtype.element_ty), mask=in_q)
+
+
+@triton.jit
+def _rotate_kernel(
+    x_ptr, out_ptr, position_ptr, cos_sin_ptr, x_token, x_head, out_token, out_head,
+    H: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: some heads of one token."""
+    pdl_sync(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    d = tl.arange(0, HALF)
+    half_in = d < R // 2
+    inside = (head < H)[:, None] & half_in[None, :]
+    low_at, high_at = d, d + R // 2
+    if INTERLEAVED:
+        low_at, high_at = 2 * d, 2 * d + 1
+    source = x_ptr + t * x_token + head[:, None] * x_head
+    low = tl.load(source + low_at[None, :], mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + high_at[None, :], mask=inside, other=0.0).to(tl.float32)
+    angle = cos_sin_ptr + tl.load(position_ptr + t) * R + d
+    cos = tl.load(angle, mask=half_in, other=1.0)[None, :]
+    sin = tl.load(angle + R // 2, mask=half_in, other=0.0)[None, :]
+    target = out_ptr + t * out_token + head[:, None] * out_head
+    tl.store(target + low_at[None, :], (low * cos - high * sin).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(target + high_at[None, :], (high * cos + low * sin).to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,41 @@
+"""MiMo-7B: Qwen 2's layers, and a layer for multi-token prediction that reads the hidden state first."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from runtime.models import llama, qwen2
+from runtime.models.config import ModelConfig, MtpConfig
+from runtime.models.hf_config import ConfigFields
+
+if TYPE_CHECKING:  # the front process reads configurations without torch
+    from runtime.models.block import Block
+    from runtime.models.parts import ModelParts
+
+MTP_LAYERS = "model.mtp_layers."
+MTP = MtpConfig(
+    prefix=MTP_LAYERS + "0.",
+    token_norm="token_layernorm",
+    hidden_norm="hidden_layernorm",
+    proj="input_proj",
+    final_norm="final_layernorm",
+    hidden_first=True,
+    blank_start=True,
+    feeds_normed=True,
+)
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    """The architecture."""
+    config = qwen2.parse(fields)
+    held = fields.count("num_nextn_predict_layers", 0) > 0
+    return dataclasses.replace(config, mtp=MTP if held else None, unused_weights=(MTP_LAYERS,))
+
+
+block = llama.block
+
+
+def mtp_block(parts: ModelParts, prefix: str) -> Block:
+    """The block of the layer for multi-token prediction."""
+    return parts.dense_block(prefix, 0)

@@ -1,0 +1,148 @@
+"""The draft that a checkpoint brings along: one layer trained for multi-token prediction, fed with the token's embedding beside
+the target's hidden state.
+
+Source: DeepSeek-V3, arXiv:2412.19437, section 2.2; MiMo, arXiv:2505.07608. The layer is run once per draft token, as an EAGLE
+head is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch.nn import functional as F
+
+from runtime.errors import ConfigError
+from runtime.layers.attention.base import AttentionBackend
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.lm_head import all_logits, greedy
+from runtime.layers.ops import Stream
+from runtime.mem_cache.kv_pool import KVPool
+from runtime.models.config import ModelConfig
+from runtime.models.decoder import OTHER_LAUNCHES, DecoderModel
+from runtime.models.draft_head import DraftBody
+from runtime.models.registry import MTP_FAMILIES
+from runtime.models.token_map import HotTokens
+from runtime.models.weights import NamedTensors, Sliceable
+
+SHARED = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
+"""Endings of the tensors that a checkpoint repeats for the layer; the target's are used."""
+
+
+class MtpDraft:
+    """`DraftModel` of the target's own checkpoint; embedding and LM head are the target's.
+
+    Attributes:
+        proj: embedding and hidden state, both normed, in the order of the family [2 * hidden] -> hidden.
+        layer: the block.
+        lm_head: the target's, or its rows of a token map.
+    """
+
+    def __init__(self, target: DecoderModel, token_map: torch.Tensor | None = None) -> None:
+        """Allocate the layer beside its target.
+
+        Args:
+            token_map: int64 [Vd], the target ids that the draft may propose, or None for all.
+
+        Raises:
+            ConfigError: the target's checkpoint holds no such layer.
+        """
+        self.config = mtp_config(target.config)
+        assert self.config.mtp is not None, "checked by mtp_config"
+        self._names = names = self.config.mtp
+        self.lookahead = 1
+        self.aux_layers: tuple[int, ...] = ()
+        hidden, vocab = self.config.hidden_size, self.config.vocab_size
+        self.input_width = self.hidden_width = hidden
+        self.hidden_dtype = target.dtype if names.feeds_normed else torch.float32
+        self._target = target
+        self._body = body = DraftBody(self.config, target)
+        parts, prefix = body.parts, names.prefix
+        self._token_norm, self._hidden_norm, self._final_norm = (
+            parts.norm(f"{prefix}{name}.weight") for name in (names.token_norm, names.hidden_norm, names.final_norm)
+        )
+        self.proj = parts.weights.linear({prefix + names.proj: hidden}, 2 * hidden)
+        self.layer = MTP_FAMILIES[self.config.architecture].mtp_block(parts, prefix)
+        self.attention_specs = (self.layer.attention.spec,)
+        self._hot = HotTokens(token_map, vocab, target.embed.device)
+        self.to_target, self.to_draft, self.vocab_size = self._hot.to_target, self._hot.to_draft, self._hot.size
+        self.lm_head = self._hot.head(target.lm_head)
+
+    def expected_weights(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor that `load` requires."""
+        return self._body.parts.weights.expected()
+
+    def load(self, weights: NamedTensors) -> None:
+        """Fill the weights; load the target first.
+
+        Args:
+            weights: the target's whole checkpoint; tensors of other layers are not read.
+
+        Raises:
+            ConfigError: tensors are missing, unexpected or of another shape; it names them.
+        """
+        self._body.parts.weights.load(self._own(weights), SHARED)
+        self.layer.attention.weights_filled()
+        self.lm_head = self._hot.head(self._target.lm_head)
+
+    def _own(self, weights: NamedTensors) -> Iterator[tuple[str, Sliceable]]:
+        return ((name, tensor) for name, tensor in weights if name.startswith(self._names.prefix))
+
+    def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
+        """Give the layer its KV pool and attention backend."""
+        self._body.bind(kv_pool, backend)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the layer's weights and tables, without what it shares with the target."""
+        return self._body.num_bytes(self._target.embed, self.lm_head)
+
+    @property
+    def kernel_launches(self) -> int:
+        """Kernels of an eager pass, about."""
+        return self.layer.kernel_launches + OTHER_LAUNCHES
+
+    def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, hidden] or [N, hidden] in `hidden_dtype`, as `DraftModel.forward` says."""
+        assert batch.hidden_states is not None, "a draft layer needs hidden states"
+        ops, dtype, names = self._body.ops, self._body.dtype, self._names
+        embeds = F.embedding(batch.input_ids, self._target.embed).float()
+        if names.blank_start:
+            embeds = embeds.masked_fill(batch.positions[:, None] == 0, 0.0)
+        token = ops.norm(embeds, self._token_norm, dtype)
+        hidden = ops.norm(batch.hidden_states.float(), self._hidden_norm, dtype)
+        x = ops.linear(torch.cat((hidden, token) if names.hidden_first else (token, hidden), dim=1), self.proj)
+        h = self.layer.forward(Stream(x.to(torch.float32, copy=True)), self._body.context(batch), wanted=wanted).h
+        return ops.norm(h, self._final_norm, dtype) if names.feeds_normed else h
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Scores of the token after next: [N, hidden] -> float32 [N, Vd], written to `out` where given."""
+        return all_logits(self._body.ops, self._normed(hidden), self.lm_head, out)
+
+    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The draft id of the most likely token, int64 [N]: the argmax of `logits(hidden)`."""
+        return greedy(self._body.ops, self._normed(hidden), self.lm_head)
+
+    def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._names.feeds_normed:
+            return hidden.to(self._body.dtype)
+        return self._body.ops.norm(hidden.float(), self._final_norm, self._body.dtype)
+
+    def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
+        """The target's ids of draft ids, int64 of any shape."""
+        return self._hot.map_to_target(ids)
+
+
+def mtp_config(target: ModelConfig) -> ModelConfig:
+    """The architecture of the layer: one layer like the target's last.
+
+    Raises:
+        ConfigError: the target's checkpoint holds none.
+    """
+    if target.mtp is None:
+        raise ConfigError(
+            f"{target.architecture} has no layer for multi-token prediction in this checkpoint (num_nextn_predict_layers is 0 or absent). "
+            "Name a draft model with --speculative-draft-model-path, or use --speculative-algorithm NGRAM."
+        )
+    return dataclasses.replace(target, num_layers=1, window=target.window[-1:])

@@ -1,0 +1,310 @@
+"""Drafting with the layer for multi-token prediction of the target's own checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from runtime.batch import ForwardMode
+from runtime.errors import ConfigError
+from runtime.layers.attention.base import AttentionShape, plan_pass
+from runtime.layers.attention.registry import build_backend
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.torch_ops import TorchOps
+from runtime.mem_cache.kv_pool import KVPool, PageTable
+from runtime.model_executor.build import build_worker
+from runtime.models.config import ModelConfig
+from runtime.models.decoder import DecoderModel
+from runtime.models.mimo import MTP as MIMO_MTP
+from runtime.models.mtp import MtpDraft, mtp_config
+from runtime.models.registry import build_model
+from runtime.sampling_params import SamplingParams
+from runtime.speculative.build import build_speculative_worker
+from unit.driver import Driver, EveryNth
+from unit.latent import latent_model
+from unit.ranks import ranks
+from unit.tiny import tiny_model, tiny_runtime, tiny_speculative
+
+CPU = torch.device("cpu")
+LENGTH = 20
+Tensors = dict[str, torch.Tensor]
+
+
+def mimo_model() -> ModelConfig:
+    return tiny_model(architecture="MiMoForCausalLM", vocab_size=97, qkv_bias=True, mtp=MIMO_MTP, unused_weights=(MIMO_MTP.prefix,))
+
+
+MODELS: dict[str, Callable[[], ModelConfig]] = {
+    "deepseek": latent_model,
+    "direct queries": lambda: latent_model(q_rank=None),
+    "mimo": mimo_model,
+}
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Any:
+    with torch.inference_mode():
+        yield
+
+
+# ---- the layer against its definition
+
+
+def checkpoint(config: ModelConfig) -> tuple[DecoderModel, Tensors]:
+    """A target and the whole checkpoint that it comes from, with weights large enough that every part of it matters."""
+    target = build_model(config, TorchOps(), torch.float32, CPU)
+    shapes = target.expected_weights() | MtpDraft(target).expected_weights()
+    g = torch.Generator().manual_seed(3)
+    tensors = {name: torch.randn(shape, generator=g) * (0.3 if len(shape) == 1 else shape[-1] ** -0.5) for name, shape in shapes.items()}
+    tensors |= {name: 1 + tensor for name, tensor in tensors.items() if "norm" in name}
+    target.load(tensors.items())
+    return target, tensors
+
+
+class Draft:
+    """The draft over a pool of its own, for one request in row 1."""
+
+    def __init__(self, target: DecoderModel, tensors: Tensors) -> None:
+        self.model = MtpDraft(target)
+        self.model.load(tensors.items())
+        pool = KVPool([spec.kv for spec in self.model.attention_specs], 4, 16, CPU)
+        self.table = PageTable(2, 64, 16, CPU)
+        self.table.pages[1] = torch.tensor([3, 1, 4, 2], dtype=torch.int32)
+        self.backend = build_backend("torch_native", AttentionShape(self.model.attention_specs, 1, 4, 1, 64), pool, self.table)
+        self.model.bind(pool, self.backend)
+
+    def run(self, ids: torch.Tensor, hidden: torch.Tensor, start: int, extend: bool) -> torch.Tensor:
+        """The states at `start`... of tokens that follow them, and of the target's states there."""
+        n = len(ids)
+        positions, rows = torch.arange(start, start + n), torch.full((n,), 1)
+        batch = ForwardBatch(
+            mode=ForwardMode.EXTEND if extend else ForwardMode.DRAFT_EXTEND,
+            batch_size=1,
+            tokens_per_req=0 if extend else n,
+            input_ids=ids,
+            positions=positions,
+            out_cache_loc=self.table.slots(rows, positions),
+            req_pool_indices=rows[:1],
+            seq_lens=torch.tensor([start + n], dtype=torch.int32),
+            qo_indptr=torch.tensor([0, n], dtype=torch.int32),
+            seq_len_bounds=np.array([start + n], dtype=np.int32),
+            extend_lens=np.array([n], dtype=np.int32) if extend else None,
+            hidden_states=hidden,
+        )
+        plan_pass(self.backend, batch)
+        return self.model.forward(batch)
+
+
+class Definition:
+    """The published definition, over one whole sequence at a time, from the checkpoint's own tensors."""
+
+    def __init__(self, config: ModelConfig, tensors: Tensors) -> None:
+        self.c, self.t = config, tensors
+        assert config.mtp is not None
+        self.prefix = config.mtp.prefix
+        self.mimo = config.architecture == "MiMoForCausalLM"
+
+    def norm(self, x: torch.Tensor, name: str, eps: float = 1e-5) -> torch.Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * self.t[f"{self.prefix}{name}.weight"]
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, self.t[f"{self.prefix}{name}.weight"], self.t.get(f"{self.prefix}{name}.bias"))
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, heads, size]: neighbours turn together for DeepSeek, halves for MiMo."""
+        n, _, size = x.shape
+        turn = torch.polar(torch.ones(n, size // 2), torch.arange(n)[:, None] * 10000.0 ** (-torch.arange(0, size, 2) / size))[:, None]
+        pairs = x.unflatten(-1, (2, -1)).transpose(-1, -2) if self.mimo else x.unflatten(-1, (-1, 2))
+        return torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn).flatten(-2)  # dot products ignore the order
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+        scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+
+    def mimo_attention(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (self.linear(x, f"self_attn.{name}_proj").unflatten(-1, (-1, self.c.head_dim)) for name in "qkv")
+        k, v = (part.repeat_interleave(self.c.num_q_heads // self.c.num_kv_heads, 1) for part in (k, v))
+        return self.attend(self.rotate(q), self.rotate(k), v)
+
+    def latent_attention(self, x: torch.Tensor) -> torch.Tensor:
+        latent, H = self.c.latent, self.c.num_q_heads
+        assert latent is not None
+        if latent.q_rank is None:
+            q = self.linear(x, "self_attn.q_proj")
+        else:
+            q = self.linear(self.norm(self.linear(x, "self_attn.q_a_proj"), "self_attn.q_a_layernorm", 1e-6), "self_attn.q_b_proj")
+        nope, rotated = q.unflatten(-1, (H, -1)).split((latent.nope_dim, self.c.head_dim), -1)
+        compressed, shared = self.linear(x, "self_attn.kv_a_proj_with_mqa").split((latent.kv_rank, self.c.head_dim), -1)
+        made = self.linear(self.norm(compressed, "self_attn.kv_a_layernorm", 1e-6), "self_attn.kv_b_proj").unflatten(-1, (H, -1))
+        key = torch.cat((made[..., : latent.nope_dim], self.rotate(shared[:, None]).expand(-1, H, -1)), -1)
+        return self.attend(torch.cat((nope, self.rotate(rotated)), -1), key, made[..., latent.nope_dim :])
+
+    def __call__(self, ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the next step is fed, and logits, from the target's states and the token after each of them."""
+        embeds = self.t["model.embed_tokens.weight"][ids]
+        if self.mimo:
+            embeds[0] = 0
+            parts = self.norm(hidden, "hidden_layernorm"), self.norm(embeds, "token_layernorm")
+        else:
+            parts = self.norm(embeds, "enorm"), self.norm(hidden, "hnorm")
+        h = self.linear(torch.cat(parts, -1), "input_proj" if self.mimo else "eh_proj")
+        x = self.norm(h, "input_layernorm")
+        h = h + self.linear(self.mimo_attention(x) if self.mimo else self.latent_attention(x), "self_attn.o_proj")
+        m = self.norm(h, "post_attention_layernorm")
+        h = h + self.linear(F.silu(self.linear(m, "mlp.gate_proj")) * self.linear(m, "mlp.up_proj"), "mlp.down_proj")
+        last = self.norm(h, "final_layernorm" if self.mimo else "shared_head.norm")
+        return last if self.mimo else h, last @ self.t["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_states_and_logits_follow_the_definition(name: str) -> None:
+    config = MODELS[name]()
+    target, tensors = checkpoint(config)
+    g = torch.Generator().manual_seed(0)
+    ids, hidden = torch.randint(0, 97, (LENGTH,), generator=g), torch.randn(LENGTH, 64, generator=g)
+    states, logits = Definition(config, tensors)(ids, hidden)
+    draft = Draft(target, tensors)
+    pieces = [(0, 11, True), (11, 12, True), (12, 16, False), *((at, at + 1, False) for at in range(16, LENGTH))]
+    got = torch.cat([draft.run(ids[a:b], hidden[a:b], a, extend) for a, b, extend in pieces])
+    torch.testing.assert_close(got.float(), states, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(draft.model.logits(got), logits, rtol=1e-4, atol=1e-3)
+    assert torch.equal(draft.model.greedy(got), logits.argmax(-1))
+
+
+def test_embedding_and_head_are_the_targets() -> None:
+    target, tensors = checkpoint(latent_model())
+    draft = Draft(target, tensors | {"model.layers.3.embed_tokens.weight": torch.zeros(97, 64)}).model
+    assert draft.lm_head is target.lm_head
+    own = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith("model.layers.3."))
+    assert draft.weight_bytes == own + target.config.max_context_len * 8 * 4 + 128 * 8 * 4
+
+
+def test_a_checkpoint_without_the_layer_is_refused() -> None:
+    target, tensors = checkpoint(latent_model())
+    draft = MtpDraft(target)
+    del tensors["model.layers.3.eh_proj.weight"]
+    with pytest.raises(ConfigError, match=r"lacks model\.layers\.3\.eh_proj\.weight"):
+        draft.load(tensors.items())
+    with pytest.raises(ConfigError, match=r"no layer for multi-token prediction .* --speculative-draft-model-path"):
+        mtp_config(latent_model(mtp=None))
+
+
+# ---- served
+
+PROMPTS = {r: np.random.default_rng(r).integers(0, 97, 5 + 7 * r).tolist() for r in (1, 2, 3)}
+RUNTIME: dict[str, Any] = dict(max_running_requests=40, max_total_tokens=8192)
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=64)
+
+
+def easy(target: Any, draft: Any = None) -> None:
+    """A target that mostly goes by its last token, and a draft that knows it."""
+    for layer in (*target.layers, *(() if draft is None else (draft.layer,))):
+        layer.attention.o_proj.weight.mul_(0.4)
+    target.lm_head.weight.mul_(8.0)
+    if draft is not None:
+        width = target.config.hidden_size
+        first, second = draft.proj.weight[:, :width], draft.proj.weight[:, width:]
+        token, hidden = (second, first) if draft.config.mtp.hidden_first else (first, second)
+        token.copy_(torch.eye(width))
+        hidden.mul_(0.5)
+
+
+def plain(model: ModelConfig, **runtime: Any) -> Any:
+    worker = build_worker(tiny_runtime(**{**RUNTIME, **runtime}), model)
+    easy(worker.parts.target.runner.model)
+    return worker
+
+
+def drafting(
+    model: ModelConfig, runtime: dict[str, Any] | None = None, replay: Any = None, sizes: Any = None, group: Any = None, **spec: Any
+) -> Any:
+    spec.setdefault("num_draft_tokens", spec.get("num_steps", 3) + 1)
+    config = tiny_runtime(tiny_speculative("", **{"algorithm": "MTP", "draft_model_path": None, **spec}), **{**RUNTIME, **(runtime or {})})
+    worker: Any = build_speculative_worker(config, model, replay, sizes, **(group or {}))
+    worker.parts.monitor.schedule = EveryNth(512)
+    easy(worker.parts.target.runner.model, worker.parts.drafter.model)
+    return worker
+
+
+SPECS: dict[str, dict[str, Any]] = {
+    "one": {"num_steps": 1},
+    "chain": {"num_steps": 3},
+    "tree": {"num_steps": 3, "topk": 3, "num_draft_tokens": 8},
+}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("page", [1, 16, 64])
+def test_greedy_text_is_that_without_drafts(name: str, spec: str, page: int) -> None:
+    model = MODELS[name]()
+    expected = Driver(plain(model)).generate(PROMPTS, 24)
+    driver = Driver(drafting(model, {"page_size": page}, "eager", [2, 4], **SPECS[spec]))
+    assert driver.generate(PROMPTS, 24, chunk=5) == expected
+    assert driver.mean_accept_len() > 1.2
+
+
+@pytest.mark.parametrize("spec", ["chain", "tree"])
+@pytest.mark.parametrize("page", [1, 16])
+def test_shared_prefixes_and_lost_rows_keep_the_text(spec: str, page: int) -> None:
+    model, long = latent_model(), np.random.default_rng(0).integers(0, 97, 40).tolist()
+    expected = Driver(plain(model)).generate({1: long, 2: [*long[:32], 5, 6]}, 16)
+    driver = Driver(drafting(model, {"page_size": page}, **SPECS[spec]))
+    driver.prefill({1: long}, chunk=7)
+    # The draft's KV of a position depends on the next token, so one token more than the shared part must be equal.
+    shared = 31 // page * page
+    driver.prefill({2: [*long[:32], 5, 6]}, shared={2: (1, shared)})
+    for _ in range(3):
+        driver.decode([2, 1])
+    so_far = driver.out[1]
+    driver.release(1)
+    driver.prefill({3: PROMPTS[3]})
+    driver.prefill({1: long + so_far}, resumed={1: len(long)}, chunk=4)
+    while min(len(driver.out[1]), len(driver.out[2])) < 16:
+        driver.decode([3, 2, 1])
+    assert {row: driver.out[row][:16] for row in (1, 2)} == expected
+
+
+def test_sampled_requests_run_beside_greedy_ones() -> None:
+    model = latent_model()
+    mixed = {1: GREEDY, 2: SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_new_tokens=64), 3: GREEDY}
+    expected = Driver(plain(model)).generate(PROMPTS, 20)
+    out = Driver(drafting(model, num_steps=3)).generate(PROMPTS, 20, sampling=mixed)
+    assert {row: out[row] for row in (1, 3)} == {row: expected[row] for row in (1, 3)}
+    assert all(0 <= token < 97 for token in out[2])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_token_map_restricts_the_draft_and_keeps_the_text(name: str, tmp_path: Path) -> None:
+    model, hot = MODELS[name](), [token for token in range(97) if token % 3]
+    torch.save(torch.tensor(hot), tmp_path / "map.pt")
+    worker = drafting(model, num_steps=3, token_map=str(tmp_path / "map.pt"))
+    draft = worker.parts.drafter.model
+    assert (draft.vocab_size, draft.lm_head.out_features) == (len(hot), len(hot))
+    draft.lm_head.weight.copy_(worker.parts.target.runner.model.lm_head.weight[torch.tensor(hot)])
+    driver = Driver(worker)
+    assert driver.generate(PROMPTS, 24) == Driver(plain(model)).generate(PROMPTS, 24)
+    assert driver.mean_accept_len() > 1.1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_generate_the_text_of_one(name: str) -> None:
+    model = MODELS[name]()
+    alone = Driver(drafting(model, num_steps=3))
+    expected = alone.generate(PROMPTS, 16)
+
+    def build(group: Any, followers: Any) -> Any:
+        return drafting(model, {"tp_size": group.size}, num_steps=3, group={"group": group, "followers": followers})
+
+    with ranks(2, build) as worker:
+        sharded = Driver(worker)
+        assert sharded.generate(PROMPTS, 16) == expected
+        assert sharded.mean_accept_len() == alone.mean_accept_len() > 1.2
+        assert not worker.parts.target.agreement.differs.item()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from runtime.errors import ConfigError
 from runtime.layers.linear import Linear, Partition
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.scheme import Index, LinearPart, QuantScheme, WeightSlot
+from runtime.models.parallel_store import store_in_threads
 
 UNUSED_SCALES = (".input_scale", ".k_scale", ".v_scale")
 """Of activations and KV in quantised checkpoints: activations keep their 16 bits."""
@@ -130,14 +132,16 @@ class WeightTable:
         """
         missing, unexpected = set(self._slots), []
         skip += () if self._quant is None else UNUSED_SCALES
-        for name, tensor in weights:
-            if name not in self._slots:
-                if not name.endswith(skip) and not name.startswith(unused):
+
+        def stores() -> Iterator[Callable[[], None]]:
+            for name, tensor in weights:
+                if name in self._slots:
+                    missing.discard(name)
+                    yield partial(_store, name, tensor, self._slots[name])
+                elif not name.endswith(skip) and not name.startswith(unused):
                     unexpected.append(name)
-                continue
-            for slot in self._slots[name]:
-                _store(name, tensor, slot)
-            missing.discard(name)
+
+        store_in_threads(stores())
         problems = [f"{what} {_listed(names)}" for what, names in (("lacks", missing), ("has unexpected", unexpected)) if names]
         if problems:
             raise ConfigError(f"the checkpoint does not fit its config.json: it {' and '.join(problems)}")
@@ -160,14 +164,15 @@ class WeightTable:
         self._slots.setdefault(name, []).append(slot)
 
 
-def _store(name: str, tensor: Sliceable, slot: WeightSlot) -> None:
-    index = slot.index_of(tuple(tensor.shape))
-    if index is None:
-        raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(slot.shape)}")
-    part = tensor[index]
-    if slot.dtype is not None and part.dtype is not slot.dtype:
-        raise ConfigError(f"tensor {name} has dtype {part.dtype}; the model expects {slot.dtype}")
-    slot.put(part)
+def _store(name: str, tensor: Sliceable, slots: Iterable[WeightSlot]) -> None:
+    for slot in slots:
+        index = slot.index_of(tuple(tensor.shape))
+        if index is None:
+            raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(slot.shape)}")
+        part = tensor[index]
+        if slot.dtype is not None and part.dtype is not slot.dtype:
+            raise ConfigError(f"tensor {name} has dtype {part.dtype}; the model expects {slot.dtype}")
+        slot.put(part)
 
 
 def _ignore(part: torch.Tensor) -> None:

@@ -1,8 +1,9 @@
-"""Hooks of mkdocs: benchmark results belong to the site, and the pages of the single benchmarks to its navigation."""
+"""Hooks of mkdocs: the reference is made from the code, and benchmark results and the pages of all benchmarks belong to the site."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the plots and figures that pages link to."""
+    """Add the reference, and the plots and figures that pages link to."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import reference
+
+    for name, text in reference.pages().items():
+        files.append(File.generated(config, f"reference/{name}", content=text))
     for path in sorted((ROOT / RESULTS).rglob("*")):
         if path.suffix in (".png", ".json"):
             name = path.relative_to(ROOT).as_posix()

@@ -1,12 +1,7 @@
-"""Writes docs/reference/: flags, endpoints and metrics, from the code that defines them.
-
-python scripts/reference.py            write the pages
-python scripts/reference.py --check    exit 1 if a page is out of date
-"""
+"""The reference pages of the documentation, made from the code when the site is built: flags, endpoints and metrics."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import fields
 from itertools import groupby
@@ -14,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ROOT / "docs" / "reference"
 sys.path[:0] = [str(ROOT / folder) for folder in ("python", "test", "test/unit")]
 
 from front import ScriptedScheduler, make_manager  # noqa: E402  (the server without a model)
@@ -27,7 +21,6 @@ from runtime.managers.telemetry.metrics import Metrics  # noqa: E402
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats  # noqa: E402
 from runtime.managers.telemetry.spec_stats import SpecStats  # noqa: E402
 
-NOTE = "<!-- Written by scripts/reference.py. -->\n\n"
 METHODS = ("get", "post", "delete")
 
 
@@ -47,7 +40,7 @@ def flags_page() -> str:
 
 def endpoints_page(schema: dict[str, Any]) -> str:
     """Every endpoint of /openapi.json: what it does, the fields of its body, and its statuses."""
-    parts = ["# Endpoints\n\n" + NOTE + "`GET /openapi.json` of a running server has the types and bounds of all fields."]
+    parts = ["# Endpoints\n\n`GET /openapi.json` of a running server has the types and bounds of all fields."]
     for path, operations in schema["paths"].items():
         for method in METHODS:
             if (operation := operations.get(method)) is None:
@@ -74,7 +67,7 @@ def metrics_page() -> str:
         "A server with a model also has the runs of each graph runner (`talon:runner_runs_total`) and the drift of acceptance "
         "(`talon:spec_drift`)."
     )
-    return "# Metrics\n\n" + NOTE + _table(("name", "type", "labels", ""), sorted(rows)) + f"\n\n{more}\n"
+    return "# Metrics\n\n" + _table(("name", "type", "labels", ""), sorted(rows)) + f"\n\n{more}\n"
 
 
 def _default(value: object) -> str:
@@ -105,23 +98,3 @@ def pages() -> dict[str, str]:
     finally:
         manager.close()
     return {"flags.md": flags_page(), "endpoints.md": endpoints_page(schema), "metrics.md": metrics_page()}
-
-
-def main() -> int:
-    """Write or check."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    PAGES.mkdir(exist_ok=True)
-    texts = pages()
-    old = [name for name, text in texts.items() if not (PAGES / name).is_file() or (PAGES / name).read_text(encoding="utf-8") != text]
-    for name in old:
-        if check:
-            print(f"docs/reference/{name} is out of date; run python scripts/reference.py", file=sys.stderr)
-        else:
-            (PAGES / name).write_text(texts[name], encoding="utf-8")
-    return 1 if check and old else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

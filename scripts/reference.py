@@ -27,9 +27,7 @@ METHODS = ("get", "post", "delete")
 def flags_page() -> str:
     """Every flag of the server, by group."""
     parts = [
-        "# Flags\n\n"
-        + NOTE
-        + "`python -m runtime.launch_server --help` says the same. `--config FILE` reads them from YAML; the command line wins."
+        "# Flags\n\n`python -m runtime.launch_server --help` says the same. `--config FILE` reads them from YAML; the command line wins."
     ]
     defaults = {field.name: field.default for field in fields(ServerArgs)}
     for group, members in groupby(sorted(flags(), key=lambda flag: flag.group), key=lambda flag: flag.group):

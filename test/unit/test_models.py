@@ -23,6 +23,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from runtime.batch import ForwardMode
@@ -61,6 +63,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+SPARSE = {**COMMON, "num_experts_per_tok": 3, "initializer_range": 0.2}
+EXPERTS = {"num_experts": 8, "moe_intermediate_size": 32}
 GEMMA4: dict[str, Any] = {
     **COMMON,
     "head_dim": 16,
@@ -99,6 +103,11 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
         Gemma4Config(text_config={**GEMMA4, "attention_k_eq_v": True}, vision_config=VISION, audio_config=None),
     ),
     "mistral-window": (MistralForCausalLM, MistralConfig(**COMMON, sliding_window=7)),
+    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SPARSE, **EXPERTS, head_dim=16, norm_topk_prob=True)),
+    "qwen3-moe-some-layers-dense": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**SPARSE, **EXPERTS, head_dim=16, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[0]),
+    ),
     "mistral-no-window": (MistralForCausalLM, MistralConfig(**COMMON, sliding_window=None)),
     "deepseek-dense": (DeepseekV3ForCausalLM, DeepseekV3Config(**COMMON | LATENT, first_k_dense_replace=3)),
     "deepseek-yarn": (DeepseekV3ForCausalLM, DeepseekV3Config(**COMMON | LATENT, first_k_dense_replace=3, rope_parameters=YARN)),
@@ -272,6 +281,9 @@ def test_int8_stays_close_to_the_weights_it_stands_for(checkpoint: Checkpoint) -
         assert mine.linear.scheme.name == "int8"
         if mine.op != "logits":
             its.linear.weight.copy_(dequantize(mine.linear.storage))
+    for mine, its in zip(quantized.experts, exact.experts, strict=True):
+        its.gate_up.weight.copy_(dequantize(mine.gate_up))
+        its.down.weight.copy_(dequantize(mine.down))
     with torch.inference_mode():
         hidden = Runner(exact, 16).hidden(checkpoint.ids, 0, EXTEND)[0]
         expected = hidden @ dequantize(quantized.lm_head.storage).T
@@ -333,6 +345,7 @@ def test_a_tied_model_shares_its_table_and_ignores_a_saved_head() -> None:
     assert torch.all(model.embed == 1)
 
 
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 QWEN2_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 6}
 
 
@@ -358,9 +371,18 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"dtype": "int4"}, "dtype is 'int4'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"weights are quantized \(quantization_config: fp8\), which is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"weights are quantized \(quantization_config: awq\), which is not supported"),
+        ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fp8 in e5m2"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, r"blocks of \[64, 64\]; only \[128, 128\]"),
+        ({"quantization_config": {"quant_method": "fp8", "ignored_layers": "lm_head"}}, "ignored_layers is 'lm_head'; it must be a list"),
+        ({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [1]}}, "modules_to_not_convert is "),
         ({"quantization_config": {"bits": 4}}, "quantization_config: an unnamed scheme"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config: compressed-tensors"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config.config_groups must be an object"),
+        (
+            {"compression_config": COMPRESSED | {"config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}}},
+            "int weights of 4 bits",
+        ),
+        ({"compression_config": COMPRESSED | {"config_groups": {"a": {"weights": {"strategy": "group"}}}}}, "None weights of None bits"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; it must be a positive number"),
         ({"rope_parameters": "absent", "rope_theta": 0}, "rope_theta is 0; it must be a positive number"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "rope_theta is nan"),

@@ -8,6 +8,7 @@ import msgspec
 
 from runtime.config.device_tuning import DeviceTuning, tuning_of
 from runtime.config.machine import Gpu
+from runtime.log import LogFormat
 from runtime.pooling import PoolingName
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
@@ -15,8 +16,8 @@ DeviceKind = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
 AttentionName = Literal["torch_native", "fa3", "flashinfer"]
 SamplingName = Literal["triton", "pytorch"]
-SpecAlgorithm = Literal["EAGLE", "EAGLE3", "MTP", "STANDALONE", "NGRAM"]
-Quantization = Literal["int8"]
+SpecAlgorithm = Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM"]
+Quantization = Literal["int8", "fp8", "mxfp4"]
 GrammarBackendName = Literal["llguidance", "xgrammar", "none"]
 Executor = Literal["mp", "ray"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
@@ -164,6 +165,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     accept_threshold_acc: float
     synthetic_accept: tuple[float, ...] | None
     check_parity: bool
+    draft_quantization: Literal["fp8"] | None = None
     depths: tuple[int, ...] = ()
 
 
@@ -191,6 +193,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ssl_keyfile_password: str | None = None
     api_key_file: str | None = None
     log_level_http: str | None = None
+    log_format: LogFormat = "text"
+    log_slow_requests: float | None = None
+    otlp_traces_endpoint: str | None = None
     strict_request_fields: bool = False
     protect_metrics: bool = False
     allow_origins: tuple[str, ...] = ()

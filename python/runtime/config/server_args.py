@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from runtime.log import LogFormat
 from runtime.pooling import PoolingName
 
 MODEL, SERVER, DEVICE, SCHEDULING = "model", "server", "device and memory", "scheduling"
@@ -47,8 +48,9 @@ class ServerArgs:
     """Type of weights and activations; auto is float32 on a CPU and the checkpoint's type, or bfloat16, on CUDA."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"] = _flag(MODEL, "auto")
     """Type of the KV cache; must be the model's type (auto)."""
-    quantization: Literal["int8", "none"] | None = _flag(MODEL, None)
-    """int8 stores linear weights in 8 bits (CPU only); none turns off the embedded model's default."""
+    quantization: Literal["int8", "fp8", "mxfp4", "none"] | None = _flag(MODEL, None)
+    """fp8 stores the linear weights of all layers in 8 bits (e4m3, a scale for each 128 x 128 entries), int8 on a CPU also the head;
+    none turns off the embedded model's default. A quantized checkpoint needs no flag."""
     context_length: int | None = _flag(MODEL, None, "TOKENS")
     """Maximum tokens of prompt and output together; default: the model's."""
     chat_template: str | None = _flag(MODEL, None, "TEMPLATE")
@@ -180,18 +182,20 @@ class ServerArgs:
     cuda_graph_bs: tuple[int, ...] | None = _flag(GRAPHS, None, "N", "--cuda-graph-bs-decode")
     """Batch sizes to capture; default: a ladder up to the largest."""
 
-    speculative_algorithm: Literal["EAGLE", "EAGLE3", "MTP", "STANDALONE", "NGRAM", "none"] | None = _flag(
+    speculative_algorithm: Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM", "none"] | None = _flag(
         SPECULATION, None, None, "--speculative-algo"
     )
     """How tokens are drafted; EAGLE without a draft model is MTP, the layer in the checkpoint itself. The embedded model drafts
     with its own head unless this is none."""
     speculative_draft_model_path: str | None = _flag(SPECULATION, None, "PATH", "--speculative-draft-model")
     """Folder or hub id of the draft model."""
+    speculative_draft_model_quantization: Literal["unquant", "fp8"] | None = _flag(SPECULATION, None)
+    """fp8 quantizes the layers of a 16-bit draft model; default: as its checkpoint stores them (int8 where the target is int8)."""
     speculative_draft_load_format: FormatChoice | None = _flag(SPECULATION, None)
     """Format of the draft model's weights; default: dummy with a dummy model unless it is a GGUF file, else auto."""
     speculative_num_steps: int | Literal["auto"] | None = _flag(SPECULATION, None, "K")
     """Depth of the drafts, K; auto: each iteration runs at the depth, 0 to 7, that gives the most tokens per second. Default:
-    D - 1 if a chain's D is given, else 3 (embedded model: 4 on a GPU)."""
+    D - 1 if a chain's D is given, all masked tokens of a DFLASH draft's blocks, else 3 (embedded model: 4 on a GPU)."""
     speculative_eagle_topk: int | None = _flag(SPECULATION, None, "N")
     """Branches per draft node; default: 1, a chain."""
     speculative_num_draft_tokens: int | None = _flag(SPECULATION, None, "D")
@@ -220,7 +224,13 @@ class ServerArgs:
     log_level_http: Literal["debug", "info", "warning", "error"] | None = _flag(OBSERVING, None)
     """Lowest level to log of the HTTP server; default: --log-level."""
     log_requests: bool = _flag(OBSERVING, False)
-    """Log the lengths and times of each request, never its text."""
+    """Log every HTTP request, and the lengths and times of each generation, never its text."""
+    log_slow_requests: float | None = _flag(OBSERVING, None, "SECONDS")
+    """Log generations that take at least so long, with the phase that took longest: queue, prefill or decode."""
+    log_format: LogFormat = _flag(OBSERVING, "text")
+    """Form of the log: text, or one JSON object per line with the id of the request."""
+    otlp_traces_endpoint: str | None = _flag(OBSERVING, None, "URL")
+    """Send a trace of every request to this OpenTelemetry collector, by OTLP over HTTP, such as http://localhost:4318."""
     enable_metrics: bool = _flag(OBSERVING, True)
     """Serve Prometheus metrics at /metrics; on unless set to false."""
     profile: str | None = _flag(OBSERVING, None, "FOLDER")

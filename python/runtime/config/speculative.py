@@ -77,6 +77,13 @@ def with_embedded_draft(args: ServerArgs, embedded: bool) -> ServerArgs:
     return replace(args, speculative_algorithm="EAGLE3", speculative_draft_model_path=str(EMBEDDED_DRAFT))
 
 
+def with_block_size(args: ServerArgs, block_size: int) -> ServerArgs:
+    """Verify whole blocks of a draft that fills `block_size` tokens at once, unless another depth was asked for."""
+    if args.speculative_num_steps is not None or args.speculative_num_draft_tokens is not None:
+        return args
+    return replace(args, speculative_num_draft_tokens=block_size)
+
+
 def asks_for_embedded_draft(args: ServerArgs) -> bool:
     """Whether the embedded model would draft with its own head."""
     return args.speculative_algorithm in (None, "EAGLE3") and args.speculative_draft_model_path is None
@@ -128,6 +135,7 @@ def resolve_speculative(
         accept_threshold_acc=_threshold(args, "speculative_accept_threshold_acc"),
         synthetic_accept=_synthetic(args, shape),
         check_parity=args.speculative_check_parity,
+        draft_quantization="fp8" if args.speculative_draft_model_quantization == "fp8" else None,
         depths=shape.depths,
     )
 
@@ -162,10 +170,10 @@ def _check_draft_source(args: ServerArgs, algorithm: str) -> None:
             args,
             "has no effect: NGRAM copies from the text so far and has no draft model. Leave it out.",
             *("speculative_draft_model_path", "speculative_draft_load_format", "speculative_draft_attention_backend"),
-            *("disable_draft_decode_cuda_graph", "disable_draft_extend_cuda_graph"),
+            *("disable_draft_decode_cuda_graph", "disable_draft_extend_cuda_graph", "speculative_draft_model_quantization"),
         )
     elif algorithm == "MTP":
-        names = ("speculative_draft_model_path", "speculative_draft_load_format")
+        names = ("speculative_draft_model_path", "speculative_draft_load_format", "speculative_draft_model_quantization")
         _refuse(args, "has no effect: MTP drafts with a layer of the model's own checkpoint. Leave it out, or use EAGLE.", *names)
     elif args.speculative_draft_model_path is None and (algorithm != "EAGLE" or args.model_path is None):
         raise ConfigError(f"--speculative-algorithm {algorithm} needs a draft model. Name it with --speculative-draft-model-path.")
@@ -205,7 +213,7 @@ def _auto_shape(args: ServerArgs, topk: int) -> _DraftShape:
 
 
 def _tree_shape(args: ServerArgs, steps: int, topk: int) -> _DraftShape:
-    if args.speculative_algorithm in ("NGRAM", "STANDALONE"):
+    if args.speculative_algorithm in ("NGRAM", "STANDALONE", "DFLASH"):
         raise ConfigError(f"--speculative-eagle-topk must be 1: {args.speculative_algorithm} drafts chains. Trees need an EAGLE head.")
     if (steps - 1) * topk > MAX_TREE_BITS:
         raise ConfigError(

@@ -122,7 +122,7 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
 
 def check_equal_shards(context: WorkerContext, model: DecoderModel) -> None:
     """Raise `ConfigError` where GPUs would hold parts of different sizes: they share the kernels that rank 0 chooses."""
-    shapes = context.group.gather([gemm.key(0) for gemm in model.gemms()])
+    shapes = context.group.gather(([gemm.key(0) for gemm in model.gemms()], [(experts.count, experts.size) for experts in model.experts]))
     if context.device.type == "cuda" and any(other != shapes[0] for other in shapes):
         raise ConfigError(f"--tp-size {context.group.size} does not cut {model.config.architecture} into equal parts; use another size")
 

@@ -77,6 +77,7 @@ def _unsupported_layer(caps: AttentionCaps, layer: AttentionSpec) -> str:
         (caps.sliding_window or layer.window < 0, f"a sliding window of {layer.window + 1}"),
         (caps.softcap or not layer.softcap, "capped attention scores"),
         (caps.sinks or layer.sinks is None, "attention sinks"),
+        (caps.non_causal or layer.causal, "attention to later tokens"),
     )
     return next((what for fine, what in wanted if not fine), "")
 

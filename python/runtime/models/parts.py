@@ -12,6 +12,7 @@ from runtime.errors import ConfigError
 from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention.layer import Attention
+from runtime.layers.attention.row_norms import RowNorms
 from runtime.layers.linear import Partition
 from runtime.layers.mlp import GatedMlp
 from runtime.layers.moe.mlp import SparseMlp
@@ -111,7 +112,16 @@ class ModelParts:
         spec = AttentionSpec(layer_id, heads, kv, c.attn_scale or c.head_dim**-0.5, c.window[layer_id], causal=causal)
         v_norm = RMSNorm(torch.ones(c.head_dim, dtype=self.context.dtype, device=self.context.device), c.rms_eps) if c.v_norm else None
         split = RotaryHeads(heads, kv_heads, c.head_dim, self.rope, q_norm, k_norm, v_norm, c.shared_kv)
-        return Attention(spec, split, qkv, o, self.context.ops)
+        row_norms = self.row_norms(prefix, query, key) if c.qk_row_norm else None
+        return Attention(spec, split, qkv, o, self.context.ops, row_norms)
+
+    def row_norms(self, prefix: str, query: Shard, key: Shard) -> RowNorms:
+        """The norms of q and k over all heads, of which this rank computes `query` and `key`."""
+        c, group = self.config, self.context.group
+        widths = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        whole = [self.weights.tensor(f"{prefix}{name}_norm.weight", (width,)) for name, width in zip("qk", widths, strict=True)]
+        own = [weight[shard.of(len(weight))] for weight, shard in zip(whole, (query, key), strict=True)]
+        return RowNorms(*own, c.rms_eps, *widths, max(group.size // c.num_kv_heads, 1), group)
 
     def head_shards(self) -> tuple[Shard, Shard]:
         """Which query heads and which KV heads this rank computes, in rows of their projections.

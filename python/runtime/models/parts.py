@@ -109,7 +109,10 @@ class ModelParts:
         o = self.weights.linear({prefix + "o_proj": c.hidden_size}, q_rows, c.o_bias, Partition.ROW, [query])
         heads, kv_heads = _length(query.of(q_rows)) // c.head_dim, _length(key.of(kv_rows)) // c.head_dim
         kv = KVSpec("gqa", kv_heads, c.head_dim, c.head_dim, self.context.dtype)
-        spec = AttentionSpec(layer_id, heads, kv, c.attn_scale or c.head_dim**-0.5, c.window[layer_id], causal=causal)
+        own = slice(query.of(q_rows).start // c.head_dim, query.of(q_rows).stop // c.head_dim)
+        sinks = self.weights.tensor(prefix + "sinks", (c.num_q_heads,), rows=own) if c.sinks else None
+        scale = c.attn_scale or c.head_dim**-0.5
+        spec = AttentionSpec(layer_id, heads, kv, scale, c.window[layer_id], sinks=sinks, causal=causal)
         v_norm = RMSNorm(torch.ones(c.head_dim, dtype=self.context.dtype, device=self.context.device), c.rms_eps) if c.v_norm else None
         split = RotaryHeads(heads, kv_heads, c.head_dim, self.rope, q_norm, k_norm, v_norm, c.shared_kv)
         row_norms = self.row_norms(prefix, query, key) if c.qk_row_norm else None
@@ -118,10 +121,10 @@ class ModelParts:
     def row_norms(self, prefix: str, query: Shard, key: Shard) -> RowNorms:
         """The norms of q and k over all heads, of which this rank computes `query` and `key`."""
         c, group = self.config, self.context.group
-        widths = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        whole = [self.weights.tensor(f"{prefix}{name}_norm.weight", (width,)) for name, width in zip("qk", widths, strict=True)]
-        own = [weight[shard.of(len(weight))] for weight, shard in zip(whole, (query, key), strict=True)]
-        return RowNorms(*own, c.rms_eps, *widths, max(group.size // c.num_kv_heads, 1), group)
+        q_width, k_width = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        q_weight = self.weights.tensor(prefix + "q_norm.weight", (q_width,))[query.of(q_width)]
+        k_weight = self.weights.tensor(prefix + "k_norm.weight", (k_width,))[key.of(k_width)]
+        return RowNorms(q_weight, k_weight, c.rms_eps, q_width, k_width, max(group.size // c.num_kv_heads, 1), group)
 
     def head_shards(self) -> tuple[Shard, Shard]:
         """Which query heads and which KV heads this rank computes, in rows of their projections.

@@ -142,7 +142,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "minimax-m2": (
         MiniMaxM2ForCausalLM,
         MiniMaxM2Config(
-            **SPARSE,
+            **{**SPARSE, "initializer_range": 0.05},
             num_local_experts=8,
             head_dim=16,
             rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},

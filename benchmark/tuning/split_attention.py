@@ -43,7 +43,7 @@ from runtime.layers.attention.base import plan_pass
 from runtime.mem_cache.kv_pool import PageTable
 
 if TYPE_CHECKING:  # requires Triton, which is installed with a GPU only
-    from runtime.layers.attention.kernels.split_decode import SplitShape
+    from runtime.layers.attention.kernels.split_shape import SplitShape
 
 NAME = "tuning/split_attention"
 LAYERS = SHAPE.layers
@@ -104,7 +104,7 @@ def that_fit(cases: Sequence[Case], free_bytes: int) -> list[Case]:
 
 def split_shape(batch: int, width: int, config: SplitConfig) -> SplitShape:
     """The shape of a pass on this GPU."""
-    from runtime.layers.attention.kernels.split_decode import SplitShape
+    from runtime.layers.attention.kernels.split_shape import SplitShape
 
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     return SplitShape(batch, width, H, G, D, num_sms, config)
@@ -120,7 +120,7 @@ def compile_kind(kind: tuple[int, int, int, SplitConfig]) -> None:
     from runtime.layers.attention.kernels.split_decode import warm_up
 
     page, width, batch, config = kind
-    warm_up(split_shape(batch, width, config), page, BF16, CUDA, tree=False, window=-1, pdl=True)
+    warm_up(split_shape(batch, width, config), page, BF16, CUDA, tree=False, window=-1, sinks=False, pdl=True)
     torch.cuda.synchronize()
 
 

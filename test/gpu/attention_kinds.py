@@ -37,6 +37,7 @@ class Kind:
         batch: requests, padding included.
         steps: passes of one plan.
         tail: tree tail of the first pass; 0 when causal.
+        sinks: whether the layers have attention sinks.
     """
 
     kernel: tuple[torch.dtype, int, str]
@@ -48,12 +49,13 @@ class Kind:
     batch: int
     steps: int
     tail: int = 0
+    sinks: bool = False
 
     def __str__(self) -> str:
         dtype, head_dim, masked = self.kernel
         return (
             f"{str(dtype).removeprefix('torch.')}-d{head_dim}-{masked}-{self.window}-h{self.group * self.kv_heads}of{self.kv_heads}"
-            f"-page{self.page_size}-{self.batch}x{self.width}x{self.steps}-tail{self.tail}"
+            f"-page{self.page_size}-{self.batch}x{self.width}x{self.steps}-tail{self.tail}{'-sinks' if self.sinks else ''}"
         )
 
     @property
@@ -112,3 +114,10 @@ def choose(count: int, seed: int, trees: bool = False) -> list[Kind]:
 
 CAUSAL_KINDS = choose(16, seed=1)
 TREE_KINDS = choose(10, seed=2, trees=True)
+SINK_KINDS = [
+    Kind((BF16, 64, "mixed"), 127, 8, 2, 1, 1, 4, 3, 0, sinks=True),
+    Kind((BF16, 64, "mixed"), 127, 8, 1, 64, 4, 7, 1, 0, sinks=True),
+    Kind((FP16, 64, "window"), 127, 8, 2, 16, 8, 13, 1, 0, sinks=True),
+    Kind((BF16, 64, "full"), -1, 8, 2, 16, 4, 4, 1, 12, sinks=True),
+]
+"""Layers with sinks, in the shape of gpt-oss. FlashInfer has none."""

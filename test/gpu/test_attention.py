@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.attention_kinds import BF16, CAUSAL_KINDS, FP16, MAX_LEN, TREE_KINDS, Kind
+from gpu.attention_kinds import BF16, CAUSAL_KINDS, FP16, MAX_LEN, SINK_KINDS, TREE_KINDS, Kind
 from runtime.batch import ForwardMode
 from runtime.config.device_tuning import DeviceTuning
 from runtime.config.resolve import resolve
@@ -75,7 +76,7 @@ def make_world(name: str, kind: Kind, seed: int = 0) -> World:
         cache.normal_()
         copy.copy_(cache)
     shape = AttentionShape(
-        layers=tuple(AttentionSpec(i, kind.num_q_heads, kv, kind.head_dim**-0.5, kind.windows[i]) for i in range(2)),
+        layers=tuple(AttentionSpec(i, kind.num_q_heads, kv, kind.head_dim**-0.5, kind.windows[i], 0.0, sinks(kind)) for i in range(2)),
         max_batch_size=kind.batch,
         max_tokens_per_req=kind.width,
         max_steps=kind.steps,
@@ -85,6 +86,11 @@ def make_world(name: str, kind: Kind, seed: int = 0) -> World:
     world = World(kind, shape.layers, fast, slow, table, np.random.default_rng(seed))
     shuffle(world)
     return world
+
+
+def sinks(kind: Kind) -> torch.Tensor | None:
+    """Scores as large as the largest of the keys, so that leaving one out shows."""
+    return (3 + torch.randn(kind.num_q_heads, device="cuda")).to(kind.dtype) if kind.sinks else None
 
 
 def shuffle(world: World) -> None:
@@ -261,8 +267,14 @@ def random_lengths(rng: np.random.Generator, low: int, high: int, count: int) ->
     return [low - 1 + math.floor((high - low + 1) ** u) for u in rng.random(count)]
 
 
-@pytest.mark.parametrize("kind", CAUSAL_KINDS + TREE_KINDS, ids=str)
-@pytest.mark.parametrize("name", ["fa3", "fa3 split", "flashinfer"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *itertools.product(["fa3", "fa3 split", "flashinfer"], CAUSAL_KINDS + TREE_KINDS),
+        *itertools.product(["fa3", "fa3 split"], SINK_KINDS),
+    ],
+    ids=str,
+)
 def test_passes_of_every_kind_are_torchs_eager_and_captured(name: str, kind: Kind, splits: list[object]) -> None:
     world = make_world(name, kind, seed=len(str(kind)))
     batch, low = fixed_batch(kind), max(kind.width, kind.tail)
@@ -299,8 +311,11 @@ def test_passes_of_every_kind_are_torchs_eager_and_captured(name: str, kind: Kin
     )
 
 
-@pytest.mark.parametrize("kind", CAUSAL_KINDS, ids=str)
-@pytest.mark.parametrize("name", ["fa3", "flashinfer"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*itertools.product(["fa3", "flashinfer"], CAUSAL_KINDS), *(("fa3", kind) for kind in SINK_KINDS if not kind.tail)],
+    ids=str,
+)
 def test_prompts_of_every_kind_are_torchs(name: str, kind: Kind) -> None:
     world = make_world(name, kind, seed=len(str(kind)))
     for _ in range(3):

@@ -13,16 +13,9 @@ pytest.importorskip("triton")
 
 from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import SplitConfig
-from runtime.layers.attention.kernels.split_decode import (
-    SplitKeys,
-    SplitShape,
-    SplitWorkspace,
-    one_of_each_kernel,
-    split_attention,
-    supports,
-    warm_up,
-)
+from runtime.layers.attention.kernels.split_decode import SplitKeys, SplitWorkspace, split_attention, warm_up
 from runtime.layers.attention.kernels.split_schedule import WorkSchedule, schedule_work
+from runtime.layers.attention.kernels.split_shape import SplitShape, one_of_each_kernel, supports
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -42,10 +35,12 @@ class Case:
     v: torch.Tensor
     workspace: SplitWorkspace
 
-    def run(self, causal: bool = True, window: int = -1, lse: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self, causal: bool = True, window: int = -1, lse: torch.Tensor | None = None, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         D = self.shape.head_dim
         return split_attention(
-            self.q, self.k, self.v, self.keys, self.shape, self.workspace, D**-0.5, causal=causal, window=window, lse=lse
+            self.q, self.k, self.v, self.keys, self.shape, self.workspace, D**-0.5, causal=causal, window=window, sinks=sinks, lse=lse
         )
 
 
@@ -78,7 +73,7 @@ def make_case(
     return Case(shape, keys, q, k.to(DEVICE, DTYPE), v.to(DEVICE, DTYPE), SplitWorkspace([shape], DEVICE))
 
 
-def definition(case: Case, causal: bool, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+def definition(case: Case, causal: bool, window: int, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention and base-2 log-sum-exp in float64, query by query."""
     shape, keys, W = case.shape, case.keys, case.shape.width
     group, out = shape.num_q_heads // shape.num_kv_heads, torch.zeros(case.q.shape, dtype=torch.float64)
@@ -91,7 +86,9 @@ def definition(case: Case, causal: bool, window: int) -> tuple[torch.Tensor, tor
             mine = length - W + w
             seen = (positions <= mine) & ((positions >= mine - window) | (window < 0)) if causal else torch.ones(length, dtype=torch.bool)
             scores = torch.einsum("hd,nhd->hn", case.q[b * W + w].cpu().double(), k[seen]) * shape.head_dim**-0.5
-            out[b * W + w] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v[seen])
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.cpu().double()[:, None]], dim=1)
+            out[b * W + w] = torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, : len(v[seen])], v[seen])
             lse[b * W + w] = scores.logsumexp(-1) / np.log(2)
     return out, lse
 
@@ -131,6 +128,15 @@ def test_every_default_cut_holds_at_its_widest(head_dim: int, batch: int, window
     case = make_case(lens, 8, 16, (8, 1, head_dim), sms=132, config=H200.split_config(head_dim, batch))
     assert case.shape.rows == 64
     assert_close(case.run(window=window), definition(case, True, window)[0])
+
+
+@pytest.mark.parametrize("config", [SMALL, SCHEDULED], ids=["static", "scheduled"])
+@pytest.mark.parametrize(("width", "window"), [(1, -1), (1, 20), (4, -1), (4, 127), (8, 0)])
+@pytest.mark.parametrize("sms", [1, 40])
+def test_a_sink_counts_once_in_every_query(sms: int, width: int, window: int, config: SplitConfig) -> None:
+    case = make_case([width, width + 20, 160, 347], width, 16, (16, 2, 64), sms, config)
+    sinks = (torch.arange(16) / 4 - 1).to(DEVICE, DTYPE)
+    assert_close(case.run(window=window, sinks=sinks), definition(case, True, window, sinks)[0])
 
 
 def test_one_program_a_head_when_the_batch_fills_the_device() -> None:
@@ -252,15 +258,15 @@ def test_passes_too_wide_for_the_tile_are_refused() -> None:
     assert not supports(0, 32, 8)
 
 
-@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize(("tree", "sinks"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("width", [1, 4])
-def test_warm_up_of_each_kind_compiles_all_batch_sizes(monkeypatch: pytest.MonkeyPatch, width: int, tree: bool) -> None:
+def test_warm_up_of_each_kind_compiles_all_batch_sizes(monkeypatch: pytest.MonkeyPatch, width: int, tree: bool, sinks: bool) -> None:
     import triton
 
     shapes = [SplitShape(size, width, 32, 8, 128, 132, H200.split_config(128, size)) for size in range(1, 33)]
 
     def run(shape: SplitShape) -> None:
-        warm_up(shape, 64, DTYPE, DEVICE, tree=tree, window=-1, pdl=False)
+        warm_up(shape, 64, DTYPE, DEVICE, tree=tree, window=-1, sinks=sinks, pdl=False)
 
     for shape in one_of_each_kernel(shapes):
         run(shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -176,7 +176,15 @@ class NegatedHalves:
     name = "negated-halves"
     gemm_caps = GemmCaps(dense=False)
 
-    def allocate(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Storage:
+    def allocate(
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        count: int | None = None,
+        parts: Sequence[LinearPart] = (),
+    ) -> Storage:
         return Storage(
             torch.empty((out_features, in_features), dtype=torch.float16, device=device), torch.empty(out_features, device=device)
         )

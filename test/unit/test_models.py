@@ -333,6 +333,7 @@ def test_a_tied_model_shares_its_table_and_ignores_a_saved_head() -> None:
     assert torch.all(model.embed == 1)
 
 
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 QWEN2_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 6}
 
 
@@ -358,9 +359,18 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"dtype": "int4"}, "dtype is 'int4'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"weights are quantized \(quantization_config: fp8\), which is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"weights are quantized \(quantization_config: awq\), which is not supported"),
+        ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fp8 in e5m2"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, r"blocks of \[64, 64\]; only \[128, 128\]"),
+        ({"quantization_config": {"quant_method": "fp8", "ignored_layers": "lm_head"}}, "ignored_layers is 'lm_head'; it must be a list"),
+        ({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [1]}}, "modules_to_not_convert is "),
         ({"quantization_config": {"bits": 4}}, "quantization_config: an unnamed scheme"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config: compressed-tensors"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config.config_groups must be an object"),
+        (
+            {"compression_config": COMPRESSED | {"config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}}},
+            "int weights of 4 bits",
+        ),
+        ({"compression_config": COMPRESSED | {"config_groups": {"a": {"weights": {"strategy": "group"}}}}}, "None weights of None bits"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; it must be a positive number"),
         ({"rope_parameters": "absent", "rope_theta": 0}, "rope_theta is 0; it must be a positive number"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "rope_theta is nan"),

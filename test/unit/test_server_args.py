@@ -18,6 +18,7 @@ from runtime.config.flag_parser import build_parser, dump, flags, from_fields, p
 from runtime.config.graphs import default_graph_sizes
 from runtime.config.machine import KERNEL_PACKAGES, Gpu, MachineFacts, probe
 from runtime.config.model_facts import ModelFacts
+from runtime.config.quant_config import QuantConfig
 from runtime.config.resolve import check, resolve
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.config.server_args import ServerArgs
@@ -49,7 +50,7 @@ OUR_FLAGS = re.findall(
     cpu-threads max-queued-tokens max-body-mib max-parse-ms max-logprob-cells queue-timeout request-timeout max-priority
     speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins allowed-hosts
     download-dir log-level-http api-key-file uds ssl-keyfile ssl-certfile ssl-keyfile-password
-    distributed-executor-backend
+    distributed-executor-backend speculative-draft-model-quantization
     """,
 )
 
@@ -472,6 +473,9 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "speculative_algorithm": ({"speculative_algorithm": "EAGLE3"}, lambda c: spec_of(c).algorithm, "EAGLE3"),
     "speculative_draft_model_path": ({}, lambda c: spec_of(c).draft_model_path, DRAFT[0]),
     "speculative_draft_load_format": ({}, lambda c: spec_of(c).draft_load_format, DRAFT[1]),
+    "speculative_draft_model_quantization": (
+        {"speculative_draft_model_quantization": "fp8"}, lambda c: spec_of(c).draft_quantization, "fp8"
+    ),
     "speculative_num_steps": (TREE, lambda c: spec_of(c).num_steps, 5),
     "speculative_eagle_topk": (TREE, lambda c: spec_of(c).topk, 4),
     "speculative_num_draft_tokens": (TREE, lambda c: spec_of(c).num_draft_tokens, 8),
@@ -664,6 +668,16 @@ def test_attention_that_cannot_be_captured_runs_without_graphs(caplog: pytest.Lo
     assert mixed.graphs.cuda_graph_bs
     assert mixed.speculative is not None
     assert (mixed.speculative.draft_decode_graph, mixed.speculative.draft_extend_graph) == (False, False)
+
+
+def test_the_quantization_of_a_checkpoint_is_the_models() -> None:
+    stored = replace(LLAMA, quant=QuantConfig("fp8"))
+    assert resolve(args(), CPU, LLAMA).model.quantization is None
+    assert resolve(args(quantization="fp8"), HOPPER, LLAMA).model.quantization == "fp8"
+    assert resolve(args(), HOPPER, stored).model.quantization == "fp8"
+    assert resolve(args(quantization="fp8"), CPU, stored).weights == "fp8"
+    with pytest.raises(ConfigError, match="--quantization int8 is not possible: the checkpoint's weights are fp8 already"):
+        resolve(args(quantization="int8"), CPU, stored)
 
 
 def test_only_the_embedded_model_is_quantised_by_default() -> None:

@@ -47,7 +47,7 @@ ATTENTION_CAPS = {
     "torch_native": AttentionCaps(
         kv_kinds=frozenset({"gqa", "mla"}), cuda_graph=False, softcap=True, sinks=True, mixed_heads=True, plan_on_device=False
     ),
-    "fa3": AttentionCaps(dtypes=_HALF, head_dims=frozenset({64, 128, 256})),
+    "fa3": AttentionCaps(dtypes=_HALF, head_dims=frozenset({64, 128, 256}), sinks=True),
     "flashinfer": AttentionCaps(dtypes=_HALF, head_dims=frozenset({64, 128, 256}), plan_on_device=False, self_check=True),
 }
 """Capabilities by the name of the backend's flag value."""

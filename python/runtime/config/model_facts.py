@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from runtime.config.quant_config import QuantConfig
 from runtime.config.runtime_config import DType, LoadFormat
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
@@ -21,6 +22,7 @@ class ModelFacts:
         max_context_len, vocab_size, head_dim: shape of the model.
         has_mtp: whether the checkpoint holds a layer for multi-token prediction.
         embedded: whether it is the model that comes with the server.
+        quant: how the stored weights are quantised; None for plain numbers.
         sampling: what requests that leave sampling fields out are sampled with, as --sampling-defaults chooses.
     """
 
@@ -34,4 +36,5 @@ class ModelFacts:
     head_dim: int
     has_mtp: bool = False
     embedded: bool = False
+    quant: QuantConfig | None = None
     sampling: SamplingDefaults = NO_DEFAULTS

@@ -16,7 +16,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 AttentionName = Literal["torch_native", "fa3", "flashinfer"]
 SamplingName = Literal["triton", "pytorch"]
 SpecAlgorithm = Literal["EAGLE", "EAGLE3", "MTP", "STANDALONE", "NGRAM"]
-Quantization = Literal["int8"]
+Quantization = Literal["int8", "fp8", "mxfp4"]
 GrammarBackendName = Literal["llguidance", "xgrammar", "none"]
 Executor = Literal["mp", "ray"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
@@ -164,6 +164,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     accept_threshold_acc: float
     synthetic_accept: tuple[float, ...] | None
     check_parity: bool
+    draft_quantization: Literal["fp8"] | None = None
     depths: tuple[int, ...] = ()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from runtime.config.device import asked_dtype
 from runtime.config.model_facts import ModelFacts
+from runtime.config.quant_config import with_flag
 from runtime.config.refusals import check_ranges
 from runtime.config.runtime_config import DeviceKind, Quantization, ServedModelConfig
 from runtime.config.server_args import ServerArgs
@@ -82,6 +83,9 @@ def _preferred(args: ServerArgs) -> SamplingDefaults:
 def _quantization(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> Quantization | None:
     if args.quantization == "int8" and device == "cuda":
         raise ConfigError("--quantization int8 runs on CPUs only. Leave it out, or use --device cpu.")
+    quant = with_flag(model.quant, args.quantization)
+    if quant is not None:
+        return quant.method
     if args.quantization is not None or not model.embedded or device == "cuda":
         return "int8" if args.quantization == "int8" else None
     default, dtype = EMBEDDED_CPU_QUANTIZATION, asked_dtype(args)

@@ -47,8 +47,9 @@ class ServerArgs:
     """Type of weights and activations; auto is float32 on a CPU and the checkpoint's type, or bfloat16, on CUDA."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"] = _flag(MODEL, "auto")
     """Type of the KV cache; must be the model's type (auto)."""
-    quantization: Literal["int8", "none"] | None = _flag(MODEL, None)
-    """int8 stores linear weights in 8 bits (CPU only); none turns off the embedded model's default."""
+    quantization: Literal["int8", "fp8", "mxfp4", "none"] | None = _flag(MODEL, None)
+    """fp8 stores the linear weights of all layers in 8 bits (e4m3, a scale for each 128 x 128 entries), int8 on a CPU also the head;
+    none turns off the embedded model's default. A quantized checkpoint needs no flag."""
     context_length: int | None = _flag(MODEL, None, "TOKENS")
     """Maximum tokens of prompt and output together; default: the model's."""
     chat_template: str | None = _flag(MODEL, None, "TEMPLATE")
@@ -187,6 +188,8 @@ class ServerArgs:
     with its own head unless this is none."""
     speculative_draft_model_path: str | None = _flag(SPECULATION, None, "PATH", "--speculative-draft-model")
     """Folder or hub id of the draft model."""
+    speculative_draft_model_quantization: Literal["unquant", "fp8"] | None = _flag(SPECULATION, None)
+    """fp8 quantizes the layers of a 16-bit draft model; default: as its checkpoint stores them (int8 where the target is int8)."""
     speculative_draft_load_format: FormatChoice | None = _flag(SPECULATION, None)
     """Format of the draft model's weights; default: dummy with a dummy model unless it is a GGUF file, else auto."""
     speculative_num_steps: int | Literal["auto"] | None = _flag(SPECULATION, None, "K")

@@ -62,7 +62,6 @@ ONLY: dict[str, tuple[tuple[str, ...], str]] = {
     "radix-cache-backend": (("auto",), "the radix cache has one implementation"),
     "radix-eviction-policy": (("lru",), "the least recently used prefix is evicted"),
     "speculative-attention-mode": (("prefill", "decode"), "verification has one implementation"),
-    "speculative-draft-model-quantization": (("unquant",), "draft models are not quantised"),
     "tokenizer-backend": (("huggingface",), "the tokenizers library is always used"),
     "tokenizer-mode": (("auto", "fast"), "the tokenizers library is always used"),
     "tokenizer-worker-num": (("1",), "one process tokenises, in threads"),

@@ -128,6 +128,7 @@ def resolve_speculative(
         accept_threshold_acc=_threshold(args, "speculative_accept_threshold_acc"),
         synthetic_accept=_synthetic(args, shape),
         check_parity=args.speculative_check_parity,
+        draft_quantization="fp8" if args.speculative_draft_model_quantization == "fp8" else None,
         depths=shape.depths,
     )
 
@@ -162,10 +163,10 @@ def _check_draft_source(args: ServerArgs, algorithm: str) -> None:
             args,
             "has no effect: NGRAM copies from the text so far and has no draft model. Leave it out.",
             *("speculative_draft_model_path", "speculative_draft_load_format", "speculative_draft_attention_backend"),
-            *("disable_draft_decode_cuda_graph", "disable_draft_extend_cuda_graph"),
+            *("disable_draft_decode_cuda_graph", "disable_draft_extend_cuda_graph", "speculative_draft_model_quantization"),
         )
     elif algorithm == "MTP":
-        names = ("speculative_draft_model_path", "speculative_draft_load_format")
+        names = ("speculative_draft_model_path", "speculative_draft_load_format", "speculative_draft_model_quantization")
         _refuse(args, "has no effect: MTP drafts with a layer of the model's own checkpoint. Leave it out, or use EAGLE.", *names)
     elif args.speculative_draft_model_path is None and (algorithm != "EAGLE" or args.model_path is None):
         raise ConfigError(f"--speculative-algorithm {algorithm} needs a draft model. Name it with --speculative-draft-model-path.")

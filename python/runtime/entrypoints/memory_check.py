@@ -45,9 +45,12 @@ def needed_bytes(config: RuntimeConfig, model: ModelConfig) -> int:
     """The least memory that the server's processes need together; the size of dummy weights is not counted."""
     size = _BYTES[config.device.dtype]
     embedding = model.vocab_size * model.hidden_size
-    parameters = _file_bytes(config.model.model_path) // _BYTES.get(model.dtype, 2)
+    stored = _file_bytes(config.model.model_path)
+    parameters = stored // _BYTES.get(model.dtype, 2)
     weights = parameters * size
-    if config.model.quantization == "int8":
+    if model.quant is not None:
+        weights = stored
+    elif config.model.quantization in ("int8", "fp8"):
         weights = max(0, parameters - embedding) + embedding * (size + 1)
     loading = embedding * 4 if parameters else 0  # the largest tensor, before it is converted
     draft = 0 if config.speculative is None else _file_bytes(config.speculative.draft_model_path or "")

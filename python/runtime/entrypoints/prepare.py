@@ -46,6 +46,7 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         head_dim=model_config.head_dim,
         has_mtp=model_config.mtp is not None,
         embedded=source.is_embedded,
+        quant=model_config.quant,
         sampling=_sampling(args, source),
     )
     config = resolve(args, probe(), facts, find_draft(args, source.kind))

@@ -17,6 +17,9 @@ from runtime.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
 DUMMY_STD = 0.02
+FP8_SCALES = (".weight_scale_inv", ".weight_scale")
+MXFP4_SCALE = 127 - 7
+"""The exponent by which random e2m1 numbers, whose std is 2.9, come near `DUMMY_STD`."""
 DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
 """Bytes per value by safetensors' name of a dtype; 1 for all others."""
 PICKLES = ("*.bin", "*.pt", "*.pth")
@@ -60,14 +63,22 @@ def dummy_weights(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Random weights that depend on the seed and the order of `shapes` alone: norms are one, biases zero, the rest
-    normal with std 0.02.
+    normal with std 0.02. Quantised weights are random in their own format, beside equal scales.
 
     The variance of the residual stream then stays bounded, so activations are finite at any depth. Tensors are whole,
     and equal on every rank.
     """
     generator = torch.Generator(device).manual_seed(seed)
     for name, shape in shapes.items():
-        if name.endswith(".bias"):
+        if name.endswith(FP8_SCALES):
+            yield name, torch.full(shape, DUMMY_STD, device=device)
+        elif any(name.removesuffix(".weight") + scale in shapes for scale in FP8_SCALES):
+            yield name, torch.empty(shape, device=device).normal_(generator=generator).to(torch.float8_e4m3fn)
+        elif name.endswith("_scales"):
+            yield name, torch.full(shape, MXFP4_SCALE, dtype=torch.uint8, device=device)
+        elif name.endswith("_blocks"):
+            yield name, torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
+        elif name.endswith(".bias"):
             yield name, torch.zeros(shape, dtype=dtype, device=device)
         elif len(shape) == 1:
             yield name, torch.ones(shape, dtype=dtype, device=device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from runtime.config.quant_config import QuantConfig
+
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
@@ -146,6 +148,7 @@ class ModelConfig:
         draft_vocab_size: for draft heads with a reduced vocabulary, else None.
         target_hidden_size: for EAGLE heads: hidden size of the target.
         moe: the sparse MLPs; None for a dense model.
+        quant: how linear layers are quantised in the checkpoint, or are to be when it is loaded; None for plain numbers.
         full_attention: heads of the layers without a window where they differ from the others'; else None.
         shared_kv: as in `FullAttention`.
         v_norm: whether v is normed per head, without a weight.
@@ -184,6 +187,7 @@ class ModelConfig:
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
     moe: MoeConfig | None = None
+    quant: QuantConfig | None = None
     full_attention: FullAttention | None = None
     shared_kv: bool = False
     v_norm: bool = False

@@ -12,7 +12,7 @@ from runtime.errors import ConfigError
 from runtime.models import llama, qwen2
 from runtime.models.config import ModelConfig
 from runtime.models.hf_config import ConfigFields, read_hf_config
-from runtime.models.registry import FAMILIES, Family, parse_hf_config
+from runtime.models.registry import FAMILIES, Family, parse_family, parse_hf_config
 
 DraftAlgorithm = Literal["EAGLE", "EAGLE3", "STANDALONE"]
 
@@ -58,7 +58,7 @@ def load_draft_config(folder: str | Path, algorithm: DraftAlgorithm, target: Mod
     elif name not in DRAFT_FAMILIES:
         raise ConfigError(f"{where}: an {algorithm} head of class {name} is not supported; supported are {', '.join(DRAFT_FAMILIES)}")
     else:
-        model = DRAFT_FAMILIES[name].parse(ConfigFields({**raw, "architectures": [name]}, where))
+        model = parse_family(DRAFT_FAMILIES[name], ConfigFields({**raw, "architectures": [name]}, where))
     model = dataclasses.replace(model, max_context_len=target.max_context_len)
     _check_fit(model, target, algorithm)
     return DraftConfig(model, _aux_layers(raw, target.num_layers, where) if algorithm == "EAGLE3" else ())

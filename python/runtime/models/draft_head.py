@@ -102,8 +102,8 @@ class DraftModel(Protocol):
 
 
 class DraftBody:
-    """The parts of an EAGLE head beside its target, whose operations, dtype, device and quantisation scheme it takes
-    over.
+    """The parts of an EAGLE head beside its target, whose operations, dtype and device it takes over. Its weights are
+    quantised as its own config says, or to int8 as its target's.
 
     Attributes:
         parts: makes the head's own parts.
@@ -111,7 +111,7 @@ class DraftBody:
     """
 
     def __init__(self, config: ModelConfig, target: DecoderModel) -> None:
-        self.parts = ModelParts(config, target.context)
+        self.parts = ModelParts(config, target.context.for_draft(config.quant))
         self.ops: BlockOps = target.context.ops
         self.dtype = target.dtype
         self.group = target.context.group

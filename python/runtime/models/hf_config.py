@@ -84,7 +84,6 @@ def decoder_config(
     Raises:
         ConfigError: a field is missing, not of its type, or not supported.
     """
-    fields.refuse_quantization()
     if fields.get("hidden_act", "silu") != "silu":
         raise fields.error(f"hidden_act is {fields.get('hidden_act', None)!r}; only 'silu' is supported")
     hidden, num_heads, num_layers = fields.positive("hidden_size"), fields.positive("num_attention_heads"), fields.num_layers()
@@ -116,6 +115,8 @@ def decoder_config(
         dtype=fields.dtype(),
         draft_vocab_size=fields.optional_positive("draft_vocab_size"),
         target_hidden_size=fields.optional_positive("target_hidden_size"),
+        moe=None,
+        quant=None,  # the registry reads it, for every family
         **flags,
     )
 
@@ -146,7 +147,7 @@ class ConfigFields:
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self._raw = raw
-        self._where = where
+        self.where = where
 
     def get(self, name: str, default: object) -> Any:
         """The value, or `default` where it is absent or null."""
@@ -159,7 +160,7 @@ class ConfigFields:
 
     def error(self, text: str) -> ConfigError:
         """An error about this file."""
-        return ConfigError(f"{self._where}: {text}")
+        return ConfigError(f"{self.where}: {text}")
 
     def flag(self, name: str) -> bool:
         """A boolean; false where absent."""
@@ -215,12 +216,12 @@ class ConfigFields:
         value = self.get(name, {})
         if not isinstance(value, dict):
             raise self.error(f"{name} is {value!r}; it must be an object")
-        return ConfigFields(value, self._where)
+        return ConfigFields(value, self.where)
 
     def within(self, name: str) -> ConfigFields:
         """These fields, and those of an object in the file that are not null or absent beside it."""
         inner = self.mapping(name)._raw
-        return ConfigFields({**inner, **{key: value for key, value in self._raw.items() if value is not None}}, self._where)
+        return ConfigFields({**inner, **{key: value for key, value in self._raw.items() if value is not None}}, self.where)
 
     def ids(self, name: str) -> list[int]:
         """Token ids from a field that may hold none, one or a list."""
@@ -236,17 +237,6 @@ class ConfigFields:
         if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
             raise self.error(f"architectures is {names!r}; it must name exactly one model class")
         return names[0]
-
-    def refuse_quantization(self) -> None:
-        """Raise ConfigError for weights stored in a quantisation scheme: they would load as plain numbers."""
-        for name in ("quantization_config", "compression_config"):
-            scheme = self.mapping(name)
-            if self.get(name, {}):
-                method = scheme.get("quant_method", "an unnamed scheme")
-                raise self.error(
-                    f"the weights are quantized ({name}: {method}), which is not supported; "
-                    "use a checkpoint with bfloat16, float16 or float32 weights"
-                )
 
     def dtype(self) -> Literal["float32", "bfloat16", "float16"]:
         """The dtype that the weights were saved in; float32 where none is named."""

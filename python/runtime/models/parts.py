@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from runtime.config.quant_config import QuantConfig
 from runtime.distributed.parallel_group import ALONE, ParallelGroup, Shard
 from runtime.errors import ConfigError
 from runtime.layers.activation import Activation
@@ -16,6 +17,7 @@ from runtime.layers.mlp import GatedMlp
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps
 from runtime.layers.quantization.dense import DENSE
+from runtime.layers.quantization.registry import quant_scheme
 from runtime.layers.quantization.scheme import QuantScheme
 from runtime.layers.rope import RotaryHeads
 from runtime.mem_cache.kv_spec import KVSpec
@@ -33,6 +35,7 @@ class ModelContext:
         dtype: of weights and activations; the residual stream is float32.
         scheme: how the weights of linear layers are stored.
         group: the ranks that share the model.
+        quant: says which layers the scheme does not apply to; None where it applies to all.
     """
 
     ops: BlockOps
@@ -40,6 +43,15 @@ class ModelContext:
     device: torch.device
     scheme: QuantScheme = DENSE
     group: ParallelGroup = ALONE
+    quant: QuantConfig | None = None
+
+    def for_draft(self, quant: QuantConfig | None) -> ModelContext:
+        """The context of a draft head whose own weights are stored as `quant` says: in 16 bits where it is None, or as
+        the target's where those are quantised without the checkpoint's word.
+        """
+        if self.quant is None and quant is None:
+            return self
+        return replace(self, scheme=quant_scheme(None, quant, self.device), quant=quant)
 
 
 class ModelParts:
@@ -55,7 +67,7 @@ class ModelParts:
     def __init__(self, config: ModelConfig, context: ModelContext, weights: WeightTable | None = None) -> None:
         """`weights`: a table to add to; a new one by default."""
         self.config, self.context = config, context
-        self.weights = weights or WeightTable(context.dtype, context.device, context.scheme, context.group)
+        self.weights = weights or WeightTable(context.dtype, context.device, context.scheme, context.group, context.quant)
         self.rope = build_rope(config, context.device)
         self._others = dict[ModelConfig, ModelParts]()
 

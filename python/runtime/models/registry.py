@@ -5,13 +5,16 @@ build.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from runtime.config.quant_config import with_flag
 from runtime.errors import ConfigError
 from runtime.models import deepseek, gemma4, glm4_lite, llama, mimo, mistral, qwen2, qwen3
 from runtime.models.config import ModelConfig
 from runtime.models.hf_config import ConfigFields, read_hf_config
+from runtime.models.quant_fields import read_quantization
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +79,12 @@ def load_hf_config(folder: str | Path) -> ModelConfig:
 def parse_hf_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """The architecture that the fields of a config.json describe; `where` is what errors call the file."""
     fields = ConfigFields(raw, where)
-    return family_of(fields.architecture(), where).parse(fields)
+    return parse_family(family_of(fields.architecture(), where), fields)
+
+
+def parse_family(family: Family, fields: ConfigFields) -> ModelConfig:
+    """The architecture of a model or a draft head of `family`, and how its weights are stored."""
+    return replace(family.parse(fields), quant=read_quantization(fields))
 
 
 def family_of(architecture: str, where: str) -> Family:
@@ -97,7 +105,8 @@ def build_model(
     """A model with weights allocated and not yet loaded.
 
     Args:
-        quantization: None, or "int8" for weight-only int8 linears and LM head (CPU).
+        quantization: None for the checkpoint's own, "int8" for weight-only int8 linears and LM head (CPU), "fp8" to
+            quantise the linears of blocks as they are loaded.
         group: the ranks that share the model; None for this process alone.
 
     Raises:
@@ -109,5 +118,6 @@ def build_model(
     from runtime.models.parts import ModelContext
 
     family = family_of(config.architecture, "the model")
-    context = ModelContext(ops, dtype, device, quant_scheme(quantization, device), group or ALONE)
+    quant = with_flag(config.quant, quantization)
+    context = ModelContext(ops, dtype, device, quant_scheme(quantization, quant, device), group or ALONE, quant)
     return DecoderModel(config, context, family.block)

@@ -8,11 +8,15 @@ from typing import Protocol
 
 import torch
 
+from runtime.config.quant_config import QuantConfig
 from runtime.distributed.parallel_group import WHOLE, ParallelGroup, Shard
 from runtime.errors import ConfigError
 from runtime.layers.linear import Linear, Partition
+from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.scheme import Index, LinearPart, QuantScheme, WeightSlot
 
+UNUSED_SCALES = (".input_scale", ".k_scale", ".v_scale")
+"""Of activations and KV in quantised checkpoints: activations keep their 16 bits."""
 SHOWN = 8
 """Names that an error lists before it only counts."""
 
@@ -32,14 +36,32 @@ NamedTensors = Iterable[tuple[str, Sliceable]]
 class WeightTable:
     """Allocates this rank's part of a model's parameters and remembers which checkpoint tensors fill them."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, scheme: QuantScheme, group: ParallelGroup) -> None:
-        self.dtype, self.device, self.scheme, self.group = dtype, device, scheme, group
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, scheme: QuantScheme, group: ParallelGroup, quant: QuantConfig | None = None
+    ) -> None:
+        """`quant`: says which layers the scheme does not apply to; None for none."""
+        self.dtype, self.device, self.group = dtype, device, group
+        self._scheme, self._quant = scheme, quant
         self._slots: dict[str, list[WeightSlot]] = {}
         self._tensors: list[torch.Tensor] = []
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Name and whole shape of every tensor that the checkpoint must hold."""
         return {name: slots[0].shape for name, slots in self._slots.items()}
+
+    def scheme_of(self, layers: Iterable[str]) -> QuantScheme:
+        """The scheme of the checkpoint's layers of these names, which are fused into one.
+
+        Raises:
+            ConfigError: some are quantised and some are not.
+        """
+        if self._quant is None:
+            return self._scheme
+        kept = [name for name in layers if self._quant.keeps(name)]
+        mixed = [name for name in layers if name not in kept]
+        if kept and mixed:
+            raise ConfigError(f"quantization_config keeps {kept[0]} in 16 bits and quantizes {mixed[0]}; layers that are fused must agree")
+        return DENSE if kept else self._scheme
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A parameter that every rank holds whole, filled by one tensor."""
@@ -74,11 +96,12 @@ class WeightTable:
             piece = LinearPart(name, (count, in_features), (shard.of(count), columns), start)
             pieces.append(piece)
             start = piece.rows.stop
-        storage = self.scheme.allocate(start, columns.stop - columns.start, self.dtype, self.device)
+        scheme = self.scheme_of(parts)
+        storage = scheme.allocate(start, columns.stop - columns.start, self.dtype, self.device, parts=pieces)
         fused_bias = self._bias(pieces, start, partition) if bias else None
-        layer = Linear(storage, fused_bias, self.scheme, partition, self.group, sum(parts.values()))
+        layer = Linear(storage, fused_bias, scheme, partition, self.group, sum(parts.values()))
         for piece in pieces:
-            for name, slot in self.scheme.places(piece, storage).items():
+            for name, slot in scheme.places(piece, storage).items():
                 self._add(name, slot)
         self._tensors += layer.tensors
         return layer
@@ -87,7 +110,7 @@ class WeightTable:
         """The LM head of a model whose head is its embedding `name` [vocab, hidden]: this rank's rows of the same
         tensor, or the scheme's form of them.
         """
-        if self.scheme.gemm_caps.dense:
+        if self.scheme_of([name]).gemm_caps.dense:
             return Linear.sharded(embed, self.group)
         layer = self.linear({name: embed.shape[0]}, embed.shape[1], partition=Partition.COLUMN)
         slot = self._slots[name + ".weight"].pop()
@@ -106,6 +129,7 @@ class WeightTable:
             ConfigError: tensors are missing, unexpected, or of another shape or dtype.
         """
         missing, unexpected = set(self._slots), []
+        skip += () if self._quant is None else UNUSED_SCALES
         for name, tensor in weights:
             if name not in self._slots:
                 if not name.endswith(skip) and not name.startswith(unused):
@@ -137,9 +161,10 @@ class WeightTable:
 
 
 def _store(name: str, tensor: Sliceable, slot: WeightSlot) -> None:
-    if tuple(tensor.shape) != slot.shape:
+    index = slot.index_of(tuple(tensor.shape))
+    if index is None:
         raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(slot.shape)}")
-    part = tensor[slot.index]
+    part = tensor[index]
     if slot.dtype is not None and part.dtype is not slot.dtype:
         raise ConfigError(f"tensor {name} has dtype {part.dtype}; the model expects {slot.dtype}")
     slot.put(part)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import cast
 
+from runtime.config.quant_config import with_flag
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.errors import ConfigError
@@ -89,9 +91,11 @@ def load_draft(context: WorkerContext, config: SpeculativeConfig, target: Decode
     folder = config.draft_model_path
     assert folder is not None, "checked with the flags"
     draft_config = load_draft_config(folder, config.algorithm, target.config)
+    quant = with_flag(draft_config.model.quant, config.draft_quantization, "--speculative-draft-model-quantization")
+    draft_config = replace(draft_config, model=replace(draft_config.model, quant=quant))
     draft: DraftModel
     if config.algorithm == "STANDALONE":
-        quantization = context.config.model.quantization
+        quantization = "int8" if quant is None and context.config.model.quantization == "int8" else None
         ops, group = target.context.ops, context.group
         draft = StandaloneDraft(build_model(draft_config.model, ops, context.dtype, context.device, quantization, group))
     elif config.algorithm == "EAGLE3":

@@ -26,7 +26,8 @@ class AttentionSpec:
         scale: factor of the scores, usually head_dim ** -0.5.
         window: keys that a query sees before its own; -1 for all.
         softcap: c in scores = c * tanh(scores / c); 0 for none.
-        sinks: float32 [H], one extra score per head that takes part in the softmax and has no value; None for none.
+        sinks: [H] of any float dtype, one extra score per head that takes part in the softmax and has no value; None
+            for none.
     """
 
     layer_id: int

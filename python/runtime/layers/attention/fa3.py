@@ -12,17 +12,9 @@ from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadat
 from runtime.config.attention_caps import ATTENTION_CAPS
 from runtime.layers.attention.base import AttentionShape, AttentionSpec
 from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
-from runtime.layers.attention.kernels.split_decode import (
-    MAX_WIDTH,
-    SplitKeys,
-    SplitShape,
-    SplitWorkspace,
-    one_of_each_kernel,
-    split_attention,
-    supports,
-    warm_up,
-)
+from runtime.layers.attention.kernels.split_decode import SplitKeys, SplitWorkspace, split_attention, warm_up
 from runtime.layers.attention.kernels.split_schedule import WorkSchedule, schedule_work
+from runtime.layers.attention.kernels.split_shape import MAX_WIDTH, SplitShape, one_of_each_kernel, supports
 from runtime.layers.attention.kernels.tree_tail import TailKeys, merge_tree_tail
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
@@ -85,6 +77,8 @@ class FlashAttention:
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._pdl = torch.cuda.get_device_capability(self._device)[0] >= 9
         self._workspace = self._split_workspace()
+        # FA3 takes sinks in bfloat16 alone, the type of published ones.
+        self._sinks = [None if layer.sinks is None else layer.sinks.to(torch.bfloat16) for layer in shape.layers]
 
     # ---- outside the graph
 
@@ -95,11 +89,11 @@ class FlashAttention:
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """One run per kernel of split-KV attention; FA3 comes compiled."""
         shapes = [shape for size in sizes if (shape := self._split_shape(size, width)) is not None]
-        windows = (-1,) if tree else self._shape.windows
+        kinds = {(-1 if tree else layer.window, layer.sinks is not None) for layer in self._shape.layers}
         return [
-            partial(warm_up, shape, self._table.page_size, self._dtype, self._device, tree=tree, window=window, pdl=self._pdl)
+            partial(warm_up, shape, self._table.page_size, self._dtype, self._device, tree=tree, window=window, sinks=sinks, pdl=self._pdl)
             for shape in one_of_each_kernel(shapes)
-            for window in windows
+            for window, sinks in sorted(kinds)
         ]
 
     # ---- inside or outside the graph
@@ -195,7 +189,7 @@ class FlashAttention:
             q, self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], cache_seqlens=at.seq_lens[batch.step],
             page_table=self._table.pages, cache_batch_idx=at.rows, cu_seqlens_q=plan.cu_seqlens_q,
             max_seqlen_q=at.width, softmax_scale=layer.scale, causal=True, window_size=_window_size(layer.window),
-            scheduler_metadata=plan.metadata[batch.step, layer.window], num_splits=0,
+            scheduler_metadata=plan.metadata[batch.step, layer.window], num_splits=0, sinks=self._sinks[layer.layer_id],
         )  # fmt: skip
 
     def _tree(self, q: torch.Tensor, layer: AttentionSpec, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
@@ -217,7 +211,9 @@ class FlashAttention:
             lse = lse.transpose(0, 1)
         keys = TailKeys(self._table.pages, at.rows, at.seq_lens[batch.step], self._table.page_size, tail)
         in_bits = plan.split is not None
-        return merge_tree_tail(q, k_cache, v_cache, keys, batch.tree_mask, layer.scale, out, lse, lse_in_bits=in_bits)
+        return merge_tree_tail(
+            q, k_cache, v_cache, keys, batch.tree_mask, layer.scale, out, lse, lse_in_bits=in_bits, sinks=layer.sinks
+        )  # fmt: skip
 
     def _split(
         self,
@@ -233,7 +229,8 @@ class FlashAttention:
         keys = SplitKeys(self._table.pages, plan.at.rows, lens, self._table.page_size, plan.schedule)
         return split_attention(
             q.contiguous(), self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], keys, shape, self._workspace,
-            layer.scale, causal=lse is None, window=layer.window if lse is None else -1, lse=lse, pdl=self._pdl,
+            layer.scale, causal=lse is None, window=layer.window if lse is None else -1,
+            sinks=layer.sinks if lse is None else None, lse=lse, pdl=self._pdl,
         )  # fmt: skip
 
     def _extend(self, q: torch.Tensor, layer: AttentionSpec, plan: _ExtendPlan) -> torch.Tensor:
@@ -241,7 +238,7 @@ class FlashAttention:
             q, self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], cache_seqlens=plan.seq_lens,
             page_table=plan.pages, cache_batch_idx=plan.rows, cu_seqlens_q=plan.cu_seqlens_q,
             max_seqlen_q=plan.max_queries, softmax_scale=layer.scale, causal=True,
-            window_size=_window_size(layer.window), num_splits=0,
+            window_size=_window_size(layer.window), num_splits=0, sinks=self._sinks[layer.layer_id],
         )  # fmt: skip
 
 

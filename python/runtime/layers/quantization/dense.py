@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -16,7 +16,15 @@ class Dense:
     name = "none"
     gemm_caps = GemmCaps(dense=True)
 
-    def allocate(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, count: int | None = None) -> Storage:
+    def allocate(
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        count: int | None = None,
+        parts: Sequence[LinearPart] = (),
+    ) -> Storage:
         """An empty [out, in] in `dtype`, or `count` of them."""
         return Storage(torch.empty(stacked(count, out_features, in_features), dtype=dtype, device=device))
 

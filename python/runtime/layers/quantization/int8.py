@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,7 +28,15 @@ class Int8:
     name = "int8"
     gemm_caps = GemmCaps(dense=False)
 
-    def allocate(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, count: int | None = None) -> Storage:
+    def allocate(
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        count: int | None = None,
+        parts: Sequence[LinearPart] = (),
+    ) -> Storage:
         """Empty rows and scales; `dtype` does not matter."""
         weight = torch.empty(stacked(count, out_features, in_features), dtype=torch.int8, device=device)
         return Storage(weight, torch.empty(stacked(count, out_features), dtype=torch.bfloat16, device=device))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,12 +21,22 @@ class WeightSlot:
         index: the part of it that this process loads.
         put: stores that part; a tensor of `dtype` on any device.
         dtype: that the tensor must have; None for any floating-point dtype.
+        spread: whether one number may stand for all, and dimensions of 1 may be missing.
     """
 
     shape: tuple[int, ...]
     index: Index
     put: Callable[[torch.Tensor], object]
     dtype: torch.dtype | None = None
+    spread: bool = False
+
+    def index_of(self, shape: tuple[int, ...]) -> Index | None:
+        """What to read of a tensor of `shape`; None where the shape is wrong."""
+        if shape == self.shape:
+            return self.index
+        if self.spread and math.prod(shape) == 1:
+            return (slice(None),) * len(shape)
+        return self.index[: len(shape)] if self.spread and shape == self.shape[: len(shape)] else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +106,20 @@ class QuantScheme(Protocol):
     name: str
     gemm_caps: GemmCaps
 
-    def allocate(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, count: int | None = None) -> Storage:
-        """Storage of a weight [out, in] for activations of `dtype`, not yet filled; of `count` such weights where it is given."""
+    def allocate(
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        count: int | None = None,
+        parts: Sequence[LinearPart] = (),
+    ) -> Storage:
+        """Storage of a weight [out, in] for activations of `dtype`, not yet filled; of `count` such weights where it is
+        given.
+
+        `parts`: what will fill it, where a part may start anywhere.
+        """
         ...
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:

@@ -9,7 +9,6 @@ arXiv:1805.02867).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,70 +16,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from runtime.config.kernel_configs import SplitConfig
-from runtime.layers.attention.kernels.split_schedule import MAX_SHARES, WorkSchedule, schedule_work, unpack
+from runtime.layers.attention.kernels.split_schedule import WorkSchedule, schedule_work, unpack
+from runtime.layers.attention.kernels.split_shape import SplitShape
 
-MAX_WIDTH = 8
-"""Most queries per request."""
-MAX_ROWS = 64
-"""Most queries times query heads per KV head."""
-MAX_SPLITS = MAX_SHARES
 MERGED_AT_ONCE = 2
 """Shares that the last program of a scheduled request merges per step."""
 PREFETCH_TILES = 2
 """Tiles that each program prefetches into L2 while the previous kernel still runs."""
 LN_2 = 0.6931471805599453
-
-
-def supports(width: int, num_q_heads: int, num_kv_heads: int) -> bool:
-    """Whether the kernel supports passes of `width` queries per request."""
-    return 0 < width <= MAX_WIDTH and width * (num_q_heads // num_kv_heads) <= MAX_ROWS
-
-
-@dataclass(frozen=True, slots=True)
-class SplitShape:
-    """A kind of pass: everything except its lengths.
-
-    Attributes:
-        batch, width: requests, padding included, and queries per request.
-        num_q_heads, num_kv_heads, head_dim: H, G, D; D is 64, 128 or 256.
-        num_sms: multiprocessors of the device.
-        config: how the work is split.
-    """
-
-    batch: int
-    width: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_sms: int
-    config: SplitConfig
-
-    @property
-    def rows(self) -> int:
-        """Rows of a partial result: queries times heads of a group, rounded up to a power of two."""
-        return triton.next_power_of_2(self.width * (self.num_q_heads // self.num_kv_heads))
-
-    @property
-    def splits(self) -> int:
-        """Programs per request and KV head. They do not depend on lengths, so a captured grid holds for all of them."""
-        wanted = self.config.programs_per_sm * self.num_sms // (self.batch * self.num_kv_heads)
-        return max(min(wanted, MAX_SPLITS, self.config.max_partial_rows // self.rows), 1)
-
-    @property
-    def programs(self) -> int:
-        """Programs per KV head of a scheduled pass: as many as the device runs at once."""
-        return max(self.config.programs_per_sm * self.num_sms // self.num_kv_heads, 1)
-
-    @property
-    def partial_rows(self) -> int:
-        """Rows of all partial results of a pass; 0 if one program takes all keys of a request."""
-        shares = self.splits + 1 if self.config.scheduled else self.splits
-        return self.batch * self.num_kv_heads * shares * self.rows if shares > 1 else 0
-
-    def empty_schedule(self, device: torch.device) -> WorkSchedule | None:
-        """Buffers for `schedule_work`; None if every request has `splits` programs of its own."""
-        return WorkSchedule.empty(self.batch, self.num_kv_heads, self.splits, device) if self.config.scheduled else None
 
 
 class SplitWorkspace:
@@ -133,6 +76,7 @@ def split_attention(
     *,
     causal: bool = True,
     window: int = -1,
+    sinks: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -148,6 +92,7 @@ def split_attention(
         scale: factor of the scores.
         causal: query i sees all but the last W - 1 - i keys; otherwise all.
         window: keys that a query sees before its own; -1 for all. Requires `causal`.
+        sinks: [H], a score per head that takes part in the softmax and has no value. Requires `causal`.
         lse: float32 [B * W, H] contiguous; receives the base-2 log-sum-exp.
         pdl: start before the previous kernel has ended and prefetch keys (programmatic dependent launch, Hopper). Row
             numbers, lengths and the page table are read before the wait: a kernel without early start must run between
@@ -160,7 +105,7 @@ def split_attention(
     assert shape.batch * shape.width == T, f"{T} queries where {shape.batch} requests of {shape.width} were prepared"
     assert shape.partial_rows <= workspace.top.numel(), "the workspace was made for smaller passes"
     assert q.is_contiguous(), "queries must be contiguous"
-    assert causal or window < 0, "a window requires a causal pass"
+    assert causal or (window < 0 and sinks is None), "a window and sinks require a causal pass"
     assert (keys.schedule is not None) == config.scheduled, "a scheduled config needs a schedule, another has none"
     out, splits, rows, group = torch.empty_like(q), shape.splits, shape.rows, H // G
     launch = {"launch_pdl": True} if pdl else {}
@@ -171,10 +116,10 @@ def split_attention(
         "WINDOW": window >= 0, "LSE": lse is not None, "PDL": pdl,
     }  # fmt: skip
     _split_kernel[(G, shape.programs, 1) if config.scheduled else (G, splits, shape.batch)](
-        q, k_cache, v_cache, keys.pages, keys.rows, keys.seq_lens, items, arrived, out, lse, workspace.out, workspace.top, workspace.total,
-        scale / LN_2, splits, window, keys.pages.stride(0), space, **shared,
+        q, k_cache, v_cache, sinks, keys.pages, keys.rows, keys.seq_lens, items, arrived, out, lse,
+        workspace.out, workspace.top, workspace.total, scale / LN_2, splits, window, keys.pages.stride(0), space, **shared,
         BLOCK_M=max(rows, 16), PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES, SCHEDULED=config.scheduled,
-        AT_ONCE=MERGED_AT_ONCE, num_warps=config.num_warps, num_stages=config.stages, **launch,
+        SINKS=sinks is not None, AT_ONCE=MERGED_AT_ONCE, num_warps=config.num_warps, num_stages=config.stages, **launch,
     )  # fmt: skip
     if splits > 1 and not config.scheduled:
         padded = triton.next_power_of_2(splits)
@@ -185,12 +130,17 @@ def split_attention(
     return out
 
 
-def one_of_each_kernel(shapes: Iterable[SplitShape]) -> list[SplitShape]:
-    """One of `shapes` for each kernel that has to be compiled."""
-    return list({(shape.config, shape.width, triton.next_power_of_2(shape.splits)): shape for shape in shapes}.values())
-
-
-def warm_up(shape: SplitShape, page_size: int, dtype: torch.dtype, device: torch.device, *, tree: bool, window: int, pdl: bool) -> None:
+def warm_up(
+    shape: SplitShape,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    tree: bool,
+    window: int,
+    sinks: bool,
+    pdl: bool,
+) -> None:
     """Run a pass of `shape` over zeros, to compile its kernels."""
     q = torch.zeros((shape.batch * shape.width, shape.num_q_heads, shape.head_dim), dtype=dtype, device=device)
     cache = torch.zeros((1, page_size, shape.num_kv_heads, shape.head_dim), dtype=dtype, device=device)
@@ -203,7 +153,7 @@ def warm_up(shape: SplitShape, page_size: int, dtype: torch.dtype, device: torch
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if tree else None
     split_attention(
         q, cache, cache, SplitKeys(pages, rows, lens, page_size, schedule), shape, SplitWorkspace([shape], device), 1.0,
-        causal=not tree, window=window, lse=lse, pdl=pdl,
+        causal=not tree, window=window, sinks=q.new_zeros(shape.num_q_heads) if sinks and not tree else None, lse=lse, pdl=pdl,
     )  # fmt: skip
 
 
@@ -256,11 +206,14 @@ def _prefetch_share(
 
 @triton.jit
 def _attend(
-    q_ptr, k_ptr, v_ptr, pages_ptr, b, g, length, first, last, scale, window,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, pages_ptr, b, g, length, split, first, last, scale, window,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Request `b` against tiles `first` to `last` of head `g`: sums of values, largest scores, sums of weights."""
+    """Request `b` against tiles `first` to `last` of head `g`: sums of values, largest scores, sums of weights.
+
+    A sink takes part in share 0 alone.
+    """
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)
     head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
@@ -268,6 +221,10 @@ def _attend(
     position = length - WIDTH + m // GROUP
     top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    if SINKS:
+        sink = tl.load(sinks_ptr + g * GROUP + m % GROUP).to(tl.float32) * 1.4426950408889634  # scores are base-2 logarithms
+        top = tl.where(split == 0, sink, top)
+        total += tl.where(split == 0, 1.0, 0.0)
     acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
     slots = _slots(pages_ptr, first, length, TILE, PAGE)
     for tile in range(first, last):
@@ -339,14 +296,15 @@ def _gather(
 @triton.jit(
     do_not_specialize=["splits", "window", "pages_stride", "space"],
     # the lengths of draft passes have any alignment
-    do_not_specialize_on_alignment=["pages_ptr", "rows_ptr", "lens_ptr", "items_ptr", "arrived_ptr", "lse_ptr"],
+    do_not_specialize_on_alignment=["sinks_ptr", "pages_ptr", "rows_ptr", "lens_ptr", "items_ptr", "arrived_ptr", "lse_ptr"],
 )
 def _split_kernel(
-    q_ptr, k_ptr, v_ptr, pages_ptr, rows_ptr, lens_ptr, items_ptr, arrived_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, pages_ptr, rows_ptr, lens_ptr, items_ptr, arrived_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr,
     scale, splits, window, pages_stride, space,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr,
     ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, PREFETCH: tl.constexpr, SCHEDULED: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, PREFETCH: tl.constexpr, SCHEDULED: tl.constexpr, SINKS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program: all queries of one request against one KV head's share of the keys.
 
@@ -382,8 +340,8 @@ def _split_kernel(
                 gdc_wait()
         if split < used:
             acc, top, total = _attend(
-                q_ptr, k_ptr, v_ptr, pages, b, g, length, first, last, scale, window,
-                WIDTH, GROUP, NUM_KV, D, TILE, WINDOW, BLOCK_M, PAGE, CAUSAL,
+                q_ptr, k_ptr, v_ptr, sinks_ptr, pages, b, g, length, split, first, last, scale, window,
+                WIDTH, GROUP, NUM_KV, D, TILE, WINDOW, BLOCK_M, PAGE, CAUSAL, SINKS,
             )  # fmt: skip
             if used == 1:
                 _finish(out_ptr, lse_ptr, b, g, acc, top, total, WIDTH, GROUP, NUM_KV, D, LSE, BLOCK_M)

@@ -45,6 +45,7 @@ def merge_tree_tail(
     prefix_out: torch.Tensor,
     prefix_lse: torch.Tensor,
     lse_in_bits: bool,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend to the tail and merge with `prefix_out` in place.
 
@@ -57,6 +58,7 @@ def merge_tree_tail(
         prefix_out: [B * W, H, D] contiguous, attention over the keys before the tail; arbitrary where there are none.
         prefix_lse: float32, its log-sum-exp, a [B * W, H] view with any strides.
         lse_in_bits: whether `prefix_lse` is a base-2 logarithm.
+        sinks: [H], a score per head that takes part in the softmax and has no value; the prefix has not counted it.
 
     Returns:
         `prefix_out`, now over all visible keys. The merge is the one of split softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
@@ -66,21 +68,24 @@ def merge_tree_tail(
     width, group = T // B, H // G
     block_m = min(max(triton.next_power_of_2(width * group), 16), 64)
     _tail_kernel[(B, G, triton.cdiv(width * group, block_m))](
-        q, k_cache, v_cache, keys.pages, keys.rows, keys.seq_lens, mask, prefix_out, prefix_lse,
+        q, k_cache, v_cache, sinks, keys.pages, keys.rows, keys.seq_lens, mask, prefix_out, prefix_lse,
         scale, width, keys.tail, keys.page_size, keys.pages.stride(0), prefix_lse.stride(0), prefix_lse.stride(1), H,
         GROUP=group, NUM_KV=G, D=D, BLOCK_D=max(triton.next_power_of_2(D), 16), BLOCK_M=block_m,
         BLOCK_N=max(triton.next_power_of_2(keys.tail), 16), LSE_SCALE=LN_2 if lse_in_bits else 1.0,
-        num_warps=4,
+        SINKS=sinks is not None, num_warps=4,
     )  # fmt: skip
     return prefix_out
 
 
-@triton.jit(do_not_specialize=["width", "tail", "page_size", "pages_stride", "lse_stride_t", "lse_stride_h"])
+@triton.jit(
+    do_not_specialize=["width", "tail", "page_size", "pages_stride", "lse_stride_t", "lse_stride_h"],
+    do_not_specialize_on_alignment=["sinks_ptr"],
+)
 def _tail_kernel(
-    q_ptr, k_ptr, v_ptr, pages_ptr, rows_ptr, lens_ptr, mask_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, pages_ptr, rows_ptr, lens_ptr, mask_ptr, out_ptr, lse_ptr,
     scale, width, tail, page_size, pages_stride, lse_stride_t, lse_stride_h, num_heads,
     GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, LSE_SCALE: tl.constexpr,
+    BLOCK_N: tl.constexpr, LSE_SCALE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program (b, g, block): up to 64 queries of request b against the tail of KV head g."""
     b = tl.program_id(0)
@@ -116,10 +121,16 @@ def _tail_kernel(
     lse = tl.load(lse_ptr + token * lse_stride_t + head * lse_stride_h, mask=has_prefix, other=float("-inf")) * LSE_SCALE
     before = tl.load(out_ptr + q_at, mask=has_prefix[:, None] & d_in[None, :], other=0.0).to(tl.float32)
     top = tl.maximum(tl.max(scores, 1), lse)
+    sink = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        top = tl.maximum(top, sink)
     top = tl.where(top == float("-inf"), 0.0, top)  # a row that sees nothing stays finite
     weights = tl.exp(scores - top[:, None])
     prefix_weight = tl.exp(lse - top)
     total = tl.sum(weights, 1) + prefix_weight
+    if SINKS:
+        total += tl.exp(sink - top)
     out = tl.dot(weights.to(v.dtype), v) + before * prefix_weight[:, None]
     out = out / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=m_in[:, None] & d_in[None, :])

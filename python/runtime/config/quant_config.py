@@ -1,0 +1,68 @@
+"""How the linear layers of a checkpoint are quantised, or are to be. No torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.errors import ConfigError
+
+ALWAYS_KEPT = ("lm_head", "embed_tokens", "gate", "router", "shared_expert_gate", "eh_proj", "fc")
+"""Layers that no FP8 or MXFP4 checkpoint quantises, whether it lists them or not: heads, routers, inputs of draft heads."""
+BLOCK = 128
+"""Rows and columns that share a scale where a scale covers a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantConfig:
+    """The quantisation of a model.
+
+    Attributes:
+        method: FP8 is e4m3 with float32 scales; MXFP4 is e2m1 with a power of two for every 32 columns.
+        scales: what one FP8 scale covers: 128 x 128 entries, or a row, of which the whole tensor is a case.
+        scale_name: FP8: the ending of the tensor of scales beside `weight`.
+        stored: whether the checkpoint holds quantised weights; otherwise they are quantised while they are loaded.
+        kept: names of layers that stay in 16 bits. A name matches whole components anywhere in a layer's name, `*` stands
+            for a part of one component, and `re:` introduces a regular expression.
+        only: names of the only layers that are quantised, in the same form; () for all.
+    """
+
+    method: Literal["fp8", "mxfp4"]
+    scales: Literal["block", "row"] = "block"
+    scale_name: str = "weight_scale_inv"
+    stored: bool = True
+    kept: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+
+    def keeps(self, layer: str) -> bool:
+        """Whether the layer of this name, without `.weight`, stays in 16 bits."""
+        if layer.rpartition(".")[2] in ALWAYS_KEPT or any(_matches(name, layer) for name in self.kept):
+            return True
+        return bool(self.only) and not any(_matches(name, layer) for name in self.only)
+
+
+ON_LOAD = QuantConfig("fp8", stored=False)
+"""`--quantization fp8` for a checkpoint in 16 or 32 bits."""
+
+
+def with_flag(stored: QuantConfig | None, flag: str | None, name: str = "--quantization") -> QuantConfig | None:
+    """What the flag `name` makes of a checkpoint that is quantised as `stored` says.
+
+    Raises:
+        ConfigError: the weights are stored in another form already, or not in the one that the flag names.
+    """
+    if flag is None or flag == "none" or (stored is not None and flag == stored.method):
+        return stored
+    if stored is not None:
+        raise ConfigError(f"{name} {flag} is not possible: the checkpoint's weights are {stored.method} already. Leave it out.")
+    if flag == "mxfp4":
+        raise ConfigError(f"{name} mxfp4 needs a checkpoint in mxfp4. Use fp8, which quantizes 16-bit weights, or leave it out.")
+    return ON_LOAD if flag == "fp8" else None
+
+
+def _matches(name: str, layer: str) -> bool:
+    if name.startswith("re:"):
+        return re.match(name[3:], layer) is not None
+    pattern = re.escape(name).replace(r"\*", "[^.]*")
+    return re.search(rf"(?:^|\.){pattern}(?:\.|$)", layer) is not None

@@ -1,0 +1,193 @@
+"""FP8 weights (e4m3) with float32 scales, for activations in 16 bits: one scale for a block or for a row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.nn import functional as F
+
+from runtime.config.quant_config import BLOCK
+from runtime.layers.quantization.scheme import GemmCaps, LinearPart, Storage, WeightSlot, stacked
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+"""The largest number of e4m3; it has no infinities."""
+
+
+class BlockFp8:
+    """`QuantScheme` "fp8": `weight` e4m3 [out, in], and `scale` float32 with one number for a block of 128 x 128 entries:
+    block [i, j] stands for `weight * scale[i, j]`.
+
+    Where a part of a fused layer, or a rank's part of one, starts inside a block of the checkpoint, the blocks of the
+    storage are smaller, so that each lies in one block of the checkpoint: their size is the largest power of two that
+    fits the shape of `scale` (`block_size`).
+
+    Activations stay in their 16 bits, so that nothing is rounded but the weights.
+    """
+
+    name = "fp8"
+    gemm_caps = GemmCaps(dense=False)
+
+    def __init__(self, scale_name: str, stored: bool) -> None:
+        """`stored`: whether checkpoints hold e4m3 and scales; otherwise weights of any float dtype are quantised as they arrive."""
+        self._scale_name, self._stored = scale_name, stored
+
+    def allocate(
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        count: int | None = None,
+        parts: Sequence[LinearPart] = (),
+    ) -> Storage:
+        """Empty weights and scales; `dtype` does not matter."""
+        rows, columns = common_block(parts)
+        weight = torch.empty(stacked(count, out_features, in_features), dtype=E4M3, device=device)
+        scales = stacked(count, -(-out_features // rows), -(-in_features // columns))
+        return Storage(weight, torch.empty(scales, dtype=torch.float32, device=device))
+
+    def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
+        """`prefix.weight` and its scales, or one tensor of any float dtype that is quantised when it is stored."""
+        weight, scale = storage.weight[part.rows], _part_scales(part, storage)
+        if not self._stored:
+
+            def put(values: torch.Tensor) -> None:
+                quantized, scales = quantize_blocks(values.to(weight.device))
+                weight.copy_(quantized)
+                scale.copy_(_finer(scales, (0, 0), scale.shape, block_size(storage)))
+
+            return {part.prefix + ".weight": WeightSlot(part.shape, part.index, put)}
+        rows, columns = part.index
+        blocks = tuple(slice(index.start // BLOCK, -(-index.stop // BLOCK)) for index in part.index)
+        first = rows.start % BLOCK, columns.start % BLOCK
+
+        def put_scales(scales: torch.Tensor) -> None:
+            scale.copy_(_finer(scales, first, scale.shape, block_size(storage)))
+
+        whole = -(-part.shape[0] // BLOCK), -(-part.shape[1] // BLOCK)
+        return {
+            part.prefix + ".weight": WeightSlot(part.shape, part.index, weight.copy_, E4M3),
+            f"{part.prefix}.{self._scale_name}": WeightSlot(whole, blocks, put_scales),
+        }
+
+    def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
+        """`F.linear` with the dequantised weight."""
+        return F.linear(x, self.dequantize(storage, x.dtype), bias)
+
+    def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
+        """Each block times its scale in float32, rounded to `dtype`."""
+        assert storage.scale is not None
+        (out, width), (rows, columns) = storage.weight.shape[-2:], block_size(storage)
+        scale = storage.scale.repeat_interleave(rows, dim=-2)[..., :out, :]
+        if width % columns:
+            return (storage.weight.float() * scale.repeat_interleave(columns, dim=-1)[..., :width]).to(dtype)
+        blocks = storage.weight.unflatten(-1, (-1, columns)).float()
+        return blocks.mul_(scale[..., None]).to(dtype).flatten(-2)
+
+    def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
+        """The rows, each with scales of its own."""
+        assert storage.scale is not None
+        return Storage(storage.weight[rows], storage.scale[rows // block_size(storage)[0]])
+
+
+class RowFp8:
+    """`QuantScheme` "fp8-row": `weight` e4m3 [out, in] and `scale` float32 [out]; row i stands for `weight[i] * scale[i]`.
+
+    A checkpoint holds a scale for each row, or one for the whole tensor.
+    """
+
+    name = "fp8-row"
+    gemm_caps = GemmCaps(dense=False)
+
+    def __init__(self, scale_name: str) -> None:
+        self._scale_name = scale_name
+
+    def allocate(
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        count: int | None = None,
+        parts: Sequence[LinearPart] = (),
+    ) -> Storage:
+        """Empty weights and scales; `dtype` does not matter."""
+        weight = torch.empty(stacked(count, out_features, in_features), dtype=E4M3, device=device)
+        return Storage(weight, torch.empty(stacked(count, out_features), dtype=torch.float32, device=device))
+
+    def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
+        """`prefix.weight` and its scales: [out, 1], [out], or one number."""
+        assert storage.scale is not None
+        weight, scale = storage.weight[part.rows], storage.scale[part.rows]
+        slot = WeightSlot((part.shape[0], 1), (part.index[0], slice(None)), lambda scales: scale.copy_(scales.reshape(-1)), spread=True)
+        return {
+            part.prefix + ".weight": WeightSlot(part.shape, part.index, weight.copy_, E4M3),
+            f"{part.prefix}.{self._scale_name}": slot,
+        }
+
+    def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
+        """`F.linear` with the dequantised weight."""
+        return F.linear(x, self.dequantize(storage, x.dtype), bias)
+
+    def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
+        """Each row times its scale in float32, rounded to `dtype`."""
+        assert storage.scale is not None
+        return storage.weight.float().mul_(storage.scale[..., None]).to(dtype)
+
+    def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
+        """The rows and their scales."""
+        assert storage.scale is not None
+        return Storage(storage.weight[rows], storage.scale[rows])
+
+
+def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise blocks of 128 x 128 entries, the last ones smaller, so that the largest of each becomes 448.
+
+    Args:
+        weight: [out, in], any float dtype.
+
+    Returns:
+        e4m3 [out, in], and float32 scales [⌈out / 128⌉, ⌈in / 128⌉] to multiply by.
+    """
+    out, width = weight.shape
+    padded = F.pad(weight.float(), (0, -width % BLOCK, 0, -out % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [rows of blocks, 128, columns of blocks, 128]
+    scales = blocks.abs().amax(dim=(1, 3)).clamp_(min=1e-12) / E4M3_MAX
+    blocks /= scales[:, None, :, None]
+    return padded[:out, :width].clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), scales
+
+
+def common_block(parts: Sequence[LinearPart]) -> tuple[int, int]:
+    """Rows and columns of the largest block of a fused layer that lies within one block of the checkpoint everywhere."""
+    rows = math.gcd(BLOCK, *(part.start for part in parts), *(part.index[0].start for part in parts))
+    return rows, math.gcd(BLOCK, *(part.index[1].start for part in parts))
+
+
+def block_size(storage: Storage) -> tuple[int, int]:
+    """Rows and columns of a block of `storage`."""
+    assert storage.scale is not None
+    rows, columns = (_block_length(size, count) for size, count in zip(storage.weight.shape[-2:], storage.scale.shape[-2:], strict=True))
+    return rows, columns
+
+
+def _block_length(size: int, count: int) -> int:
+    """The largest power of two up to 128 by which `size` makes `count` blocks."""
+    return next(length for length in (128, 64, 32, 16, 8, 4, 2, 1) if -(-size // length) == count)
+
+
+def _part_scales(part: LinearPart, storage: Storage) -> torch.Tensor:
+    assert storage.scale is not None
+    rows = block_size(storage)[0]
+    return storage.scale[part.rows.start // rows : -(-part.rows.stop // rows)]
+
+
+def _finer(scales: torch.Tensor, first: tuple[int, int], shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
+    """The scales of smaller blocks, [*shape], whose first entry lies `first` rows and columns inside a block of `scales`."""
+    rows, columns = (
+        (start + torch.arange(count, device=scales.device) * length) // BLOCK
+        for start, count, length in zip(first, shape, block, strict=True)
+    )
+    return scales[rows][:, columns]

@@ -1,0 +1,77 @@
+"""MXFP4 weights as gpt-oss stores them: e2m1 numbers, with a power of two for every 32 of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.nn import functional as F
+
+from runtime.errors import ConfigError
+from runtime.layers.quantization.scheme import GemmCaps, LinearPart, Storage, WeightSlot, stacked
+
+GROUP = 32
+"""Columns that share a scale."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of the codes 0 to 7; 8 to 15 are their negatives."""
+BIAS = 127
+"""A scale byte s stands for 2 ** (s - 127)."""
+
+
+class Mxfp4:
+    """`QuantScheme` "mxfp4": `weight` uint8 [out, in / 2], two codes in a byte, the even column in the low half, and `scale`
+    uint8 [out, in / 32].
+
+    Source: OCP Microscaling Formats specification 1.0. Activations stay in their 16 bits.
+    """
+
+    name = "mxfp4"
+    gemm_caps = GemmCaps(dense=False)
+
+    def allocate(
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        count: int | None = None,
+        parts: Sequence[LinearPart] = (),
+    ) -> Storage:
+        """Empty codes and scales; `dtype` does not matter."""
+        if in_features % GROUP:
+            raise ConfigError(f"an mxfp4 weight has {in_features} columns on each rank; use a --tp-size that leaves a multiple of {GROUP}")
+        weight = torch.empty(stacked(count, out_features, in_features // 2), dtype=torch.uint8, device=device)
+        return Storage(weight, torch.empty(stacked(count, out_features, in_features // GROUP), dtype=torch.uint8, device=device))
+
+    def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
+        """`prefix.weight_blocks` uint8 [out, in / 32, 16] and `prefix.weight_scales` uint8 [out, in / 32]."""
+        assert storage.scale is not None
+        (out, width), (rows, columns) = part.shape, part.index
+        if columns.start % GROUP or columns.stop % GROUP:
+            raise ConfigError(f"{part.prefix}: a rank's columns, {columns.start} to {columns.stop}, cut an mxfp4 scale; lower --tp-size")
+        groups = slice(columns.start // GROUP, columns.stop // GROUP)
+        weight, scale = storage.weight[part.rows], storage.scale[part.rows]
+        blocks = weight.unflatten(1, (-1, GROUP // 2))
+        return {
+            part.prefix + ".weight_blocks": WeightSlot(
+                (out, width // GROUP, GROUP // 2), (rows, groups, slice(0, GROUP // 2)), blocks.copy_, torch.uint8
+            ),
+            part.prefix + ".weight_scales": WeightSlot((out, width // GROUP), (rows, groups), scale.copy_, torch.uint8),
+        }
+
+    def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
+        """`F.linear` with the dequantised weight."""
+        return F.linear(x, self.dequantize(storage, x.dtype), bias)
+
+    def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
+        """Each number times its scale: exact in bfloat16 and float32."""
+        assert storage.scale is not None
+        table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=storage.weight.device)
+        codes = torch.stack((storage.weight & 15, storage.weight >> 4), dim=-1).flatten(-2)
+        values = table[codes.to(torch.int32)].unflatten(-1, (-1, GROUP))
+        return torch.ldexp(values, storage.scale.to(torch.int32)[..., None] - BIAS).to(dtype).flatten(-2)
+
+    def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
+        """The rows."""
+        assert storage.scale is not None
+        return Storage(storage.weight[rows], storage.scale[rows])

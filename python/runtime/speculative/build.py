@@ -73,6 +73,7 @@ def make_drafter(context: WorkerContext, target: DecoderModel) -> Drafter:
         context.dtype,
         context.device,
         tuning=context.config.device.tuning,
+        group=context.group,
     )
     return EagleWorker(model, runner, config)
 

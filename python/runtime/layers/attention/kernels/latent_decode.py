@@ -21,6 +21,7 @@ from runtime.config.kernel_configs import LatentConfig
 
 MAX_SPLITS = 64
 """Most parts of one request."""
+FEW_SPLITS = 16
 MAX_PARTIAL_ROWS = 2048
 """Most rows of partial results of one request: splits times queries times heads."""
 LN_2 = 0.6931471805599453
@@ -144,36 +145,38 @@ def latent_attention(
     config, splits = shape.config, shape.splits
     out = torch.empty((*q.shape[:2], shape.rank), dtype=q.dtype, device=q.device)
     launch = {"launch_pdl": True} if pdl else {}
-    shared = {"ROWS": shape.rows, "RANK": shape.rank, "TILE": config.tile, "PDL": pdl}
+    shared = {"RANK": shape.rank, "TILE": config.tile, "PDL": pdl}
     _latent_kernel[(shape.blocks, splits, shape.batch)](
         q, cache, keys.pages, keys.rows, keys.seq_lens, tree_mask, out, workspace.out, workspace.top, workspace.total, scale / LN_2,
-        splits, tail, keys.pages.stride(0), HEADS=shape.num_heads, WIDTH=shape.width, ROPE=shape.rope, PAGE=keys.page_size,
+        splits, tail, shape.width, shape.rows, keys.pages.stride(0), HEADS=shape.num_heads, ROPE=shape.rope, PAGE=keys.page_size,
         BLOCK_M=shape.block_m, TREE=tree_mask is not None, **shared, num_warps=config.num_warps, num_stages=config.stages, **launch,
     )  # fmt: skip
     if splits > 1:
-        padded = triton.next_power_of_2(splits)
+        padded = FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS  # two kernels to compile, not one for each power
         _merge_kernel[(shape.rows, shape.batch)](
-            keys.seq_lens, out, workspace.out, workspace.top, workspace.total, splits, **shared, SPLITS=padded,
+            keys.seq_lens, out, workspace.out, workspace.top, workspace.total, splits, shape.rows, **shared, SPLITS=padded,
             num_warps=min(max(padded * shape.rank // 2048, 2), 8), **launch,
         )  # fmt: skip
     return out
 
 
-def latent_warmup(shape: LatentShape, page_size: int, dtype: torch.dtype, device: torch.device, *, tree: bool, pdl: bool) -> Callable[[], object]:
-    """A function that runs a pass of `shape` over zeros, to compile its kernels, or to time it with the lengths given."""
-    return lambda: latent_trial(shape, page_size, dtype, device, length=shape.width, tree=tree, pdl=pdl)()
+def trial_inputs(
+    shape: LatentShape, page_size: int, dtype: torch.dtype, device: torch.device, length: int
+) -> tuple[torch.Tensor, torch.Tensor, LatentKeys]:
+    """Queries, cache and location of `length` zero rows for each request of `shape`, to compile and time kernels with."""
+    columns, pages_each = shape.rank + shape.rope, triton.cdiv(length, page_size)
+    q = torch.zeros((shape.batch * shape.width, shape.num_heads, columns), dtype=dtype, device=device)
+    cache = torch.zeros((shape.batch * pages_each, page_size, 1, columns), dtype=dtype, device=device)
+    pages = torch.arange(shape.batch * pages_each, dtype=torch.int32, device=device).view(shape.batch, pages_each)
+    rows = torch.arange(shape.batch, dtype=torch.int32, device=device)
+    return q, cache, LatentKeys(pages, rows, torch.full((shape.batch,), length, dtype=torch.int32, device=device), page_size)
 
 
 def latent_trial(
-    shape: LatentShape, page_size: int, dtype: torch.dtype, device: torch.device, *, length: int, tree: bool = False, pdl: bool
+    shape: LatentShape, page_size: int, dtype: torch.dtype, device: torch.device, length: int, *, tree: bool = False, pdl: bool
 ) -> Callable[[], torch.Tensor]:
-    """A function that attends to `length` zeros per request, over buffers of its own."""
-    q = torch.zeros((shape.batch * shape.width, shape.num_heads, shape.rank + shape.rope), dtype=dtype, device=device)
-    pages_each = triton.cdiv(length, page_size)
-    cache = torch.zeros((shape.batch * pages_each, page_size, 1, shape.rank + shape.rope), dtype=dtype, device=device)
-    pages = torch.arange(shape.batch * pages_each, dtype=torch.int32, device=device).view(shape.batch, pages_each)
-    rows = torch.arange(shape.batch, dtype=torch.int32, device=device)
-    keys = LatentKeys(pages, rows, torch.full((shape.batch,), length, dtype=torch.int32, device=device), page_size)
+    """A function that attends to `length` zero rows per request, over buffers of its own."""
+    q, cache, keys = trial_inputs(shape, page_size, dtype, device, length)
     workspace = LatentWorkspace([shape], device)
     mask = torch.ones(shape.batch * shape.width, dtype=torch.int64, device=device) if tree else None
     return lambda: latent_attention(q, cache, keys, shape, workspace, 1.0, tree_mask=mask, tail=shape.width if tree else 0, pdl=pdl)
@@ -199,10 +202,10 @@ def _slots(pages_ptr, tile, length, TILE: tl.constexpr, PAGE: tl.constexpr):
         return page.to(tl.int64) * PAGE + position % PAGE
 
 
-@triton.jit(do_not_specialize=["splits", "tail"], do_not_specialize_on_alignment=["lens_ptr"])
+@triton.jit(do_not_specialize=["splits", "tail", "width", "rows"], do_not_specialize_on_alignment=["lens_ptr"])
 def _latent_kernel(
-    q_ptr, cache_ptr, pages_ptr, rows_ptr, lens_ptr, mask_ptr, out_ptr, part_ptr, top_ptr, total_ptr, scale, splits, tail, pages_stride,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
+    q_ptr, cache_ptr, pages_ptr, rows_ptr, lens_ptr, mask_ptr, out_ptr, part_ptr, top_ptr, total_ptr, scale, splits, tail, width, rows,
+    pages_stride, HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, TREE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: some rows (queries and heads) of one request against one part of its keys."""
@@ -221,15 +224,16 @@ def _latent_kernel(
         gdc_wait()
     if split < used:
         m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-        m_in = m < ROWS
+        m_in = m < rows
         d = tl.arange(0, RANK)
         r = tl.arange(0, ROPE)
-        query = q_ptr + (b * ROWS + m)[:, None] * (RANK + ROPE)
+        query = q_ptr + (b * rows + m)[:, None] * (RANK + ROPE)
         q_latent = tl.load(query + d[None, :], mask=m_in[:, None], other=0.0)
         q_rope = tl.load(query + RANK + r[None, :], mask=m_in[:, None], other=0.0)
-        position = length - WIDTH + m // HEADS
+        position = length - width + m // HEADS
+        bits = tl.zeros((BLOCK_M,), dtype=tl.int64)
         if TREE:
-            bits = tl.load(mask_ptr + b * WIDTH + m // HEADS, mask=m_in, other=0)
+            bits = tl.load(mask_ptr + b * width + m // HEADS, mask=m_in, other=0)
         top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         acc = tl.zeros((BLOCK_M, RANK), dtype=tl.float32)
@@ -257,19 +261,19 @@ def _latent_kernel(
             top = higher
         if used == 1:
             done = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-            target = out_ptr + (b * ROWS + m)[:, None] * RANK + d[None, :]
+            target = out_ptr + (b * rows + m)[:, None] * RANK + d[None, :]
             tl.store(target, done.to(out_ptr.dtype.element_ty), mask=m_in[:, None])
         else:
-            part = (b * splits + split) * ROWS + m
+            part = (b * splits + split) * rows + m
             tl.store(part_ptr + part[:, None] * RANK + d[None, :], acc, mask=m_in[:, None])
             tl.store(top_ptr + part, top, mask=m_in)
             tl.store(total_ptr + part, total, mask=m_in)
 
 
-@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["lens_ptr"])
+@triton.jit(do_not_specialize=["splits", "rows"], do_not_specialize_on_alignment=["lens_ptr"])
 def _merge_kernel(
-    lens_ptr, out_ptr, part_ptr, top_ptr, total_ptr, splits,
-    ROWS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr, SPLITS: tl.constexpr,
+    lens_ptr, out_ptr, part_ptr, top_ptr, total_ptr, splits, rows,
+    RANK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program: merges the parts of one row, in an order that depends on the number of splits only."""
     m = tl.program_id(0)
@@ -283,7 +287,7 @@ def _merge_kernel(
         d = tl.arange(0, RANK)
         split = tl.arange(0, SPLITS)
         inside = split < used
-        part = (b * splits + split) * ROWS + m
+        part = (b * splits + split) * rows + m
         # Read once: bypass L1.
         sums = tl.load(part_ptr + part[:, None] * RANK + d[None, :], mask=inside[:, None], other=0.0, cache_modifier=".cg")
         top = tl.load(top_ptr + part, mask=inside, other=float("-inf"), cache_modifier=".cg")
@@ -293,4 +297,4 @@ def _merge_kernel(
         weight = tl.exp2(top - safe)
         whole = tl.sum(total * weight, 0)
         done = tl.sum(sums * weight[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
-        tl.store(out_ptr + (b * ROWS + m) * RANK + d, done.to(out_ptr.dtype.element_ty))
+        tl.store(out_ptr + (b * rows + m) * RANK + d, done.to(out_ptr.dtype.element_ty))

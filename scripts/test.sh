@@ -5,6 +5,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
 talon_setup test,dev,clients
 bash scripts/setup_browser.sh
+bash scripts/setup_prometheus.sh
 bash scripts/setup_clients.sh
 
 ruff check python test benchmark scripts

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
     start = time.monotonic()
     try:
         command = parse(sys.argv[1:] if argv is None else argv)
-        logging_setup.setup(command.args.log_level, "talon::http")
+        logging_setup.setup(command.args.log_level, "talon::http", command.args.log_format)
         if command.dump_config:
             print(dump(command.args), end="")
             return 0

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+from contextvars import ContextVar
+from datetime import datetime, timezone
+from typing import Literal
 
 FORMAT = "%(asctime)s %(levelname).1s %(process_title)s %(message)s"
+LogFormat = Literal["text", "json"]
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""The `X-Request-Id` of the request that the current task serves."""
 
 
 class _Title(logging.Filter):
@@ -18,9 +26,29 @@ class _Title(logging.Filter):
         return True
 
 
-def setup(level: str, title: str) -> None:
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record: time, level, process, logger and message, the request's id, and the record's own `fields`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as one line."""
+        shown: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": getattr(record, "process_title", ""),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id := REQUEST_ID.get():
+            shown["request_id"] = request_id
+        shown.update(getattr(record, "fields", {}))
+        if record.exc_info:
+            shown["exception"] = self.formatException(record.exc_info)
+        return json.dumps(shown, default=str)
+
+
+def setup(level: str, title: str, form: LogFormat = "text") -> None:
     """Send records of `level` and above to stderr, marked with the title of the process. Call it once per process."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(FORMAT, datefmt="%H:%M:%S"))
+    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(FORMAT, datefmt="%H:%M:%S"))
     handler.addFilter(_Title(title))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -50,7 +50,8 @@ OUR_FLAGS = re.findall(
     cpu-threads max-queued-tokens max-body-mib max-parse-ms max-logprob-cells queue-timeout request-timeout max-priority
     speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins allowed-hosts
     download-dir log-level-http api-key-file uds ssl-keyfile ssl-certfile ssl-keyfile-password
-    distributed-executor-backend speculative-draft-model-quantization
+    distributed-executor-backend log-format log-slow-requests otlp-traces-endpoint
+    speculative-draft-model-quantization
     """,
 )
 
@@ -449,6 +450,7 @@ SAME_NAME: dict[str, object] = {
     "stream_interval": 4, "random_seed": 5, "cuda_graph_bs": (1, 3), "log_level": "debug", "log_requests": True, "enable_metrics": False,
     "dtype": "float16", "load_format": None, "model_path": None, "quantization": None, "sampling_defaults": "openai",
     "strict_request_fields": True, "protect_metrics": True, "log_level_http": "error", "uds": "/tmp/s",
+    "log_format": "json", "log_slow_requests": 3.5, "otlp_traces_endpoint": "http://collector:4318/v1/traces",
     "embedding_pooling": "last", "grammar_backend": "none",
 }  # fmt: skip
 """Flags with a field of the same name; None for those that come from the model's facts or have tests of their own."""

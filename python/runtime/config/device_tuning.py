@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from runtime.config.expert_tuning import H200_EXPERTS, ExpertTuning
 from runtime.config.kernel_configs import LatentConfig, SplitConfig, TritonConfig
 from runtime.config.machine import Gpu
 
@@ -60,6 +61,7 @@ class DeviceTuning:
         triton_gemm_rows: up to this many rows, a GEMM that was not timed takes the first candidate, above it cuBLAS; and
             the WGMMA GEMM is timed for `linear` alone.
         wgmma_only_rows: above this many rows, Triton's candidates are not timed where the WGMMA GEMM takes the weights.
+        experts: the tilings of sparse MLPs.
     """
 
     launch_seconds: float
@@ -73,6 +75,7 @@ class DeviceTuning:
     gemm_candidates: Mapping[str, tuple[tuple[int, Candidates], ...]]
     triton_gemm_rows: int
     wgmma_only_rows: int
+    experts: ExpertTuning
 
     def split_wins(self, batch: int) -> bool:
         """Whether a fixed-width pass of `batch` requests runs by split-KV attention."""
@@ -158,6 +161,7 @@ H200 = DeviceTuning(
     },
     triton_gemm_rows=32,
     wgmma_only_rows=64,
+    experts=H200_EXPERTS,
 )
 
 _LISTED = {"H200": H200}

@@ -74,3 +74,48 @@ class LatentConfig:
     num_warps: int
     stages: int
     programs_per_sm: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepConfig:
+    """How a kernel of weights in any format is cut: tiles of `block_n` weight rows by `unroll` times `block_k` columns.
+
+    Attributes:
+        unroll: pieces of `block_k` columns that are loaded together; a scale holds for one piece.
+        stages: tiles in flight.
+    """
+
+    block_n: int
+    block_k: int
+    unroll: int
+    num_warps: int
+    stages: int
+
+    def parts(self, weight_rows: int) -> int:
+        """How many partial sums of squares a GEMM with `weight_rows` rows of weights writes per row of output."""
+        return -(-weight_rows // self.block_n)
+
+    def __str__(self) -> str:
+        return f"{self.block_n}x{self.unroll}x{self.block_k} warps {self.num_warps} stages {self.stages}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedConfig:
+    """How the grouped GEMM of many rows is cut: tiles of `rows` pairs by `block_n` weight rows.
+
+    Attributes:
+        tiles_together: tiles of pairs whose programs run side by side for the same weight rows.
+        fp8_rows: multiply e4m3 by e4m3 where the weights allow it.
+    """
+
+    rows: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    stages: int
+    tiles_together: int = 1
+    fp8_rows: bool = False
+
+    def __str__(self) -> str:
+        fp8 = " fp8 rows" if self.fp8_rows else ""
+        return f"{self.rows}x{self.block_n}x{self.block_k} warps {self.num_warps} stages {self.stages} together {self.tiles_together}{fp8}"

@@ -8,6 +8,7 @@ import msgspec
 
 from runtime.config.device_tuning import DeviceTuning, tuning_of
 from runtime.config.machine import Gpu
+from runtime.log import LogFormat
 from runtime.pooling import PoolingName
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
@@ -192,6 +193,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ssl_keyfile_password: str | None = None
     api_key_file: str | None = None
     log_level_http: str | None = None
+    log_format: LogFormat = "text"
+    log_slow_requests: float | None = None
+    otlp_traces_endpoint: str | None = None
     strict_request_fields: bool = False
     protect_metrics: bool = False
     allow_origins: tuple[str, ...] = ()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from runtime.config.key_file import key_problem, read_key_file
 from runtime.config.refusals import check_positive, check_ranges
@@ -23,7 +25,7 @@ LOGPROB_CELLS_PER_TOKEN = 128
 def check_server(args: ServerArgs) -> None:
     """Refuse values out of range, keys that no client can send, and a profile folder that is a file."""
     check_ranges(args, port=(0, 65535), max_body_mib=(1, 1 << 10), max_parse_ms=(1, 1 << 20), max_logprob_cells=(1, 1 << 40))
-    check_positive(args, shutdown_timeout=86400.0)
+    check_positive(args, shutdown_timeout=86400.0, log_slow_requests=86400.0)
     for name, key in (("--api-key", args.api_key), ("--admin-api-key", args.admin_api_key), (KEY_VARIABLE, _api_key(args))):
         if key is not None:
             _check_key(name, key)
@@ -31,6 +33,7 @@ def check_server(args: ServerArgs) -> None:
         read_key_file(Path(args.api_key_file))
     _check_address(args)
     _origins(args)
+    _traces_endpoint(args.otlp_traces_endpoint)
     if args.profile is not None and (not args.profile or Path(args.profile).is_file()):
         raise ConfigError(f"--profile must name a folder for the traces; got {args.profile!r}. A missing folder is created.")
 
@@ -60,6 +63,9 @@ def resolve_server(args: ServerArgs, context_length: int) -> ServerConfig:
         log_level=args.log_level,
         log_level_http=args.log_level_http,
         log_requests=args.log_requests,
+        log_slow_requests=args.log_slow_requests,
+        log_format=args.log_format,
+        otlp_traces_endpoint=_traces_endpoint(args.otlp_traces_endpoint),
         shutdown_timeout=args.shutdown_timeout,
         skip_server_warmup=args.skip_server_warmup,
         profile_folder=args.profile,
@@ -77,6 +83,20 @@ def _check_address(args: ServerArgs) -> None:
             raise ConfigError(f"{flag} {path} is not a file.")
     if args.uds is not None and not 0 < len(os.fsencode(args.uds)) <= MAX_SOCKET_PATH:
         raise ConfigError(f"--uds must be a path of at most {MAX_SOCKET_PATH} bytes; got {args.uds!r}.")
+
+
+def _traces_endpoint(url: str | None) -> str | None:
+    """The full address of --otlp-traces-endpoint. Raises `ConfigError` if it is none, or if OpenTelemetry is not installed."""
+    if url is None:
+        return None
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f"--otlp-traces-endpoint {url} is not an address of OTLP over HTTP, such as http://localhost:4318.")
+    try:
+        find_spec("opentelemetry.exporter.otlp.proto.http")
+    except ModuleNotFoundError:
+        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry. Run pip install 'talon-runtime[otel]'.") from None
+    return url if parts.path.strip("/") else url.rstrip("/") + "/v1/traces"
 
 
 def _origins(args: ServerArgs) -> tuple[str, ...]:

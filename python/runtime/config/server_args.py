@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from runtime.log import LogFormat
 from runtime.pooling import PoolingName
 
 MODEL, SERVER, DEVICE, SCHEDULING = "model", "server", "device and memory", "scheduling"
@@ -223,7 +224,13 @@ class ServerArgs:
     log_level_http: Literal["debug", "info", "warning", "error"] | None = _flag(OBSERVING, None)
     """Lowest level to log of the HTTP server; default: --log-level."""
     log_requests: bool = _flag(OBSERVING, False)
-    """Log the lengths and times of each request, never its text."""
+    """Log every HTTP request, and the lengths and times of each generation, never its text."""
+    log_slow_requests: float | None = _flag(OBSERVING, None, "SECONDS")
+    """Log generations that take at least so long, with the phase that took longest: queue, prefill or decode."""
+    log_format: LogFormat = _flag(OBSERVING, "text")
+    """Form of the log: text, or one JSON object per line with the id of the request."""
+    otlp_traces_endpoint: str | None = _flag(OBSERVING, None, "URL")
+    """Send a trace of every request to this OpenTelemetry collector, by OTLP over HTTP, such as http://localhost:4318."""
     enable_metrics: bool = _flag(OBSERVING, True)
     """Serve Prometheus metrics at /metrics; on unless set to false."""
     profile: str | None = _flag(OBSERVING, None, "FOLDER")

@@ -90,7 +90,7 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], N
     child = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildConfig)
     _die_with(child, role)
     setproctitle.setproctitle(f"talon::{role}")
-    logging_setup.setup(_log_level(child), f"talon::{role}")
+    logging_setup.setup(_log_level(child), f"talon::{role}", child.config.server.log_format)
     faulthandler.enable()  # prints the stacks when the parent aborts a child that hangs
     try:
         serve(child, status)
@@ -147,7 +147,8 @@ def serve_detokenizer(child: ChildConfig, status: StatusPipe) -> None:
     """Detokenize until drained."""
     inbox: Inbox[ToDetokenizer] = Inbox(child.folder, "detokenizer", ToDetokenizer)
     to_tokenizer, to_scheduler = Outbox(child.folder, "tokenizer"), Outbox(child.folder, "scheduler")
-    manager = DetokenizerManager(Tokenizer.load(child.config.model.tokenizer_path), to_tokenizer.send, to_scheduler.send)
+    tokenizer, traced = Tokenizer.load(child.config.model.tokenizer_path), child.config.server.otlp_traces_endpoint is not None
+    manager = DetokenizerManager(tokenizer, to_tokenizer.send, to_scheduler.send, timed=traced)
     freeze_gc()
     status.send(ChildReady())
     beats, beaten_at = 0, 0.0

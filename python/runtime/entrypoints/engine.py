@@ -47,7 +47,7 @@ class Engine:
 
     def __init__(self, *, scheduler_command: Sequence[str] | None = None, **options: Any) -> None:
         args = from_fields({"log_level": "warning", **options})
-        logging_setup.setup(args.log_level, "talon::engine")
+        logging_setup.setup(args.log_level, "talon::engine", args.log_format)
         self.config, self._model_config = prepare(args)
         if self.config.parallel.node_rank:
             raise ConfigError("The engine is node 0. Start the other nodes with python -m runtime.launch_server and the same flags.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -33,6 +34,7 @@ class _Open:
     text: StreamDecoder
     stops: StopFinder
     collected: list[TextOut] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 class DetokenizerManager:
@@ -40,6 +42,9 @@ class DetokenizerManager:
 
     No stop string, and no part of one, reaches the client. On a match the text is cut, the request ends, and the
     scheduler is told to stop it. Tokens that the scheduler still sends for it are dropped.
+
+    Args:
+        timed: measure the time that each request takes, for traces.
     """
 
     def __init__(
@@ -47,10 +52,12 @@ class DetokenizerManager:
         tokenizer: Tokenizer,
         to_tokenizer: Callable[[ToTokenizer], None],
         to_scheduler: Callable[[StopReq], None],
+        timed: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._to_tokenizer = to_tokenizer
         self._to_scheduler = to_scheduler
+        self._step = self._advance_timed if timed else self._advance
         self._open: dict[str, _Open] = {}
 
     @property
@@ -64,11 +71,20 @@ class DetokenizerManager:
             text = self._tokenizer.stream(message.skip_special_tokens, message.prompt_tail, message.shown_token_ids)
             self._open[message.rid] = _Open(message.stream, text, StopFinder(message.stop))
         elif isinstance(message, TokensOutBatch):
-            outs = [shown for out in message.outs if (shown := self._advance(out)) is not None]
+            outs = [shown for out in message.outs if (shown := self._step(out)) is not None]
             if outs:
                 self._to_tokenizer(TextOutBatch(outs=outs))
         elif not isinstance(message, DrainReq):
             self._to_tokenizer(message)
+
+    def _advance_timed(self, out: TokensOut) -> TextOut | None:
+        """`_advance`, and the time that it took until now."""
+        began, request = time.perf_counter(), self._open.get(out.rid)
+        shown = self._advance(out)
+        if request is None:
+            return shown
+        request.seconds += time.perf_counter() - began
+        return shown and structs.replace(shown, progress=structs.replace(shown.progress, detokenize_seconds=request.seconds))
 
     def _advance(self, out: TokensOut) -> TextOut | None:
         request = self._open.get(out.rid)

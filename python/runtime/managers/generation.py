@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from runtime.errors import ServingError
 from runtime.managers.messages import Finish, TextOut, TokenLogprobs
+from runtime.managers.request_context import CURRENT_REQUEST
 from runtime.managers.telemetry.progress import Progress
 
 Release = Callable[["Generation"], None]
@@ -59,6 +60,7 @@ class Generation:
 
     Attributes:
         wires: names of the choices under way, as the scheduler knows them.
+        context: the HTTP request that it belongs to; None outside of one.
     """
 
     def __init__(self, rid: str, call: str, prompt_ids: list[int], n: int, max_unread: int, release: Release, client: str = "") -> None:
@@ -67,6 +69,7 @@ class Generation:
         self.prompt_ids = prompt_ids
         self.n = n
         self.client = client
+        self.context = CURRENT_REQUEST.get()
         self.wires: set[str] = set()
         self.max_unread = max_unread
         self._release = release

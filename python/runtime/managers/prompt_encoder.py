@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from runtime.errors import ContextTooLong, RequestError, TextTooLong
+from runtime.managers.request_context import CURRENT_REQUEST
 from runtime.text.bounded_encoding import BoundedEncoding
 from runtime.text.chat_template import Message, count_chars
 from runtime.text.tokenizer import Tokenizer
@@ -66,10 +68,15 @@ class PromptEncoder:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, characters: int, encode: Callable[[], T]) -> T:
+        began, request = time.monotonic(), CURRENT_REQUEST.get()
         if characters < LONG_TEXT:
-            return encode()
-        threads = self._threads if characters < HUGE_TEXT else self._huge
-        return await asyncio.get_running_loop().run_in_executor(threads, encode)
+            done = encode()
+        else:
+            threads = self._threads if characters < HUGE_TEXT else self._huge
+            done = await asyncio.get_running_loop().run_in_executor(threads, encode)
+        if request is not None:
+            request.tokenized.append((began, time.monotonic()))
+        return done
 
     def _check_chars(self, characters: int) -> None:
         if characters > self._max_chars:

@@ -379,6 +379,8 @@ class Scheduler:
     def _emit(self, req: Req, tokens: list[int], start: int, result: BatchResult) -> None:
         """Commit `tokens`, which begin at entry `start` of the result, and reply if that is due."""
         before = req.length
+        if before == req.prompt_len:
+            req.progress.prefill_seconds = self._clock() - req.arrived - req.progress.queue_seconds
         finish = req.commit(tokens)
         kept = req.length - before
         self.stats.generation_tokens_total += kept

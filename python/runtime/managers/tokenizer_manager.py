@@ -40,7 +40,9 @@ from runtime.managers.request_limits import RequestLimits
 from runtime.managers.room import Room
 from runtime.managers.telemetry.health import Health
 from runtime.managers.telemetry.observer import Observer
-from runtime.managers.telemetry.request_log import log_request
+from runtime.managers.telemetry.progress import Progress
+from runtime.managers.telemetry.request_end import RequestEnd
+from runtime.managers.telemetry.request_log import SlowRequestLog, log_request
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.models.config import ModelConfig
 from runtime.pooling import Pooling
@@ -84,6 +86,7 @@ class TokenizerManager:
         encoder: turns prompts into token ids.
         observer: receives the events of every choice.
         charge: counts tokens of prompts and outputs for a client, by its name.
+        on_end: called with the end of every choice.
     """
 
     def __init__(
@@ -103,6 +106,9 @@ class TokenizerManager:
         self.stats: SchedulerStats | None = None
         self.observer: Observer | None = None
         self.charge: Callable[[str, int], None] | None = None
+        self.on_end: list[Callable[[RequestEnd], None]] = [log_request] if config.server.log_requests else []
+        if (slow := config.server.log_slow_requests) is not None:
+            self.on_end.append(SlowRequestLog(slow))
         self.max_unread = MAX_UNREAD
         self.beats = {"scheduler": 0, "detokenizer": 0}
         self._send = to_scheduler
@@ -384,7 +390,7 @@ class TokenizerManager:
         generation, finish = choice.generation, out.finish
         if finish is not None and finish.reason == "abort" and finish.status >= 400:
             generation.fail(request_failure(finish))
-            self._end(out.rid, None)
+            self._end(out.rid, None, out.progress)
             self.release(generation)
             return
         update = GenerationUpdate.of(choice.index, out)
@@ -393,7 +399,7 @@ class TokenizerManager:
             generation.fail(SlowReader(generation.max_unread))
             self.release(generation)
         elif finish is not None:
-            self._end(out.rid, update)
+            self._end(out.rid, update, out.progress)
 
     # ---- open choices
 
@@ -406,7 +412,7 @@ class TokenizerManager:
             self.observer.started(len(generation.prompt_ids))
         return wire
 
-    def _end(self, wire: str, update: GenerationUpdate | None) -> None:
+    def _end(self, wire: str, update: GenerationUpdate | None, progress: Progress | None = None) -> None:
         choice = self._open.pop(wire, None)
         if choice is None:
             return
@@ -419,11 +425,12 @@ class TokenizerManager:
             self._idle.set()
         if update is not None:
             self._charge(generation.client, update.progress.completion_tokens)
-        seconds = time.monotonic() - choice.arrived
+        known = progress or Progress(len(generation.prompt_ids))
+        end = RequestEnd(generation, choice.index, update, known, choice.arrived, time.monotonic())
         if self.observer is not None:
-            self.observer.ended(seconds, update)
-        if self.config.server.log_requests:
-            log_request(generation, choice.index, update, seconds)
+            self.observer.ended(end.seconds, update)
+        for told in self.on_end:
+            told(end)
 
     def _charge(self, client: str, tokens: int) -> None:
         if self.charge is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -105,6 +106,7 @@ def build_worker(
 
 def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_format: str, quantization: str | None) -> DecoderModel:
     """Build a model and fill its weights."""
+    started = time.perf_counter()
     with context.timed("load_weights"):
         ops, why = select_ops(context.device, context.dtype, context.timings)
         log.info("block operations: %s", why)
@@ -112,13 +114,15 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
         check_equal_shards(context, model)
         model.load(model_weights(context, model.expected_weights(), folder, load_format))
     kind = f" with {quantization} linears" if quantization else ""
-    log.info("weights: %s, %.0f MiB, %s%s", config.architecture, model.weight_bytes / MIB, context.config.device.dtype, kind)
+    seconds = time.perf_counter() - started
+    log.info("weights: %s, %.0f MiB, %s%s; loaded in %.1f s, %.0f MiB/s", config.architecture, model.weight_bytes / MIB,
+             context.config.device.dtype, kind, seconds, model.weight_bytes / MIB / seconds)  # fmt: skip
     return model
 
 
 def check_equal_shards(context: WorkerContext, model: DecoderModel) -> None:
     """Raise `ConfigError` where GPUs would hold parts of different sizes: they share the kernels that rank 0 chooses."""
-    shapes = context.group.gather([gemm.key(0) for gemm in model.gemms()])
+    shapes = context.group.gather(([gemm.key(0) for gemm in model.gemms()], [(experts.count, experts.size) for experts in model.experts]))
     if context.device.type == "cuda" and any(other != shapes[0] for other in shapes):
         raise ConfigError(f"--tp-size {context.group.size} does not cut {model.config.architecture} into equal parts; use another size")
 

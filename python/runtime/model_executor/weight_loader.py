@@ -46,8 +46,8 @@ class FileTensor:
 
 
 def safetensors_weights(folder: str | Path, device: torch.device, progress: bool = True) -> Iterator[tuple[str, FileTensor]]:
-    """Every tensor of a checkpoint folder, to be read onto `device`, with a progress bar in bytes. Read each before you
-    ask for the next.
+    """Every tensor of a checkpoint folder, to be read onto `device`, in any order, with a progress bar in bytes. Files are
+    mapped, so what is read of them is no second copy of the model: the system may drop it at any time.
 
     Raises:
         ConfigError: there are no safetensors files, one that the index names is missing, or one is damaged.

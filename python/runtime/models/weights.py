@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from runtime.errors import ConfigError
 from runtime.layers.linear import Linear, Partition
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.scheme import Index, LinearPart, QuantScheme, WeightSlot
+from runtime.models.parallel_store import store_in_threads
 
 UNUSED_SCALES = (".input_scale", ".k_scale", ".v_scale")
 """Of activations and KV in quantised checkpoints: activations keep their 16 bits."""
@@ -33,6 +35,19 @@ class Sliceable(Protocol):
 NamedTensors = Iterable[tuple[str, Sliceable]]
 
 
+@dataclass(frozen=True, slots=True)
+class FusedTensor:
+    """A tensor in which some checkpoints hold several of those that a model is filled from.
+
+    Attributes:
+        shape: of the whole tensor.
+        parts: the name of each tensor that it holds, and a view of it.
+    """
+
+    shape: tuple[int, ...]
+    parts: Callable[[Sliceable], NamedTensors]
+
+
 class WeightTable:
     """Allocates this rank's part of a model's parameters and remembers which checkpoint tensors fill them."""
 
@@ -43,6 +58,7 @@ class WeightTable:
         self.dtype, self.device, self.group = dtype, device, group
         self._scheme, self._quant = scheme, quant
         self._slots: dict[str, list[WeightSlot]] = {}
+        self._fused: dict[str, FusedTensor] = {}
         self._tensors: list[torch.Tensor] = []
 
     def expected(self) -> dict[str, tuple[int, ...]]:
@@ -63,12 +79,24 @@ class WeightTable:
             raise ConfigError(f"quantization_config keeps {kept[0]} in 16 bits and quantizes {mixed[0]}; layers that are fused must agree")
         return DENSE if kept else self._scheme
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A parameter that every rank holds whole, filled by one tensor."""
-        target = torch.empty(shape, dtype=self.dtype, device=self.device)
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A parameter that every rank holds whole, filled by one tensor; in the model's dtype or in `dtype`."""
+        target = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         self._tensors.append(target)
-        self._add(name, WeightSlot(shape, (slice(None),), target.copy_))
+        self.add(name, WeightSlot(shape, (slice(None),), target.copy_))
         return target
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that another allocated for `add`."""
+        self._tensors += tensors
+
+    def add(self, name: str, slot: WeightSlot) -> None:
+        """Let tensor `name` of the checkpoint, or that part of it, be stored by `slot`."""
+        self._slots.setdefault(name, []).append(slot)
+
+    def also(self, name: str, fused: FusedTensor) -> None:
+        """Accept tensor `name` in place of those that it consists of."""
+        self._fused[name] = fused
 
     def linear(
         self,
@@ -102,7 +130,7 @@ class WeightTable:
         layer = Linear(storage, fused_bias, scheme, partition, self.group, sum(parts.values()))
         for piece in pieces:
             for name, slot in scheme.places(piece, storage).items():
-                self._add(name, slot)
+                self.add(name, slot)
         self._tensors += layer.tensors
         return layer
 
@@ -114,7 +142,7 @@ class WeightTable:
             return Linear.sharded(embed, self.group)
         layer = self.linear({name: embed.shape[0]}, embed.shape[1], partition=Partition.COLUMN)
         slot = self._slots[name + ".weight"].pop()
-        self._add(name + ".weight", replace(slot, put=lambda rows: slot.put(rows.to(self.dtype))))  # as the embedding holds them
+        self.add(name + ".weight", replace(slot, put=lambda rows: slot.put(rows.to(self.dtype))))  # as the embedding holds them
         return layer
 
     def load(self, weights: NamedTensors, skip: tuple[str, ...] = (), unused: tuple[str, ...] = ()) -> None:
@@ -130,14 +158,16 @@ class WeightTable:
         """
         missing, unexpected = set(self._slots), []
         skip += () if self._quant is None else UNUSED_SCALES
-        for name, tensor in weights:
-            if name not in self._slots:
-                if not name.endswith(skip) and not name.startswith(unused):
+
+        def stores() -> Iterator[Callable[[], None]]:
+            for name, tensor in self._single(weights):
+                if name in self._slots:
+                    missing.discard(name)
+                    yield partial(_store, name, tensor, self._slots[name])
+                elif not name.endswith(skip) and not name.startswith(unused):
                     unexpected.append(name)
-                continue
-            for slot in self._slots[name]:
-                _store(name, tensor, slot)
-            missing.discard(name)
+
+        store_in_threads(stores())
         problems = [f"{what} {_listed(names)}" for what, names in (("lacks", missing), ("has unexpected", unexpected)) if names]
         if problems:
             raise ConfigError(f"the checkpoint does not fit its config.json: it {' and '.join(problems)}")
@@ -152,25 +182,38 @@ class WeightTable:
         adds = partition is not Partition.ROW or self.group.rank == 0
         bias = torch.empty(rows, dtype=self.dtype, device=self.device) if adds else None
         for piece in pieces:
-            index, put = (piece.index[:1], bias[piece.rows].copy_) if bias is not None else ((slice(0, 0),), _ignore)
-            self._add(piece.prefix + ".bias", WeightSlot(piece.shape[:1], index, put))
+            index, put = (piece.index[:1], bias[piece.rows].copy_) if bias is not None else ((slice(0, 0),), ignore)
+            self.add(piece.prefix + ".bias", WeightSlot(piece.shape[:1], index, put))
         return bias
 
-    def _add(self, name: str, slot: WeightSlot) -> None:
-        self._slots.setdefault(name, []).append(slot)
+    def _single(self, weights: NamedTensors) -> NamedTensors:
+        """The tensors, with the parts of fused ones in their place."""
+        for name, tensor in weights:
+            fused = self._fused.get(name)
+            if fused is None:
+                yield name, tensor
+                continue
+            _check_shape(name, tensor, fused.shape)
+            yield from fused.parts(tensor)
 
 
-def _store(name: str, tensor: Sliceable, slot: WeightSlot) -> None:
-    index = slot.index_of(tuple(tensor.shape))
-    if index is None:
-        raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(slot.shape)}")
-    part = tensor[index]
-    if slot.dtype is not None and part.dtype is not slot.dtype:
-        raise ConfigError(f"tensor {name} has dtype {part.dtype}; the model expects {slot.dtype}")
-    slot.put(part)
+def _check_shape(name: str, tensor: Sliceable, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}")
 
 
-def _ignore(part: torch.Tensor) -> None:
+def _store(name: str, tensor: Sliceable, slots: Iterable[WeightSlot]) -> None:
+    for slot in slots:
+        index = slot.index_of(tuple(tensor.shape))
+        if index is None:
+            raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(slot.shape)}")
+        part = tensor[index]
+        if slot.dtype is not None and part.dtype is not slot.dtype:
+            raise ConfigError(f"tensor {name} has dtype {part.dtype}; the model expects {slot.dtype}")
+        slot.put(part)
+
+
+def ignore(part: torch.Tensor) -> None:
     """Store nothing."""
 
 

@@ -1,4 +1,4 @@
-"""The name of each HTTP request: the client's `X-Request-Id`, or a new one; every answer carries it."""
+"""The name of each HTTP request: the client's `X-Request-Id`, or a new one; every answer and its log lines carry it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from runtime.log import REQUEST_ID
+from runtime.managers.request_context import CURRENT_REQUEST, RequestContext
 
 HEADER = "X-Request-Id"
 _ACCEPTED = re.compile(r"[!-~]{1,128}")
@@ -26,6 +29,8 @@ class RequestId:
             return
         given = Headers(scope=scope).get(HEADER, "")
         name = given if _ACCEPTED.fullmatch(given) else new_request_id()
+        REQUEST_ID.set(name)
+        CURRENT_REQUEST.set(RequestContext(name))
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import orjson
 import uvicorn
@@ -19,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from runtime import __version__
+from runtime.entrypoints.http.access_log import AccessLog
 from runtime.entrypoints.http.auth import KeyGate
 from runtime.entrypoints.http.body_route import IGNORED_HEADER
 from runtime.entrypoints.http.client_name import ClientName
@@ -33,6 +35,9 @@ from runtime.errors import BodyTooLarge, RequestError, ServingError
 from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.tokenizer_manager import TokenizerManager
 
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
 log = logging.getLogger(__name__)
 
 CORS = {
@@ -45,8 +50,12 @@ CLIENT_CLOSED = 499
 """nginx's status for a client that left; only the access log shows it."""
 
 
-def create_app(manager: TokenizerManager) -> FastAPI:
-    """Build the HTTP application of a manager; its metrics become the manager's observer."""
+def create_app(manager: TokenizerManager, provider: TracerProvider | None = None) -> FastAPI:
+    """Build the HTTP application of a manager; its metrics become the manager's observer.
+
+    Args:
+        provider: receives the spans of all requests; None: nothing is traced.
+    """
     config = manager.config
     metrics = Metrics(config.model.served_model_name)
     manager.observer = metrics
@@ -72,6 +81,13 @@ def create_app(manager: TokenizerManager) -> FastAPI:
     app.add_middleware(ClientName)
     if server.allow_origins:
         app.add_middleware(CORSMiddleware, allow_origins=server.allow_origins, **CORS)
+    if provider is not None:
+        from runtime.entrypoints.http.tracing import PhaseTracer, Tracing
+
+        manager.on_end.append(PhaseTracer(provider))
+        app.add_middleware(Tracing, provider=provider, model=config.model.served_model_name)
+    if server.log_requests:
+        app.add_middleware(AccessLog)
     app.add_middleware(RequestId)
     return app
 
@@ -123,7 +139,9 @@ async def serve(manager: TokenizerManager, listener: socket.socket, stopping: as
     """Serve HTTP on a bound socket until `stopping` is set; then give open answers `CLOSE_SECONDS` to end."""
     if (level := manager.config.server.log_level_http) is not None:
         logging.getLogger("uvicorn").setLevel(level.upper())
-    app, config = create_app(manager), manager.config.server
+    config = manager.config.server
+    provider = _provider(manager)
+    app = create_app(manager, provider)
     if config.api_key_file is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.state.key_ring.reload)
     server = _Server(
@@ -136,7 +154,7 @@ async def serve(manager: TokenizerManager, listener: socket.socket, stopping: as
             ws="none",
             lifespan="off",
             log_config=None,
-            access_log=config.log_requests,
+            access_log=False,
             server_header=False,
             proxy_headers=False,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
@@ -148,6 +166,17 @@ async def serve(manager: TokenizerManager, listener: socket.socket, stopping: as
         await server.serve(sockets=[listener])
     finally:
         watch.cancel()
+        if provider is not None:
+            await asyncio.to_thread(provider.shutdown)
+
+
+def _provider(manager: TokenizerManager) -> TracerProvider | None:
+    """What sends spans to the collector of --otlp-traces-endpoint."""
+    if (endpoint := manager.config.server.otlp_traces_endpoint) is None:
+        return None
+    from runtime.entrypoints.http.tracing import otlp_provider
+
+    return otlp_provider(endpoint, manager.config.model.served_model_name)
 
 
 async def _stop_when(stopping: asyncio.Event, server: uvicorn.Server) -> None:

@@ -15,6 +15,8 @@ class Progress(msgspec.Struct, array_like=True):
         prompt_tokens, cached_tokens: prompt length, and the part of it found in the prefix cache.
         completion_tokens: tokens generated.
         queue_seconds: time from the arrival at the scheduler to the first step; 0 before it.
+        prefill_seconds: time from there to the first token; 0 before it.
+        detokenize_seconds: time that the detokenizer worked for it; 0 unless that is measured.
         spec: speculation; None before the first verify step.
         decode: decode steps.
     """
@@ -25,3 +27,5 @@ class Progress(msgspec.Struct, array_like=True):
     queue_seconds: float = 0.0
     spec: SpecStats | None = None
     decode: DecodeStats = msgspec.field(default_factory=DecodeStats)
+    prefill_seconds: float = 0.0
+    detokenize_seconds: float = 0.0

@@ -1,29 +1,69 @@
-"""The log line of a choice that ended (--log-requests)."""
+"""The log lines of a choice that ended (--log-requests, --log-slow-requests)."""
 
 from __future__ import annotations
 
 import logging
 
-from runtime.managers.generation import Generation, GenerationUpdate
+from runtime.managers.telemetry.request_end import RequestEnd
 
 log = logging.getLogger(__name__)
 
 
-def log_request(generation: Generation, index: int, update: GenerationUpdate | None, seconds: float) -> None:
-    """Log the end of one choice; `update` is its last one."""
-    name = generation.rid.encode("unicode_escape").decode()  # a line feed must not forge a line of the log
-    if update is None or update.finish is None:
-        log.info("%s[%d]: ended early after %.2f s", name, index, seconds)
+def log_request(end: RequestEnd) -> None:
+    """Log the lengths and times of one choice, never its text."""
+    name, progress = _name(end), end.progress
+    if end.update is None or end.update.finish is None:
+        log.info("%s: ended early after %.2f s", name, end.seconds, extra=_fields(end))
         return
-    progress = update.progress
     log.info(
-        "%s[%d]: %d prompt tokens (%d cached), %d new, %s, %.2f s, queued %.2f s",
+        "%s: %d prompt tokens (%d cached), %d new, %s, %.2f s, queued %.2f s",
         name,
-        index,
         progress.prompt_tokens,
         progress.cached_tokens,
         progress.completion_tokens,
-        update.finish.reason,
-        seconds,
+        end.update.finish.reason,
+        end.seconds,
         progress.queue_seconds,
+        extra=_fields(end),
     )
+
+
+class SlowRequestLog:
+    """Logs each choice that took at least `seconds`, with the phase that took longest."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self, end: RequestEnd) -> None:
+        """Log the choice if it was slow."""
+        if end.seconds >= self._seconds:
+            phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in end.phases().items())
+            counts = f"{end.progress.prompt_tokens} prompt tokens, {end.progress.completion_tokens} new"
+            slowest = end.slowest_phase()
+            log.warning(
+                "slow request %s: %.2f s, most of it %s (%s); %s", _name(end), end.seconds, slowest, phases, counts, extra=_fields(end)
+            )
+
+
+def _name(end: RequestEnd) -> str:
+    """Its name and choice; a line feed must not forge a line of the log."""
+    return f"{end.generation.rid.encode('unicode_escape').decode()}[{end.index}]"
+
+
+def _fields(end: RequestEnd) -> dict[str, dict[str, object]]:
+    """What the JSON format shows beside the message."""
+    context, finish = end.generation.context, end.update.finish if end.update is not None else None
+    return {
+        "fields": {
+            **({"request_id": context.request_id} if context is not None else {}),
+            "rid": end.generation.rid,
+            "choice": end.index,
+            "prompt_tokens": end.progress.prompt_tokens,
+            "cached_tokens": end.progress.cached_tokens,
+            "completion_tokens": end.progress.completion_tokens,
+            "finish_reason": finish.reason if finish is not None else "failed",
+            "seconds": round(end.seconds, 4),
+            "phase_seconds": {name: round(seconds, 4) for name, seconds in end.phases().items()},
+            "slowest_phase": end.slowest_phase(),
+        }
+    }

@@ -1,0 +1,204 @@
+"""A storm of good and hostile clients: requests lost, pages leaked, growth of every process, latency of the good clients.
+
+Four phases: calm (good clients only), storm (half of the clients hostile, on the same server, whose KV is tiny), kills on one rank, and
+kills on two. A killed server must end with a failure within its time, leave no process and no file, and answer or cut every request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmark import picture, plots
+from benchmark.markdown import Result, provenance, table
+from benchmark.record import Record
+from benchmark.server import Server
+from benchmark.shapes import tiny_model
+from benchmark.storm_clients import Clients, Tally
+from benchmark.sweep import arguments
+
+NAME = "storm"
+KEYS = ("phase",)
+SHARES = {"calm": 0.2, "storm": 0.6, "kills, one rank": 0.1, "kills, two ranks": 0.1}
+"""What part of --minutes each phase gets."""
+EMBEDDED = ("--device", "cpu", "--max-total-tokens", "12288", "--random-seed", "1")
+SAMPLE_SECONDS = 5.0
+MIB = 1 << 20
+
+
+@dataclass
+class Memory:
+    """Resident memory of a server's processes over time, in MiB by role."""
+
+    samples: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+    async def watch(self, pid: int) -> None:
+        """Sample until cancelled."""
+        began = time.monotonic()
+        while True:
+            for process in (psutil.Process(pid), *psutil.Process(pid).children()):
+                used = process.memory_info().rss / MIB
+                self.samples.setdefault(_role(process), []).append((time.monotonic() - began, used))
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    def figures(self) -> dict[str, Any]:
+        """First and last size, and the slope of the second half, MiB an hour, by role; none before there are four samples."""
+        shown: dict[str, Any] = {}
+        for role, samples in self.samples.items():
+            if len(samples) >= 4:
+                late = samples[len(samples) // 2 :]
+                slope = statistics.linear_regression([at for at, _ in late], [used for _, used in late]).slope
+                figures = {"first_mib": samples[0][1], "last_mib": samples[-1][1], "slope_mib_per_hour": slope * 3600}
+                shown[role] = {name: round(value, 1) for name, value in figures.items()}
+        return shown
+
+
+def _role(process: psutil.Process) -> str:
+    name = (process.cmdline() or [""])[0]
+    return name.removeprefix("talon::") if name.startswith("talon::") else "http"
+
+
+def row(phase: str, tally: Tally, began: float) -> dict[str, Any]:
+    """The figures that all phases have."""
+    cuts = statistics.quantiles(tally.seconds, n=100) if len(tally.seconds) > 1 else [0.0] * 99
+    return {
+        "phase": phase,
+        "minutes": round((time.monotonic() - began) / 60, 2),
+        "requests": tally.ends.total() + tally.done.total(),
+        "good": dict(tally.ends),
+        "hostile": dict(tally.done),
+        "lost": len(tally.wrong),
+        "wrong": tally.wrong[:20],
+        "p50_s": round(cuts[49], 3),
+        "p99_s": round(cuts[98], 3),
+    }
+
+
+async def leaks(server: Server) -> dict[str, int]:
+    """Requests and pages that are still held once nothing runs, after the prefix cache was flushed."""
+    for _ in range(300):
+        state = server.get("/get_server_info")["internal_states"][0]
+        if not (state["num_running_reqs"] or state["num_queue_reqs"] or state["num_used_tokens"]):
+            break
+        await asyncio.sleep(0.1)
+    held = state["num_running_reqs"] + state["num_queue_reqs"]
+    if not held:
+        server.post("/flush_cache")
+        state = server.get("/get_server_info")["internal_states"][0]
+    return {"leaked_requests": held, "leaked_pages": state["pages_total"] - state["pages_free"]}
+
+
+def clients(server: Server, rng: random.Random) -> Clients:
+    """Clients that know the model's context length and vocabulary."""
+    info = server.get("/get_model_info")
+    return Clients(server.port, info["max_context_len"], info["vocab_size"], random.Random(rng.random()))
+
+
+async def weather(server: Server, phase: str, count: int, hostile: int, seconds: float, rng: random.Random) -> dict[str, Any]:
+    """One phase without kills; as many clients are hostile as asked, the others good."""
+    began, memory, crowd = time.monotonic(), Memory(), clients(server, rng)
+    watch = asyncio.create_task(memory.watch(server.pid))
+    crowd.start(count - hostile, hostile)
+    await asyncio.sleep(seconds)
+    tally = await crowd.stop()
+    watch.cancel()
+    cut = tally.ends["cut"]
+    tally.wrong += [f"{cut} streams were cut"] if cut else []
+    state = server.get("/get_server_info")["internal_states"][0]
+    retracted = state["num_retracted_requests_total"]
+    return row(phase, tally, began) | await leaks(server) | {"retracted_so_far": retracted, "memory": memory.figures()}
+
+
+async def kills(phase: str, flags: Sequence[str], count: int, seconds: float, rng: random.Random) -> dict[str, Any]:
+    """Start servers and kill a process of each, until the time is over; every victim comes at least once."""
+    began, total, killed = time.monotonic(), Tally(), Counter[str]()
+    victims = ["http", "scheduler", "detokenizer", *(["worker-1"] if "--tp-size" in flags else [])]
+    while time.monotonic() - began < seconds or len(killed) < len(victims):
+        victim = victims[killed.total() % len(victims)]
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder).chmod(0o700)
+            with Server(flags, variables={"XDG_RUNTIME_DIR": folder}) as server:
+                crowd = clients(server, rng)
+                crowd.start(count - count // 2, count // 2)
+                await asyncio.sleep(rng.uniform(0.5, 4.0))
+                wrong = await asyncio.to_thread(kill, server, victim, Path(folder))
+                tally = await crowd.stop()
+        killed[victim] += 1
+        total.seconds += tally.seconds
+        total.ends += tally.ends
+        total.done += tally.done
+        total.wrong += [*tally.wrong, *wrong]
+    return row(phase, total, began) | {"leaked_requests": 0, "leaked_pages": 0, "killed": dict(killed)}
+
+
+def kill(server: Server, victim: str, folder: Path) -> list[str]:
+    """Kill one process with SIGKILL; say what was left behind."""
+    parent = psutil.Process(server.pid)
+    processes = [parent, *parent.children(recursive=True)]
+    next(process for process in processes if _role(process) == victim).send_signal(signal.SIGKILL)
+    status = server.wait()
+    _, alive = psutil.wait_procs(processes[1:], timeout=10)
+    left = [path.name for path in folder.iterdir()]
+    expected = -signal.SIGKILL if victim == "http" else 1
+    wrong = [f"kill of {victim}: the server ended with {status}"] if status != expected else []
+    wrong += [f"kill of {victim}: {len(alive)} processes were left"] if alive else []
+    return wrong + ([f"kill of {victim}: files were left: {left}"] if left else [])
+
+
+async def storm(record: Record, flags: Sequence[str], minutes: float, count: int, seed: int) -> None:
+    """Run the four phases and record a row each."""
+    rng, tiny = random.Random(seed), tiny_model().target_flags
+    seconds = {phase: share * minutes * 60 for phase, share in SHARES.items()}
+    with Server(flags) as server:
+        record.add(await weather(server, "calm", count, 0, seconds["calm"], rng) | {"clients": count})
+        record.add(await weather(server, "storm", count, count // 2, seconds["storm"], rng) | {"clients": count})
+    for phase, more in (("kills, one rank", ()), ("kills, two ranks", ("--tp-size", "2"))):
+        record.add(await kills(phase, [*tiny, *more], min(count, 16), seconds[phase], rng) | {"clients": min(count, 16)})
+
+
+def render(result: Result) -> str:
+    """One row per phase, then the growth of each process."""
+    header = ["phase", "minutes", "clients", "requests", "lost", "leaked pages", "p50 s", "p99 s"]
+    names = ("phase", "minutes", "clients", "requests", "lost", "leaked_pages", "p50_s", "p99_s")
+    parts = [table(header, [[one[name] for name in names] for one in result["rows"]])]
+    sizes = [[one["phase"], role, *figures.values()] for one in result["rows"] for role, figures in one.get("memory", {}).items()]
+    if sizes:
+        parts.append(table(["phase", "process", "first MiB", "last MiB", "second half, MiB per hour"], sizes))
+    return "\n\n".join([*parts, provenance(result)])
+
+
+def plot(result: Result, file: Path) -> None:
+    """Latency of good clients by phase."""
+    groups = {one["phase"]: {"p50": one["p50_s"], "p99": one["p99_s"]} for one in result["rows"]}
+    picture.draw(result, file, "Storm: latency of good clients", [plots.bars(groups, "", "seconds")])
+
+
+def main() -> None:
+    """Run, record and plot; exit 1 if anything was lost or leaked."""
+    parser = arguments(__doc__)
+    parser.add_argument("--minutes", type=float, default=3.0, help="length of the whole run")
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    record = Record(NAME, KEYS, args.out, args.quick)
+    asyncio.run(storm(record, tiny_model().target_flags if args.quick else EMBEDDED, args.minutes, args.clients, args.seed))
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+    wrong = [text for one in record.rows for text in one["wrong"]]
+    if wrong or any(one["leaked_pages"] or one["leaked_requests"] for one in record.rows):
+        raise SystemExit("\n".join(["something was lost or leaked:", *wrong]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""The clients of a storm: good ones, whose answers and times are recorded, and those that do what no client should."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+PATIENCE = 300.0
+"""Seconds within which every request must have an answer, a full queue included."""
+PAUSE = 4.0
+"""Hostile clients wait up to so many seconds between their acts; most of these are over sooner than an answer."""
+BOMBS: tuple[dict[str, Any], ...] = (
+    {"regex": "((a{1,900}){1,900}){1,900}"},
+    {"regex": "(a|aa|aaa|b*)*" * 2000},
+    {"json_schema": json.dumps({"$ref": "#"})},
+    {"json_schema": json.dumps({"$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 9} for i in range(60)}})},
+    {"json_schema": json.dumps({"enum": ["x" * 999 for _ in range(1000)]})},
+    {"json_schema": json.dumps({"type": "array", "items": {"type": "string", "pattern": "^(a+)+$"}, "minItems": 100_000})},
+    {"ebnf": "root ::= root root | root"},
+)  # fmt: skip
+BAD: tuple[bytes, ...] = (
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'{"prompt": "' + b"\xff\xfe" + b'"}',
+    b"[" * 50_000,
+    json.dumps({"prompt": [-1]}).encode(),
+    json.dumps({"prompt": "a", "max_tokens": 1 << 70}).encode(),
+    json.dumps({"prompt": "a", "temperature": "hot"}).encode(),
+    json.dumps({"prompt": "a", "n": 100_000}).encode(),
+    json.dumps({"prompt": "a", "model": "another"}).encode(),
+    json.dumps({"prompt": list(range(2, 100)) * 5000}).encode(),
+    b'{"prompt": "' + b"x" * (9 << 20) + b'"}',
+)
+"""Bodies that must get a 4xx."""
+
+
+@dataclass
+class Tally:
+    """What became of the requests.
+
+    Attributes:
+        seconds: duration of each complete answer of a good client.
+        ends: how the requests of good clients ended: `answered`, `refused` (429 or 503), or `cut` (an error, or the connection closed).
+        done: what the other clients did, by kind.
+        wrong: requests without an answer, or with a wrong one, in words.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    ends: Counter[str] = field(default_factory=Counter)
+    done: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+class Clients:
+    """Clients of one server until `stop`.
+
+    Args:
+        longest: the context length of the model.
+        vocabulary: token ids of prompts are below it.
+    """
+
+    def __init__(self, port: int, longest: int, vocabulary: int, rng: random.Random) -> None:
+        self.tally = Tally()
+        self._port, self._longest, self._vocabulary, self._rng = port, longest, vocabulary, rng
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE, limits=limits)
+        self._ending = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._hostile: tuple[Callable[[], Awaitable[str]], ...] = (
+            self._vanish, self._vanish_early, self._read_slowly, self._ask_badly, self._ask_much, self._throw_bomb, self._say_half,
+        )  # fmt: skip
+
+    def start(self, good: int, hostile: int) -> None:
+        """Let `good` and `hostile` clients run."""
+        self._tasks += [asyncio.create_task(self._be_good()) for _ in range(good)]
+        self._tasks += [asyncio.create_task(self._be_hostile()) for _ in range(hostile)]
+
+    async def stop(self) -> Tally:
+        """Let every client finish what it began."""
+        self._ending.set()
+        await asyncio.gather(*self._tasks)
+        await self._http.aclose()
+        return self.tally
+
+    # ---- good clients
+
+    async def _be_good(self) -> None:
+        while not self._ending.is_set():
+            body = {
+                "prompt": self._prompt(8, 96),
+                "max_tokens": 16,
+                "ignore_eos": True,
+                "stream": True,
+                "temperature": self._rng.choice([0, 1]),
+            }
+            began = time.perf_counter()
+            try:
+                end = await self._stream(body)
+            except httpx.TimeoutException:
+                end = "lost"
+                self.tally.wrong.append(f"a good request had no answer within {PATIENCE:g} s")
+            except httpx.HTTPError:
+                end = "cut"
+            self.tally.ends[end] += 1
+            if end == "answered":
+                self.tally.seconds.append(time.perf_counter() - began)
+            else:
+                await asyncio.sleep(1.0)
+
+    async def _stream(self, body: dict[str, Any]) -> str:
+        last = ""
+        async with self._http.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.status_code in (429, 503):
+                return "refused"
+            if answer.status_code != 200:
+                self.tally.wrong.append(f"a good request got {answer.status_code}: {(await answer.aread())[:200]!r}")
+                return "wrong"
+            async for line in answer.aiter_lines():
+                last = line or last
+        if last == "data: [DONE]":
+            return "answered"
+        if not last.startswith('data: {"error"'):
+            self.tally.wrong.append(f"a stream ended after {last[:200]}")
+        return "cut"
+
+    def _prompt(self, least: int, most: int) -> list[int]:
+        return [self._rng.randrange(2, self._vocabulary) for _ in range(self._rng.randint(least, most))]
+
+    # ---- the others
+
+    async def _be_hostile(self) -> None:
+        while not self._ending.is_set():
+            act = self._rng.choice(self._hostile)
+            self.tally.done[act.__name__.strip("_")] += 1
+            try:
+                wrong = await act()
+            except httpx.TimeoutException:
+                wrong = f"no answer within {PATIENCE:g} s"
+            except (httpx.HTTPError, OSError):
+                wrong = ""  # the server closed the connection
+                await asyncio.sleep(0.2)
+            await asyncio.sleep(self._rng.uniform(0.0, PAUSE))
+            if wrong:
+                self.tally.wrong.append(f"{act.__name__.strip('_')}: {wrong}")
+
+    async def _vanish(self) -> str:
+        """Leave a stream after a few tokens."""
+        body = {"prompt": self._prompt(4, 200), "max_tokens": 400, "ignore_eos": True, "stream": True, "n": self._rng.choice([1, 1, 3])}
+        left = self._rng.randint(1, 12)
+        async with self._http.stream("POST", "/v1/completions", json=body) as answer:
+            async for _ in answer.aiter_lines():
+                left -= 1
+                if left == 0:
+                    break
+        return ""
+
+    async def _vanish_early(self) -> str:
+        """Leave before the answer begins."""
+        body = {"prompt": self._prompt(4, 400), "max_tokens": 300, "ignore_eos": True}
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._http.post("/generate", json=_native(body)), self._rng.uniform(0.01, 0.5))
+        return ""
+
+    async def _read_slowly(self) -> str:
+        """Ask for a long stream and hardly read it."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 12)
+        try:
+            body = json.dumps(
+                {"prompt": self._prompt(4, 50), "max_tokens": 200, "ignore_eos": True, "stream": True, "logprobs": 5}
+            ).encode()
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            writer.write(head.encode() + body)
+            for _ in range(self._rng.randint(3, 20)):
+                if not await asyncio.wait_for(reader.read(64), PATIENCE):
+                    break
+                await asyncio.sleep(0.5)
+        finally:
+            writer.close()
+        return ""
+
+    async def _ask_badly(self) -> str:
+        """Send a body that must be refused."""
+        body = self._rng.choice(BAD)
+        answer = await self._http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        return "" if 400 <= answer.status_code < 500 or answer.status_code == 503 else f"{body[:60]!r} got {answer.status_code}"
+
+    async def _ask_much(self) -> str:
+        """A prompt of about the context length, or above it."""
+        length = self._rng.choices([self._longest // 8, self._longest - 8, self._longest + 1, 3 * self._longest], [12, 1, 4, 3])[0]
+        answer = await self._http.post(
+            "/v1/completions", json={"prompt": self._prompt(length, length), "max_tokens": 4, "ignore_eos": True}
+        )
+        return "" if answer.status_code in (200, 400, 413, 429, 503) else f"{length} tokens got {answer.status_code}: {answer.text[:200]}"
+
+    async def _throw_bomb(self) -> str:
+        """A grammar that is expensive or matches nothing."""
+        answer = await self._http.post("/v1/completions", json={"prompt": self._prompt(4, 20), "max_tokens": 8, **self._rng.choice(BOMBS)})
+        return "" if answer.status_code in (200, 400, 413, 429, 503) else f"{answer.status_code}: {answer.text[:200]}"
+
+    async def _say_half(self) -> str:
+        """Send a part of a request, wait, and leave."""
+        _, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"[: self._rng.randint(1, 70)])
+        await asyncio.sleep(self._rng.uniform(0.1, 5.0))
+        writer.close()
+        return ""
+
+
+def _native(body: dict[str, Any]) -> dict[str, Any]:
+    return {"input_ids": body["prompt"], "sampling_params": {"max_new_tokens": body["max_tokens"], "ignore_eos": True}}

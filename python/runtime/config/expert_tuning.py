@@ -1,0 +1,68 @@
+"""How the kernels of sparse MLPs are cut, by format of the weights and number of tokens. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.config.kernel_configs import GroupedConfig, StepConfig
+
+WeightFormat = Literal["dense", "fp8", "mxfp4"]
+"""Weights in the activations' dtype; e4m3 with float32 scales of blocks or rows; e2m1 with a scale for each 32 columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTuning:
+    """Measured values of one GPU.
+
+    Attributes:
+        few: by format, (largest number of tokens, tilings of the two kernels for few tokens), ascending; above the last,
+            `many` holds.
+        many: by format, (largest number of tokens, tiling of the grouped GEMM), ascending; the last holds for any number.
+    """
+
+    few: Mapping[WeightFormat, tuple[tuple[int, tuple[StepConfig, StepConfig]], ...]]
+    many: Mapping[WeightFormat, tuple[tuple[int, GroupedConfig], ...]]
+
+    def few_rows(self, weights: WeightFormat, rows: int) -> tuple[StepConfig, StepConfig] | None:
+        """Tilings of the kernels for few tokens, or None where the grouped GEMM is faster."""
+        return next((configs for largest, configs in self.few[weights] if rows <= largest), None)
+
+    def many_rows(self, weights: WeightFormat, rows: int) -> GroupedConfig:
+        """The tiling of the grouped GEMM."""
+        return next((config for largest, config in self.many[weights] if rows <= largest), self.many[weights][-1][1])
+
+
+H200_EXPERTS = ExpertTuning(
+    few={
+        "dense": (
+            (8, (StepConfig(32, 256, 1, 4, 4), StepConfig(16, 256, 1, 2, 6))),
+            (32, (StepConfig(64, 128, 1, 4, 4), StepConfig(16, 256, 1, 2, 6))),
+        ),
+        "fp8": (
+            (8, (StepConfig(32, 128, 4, 4, 4), StepConfig(16, 128, 4, 2, 4))),
+            (32, (StepConfig(64, 128, 2, 4, 4), StepConfig(16, 128, 4, 2, 4))),
+        ),
+        "mxfp4": (
+            (8, (StepConfig(32, 256, 1, 4, 4), StepConfig(16, 256, 2, 4, 4))),
+            (32, (StepConfig(64, 128, 2, 4, 4), StepConfig(16, 256, 1, 4, 4))),
+        ),
+    },
+    many={
+        "dense": (
+            (128, GroupedConfig(16, 128, 128, 4, 4)),
+            (512, GroupedConfig(32, 128, 64, 4, 4)),
+            (2048, GroupedConfig(64, 128, 64, 4, 4)),
+            (1 << 30, GroupedConfig(128, 128, 64, 8, 4, 4)),
+        ),
+        "fp8": (
+            (512, GroupedConfig(16, 128, 128, 4, 4)),
+            (1 << 30, GroupedConfig(64, 128, 128, 4, 4, 4, fp8_rows=True)),
+        ),
+        "mxfp4": (
+            (256, GroupedConfig(32, 128, 128, 4, 4)),
+            (1 << 30, GroupedConfig(128, 128, 64, 8, 3, 4)),
+        ),
+    },
+)

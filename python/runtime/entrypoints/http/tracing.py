@@ -1,0 +1,122 @@
+"""OpenTelemetry spans: one per HTTP request, and one per phase of each of its generations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from runtime import __version__
+from runtime.entrypoints.http.auth import OPEN_PATHS, PROBE_PATHS
+from runtime.managers.request_context import CURRENT_REQUEST
+from runtime.managers.telemetry.request_end import RequestEnd
+
+UNTRACED = OPEN_PATHS | PROBE_PATHS
+PROPAGATOR = TraceContextTextMapPropagator()
+"""W3C trace context: the headers `traceparent` and `tracestate`."""
+
+
+def otlp_provider(endpoint: str, service: str) -> TracerProvider:
+    """A provider that sends spans to a collector, in batches, from a thread of its own."""
+    provider = TracerProvider(resource=Resource.create({"service.name": "talon", "service.version": __version__, "talon.model": service}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    return provider
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSpan:
+    """One phase of a generation, in monotonic seconds."""
+
+    name: str
+    began: float
+    ended: float
+
+
+def phase_spans(end: RequestEnd) -> Iterator[PhaseSpan]:
+    """The phases of one choice one after the other; tokenising only with the first choice, detokenising at its end."""
+    context = end.generation.context
+    if end.index == 0 and context is not None and context.tokenized:
+        yield PhaseSpan("tokenize", *context.tokenized.pop(0))
+    began = end.began
+    for name, seconds in end.phases().items():
+        yield PhaseSpan(name, began, began + seconds)
+        began += seconds
+    if end.progress.detokenize_seconds:
+        yield PhaseSpan("detokenize", end.ended - end.progress.detokenize_seconds, end.ended)
+
+
+class PhaseTracer:
+    """Makes the spans of a choice that ended, below that of its HTTP request."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._tracer = provider.get_tracer("talon", __version__)
+
+    def __call__(self, end: RequestEnd) -> None:
+        """Make them."""
+        context = end.generation.context
+        if context is None or context.span is None:
+            return
+        parent, progress = trace.set_span_in_context(context.span), end.progress
+        offset = time.time_ns() - int(time.monotonic() * 1e9)
+        for phase in phase_spans(end):
+            attributes = {"talon.rid": end.generation.rid, "talon.choice": end.index}
+            span = self._tracer.start_span(phase.name, parent, start_time=offset + int(phase.began * 1e9), attributes=attributes)
+            span.end(offset + int(phase.ended * 1e9))
+        finish = end.update.finish if end.update is not None else None
+        counts = {
+            "input_tokens": progress.prompt_tokens,
+            "cached_tokens": progress.cached_tokens,
+            "output_tokens": progress.completion_tokens,
+        }
+        reason = {"gen_ai.response.finish_reason": finish.reason if finish is not None else "failed"}
+        context.span.add_event("end of choice", {**{f"gen_ai.usage.{name}": n for name, n in counts.items()}, **reason})
+
+
+class Tracing:
+    """ASGI middleware: a span per request, below the caller's; the answer's `traceparent` names it."""
+
+    def __init__(self, app: ASGIApp, provider: TracerProvider, model: str) -> None:
+        self.app = app
+        self._tracer = provider.get_tracer("talon", __version__)
+        self._model = model
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] != "http" or scope["path"] in UNTRACED:
+            await self.app(scope, receive, send)
+            return
+        context = CURRENT_REQUEST.get()
+        assert context is not None, "RequestId sees every request first"
+        attributes = {
+            "http.request.method": scope["method"], "url.path": scope["path"], "gen_ai.request.model": self._model,
+            "talon.request_id": context.request_id,
+        }  # fmt: skip
+        caller = PROPAGATOR.extract(dict(Headers(scope=scope)))
+        with self._tracer.start_as_current_span(scope["method"], caller, kind=SpanKind.SERVER, attributes=attributes) as span:
+            context.span = span
+            named: dict[str, str] = {}
+            PROPAGATOR.inject(named)
+
+            async def traced(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    MutableHeaders(scope=message).update(named)
+                    span.set_attribute("http.response.status_code", message["status"])
+                    if message["status"] >= 500:
+                        span.set_status(StatusCode.ERROR)
+                await send(message)
+
+            try:
+                await self.app(scope, receive, traced)
+            finally:
+                if (route := scope.get("route")) is not None:
+                    span.update_name(f"{scope['method']} {route.path}")

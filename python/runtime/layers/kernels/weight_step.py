@@ -1,0 +1,137 @@
+"""One step of a Triton GEMM along K, for weights in 16 bits, FP8 with scales, or MXFP4: weights become 16-bit in registers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+DENSE, FP8, MXFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Formats: the activations' dtype; e4m3 with float32 scales of blocks or rows; e2m1 pairs with a scale for 32."""
+
+
+@triton.jit
+def dot_step(
+    acc, w_rows, scale_rows, x_rows, x_in, start, K, scale_columns,
+    BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """`acc + w @ x.T` over columns `start` to `start + BLOCK_K`, float32 [N, M].
+
+    Args:
+        w_rows, scale_rows: pointers [N, 1] to the first entry of each weight row, and to its first scale.
+        x_rows: pointers [M, 1] to rows of x in 16 bits.
+        x_in: [M, 1]: whether a row is read; it counts as zeros otherwise.
+        scale_columns: FP8: columns of a scale block, a multiple of `BLOCK_K`, or at least K.
+        PTX: convert by PTX instructions, to bfloat16; otherwise by Triton's operations.
+    """
+    if FORMAT == MXFP4:
+        byte = start // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
+        group = start // 32 + tl.arange(0, BLOCK_K // 32)[None, :]
+        column = byte // 16 * 32 + byte % 16
+        packed = tl.load(w_rows + byte, mask=None if EVEN_K else byte < K // 2, other=None if EVEN_K else 0)
+        scale = tl.load(scale_rows + group, mask=None if EVEN_K else group < K // 32, other=None if EVEN_K else 0)
+        x_mask = x_in if EVEN_K else x_in & (column < K)
+        x_low = tl.load(x_rows + column, mask=x_mask, other=0.0)
+        x_high = tl.load(x_rows + column + 16, mask=x_mask, other=0.0)
+        low, high = unpack_mxfp4(packed, scale, x_low.dtype, PTX)
+        acc = tl.dot(low, tl.trans(x_low), acc)
+        acc = tl.dot(high, tl.trans(x_high), acc)
+    else:
+        k = start + tl.arange(0, BLOCK_K)[None, :]
+        x = tl.load(x_rows + k, mask=x_in if EVEN_K else x_in & (k < K), other=0.0)
+        w = tl.load(w_rows + k, mask=None if EVEN_K else k < K, other=None if EVEN_K else 0.0)
+        if FORMAT == FP8:
+            scale = tl.load(scale_rows + start // scale_columns)
+            if w.dtype != x.dtype:
+                w = widen_fp8(w, x.dtype, PTX)
+            acc += tl.dot(w, tl.trans(x)) * scale
+        else:
+            acc = tl.dot(w, tl.trans(x), acc)
+    return acc
+
+
+@triton.jit
+def widen_fp8(w, dtype: tl.constexpr, PTX: tl.constexpr):
+    """e4m3 to 16 bits, exactly; NaN becomes 480 with `PTX`.
+
+    Exponent and mantissa move to their places in bfloat16; a multiplication by 2^120 mends the bias, of subnormal
+    numbers too.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, e, s;
+            prmt.b32 t, $2, 0, 0x1404;
+            shr.b32 e, t, 4;
+            and.b32 s, t, 0x80008000;
+            lop3.b32 e, e, 0x07F007F0, s, 0xEA;
+            mov.b32 s, 0x7B807B80;
+            mul.rn.bf16x2 $0, e, s;
+            prmt.b32 t, $2, 0, 0x3424;
+            shr.b32 e, t, 4;
+            and.b32 s, t, 0x80008000;
+            lop3.b32 e, e, 0x07F007F0, s, 0xEA;
+            mov.b32 s, 0x7B807B80;
+            mul.rn.bf16x2 $1, e, s;
+            }""",
+            "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return w.to(dtype)
+
+
+@triton.jit
+def unpack_mxfp4(packed, scale, dtype: tl.constexpr, PTX: tl.constexpr):
+    """The low and the high nibbles of bytes [N, B], times the scale of each 16 bytes: two 16-bit tensors [N, B], exact in bfloat16.
+
+    Args:
+        packed: uint8: e2m1 numbers.
+        scale: uint8 [N, B / 16], which stand for 2^(scale - 127); at most 128 with `PTX`.
+
+    Sign, exponent and mantissa move to their places in bfloat16, which is the number times 2^-126, of the subnormal 0.5 too; the scale's
+    multiplication mends it.
+    """
+    if PTX:
+        factor = spread(((scale.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True), packed.shape[1])
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, e, s;
+            prmt.b32 t, $4, 0, 0x1404;
+            shr.b32 e, t, 6;
+            and.b32 s, t, 0x80008000;
+            lop3.b32 e, e, 0x01C001C0, s, 0xEA;
+            mul.rn.bf16x2 $2, e, $5;
+            shl.b32 s, t, 4;
+            shr.b32 e, t, 2;
+            and.b32 s, s, 0x80008000;
+            lop3.b32 e, e, 0x01C001C0, s, 0xEA;
+            mul.rn.bf16x2 $0, e, $5;
+            prmt.b32 t, $4, 0, 0x3424;
+            shr.b32 e, t, 6;
+            and.b32 s, t, 0x80008000;
+            lop3.b32 e, e, 0x01C001C0, s, 0xEA;
+            mul.rn.bf16x2 $3, e, $6;
+            shl.b32 s, t, 4;
+            shr.b32 e, t, 2;
+            and.b32 s, s, 0x80008000;
+            lop3.b32 e, e, 0x01C001C0, s, 0xEA;
+            mul.rn.bf16x2 $1, e, $6;
+            }""",
+            "=r,=r,=r,=r,r,r,r", [packed, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        )  # fmt: skip
+    factor = spread(tl.exp2(scale.to(tl.float32) - 127.0), packed.shape[1])
+    return (e2m1(packed & 15) * factor).to(dtype), (e2m1(packed >> 4) * factor).to(dtype)
+
+
+@triton.jit
+def spread(scale, columns: tl.constexpr):
+    """[N, B / 16] to [N, B]: each entry 16 times."""
+    wide = tl.broadcast_to(scale[:, :, None], (scale.shape[0], scale.shape[1], 16))
+    return wide.reshape(scale.shape[0], columns)
+
+
+@triton.jit
+def e2m1(nibble):
+    """Nibbles as the float32 numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+    exponent = ((nibble >> 1) & 3).to(tl.float32)
+    mantissa = (nibble & 1).to(tl.float32)
+    size = tl.where(exponent == 0, mantissa * 0.5, tl.exp2(exponent - 1.0) * (1.0 + mantissa * 0.5))
+    return tl.where(nibble >= 8, -size, size)

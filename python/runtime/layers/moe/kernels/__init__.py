@@ -1,0 +1,1 @@
+"""Kernels of sparse MLPs: routing, experts for few rows, experts for many rows."""

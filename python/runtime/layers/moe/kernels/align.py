@@ -1,0 +1,111 @@
+"""Sort (token, expert) pairs by expert, in whole tiles, on the device: stable, without atomics."""
+
+# pyright: reportIndexIssue=false
+# A kernel is launched as kernel[grid](...), which only Triton's own types explain.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from runtime.layers.kernels.pdl import launch_options, pdl_sync
+
+CHUNK = 512
+"""Pairs that one program places."""
+CHUNKS_PER_LOAD = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Aligned:
+    """P pairs sorted by expert; each expert's pairs begin at a tile of `rows` and are padded to whole tiles.
+
+    Attributes:
+        pairs: int32 [tiles * rows]: indices of pairs, P where a tile is padded; undefined from tile `used` on.
+        experts: int32 [tiles]: the expert of each tile; undefined from tile `used` on.
+        used: int32 [1]: tiles that hold pairs.
+        rows: of a tile.
+    """
+
+    pairs: torch.Tensor
+    experts: torch.Tensor
+    used: torch.Tensor
+    rows: int
+
+    @property
+    def tiles(self) -> int:
+        """The most tiles that any routing of so many pairs takes."""
+        return self.experts.shape[0]
+
+
+def align(ids: torch.Tensor, first: int, experts: int, rows: int, *, pdl: bool = False) -> Aligned:
+    """Sort the pairs of `ids` [T, k] that belong to the experts `first` to `first + experts`; others are left out."""
+    count, device = ids.numel(), ids.device
+    tiles = min(count, triton.cdiv(count + experts * (rows - 1), rows))
+    pairs, owners, used = (torch.empty(size, dtype=torch.int32, device=device) for size in (tiles * rows, tiles, 1))
+    found = Aligned(pairs, owners, used, rows)
+    chunk = min(CHUNK, max(16, triton.next_power_of_2(count)))
+    chunks, padded = triton.cdiv(count, chunk), triton.next_power_of_2(experts)
+    counts = torch.empty((chunks, padded), dtype=torch.int32, device=device)
+    common = dict(E_PAD=padded, PDL=pdl, num_warps=8, **launch_options(pdl))
+    _count_kernel[(chunks,)](ids, counts, count, first, experts, CHUNK=chunk, **common)
+    _place_kernel[(chunks + experts,)](
+        ids, counts, found.pairs, found.experts, found.used, count, first, experts, chunks, ROWS=rows, CHUNK=chunk,
+        LOAD=min(CHUNKS_PER_LOAD, triton.next_power_of_2(chunks)), **common,
+    )  # fmt: skip
+    return found
+
+
+@triton.jit(do_not_specialize=["count", "first"])
+def _count_kernel(ids_ptr, counts_ptr, count, first, experts, CHUNK: tl.constexpr, E_PAD: tl.constexpr, PDL: tl.constexpr):
+    """One program: how many pairs of one chunk each expert has."""
+    pdl_sync(PDL)
+    i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    own = tl.load(ids_ptr + i, mask=i < count, other=-1) - first
+    held = (i < count) & (own >= 0) & (own < experts)
+    e = tl.arange(0, E_PAD)
+    tl.store(counts_ptr + tl.program_id(0) * E_PAD + e, tl.histogram(tl.where(held, own, 0), E_PAD, mask=held))
+
+
+@triton.jit(do_not_specialize=["count", "first", "chunks"])
+def _place_kernel(
+    ids_ptr, counts_ptr, pairs_ptr, experts_ptr, used_ptr, count, first, experts, chunks,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, LOAD: tl.constexpr, E_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: the places of one chunk of pairs; or, after the chunks, the padding of one expert and the experts of its tiles."""
+    pdl_sync(PDL)
+    program = tl.program_id(0)
+    e = tl.arange(0, E_PAD)
+    total = tl.zeros((E_PAD,), dtype=tl.int32)
+    before = tl.zeros((E_PAD,), dtype=tl.int32)
+    for start in range(0, chunks, LOAD):
+        chunk = start + tl.arange(0, LOAD)
+        counts = tl.load(counts_ptr + chunk[:, None] * E_PAD + e[None, :], mask=(chunk < chunks)[:, None], other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where((chunk < program)[:, None], counts, 0), 0)
+    padded = (total + ROWS - 1) // ROWS * ROWS
+    ends = tl.cumsum(padded, 0)
+    begin = ends - padded
+    if program < chunks:
+        i = program * CHUNK + tl.arange(0, CHUNK)
+        own = tl.load(ids_ptr + i, mask=i < count, other=-1) - first
+        held = (i < count) & (own >= 0) & (own < experts)
+        own = tl.where(held, own, -1)
+        place = tl.sum(tl.where(own[:, None] == e[None, :], (begin + before)[None, :], 0), 1)
+        earlier = tl.arange(0, CHUNK)[None, :] < tl.arange(0, CHUNK)[:, None]
+        # The second copy of the chunk lies along the other axis.
+        other = tl.load(ids_ptr + program * CHUNK + tl.arange(0, CHUNK), mask=i < count, other=-1) - first
+        place += tl.sum(((own[:, None] == other[None, :]) & earlier).to(tl.int32), 1)
+        tl.store(pairs_ptr + place, i, mask=held)
+    else:
+        expert = program - chunks
+        mine = e == expert
+        here, size, used = tl.sum(tl.where(mine, begin, 0), 0), tl.sum(tl.where(mine, total, 0), 0), tl.sum(tl.where(mine, padded, 0), 0)
+        r = tl.arange(0, ROWS)
+        tl.store(pairs_ptr + here + size + r, count, mask=size + r < used)
+        for tile in range(here // ROWS, (here + used) // ROWS):
+            tl.store(experts_ptr + tile, expert)
+        if expert == 0:
+            tl.store(used_ptr, tl.max(ends, 0) // ROWS)

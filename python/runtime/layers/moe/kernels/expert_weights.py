@@ -1,0 +1,61 @@
+"""The stacked weights of one projection of a layer's experts, as kernels read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from runtime.config.expert_tuning import WeightFormat
+from runtime.layers.kernels.weight_step import DENSE, FP8, MXFP4
+
+FORMATS: dict[WeightFormat, int] = {"dense": DENSE.value, "fp8": FP8.value, "mxfp4": MXFP4.value}
+"""The constants that kernels know the formats by."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """E matrices [N, K] in one of four formats, and what kernels need to know of them.
+
+    Attributes:
+        weight: [E, N, K] in the activations' dtype, or e4m3; or uint8 [E, N, K / 2] of MXFP4, where each 16 bytes hold 32
+            columns: the first 16 in the low nibbles, the others in the high ones.
+        scale: None; float32 [E, N], one for each row; float32 [E, blocks of rows, blocks of columns]; or uint8
+            [E, N, K / 32] of MXFP4. Sizes of blocks are powers of two.
+        bias: [E, N], or None.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @property
+    def format(self) -> WeightFormat:
+        """How the weights are stored."""
+        return "dense" if self.scale is None else "mxfp4" if self.weight.dtype is torch.uint8 else "fp8"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """E, N, K."""
+        experts, rows, stored = self.weight.shape
+        return experts, rows, stored * 2 if self.format == "mxfp4" else stored
+
+    @property
+    def scale_layout(self) -> tuple[int, int, int, int]:
+        """Scales of an expert, scales of a row of blocks, rows of a block, columns of a block."""
+        _, N, K = self.shape
+        if self.scale is None:
+            return 0, 0, 1, K
+        if self.scale.dim() == 2:
+            return N, 1, 1, _block(K, 1)
+        _, rows, columns = self.scale.shape
+        return rows * columns, columns, _block(N, rows), _block(K, columns)
+
+
+def _block(size: int, count: int) -> int:
+    """The largest power of two up to 128 by which `size` makes `count` blocks; for one block, any that holds it."""
+    if count == 1:
+        return max(128, 1 << (size - 1).bit_length())
+    found = next((length for length in (128, 64, 32, 16, 8, 4, 2, 1) if -(-size // length) == count), None)
+    assert found is not None, f"expected scales of blocks of a power of two up to 128; got {count} for {size}"
+    return found

@@ -1,0 +1,187 @@
+"""Experts for many tokens, as in prompts: two grouped GEMMs over the pairs sorted by expert, then each token's weighted sum."""
+
+# pyright: reportIndexIssue=false
+# A kernel is launched as kernel[grid](...), which only Triton's own types explain.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from runtime.config.kernel_configs import GroupedConfig
+from runtime.layers.kernels.pdl import launch_options, pdl_sync
+from runtime.layers.kernels.weight_step import dot_step
+from runtime.layers.moe.kernels.align import Aligned, align
+from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
+from runtime.layers.moe.kernels.gate import GatedAct, apply_gate
+from runtime.layers.moe.kernels.route import Routed
+
+GROUP = 128
+"""Columns of activations that share a scale in FP8."""
+SUM_COLUMNS = 1024
+
+
+def experts_many_rows(
+    x: torch.Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    routed: Routed,
+    act: GatedAct,
+    config: GroupedConfig,
+    out: torch.Tensor,
+    *,
+    first: int = 0,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """As `experts_few_rows`, for any number of tokens; outputs of experts are rounded to the dtype of x before they are summed.
+
+    Args:
+        config: the tilings; with `config.fp8_rows`, which FP8 weights in blocks of 128 columns allow, activations are
+            rounded to e4m3 with a scale for each row and 128 columns.
+    """
+    (T, hidden), (E, N, _), top_k = x.shape, gate_up.shape, routed.ids.shape[1]
+    inner, pairs = N // 2, T * top_k
+    assert T > 0, "expected at least one row"
+    assert gate_up.shape[2] == hidden, f"expected weights of {hidden} columns; got {gate_up.shape[2]}"
+    assert down.shape == (E, hidden, inner), f"expected a down projection {(E, hidden, inner)}; got {down.shape}"
+    assert x.is_contiguous(), "expected a contiguous x"
+    assert out.is_contiguous(), "expected a contiguous out"
+    aligned = align(routed.ids, first, E, config.rows, pdl=pdl)
+    h = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
+    y = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
+    fp8_rows = config.fp8_rows and all(weights.format == "fp8" and weights.scale_layout[3] == GROUP for weights in (gate_up, down))
+    x_scale = h_scale = None
+    if fp8_rows:
+        x, x_scale = quantize_groups(x, pdl=pdl)
+    _grouped(x, x_scale, gate_up, h, routed.weights, aligned, act, config, top_k, gated=True, pdl=pdl)
+    if fp8_rows:
+        h, h_scale = quantize_groups(h, pdl=pdl)
+    _grouped(h, h_scale, down, y, routed.weights, aligned, act, config, top_k, gated=False, pdl=pdl)
+    _sum_kernel[(T, triton.cdiv(hidden, SUM_COLUMNS))](
+        y, routed.ids, out, hidden, first, E, TOP_K=top_k, BLOCK=SUM_COLUMNS, PDL=pdl, num_warps=4, **launch_options(pdl)
+    )  # fmt: skip
+    return out
+
+
+def quantize_groups(x: torch.Tensor, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [R, K] as e4m3 [R, K] and float32 scales [R, ⌈K / 128⌉]: the largest entry of each 128 columns becomes 448."""
+    R, K = x.shape
+    groups = triton.cdiv(K, GROUP)
+    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((R, groups), dtype=torch.float32, device=x.device)
+    per = min(16, triton.next_power_of_2(groups))
+    _quantize_kernel[(R, triton.cdiv(groups, per))](x, values, scale, K, groups, PER=per, PDL=pdl, num_warps=4, **launch_options(pdl))
+    return values, scale
+
+
+def _grouped(
+    x: torch.Tensor, x_scale: torch.Tensor | None, weights: ExpertWeights, out: torch.Tensor, pair_weights: torch.Tensor,
+    aligned: Aligned, act: GatedAct, config: GroupedConfig, top_k: int, *, gated: bool, pdl: bool,
+) -> None:  # fmt: skip
+    """One grouped GEMM: with `gated`, x has a row for each token and `out` is gated; otherwise both have one for each pair."""
+    _, N, K = weights.shape
+    columns = out.shape[1]
+    outputs = config.block_n // 2 if gated else config.block_n
+    block_k = config.block_k
+    if weights.format == "fp8":
+        block_k = min(block_k, weights.scale_layout[3])
+    _grouped_kernel[(aligned.tiles * triton.cdiv(columns, outputs),)](
+        x, x_scale, weights.weight, weights.scale, weights.bias, out, pair_weights, aligned.pairs, aligned.experts, aligned.used,
+        pair_weights.numel(), columns, N, K, *weights.scale_layout, act.alpha, act.limit, TOP_K=top_k, GATED=gated, KIND=act.kind,
+        BIAS=weights.bias is not None, FP8_ROWS=x_scale is not None, BLOCK_M=config.rows, BLOCK_N=config.block_n, BLOCK_K=block_k,
+        TILES_TOGETHER=config.tiles_together, STAGES=config.stages, FORMAT=FORMATS[weights.format], EVEN_N=columns % outputs == 0,
+        EVEN_K=K % block_k == 0, PTX=out.is_cuda and out.dtype is torch.bfloat16, PDL=pdl, num_warps=config.num_warps,
+        num_stages=config.stages, **launch_options(pdl),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _grouped_kernel(
+    x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, weights_ptr, pairs_ptr, experts_ptr, used_ptr,
+    pairs, columns, N, K, expert_scales, row_scales, scale_rows, scale_columns, alpha, limit,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, FP8_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILES_TOGETHER: tl.constexpr, STAGES: tl.constexpr,
+    FORMAT: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of pairs times `BLOCK_N` rows of its expert's weights, which are the left operand."""
+    pdl_sync(PDL)
+    OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    # Neighbouring programs take the same weights for `TILES_TOGETHER` tiles of pairs.
+    wide = tl.cdiv(columns, OUTPUTS)
+    used = tl.load(used_ptr)
+    group = tl.program_id(0) // (TILES_TOGETHER * wide)
+    begin = group * TILES_TOGETHER
+    together = tl.minimum(used - begin, TILES_TOGETHER)
+    if together <= 0:
+        return
+    inside = tl.program_id(0) % (TILES_TOGETHER * wide)
+    tile, block = begin + inside % together, inside // together
+    if block >= wide:
+        return
+    expert = tl.load(experts_ptr + tile).to(tl.int64)
+    m = tl.arange(0, BLOCK_M)
+    pair = tl.load(pairs_ptr + tile * BLOCK_M + m)
+    r = tl.arange(0, BLOCK_N)
+    if GATED:
+        row = tl.minimum(block * OUTPUTS + r // 2, columns - 1) + r % 2 * columns
+        source = pair // TOP_K
+    else:
+        row = tl.minimum(block * OUTPUTS + r, columns - 1)
+        source = pair
+    x_in = (pair < pairs)[:, None]
+    w_rows = w_ptr + (expert * N + row[:, None]) * (K // 2 if FORMAT == 2 else K)
+    scales = scale_ptr
+    if FORMAT != 0:
+        scales = scale_ptr + expert * expert_scales + (row // scale_rows)[:, None] * row_scales
+    source = tl.where(pair < pairs, source, 0).to(tl.int64)
+    x_rows = x_ptr + source[:, None] * K
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if FP8_ROWS:
+            k = start + tl.arange(0, BLOCK_K)[None, :]
+            x = tl.load(x_rows + k, mask=x_in if EVEN_K else x_in & (k < K), other=0.0)
+            w = tl.load(w_rows + k, mask=None if EVEN_K else k < K, other=None if EVEN_K else 0.0)
+            x_scale = tl.load(x_scale_ptr + source * row_scales + start // scale_columns)
+            scale = tl.load(scales + start // scale_columns)
+            acc += tl.dot(w, tl.trans(x)) * (scale * x_scale[None, :])
+        else:
+            acc = dot_step(acc, w_rows, scales, x_rows, x_in, start, K, scale_columns, BLOCK_K, FORMAT, EVEN_K, PTX)
+    if BIAS:
+        acc += tl.load(bias_ptr + expert * N + row).to(tl.float32)[:, None]
+    if GATED:
+        gate, up = tl.split(tl.permute(acc.reshape(OUTPUTS, 2, BLOCK_M), (2, 0, 1)))
+        acc = apply_gate(gate, up, alpha, limit, KIND)
+    else:
+        acc = tl.trans(acc) * tl.load(weights_ptr + pair, mask=pair < pairs, other=0.0)[:, None]
+    column = block * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
+    out_mask = x_in if EVEN_N else x_in & (column < columns)
+    tl.store(out_ptr + pair.to(tl.int64)[:, None] * columns + column, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _sum_kernel(y_ptr, ids_ptr, out_ptr, N, first, experts, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program: `BLOCK` columns of a token: the sum of its pairs in their order, without those of experts held elsewhere."""
+    pdl_sync(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    for j in tl.static_range(TOP_K):
+        own = tl.load(ids_ptr + token * TOP_K + j) - first
+        held = (own >= 0) & (own < experts)
+        acc += tl.load(y_ptr + (token * TOP_K + j) * N + n, mask=(n < N) & held, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * N + n, acc.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _quantize_kernel(x_ptr, values_ptr, scale_ptr, K, groups, PER: tl.constexpr, PDL: tl.constexpr):
+    """One program: `PER` groups of one row."""
+    pdl_sync(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * PER + tl.arange(0, PER)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    x = tl.load(x_ptr + row * K + column, mask=column < K, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-12) / 448.0
+    value = tl.minimum(tl.maximum(x / scale[:, None], -448.0), 448.0)
+    tl.store(values_ptr + row * K + column, value.to(values_ptr.dtype.element_ty), mask=column < K)
+    tl.store(scale_ptr + row * groups + group, scale, mask=group < groups)

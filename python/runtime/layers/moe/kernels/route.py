@@ -1,0 +1,219 @@
+"""Routing as one kernel: the router's GEMM, scores, the choice of experts and their weights."""
+
+# pyright: reportIndexIssue=false
+# A kernel is launched as kernel[grid](...), which only Triton's own types explain.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from runtime.layers.kernels.pdl import launch_options, pdl_sync
+
+SOFTMAX, SIGMOID, TOPK_SOFTMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_SCORINGS = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "topk_softmax": TOPK_SOFTMAX.value}
+FEW_ROWS = 64
+"""Up to this many tokens, several programs share the GEMM of 8 tokens; above, one computes 32 whole rows."""
+COLUMNS = 128
+MAX_BLOCKS = 4096
+"""Blocks of tokens of one call, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How logits become experts and weights; `MoeConfig` describes the fields."""
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid", "topk_softmax"]
+    renormalize: bool
+    scaling: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The experts of T tokens.
+
+    Attributes:
+        ids: int32 [T, k]: the best first; of equal ones the smaller id.
+        weights: float32 [T, k].
+        masks: int32 [T, ⌈E / 32⌉]: bit `id % 32` of word `id // 32` is set for each of a token's experts.
+    """
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    masks: torch.Tensor
+
+
+def new_tickets(device: torch.device) -> torch.Tensor:
+    """Counters for `route`, which leaves them at zero; calls that run one after the other may share them."""
+    return torch.zeros(MAX_BLOCKS, dtype=torch.int32, device=device)
+
+
+def route(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scoring: Scoring,
+    tickets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    correction_bias: torch.Tensor | None = None,
+    *,
+    pdl: bool = False,
+) -> Routed:
+    """Choose experts for each row of x.
+
+    Args:
+        x: [T, K] contiguous, K a multiple of 16.
+        weight: [E, K] contiguous, the dtype of x. Logits are summed and kept in float32.
+        tickets: from `new_tickets`: the program that ends last for a block of tokens makes the choice.
+        bias: [E], added to the logits.
+        correction_bias: float32 [E], added to the scores for the choice only.
+        pdl: as in `triton_gemm`.
+    """
+    (T, K), E = x.shape, weight.shape[0]
+    assert weight.shape[1] == K, f"expected a router of {K} columns; got {weight.shape[1]}"
+    assert K % 16 == 0, f"expected a multiple of 16 columns; got {K}"
+    padded, few = max(triton.next_power_of_2(E), 16), T <= FEW_ROWS
+    groups = scoring.num_groups
+    assert groups == 1 or padded == E, f"expected a power of two of experts in groups; got {E}"
+    rows, experts = (8, 16) if few else (32, min(padded, 256))
+    splits = max(1, min(4, K // 512)) if few else 1
+    blocks = triton.cdiv(T, rows)
+    assert blocks <= MAX_BLOCKS, f"expected at most {MAX_BLOCKS * rows} tokens; got {T}"
+    device, top_k = x.device, scoring.top_k
+    words = triton.cdiv(E, 32)
+    routed = Routed(
+        torch.empty((T, top_k), dtype=torch.int32, device=device),
+        torch.empty((T, top_k), dtype=torch.float32, device=device),
+        torch.empty((T, words), dtype=torch.int32, device=device),
+    )
+    if T == 0:
+        return routed
+    logits = torch.empty((splits, T, padded), dtype=torch.float32, device=device)
+    _route_kernel[(padded // experts, splits, blocks)](
+        x, weight, bias, correction_bias, logits, tickets, routed.ids, routed.weights, routed.masks,
+        T, K, E, triton.cdiv(triton.cdiv(K, splits), COLUMNS) * COLUMNS, words, scoring.scaling,
+        TOP_K=top_k, TOP_PAD=triton.next_power_of_2(top_k), WORDS=triton.next_power_of_2(words), BLOCK_M=rows, BLOCK_E=experts,
+        BLOCK_K=COLUMNS, E_PAD=padded, SPLITS=splits, SCORING=_SCORINGS[scoring.scoring], RENORMALIZE=scoring.renormalize,
+        GROUPS=groups, TOP_GROUPS=scoring.top_groups, BIAS=bias is not None, CORRECTION=correction_bias is not None,
+        PDL=pdl, num_warps=4 if few or experts <= 128 else 8, num_stages=4, **launch_options(pdl),
+    )  # fmt: skip
+    return routed
+
+
+@triton.jit(do_not_specialize=["T"])
+def _route_kernel(
+    x_ptr, w_ptr, bias_ptr, correction_ptr, logits_ptr, tickets_ptr, ids_ptr, weights_ptr, masks_ptr,
+    T, K, E, columns, words, scaling,
+    TOP_K: tl.constexpr, TOP_PAD: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr, E_PAD: tl.constexpr, SPLITS: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BIAS: tl.constexpr, CORRECTION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: `columns` columns of the logits of `BLOCK_E` experts for `BLOCK_M` tokens; the last of a block of tokens chooses."""
+    pdl_sync(PDL)
+    block, split = tl.program_id(2), tl.program_id(1)
+    m = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    x_rows = x_ptr + m.to(tl.int64)[:, None] * K
+    w_rows = w_ptr + tl.minimum(e, E - 1)[:, None] * K
+    acc = tl.zeros((BLOCK_E, BLOCK_M), dtype=tl.float32)
+    for start in range(split * columns, tl.minimum(split * columns + columns, K), BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)[None, :]
+        x = tl.load(x_rows + k, mask=(m < T)[:, None] & (k < K), other=0.0)
+        w = tl.load(w_rows + k, mask=k < K, other=0.0)
+        acc = tl.dot(w, tl.trans(x), acc)
+    at = logits_ptr + (split * T + m).to(tl.int64) * E_PAD
+    tl.store(at[None, :] + e[:, None], acc, mask=(m < T)[None, :])
+    tl.debug_barrier()  # all stores of this program come before its ticket
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    last = True
+    if programs > 1:
+        last = tl.atomic_add(tickets_ptr + block, 1, sem="acq_rel") == programs - 1
+    if last:
+        if programs > 1:
+            tl.store(tickets_ptr + block, 0)
+        _choose(
+            bias_ptr, correction_ptr, logits_ptr, ids_ptr, weights_ptr, masks_ptr, m, T, E, words, scaling, TOP_K, TOP_PAD, WORDS,
+            E_PAD, SPLITS, SCORING, RENORMALIZE, GROUPS, TOP_GROUPS, BIAS, CORRECTION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _choose(
+    bias_ptr, correction_ptr, logits_ptr, ids_ptr, weights_ptr, masks_ptr, m, T, E, words, scaling,
+    TOP_K: tl.constexpr, TOP_PAD: tl.constexpr, WORDS: tl.constexpr, E_PAD: tl.constexpr, SPLITS: tl.constexpr,
+    SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BIAS: tl.constexpr,
+    CORRECTION: tl.constexpr,
+):  # fmt: skip
+    """Choose the experts of tokens m from the logits."""
+    BLOCK_M: tl.constexpr = m.shape[0]
+    e = tl.arange(0, E_PAD)
+    inside = (m < T)[:, None] & (e < E)[None, :]
+    scores = tl.zeros((BLOCK_M, E_PAD), dtype=tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = logits_ptr + (split * T + m).to(tl.int64)[:, None] * E_PAD + e[None, :]
+        scores += tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+    if BIAS:
+        scores += tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
+    scores = tl.where((e < E)[None, :], scores, float("-inf"))
+    if SCORING == SOFTMAX:
+        scores = tl.exp(scores - tl.max(scores, 1)[:, None])
+        scores /= tl.sum(scores, 1)[:, None]
+    elif SCORING == SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-scores))
+    choice = scores
+    if CORRECTION:
+        choice += tl.load(correction_ptr + e, mask=e < E, other=0.0)[None, :]
+    if GROUPS > 1:
+        choice = _within_best_groups(choice, GROUPS, TOP_GROUPS)
+    choice = tl.where((e < E)[None, :], choice, float("-inf"))
+    j, word = tl.arange(0, TOP_PAD), tl.arange(0, WORDS)
+    ids = tl.zeros((BLOCK_M, TOP_PAD), dtype=tl.int32)
+    weights = tl.zeros((BLOCK_M, TOP_PAD), dtype=tl.float32)
+    masks = tl.zeros((BLOCK_M, WORDS), dtype=tl.int32)
+    for place in tl.static_range(TOP_K):
+        best = tl.max(choice, 1)
+        # Only NaN equals nothing; its expert is then the last one.
+        expert = tl.minimum(tl.min(tl.where(choice == best[:, None], e[None, :], E_PAD), 1), E - 1)
+        chosen = e[None, :] == expert[:, None]
+        weight = tl.sum(tl.where(chosen, scores, 0.0), 1)
+        choice = tl.where(chosen, float("-inf"), choice)
+        ids = tl.where((j == place)[None, :], expert[:, None], ids)
+        weights = tl.where((j == place)[None, :], weight[:, None], weights)
+        masks |= tl.where((expert // 32)[:, None] == word[None, :], 1 << (expert % 32)[:, None], 0)
+    if SCORING == TOPK_SOFTMAX:
+        weights = tl.where((j < TOP_K)[None, :], weights, float("-inf"))
+        weights = tl.exp(weights - tl.max(weights, 1)[:, None])
+        weights /= tl.sum(weights, 1)[:, None]
+    elif RENORMALIZE:
+        weights /= tl.sum(weights, 1)[:, None] + 1e-20
+    at = m.to(tl.int64)[:, None] * TOP_K + j[None, :]
+    out_mask = (m < T)[:, None] & (j < TOP_K)[None, :]
+    tl.store(ids_ptr + at, ids, mask=out_mask)
+    tl.store(weights_ptr + at, weights * scaling, mask=out_mask)
+    tl.store(masks_ptr + m[:, None] * words + word[None, :], masks, mask=(m < T)[:, None] & (word < words)[None, :])
+
+
+@triton.jit
+def _within_best_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
+    """`choice` [M, E], -inf outside the `TOP_GROUPS` groups with the largest sum of their two best entries."""
+    BLOCK_M: tl.constexpr = choice.shape[0]
+    SIZE: tl.constexpr = choice.shape[1] // GROUPS
+    grouped = choice.reshape(BLOCK_M, GROUPS, SIZE)
+    score = tl.max(grouped, 2)
+    if SIZE > 1:
+        place = tl.arange(0, SIZE)[None, None, :]
+        first = tl.min(tl.where(grouped == score[:, :, None], place, SIZE), 2)
+        score += tl.max(tl.where(place == first[:, :, None], float("-inf"), grouped), 2)
+    group = tl.arange(0, GROUPS)[None, :]
+    kept = tl.zeros((BLOCK_M, GROUPS), dtype=tl.int32)
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.min(tl.where(score == tl.max(score, 1)[:, None], group, GROUPS), 1)
+        kept = tl.where(group == best[:, None], 1, kept)
+        score = tl.where(group == best[:, None], float("-inf"), score)
+    return tl.where((kept > 0)[:, :, None], grouped, float("-inf")).reshape(BLOCK_M, GROUPS * SIZE)

@@ -1,0 +1,40 @@
+"""The experts of a sparse MLP on a GPU: by the kernels for few tokens or by those for many."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.config.expert_tuning import ExpertTuning
+from runtime.layers.moe.kernels.expert_weights import ExpertWeights
+from runtime.layers.moe.kernels.few_rows import experts_few_rows
+from runtime.layers.moe.kernels.gate import GatedAct
+from runtime.layers.moe.kernels.many_rows import experts_many_rows
+from runtime.layers.moe.kernels.route import Routed
+
+
+def run_experts(
+    x: torch.Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    routed: Routed,
+    act: GatedAct,
+    tuning: ExpertTuning,
+    out: torch.Tensor,
+    *,
+    first: int = 0,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """`out[t] = sum(weight * down(act(gate(x[t]), up(x[t]))))` over the experts of each token; returns `out`.
+
+    Args:
+        x: [T, hidden] contiguous.
+        gate_up: [E, 2 * I, hidden]: the gate's rows, then the up projection's.
+        down: [E, hidden, I].
+        out: [T, hidden] contiguous, any float dtype.
+        first: id of the first of these E experts; tokens' other experts are left out.
+        pdl: as in `triton_gemm`.
+    """
+    few = tuning.few_rows(gate_up.format, len(x))
+    if few is not None:
+        return experts_few_rows(x, gate_up, down, routed, act, few, out, first=first, pdl=pdl)
+    return experts_many_rows(x, gate_up, down, routed, act, tuning.many_rows(gate_up.format, len(x)), out, first=first, pdl=pdl)

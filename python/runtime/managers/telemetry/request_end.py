@@ -1,0 +1,52 @@
+"""The end of one choice: how long each phase of it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.managers.generation import Generation, GenerationUpdate
+from runtime.managers.telemetry.progress import Progress
+
+Phase = Literal["queue", "prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """One choice that ended.
+
+    Attributes:
+        index: which of the n choices.
+        update: its last update; None if it failed or its client disconnected.
+        progress: its counts as far as they are known.
+        began, ended: monotonic seconds: when it was sent to the scheduler, and when its last text arrived.
+    """
+
+    generation: Generation
+    index: int
+    update: GenerationUpdate | None
+    progress: Progress
+    began: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        """From its start to its end."""
+        return self.ended - self.began
+
+    def phases(self) -> dict[Phase, float]:
+        """Seconds of each phase; a phase that it did not reach is absent, and the phase in which it ended takes the rest."""
+        shown: dict[Phase, float] = {}
+        rest, progress = self.seconds, self.progress
+        known: tuple[tuple[Phase, float], ...] = (("queue", progress.queue_seconds), ("prefill", progress.prefill_seconds))
+        for name, seconds in known:
+            if not seconds:
+                return {**shown, name: rest}
+            shown[name] = min(seconds, rest)
+            rest -= shown[name]
+        return {**shown, "decode": rest}
+
+    def slowest_phase(self) -> Phase:
+        """The phase that took longest."""
+        phases = self.phases()
+        return max(phases, key=phases.__getitem__)

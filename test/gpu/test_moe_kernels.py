@@ -1,0 +1,250 @@
+"""The kernels of sparse MLPs against their definition: every format, few and many tokens, even and uneven routing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gpu.moe_layers import DEVICE, DTYPE, INTERPRETED, KINDS, Kind, masks, reference, relative, routed, weights
+from runtime.config.expert_tuning import H200_EXPERTS, WeightFormat
+from runtime.config.kernel_configs import GroupedConfig, StepConfig
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device")]
+HIDDEN, INNER, EXPERTS, TOP_K = (256, 128, 6, 2) if INTERPRETED else (512, 384, 40, 4)
+ROUNDING = 2e-3 if INTERPRETED else 1e-2
+FP8_ROUNDING = 0.2 if INTERPRETED else 5e-2
+"""Of activations in e4m3; the interpreter rounds numbers just below a power of two to half of it."""
+ROWS = (1, 16) if INTERPRETED else (1, 2, 7, 16, 33, 64)
+MANY = (40,) if INTERPRETED else (1, 16, 100, 128, 512)
+FEW_CONFIG = StepConfig(32, 64, 2, 2, 3)
+MANY_CONFIG = GroupedConfig(16, 64, 64, 4, 3, 2)
+
+
+def acts() -> dict[str, Any]:
+    from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GELU_TANH, GatedAct
+
+    return {"silu": GatedAct(), "clamped": GatedAct(CLAMPED_SWIGLU.value), "gelu": GatedAct(GELU_TANH.value)}
+
+
+class Layer:
+    """A random sparse layer, and the float32 weights that it stands for."""
+
+    def __init__(self, kind: Kind, act: str = "silu", hidden: int = HIDDEN, inner: int = INNER, experts: int = EXPERTS) -> None:
+        torch.manual_seed(hidden + inner)
+        self.gate_up, self.wide_gate_up = weights(kind, experts, 2 * inner, hidden)
+        self.down, self.wide_down = weights(kind, experts, hidden, inner)
+        self.act, self.hidden, self.experts = acts()[act], hidden, experts
+
+    def x(self, rows: int) -> torch.Tensor:
+        return torch.randn((rows, self.hidden), device=DEVICE).to(DTYPE)
+
+    def want(self, x: torch.Tensor, routing: Any) -> torch.Tensor:
+        return reference(x, self.wide_gate_up, self.wide_down, (self.gate_up.bias, self.down.bias), routing, self.act)
+
+    def few(self, x: torch.Tensor, routing: Any, configs: tuple[StepConfig, StepConfig], **options: Any) -> torch.Tensor:
+        from runtime.layers.moe.kernels.few_rows import experts_few_rows
+
+        out = torch.full((len(x) + 1, self.hidden), float("nan"), device=DEVICE)
+        experts_few_rows(x, self.gate_up, self.down, routing, self.act, configs, out[: len(x)], **options)
+        assert out[len(x)].isnan().all(), f"{configs} writes past its rows"
+        return out[: len(x)]
+
+    def many(self, x: torch.Tensor, routing: Any, config: GroupedConfig, **options: Any) -> torch.Tensor:
+        from runtime.layers.moe.kernels.many_rows import experts_many_rows
+
+        out = torch.full((len(x) + 1, self.hidden), float("nan"), device=DEVICE)
+        experts_many_rows(x, self.gate_up, self.down, routing, self.act, config, out[: len(x)], **options)
+        assert out[len(x)].isnan().all(), f"{config} writes past its rows"
+        return out[: len(x)]
+
+
+def act_of(kind: Kind) -> str:
+    return "clamped" if kind.format == "mxfp4" else "gelu" if kind.bias else "silu"
+
+
+def few_configs(weights: WeightFormat, rows: int) -> list[tuple[StepConfig, StepConfig]]:
+    chosen = H200_EXPERTS.few_rows(weights, rows)
+    return [(FEW_CONFIG, FEW_CONFIG), *([] if chosen is None or INTERPRETED else [chosen])]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", KINDS)
+def test_few_rows_match_the_definition(name: str, rows: int) -> None:
+    layer = Layer(KINDS[name], act_of(KINDS[name]))
+    for hot in (None, TOP_K + 1):  # most experts missed, or few of them hit by all
+        routing, x = routed(rows, EXPERTS, TOP_K, hot), layer.x(rows)
+        want = layer.want(x, routing)
+        for configs in few_configs(KINDS[name].format, rows):
+            assert relative(layer.few(x, routing, configs), want) < ROUNDING, (configs, hot)
+
+
+@pytest.mark.parametrize("rows", MANY)
+@pytest.mark.parametrize("name", KINDS)
+def test_many_rows_match_the_definition(name: str, rows: int) -> None:
+    layer = Layer(KINDS[name], act_of(KINDS[name]))
+    chosen = [] if INTERPRETED else [H200_EXPERTS.many_rows(KINDS[name].format, count) for count in (rows, 8192)]
+    for hot in (None, TOP_K + 1):
+        routing, x = routed(rows, EXPERTS, TOP_K, hot), layer.x(rows)
+        want = layer.want(x, routing)
+        for config in (MANY_CONFIG, *chosen):
+            assert relative(layer.many(x, routing, config), want) < (FP8_ROUNDING if config.fp8_rows else ROUNDING), (config, hot)
+
+
+def test_fp8_rows_match_the_definition() -> None:
+    layer, rows = Layer(KINDS["fp8-block"]), 40
+    routing, x = routed(rows, EXPERTS, TOP_K), layer.x(rows)
+    config = GroupedConfig(16, 64, 128, 4, 3, fp8_rows=True)
+    assert relative(layer.many(x, routing, config), layer.want(x, routing)) < FP8_ROUNDING
+
+
+@pytest.mark.parametrize("name", ["dense-bias", "mxfp4"])
+def test_shapes_that_no_tile_divides(name: str) -> None:
+    layer = Layer(KINDS[name], act_of(KINDS[name]), hidden=288, inner=96, experts=6)
+    for rows in (3, 20):
+        routing, x = routed(rows, 6, 2), layer.x(rows)
+        want = layer.want(x, routing)
+        assert relative(layer.few(x, routing, (FEW_CONFIG, FEW_CONFIG)), want) < ROUNDING
+        assert relative(layer.many(x, routing, MANY_CONFIG), want) < ROUNDING
+
+
+@pytest.mark.parametrize("name", ["dense", "fp8-block"])
+def test_experts_of_other_ranks_are_left_out(name: str) -> None:
+    from runtime.layers.moe.kernels.route import Routed
+
+    layer, rows, first = Layer(KINDS[name]), 9, 3
+    ids = torch.rand((rows, EXPERTS + 2 * first), device=DEVICE).argsort(dim=1)[:, :TOP_K].to(torch.int32)
+    ids[0] = torch.arange(TOP_K, device=DEVICE) if first >= TOP_K else ids[0]
+    routing = Routed(ids, torch.rand((rows, TOP_K), device=DEVICE), masks(ids, EXPERTS + 2 * first))
+    x = layer.x(rows)
+    want = reference(x, layer.wide_gate_up, layer.wide_down, (None, None), routing, layer.act, first)
+    assert relative(layer.few(x, routing, (FEW_CONFIG, FEW_CONFIG), first=first), want) < ROUNDING
+    assert relative(layer.many(x, routing, MANY_CONFIG, first=first), want) < ROUNDING
+    nothing = Routed(torch.zeros_like(ids), routing.weights, torch.ones_like(routing.masks))
+    for out in (layer.few(x, nothing, (FEW_CONFIG, FEW_CONFIG), first=first), layer.many(x, nothing, MANY_CONFIG, first=first)):
+        assert (out == 0).all()
+
+
+def test_few_rows_add_and_prepare_the_deferred_norm() -> None:
+    from runtime.layers.gemm.deferred_norm import DeferredNorm
+    from runtime.layers.moe.kernels.few_rows import experts_few_rows
+
+    layer, rows = Layer(KINDS["dense"]), 5
+    routing, x, h = routed(rows, EXPERTS, TOP_K), layer.x(rows), torch.randn((rows, HIDDEN), device=DEVICE)
+    gain = torch.randn(HIDDEN, device=DEVICE).to(DTYPE)
+    deferred = DeferredNorm(gain, torch.empty_like(h, dtype=DTYPE), torch.empty((rows, FEW_CONFIG.parts(HIDDEN)), device=DEVICE))
+    want = h + layer.few(x, routing, (FEW_CONFIG, FEW_CONFIG))
+    experts_few_rows(x, layer.gate_up, layer.down, routing, layer.act, (FEW_CONFIG, FEW_CONFIG), h, add=True, deferred=deferred)
+    torch.testing.assert_close(h, want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(deferred.scaled, (h * gain.float()).to(DTYPE))
+    torch.testing.assert_close(deferred.squares.sum(1), h.square().sum(1), rtol=1e-5, atol=0)
+
+
+RULES = {
+    "softmax": (128, ("softmax", True, 1.0, 1, 1), False, False),
+    "softmax-raw": (60, ("softmax", False, 1.0, 1, 1), False, False),
+    "topk-softmax": (32, ("topk_softmax", False, 1.0, 1, 1), True, False),
+    "sigmoid": (64, ("sigmoid", True, 1.8, 1, 1), False, True),
+    "grouped": (256, ("sigmoid", True, 2.5, 8, 4), False, True),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70] if INTERPRETED else [1, 5, 16, 64, 65, 1000])
+@pytest.mark.parametrize("name", RULES)
+def test_routing_matches_the_definition(name: str, rows: int) -> None:
+    from runtime.layers.moe.kernels.route import Scoring, new_tickets, route
+
+    experts, rule, biased, corrected = RULES[name]
+    columns, scoring, tickets = 1040, Scoring(8 if experts > 64 else 4, *rule), new_tickets(DEVICE)
+    x = torch.randn((rows, columns), device=DEVICE).to(DTYPE)
+    weight = (torch.randn((experts, columns), device=DEVICE) * columns**-0.5).to(DTYPE)
+    bias = torch.randn(experts, device=DEVICE).to(DTYPE) if biased else None
+    correction = torch.rand(experts, device=DEVICE) if corrected else None
+    found = route(x, weight, scoring, tickets, bias, correction)
+    scores, choice = _scores(x, weight, scoring, bias, correction)
+    # The choice is right up to rounding: nothing left out is clearly better than what was taken, best first.
+    taken = choice.gather(1, found.ids.long())
+    kth = choice.sort(dim=1, descending=True).values[:, : scoring.top_k]
+    torch.testing.assert_close(taken, kth, rtol=1e-4, atol=1e-5)
+    want = scores.gather(1, found.ids.long())
+    if scoring.scoring == "topk_softmax":
+        want = want.softmax(dim=1)
+    elif scoring.renormalize:
+        want = want / want.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(found.weights, want * scoring.scaling, rtol=1e-3, atol=1e-5)
+    assert torch.equal(found.masks, masks(found.ids, experts))
+    assert not tickets.any()
+    again = route(x, weight, scoring, tickets, bias, correction)
+    assert torch.equal(again.ids, found.ids)
+    assert torch.equal(again.weights, found.weights)
+
+
+def _scores(x, weight, scoring, bias, correction) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
+    scores = {"softmax": lambda: logits.softmax(dim=1), "sigmoid": logits.sigmoid, "topk_softmax": lambda: logits}[scoring.scoring]()
+    choice = scores if correction is None else scores + correction
+    if scoring.num_groups > 1:
+        grouped = choice.view(len(choice), scoring.num_groups, -1)
+        best = grouped.topk(2, dim=2).values.sum(dim=2).topk(scoring.top_groups, dim=1).indices
+        kept = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=x.device).scatter_(1, best, True)
+        choice = grouped.masked_fill(~kept[:, :, None], float("-inf")).view_as(choice)
+    return scores, choice
+
+
+def test_equal_logits_go_to_the_smaller_ids() -> None:
+    from runtime.layers.moe.kernels.route import Scoring, new_tickets, route
+
+    x, weight = torch.ones((3, 64), device=DEVICE, dtype=DTYPE), torch.ones((32, 64), device=DEVICE, dtype=DTYPE)
+    found = route(x, weight, Scoring(4, "softmax", True), new_tickets(DEVICE))
+    assert found.ids.tolist() == [[0, 1, 2, 3]] * 3
+
+
+@pytest.mark.parametrize(("tokens", "rows", "first", "own"), [(5, 16, 0, 6), (70, 16, 2, 4), (300, 64, 0, 6)])
+def test_pairs_are_sorted_by_expert_in_whole_tiles(tokens: int, rows: int, first: int, own: int) -> None:
+    from runtime.layers.moe.kernels.align import align
+
+    ids = routed(tokens, 6, 2).ids
+    found, flat = align(ids, first, own, rows), ids.flatten()
+    pairs, experts = [], []
+    for expert in range(first, first + own):
+        places = (flat == expert).nonzero().flatten().tolist()
+        places += [flat.numel()] * (-len(places) % rows)
+        pairs += places
+        experts += [expert - first] * (len(places) // rows)
+    assert found.used.tolist() == [len(experts)]
+    assert found.pairs[: len(pairs)].tolist() == pairs
+    assert found.experts[: len(experts)].tolist() == experts
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("rows", [1, 16, 100])
+@pytest.mark.parametrize("name", KINDS)
+def test_one_graph_serves_every_routing(name: str, rows: int, pdl: bool) -> None:
+    from runtime.layers.moe.kernels.route import Routed, Scoring, new_tickets, route
+    from runtime.layers.moe.kernels.run_experts import run_experts
+
+    layer, tickets = Layer(KINDS[name], act_of(KINDS[name])), new_tickets(DEVICE)
+    router = torch.randn((EXPERTS, HIDDEN), device=DEVICE).to(DTYPE)
+    scoring = Scoring(TOP_K, "softmax", True)
+    x, out = layer.x(rows), torch.empty((rows, HIDDEN), device=DEVICE)
+
+    def step() -> Routed:
+        found = route(x, router, scoring, tickets, pdl=pdl)
+        run_experts(x, layer.gate_up, layer.down, found, layer.act, H200_EXPERTS, out, pdl=pdl)
+        return found
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        routing = step()
+    for spread in (0.0, 1.0, 1.0):  # all tokens alike, then all different
+        x.copy_(layer.x(1) + spread * layer.x(rows))
+        out.fill_(float("nan"))
+        graph.replay()
+        first = out.clone()
+        assert relative(first, layer.want(x, routing)) < FP8_ROUNDING
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, first), "two replays differ"

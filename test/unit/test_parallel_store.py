@@ -1,0 +1,54 @@
+"""Loading in threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from runtime.errors import ConfigError
+from runtime.layers.quantization.dense import DENSE
+from runtime.models.parallel_store import store_in_threads
+from runtime.models.weights import WeightTable
+from unit.test_linear import Rank
+
+
+def test_tensors_are_stored_several_at_a_time_and_few_are_made_ahead() -> None:
+    barrier, stored, made, ahead = threading.Barrier(3, timeout=30), list[int](), 0, list[int]()
+
+    def store(i: int) -> None:
+        barrier.wait()  # passes only if three calls run at once
+        stored.append(i)
+
+    def stores():
+        nonlocal made
+        for i in range(12):
+            made += 1
+            ahead.append(made - len(stored))
+            yield lambda i=i: store(i)
+
+    store_in_threads(stores(), threads=3)
+    assert sorted(stored) == list(range(12))
+    assert max(ahead) <= 2 * 3 + 1
+
+
+def test_the_first_error_ends_the_load() -> None:
+    begun = list[int]()
+
+    def store(i: int) -> None:
+        begun.append(i)
+        if i == 3:
+            raise ConfigError("tensor 3 is damaged")
+
+    with pytest.raises(ConfigError, match="tensor 3 is damaged"):
+        store_in_threads((lambda i=i: store(i) for i in range(1000)), threads=2)
+    assert len(begun) < 20
+
+
+def test_weights_may_be_loaded_inside_inference_mode() -> None:
+    with torch.inference_mode():
+        table = WeightTable(torch.float32, torch.device("cpu"), DENSE, Rank(0, 1))
+        layer = table.linear({"a": 4, "b": 2}, 3)
+        table.load({"a.weight": torch.ones(4, 3), "b.weight": torch.zeros(2, 3)}.items())
+    assert layer.weight.sum() == 12

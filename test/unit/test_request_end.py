@@ -1,0 +1,78 @@
+"""The phases of a request that ended, in logs and spans."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import httpx
+import pytest
+from front import ScriptedScheduler, make_manager
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from runtime.config.flag_parser import from_fields
+from runtime.config.resolve import check
+from runtime.entrypoints.http.server import create_app
+from runtime.errors import ConfigError
+from runtime.managers.generation import Generation
+from runtime.managers.telemetry.progress import Progress
+from runtime.managers.telemetry.request_end import RequestEnd
+from runtime.managers.telemetry.request_log import SlowRequestLog
+
+
+def end_of(progress: Progress, seconds: float = 10.0) -> RequestEnd:
+    return RequestEnd(Generation("r", "", [1], 1, 9, lambda _: None), 0, None, progress, 5.0, 5.0 + seconds)
+
+
+@pytest.mark.parametrize(
+    ("progress", "phases", "slowest"),
+    [
+        (Progress(1), {"queue": 10.0}, "queue"),
+        (Progress(1, queue_seconds=4.0), {"queue": 4.0, "prefill": 6.0}, "prefill"),
+        (Progress(1, queue_seconds=4.0, prefill_seconds=1.0), {"queue": 4.0, "prefill": 1.0, "decode": 5.0}, "decode"),
+        (Progress(1, queue_seconds=7.0, prefill_seconds=1.0), {"queue": 7.0, "prefill": 1.0, "decode": 2.0}, "queue"),
+    ],
+)
+def test_the_phase_in_which_it_ended_takes_the_rest(progress: Progress, phases: dict[str, float], slowest: str) -> None:
+    end = end_of(progress)
+    assert end.phases() == phases
+    assert end.slowest_phase() == slowest
+
+
+def test_only_slow_requests_are_logged_with_their_reason(caplog: pytest.LogCaptureFixture) -> None:
+    log = SlowRequestLog(5.0)
+    with caplog.at_level(logging.WARNING):
+        log(end_of(Progress(1, queue_seconds=1.0, prefill_seconds=1.0), seconds=4.9))
+        assert caplog.messages == []
+        log(end_of(Progress(7, queue_seconds=4.0, prefill_seconds=1.0, completion_tokens=3), seconds=6.0))
+    (line,) = caplog.messages
+    assert line == "slow request r[0]: 6.00 s, most of it queue (queue 4.00 s, prefill 1.00 s, decode 1.00 s); 7 prompt tokens, 3 new"
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_every_request_has_a_span_and_a_new_trace_without_a_caller(status: int) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+
+    async def ask() -> httpx.Response:
+        app = create_app(make_manager(ScriptedScheduler()), provider)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            return await client.post("/v1/completions", json={"prompt": "hi" if status == 200 else 3, "n": 2})
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == status
+    *phases, root = exporter.get_finished_spans()
+    assert root.attributes is not None
+    assert root.attributes["http.response.status_code"] == status
+    assert root.attributes["talon.request_id"] == answer.headers["x-request-id"]
+    assert root.parent is None
+    assert {span.parent.span_id for span in phases if span.parent} == ({root.context.span_id} if status == 200 else set())
+    assert sum(span.name == "tokenize" for span in phases) == (status == 200)
+    assert sum(span.name == "queue" for span in phases) == 2 * (status == 200)
+
+
+def test_an_endpoint_that_is_not_http_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--otlp-traces-endpoint localhost:4317 is not an address of OTLP over HTTP"):
+        check(from_fields({"otlp_traces_endpoint": "localhost:4317"}))

@@ -23,6 +23,7 @@ class AttentionCaps:
         sliding_window: whether layers with a sliding window work.
         softcap: whether layers with capped scores work.
         sinks: whether layers with attention sinks work.
+        non_causal: whether layers work whose queries see the keys behind them too.
         mixed_heads: whether layers may differ in heads, head dimension or scale.
         plan_on_device: whether `plan_on_device` does all planning, so that it can be captured with the pass.
         self_check: whether a small pass is compared with torch_native at start-up; for backends that depend on
@@ -39,6 +40,7 @@ class AttentionCaps:
     sliding_window: bool = True
     softcap: bool = False
     sinks: bool = False
+    non_causal: bool = False
     mixed_heads: bool = False
     plan_on_device: bool = True
     self_check: bool = False
@@ -48,7 +50,15 @@ _HALF = frozenset({"bfloat16", "float16"})
 _BOTH = frozenset({"gqa", "mla"})
 _LATENT = frozenset({(576, 512)})
 ATTENTION_CAPS = {
-    "torch_native": AttentionCaps(kv_kinds=_BOTH, cuda_graph=False, softcap=True, sinks=True, mixed_heads=True, plan_on_device=False),
+    "torch_native": AttentionCaps(
+        kv_kinds=_BOTH,
+        cuda_graph=False,
+        softcap=True,
+        sinks=True,
+        non_causal=True,
+        mixed_heads=True,
+        plan_on_device=False,
+    ),
     "fa3": AttentionCaps(dtypes=_HALF, head_dims=frozenset({64, 128, 256}), kv_kinds=_BOTH, latent_dims=_LATENT, sinks=True),
     "flashinfer": AttentionCaps(
         dtypes=_HALF, head_dims=frozenset({64, 128, 256}), kv_kinds=_BOTH, latent_dims=_LATENT, plan_on_device=False, self_check=True

@@ -260,6 +260,8 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
     with torch.inference_mode(), context.timed("autotune_gemms"):
         warmup_runs.append(partial(sample_padding, target, torch.zeros((1, model.config.vocab_size), device=context.device)))
         context.info.gemms = model.context.ops.autotune(model.gemms(), sorted(rows), warmup_runs)
+        if drafting := list(parts.drafter.gemms()):
+            context.info.gemms |= model.context.ops.autotune(drafting, sorted(rows))
 
 
 # ---- size memory

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.errors import ConfigError
-from runtime.models import llama, qwen2
+from runtime.models import dflash_config, llama, qwen2
 from runtime.models.config import ModelConfig
+from runtime.models.dflash_config import BlockDraft
 from runtime.models.eagle3_layout import EAGLE3_CLASS, FIRST_LAYOUT, Eagle3Layout, flattened, is_eagle3, read_aux_layers
 from runtime.models.hf_config import ConfigFields, read_hf_config, sliding_windows
 from runtime.models.registry import FAMILIES, Family, parse_family, parse_hf_config
 
-DraftAlgorithm = Literal["EAGLE", "EAGLE3", "STANDALONE"]
+DraftAlgorithm = Literal["EAGLE", "EAGLE3", "DFLASH", "STANDALONE"]
 
 DRAFT_FAMILIES: dict[str, Family] = {
     "LlamaForCausalLMEagle": llama,
@@ -26,6 +27,7 @@ DRAFT_FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": qwen2,
 }
 """Which family's config.json a head's looks like, by class name."""
+DFLASH_CLASS = "DFlashDraftModel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,15 @@ class DraftConfig:
     Attributes:
         model: its decoder; `max_context_len` is the target's, since published heads name the length they were trained
             on.
-        aux_layers: EAGLE-3: target layers whose input the head reads, for `DecoderModel.forward`; () for other drafts.
+        aux_layers: EAGLE-3 and DFlash: target layers whose input the draft reads, for `DecoderModel.forward`; () for others.
         layout: EAGLE-3: what published heads differ in.
+        block: DFlash: how blocks are filled; None for other drafts.
     """
 
     model: ModelConfig
     aux_layers: tuple[int, ...] = ()
     layout: Eagle3Layout = FIRST_LAYOUT
+    block: BlockDraft | None = None
 
 
 def load_draft_config(folder: str | Path, algorithm: DraftAlgorithm, target: ModelConfig) -> DraftConfig:
@@ -60,10 +64,16 @@ def load_draft_config(folder: str | Path, algorithm: DraftAlgorithm, target: Mod
         raise ConfigError(f"{where} is {_described(fitting[0], name, flat)}")
     if algorithm == "STANDALONE":
         model = parse_hf_config(raw, where)
+    elif algorithm == "DFLASH":
+        model = dflash_config.parse(ConfigFields({**raw, "architectures": [name]}, where))
     else:
         model = _parse_head(name, ConfigFields({**flat, "architectures": [name]}, where), algorithm)
     model = dataclasses.replace(model, max_context_len=target.max_context_len)
     _check_fit(model, target, algorithm)
+    if algorithm == "DFLASH":
+        fields = ConfigFields(raw, where)
+        layers, block = dflash_config.read_aux_layers(fields, target.num_layers), dflash_config.read_block(fields, model)
+        return DraftConfig(model, layers, block=block)
     if algorithm != "EAGLE3":
         return DraftConfig(model)
     return DraftConfig(model, read_aux_layers(raw, target, where), Eagle3Layout.read(flat))
@@ -89,8 +99,10 @@ def _algorithms(name: str, raw: Mapping[str, Any], where: str) -> tuple[DraftAlg
     """The algorithms that a draft of class `name` can serve, the most likely first: a head may look like a model of one
     layer.
     """
+    if name == DFLASH_CLASS or "dflash_config" in raw:
+        return ("DFLASH",)
     if name not in DRAFT_FAMILIES and name not in FAMILIES:
-        known = ", ".join(dict.fromkeys([*DRAFT_FAMILIES, *FAMILIES]))
+        known = ", ".join(dict.fromkeys([*DRAFT_FAMILIES, DFLASH_CLASS, *FAMILIES]))
         raise ConfigError(f"{where}: draft architecture {name} is not supported; supported are {known}")
     if is_eagle3(name, raw):
         return ("EAGLE3",)
@@ -101,6 +113,8 @@ def _algorithms(name: str, raw: Mapping[str, Any], where: str) -> tuple[DraftAlg
 
 def _described(algorithm: DraftAlgorithm, name: str, raw: Mapping[str, Any]) -> str:
     """What a draft for `algorithm` is, and what to do if the user asked for another algorithm."""
+    if algorithm == "DFLASH":
+        return "a DFLASH draft; use --speculative-algorithm DFLASH"
     if algorithm != "STANDALONE":
         return f"an {algorithm} head; use --speculative-algorithm {algorithm}"
     head = f", or name its class {name}Eagle in config.json if it is a head" if name in DRAFT_FAMILIES else ""

@@ -225,6 +225,10 @@ class ConfigFields:
         inner = self.mapping(name)._raw
         return ConfigFields({**inner, **{key: value for key, value in self._raw.items() if value is not None}}, self.where)
 
+    def under(self, name: str) -> ConfigFields:
+        """These fields, with those of an object in the file over them."""
+        return ConfigFields({**self._raw, **self.mapping(name)._raw}, self.where)
+
     def ids(self, name: str) -> list[int]:
         """Token ids from a field that may hold none, one or a list."""
         value = self.get(name, [])

@@ -96,7 +96,7 @@ class ModelParts:
         """The norm whose weight is tensor `name`, over the hidden size or `width`."""
         return RMSNorm(self.weights.tensor(name, (width or self.config.hidden_size,)), self.config.rms_eps)
 
-    def attention(self, prefix: str, layer_id: int, in_features: int | None = None) -> Attention:
+    def attention(self, prefix: str, layer_id: int, in_features: int | None = None, causal: bool = True) -> Attention:
         """The attention layer of tensors `prefix`*, whose qkv projection reads rows of the hidden size or of
         `in_features`.
         """
@@ -109,7 +109,7 @@ class ModelParts:
         o = self.weights.linear({prefix + "o_proj": c.hidden_size}, q_rows, c.o_bias, Partition.ROW, [query])
         heads, kv_heads = _length(query.of(q_rows)) // c.head_dim, _length(key.of(kv_rows)) // c.head_dim
         kv = KVSpec("gqa", kv_heads, c.head_dim, c.head_dim, self.context.dtype)
-        spec = AttentionSpec(layer_id, heads, kv, c.attn_scale or c.head_dim**-0.5, c.window[layer_id])
+        spec = AttentionSpec(layer_id, heads, kv, c.attn_scale or c.head_dim**-0.5, c.window[layer_id], causal=causal)
         v_norm = RMSNorm(torch.ones(c.head_dim, dtype=self.context.dtype, device=self.context.device), c.rms_eps) if c.v_norm else None
         split = RotaryHeads(heads, kv_heads, c.head_dim, self.rope, q_norm, k_norm, v_norm, c.shared_kv)
         return Attention(spec, split, qkv, o, self.context.ops)

@@ -15,23 +15,27 @@ BACKENDS = {
     "flashinfer": "runtime.layers.attention.flashinfer:FlashInferAttention",
 }
 """Module and class of each backend. A module is imported only when its backend is used."""
-LATENT_BACKENDS = BACKENDS | {
+LATENT_BACKENDS = {
     "fa3": "runtime.layers.attention.latent_fa3:LatentFlashAttention",
     "flashinfer": "runtime.layers.attention.latent_flashinfer:LatentFlashInfer",
 }
-"""The same for models with latent attention."""
+"""Those with a class of their own for models with latent attention."""
 assert BACKENDS.keys() == ATTENTION_CAPS.keys(), "every backend has capabilities, and the reverse"
 
 
-def backend_class(name: str, latent: bool = False) -> type[AttentionBackend]:
-    """The class behind a name; `latent`: of models with latent attention.
+def backend_class(name: str) -> type[AttentionBackend]:
+    """The class behind a name.
 
     Raises:
         ConfigError: the name is unknown, or a package that the backend needs is not installed.
     """
     if name not in BACKENDS:
         raise ConfigError(f"--attention-backend {name!r} is unknown; it must be one of {', '.join(BACKENDS)}")
-    module, _, attribute = (LATENT_BACKENDS if latent else BACKENDS)[name].partition(":")
+    return _load(name, BACKENDS[name])
+
+
+def _load(name: str, path: str) -> type[AttentionBackend]:
+    module, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
@@ -46,12 +50,14 @@ def build_backend(name: str, shape: AttentionShape, kv_pool: KVPool, page_table:
     Raises:
         ConfigError: the name is unknown, a package is missing, or the model or page size is not supported.
     """
-    backend = backend_class(name, latent=shape.layers[0].kv.kind == "mla")
+    backend = backend_class(name)
     if limit := unsupported(backend.caps, shape, page_table.page_size):
         raise ConfigError(
             f"Attention backend {name} does not support {limit}. Use torch_native with --attention-backend, or with "
             "--speculative-draft-attention-backend for a draft model."
         )
+    if shape.layers[0].kv.kind == "mla" and name in LATENT_BACKENDS:
+        backend = _load(name, LATENT_BACKENDS[name])
     return backend(shape, kv_pool, page_table)
 
 
@@ -85,6 +91,7 @@ def _unsupported_layer(caps: AttentionCaps, layer: AttentionSpec) -> str:
         (caps.sliding_window or layer.window < 0, f"a sliding window of {layer.window + 1}"),
         (caps.softcap or not layer.softcap, "capped attention scores"),
         (caps.sinks or layer.sinks is None, "attention sinks"),
+        (caps.non_causal or layer.causal, "attention to later tokens"),
     )
     return next((what for fine, what in wanted if not fine), "")
 

@@ -58,6 +58,7 @@ class DeviceTuning:
         latent: (most queries times heads of a request, configuration of split-KV attention over latent rows), ascending; the last
             holds for any number.
         gemm_candidates: by operation, (largest number of input rows, candidates), ascending.
+        scaled_candidates: the same for weights in e4m3, for every operation.
         triton_gemm_rows: up to this many rows, a GEMM that was not timed takes the first candidate, above it cuBLAS; and
             the WGMMA GEMM is timed for `linear` alone.
         wgmma_only_rows: above this many rows, Triton's candidates are not timed where the WGMMA GEMM takes the weights.
@@ -73,6 +74,7 @@ class DeviceTuning:
     split_kv: tuple[tuple[int, SplitConfig], ...]
     latent: tuple[tuple[int, LatentConfig], ...]
     gemm_candidates: Mapping[str, tuple[tuple[int, Candidates], ...]]
+    scaled_candidates: tuple[tuple[int, Candidates], ...]
     triton_gemm_rows: int
     wgmma_only_rows: int
     experts: ExpertTuning
@@ -93,6 +95,10 @@ class DeviceTuning:
     def gemm_configs(self, op: str, rows: int) -> Candidates:
         """The candidates of `linear`, `linear_add`, `gate_up` or `logits` for `rows` rows of input, 1..128."""
         return next(configs for max_rows, configs in self.gemm_candidates[op] if rows <= max_rows)
+
+    def scaled_configs(self, rows: int) -> Candidates:
+        """The candidates for weights in e4m3 and `rows` rows of input, 1..128."""
+        return next(configs for max_rows, configs in self.scaled_candidates if rows <= max_rows)
 
 
 _DEEP = TritonConfig(64, 128, 4, 6, swap=True, prefetch=0), TritonConfig(32, 256, 4, 4, swap=True, prefetch=512)
@@ -159,6 +165,28 @@ H200 = DeviceTuning(
             (128, (_WIDEST, _SHALLOW)),
         ),
     },
+    # Not measured yet: tiles of as many bytes as those in 16 bits.
+    scaled_candidates=(
+        (
+            16,
+            (
+                TritonConfig(16, 512, 2, 5, swap=True, prefetch=512),
+                TritonConfig(16, 256, 2, 6, swap=True, prefetch=512),
+                TritonConfig(32, 512, 4, 4, swap=True, prefetch=0),
+                TritonConfig(64, 256, 4, 4, swap=True, prefetch=0),
+            ),
+        ),
+        (
+            32,
+            (
+                TritonConfig(64, 256, 4, 4, swap=True, prefetch=0),
+                TritonConfig(32, 256, 4, 4, swap=True, prefetch=0),
+                TritonConfig(64, 128, 4, 6, swap=True, prefetch=0),
+            ),
+        ),
+        (64, (TritonConfig(64, 128, 4, 5, swap=True, prefetch=0), TritonConfig(64, 128, 8, 5, swap=True, prefetch=0))),
+        (128, (TritonConfig(64, 128, 8, 4, swap=True, prefetch=0), TritonConfig(64, 128, 4, 4, swap=True, prefetch=0))),
+    ),
     triton_gemm_rows=32,
     wgmma_only_rows=64,
     experts=H200_EXPERTS,

@@ -55,7 +55,7 @@ ATTENTION_CAPS = {
         mixed_heads=True,
         plan_on_device=False,
     ),
-    "fa3": AttentionCaps(dtypes=_HALF, head_dims=frozenset({64, 128, 256}), sinks=True),
+    "fa3": AttentionCaps(dtypes=_HALF, head_dims=frozenset({64, 128, 256, 512}), sinks=True, non_causal=True, mixed_heads=True),
     "flashinfer": AttentionCaps(dtypes=_HALF, head_dims=frozenset({64, 128, 256}), plan_on_device=False, self_check=True),
 }
 """Capabilities by the name of the backend's flag value."""

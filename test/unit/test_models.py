@@ -281,9 +281,9 @@ def test_int8_stays_close_to_the_weights_it_stands_for(checkpoint: Checkpoint) -
         assert mine.linear.scheme.name == "int8"
         if mine.op != "logits":
             its.linear.weight.copy_(dequantize(mine.linear.storage))
-    for mine, its in zip(quantized.experts, exact.experts, strict=True):
-        its.gate_up.weight.copy_(dequantize(mine.gate_up))
-        its.down.weight.copy_(dequantize(mine.down))
+    for mine, its in zip(quantized.sparse_mlps, exact.sparse_mlps, strict=True):
+        its.experts.gate_up.weight.copy_(dequantize(mine.experts.gate_up))
+        its.experts.down.weight.copy_(dequantize(mine.experts.down))
     with torch.inference_mode():
         hidden = Runner(exact, 16).hidden(checkpoint.ids, 0, EXTEND)[0]
         expected = hidden @ dequantize(quantized.lm_head.storage).T

@@ -14,7 +14,6 @@ from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention.layer import Attention
 from runtime.layers.linear import Partition
 from runtime.layers.mlp import GatedMlp
-from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.mlp import SparseMlp
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps
@@ -66,14 +65,14 @@ class ModelParts:
         config: the architecture.
         context: operations, dtype, device, scheme and group.
         weights: the table of all parameters so far.
-        experts: the routed experts of the sparse MLPs so far.
+        sparse_mlps: those made so far.
         rope: the rotary table that the attention layers share.
     """
 
     def __init__(self, config: ModelConfig, context: ModelContext, weights: WeightTable | None = None) -> None:
         """`weights`: a table to add to; a new one by default."""
         self.config, self.context = config, context
-        self.experts = list[Experts]()
+        self.sparse_mlps = list[SparseMlp]()
         self.weights = weights or WeightTable(context.dtype, context.device, context.scheme, context.group, context.quant)
         self.rope = build_rope(config, context.device)
         self._others = dict[ModelConfig, ModelParts]()

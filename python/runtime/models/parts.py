@@ -108,7 +108,10 @@ class ModelParts:
         o = self.weights.linear({prefix + "o_proj": c.hidden_size}, q_rows, c.o_bias, Partition.ROW, [query])
         heads, kv_heads = _length(query.of(q_rows)) // c.head_dim, _length(key.of(kv_rows)) // c.head_dim
         kv = KVSpec("gqa", kv_heads, c.head_dim, c.head_dim, self.context.dtype)
-        spec = AttentionSpec(layer_id, heads, kv, c.attn_scale or c.head_dim**-0.5, c.window[layer_id], causal=causal)
+        own = slice(query.of(q_rows).start // c.head_dim, query.of(q_rows).stop // c.head_dim)
+        sinks = self.weights.tensor(prefix + "sinks", (c.num_q_heads,), rows=own) if c.sinks else None
+        scale = c.attn_scale or c.head_dim**-0.5
+        spec = AttentionSpec(layer_id, heads, kv, scale, c.window[layer_id], sinks=sinks, causal=causal)
         v_norm = RMSNorm(torch.ones(c.head_dim, dtype=self.context.dtype, device=self.context.device), c.rms_eps) if c.v_norm else None
         split = RotaryHeads(heads, kv_heads, c.head_dim, self.rope, q_norm, k_norm, v_norm, c.shared_kv)
         return Attention(spec, split, qkv, o, self.context.ops)

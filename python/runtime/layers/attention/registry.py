@@ -27,17 +27,16 @@ APART = frozenset({"fa3"})
 assert BACKENDS.keys() == ATTENTION_CAPS.keys(), "every backend has capabilities, and the reverse"
 
 
-def backend_class(name: str, head_dim: int = 0) -> type[AttentionBackend]:
-    """The class behind a name, for heads of `head_dim`.
+def backend_class(name: str) -> type[AttentionBackend]:
+    """The class behind a name.
 
     Raises:
         ConfigError: the name is unknown, or a package that the backend needs is not installed.
     """
     if name not in BACKENDS:
         raise ConfigError(f"--attention-backend {name!r} is unknown; it must be one of {', '.join(BACKENDS)}")
-    module, _, attribute = (WIDE_BACKENDS if head_dim > WIDEST and name in WIDE_BACKENDS else BACKENDS)[name].partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return _load(BACKENDS[name])
     except ImportError as error:
         raise ConfigError(
             f"--attention-backend {name} is not available: {error}; install the 'cuda' extra, or use --attention-backend torch_native"
@@ -58,11 +57,21 @@ def build_backend(name: str, shape: AttentionShape, kv_pool: KVPool, page_table:
         )
     kinds = list(dict.fromkeys(_heads(layer) for layer in shape.layers)) if name in APART else [_heads(shape.layers[0])]
     if len(kinds) == 1:
-        return backend_class(name, shape.head_dim)(shape, kv_pool, page_table)
+        return _class_for(name, shape)(shape, kv_pool, page_table)
     parts = [replace(shape, layers=tuple(layer for layer in shape.layers if _heads(layer) == kind)) for kind in kinds]
-    backends = [backend_class(name, part.head_dim)(part, kv_pool, page_table) for part in parts]
+    backends = [_class_for(name, part)(part, kv_pool, page_table) for part in parts]
     mixed = MixedHeadsAttention(backends, [kinds.index(_heads(layer)) for layer in shape.layers])
     return cast(AttentionBackend, mixed)  # it is made of backends, not of a shape
+
+
+def _class_for(name: str, shape: AttentionShape) -> type[AttentionBackend]:
+    """The class for layers of one kind of heads."""
+    return _load(WIDE_BACKENDS[name]) if name in WIDE_BACKENDS and shape.head_dim > WIDEST else backend_class(name)
+
+
+def _load(where: str) -> type[AttentionBackend]:
+    module, _, attribute = where.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def _heads(layer: AttentionSpec) -> tuple[int, KVSpec, float]:

@@ -19,6 +19,11 @@ BACKENDS = {
     "flashinfer": "runtime.layers.attention.flashinfer:FlashInferAttention",
 }
 """Module and class of each backend. A module is imported only when its backend is used."""
+LATENT_BACKENDS = {
+    "fa3": "runtime.layers.attention.latent_fa3:LatentFlashAttention",
+    "flashinfer": "runtime.layers.attention.latent_flashinfer:LatentFlashInfer",
+}
+"""Those with a class of their own for models with latent attention."""
 WIDE_BACKENDS = {"fa3": "runtime.layers.attention.wide:WideAttention"}
 """What runs in place of a backend for layers with heads wider than `WIDEST`, where it has no kernels for them."""
 WIDEST = 256
@@ -35,8 +40,13 @@ def backend_class(name: str) -> type[AttentionBackend]:
     """
     if name not in BACKENDS:
         raise ConfigError(f"--attention-backend {name!r} is unknown; it must be one of {', '.join(BACKENDS)}")
+    return _load(name, BACKENDS[name])
+
+
+def _load(name: str, path: str) -> type[AttentionBackend]:
+    module, _, attribute = path.partition(":")
     try:
-        return _load(BACKENDS[name])
+        return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         raise ConfigError(
             f"--attention-backend {name} is not available: {error}; install the 'cuda' extra, or use --attention-backend torch_native"
@@ -66,12 +76,11 @@ def build_backend(name: str, shape: AttentionShape, kv_pool: KVPool, page_table:
 
 def _class_for(name: str, shape: AttentionShape) -> type[AttentionBackend]:
     """The class for layers of one kind of heads."""
-    return _load(WIDE_BACKENDS[name]) if name in WIDE_BACKENDS and shape.head_dim > WIDEST else backend_class(name)
-
-
-def _load(where: str) -> type[AttentionBackend]:
-    module, _, attribute = where.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    if shape.layers[0].kv.kind == "mla" and name in LATENT_BACKENDS:
+        return _load(name, LATENT_BACKENDS[name])
+    if shape.head_dim > WIDEST and name in WIDE_BACKENDS:
+        return _load(name, WIDE_BACKENDS[name])
+    return backend_class(name)
 
 
 def _heads(layer: AttentionSpec) -> tuple[int, KVSpec, float]:
@@ -95,7 +104,10 @@ def _unsupported_layer(caps: AttentionCaps, layer: AttentionSpec) -> str:
     kv, dtype = layer.kv, str(layer.kv.dtype).removeprefix("torch.")
     if kv.kind not in caps.kv_kinds:
         return f"{kv.kind} KV caches"
-    if caps.head_dims is not None and not {kv.key_dim, kv.value_dim} <= caps.head_dims:
+    if kv.kind == "mla":
+        if caps.latent_dims is not None and ((kv.key_dim, kv.value_dim) not in caps.latent_dims or layer.window >= 0):
+            return f"latent KV of {kv.value_dim} + {kv.key_dim - kv.value_dim} columns, only of 512 + 64 without a window"
+    elif caps.head_dims is not None and not {kv.key_dim, kv.value_dim} <= caps.head_dims:
         return f"head dimension {kv.key_dim}, only {_numbers(caps.head_dims)}"
     if caps.dtypes is not None and dtype not in caps.dtypes:
         return f"{dtype}, only {' and '.join(sorted(caps.dtypes))}"

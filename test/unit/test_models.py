@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from transformers import (
     Gemma4ForCausalLM,
     Gemma4ForConditionalGeneration,
     Gemma4TextConfig,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -38,18 +41,22 @@ from transformers import (
 from runtime.batch import ForwardMode
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionShape, plan_pass
+from runtime.layers.attention.latent import LatentAttention
 from runtime.layers.attention.registry import build_backend
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.linear import Linear
+from runtime.layers.moe.mlp import SparseMlp
 from runtime.layers.quantization.int8 import dequantize
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
+from runtime.models.block import Block
 from runtime.models.config import ModelConfig, RopeScaling
 from runtime.models.decoder import DecoderModel
 from runtime.models.registry import FAMILIES as FAMILIES_BY_NAME
 from runtime.models.registry import build_model, load_hf_config
 from unit import toy_family
-from unit.latent import LATENT, YARN
+from unit.latent import DEEPSEEK_EXPERTS, LATENT, YARN
 
 CPU = torch.device("cpu")
 VOCAB, LENGTH, MAX_LEN = 101, 40, 64
@@ -155,6 +162,11 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
         DeepseekV3ForCausalLM,
         DeepseekV3Config(**COMMON | LATENT | {"q_lora_rank": None}, first_k_dense_replace=3, rope_interleave=False),
     ),
+    "deepseek-experts": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(**COMMON | LATENT | DEEPSEEK_EXPERTS, first_k_dense_replace=1, n_group=2, topk_group=1),
+    ),
+    "glm4-flash": (Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig(**COMMON | LATENT | DEEPSEEK_EXPERTS)),
     "deepseek-biases": (DeepseekV3ForCausalLM, DeepseekV3Config(**COMMON | LATENT, first_k_dense_replace=3, attention_bias=True)),
 }
 
@@ -314,6 +326,15 @@ def test_hidden_states_are_those_entering_the_layers(checkpoint: Checkpoint) -> 
     torch.testing.assert_close(hidden, checkpoint.hidden[3][0], rtol=1e-4, atol=1e-3)
 
 
+def outside_the_chain(model: DecoderModel) -> Iterator[Linear]:
+    """Linear layers that decode passes run otherwise than by a GEMM of their own, or at no fixed place."""
+    for layer in model.layers:
+        if isinstance(layer.attention, LatentAttention):
+            yield layer.attention.kv_b_proj
+        if isinstance(layer, Block) and isinstance(layer.mlp, SparseMlp) and layer.mlp.shared is not None:
+            yield layer.mlp.shared.down_proj
+
+
 def test_int8_stays_close_to_the_weights_it_stands_for(checkpoint: Checkpoint) -> None:
     exact = loaded(checkpoint.folder)
     quantized = loaded(checkpoint.folder, "int8")
@@ -321,6 +342,8 @@ def test_int8_stays_close_to_the_weights_it_stands_for(checkpoint: Checkpoint) -
         assert mine.linear.scheme.name == "int8"
         if mine.op != "logits":
             its.linear.weight.copy_(dequantize(mine.linear.storage))
+    for mine, its in zip(outside_the_chain(quantized), outside_the_chain(exact), strict=True):
+        its.weight.copy_(dequantize(mine.storage))
     for mine, its in zip(quantized.sparse_mlps, exact.sparse_mlps, strict=True):
         its.experts.gate_up.weight.copy_(dequantize(mine.experts.gate_up))
         its.experts.down.weight.copy_(dequantize(mine.experts.down))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runtime.config.expert_tuning import H200_EXPERTS, ExpertTuning
-from runtime.config.kernel_configs import SplitConfig, TritonConfig
+from runtime.config.kernel_configs import LatentConfig, SplitConfig, TritonConfig
 from runtime.config.machine import Gpu
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ class DeviceTuning:
         draft_step_launches: kernels of one draft pass beside those of the draft model.
         split_kv_batches: batch sizes, first and last, whose fixed-width passes run by split-KV attention, not FA3.
         split_kv: (largest batch, configuration for head dimensions up to 128), ascending; the last holds for any batch.
+        latent: (most queries times heads of a request, configuration of split-KV attention over latent rows), ascending; the last
+            holds for any number.
         gemm_candidates: by operation, (largest number of input rows, candidates), ascending.
         scaled_candidates: the same for weights in e4m3, for every operation.
         triton_gemm_rows: up to this many rows, a GEMM that was not timed takes the first candidate, above it cuBLAS; and
@@ -70,6 +72,7 @@ class DeviceTuning:
     draft_step_launches: int
     split_kv_batches: tuple[tuple[int, int], ...]
     split_kv: tuple[tuple[int, SplitConfig], ...]
+    latent: tuple[tuple[int, LatentConfig], ...]
     gemm_candidates: Mapping[str, tuple[tuple[int, Candidates], ...]]
     scaled_candidates: tuple[tuple[int, Candidates], ...]
     triton_gemm_rows: int
@@ -84,6 +87,10 @@ class DeviceTuning:
         """The cut of split-KV attention for a head dimension and a batch size; above a head dimension of 128, half tiles."""
         config = next((config for largest, config in self.split_kv if batch <= largest), self.split_kv[-1][1])
         return config if head_dim <= 128 else dataclasses.replace(config, tile=config.tile // 2)
+
+    def latent_config(self, rows: int) -> LatentConfig:
+        """The cut of split-KV attention over latent rows for so many queries times heads."""
+        return next((config for largest, config in self.latent if rows <= largest), self.latent[-1][1])
 
     def gemm_configs(self, op: str, rows: int) -> Candidates:
         """The candidates of `linear`, `linear_add`, `gate_up` or `logits` for `rows` rows of input, 1..128."""
@@ -122,6 +129,11 @@ H200 = DeviceTuning(
         (8, SplitConfig(64, num_warps=4, stages=4, programs_per_sm=2)),
         (16, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3)),
         (1 << 16, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3, scheduled=True)),
+    ),
+    # The largest tiles that fit registers and shared memory without spills.
+    latent=(
+        (32, LatentConfig(32, 32, num_warps=8, stages=2)),
+        (1 << 16, LatentConfig(64, 64, num_warps=8, stages=2)),
     ),
     # The fastest of a sweep over Llama-3-8B's GEMMs. Long prefetches slow the chain of kernels where a GEMM is large;
     # where it is small, the first columns are worth it. Deeper tiles do not fit beside 64 rows of input.

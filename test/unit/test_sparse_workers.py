@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from runtime.errors import ConfigError
 from runtime.models.config import ModelConfig, MoeConfig
 from unit.driver import Driver
 from unit.predicting import model_config, plain, speculating
-from unit.ranks import ranks
+from unit.ranks import Meeting, ThreadGroup, ranks
 from unit.test_tensor_parallel import CHAIN, PROMPTS, TREE, builder, texts
 
 
@@ -22,6 +24,25 @@ def sparse_config(**changes: Any) -> ModelConfig:
     return model_config(**{"architecture": "Qwen3MoeForCausalLM", "qk_norm": True, "moe": moe, **changes})
 
 
+def family(name: str, **changes: Any) -> ModelConfig:
+    """A tiny model of one family."""
+    base = sparse_config(qk_norm=False, **changes)
+    assert base.moe is not None
+    if name == "qwen3-moe":
+        return sparse_config(**changes)
+    if name == "qwen2-moe":
+        moe = dataclasses.replace(base.moe, shared_intermediate_size=40)
+        return dataclasses.replace(base, architecture="Qwen2MoeForCausalLM", qkv_bias=True, moe=moe)
+    everywhere = dataclasses.replace(base.moe, layers=(True,) * 3)
+    if name == "mixtral":
+        return dataclasses.replace(base, architecture="MixtralForCausalLM", moe=everywhere)
+    sigmoid = dataclasses.replace(everywhere, scoring="sigmoid")
+    return dataclasses.replace(base, architecture="MiniMaxM2ForCausalLM", moe=sigmoid, qk_row_norm=True, rotary_dim=8)
+
+
+FAMILIES = ["qwen3-moe", "qwen2-moe", "mixtral", "minimax-m2"]
+
+
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_greedy_text_with_eagle3_equals_plain_text(tmp_path: Path, shape: dict[str, Any]) -> None:
     expected = Driver(plain(model=sparse_config())).generate(PROMPTS, 32)
@@ -31,10 +52,13 @@ def test_greedy_text_with_eagle3_equals_plain_text(tmp_path: Path, shape: dict[s
     assert driver.mean_accept_len() > 1.1, "drafts were accepted"
 
 
-@pytest.mark.parametrize(("size", "draft"), [(2, None), (2, ("EAGLE3", CHAIN)), (3, None)])
-def test_several_ranks_generate_the_text_of_one(tmp_path: Path, size: int, draft: Any) -> None:
-    heads = {"num_q_heads": 6, "num_kv_heads": 3} if size == 3 else {}
-    build = builder(tmp_path, draft, sparse_config(**heads))
+@pytest.mark.parametrize(("name", "size", "draft"), [
+    *[(name, 2, None) for name in FAMILIES], ("qwen3-moe", 2, ("EAGLE3", CHAIN)), ("qwen3-moe", 3, None), ("minimax-m2", 4, None),
+])  # fmt: skip
+def test_several_ranks_generate_the_text_of_one(tmp_path: Path, name: str, size: int, draft: Any) -> None:
+    # Of four ranks two hold each KV head.
+    heads = {2: {}, 3: {"num_q_heads": 6, "num_kv_heads": 3}, 4: {"num_q_heads": 4, "num_kv_heads": 2}}[size]
+    build = builder(tmp_path, draft, family(name, **heads))
     expected, _ = texts(build())
     with ranks(size, build) as worker:
         assert texts(worker)[0] == expected
@@ -46,3 +70,20 @@ def test_int8_experts_are_shared_too(tmp_path: Path) -> None:
     expected, _ = texts(build())
     with ranks(2, build) as worker:
         assert texts(worker)[0] == expected
+
+
+@pytest.mark.parametrize(("size", "ep_size", "name"), [(2, 2, "qwen3-moe"), (2, 2, "qwen2-moe"), (4, 2, "mixtral"), (4, 4, "qwen3-moe")])
+def test_experts_placed_on_ranks_generate_the_text_of_one_rank(tmp_path: Path, size: int, ep_size: int, name: str) -> None:
+    model = family(name)
+    expected, _ = texts(builder(tmp_path, None, model)())
+    with ranks(size, builder(tmp_path, None, model, ep_size=ep_size)) as worker:
+        experts = worker.parts.target.runner.model.sparse_mlps[0].experts
+        assert (experts.count, experts.size) == (8 // ep_size, (64, 48 * ep_size // size))
+        assert texts(worker)[0] == expected
+
+
+def test_experts_that_cannot_be_placed_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--ep-size 3: Qwen3MoeForCausalLM has 8 experts; use a divisor"):
+        builder(tmp_path, None, sparse_config(), ep_size=3)(group=ThreadGroup(0, 3, Meeting(3)))
+    with pytest.raises(ConfigError, match="--ep-size 2: LlamaForCausalLM has no experts"):
+        builder(tmp_path, None, model_config(), ep_size=2)(group=ThreadGroup(0, 2, Meeting(2)))

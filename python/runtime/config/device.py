@@ -37,7 +37,7 @@ def resolve_device(args: ServerArgs, machine: MachineFacts, model: ModelFacts) -
     return DeviceConfig(
         device=device,
         dtype=dtype,
-        attention_backend=resolve_attention(args.attention_backend, "--attention-backend", device, dtype, machine, model.head_dim),
+        attention_backend=resolve_attention(args.attention_backend, "--attention-backend", device, dtype, machine, model),
         sampling_backend=cast(SamplingName, sampling),
         cpu_threads=args.cpu_threads or max(machine.cores * args.nnodes // args.tp_size, 1),
         gpu=machine.gpus[0] if device == "cuda" else None,

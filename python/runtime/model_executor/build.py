@@ -110,7 +110,7 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
     with context.timed("load_weights"):
         ops, why = select_ops(context.device, context.dtype, context.timings)
         log.info("block operations: %s", why)
-        model = build_model(config, ops, context.dtype, context.device, quantization, context.group)
+        model = build_model(config, ops, context.dtype, context.device, quantization, context.group, context.config.parallel.ep_size)
         check_equal_shards(context, model)
         model.load(model_weights(context, model.expected_weights(), folder, load_format))
     kind = f" with {quantization} linears" if quantization else ""
@@ -122,7 +122,9 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
 
 def check_equal_shards(context: WorkerContext, model: DecoderModel) -> None:
     """Raise `ConfigError` where GPUs would hold parts of different sizes: they share the kernels that rank 0 chooses."""
-    shapes = context.group.gather(([gemm.key(0) for gemm in model.gemms()], [(experts.count, experts.size) for experts in model.experts]))
+    shapes = context.group.gather(
+        ([gemm.key(0) for gemm in model.gemms()], [(mlp.experts.count, mlp.experts.size) for mlp in model.sparse_mlps])
+    )
     if context.device.type == "cuda" and any(other != shapes[0] for other in shapes):
         raise ConfigError(f"--tp-size {context.group.size} does not cut {model.config.architecture} into equal parts; use another size")
 
@@ -181,7 +183,7 @@ def make_runner(context: WorkerContext, model: DecoderModel, config: ModelConfig
     attention, sizes = context.config.device.attention_backend, list[int]()
     if context.device.type == "cuda" and context.replay != "none" and backend_class(attention).caps.cuda_graph:
         sizes = prompt_cost(context, model).sizes(min(context.extend_tokens, context.config.model.context_length))
-    return ModelRunner(model, config, attention, context.dtype, context.device, sizes, context.config.device.tuning)
+    return ModelRunner(model, config, attention, context.dtype, context.device, sizes, context.config.device.tuning, context.group)
 
 
 def make_target(context: WorkerContext, runner: ModelRunner, spec: DrafterSpec) -> TargetModel:
@@ -257,6 +259,8 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
         rows.update(batches.tuned, (size * at_depth.num_draft_tokens for size in batches.tuned))
         if batches.tuned:
             warmup_runs += backend.warmup_runs(batches.tuned, at_depth.num_draft_tokens, tree=at_depth.topk > 1)
+    if context.device.type == "cuda":
+        warmup_runs += model.warmup_runs(sorted(rows | context.config.device.tuning.experts.kernel_rows(context.extend_tokens)))
     with torch.inference_mode(), context.timed("autotune_gemms"):
         warmup_runs.append(partial(sample_padding, target, torch.zeros((1, model.config.vocab_size), device=context.device)))
         context.info.gemms = model.context.ops.autotune(model.gemms(), sorted(rows), warmup_runs)

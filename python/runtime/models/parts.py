@@ -12,9 +12,9 @@ from runtime.errors import ConfigError
 from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention.layer import Attention
+from runtime.layers.attention.row_norms import RowNorms
 from runtime.layers.linear import Partition
 from runtime.layers.mlp import GatedMlp
-from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.mlp import SparseMlp
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps
@@ -66,14 +66,14 @@ class ModelParts:
         config: the architecture.
         context: operations, dtype, device, scheme and group.
         weights: the table of all parameters so far.
-        experts: the routed experts of the sparse MLPs so far.
+        sparse_mlps: those made so far.
         rope: the rotary table that the attention layers share.
     """
 
     def __init__(self, config: ModelConfig, context: ModelContext, weights: WeightTable | None = None) -> None:
         """`weights`: a table to add to; a new one by default."""
         self.config, self.context = config, context
-        self.experts = list[Experts]()
+        self.sparse_mlps = list[SparseMlp]()
         self.weights = weights or WeightTable(context.dtype, context.device, context.scheme, context.group, context.quant)
         self.rope = build_rope(config, context.device)
         self._others = dict[ModelConfig, ModelParts]()
@@ -109,10 +109,22 @@ class ModelParts:
         o = self.weights.linear({prefix + "o_proj": c.hidden_size}, q_rows, c.o_bias, Partition.ROW, [query])
         heads, kv_heads = _length(query.of(q_rows)) // c.head_dim, _length(key.of(kv_rows)) // c.head_dim
         kv = KVSpec("gqa", kv_heads, c.head_dim, c.head_dim, self.context.dtype)
-        spec = AttentionSpec(layer_id, heads, kv, c.attn_scale or c.head_dim**-0.5, c.window[layer_id], causal=causal)
+        own = slice(query.of(q_rows).start // c.head_dim, query.of(q_rows).stop // c.head_dim)
+        sinks = self.weights.tensor(prefix + "sinks", (c.num_q_heads,), rows=own) if c.sinks else None
+        scale = c.attn_scale or c.head_dim**-0.5
+        spec = AttentionSpec(layer_id, heads, kv, scale, c.window[layer_id], sinks=sinks, causal=causal)
         v_norm = RMSNorm(torch.ones(c.head_dim, dtype=self.context.dtype, device=self.context.device), c.rms_eps) if c.v_norm else None
         split = RotaryHeads(heads, kv_heads, c.head_dim, self.rope, q_norm, k_norm, v_norm, c.shared_kv)
-        return Attention(spec, split, qkv, o, self.context.ops)
+        row_norms = self.row_norms(prefix, query, key) if c.qk_row_norm else None
+        return Attention(spec, split, qkv, o, self.context.ops, row_norms)
+
+    def row_norms(self, prefix: str, query: Shard, key: Shard) -> RowNorms:
+        """The norms of q and k over all heads, of which this rank computes `query` and `key`."""
+        c, group = self.config, self.context.group
+        q_width, k_width = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        q_weight = self.weights.tensor(prefix + "q_norm.weight", (q_width,))[query.of(q_width)]
+        k_weight = self.weights.tensor(prefix + "k_norm.weight", (k_width,))[key.of(k_width)]
+        return RowNorms(q_weight, k_weight, c.rms_eps, q_width, k_width, max(group.size // c.num_kv_heads, 1), group)
 
     def head_shards(self) -> tuple[Shard, Shard]:
         """Which query heads and which KV heads this rank computes, in rows of their projections.
@@ -144,10 +156,11 @@ class ModelParts:
 
     def sparse_mlp(self, names: SparseNames, activation: Activation = Activation.SILU) -> SparseMlp:
         """The sparse MLP of these tensors."""
-        assert self.config.moe is not None, "the model is dense"
-        return SparseParts(self.weights, self.context.ops, self.config.hidden_size, self.config.moe, self.context.ep_size).mlp(
-            names, activation
-        )
+        c, context = self.config, self.context
+        assert c.moe is not None, "the model is dense"
+        mlp = SparseParts(self.weights, context.ops, c.hidden_size, c.moe, context.ep_size).mlp(names, activation)
+        self.sparse_mlps.append(mlp)
+        return mlp
 
     def dense_block(self, prefix: str, layer_id: int, in_features: int | None = None, input_norm: bool = True) -> Block:
         """The block of tensors `prefix`*, under Llama's names."""

@@ -11,7 +11,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.config.quant_config import with_flag
 from runtime.errors import ConfigError
-from runtime.models import deepseek, gemma4, glm4_lite, llama, mimo, mistral, qwen2, qwen3, qwen3_moe
+from runtime.models import (
+    deepseek,
+    gemma4,
+    glm4_lite,
+    gpt_oss,
+    llama,
+    mimo,
+    minimax_m2,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from runtime.models.config import ModelConfig
 from runtime.models.hf_config import ConfigFields, read_hf_config
 from runtime.models.quant_fields import read_quantization
@@ -52,8 +66,12 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "Qwen2MoeForCausalLM": qwen2_moe,
+    "MixtralForCausalLM": mixtral,
+    "MiniMaxM2ForCausalLM": minimax_m2,
     "Gemma4ForCausalLM": gemma4,
     "Gemma4ForConditionalGeneration": gemma4,
+    "GptOssForCausalLM": gpt_oss,
     "DeepseekV3ForCausalLM": deepseek,
     "Glm4MoeLiteForCausalLM": glm4_lite,
     "MiMoForCausalLM": mimo,
@@ -102,6 +120,7 @@ def build_model(
     device: torch.device,
     quantization: str | None = None,
     group: ParallelGroup | None = None,
+    ep_size: int = 1,
 ) -> DecoderModel:
     """A model with weights allocated and not yet loaded.
 
@@ -109,16 +128,20 @@ def build_model(
         quantization: None for the checkpoint's own, "int8" for weight-only int8 linears and LM head (CPU), "fp8" to
             quantise the linears of blocks as they are loaded.
         group: the ranks that share the model; None for this process alone.
+        ep_size: groups of these ranks that the experts of a sparse model are placed on.
 
     Raises:
-        ConfigError: the architecture or the quantisation is not supported.
+        ConfigError: the architecture or the quantisation is not supported, or the experts cannot be placed.
     """
     from runtime.distributed.parallel_group import ALONE
     from runtime.layers.quantization.registry import quant_scheme
     from runtime.models.decoder import DecoderModel
     from runtime.models.parts import ModelContext
 
+    if ep_size > 1 and (config.moe is None or config.moe.num_experts % ep_size):
+        count = "no experts" if config.moe is None else f"{config.moe.num_experts} experts"
+        raise ConfigError(f"--ep-size {ep_size}: {config.architecture} has {count}; use a divisor of their number, or leave the flag out.")
     family = family_of(config.architecture, "the model")
     quant = with_flag(config.quant, quantization)
-    context = ModelContext(ops, dtype, device, quant_scheme(quantization, quant, device), group or ALONE, quant)
+    context = ModelContext(ops, dtype, device, quant_scheme(quantization, quant, device), group or ALONE, quant, ep_size)
     return DecoderModel(config, context, family.block)

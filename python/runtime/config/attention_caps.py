@@ -24,6 +24,7 @@ class AttentionCaps:
         sinks: whether layers with attention sinks work.
         mixed_heads: whether layers may differ in heads, head dimension or scale.
         plan_on_device: whether `plan_on_device` does all planning, so that it can be captured with the pass.
+        scaled_kv: whether KV caches in 8 bits with a scale for each layer work.
         self_check: whether a small pass is compared with torch_native at start-up; for backends that depend on
             private parts of a package.
     """
@@ -39,13 +40,20 @@ class AttentionCaps:
     sinks: bool = False
     mixed_heads: bool = False
     plan_on_device: bool = True
+    scaled_kv: bool = False
     self_check: bool = False
 
 
 _HALF = frozenset({"bfloat16", "float16"})
 ATTENTION_CAPS = {
     "torch_native": AttentionCaps(
-        kv_kinds=frozenset({"gqa", "mla"}), cuda_graph=False, softcap=True, sinks=True, mixed_heads=True, plan_on_device=False
+        kv_kinds=frozenset({"gqa", "mla"}),
+        cuda_graph=False,
+        softcap=True,
+        sinks=True,
+        mixed_heads=True,
+        plan_on_device=False,
+        scaled_kv=True,
     ),
     "fa3": AttentionCaps(dtypes=_HALF, head_dims=frozenset({64, 128, 256}), sinks=True),
     "flashinfer": AttentionCaps(dtypes=_HALF, head_dims=frozenset({64, 128, 256}), plan_on_device=False, self_check=True),

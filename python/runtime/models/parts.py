@@ -18,7 +18,7 @@ from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.registry import quant_scheme
-from runtime.layers.quantization.scheme import QuantScheme
+from runtime.layers.quantization.scheme import QuantScheme, WeightSlot
 from runtime.layers.rope import RotaryHeads
 from runtime.mem_cache.kv_spec import KVSpec
 from runtime.models.block import Block
@@ -36,6 +36,7 @@ class ModelContext:
         scheme: how the weights of linear layers are stored.
         group: the ranks that share the model.
         quant: says which layers the scheme does not apply to; None where it applies to all.
+        kv_dtype: of a KV cache with scales; None for one in `dtype`.
     """
 
     ops: BlockOps
@@ -44,6 +45,7 @@ class ModelContext:
     scheme: QuantScheme = DENSE
     group: ParallelGroup = ALONE
     quant: QuantConfig | None = None
+    kv_dtype: torch.dtype | None = None
 
     def for_draft(self, quant: QuantConfig | None) -> ModelContext:
         """The context of a draft head whose own weights are stored as `quant` says: in 16 bits where it is None, or as
@@ -101,11 +103,23 @@ class ModelParts:
         q_norm, k_norm = (self.norm(f"{prefix}{name}_norm.weight", c.head_dim) if c.qk_norm else None for name in "qk")
         o = self.weights.linear({prefix + "o_proj": c.hidden_size}, q_rows, c.o_bias, Partition.ROW, [query])
         heads, kv_heads = _length(query.of(q_rows)) // c.head_dim, _length(key.of(kv_rows)) // c.head_dim
-        kv = KVSpec("gqa", kv_heads, c.head_dim, c.head_dim, self.context.dtype)
-        spec = AttentionSpec(layer_id, heads, kv, c.attn_scale or c.head_dim**-0.5, c.window[layer_id])
+        kv_dtype = self.context.kv_dtype
+        kv = KVSpec("gqa", kv_heads, c.head_dim, c.head_dim, kv_dtype or self.context.dtype, scaled=kv_dtype is not None)
+        kv_scales = None if kv_dtype is None else self.kv_scales(prefix)
+        spec = AttentionSpec(layer_id, heads, kv, c.attn_scale or c.head_dim**-0.5, c.window[layer_id], kv_scales=kv_scales)
         v_norm = RMSNorm(torch.ones(c.head_dim, dtype=self.context.dtype, device=self.context.device), c.rms_eps) if c.v_norm else None
-        split = RotaryHeads(heads, kv_heads, c.head_dim, self.rope, q_norm, k_norm, v_norm, c.shared_kv)
+        split = RotaryHeads(heads, kv_heads, c.head_dim, self.rope, q_norm, k_norm, v_norm, c.shared_kv, kv_scales)
         return Attention(spec, split, qkv, o, self.context.ops)
+
+    def kv_scales(self, prefix: str) -> torch.Tensor:
+        """Scales of an attention layer's keys and values, float32 [2]: 1 unless the checkpoint holds others."""
+        scales = torch.ones(2, dtype=torch.float32, device=self.context.device)
+        for part, scale in zip("kv", scales, strict=True):
+            for name in (f"{prefix}{part}_scale", f"{prefix}{part}_proj.{part}_scale"):
+                self.weights.optional(
+                    name, WeightSlot((1,), (slice(None),), lambda value, to=scale: to.copy_(value.reshape(())), spread=True)
+                )
+        return scales
 
     def head_shards(self) -> tuple[Shard, Shard]:
         """Which query heads and which KV heads this rank computes, in rows of their projections.

@@ -101,6 +101,7 @@ def build_model(
     device: torch.device,
     quantization: str | None = None,
     group: ParallelGroup | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> DecoderModel:
     """A model with weights allocated and not yet loaded.
 
@@ -108,6 +109,7 @@ def build_model(
         quantization: None for the checkpoint's own, "int8" for weight-only int8 linears and LM head (CPU), "fp8" to
             quantise the linears of blocks as they are loaded.
         group: the ranks that share the model; None for this process alone.
+        kv_dtype: of a KV cache with scales; None for one in `dtype`.
 
     Raises:
         ConfigError: the architecture or the quantisation is not supported.
@@ -119,5 +121,5 @@ def build_model(
 
     family = family_of(config.architecture, "the model")
     quant = with_flag(config.quant, quantization)
-    context = ModelContext(ops, dtype, device, quant_scheme(quantization, quant, device), group or ALONE, quant)
+    context = ModelContext(ops, dtype, device, quant_scheme(quantization, quant, device), group or ALONE, quant, kv_dtype)
     return DecoderModel(config, context, family.block)

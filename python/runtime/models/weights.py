@@ -45,6 +45,7 @@ class WeightTable:
         self.dtype, self.device, self.group = dtype, device, group
         self._scheme, self._quant = scheme, quant
         self._slots: dict[str, list[WeightSlot]] = {}
+        self._optional: dict[str, list[WeightSlot]] = {}
         self._tensors: list[torch.Tensor] = []
 
     def expected(self) -> dict[str, tuple[int, ...]]:
@@ -71,6 +72,10 @@ class WeightTable:
         self._tensors.append(target)
         self._add(name, WeightSlot(shape, (slice(None),), target.copy_))
         return target
+
+    def optional(self, name: str, slot: WeightSlot) -> None:
+        """Let tensor `name` be stored by `slot` where the checkpoint holds it."""
+        self._optional[name] = [slot]
 
     def linear(
         self,
@@ -135,9 +140,9 @@ class WeightTable:
 
         def stores() -> Iterator[Callable[[], None]]:
             for name, tensor in weights:
-                if name in self._slots:
+                if slots := self._slots.get(name) or self._optional.get(name):
                     missing.discard(name)
-                    yield partial(_store, name, tensor, self._slots[name])
+                    yield partial(_store, name, tensor, slots)
                 elif not name.endswith(skip) and not name.startswith(unused):
                     unexpected.append(name)
 

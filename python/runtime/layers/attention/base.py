@@ -28,6 +28,7 @@ class AttentionSpec:
         softcap: c in scores = c * tanh(scores / c); 0 for none.
         sinks: [H] of any float dtype, one extra score per head that takes part in the softmax and has no value; None
             for none.
+        kv_scales: float32 [2], by which stored keys and values are multiplied when they are read; where `kv.scaled`.
     """
 
     layer_id: int
@@ -37,6 +38,7 @@ class AttentionSpec:
     window: int = -1
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+    kv_scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -69,10 +69,10 @@ def _unsupported_layer(caps: AttentionCaps, layer: AttentionSpec) -> str:
         return f"{kv.kind} KV caches"
     if caps.head_dims is not None and not {kv.key_dim, kv.value_dim} <= caps.head_dims:
         return f"head dimension {kv.key_dim}, only {_numbers(caps.head_dims)}"
-    if caps.dtypes is not None and dtype not in caps.dtypes:
+    if caps.dtypes is not None and dtype not in caps.dtypes and not kv.scaled:
         return f"{dtype}, only {' and '.join(sorted(caps.dtypes))}"
-    if kv.scaled:
-        return "scaled KV caches"
+    if kv.scaled and not caps.scaled_kv:
+        return f"a KV cache in {dtype}"
     wanted = (
         (caps.sliding_window or layer.window < 0, f"a sliding window of {layer.window + 1}"),
         (caps.softcap or not layer.softcap, "capped attention scores"),

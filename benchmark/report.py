@@ -43,6 +43,7 @@ SCRIPTS = {
     "compare_commits": "Two checkouts on one machine",
     "drift_alarm": "The drift alarm",
     "grammar": "Structured output",
+    "moe_kernels": "Kernels of sparse layers",
 }
 """Titles of the generated pages by script."""
 PAGES = ROOT / "docs" / "benchmarks"

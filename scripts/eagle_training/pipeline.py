@@ -27,7 +27,7 @@ from eagle_training.trainer import Course, Trainer
 from eagle_training.vocabulary import answer_counts, coverage, pick_vocabulary
 from runtime import Engine
 from runtime.model_files.model_source import ModelSource
-from runtime.models.draft_config import default_aux_layers
+from runtime.models.eagle3_layout import default_aux_layers
 from runtime.models.registry import load_hf_config
 from runtime.text.tokenizer import Tokenizer
 

@@ -30,13 +30,20 @@ def model_config(**changes: Any) -> ModelConfig:
 
 def draft_folder(folder: Path, algorithm: str, layers: int = 3, **changes: Any) -> str:
     """config.json of a draft: heads with one layer and, for EAGLE-3, more KV heads than the target."""
-    names = {"EAGLE": "LlamaForCausalLMEagle", "EAGLE3": "LlamaForCausalLMEagle3", "STANDALONE": "LlamaForCausalLM"}
+    names = {
+        "EAGLE": "LlamaForCausalLMEagle",
+        "EAGLE3": "LlamaForCausalLMEagle3",
+        "STANDALONE": "LlamaForCausalLM",
+        "DFLASH": "DFlashDraftModel",
+    }
     raw: dict[str, Any] = dict(
         architectures=[names[algorithm]], model_type="llama", vocab_size=VOCAB, hidden_size=64, intermediate_size=128,
         num_hidden_layers=layers if algorithm == "STANDALONE" else 1, num_attention_heads=4,
         num_key_value_heads=4 if algorithm == "EAGLE3" else 2, head_dim=16, rms_norm_eps=1e-5, rope_theta=10000.0,
         max_position_embeddings=256, tie_word_embeddings=False, torch_dtype="float32", eos_token_id=1, bos_token_id=0,
     )  # fmt: skip
+    if algorithm == "DFLASH":
+        raw |= {"num_hidden_layers": 2, "num_key_value_heads": 4, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 1]}}
     if algorithm == "EAGLE3":
         raw |= {"draft_vocab_size": changes.pop("draft_vocab_size", VOCAB), "target_hidden_size": 64}
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,6 +93,8 @@ def speculating(
     if algorithm == "STANDALONE":
         calm(worker.parts.drafter.model.model, sharp)
         worker.parts.drafter.model.model.layers[0].attention.o_proj.weight.mul_(2.5)
+    elif algorithm == "DFLASH":
+        teach_block_draft(worker.parts.drafter.model, worker.parts.target.runner.model)
     elif algorithm != "NGRAM":
         teach(worker.parts.drafter.model, worker.parts.target.runner.model.lm_head.weight)
     return worker
@@ -102,6 +111,17 @@ def calm(model: Any, sharp: float) -> None:
     for layer in model.layers:
         layer.attention.o_proj.weight.mul_(0.4)
     model.lm_head.weight.mul_(8.0 * sharp)
+
+
+def teach_block_draft(draft: Any, target: Any) -> None:
+    """The draft goes by the embedding of the block's first token, and a little by the context; it leaves masked tokens out."""
+    mask = target.embed[draft.block.mask_id]
+    others = torch.eye(len(mask)) - torch.outer(mask, mask) / mask.dot(mask)
+    draft._context_norm.weight.mul_(0.05)
+    for layer in draft.layers:
+        layer.attention.heads.q_norm.weight.mul_(0.1)  # attends to all alike
+        layer.attention.qkv_proj.weight[-len(others) :] = others  # as many KV heads as query heads
+        layer.attention.o_proj.weight.copy_(20.0 * torch.eye(len(others)))
 
 
 def teach(head: Any, target_head: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -22,10 +23,11 @@ from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
 from runtime.models.decoder import DecoderModel
-from runtime.models.draft_config import default_aux_layers, load_draft_config
+from runtime.models.draft_config import load_draft_config
 from runtime.models.draft_head import DraftModel
 from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
+from runtime.models.eagle3_layout import Eagle3Layout, default_aux_layers, read_aux_layers
 from runtime.models.registry import build_model
 from runtime.models.token_map import load_token_map
 from unit.tiny import tiny_model
@@ -60,7 +62,8 @@ def checkpoint(raw: dict[str, Any], fc_bias: bool = False, qkv_bias: bool = Fals
     """A head in the published layout, with weights large enough that every part of it matters."""
     g = torch.Generator().manual_seed(0)
     hidden, width, layers = raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"]
-    kv = hidden // raw["num_attention_heads"] * raw["num_key_value_heads"]
+    head_dim = raw.get("head_dim", hidden // raw["num_attention_heads"])
+    kv, heads = head_dim * raw["num_key_value_heads"], head_dim * raw["num_attention_heads"]
     eagle3 = raw["architectures"][0].endswith("3")
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -74,11 +77,11 @@ def checkpoint(raw: dict[str, Any], fc_bias: bool = False, qkv_bias: bool = Fals
         tensors["fc.bias"] = vector(hidden)
     for i in range(layers):
         name = "midlayer." if eagle3 else f"layers.{i}."
-        for part, rows in (("q", hidden), ("k", kv), ("v", kv)):
+        for part, rows in (("q", heads), ("k", kv), ("v", kv)):
             tensors[f"{name}self_attn.{part}_proj.weight"] = matrix(rows, 2 * hidden if eagle3 else hidden)
             if qkv_bias:
                 tensors[f"{name}self_attn.{part}_proj.bias"] = vector(rows)
-        tensors[f"{name}self_attn.o_proj.weight"] = matrix(hidden, hidden)
+        tensors[f"{name}self_attn.o_proj.weight"] = matrix(hidden, heads)
         tensors[f"{name}mlp.gate_proj.weight"] = matrix(width, hidden)
         tensors[f"{name}mlp.up_proj.weight"] = matrix(width, hidden)
         tensors[f"{name}mlp.down_proj.weight"] = matrix(hidden, width)
@@ -88,6 +91,11 @@ def checkpoint(raw: dict[str, Any], fc_bias: bool = False, qkv_bias: bool = Fals
     if eagle3:
         tensors["midlayer.hidden_norm.weight"] = vector(hidden)
         tensors["norm.weight"] = vector(hidden)
+        state = raw.get("target_hidden_size", hidden)
+        if raw.get("norm_before_fc"):
+            tensors["input_norm.weight"] = vector(3 * state)
+        if raw.get("fc_norm") or raw.get("use_aux_norm"):
+            tensors |= {f"fc_norm.{i}.weight": vector(state) for i in range(3)}
         if "draft_vocab_size" in raw:
             tensors["lm_head.weight"] = matrix(raw["draft_vocab_size"], hidden)
     return tensors | extra
@@ -122,6 +130,10 @@ class SlowHead:
         return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.raw["rms_norm_eps"]) * self.t[name]
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
+        if self.raw.get("norm_before_fc"):
+            x = self.norm(x, "input_norm.weight")
+        if self.raw.get("fc_norm") or self.raw.get("use_aux_norm"):
+            x = torch.cat([self.norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(x.chunk(3, -1))], -1)
         return F.linear(x, self.t["fc.weight"], self.t.get("fc.bias"))
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +147,7 @@ class SlowHead:
         heads, kv_heads = self.raw["num_attention_heads"], self.raw["num_key_value_heads"]
         q, k, v = (
             F.linear(x, self.t[f"{name}self_attn.{p}_proj.weight"], self.t.get(f"{name}self_attn.{p}_proj.bias"))
-            .unflatten(-1, (-1, self.raw["hidden_size"] // heads))
+            .unflatten(-1, (-1, self.raw.get("head_dim", self.raw["hidden_size"] // heads)))
             for p in "qkv"
         )  # fmt: skip
         q, k = self.rotate(q), self.rotate(k)
@@ -153,15 +165,18 @@ class SlowHead:
         embeds = self.embed[ids]
         if self.eagle3:
             h = torch.stack([self.project(s) if len(s) != self.raw["hidden_size"] else s for s in states])
-            x = torch.cat([self.norm(embeds, "midlayer.input_layernorm.weight"), self.norm(h, "midlayer.hidden_norm.weight")], 1)
-            return self.block("midlayer.", x, h)
+            normed = self.norm(h, "midlayer.hidden_norm.weight")
+            x = torch.cat([self.norm(embeds, "midlayer.input_layernorm.weight"), normed], 1)
+            h = self.block("midlayer.", x, normed if self.raw.get("norm_before_residual") else h)
+            return self.norm(h, "norm.weight") if self.raw.get("norm_output") else h
         h = self.project(torch.cat([embeds, torch.stack(states)], 1))
         for i in range(self.raw["num_hidden_layers"]):
             h = self.block(f"layers.{i}.", h if i == 0 else self.norm(h, f"layers.{i}.input_layernorm.weight"), h)
         return h
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return (self.norm(hidden, "norm.weight") if self.eagle3 else hidden) @ self.head.T
+        ends_with_norm = self.eagle3 and not self.raw.get("norm_output")
+        return (self.norm(hidden, "norm.weight") if ends_with_norm else hidden) @ self.head.T
 
 
 class Rig:
@@ -228,6 +243,7 @@ def variants() -> list[Any]:
     eagle, eagle3 = "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"
     picks = torch.randperm(96, generator=g)[:40].sort().values
     d2t = {"d2t": picks - torch.arange(40), "t2d": torch.zeros(96, dtype=torch.bool).scatter(0, picks, True)}
+    narrow_embed = {"embed_tokens.weight": own_embed[:, :32].contiguous()}
     narrow = draft_json(eagle3, hidden_size=32, target_hidden_size=64, draft_vocab_size=40)
     params: list[Any] = [
         pytest.param(draft_json(eagle), {}, id="EAGLE, all shared"),
@@ -236,7 +252,21 @@ def variants() -> list[Any]:
         pytest.param(draft_json("Qwen2ForCausalLMEagle"), {"qkv_bias": True, "fc_bias": True}, id="EAGLE for Qwen2"),
         pytest.param(draft_json(eagle3, draft_vocab_size=40), d2t, id="EAGLE-3, reduced vocabulary"),
         pytest.param(draft_json(eagle3), {}, id="EAGLE-3, the target's head"),
-        pytest.param(narrow, {**d2t, "embed_tokens.weight": own_embed[:, :32].contiguous()}, id="EAGLE-3, narrower than its target"),
+        pytest.param(narrow, d2t | narrow_embed, id="EAGLE-3, narrower than its target"),
+        pytest.param(draft_json(eagle3, draft_vocab_size=40, norm_before_fc=True), d2t, id="EAGLE-3, states normed together"),
+        pytest.param(draft_json(eagle3, draft_vocab_size=40, fc_norm=True), d2t, id="EAGLE-3, states normed apart"),
+        pytest.param(
+            {**narrow, "use_aux_norm": True, "norm_before_fc": True},
+            d2t | narrow_embed,
+            id="EAGLE-3, narrow, states normed twice",
+        ),
+        pytest.param(draft_json(eagle3, norm_before_residual=True), {}, id="EAGLE-3, normed residual"),
+        pytest.param(draft_json(eagle3, draft_vocab_size=40, norm_output=True), d2t, id="EAGLE-3, normed states fed back"),
+        pytest.param(
+            draft_json(eagle3, norm_before_fc=True, norm_before_residual=True, norm_output=True, head_dim=8),
+            {},
+            id="EAGLE-3, as speculators train them, small heads",
+        ),
     ]
     return params
 
@@ -289,6 +319,81 @@ def test_bfloat16_heads_stay_near_float32_and_take_states_of_either(tmp_path: Pa
         outs.append(head.logits(torch.cat(out)))
     assert outs[1].dtype == torch.float32
     assert (outs[1] - outs[0]).norm() < 0.05 * outs[0].norm()
+
+
+def nested(raw: dict[str, Any]) -> dict[str, Any]:
+    """The same head in the layout of speculators."""
+    outer = {"draft_vocab_size", "norm_before_fc", "norm_before_residual", "norm_output"}
+    layer = {name: value for name, value in raw.items() if name not in outer | {"architectures"}}
+    return {
+        "architectures": ["Eagle3Speculator"], "model_type": "speculators", "speculators_model_type": "eagle3",
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "some/model"}}, "target_hidden_size": None,
+        "transformer_layer_config": {"model_type": "llama", **layer}, **{name: raw[name] for name in outer & raw.keys()},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", [{}, {"norm_before_residual": True}, {"norm_before_fc": True, "norm_output": True}])
+def test_speculators_layout_is_the_same_head(tmp_path: Path, flags: dict[str, bool]) -> None:
+    raw = draft_json("LlamaForCausalLMEagle3", draft_vocab_size=40, **flags)
+    picks = torch.arange(40) * 2
+    tensors = checkpoint(raw, d2t=picks - torch.arange(40))
+    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    target = make_target()
+    plain = load_head(save(tmp_path / "plain", raw, tensors), target)
+    folder = save(tmp_path / "nested", nested(raw), renamed)
+    config = load_draft_config(folder, "EAGLE3", target.config)
+    head = LlamaForCausalLMEagle3(config, target)
+    head.load(safetensors_weights(folder, CPU, progress=False))
+    hidden = [torch.randn(2, head.input_width, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    outs = [torch.cat(Rig(one, 1).run([[1, 2], [3, 4]], hidden, [0, 0])) for one in (plain, head)]
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(plain.logits(outs[0]), head.logits(outs[1]))
+    assert torch.equal(head.map_to_target(torch.arange(40)), picks)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM", "GptOssForCausalLMEagle3"])
+def test_published_class_names_of_heads_are_read_alike(tmp_path: Path, name: str) -> None:
+    config = load_draft_config(save(tmp_path / "head", draft_json(name, draft_vocab_size=4), {}), "EAGLE3", make_target().config)
+    assert config.aux_layers == (1, 2, 3)
+    assert config.layout == Eagle3Layout()
+
+
+def test_a_sliding_window_of_a_head_is_kept(tmp_path: Path) -> None:
+    windowed = draft_json("LlamaForCausalLMEagle3", draft_vocab_size=4, layer_types=["sliding_attention"], sliding_window=8)
+    assert load_draft_config(save(tmp_path / "a", windowed, {}), "EAGLE3", make_target().config).model.window == (7,)
+    full = windowed | {"layer_types": ["full_attention"]}
+    assert load_draft_config(save(tmp_path / "b", full, {}), "EAGLE3", make_target().config).model.window == (-1,)
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_layers", "fields", "layers"),
+    [
+        ("Qwen3MoeForCausalLM", 48, {}, (2, 24, 45)),
+        ("Qwen3MoeForCausalLM", 48, {"eagle_config": {IDS: [1, 23, 44]}}, (2, 24, 45)),
+        ("LlamaForCausalLM", 32, {"eagle_config": {IDS: []}}, (2, 16, 29)),
+        ("LlamaForCausalLM", 32, {IDS: [1, 15, 28]}, (2, 16, 29)),
+        ("LlamaForCausalLM", 32, {"transformer_layer_config": {}, IDS: [2, 16, 29]}, (2, 16, 29)),
+        ("GptOssForCausalLM", 24, {"eagle_config": {IDS: [1, 11, 21]}}, (2, 12, 22)),
+        ("GptOssForCausalLM", 24, {"eagle_config": {IDS: [2, 12, 24]}}, (2, 12, 24)),
+        ("DeepseekV3ForCausalLM", 61, {"eagle_config": {IDS: [1, 29, 57]}}, (2, 30, 58)),
+        ("DeepseekV3ForCausalLM", 61, {"eagle_config": {IDS: [2, 30, 58]}}, (2, 30, 58)),
+        ("Glm4MoeLiteForCausalLM", 47, {"eagle_config": {IDS: [2, 23, 44]}}, (2, 23, 44)),
+        ("MiniMaxM2ForCausalLM", 62, {"eagle_config": {IDS: [1, 30, 58]}}, (2, 31, 59)),
+    ],
+)
+def test_heads_name_the_layers_that_they_read(architecture: str, num_layers: int, fields: dict[str, Any], layers: tuple[int, ...]) -> None:
+    target = dataclasses.replace(tiny_model(), architecture=architecture, num_layers=num_layers)
+    assert read_aux_layers(fields, target, "here") == layers
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_flags_are_read_beside_and_within_eagle_config(within: bool) -> None:
+    flags = {"norm_before_fc": True, "use_aux_norm": True, "norm_output": True}
+    read = Eagle3Layout.read({"eagle_config": flags} if within else flags)
+    assert read == Eagle3Layout(norm_before_fc=True, fc_norm=True, norm_before_residual=False, norm_output=True)
 
 
 def test_d2t_holds_offsets_and_its_inverse_fits(tmp_path: Path) -> None:

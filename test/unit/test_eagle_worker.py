@@ -81,6 +81,7 @@ MIXED = (
         ("EAGLE3", 16, {**CHAIN, "samplings": MIXED}),
         ("EAGLE3", 1, TREE),
         ("STANDALONE", 16, {**CHAIN, "samplings": MIXED}),
+        ("DFLASH", 16, {**CHAIN, "samplings": MIXED}),
         ("NGRAM", 16, {**CHAIN, "samplings": MIXED}),
     ],
 )
@@ -113,6 +114,7 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
         ("EAGLE", 1, {"num_steps": 1, "samplings": MIXED}),
         ("EAGLE3", 16, {"samplings": MIXED}),
         ("STANDALONE", 1, {"samplings": MIXED}),
+        ("DFLASH", 16, {"samplings": MIXED}),
     ],
 )
 def test_piggybacked_decoding_equals_separate_decoding(
@@ -157,7 +159,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("algorithm", "spec"), [("EAGLE", CHAIN), ("EAGLE", TREE), ("EAGLE3", CHAIN), ("EAGLE3", TREE), ("STANDALONE", CHAIN), ("NGRAM", CHAIN)]
+    ("algorithm", "spec"),
+    [
+        *(
+            ("EAGLE", CHAIN),
+            ("EAGLE", TREE),
+            ("EAGLE3", CHAIN),
+            ("EAGLE3", TREE),
+            ("STANDALONE", CHAIN),
+            ("DFLASH", CHAIN),
+            ("NGRAM", CHAIN),
+        ),
+    ],
 )
 def test_greedy_text_is_the_same_for_every_model_family(tmp_path: Path, family: str, algorithm: str, spec: dict[str, Any]) -> None:
     model = model_config(**FAMILIES[family])
@@ -250,6 +263,8 @@ def check_draft_from_scratch(tmp_path: Path, worker: Any, driver: Driver, algori
         ("EAGLE3", TREE, False),
         ("STANDALONE", CHAIN, False),
         ("STANDALONE", CHAIN, True),
+        ("DFLASH", CHAIN, False),
+        ("DFLASH", CHAIN, True),
     ],
 )
 @pytest.mark.parametrize("page", [1, 16])
@@ -481,7 +496,9 @@ def test_the_drafts_head_reads_no_more_rows_than_it_guesses_from(
     assert rows == [3 * topk, 3 * topk, 3], "K - 1 passes of the draft, and the last accepted row of each window"
 
 
-@pytest.mark.parametrize(("algorithm", "overlap"), [("EAGLE", True), ("EAGLE3", True), ("STANDALONE", True), ("NGRAM", False)])
+@pytest.mark.parametrize(
+    ("algorithm", "overlap"), [("EAGLE", True), ("EAGLE3", True), ("STANDALONE", True), ("DFLASH", True), ("NGRAM", False)]
+)
 def test_only_prompt_lookup_gives_up_overlap(tmp_path: Path, algorithm: str, overlap: bool) -> None:
     assert speculating(tmp_path, algorithm).limits.overlap == overlap
     assert not speculating(tmp_path, algorithm, runtime={"overlap": False}).limits.overlap
@@ -516,6 +533,7 @@ WORKERS: dict[str, tuple[str, dict[str, Any]]] = {
     "tree": ("EAGLE", TREE),
     "eagle3": ("EAGLE3", {"head": {"draft_vocab_size": 40}}),
     "standalone": ("STANDALONE", CHAIN),
+    "dflash": ("DFLASH", CHAIN),
     "ngram": ("NGRAM", CHAIN),
 }
 

@@ -47,6 +47,7 @@ WORKERS: list[tuple[str, dict[str, Any]]] = [
     ("EAGLE3", {"head": {"draft_vocab_size": 150}}),
     ("EAGLE3", {"num_steps": 2, "topk": 2, "num_draft_tokens": 4}),
     ("STANDALONE", {"num_steps": 2}),
+    ("DFLASH", {"num_steps": 7}),
     ("NGRAM", {}),
 ]
 

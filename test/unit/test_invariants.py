@@ -228,7 +228,14 @@ def test_3_a_write_to_a_free_page_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [{"num_steps": 5}, {"num_steps": 5, "topk": 4, "num_draft_tokens": 8}, {"algorithm": "STANDALONE"}, {"algorithm": "NGRAM"}]
+    "spec",
+    [
+        {"num_steps": 5},
+        {"num_steps": 5, "topk": 4, "num_draft_tokens": 8},
+        {"algorithm": "STANDALONE"},
+        {"algorithm": "DFLASH"},
+        {"algorithm": "NGRAM"},
+    ],
 )
 def test_3_a_step_writes_no_further_than_the_limits_say(tmp_path: Path, spec: dict[str, Any]) -> None:
     """Beyond a row's pages the table still names those of the row's last owner."""
@@ -280,7 +287,7 @@ def mark_draft_pool(worker: Any) -> None:
         tensor.fill_(977.0)
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "DFLASH"])
 @pytest.mark.parametrize("chunk", [3, 1 << 30])
 def test_5_the_draft_has_kv_wherever_the_target_has(tmp_path: Path, algorithm: str, chunk: int) -> None:
     worker = graphs(tmp_path, algorithm=algorithm)

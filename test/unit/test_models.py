@@ -23,6 +23,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from runtime.batch import ForwardMode
@@ -61,6 +63,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+SPARSE = {**COMMON, "num_experts_per_tok": 3, "initializer_range": 0.2}
+EXPERTS = {"num_experts": 8, "moe_intermediate_size": 32}
 GEMMA4: dict[str, Any] = {
     **COMMON,
     "head_dim": 16,
@@ -99,6 +103,11 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
         Gemma4Config(text_config={**GEMMA4, "attention_k_eq_v": True}, vision_config=VISION, audio_config=None),
     ),
     "mistral-window": (MistralForCausalLM, MistralConfig(**COMMON, sliding_window=7)),
+    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SPARSE, **EXPERTS, head_dim=16, norm_topk_prob=True)),
+    "qwen3-moe-some-layers-dense": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**SPARSE, **EXPERTS, head_dim=16, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[0]),
+    ),
     "mistral-no-window": (MistralForCausalLM, MistralConfig(**COMMON, sliding_window=None)),
     "deepseek-dense": (DeepseekV3ForCausalLM, DeepseekV3Config(**COMMON | LATENT, first_k_dense_replace=3)),
     "deepseek-yarn": (DeepseekV3ForCausalLM, DeepseekV3Config(**COMMON | LATENT, first_k_dense_replace=3, rope_parameters=YARN)),
@@ -272,6 +281,9 @@ def test_int8_stays_close_to_the_weights_it_stands_for(checkpoint: Checkpoint) -
         assert mine.linear.scheme.name == "int8"
         if mine.op != "logits":
             its.linear.weight.copy_(dequantize(mine.linear.storage))
+    for mine, its in zip(quantized.experts, exact.experts, strict=True):
+        its.gate_up.weight.copy_(dequantize(mine.gate_up))
+        its.down.weight.copy_(dequantize(mine.down))
     with torch.inference_mode():
         hidden = Runner(exact, 16).hidden(checkpoint.ids, 0, EXTEND)[0]
         expected = hidden @ dequantize(quantized.lm_head.storage).T

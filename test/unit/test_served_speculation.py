@@ -83,6 +83,7 @@ WORKERS: list[tuple[str, dict[str, Any]]] = [
     ("EAGLE", {"topk": 3, "num_draft_tokens": 7}),
     ("EAGLE3", {"num_steps": 2, "topk": 2, "num_draft_tokens": 4}),
     ("STANDALONE", {"num_steps": 2}),
+    ("DFLASH", {"num_steps": 4}),
     ("NGRAM", {}),
 ]
 

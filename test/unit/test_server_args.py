@@ -213,7 +213,7 @@ def test_keyword_options_are_checked_by_name() -> None:
         ({"cuda_graph_bs": 4}, ["cuda_graph_bs", "4", "list"]),
         ({"cuda_graph_bs": ["1"]}, ["'1'", "list"]),
         ({"speculative_draft_model": ["a"]}, ["speculative_draft_model", "text"]),
-        ({"speculative_algorithm": "EAGLE2"}, ["EAGLE2", "EAGLE, EAGLE3, MTP, STANDALONE, NGRAM, none"]),
+        ({"speculative_algorithm": "EAGLE2"}, ["EAGLE2", "EAGLE, EAGLE3, MTP, DFLASH, STANDALONE, NGRAM, none"]),
         ({"quantization": "int4"}, ["int4", "int8"]),
         ({"dtype": "int3"}, ["int3", "bfloat16"]),
         ({"device": "tpu"}, ["tpu", "cpu"]),

@@ -38,6 +38,7 @@ DRAFTS = {
     "eagle3": ("EAGLE3", CHAIN),
     "eagle3 tree": ("EAGLE3", TREE),
     "standalone": ("STANDALONE", {"num_steps": 2, "num_draft_tokens": 3}),
+    "dflash": ("DFLASH", CHAIN),
     "ngram": ("NGRAM", CHAIN),
 }
 

@@ -22,6 +22,7 @@ class AttentionCaps:
         sliding_window: whether layers with a sliding window work.
         softcap: whether layers with capped scores work.
         sinks: whether layers with attention sinks work.
+        non_causal: whether layers work whose queries see the keys behind them too.
         mixed_heads: whether layers may differ in heads, head dimension or scale.
         plan_on_device: whether `plan_on_device` does all planning, so that it can be captured with the pass.
         scaled_kv: whether KV caches in 8 bits with a scale for each layer work.
@@ -38,6 +39,7 @@ class AttentionCaps:
     sliding_window: bool = True
     softcap: bool = False
     sinks: bool = False
+    non_causal: bool = False
     mixed_heads: bool = False
     plan_on_device: bool = True
     scaled_kv: bool = False
@@ -51,6 +53,7 @@ ATTENTION_CAPS = {
         cuda_graph=False,
         softcap=True,
         sinks=True,
+        non_causal=True,
         mixed_heads=True,
         plan_on_device=False,
         scaled_kv=True,

@@ -182,7 +182,7 @@ class ServerArgs:
     cuda_graph_bs: tuple[int, ...] | None = _flag(GRAPHS, None, "N", "--cuda-graph-bs-decode")
     """Batch sizes to capture; default: a ladder up to the largest."""
 
-    speculative_algorithm: Literal["EAGLE", "EAGLE3", "MTP", "STANDALONE", "NGRAM", "none"] | None = _flag(
+    speculative_algorithm: Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM", "none"] | None = _flag(
         SPECULATION, None, None, "--speculative-algo"
     )
     """How tokens are drafted; EAGLE without a draft model is MTP, the layer in the checkpoint itself. The embedded model drafts
@@ -195,7 +195,7 @@ class ServerArgs:
     """Format of the draft model's weights; default: dummy with a dummy model unless it is a GGUF file, else auto."""
     speculative_num_steps: int | Literal["auto"] | None = _flag(SPECULATION, None, "K")
     """Depth of the drafts, K; auto: each iteration runs at the depth, 0 to 7, that gives the most tokens per second. Default:
-    D - 1 if a chain's D is given, else 3 (embedded model: 4 on a GPU)."""
+    D - 1 if a chain's D is given, all masked tokens of a DFLASH draft's blocks, else 3 (embedded model: 4 on a GPU)."""
     speculative_eagle_topk: int | None = _flag(SPECULATION, None, "N")
     """Branches per draft node; default: 1, a chain."""
     speculative_num_draft_tokens: int | None = _flag(SPECULATION, None, "D")

@@ -77,6 +77,13 @@ def with_embedded_draft(args: ServerArgs, embedded: bool) -> ServerArgs:
     return replace(args, speculative_algorithm="EAGLE3", speculative_draft_model_path=str(EMBEDDED_DRAFT))
 
 
+def with_block_size(args: ServerArgs, block_size: int) -> ServerArgs:
+    """Verify whole blocks of a draft that fills `block_size` tokens at once, unless another depth was asked for."""
+    if args.speculative_num_steps is not None or args.speculative_num_draft_tokens is not None:
+        return args
+    return replace(args, speculative_num_draft_tokens=block_size)
+
+
 def asks_for_embedded_draft(args: ServerArgs) -> bool:
     """Whether the embedded model would draft with its own head."""
     return args.speculative_algorithm in (None, "EAGLE3") and args.speculative_draft_model_path is None
@@ -206,7 +213,7 @@ def _auto_shape(args: ServerArgs, topk: int) -> _DraftShape:
 
 
 def _tree_shape(args: ServerArgs, steps: int, topk: int) -> _DraftShape:
-    if args.speculative_algorithm in ("NGRAM", "STANDALONE"):
+    if args.speculative_algorithm in ("NGRAM", "STANDALONE", "DFLASH"):
         raise ConfigError(f"--speculative-eagle-topk must be 1: {args.speculative_algorithm} drafts chains. Trees need an EAGLE head.")
     if (steps - 1) * topk > MAX_TREE_BITS:
         raise ConfigError(

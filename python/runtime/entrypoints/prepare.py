@@ -8,11 +8,12 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.resolve import check, resolve
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.server_args import ServerArgs
-from runtime.config.speculative import with_embedded_draft
+from runtime.config.speculative import with_block_size, with_embedded_draft
 from runtime.entrypoints.memory_check import check_memory
 from runtime.model_files.embedded import SAMPLING as EMBEDDED_SAMPLING
 from runtime.model_files.model_source import DRAFT_FLAGS, ModelSource, resolve_model, resolve_weights
 from runtime.models.config import ModelConfig
+from runtime.models.dflash_config import read_block_size
 from runtime.models.draft_config import load_draft_config
 from runtime.models.hf_config import recommended_sampling
 from runtime.models.registry import load_hf_config
@@ -49,7 +50,10 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         quant=model_config.quant,
         sampling=_sampling(args, source),
     )
-    config = resolve(args, probe(), facts, find_draft(args, source.kind))
+    draft = find_draft(args, source.kind)
+    if args.speculative_algorithm == "DFLASH" and draft is not None:
+        args = with_block_size(args, read_block_size(draft[0]))
+    config = resolve(args, probe(), facts, draft)
     speculative = config.speculative
     if speculative is not None and speculative.algorithm not in ("NGRAM", "MTP"):
         assert speculative.draft_model_path is not None

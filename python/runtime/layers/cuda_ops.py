@@ -10,7 +10,7 @@ import torch
 from sgl_kernel import silu_and_mul
 from torch.nn import functional as F
 
-from runtime.distributed.parallel_group import FusedExchange
+from runtime.distributed.parallel_group import FusedExchange, ParallelGroup
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.forward_batch import ForwardBatch
@@ -29,6 +29,10 @@ from runtime.layers.kernels.rms_norm import rms_norm_rows
 from runtime.layers.kernels.rope_and_cache import rope_and_cache
 from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
+from runtime.layers.moe.definition import route
+from runtime.layers.moe.experts import Experts
+from runtime.layers.moe.grouped import grouped_experts
+from runtime.layers.moe.router import Router, Routing
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
 from runtime.layers.pass_context import PassContext
@@ -84,6 +88,18 @@ class CudaOps:
         """`activation(gate) * up` of the normed stream, [T, intermediate]."""
         choice = self.choice("gate_up", gate_up, stream.h.shape[0])
         return self._gate_up(*self._normed(stream, norm, choice), gate_up, choice, activation)
+
+    def route(self, x: torch.Tensor, router: Router) -> Routing:
+        """The experts of each row of `x`."""
+        return route(x, router)
+
+    def experts(self, x: torch.Tensor, experts: Experts, routing: Routing, in_prompt: bool = False) -> torch.Tensor:
+        """The weighted sum of the outputs of each row's experts, [T, hidden] in the dtype of `x`."""
+        return grouped_experts(x, experts, routing)
+
+    def reduce_add(self, part: torch.Tensor, group: ParallelGroup, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
+        """`h` plus the sum of the ranks' `part`, in the storage of `h`."""
+        return self._add_of_ranks(part, group, stream.h, next_norm)
 
     def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:
         """Norm and rotate q and k, write k and v to their slots, return q [T, H, head_dim]."""
@@ -249,7 +265,7 @@ class CudaOps:
 
     def _linear_add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor, next_norm: RMSNorm | None, choice: GemmChoice) -> Stream:
         if linear.is_partial:  # the sum over ranks comes before the add and the norm
-            return self._add_of_ranks(self._linear(x, None, linear, choice), linear, h, next_norm)
+            return self._add_of_ranks(self._linear(x, None, linear, choice), linear.group, h, next_norm)
         if choice is not None:
             deferred = self._deferred(h, next_norm, linear, choice)
             self._skinny(x, linear.weight, h, choice, Epilogue(bias=linear.bias, add=True, deferred=deferred))
@@ -259,11 +275,11 @@ class CudaOps:
         torch.ops.aten.addmm.dtype_out(h, x, linear.weight.t(), torch.float32, out=h)
         return Stream(h if linear.bias is None else h.add_(linear.bias))
 
-    def _add_of_ranks(self, part: torch.Tensor, linear: Linear, h: torch.Tensor, next_norm: RMSNorm | None) -> Stream:
+    def _add_of_ranks(self, part: torch.Tensor, group: ParallelGroup, h: torch.Tensor, next_norm: RMSNorm | None) -> Stream:
         """Add the sum of the ranks' outputs to the stream: by one kernel where the array is small enough."""
-        fused = linear.group.fused
+        fused = group.fused
         if fused is None or not fused.fits(part):
-            return Stream(h.add_(linear.reduce(part)))
+            return Stream(h.add_(group.all_reduce(part)))
         deferred = self._deferred_of_ranks(part, h, next_norm, fused)
         if deferred is None:
             fused.add(part, h)

@@ -111,6 +111,15 @@ class Linear:
         """The outputs of all ranks, [T, whole], from this rank's [T, out]."""
         return self.group.gather_columns(out, self.whole) if self.is_sharded else out
 
+    def tail(self, start: int) -> Linear:
+        """A layer of this rank's outputs from `start` on: over the same weight where it is unquantised, else over a copy. At load
+        time only.
+        """
+        own = slice(start, self.out_features)
+        rows = torch.arange(start, self.out_features, device=self.weight.device)
+        storage = Storage(self.weight[own]) if self.is_dense else self.scheme.select_rows(self.storage, rows)
+        return Linear(storage, None if self.bias is None else self.bias[own], self.scheme)
+
     def select_rows(self, rows: torch.Tensor) -> Linear:
         """A layer of the outputs int64 [n] of this one, copied; sharded as this one is. At load time only."""
         if self.is_sharded:

@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 
+from runtime.distributed.parallel_group import ParallelGroup
 from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.forward_batch import ForwardBatch
@@ -28,6 +29,8 @@ from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
+from runtime.layers.moe.experts import Experts
+from runtime.layers.moe.router import Router, Routing
 from runtime.layers.norm import RMSNorm
 from runtime.layers.pass_context import PassContext
 from runtime.layers.rope import Rope, RotaryHeads
@@ -92,6 +95,21 @@ class BlockOps(Protocol):
         """`activation(gate) * up` of the normed stream; `gate_up` holds the gate's rows, then the up's. [T,
         intermediate].
         """
+        ...
+
+    def route(self, x: torch.Tensor, router: Router) -> Routing:
+        """The experts of each row of `x` [T, hidden], in the model's dtype. Source: `layers/moe/definition.py`."""
+        ...
+
+    def experts(self, x: torch.Tensor, experts: Experts, routing: Routing, in_prompt: bool = False) -> torch.Tensor:
+        """The weighted sum of the outputs of each row's experts that this rank holds: [T, hidden] in float32 or the model's dtype.
+
+        `in_prompt`: rows of a prompt pass.
+        """
+        ...
+
+    def reduce_add(self, part: torch.Tensor, group: ParallelGroup, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
+        """Reduce, add, leave the norm: `h` plus the sum of the ranks' `part` [T, hidden], which may reuse the storage of `h`."""
         ...
 
     def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:

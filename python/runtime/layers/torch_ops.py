@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.nn import functional as F
 
+from runtime.distributed.parallel_group import ParallelGroup
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.forward_batch import ForwardBatch
@@ -14,6 +15,9 @@ from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.kernels.argmax import argmax
 from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
+from runtime.layers.moe.definition import route, run_experts
+from runtime.layers.moe.experts import Experts
+from runtime.layers.moe.router import Router, Routing
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
 from runtime.layers.pass_context import PassContext
@@ -50,6 +54,18 @@ class TorchOps:
     def norm_gate_up(self, stream: Stream, norm: RMSNorm, gate_up: Linear, activation: Activation = Activation.SILU) -> torch.Tensor:
         """`activation(gate) * up` of the normed stream, [T, intermediate]."""
         return gated(activation, self.norm_linear(stream, norm, gate_up))
+
+    def route(self, x: torch.Tensor, router: Router) -> Routing:
+        """The experts of each row of `x`."""
+        return route(x, router)
+
+    def experts(self, x: torch.Tensor, experts: Experts, routing: Routing, in_prompt: bool = False) -> torch.Tensor:
+        """The weighted sum of the outputs of each row's experts, float32 [T, hidden]."""
+        return run_experts(x, experts, routing, in_prompt)
+
+    def reduce_add(self, part: torch.Tensor, group: ParallelGroup, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
+        """`h` plus the sum of the ranks' `part`, in the storage of `h`."""
+        return Stream(stream.h.add_(group.all_reduce(part)), in_prompt=stream.in_prompt)
 
     def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:
         """Norm and rotate q and k, write k and v to their slots, return q [T, H, head_dim]."""

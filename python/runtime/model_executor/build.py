@@ -122,7 +122,7 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
 
 def check_equal_shards(context: WorkerContext, model: DecoderModel) -> None:
     """Raise `ConfigError` where GPUs would hold parts of different sizes: they share the kernels that rank 0 chooses."""
-    shapes = context.group.gather([gemm.key(0) for gemm in model.gemms()])
+    shapes = context.group.gather(([gemm.key(0) for gemm in model.gemms()], [(experts.count, experts.size) for experts in model.experts]))
     if context.device.type == "cuda" and any(other != shapes[0] for other in shapes):
         raise ConfigError(f"--tp-size {context.group.size} does not cut {model.config.architecture} into equal parts; use another size")
 
@@ -260,6 +260,8 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
     with torch.inference_mode(), context.timed("autotune_gemms"):
         warmup_runs.append(partial(sample_padding, target, torch.zeros((1, model.config.vocab_size), device=context.device)))
         context.info.gemms = model.context.ops.autotune(model.gemms(), sorted(rows), warmup_runs)
+        if drafting := list(parts.drafter.gemms()):
+            context.info.gemms |= model.context.ops.autotune(drafting, sorted(rows))
 
 
 # ---- size memory
@@ -281,7 +283,8 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
     if context.device.type == "cuda":
         torch.cuda.empty_cache()
     bytes_per_slot, reach = sum(model.runner.bytes_per_slot for model in models), parts.drafter.spec.shape.tokens_per_step
-    plan = plan_kv(context, activations, reservations, bytes_per_slot, reach)
+    experts = sum(layer.num_bytes for layer in parts.target.runner.model.experts)
+    plan = plan_kv(context, activations, reservations, bytes_per_slot, reach, experts)
     for model in models:
         model.runner.allocate(plan.num_pages, parts.target.page_table, context.requests, model.width, model.num_steps)
         for runner in model.graphs:
@@ -339,7 +342,7 @@ def add_short_prompts(context: WorkerContext, target: TargetModel) -> list[Graph
 
 
 def plan_kv(
-    context: WorkerContext, activations: int, reservations: dict[str, int], bytes_per_slot: int, tokens_per_step: int
+    context: WorkerContext, activations: int, reservations: dict[str, int], bytes_per_slot: int, tokens_per_step: int, experts: int
 ) -> MemoryPlan:
     """Give KV what is left."""
     cache, length = context.config.cache, context.config.model.context_length
@@ -355,7 +358,7 @@ def plan_kv(
             most = min(int(free * CPU.kv_share), CPU.kv_bytes) // context.config.parallel.ranks_per_node // bytes_per_slot
             # A step writes past the end of the context, so one short request needs more than its own context.
             wanted = min(most, max(context.running * length, least + cache.page_size))
-    budget = Budget(total, free, activations, reservations, bytes_per_slot)
+    budget = Budget(total, free, activations, reservations, bytes_per_slot, experts)
     plan = plan_memory(budget, cache.page_size, wanted, cache.mem_fraction_static, least)
     plan = plan.with_pages(min(context.group.gather(plan.num_pages)), bytes_per_slot * cache.page_size)
     log.info("KV cache: %d tokens in pages of %d", plan.num_pages * cache.page_size, cache.page_size)

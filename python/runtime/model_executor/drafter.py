@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from runtime.batch import BatchResult, Int32, RowInit
+from runtime.layers.gemm.gemm import Gemm
 from runtime.model_executor.depth import DepthBatches
 from runtime.model_executor.draft_window import NO_DRAFTS, DraftWindow, TreeShape
 from runtime.model_executor.graph_runner import Forward, GraphRunner, RunnerSpec
@@ -130,6 +131,10 @@ class Drafter(Protocol):
     def runners(self, depth: int) -> list[GraphRunner]:
         """The drafter's graph runners at one depth."""
         return []
+
+    def gemms(self) -> Iterable[Gemm]:
+        """GEMMs of the drafter's own models that are to be autotuned, in order."""
+        return ()
 
     def warmup_runs(self) -> list[Callable[[], object]]:
         """Runs that compile the drafter's kernels."""

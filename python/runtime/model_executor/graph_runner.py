@@ -60,7 +60,7 @@ class RunnerSpec:
             tokens.
         outputs: results, in the runner's arena.
         inputs: inputs beside those of every batch; the owner fills them before each run.
-        num_steps: passes per run, each with its own attention metadata.
+        num_steps: passes per run, each with its own attention metadata; 0 where nothing attends.
         tree_tail: keys that the tree mask covers; 0 for causal passes.
         variants: names of the function's variants, each captured for every size.
         launches: approximate number of kernels per run; each takes device memory in every graph.
@@ -322,7 +322,7 @@ class GraphRunner:
         return batch
 
     def _plan(self, batch: ForwardBatch) -> None:
-        for backend in self._backends:
+        for backend in self._backends if self.spec.num_steps else ():
             plan_pass(backend, batch, self.spec.num_steps)
 
     def _outputs_for(self, requests: int, tokens: int) -> Outputs:

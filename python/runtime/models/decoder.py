@@ -14,6 +14,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.linear import Partition
 from runtime.layers.lm_head import all_logits, greedy
+from runtime.layers.moe.experts import Experts
 from runtime.layers.ops import Stream
 from runtime.layers.pass_context import PassContext
 from runtime.mem_cache.kv_pool import KVPool
@@ -69,6 +70,11 @@ class DecoderModel:
     def weight_bytes(self) -> int:
         """Bytes of all weights and tables, shared ones once."""
         return self._parts.weights.num_bytes + self._parts.rope_bytes
+
+    @property
+    def experts(self) -> list[Experts]:
+        """The routed experts of each sparse layer, this rank's part; none for a dense model."""
+        return self._parts.experts
 
     @property
     def active_parameters(self) -> int:

@@ -9,22 +9,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.errors import ConfigError
-from runtime.models import llama, qwen2
+from runtime.models import dflash_config, llama, qwen2
 from runtime.models.config import ModelConfig
-from runtime.models.hf_config import ConfigFields, read_hf_config
+from runtime.models.dflash_config import BlockDraft
+from runtime.models.eagle3_layout import EAGLE3_CLASS, FIRST_LAYOUT, Eagle3Layout, flattened, is_eagle3, read_aux_layers
+from runtime.models.hf_config import ConfigFields, read_hf_config, sliding_windows
 from runtime.models.registry import FAMILIES, Family, parse_family, parse_hf_config
 
-DraftAlgorithm = Literal["EAGLE", "EAGLE3", "STANDALONE"]
+DraftAlgorithm = Literal["EAGLE", "EAGLE3", "DFLASH", "STANDALONE"]
 
 DRAFT_FAMILIES: dict[str, Family] = {
     "LlamaForCausalLMEagle": llama,
-    "LlamaForCausalLMEagle3": llama,
+    EAGLE3_CLASS: llama,
     "Qwen2ForCausalLMEagle": qwen2,
     # The first published heads have their target's class name.
     "LlamaForCausalLM": llama,
     "Qwen2ForCausalLM": qwen2,
 }
 """Which family's config.json a head's looks like, by class name."""
+DFLASH_CLASS = "DFlashDraftModel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,15 @@ class DraftConfig:
     Attributes:
         model: its decoder; `max_context_len` is the target's, since published heads name the length they were trained
             on.
-        aux_layers: EAGLE-3: target layers whose input the head reads, for `DecoderModel.forward`; () for other drafts.
+        aux_layers: EAGLE-3 and DFlash: target layers whose input the draft reads, for `DecoderModel.forward`; () for others.
+        layout: EAGLE-3: what published heads differ in.
+        block: DFlash: how blocks are filled; None for other drafts.
     """
 
     model: ModelConfig
-    aux_layers: tuple[int, ...]
+    aux_layers: tuple[int, ...] = ()
+    layout: Eagle3Layout = FIRST_LAYOUT
+    block: BlockDraft | None = None
 
 
 def load_draft_config(folder: str | Path, algorithm: DraftAlgorithm, target: ModelConfig) -> DraftConfig:
@@ -48,34 +55,56 @@ def load_draft_config(folder: str | Path, algorithm: DraftAlgorithm, target: Mod
         ConfigError: config.json is unreadable or unsupported, is a draft of another algorithm, or does not fit the
             target.
     """
-    raw, where = read_hf_config(folder), str(folder)
-    name = _class_name(raw)
-    fitting = _algorithms(name, raw, where)
+    where = str(folder)
+    raw = read_hf_config(folder)
+    flat = flattened(raw, where)
+    name = _class_name(flat)
+    fitting = _algorithms(name, flat, where)
     if algorithm not in fitting:
-        raise ConfigError(f"{where} is {_described(fitting[0], name, raw)}")
+        raise ConfigError(f"{where} is {_described(fitting[0], name, flat)}")
     if algorithm == "STANDALONE":
         model = parse_hf_config(raw, where)
-    elif name not in DRAFT_FAMILIES:
-        raise ConfigError(f"{where}: an {algorithm} head of class {name} is not supported; supported are {', '.join(DRAFT_FAMILIES)}")
+    elif algorithm == "DFLASH":
+        model = dflash_config.parse(ConfigFields({**raw, "architectures": [name]}, where))
     else:
-        model = parse_family(DRAFT_FAMILIES[name], ConfigFields({**raw, "architectures": [name]}, where))
+        model = _parse_head(name, ConfigFields({**flat, "architectures": [name]}, where), algorithm)
     model = dataclasses.replace(model, max_context_len=target.max_context_len)
     _check_fit(model, target, algorithm)
-    return DraftConfig(model, _aux_layers(raw, target.num_layers, where) if algorithm == "EAGLE3" else ())
+    if algorithm == "DFLASH":
+        fields = ConfigFields(raw, where)
+        layers, block = dflash_config.read_aux_layers(fields, target.num_layers), dflash_config.read_block(fields, model)
+        return DraftConfig(model, layers, block=block)
+    if algorithm != "EAGLE3":
+        return DraftConfig(model)
+    return DraftConfig(model, read_aux_layers(raw, target, where), Eagle3Layout.read(flat))
+
+
+def _parse_head(name: str, fields: ConfigFields, algorithm: DraftAlgorithm) -> ModelConfig:
+    """The decoder of a head. Raises `ConfigError` where its class is not supported."""
+    if name not in DRAFT_FAMILIES:
+        raise fields.error(f"an {algorithm} head of class {name} is not supported; supported are {', '.join(DRAFT_FAMILIES)}")
+    model = parse_family(DRAFT_FAMILIES[name], fields)
+    if "sliding_attention" not in fields.get("layer_types", []):
+        return model
+    return dataclasses.replace(model, window=sliding_windows(fields, full_layers=0) or model.window)
 
 
 def _class_name(raw: Mapping[str, Any]) -> str:
-    return (raw.get("architectures") or ["LlamaForCausalLM"])[0]
+    """The class of a draft, by the name that this project gives it."""
+    name = (raw.get("architectures") or ["LlamaForCausalLM"])[0]
+    return EAGLE3_CLASS if isinstance(name, str) and "eagle3" in name.lower() else name
 
 
 def _algorithms(name: str, raw: Mapping[str, Any], where: str) -> tuple[DraftAlgorithm, ...]:
     """The algorithms that a draft of class `name` can serve, the most likely first: a head may look like a model of one
     layer.
     """
+    if name == DFLASH_CLASS or "dflash_config" in raw:
+        return ("DFLASH",)
     if name not in DRAFT_FAMILIES and name not in FAMILIES:
-        known = ", ".join(dict.fromkeys([*DRAFT_FAMILIES, *FAMILIES]))
+        known = ", ".join(dict.fromkeys([*DRAFT_FAMILIES, DFLASH_CLASS, *FAMILIES]))
         raise ConfigError(f"{where}: draft architecture {name} is not supported; supported are {known}")
-    if name.endswith("Eagle3") or "draft_vocab_size" in raw:
+    if is_eagle3(name, raw):
         return ("EAGLE3",)
     if name not in FAMILIES:
         return ("EAGLE",)
@@ -84,6 +113,8 @@ def _algorithms(name: str, raw: Mapping[str, Any], where: str) -> tuple[DraftAlg
 
 def _described(algorithm: DraftAlgorithm, name: str, raw: Mapping[str, Any]) -> str:
     """What a draft for `algorithm` is, and what to do if the user asked for another algorithm."""
+    if algorithm == "DFLASH":
+        return "a DFLASH draft; use --speculative-algorithm DFLASH"
     if algorithm != "STANDALONE":
         return f"an {algorithm} head; use --speculative-algorithm {algorithm}"
     head = f", or name its class {name}Eagle in config.json if it is a head" if name in DRAFT_FAMILIES else ""
@@ -102,25 +133,3 @@ def _check_fit(draft: ModelConfig, target: ModelConfig, algorithm: DraftAlgorith
     width = (draft.target_hidden_size or draft.hidden_size) if algorithm == "EAGLE3" else draft.hidden_size
     if width != target.hidden_size:
         raise ConfigError(f"the draft head was made for a target of hidden size {width}; this one's is {target.hidden_size}")
-
-
-def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """The target layers, by input, that EAGLE-3 heads read unless their config.json says otherwise: low, middle, high.
-
-    Targets of fewer than 7 layers, for which no heads are published, give their last three streams.
-    """
-    if num_layers < 7:
-        return (num_layers - 2, num_layers - 1, num_layers)
-    return (2, num_layers // 2, num_layers - 3)
-
-
-def _aux_layers(raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
-    head = raw.get("eagle_config") or {}
-    ids = head.get("eagle_aux_hidden_state_layer_ids") if isinstance(head, dict) else head
-    if ids is not None and not (isinstance(ids, list) and all(isinstance(i, int) for i in ids)):
-        raise ConfigError(f"{where}: eagle_config is {head!r}; its eagle_aux_hidden_state_layer_ids must be a list of layer numbers")
-    # The file counts layer outputs; the output of a layer is the input of the next.
-    layers = default_aux_layers(num_layers) if ids is None else tuple(i + 1 for i in ids)
-    if len(layers) != 3 or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= num_layers:
-        raise ConfigError(f"{where}: EAGLE-3 needs three different layers of its target, ascending; got {list(layers)} of {num_layers}")
-    return layers

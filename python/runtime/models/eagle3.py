@@ -29,7 +29,7 @@ class LlamaForCausalLMEagle3:
     """`DraftModel`: own norm, and an LM head over a vocabulary that is often a part of the target's.
 
     The target's three states are projected by `fc`; deeper steps are fed the head's own residual stream, before the
-    norm. That stream is float32, like the target's.
+    norm, or behind it where `Eagle3Layout.norm_output` says so. That stream is float32, like the target's.
 
     Attributes:
         fc: the target's three states -> hidden.
@@ -56,6 +56,7 @@ class LlamaForCausalLMEagle3:
         self.vocab_size = c.draft_vocab_size or c.vocab_size
         self._reduced = self.vocab_size != c.vocab_size
         self._target = target
+        self._layout = config.layout
         self._body = body = DraftBody(c, target)
         parts = body.parts
         self.fc = parts.weights.linear({"fc": c.hidden_size}, self.input_width)
@@ -64,6 +65,9 @@ class LlamaForCausalLMEagle3:
         self._embed_norm = parts.norm("midlayer.input_layernorm.weight")
         self._hidden_norm = parts.norm("midlayer.hidden_norm.weight")
         self._norm = parts.norm("norm.weight")
+        self._input_norm = parts.norm("input_norm.weight", self.input_width) if config.layout.norm_before_fc else None
+        state_width = self.input_width // NUM_AUX
+        self._state_norms = [parts.norm(f"fc_norm.{i}.weight", state_width) for i in range(NUM_AUX if config.layout.fc_norm else 0)]
         self._own_head = c.draft_vocab_size is not None and not c.tie_embeddings
         self.embed = target.embed
         self.lm_head = target.lm_head
@@ -81,15 +85,15 @@ class LlamaForCausalLMEagle3:
 
         Args:
             weights: (published name, tensor of any float dtype), in any order, each once; a leading `model.` is
-                ignored. `d2t` int64 [Vd] holds what is added to a draft id to get the target's; `t2d` is its inverse
-                and is not read.
+                ignored, and `layers.0.` is `midlayer.`. `d2t` int64 [Vd] holds what is added to a draft id to get the
+                target's; `t2d` is its inverse and is not read.
 
         Raises:
             ConfigError: tensors are missing, unexpected or of another shape; it names them.
         """
         own_head = set() if self._own_head else {"lm_head.weight"}
         optional = OptionalTensors(frozenset({"embed_tokens.weight", "fc.bias", "d2t", "t2d"} | own_head))
-        self._body.parts.weights.load(optional.split(weights), ("rotary_emb.inv_freq",))
+        self._body.parts.weights.load(_of_midlayer(optional.split(weights)), ("rotary_emb.inv_freq",))
         c, target = self.config, self._target
         own_embed = optional.take("embed_tokens.weight", (c.vocab_size, c.hidden_size))
         if own_embed is None and target.config.hidden_size != c.hidden_size:
@@ -139,11 +143,18 @@ class LlamaForCausalLMEagle3:
 
     def project(self, aux_hidden: torch.Tensor) -> torch.Tensor:
         """The target's three states side by side [T, input_width] -> the head's [T, hidden] float32."""
-        return self._body.ops.linear(aux_hidden.to(self._body.dtype), self.fc).float()
+        ops, dtype = self._body.ops, self._body.dtype
+        x = aux_hidden.to(dtype)
+        if self._input_norm is not None:
+            x = ops.norm(x.float(), self._input_norm, dtype)
+        if self._state_norms:
+            states = zip(x.float().chunk(NUM_AUX, dim=1), self._state_norms, strict=True)
+            x = torch.cat([ops.norm(state.contiguous(), norm, dtype) for state, norm in states], dim=1)
+        return ops.linear(x, self.fc).float()
 
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """The residual stream float32 [T, hidden] or [N, hidden], as `DraftModel.forward` says. States of `input_width`
-        are projected.
+        """The residual stream float32 [T, hidden] or [N, hidden], as `DraftModel.forward` says, final-normed where the
+        layout feeds that back. States of `input_width` are projected.
         """
         hidden = batch.hidden_states
         assert hidden is not None, "a draft head needs hidden states"
@@ -151,11 +162,13 @@ class LlamaForCausalLMEagle3:
         h = self.project(hidden) if hidden.shape[1] == self.input_width else hidden.to(torch.float32, copy=True)
         body = self._body
         embeds = body.ops.norm(F.embedding(batch.input_ids, self.embed).float(), self._embed_norm, body.dtype)
-        x = torch.cat([embeds, body.ops.norm(h, self._hidden_norm, body.dtype)], dim=1)
-        return self.layer.forward(Stream(h), body.context(batch), rows=x, wanted=wanted).h
+        normed = body.ops.norm(h, self._hidden_norm, body.dtype)
+        stream = Stream(normed.to(torch.float32, copy=True) if self._layout.norm_before_residual else h)
+        h = self.layer.forward(stream, body.context(batch), rows=torch.cat([embeds, normed], dim=1), wanted=wanted).h
+        return body.ops.norm(h, self._norm, torch.float32) if self._layout.norm_output else h
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Scores of the token after next: [N, hidden] before the norm -> float32 [N, Vd], written to `out` where given."""
+        """Scores of the token after next: [N, hidden] of `forward` -> float32 [N, Vd], written to `out` where given."""
         return all_logits(self._body.ops, self._normed(hidden), self.lm_head, out)
 
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -163,8 +176,16 @@ class LlamaForCausalLMEagle3:
         return greedy(self._body.ops, self._normed(hidden), self.lm_head)
 
     def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._layout.norm_output:
+            return hidden.to(self._body.dtype)
         return self._body.ops.norm(hidden.float(), self._norm, self._body.dtype)
 
     def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
         """The target's ids of draft ids, int64 of any shape."""
         return ids if self.to_target is None else self.to_target[ids]
+
+
+def _of_midlayer(weights: NamedTensors) -> NamedTensors:
+    """The tensors, under the names of the first release."""
+    for name, tensor in weights:
+        yield name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name, tensor

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 from runtime.errors import ConfigError, InvalidField
-from runtime.models.config import ModelConfig
+from runtime.models.config import ModelConfig, MoeConfig
 from runtime.models.rope_fields import DEFAULT_THETA, read_rope
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
@@ -68,15 +68,17 @@ def decoder_config(
     *,
     head_dim: int | None = None,
     window: tuple[int, ...] | None = None,
+    moe: MoeConfig | None = None,
     default_theta: float = DEFAULT_THETA,
     partial_rotary: bool = False,
     **flags: Unpack[DecoderFlags],
 ) -> ModelConfig:
-    """The architecture of a dense decoder under Llama's field names.
+    """The architecture of a decoder under Llama's field names.
 
     Args:
         head_dim: the family's default; None for hidden_size / num_attention_heads.
         window: of each layer; None for full attention everywhere.
+        moe: the sparse MLPs, where the family has them.
         default_theta: base of the rotary embedding where the file names none.
         partial_rotary: whether the family reads `partial_rotary_factor`; otherwise a part is refused.
         flags: where the family has them.
@@ -115,7 +117,7 @@ def decoder_config(
         dtype=fields.dtype(),
         draft_vocab_size=fields.optional_positive("draft_vocab_size"),
         target_hidden_size=fields.optional_positive("target_hidden_size"),
-        moe=None,
+        moe=moe,
         quant=None,  # the registry reads it, for every family
         **flags,
     )
@@ -222,6 +224,10 @@ class ConfigFields:
         """These fields, and those of an object in the file that are not null or absent beside it."""
         inner = self.mapping(name)._raw
         return ConfigFields({**inner, **{key: value for key, value in self._raw.items() if value is not None}}, self.where)
+
+    def under(self, name: str) -> ConfigFields:
+        """These fields, with those of an object in the file over them."""
+        return ConfigFields({**self._raw, **self.mapping(name)._raw}, self.where)
 
     def ids(self, name: str) -> list[int]:
         """Token ids from a field that may hold none, one or a list."""

@@ -14,6 +14,8 @@ from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention.layer import Attention
 from runtime.layers.linear import Partition
 from runtime.layers.mlp import GatedMlp
+from runtime.layers.moe.experts import Experts
+from runtime.layers.moe.mlp import SparseMlp
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps
 from runtime.layers.quantization.dense import DENSE
@@ -24,6 +26,7 @@ from runtime.mem_cache.kv_spec import KVSpec
 from runtime.models.block import Block
 from runtime.models.config import ModelConfig
 from runtime.models.rotary import build_rope
+from runtime.models.sparse import SparseNames, SparseParts
 from runtime.models.weights import WeightTable
 
 
@@ -36,6 +39,7 @@ class ModelContext:
         scheme: how the weights of linear layers are stored.
         group: the ranks that share the model.
         quant: says which layers the scheme does not apply to; None where it applies to all.
+        ep_size: groups of ranks that the experts of a sparse model are placed on; 1 cuts every expert between all ranks.
         kv_dtype: of a KV cache with scales; None for one in `dtype`.
     """
 
@@ -45,6 +49,7 @@ class ModelContext:
     scheme: QuantScheme = DENSE
     group: ParallelGroup = ALONE
     quant: QuantConfig | None = None
+    ep_size: int = 1
     kv_dtype: torch.dtype | None = None
 
     def for_draft(self, quant: QuantConfig | None) -> ModelContext:
@@ -63,12 +68,14 @@ class ModelParts:
         config: the architecture.
         context: operations, dtype, device, scheme and group.
         weights: the table of all parameters so far.
+        experts: the routed experts of the sparse MLPs so far.
         rope: the rotary table that the attention layers share.
     """
 
     def __init__(self, config: ModelConfig, context: ModelContext, weights: WeightTable | None = None) -> None:
         """`weights`: a table to add to; a new one by default."""
         self.config, self.context = config, context
+        self.experts = list[Experts]()
         self.weights = weights or WeightTable(context.dtype, context.device, context.scheme, context.group, context.quant)
         self.rope = build_rope(config, context.device)
         self._others = dict[ModelConfig, ModelParts]()
@@ -91,7 +98,7 @@ class ModelParts:
         """The norm whose weight is tensor `name`, over the hidden size or `width`."""
         return RMSNorm(self.weights.tensor(name, (width or self.config.hidden_size,)), self.config.rms_eps)
 
-    def attention(self, prefix: str, layer_id: int, in_features: int | None = None) -> Attention:
+    def attention(self, prefix: str, layer_id: int, in_features: int | None = None, causal: bool = True) -> Attention:
         """The attention layer of tensors `prefix`*, whose qkv projection reads rows of the hidden size or of
         `in_features`.
         """
@@ -106,7 +113,8 @@ class ModelParts:
         kv_dtype = self.context.kv_dtype
         kv = KVSpec("gqa", kv_heads, c.head_dim, c.head_dim, kv_dtype or self.context.dtype, scaled=kv_dtype is not None)
         kv_scales = None if kv_dtype is None else self.kv_scales(prefix)
-        spec = AttentionSpec(layer_id, heads, kv, c.attn_scale or c.head_dim**-0.5, c.window[layer_id], kv_scales=kv_scales)
+        scale = c.attn_scale or c.head_dim**-0.5
+        spec = AttentionSpec(layer_id, heads, kv, scale, c.window[layer_id], causal=causal, kv_scales=kv_scales)
         v_norm = RMSNorm(torch.ones(c.head_dim, dtype=self.context.dtype, device=self.context.device), c.rms_eps) if c.v_norm else None
         split = RotaryHeads(heads, kv_heads, c.head_dim, self.rope, q_norm, k_norm, v_norm, c.shared_kv, kv_scales)
         return Attention(spec, split, qkv, o, self.context.ops)
@@ -149,12 +157,31 @@ class ModelParts:
         down = self.weights.linear({prefix + "down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias, Partition.ROW)
         return GatedMlp(gate_up, down, self.context.ops, activation)
 
+    def sparse_mlp(self, names: SparseNames, activation: Activation = Activation.SILU) -> SparseMlp:
+        """The sparse MLP of these tensors."""
+        assert self.config.moe is not None, "the model is dense"
+        return SparseParts(self.weights, self.context.ops, self.config.hidden_size, self.config.moe, self.context.ep_size).mlp(
+            names, activation
+        )
+
     def dense_block(self, prefix: str, layer_id: int, in_features: int | None = None, input_norm: bool = True) -> Block:
         """The block of tensors `prefix`*, under Llama's names."""
         attn_norm = self.norm(prefix + "input_layernorm.weight") if input_norm else None
         attention = self.attention(prefix + "self_attn.", layer_id, in_features)
         mlp_norm = self.norm(prefix + "post_attention_layernorm.weight")
         return Block(attention, self.gated_mlp(prefix + "mlp."), attn_norm, mlp_norm)
+
+    def sparse_block(self, prefix: str, layer_id: int, names: SparseNames | None = None) -> Block:
+        """The block of tensors `prefix`*, under Llama's names but for the sparse MLP's; dense where the layer is.
+
+        `names`: of the sparse MLP; Qwen's by default.
+        """
+        moe = self.config.moe
+        if moe is None or not moe.layers[layer_id]:
+            return self.dense_block(prefix, layer_id)
+        attn_norm, attention = self.norm(prefix + "input_layernorm.weight"), self.attention(prefix + "self_attn.", layer_id)
+        mlp_norm = self.norm(prefix + "post_attention_layernorm.weight")
+        return Block(attention, self.sparse_mlp(names or SparseNames.usual(prefix + "mlp.")), attn_norm, mlp_norm)
 
 
 def _length(part: slice) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.config.quant_config import with_flag
 from runtime.errors import ConfigError
-from runtime.models import deepseek, gemma4, glm4_lite, llama, mimo, mistral, qwen2, qwen3
+from runtime.models import deepseek, gemma4, glm4_lite, llama, mimo, mistral, qwen2, qwen3, qwen3_moe
 from runtime.models.config import ModelConfig
 from runtime.models.hf_config import ConfigFields, read_hf_config
 from runtime.models.quant_fields import read_quantization
@@ -51,6 +51,7 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
     "Gemma4ForCausalLM": gemma4,
     "Gemma4ForConditionalGeneration": gemma4,
     "DeepseekV3ForCausalLM": deepseek,
@@ -121,5 +122,5 @@ def build_model(
 
     family = family_of(config.architecture, "the model")
     quant = with_flag(config.quant, quantization)
-    context = ModelContext(ops, dtype, device, quant_scheme(quantization, quant, device), group or ALONE, quant, kv_dtype)
+    context = ModelContext(ops, dtype, device, quant_scheme(quantization, quant, device), group or ALONE, quant, kv_dtype=kv_dtype)
     return DecoderModel(config, context, family.block)

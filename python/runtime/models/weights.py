@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -35,6 +35,19 @@ class Sliceable(Protocol):
 NamedTensors = Iterable[tuple[str, Sliceable]]
 
 
+@dataclass(frozen=True, slots=True)
+class FusedTensor:
+    """A tensor in which some checkpoints hold several of those that a model is filled from.
+
+    Attributes:
+        shape: of the whole tensor.
+        parts: the name of each tensor that it holds, and a view of it.
+    """
+
+    shape: tuple[int, ...]
+    parts: Callable[[Sliceable], NamedTensors]
+
+
 class WeightTable:
     """Allocates this rank's part of a model's parameters and remembers which checkpoint tensors fill them."""
 
@@ -46,6 +59,7 @@ class WeightTable:
         self._scheme, self._quant = scheme, quant
         self._slots: dict[str, list[WeightSlot]] = {}
         self._optional: dict[str, list[WeightSlot]] = {}
+        self._fused: dict[str, FusedTensor] = {}
         self._tensors: list[torch.Tensor] = []
 
     def expected(self) -> dict[str, tuple[int, ...]]:
@@ -66,16 +80,28 @@ class WeightTable:
             raise ConfigError(f"quantization_config keeps {kept[0]} in 16 bits and quantizes {mixed[0]}; layers that are fused must agree")
         return DENSE if kept else self._scheme
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A parameter that every rank holds whole, filled by one tensor."""
-        target = torch.empty(shape, dtype=self.dtype, device=self.device)
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A parameter that every rank holds whole, filled by one tensor; in the model's dtype or in `dtype`."""
+        target = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         self._tensors.append(target)
-        self._add(name, WeightSlot(shape, (slice(None),), target.copy_))
+        self.add(name, WeightSlot(shape, (slice(None),), target.copy_))
         return target
 
     def optional(self, name: str, slot: WeightSlot) -> None:
         """Let tensor `name` be stored by `slot` where the checkpoint holds it."""
         self._optional[name] = [slot]
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that another allocated for `add`."""
+        self._tensors += tensors
+
+    def add(self, name: str, slot: WeightSlot) -> None:
+        """Let tensor `name` of the checkpoint, or that part of it, be stored by `slot`."""
+        self._slots.setdefault(name, []).append(slot)
+
+    def also(self, name: str, fused: FusedTensor) -> None:
+        """Accept tensor `name` in place of those that it consists of."""
+        self._fused[name] = fused
 
     def linear(
         self,
@@ -109,7 +135,7 @@ class WeightTable:
         layer = Linear(storage, fused_bias, scheme, partition, self.group, sum(parts.values()))
         for piece in pieces:
             for name, slot in scheme.places(piece, storage).items():
-                self._add(name, slot)
+                self.add(name, slot)
         self._tensors += layer.tensors
         return layer
 
@@ -121,7 +147,7 @@ class WeightTable:
             return Linear.sharded(embed, self.group)
         layer = self.linear({name: embed.shape[0]}, embed.shape[1], partition=Partition.COLUMN)
         slot = self._slots[name + ".weight"].pop()
-        self._add(name + ".weight", replace(slot, put=lambda rows: slot.put(rows.to(self.dtype))))  # as the embedding holds them
+        self.add(name + ".weight", replace(slot, put=lambda rows: slot.put(rows.to(self.dtype))))  # as the embedding holds them
         return layer
 
     def load(self, weights: NamedTensors, skip: tuple[str, ...] = (), unused: tuple[str, ...] = ()) -> None:
@@ -139,7 +165,7 @@ class WeightTable:
         skip += () if self._quant is None else UNUSED_SCALES
 
         def stores() -> Iterator[Callable[[], None]]:
-            for name, tensor in weights:
+            for name, tensor in self._single(weights):
                 if slots := self._slots.get(name) or self._optional.get(name):
                     missing.discard(name)
                     yield partial(_store, name, tensor, slots)
@@ -161,12 +187,24 @@ class WeightTable:
         adds = partition is not Partition.ROW or self.group.rank == 0
         bias = torch.empty(rows, dtype=self.dtype, device=self.device) if adds else None
         for piece in pieces:
-            index, put = (piece.index[:1], bias[piece.rows].copy_) if bias is not None else ((slice(0, 0),), _ignore)
-            self._add(piece.prefix + ".bias", WeightSlot(piece.shape[:1], index, put))
+            index, put = (piece.index[:1], bias[piece.rows].copy_) if bias is not None else ((slice(0, 0),), ignore)
+            self.add(piece.prefix + ".bias", WeightSlot(piece.shape[:1], index, put))
         return bias
 
-    def _add(self, name: str, slot: WeightSlot) -> None:
-        self._slots.setdefault(name, []).append(slot)
+    def _single(self, weights: NamedTensors) -> NamedTensors:
+        """The tensors, with the parts of fused ones in their place."""
+        for name, tensor in weights:
+            fused = self._fused.get(name)
+            if fused is None:
+                yield name, tensor
+                continue
+            _check_shape(name, tensor, fused.shape)
+            yield from fused.parts(tensor)
+
+
+def _check_shape(name: str, tensor: Sliceable, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}")
 
 
 def _store(name: str, tensor: Sliceable, slots: Iterable[WeightSlot]) -> None:
@@ -180,7 +218,7 @@ def _store(name: str, tensor: Sliceable, slots: Iterable[WeightSlot]) -> None:
         slot.put(part)
 
 
-def _ignore(part: torch.Tensor) -> None:
+def ignore(part: torch.Tensor) -> None:
     """Store nothing."""
 
 

@@ -19,7 +19,8 @@ from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.worker import Worker
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
-from runtime.models.draft_config import load_draft_config
+from runtime.models.dflash import DFlashDraftModel, check_depth
+from runtime.models.draft_config import DraftConfig, load_draft_config
 from runtime.models.draft_head import DraftModel
 from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
@@ -28,6 +29,7 @@ from runtime.models.registry import build_model
 from runtime.models.standalone import StandaloneDraft
 from runtime.models.token_map import load_token_map
 from runtime.speculative.depth_costs import start_controller
+from runtime.speculative.dflash_worker import DFlashWorker
 from runtime.speculative.eagle_worker import EagleWorker
 from runtime.speculative.ngram_drafter import NgramDrafter
 from runtime.speculative.parity import check_parity
@@ -65,8 +67,15 @@ def make_drafter(context: WorkerContext, target: DecoderModel) -> Drafter:
     assert config is not None
     if config.algorithm == "NGRAM":
         return NgramDrafter(config.num_steps)
+    if config.algorithm == "DFLASH":
+        block_draft = load_block_draft(context, config, target)
+        return DFlashWorker(block_draft, _draft_runner(context, config, block_draft), config)
     model = load_draft(context, config, target)
-    runner = ModelRunner(
+    return EagleWorker(model, _draft_runner(context, config, model), config)
+
+
+def _draft_runner(context: WorkerContext, config: SpeculativeConfig, model: DraftModel | DFlashDraftModel) -> ModelRunner:
+    return ModelRunner(
         cast(DecoderModel, model),
         model.config,
         config.attention_backend,
@@ -74,7 +83,30 @@ def make_drafter(context: WorkerContext, target: DecoderModel) -> Drafter:
         context.device,
         tuning=context.config.device.tuning,
     )
-    return EagleWorker(model, runner, config)
+
+
+def _draft_config(config: SpeculativeConfig, target: DecoderModel) -> tuple[str, DraftConfig]:
+    """The folder of the draft model, and its architecture."""
+    folder, algorithm = config.draft_model_path, config.algorithm
+    assert folder is not None, "checked with the flags"
+    assert algorithm not in ("NGRAM", "MTP"), "which have no draft model of their own"
+    found = load_draft_config(folder, algorithm, target.config)
+    quant = with_flag(found.model.quant, config.draft_quantization, "--speculative-draft-model-quantization")
+    return folder, replace(found, model=replace(found.model, quant=quant))
+
+
+def load_block_draft(context: WorkerContext, config: SpeculativeConfig, target: DecoderModel) -> DFlashDraftModel:
+    """The DFlash draft with its weights.
+
+    Raises:
+        ConfigError: draft and target do not fit, or blocks are smaller than the depth.
+    """
+    folder, draft_config = _draft_config(config, target)
+    draft = DFlashDraftModel(draft_config, target)
+    check_depth(draft.block.size, config.num_steps)
+    draft.load(model_weights(context, draft.expected_weights(), folder, config.draft_load_format))
+    log.info("draft: %s, %d layers, blocks of %d tokens", "DFlash", len(draft.layers), config.num_draft_tokens)
+    return draft
 
 
 def load_draft(context: WorkerContext, config: SpeculativeConfig, target: DecoderModel) -> DraftModel:
@@ -83,19 +115,15 @@ def load_draft(context: WorkerContext, config: SpeculativeConfig, target: Decode
     Raises:
         ConfigError: draft and target do not fit, or the draft knows fewer tokens than a node has branches.
     """
-    assert config.algorithm != "NGRAM"
+    assert config.algorithm not in ("NGRAM", "DFLASH")
     token_map = load_token_map(config.token_map) if config.token_map else None
     if config.algorithm == "MTP":
         served = context.config.model
         return _loaded(context, config, MtpDraft(target, token_map), served.model_path, served.load_format)
-    folder = config.draft_model_path
-    assert folder is not None, "checked with the flags"
-    draft_config = load_draft_config(folder, config.algorithm, target.config)
-    quant = with_flag(draft_config.model.quant, config.draft_quantization, "--speculative-draft-model-quantization")
-    draft_config = replace(draft_config, model=replace(draft_config.model, quant=quant))
+    folder, draft_config = _draft_config(config, target)
     draft: DraftModel
     if config.algorithm == "STANDALONE":
-        quantization = "int8" if quant is None and context.config.model.quantization == "int8" else None
+        quantization = "int8" if draft_config.model.quant is None and context.config.model.quantization == "int8" else None
         ops, group = target.context.ops, context.group
         draft = StandaloneDraft(build_model(draft_config.model, ops, context.dtype, context.device, quantization, group, context.kv_dtype))
     elif config.algorithm == "EAGLE3":

@@ -26,6 +26,7 @@ class AttentionSpec:
         scale: factor of the scores, usually head_dim ** -0.5.
         window: keys that a query sees before its own; -1 for all.
         softcap: c in scores = c * tanh(scores / c); 0 for none.
+        causal: whether a query sees the keys up to its own; otherwise it sees all keys of its request, and `window` limits those before it.
         sinks: [H] of any float dtype, one extra score per head that takes part in the softmax and has no value; None
             for none.
         kv_scales: float32 [2], by which stored keys and values are multiplied when they are read; where `kv.scaled`.
@@ -38,6 +39,7 @@ class AttentionSpec:
     window: int = -1
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+    causal: bool = True
     kv_scales: torch.Tensor | None = None
 
 

@@ -72,11 +72,12 @@ def _unsupported_layer(caps: AttentionCaps, layer: AttentionSpec) -> str:
     if caps.dtypes is not None and dtype not in caps.dtypes and not kv.scaled:
         return f"{dtype}, only {' and '.join(sorted(caps.dtypes))}"
     if kv.scaled and not caps.scaled_kv:
-        return f"a KV cache in {dtype}"
+        return "scaled KV caches"
     wanted = (
         (caps.sliding_window or layer.window < 0, f"a sliding window of {layer.window + 1}"),
         (caps.softcap or not layer.softcap, "capped attention scores"),
         (caps.sinks or layer.sinks is None, "attention sinks"),
+        (caps.non_causal or layer.causal, "attention to later tokens"),
     )
     return next((what for fine, what in wanted if not fine), "")
 

@@ -33,15 +33,15 @@ class Segment:
             that they are read in place.
         num_keys: S.
         query_pos: int64 [B', q], the index of each query's own key.
-        masks: by window, the value added to scores, [B', 1, q, S] in the KV dtype, or None for a plain causal prompt;
-            paired with the tree mask it was made from.
+        masks: by window and whether layers are causal, the value added to scores, [B', 1, q, S] in the KV dtype, or None
+            for a plain causal prompt; paired with the tree mask it was made from.
     """
 
     tokens: slice
     pages: torch.Tensor | slice
     num_keys: int
     query_pos: torch.Tensor
-    masks: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]]
+    masks: dict[tuple[int, bool], tuple[torch.Tensor | None, torch.Tensor | None]]
 
 
 class TorchNativeAttention:
@@ -90,7 +90,7 @@ class TorchNativeAttention:
             positions = query_positions(batch.seq_lens[i : i + 1], width)
             segment = Segment(slice(start, start + width), pages, num_keys, positions, {})
             if width == seq_len:
-                segment.masks.update({w: (None, None) for w in self._windows if w < 0 or w >= width - 1})
+                segment.masks.update({(w, True): (None, None) for w in self._windows if w < 0 or w >= width - 1})
             segments.append(segment)
             start += width
         return segments
@@ -108,21 +108,22 @@ class TorchNativeAttention:
                 return slice(first, first + count), num_keys
         return pages, num_keys
 
-    def _mask_for(self, segment: Segment, window: int, batch: ForwardBatch, dtype: torch.dtype) -> torch.Tensor | None:
-        """The mask of a layer; layers with the same window share it."""
-        made = segment.masks.get(window)
+    def _mask_for(self, segment: Segment, layer: AttentionSpec, batch: ForwardBatch, dtype: torch.dtype) -> torch.Tensor | None:
+        """The mask of a layer; layers that see the same keys share it."""
+        key = (layer.window, layer.causal)
+        made = segment.masks.get(key)
         if made is None or made[0] is not batch.tree_mask:
-            made = (batch.tree_mask, self._mask(segment, window, batch, dtype))
-            segment.masks[window] = made
+            made = (batch.tree_mask, self._mask(segment, layer, batch, dtype))
+            segment.masks[key] = made
         return made[1]
 
-    def _mask(self, segment: Segment, window: int, batch: ForwardBatch, dtype: torch.dtype) -> torch.Tensor:
+    def _mask(self, segment: Segment, layer: AttentionSpec, batch: ForwardBatch, dtype: torch.dtype) -> torch.Tensor:
         """The value to add to scores, [B', 1, q, S]; finite, so that the softmax of a row without keys is finite."""
         keys = torch.arange(segment.num_keys, device=segment.query_pos.device)
         if batch.tree_mask is None:
-            seen = visible_keys(segment.query_pos, keys, window)
+            seen = visible_keys(segment.query_pos, keys, layer.window, layer.causal)
         else:
-            seen = tree_visible_keys(segment.query_pos, keys, window, batch, segment.tokens)
+            seen = tree_visible_keys(segment.query_pos, keys, layer.window, batch, segment.tokens)
         floor = torch.finfo(dtype).min / 2
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, floor).unsqueeze(1)
 
@@ -131,11 +132,11 @@ class TorchNativeAttention:
         k, v = (gather(pool[layer.layer_id], segment, requests) for pool in (self._pool.k, self._pool.v))
         if layer.kv_scales is not None:
             k, v = (cache.to(q.dtype) * scale.to(q.dtype) for cache, scale in zip((k, v), layer.kv_scales, strict=True))
-        mask = self._mask_for(segment, layer.window, batch, k.dtype)
+        mask = self._mask_for(segment, layer, batch, k.dtype)
         queries = q[segment.tokens].view(requests, width, layer.num_q_heads, -1).to(k.dtype)
         if layer.softcap or layer.sinks is not None:
             if mask is None:
-                mask = self._mask(segment, layer.window, batch, k.dtype)
+                mask = self._mask(segment, layer, batch, k.dtype)
             out = explicit_attention(queries.transpose(1, 2), k, v, mask, layer).transpose(1, 2)
         else:
             out = stable_attention(queries, k, v, mask, layer.scale)
@@ -209,10 +210,12 @@ def query_positions(seq_lens: torch.Tensor, width: int) -> torch.Tensor:
     return seq_lens.to(torch.int64)[:, None] - width + torch.arange(width, device=seq_lens.device)
 
 
-def visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int) -> torch.Tensor:
-    """Causal visibility, bool [B, q, S]: a query sees its own key and, unless `window` is -1, that many before it."""
+def visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int, causal: bool = True) -> torch.Tensor:
+    """Visibility, bool [B, q, S]: a query sees its own key, those before it, at most `window` of them unless that is -1, and without
+    `causal` those of the queries behind it.
+    """
     distance = query_pos[:, :, None] - keys
-    seen = distance >= 0
+    seen = distance >= 0 if causal else (keys <= query_pos[:, -1:, None]).expand_as(distance)
     return seen if window < 0 else seen & (distance <= window)
 
 

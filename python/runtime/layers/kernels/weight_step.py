@@ -84,13 +84,13 @@ def unpack_mxfp4(packed, scale, dtype: tl.constexpr, PTX: tl.constexpr):
 
     Args:
         packed: uint8: e2m1 numbers.
-        scale: uint8 [N, B / 16], which stand for 2^(scale - 127); at most 128 with `PTX`.
+        scale: uint8 [N, B / 16], which stand for 2^(scale - 127); more than 128 counts as 128 with `PTX`.
 
     Sign, exponent and mantissa move to their places in bfloat16, which is the number times 2^-126, of the subnormal 0.5 too; the scale's
     multiplication mends it.
     """
     if PTX:
-        factor = spread(((scale.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True), packed.shape[1])
+        factor = spread(((tl.minimum(scale, 128).to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True), packed.shape[1])
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 t, e, s;

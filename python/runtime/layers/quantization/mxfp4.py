@@ -19,10 +19,11 @@ BIAS = 127
 
 
 class Mxfp4:
-    """`QuantScheme` "mxfp4": `weight` uint8 [out, in / 2], two codes in a byte, the even column in the low half, and `scale`
-    uint8 [out, in / 32].
+    """`QuantScheme` "mxfp4": `weight` uint8 [out, in / 2], two codes in a byte, and `scale` uint8 [out, in / 32].
 
-    Source: OCP Microscaling Formats specification 1.0. Activations stay in their 16 bits.
+    The 16 bytes that share a scale hold its first 16 columns in their low halves and the other 16 in their high ones, so
+    that kernels read columns of both in order. Source: OCP Microscaling Formats specification 1.0. Activations stay in
+    their 16 bits.
     """
 
     name = "mxfp4"
@@ -52,9 +53,13 @@ class Mxfp4:
         groups = slice(columns.start // GROUP, columns.stop // GROUP)
         weight, scale = storage.weight[part.rows], storage.scale[part.rows]
         blocks = weight.unflatten(1, (-1, GROUP // 2))
+
         return {
             part.prefix + ".weight_blocks": WeightSlot(
-                (out, width // GROUP, GROUP // 2), (rows, groups, slice(0, GROUP // 2)), blocks.copy_, torch.uint8
+                (out, width // GROUP, GROUP // 2),
+                (rows, groups, slice(0, GROUP // 2)),
+                lambda codes: blocks.copy_(_regroup(codes)),
+                torch.uint8,
             ),
             part.prefix + ".weight_scales": WeightSlot((out, width // GROUP), (rows, groups), scale.copy_, torch.uint8),
         }
@@ -67,11 +72,17 @@ class Mxfp4:
         """Each number times its scale: exact in bfloat16 and float32."""
         assert storage.scale is not None
         table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=storage.weight.device)
-        codes = torch.stack((storage.weight & 15, storage.weight >> 4), dim=-1).flatten(-2)
-        values = table[codes.to(torch.int32)].unflatten(-1, (-1, GROUP))
+        halves = storage.weight.unflatten(-1, (-1, GROUP // 2))
+        values = table[torch.cat((halves & 15, halves >> 4), dim=-1).to(torch.int32)]
         return torch.ldexp(values, storage.scale.to(torch.int32)[..., None] - BIAS).to(dtype).flatten(-2)
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
         """The rows."""
         assert storage.scale is not None
         return Storage(storage.weight[rows], storage.scale[rows])
+
+
+def _regroup(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., 16] of a checkpoint, whose halves are neighbouring columns, in the order of the storage."""
+    columns = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    return columns[..., : GROUP // 2] | columns[..., GROUP // 2 :] << 4

@@ -1,0 +1,119 @@
+"""Random sparse layers of public models, to time their kernels on: several of each, so that no weight stays in L2."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from runtime.config.expert_tuning import WeightFormat
+
+if TYPE_CHECKING:  # requires Triton, which is installed with a GPU only
+    from runtime.layers.moe.kernels.expert_weights import ExpertWeights
+    from runtime.layers.moe.kernels.gate import GatedAct
+    from runtime.layers.moe.kernels.route import Routed, Scoring
+
+BF16 = torch.bfloat16
+ENOUGH_BYTES = 3 << 30
+"""Weights of the layers that a timing goes through, many times the size of L2."""
+REPLAYS = 5
+FEW_CALLS, MANY_CALLS = 16, 4
+"""Calls in one graph, up to and above 256 tokens."""
+READ_BYTES_PER_SECOND = 4.32e12
+"""What reading reaches on an H200."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """The sparse layer of a model."""
+
+    name: str
+    format: WeightFormat
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    scoring: Literal["softmax", "sigmoid", "topk_softmax"] = "softmax"
+    bias: bool = False
+
+    @property
+    def expert_weights(self) -> int:
+        """Entries of one expert."""
+        return 3 * self.hidden * self.inner
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of one expert, with scales and biases."""
+        each = {"dense": 2.0, "fp8": 1 + 4 / 128**2, "mxfp4": 0.5 + 1 / 32}[self.format]
+        return self.expert_weights * each + (2 * (self.hidden + 2 * self.inner) if self.bias else 0)
+
+
+SHAPES = (
+    ExpertShape("qwen3-30b-a3b", "dense", 128, 8, 2048, 768),
+    ExpertShape("qwen3-30b-a3b-fp8", "fp8", 128, 8, 2048, 768),
+    ExpertShape("gpt-oss-20b", "mxfp4", 32, 4, 2880, 2880, "topk_softmax", bias=True),
+    ExpertShape("glm-4.7-flash", "dense", 64, 4, 2048, 1536, "sigmoid"),
+)
+
+
+class ExpertLayers:
+    """Layers of one shape with random weights and random routers, and their timing. Owner of the weights."""
+
+    def __init__(self, shape: ExpertShape) -> None:
+        from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, SILU, GatedAct
+        from runtime.layers.moe.kernels.route import Scoring, new_tickets
+
+        self.shape = shape
+        device = torch.device("cuda")
+        count = max(2, -(-ENOUGH_BYTES // int(shape.experts * shape.expert_bytes)))
+        self.layers = [(self._weights(2 * shape.inner, shape.hidden), self._weights(shape.hidden, shape.inner)) for _ in range(count)]
+        self.routers = [torch.randn((shape.experts, shape.hidden), device=device).to(BF16) for _ in range(count)]
+        self.bias = torch.randn(shape.experts, device=device).to(BF16) if shape.bias else None
+        self.correction = torch.rand(shape.experts, device=device) if shape.scoring == "sigmoid" else None
+        self.act: GatedAct = GatedAct(CLAMPED_SWIGLU.value if shape.bias else SILU.value)
+        self.scoring: Scoring = Scoring(shape.top_k, shape.scoring, True)
+        self._tickets = new_tickets(device)
+
+    def _weights(self, rows: int, columns: int) -> ExpertWeights:
+        from runtime.layers.moe.kernels.expert_weights import ExpertWeights
+
+        E, device = self.shape.experts, "cuda"
+        bias = torch.randn((E, rows), device=device).to(BF16) if self.shape.bias else None
+        if self.shape.format == "dense":
+            return ExpertWeights(torch.empty((E, rows, columns), dtype=BF16, device=device).normal_(std=columns**-0.5), None, bias)
+        if self.shape.format == "fp8":
+            weight = torch.empty((E, rows, columns), dtype=torch.float8_e4m3fn, device=device)
+            for expert in weight:
+                expert.copy_(torch.randn((rows, columns), device=device) * 50)
+            scale = torch.rand((E, -(-rows // 128), -(-columns // 128)), device=device) * (columns**-0.5 / 50)
+            return ExpertWeights(weight, scale, bias)
+        packed = torch.randint(256, (E, rows, columns // 2), dtype=torch.uint8, device=device)
+        return ExpertWeights(packed, torch.randint(116, 124, (E, rows, columns // 32), dtype=torch.uint8, device=device), bias)
+
+    def inputs(self, rows: int) -> list[torch.Tensor]:
+        """One input for each call of a graph."""
+        return [torch.randn((rows, self.shape.hidden), device="cuda").to(BF16) for _ in range(FEW_CALLS if rows <= 256 else MANY_CALLS)]
+
+    def route(self, x: torch.Tensor, call: int, *, pdl: bool = True) -> Routed:
+        """The routing of the layer of a call."""
+        from runtime.layers.moe.kernels.route import route
+
+        return route(x, self.routers[call % len(self.routers)], self.scoring, self._tickets, self.bias, self.correction, pdl=pdl)
+
+    def distinct(self, routings: Sequence[Routed]) -> float:
+        """Experts hit, on average."""
+        return statistics.mean(len(routing.ids.unique()) for routing in routings)
+
+
+def microseconds(call: Callable[[int], object], calls: int) -> float:
+    """Median time of a call in a captured graph of them; the argument counts calls."""
+    from runtime.layers.kernels.graph_timer import replay_times
+
+    def run() -> None:
+        for i in range(calls):
+            call(i)
+
+    return statistics.median(replay_times(run, REPLAYS)) / calls

@@ -1,0 +1,139 @@
+"""One sparse layer of public models by number of tokens: routing, experts, both, and their share of the roof.
+
+Weights and routers are random, graphs go through several layers, and each call has tokens of its own. The roof reads each
+expert that is hit once; for prompts the reference is cuBLAS with as many FLOP in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmark import picture, plots
+from benchmark.expert_layers import BF16, READ_BYTES_PER_SECOND, SHAPES, ExpertLayers, ExpertShape, microseconds
+from benchmark.markdown import Result, percent, provenance, table
+from benchmark.record import Record, Row
+from benchmark.sweep import numbers
+
+NAME = "moe_kernels"
+KEYS = ("shape", "rows")
+ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192]
+PROMPT_ROWS = 1024
+"""From this many tokens on, arithmetic bounds the time."""
+
+
+def measure(shape: ExpertShape, counts: Sequence[int]) -> list[Row]:
+    """One row for each number of tokens."""
+    layers = ExpertLayers(shape)
+    return [{"shape": shape.name, "format": shape.format, "rows": rows, **_measure(layers, rows)} for rows in counts]
+
+
+def _measure(layers: ExpertLayers, rows: int) -> Row:
+    from runtime.config.expert_tuning import H200_EXPERTS
+    from runtime.layers.moe.kernels.run_experts import run_experts
+
+    shape, inputs = layers.shape, layers.inputs(rows)
+    out = torch.empty((rows, shape.hidden), device="cuda")
+    routings = [layers.route(x, call) for call, x in enumerate(inputs)]
+
+    def experts(call: int, routing: object) -> None:
+        weights = layers.layers[call % len(layers.layers)]
+        run_experts(inputs[call], *weights, routing, layers.act, H200_EXPERTS, out, pdl=True)  # type: ignore[arg-type]
+
+    times = {
+        "route_us": microseconds(lambda call: layers.route(inputs[call], call), len(inputs)),
+        "experts_us": microseconds(lambda call: experts(call, routings[call]), len(inputs)),
+        "layer_us": microseconds(lambda call: experts(call, layers.route(inputs[call], call)), len(inputs)),
+    }
+    distinct = layers.distinct(routings)
+    read = distinct * shape.expert_bytes + 2 * rows * shape.hidden * BF16.itemsize
+    roof = read / READ_BYTES_PER_SECOND * 1e6
+    found: Row = {**times, "distinct_experts": distinct, "bytes": read, "roof_us": roof, "roof_share": roof / times["experts_us"]}
+    if rows >= PROMPT_ROWS:
+        flop = 2 * shape.expert_weights * rows * shape.top_k
+        dense = _cublas_us(shape, rows)
+        found |= {
+            "tflops": flop / times["experts_us"] / 1e6,
+            "cublas_tflops": flop / dense / 1e6,
+            "cublas_share": dense / times["experts_us"],
+        }
+    return found
+
+
+def _cublas_us(shape: ExpertShape, rows: int) -> float:
+    """Dense GEMMs in bfloat16 with the FLOP of a layer."""
+    pairs = rows * shape.top_k
+    x, h = (torch.randn((pairs, columns), device="cuda").to(BF16) for columns in (shape.hidden, shape.inner))
+    gate_up = torch.randn((2 * shape.inner, shape.hidden), device="cuda").to(BF16)
+    down = torch.randn((shape.hidden, shape.inner), device="cuda").to(BF16)
+    return microseconds(lambda _: (torch.mm(x, gate_up.t()), torch.mm(h, down.t())), 2)
+
+
+def render(result: Result) -> str:
+    """Times and shares of the roof, one row for each shape and number of tokens."""
+    lines = [
+        [
+            row["shape"], row["rows"], row["distinct_experts"], row["route_us"], row["experts_us"], row["layer_us"], row["roof_us"],
+            percent(row["roof_share"]), row.get("tflops"), percent(row.get("cublas_share")),
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    header = [
+        "layer",
+        "tokens",
+        "experts hit",
+        "routing, µs",
+        "experts, µs",
+        "both, µs",
+        "bytes, µs",
+        "of the roof",
+        "TFLOP/s",
+        "of cuBLAS",
+    ]
+    return "\n".join([table(header, lines), "", provenance(result)])
+
+
+def summary(result: Result) -> str:
+    """Shares of the byte roof by number of tokens."""
+    rows = result["rows"]
+    counts = sorted({row["rows"] for row in rows if row["rows"] < PROMPT_ROWS})
+    lines = []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        by = {row["rows"]: row for row in rows if row["shape"] == shape}
+        lines.append([shape, *(percent(by[count]["roof_share"]) if count in by else None for count in counts)])
+    return table(["experts, share of the roof", *(f"{count} tokens" for count in counts)], lines)
+
+
+def plot(result: Result, file: Path) -> None:
+    """Shares of the roof by number of tokens."""
+    shares: dict[str, list[tuple[int, float]]] = {}
+    for row in result["rows"]:
+        if row["rows"] < PROMPT_ROWS:
+            shares.setdefault(row["shape"], []).append((row["rows"], row["roof_share"]))
+    panel = plots.lines({name: sorted(points) for name, points in shares.items()}, "", "tokens", "share of the byte roof", 1.0)
+    picture.draw(result, file, "Experts of sparse layers against reading their weights once", [panel])
+
+
+def main() -> None:
+    """Measure, record and plot."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmark.{NAME}", description=__doc__)
+    parser.add_argument("--out", type=Path, help="folder for result files instead of benchmark/results")
+    parser.add_argument("--rows", type=numbers, default=ROWS, help="numbers of tokens (default %(default)s)")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{parser.prog}: a CUDA GPU is required, and torch finds none")
+    record = Record(NAME, KEYS, args.out)
+    with torch.inference_mode():
+        for shape in SHAPES:
+            for row in measure(shape, args.rows):
+                record.add(row)
+            torch.cuda.empty_cache()
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+
+
+if __name__ == "__main__":
+    main()

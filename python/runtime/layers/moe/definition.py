@@ -1,0 +1,66 @@
+"""Routing and experts in plain torch: the definition of every other implementation, and what a CPU runs."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from runtime.layers.activation import gated
+from runtime.layers.moe.experts import Experts
+from runtime.layers.moe.router import Router, Routing
+
+TINY = 1e-20
+"""Added to the sum of sigmoid weights: all of them may be zero."""
+
+
+def route(x: torch.Tensor, router: Router) -> Routing:
+    """Choose the `top_k` experts of each row of `x` [T, hidden], the best first; of equal ones the smaller id. Never reads the device.
+
+    Source: Shazeer et al. 2017, arXiv:1701.06538; grouped choice with correction bias: DeepSeek-V3, arXiv:2412.19437.
+    """
+    rule = router.rule
+    logits = F.linear(x.float(), router.weight.float(), None if router.bias is None else router.bias.float())
+    scores = {"softmax": lambda: logits.softmax(dim=1), "sigmoid": logits.sigmoid, "topk_softmax": lambda: logits}[rule.scoring]()
+    choice = scores if router.correction_bias is None else scores + router.correction_bias
+    if rule.num_groups > 1:
+        choice = _within_best_groups(choice, rule.num_groups, rule.top_groups)
+    ids = choice.sort(dim=1, descending=True, stable=True).indices[:, : rule.top_k]
+    weights = scores.gather(1, ids)
+    if rule.scoring == "topk_softmax":
+        weights = weights.softmax(dim=1)
+    elif rule.renormalize:
+        weights = weights / (weights.sum(dim=1, keepdim=True) + TINY)
+    return Routing(ids.to(torch.int32), weights * rule.scaling)
+
+
+def _within_best_groups(choice: torch.Tensor, num_groups: int, top_groups: int) -> torch.Tensor:
+    """`choice` [T, E], -inf outside the best groups: those with the largest sum of their two best entries."""
+    grouped = choice.view(len(choice), num_groups, -1)
+    score = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(dim=2)
+    best = score.sort(dim=1, descending=True, stable=True).indices[:, :top_groups]
+    kept = torch.zeros_like(score, dtype=torch.bool).scatter_(1, best, True)
+    return grouped.masked_fill(~kept[:, :, None], float("-inf")).view_as(choice)
+
+
+def run_experts(x: torch.Tensor, experts: Experts, routing: Routing, in_prompt: bool = False) -> torch.Tensor:
+    """The weighted sum of the outputs of each row's experts that this rank holds: float32 [T, hidden].
+
+    One expert after the other, as many as are hit; reads the device.
+    """
+    out = torch.zeros((len(x), experts.size[0]), dtype=torch.float32, device=x.device)
+    for expert in routing.ids.unique().tolist():
+        own = int(expert) - experts.first
+        if not 0 <= own < experts.count:
+            continue
+        rows, place = (routing.ids == expert).nonzero(as_tuple=True)
+        result = run_expert(x[rows], experts, own, in_prompt)
+        out.index_add_(0, rows, result.float() * routing.weights[rows, place, None])
+    return out
+
+
+def run_expert(x: torch.Tensor, experts: Experts, own: int, in_prompt: bool = False) -> torch.Tensor:
+    """`down(activation(gate(x)) * up(x))` of one expert: [T, hidden] -> [T, hidden], partial where its rows are shared."""
+    scheme = experts.scheme
+    biases = [None if bias is None else bias[own] for bias in (experts.gate_up_bias, experts.down_bias)]
+    inner = gated(experts.activation, scheme.matmul(x, experts.gate_up.at(own), biases[0], in_prompt))
+    return scheme.matmul(inner, experts.down.at(own), biases[1], in_prompt)

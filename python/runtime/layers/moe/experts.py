@@ -1,0 +1,56 @@
+"""The routed experts of a layer: their stacked weights, or this rank's part of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from runtime.distributed.parallel_group import ALONE, ParallelGroup
+from runtime.layers.activation import Activation
+from runtime.layers.quantization.dense import DENSE
+from runtime.layers.quantization.scheme import QuantScheme, Storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The stacked weights of `count` experts. Outputs are partial sums where the group has more than one rank.
+
+    Attributes:
+        gate_up: [count, 2 * I, hidden]: the gate's I rows, then the up projection's, however the checkpoint orders them.
+        down: [count, hidden, I].
+        gate_up_bias: [count, 2 * I], or None.
+        down_bias: [count, hidden], or None; on one rank alone where several share an expert.
+        count: experts that this rank holds.
+        first: id of the first of them.
+        total: experts of all ranks.
+        size: (hidden, I) of the weights on this rank.
+    """
+
+    gate_up: Storage
+    down: Storage
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    count: int
+    first: int = 0
+    total: int
+    size: tuple[int, int]
+    activation: Activation = Activation.SILU
+    scheme: QuantScheme = DENSE
+    group: ParallelGroup = ALONE
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors."""
+        biases = [bias for bias in (self.gate_up_bias, self.down_bias) if bias is not None]
+        return [*self.gate_up.tensors, *self.down.tensors, *biases]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def active_parameters(self, top_k: int) -> int:
+        """Weights of this rank that one token is multiplied by, on average."""
+        hidden, inner = self.size
+        return 3 * hidden * inner * top_k * self.count // self.total

@@ -1,0 +1,75 @@
+"""The sparse MLP of a block: the experts that the router chooses for each token, beside those that all tokens run through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from runtime.layers.gemm.gemm import Gemm
+from runtime.layers.linear import Linear
+from runtime.layers.moe.experts import Experts
+from runtime.layers.moe.router import Router
+from runtime.layers.norm import RMSNorm
+from runtime.layers.ops import BlockOps, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """The dense gated MLP that every token runs through beside its own experts; several of them are one wider MLP.
+
+    Attributes:
+        gate_up_proj, down_proj: its weights, or this rank's part of them.
+        gate: [1, hidden]: the output is multiplied by the sigmoid of this projection. None where it is added as it is.
+    """
+
+    gate_up_proj: Linear
+    down_proj: Linear
+    gate: torch.Tensor | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        """Entries of its weights."""
+        return self.gate_up_proj.num_parameters + self.down_proj.num_parameters
+
+
+class SparseMlp:
+    """An `Mlp` of experts: `sum(weight * expert(x))` over each token's experts, and the shared expert. Owner of its weights.
+
+    Attributes:
+        router: chooses the experts.
+        experts: the routed experts, or this rank's part of them.
+        shared: the expert of all tokens, or None.
+    """
+
+    def __init__(self, router: Router, experts: Experts, ops: BlockOps, shared: SharedExpert | None = None) -> None:
+        self.router, self.experts, self.shared = router, experts, shared
+        self.kernel_launches = 5 if shared is None else 8
+        self._ops = ops
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied by: those of `top_k` experts, the shared one and the router."""
+        shared = 0 if self.shared is None else self.shared.num_parameters
+        return self.experts.active_parameters(self.router.rule.top_k) + shared + self.router.weight.numel()
+
+    def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
+        """Gate and up of the shared expert; the routed experts have kernels of their own."""
+        if self.shared is not None:
+            yield Gemm("gate_up", self.shared.gate_up_proj, norm)
+
+    def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
+        """`stream + mlp(norm(stream))`, perhaps in the same storage."""
+        ops, experts = self._ops, self.experts
+        x = ops.norm(stream.h, norm, norm.weight.dtype)
+        part = ops.experts(x, experts, ops.route(x, self.router), stream.in_prompt)
+        if self.shared is not None:
+            part = part + self._shared(x, self.shared, stream, norm).to(part.dtype)
+        return ops.reduce_add(part, experts.group, stream, next_norm)
+
+    def _shared(self, x: torch.Tensor, shared: SharedExpert, stream: Stream, norm: RMSNorm) -> torch.Tensor:
+        inner = self._ops.norm_gate_up(stream, norm, shared.gate_up_proj, self.experts.activation)
+        if shared.gate is not None:
+            inner = inner * torch.sigmoid(x.float() @ shared.gate.float().t()).to(inner.dtype)
+        return self._ops.linear(inner, shared.down_proj)

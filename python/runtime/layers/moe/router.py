@@ -1,0 +1,54 @@
+"""The router of a sparse MLP, and the routing that it decides on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRule:
+    """How a token's logits become experts and weights; `MoeConfig` describes the fields."""
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid", "topk_softmax"]
+    renormalize: bool
+    scaling: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """The weights of a router, which every rank holds whole.
+
+    Attributes:
+        weight: [E, hidden] in the model's dtype.
+        bias: [E] in the model's dtype, or None.
+        correction_bias: float32 [E], added to sigmoid scores for the choice only, or None.
+    """
+
+    weight: torch.Tensor
+    rule: RoutingRule
+    bias: torch.Tensor | None = None
+    correction_bias: torch.Tensor | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of all ranks."""
+        return self.weight.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Which experts T tokens are routed to.
+
+    Attributes:
+        ids: int32 [T, k], different in each row; ids of the whole layer, on every rank.
+        weights: float32 [T, k].
+    """
+
+    ids: torch.Tensor
+    weights: torch.Tensor

@@ -1,0 +1,74 @@
+"""What the config.json of a DFlash draft says beside its decoder. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.models.config import ModelConfig
+from runtime.models.hf_config import ConfigFields, decoder_config, read_hf_config, sliding_windows
+
+BLOCK_SIZE = 16
+"""Where the file names none."""
+SECOND_VERSION = ("conv_kernel_size", "selector_rank")
+"""Fields of drafts of DFlash 2, which have other layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDraft:
+    """How a draft fills blocks.
+
+    Attributes:
+        size: tokens of a block: the last committed one and the masked ones that are drafted.
+        mask_id: the token that stands for a masked one.
+        embed_scale: factor of the target's embeddings.
+        causal: for each layer, whether its queries see the keys of the block up to their own only.
+    """
+
+    size: int
+    mask_id: int
+    embed_scale: float
+    causal: tuple[bool, ...]
+
+
+def read_block_size(folder: str | Path) -> int:
+    """Tokens of a block of the draft in `folder`. Raises `ConfigError` where the file is not that of a DFlash draft."""
+    return _own_fields(ConfigFields(read_hf_config(folder), str(folder))).positive("block_size", BLOCK_SIZE)
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    """The decoder: Qwen 3's layers, of which those with a window are named by `layer_types`."""
+    window = sliding_windows(fields, full_layers=fields.num_layers()) if fields.get("layer_types", None) is not None else None
+    bias = fields.flag("attention_bias")
+    return decoder_config(fields, qkv_bias=bias, o_bias=bias, qk_norm=True, window=window)
+
+
+def read_block(fields: ConfigFields, model: ModelConfig) -> BlockDraft:
+    """How the draft `model` fills blocks.
+
+    Raises:
+        ConfigError: a field is missing, or the draft is of a later version.
+    """
+    own = _own_fields(fields)
+    for name in SECOND_VERSION:
+        if own.get(name, None) is not None:
+            raise fields.error(f"{name} is given: drafts of DFlash 2 are not supported")
+    causal = fields.get("is_causal", None)
+    each = tuple(window >= 0 for window in model.window) if causal is None else (bool(causal),) * model.num_layers
+    mask_id = own.count("mask_token_id", model.vocab_size)
+    if mask_id >= model.vocab_size:
+        raise fields.error(f"mask_token_id must be a token id below {model.vocab_size}")
+    return BlockDraft(own.positive("block_size", BLOCK_SIZE), mask_id, own.number("input_embedding_scale", 1.0), each)
+
+
+def read_aux_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
+    """The target's layers whose input the draft reads. The file counts outputs; the output of a layer is the input of the next."""
+    ids = _own_fields(fields).ids("target_layer_ids")
+    if not ids or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < num_layers - 1:
+        raise fields.error(f"target_layer_ids must name layers of the target, ascending, below its last of {num_layers}; got {ids}")
+    return tuple(i + 1 for i in ids)
+
+
+def _own_fields(fields: ConfigFields) -> ConfigFields:
+    """`dflash_config`, whose fields may also stand beside it."""
+    return fields.under("dflash_config")

@@ -1,0 +1,112 @@
+"""The published layouts of EAGLE-3 heads: their class names, their config.json and where they read their target. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.errors import ConfigError
+from runtime.models.config import ModelConfig
+
+EAGLE3_CLASS = "LlamaForCausalLMEagle3"
+EAGLE3_CLASSES = {
+    EAGLE3_CLASS: "SGLang, SpecForge, AngelSlim, NVIDIA",
+    "Eagle3LlamaForCausalLM": "vLLM",
+    "LlamaForCausalLM": "the first release, with draft_vocab_size",
+    "Eagle3Speculator": "speculators, with transformer_layer_config",
+    "Eagle3DraftModel": "speculators, with transformer_layer_config",
+}
+"""Class names of heads that are read as `EAGLE3_CLASS`, and where they come from. So is any other name with "Eagle3"."""
+AUX_FIELD = "eagle_aux_hidden_state_layer_ids"
+SPECULATORS_LAYER = "transformer_layer_config"
+COUNTED_BY_FIRST = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+"""Targets whose heads count layer inputs, unless the first layer that they name is 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Layout:
+    """What heads differ in.
+
+    Attributes:
+        norm_before_fc: the target's states are normed side by side before they are projected (`input_norm`).
+        fc_norm: each of them is normed by itself (`fc_norm.0` and so on).
+        norm_before_residual: the stream begins with the normed state instead of the state.
+        norm_output: deeper steps are fed the final-normed state.
+    """
+
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any]) -> Eagle3Layout:
+        """The layout that the fields of a config.json name, themselves or within `eagle_config`."""
+        nested = raw.get("eagle_config")
+        inner = nested if isinstance(nested, dict) else {}
+
+        def flag(*names: str) -> bool:
+            return any(bool(fields.get(name)) for fields in (raw, inner) for name in names)
+
+        return cls(flag("norm_before_fc"), flag("fc_norm", "use_aux_norm"), flag("norm_before_residual"), flag("norm_output"))
+
+
+FIRST_LAYOUT = Eagle3Layout()
+"""That of the first release."""
+
+
+def is_eagle3(name: str, raw: Mapping[str, Any]) -> bool:
+    """Whether class `name` with these fields is an EAGLE-3 head."""
+    return "eagle3" in name.lower() or "draft_vocab_size" in raw
+
+
+def flattened(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of a head as if its decoder layer were not nested.
+
+    Raises:
+        ConfigError: `transformer_layer_config` is not an object.
+    """
+    layer = raw.get(SPECULATORS_LAYER)
+    if layer is None:
+        return dict(raw)
+    if not isinstance(layer, dict):
+        raise ConfigError(f"{where}: {SPECULATORS_LAYER} is {layer!r}; it must be an object")
+    outer = {name: value for name, value in raw.items() if value is not None and name != SPECULATORS_LAYER}
+    return {**layer, **outer}
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """The target layers, by input, that EAGLE-3 heads read unless their config.json says otherwise: low, middle, high.
+
+    Targets of fewer than 7 layers, for which no heads are published, give their last three streams.
+    """
+    if num_layers < 7:
+        return (num_layers - 2, num_layers - 1, num_layers)
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def read_aux_layers(raw: Mapping[str, Any], target: ModelConfig, where: str) -> tuple[int, ...]:
+    """The target layers, by input, that a head reads.
+
+    `eagle_config` names layers whose outputs are read; the output of a layer is the input of the next. Speculators'
+    heads name inputs. So do heads that name the layer behind the last one, and some for `COUNTED_BY_FIRST`.
+
+    Raises:
+        ConfigError: not three different layers of the target, in ascending order.
+    """
+    nested = raw.get("eagle_config") or {}
+    ids = nested.get(AUX_FIELD) if isinstance(nested, dict) else nested
+    ids, by_output = (ids, True) if ids else (raw.get(AUX_FIELD), SPECULATORS_LAYER not in raw)
+    if ids and not (isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)):
+        raise ConfigError(f"{where}: {AUX_FIELD} is {ids!r}; it must be a list of layer numbers")
+    num_layers = target.num_layers
+    if not ids:
+        layers = default_aux_layers(num_layers)
+    elif not by_output or max(ids) == num_layers or (target.architecture in COUNTED_BY_FIRST and ids[0] != 1):
+        layers = tuple(ids)
+    else:
+        layers = tuple(i + 1 for i in ids)
+    if len(layers) != 3 or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= num_layers:
+        raise ConfigError(f"{where}: EAGLE-3 needs three different layers of its target, ascending; got {list(layers)} of {num_layers}")
+    return layers

@@ -1,0 +1,170 @@
+"""Which checkpoint tensors fill the stacked weights of a layer's experts, published one by one or fused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from runtime.distributed.parallel_group import Shard
+from runtime.layers.quantization.scheme import Index, LinearPart, QuantScheme, Storage, WeightSlot
+from runtime.models.weights import FusedTensor, NamedTensors, Sliceable, WeightTable, ignore
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """How a family names the tensors of a layer's experts.
+
+    Attributes:
+        prefix: of all of them, such as `model.layers.0.mlp.experts.`; the number of an expert follows.
+        gate, up, down: the projections of one expert.
+        gate_up_fused, down_fused: tensors [E, ...] that some checkpoints hold instead, without `.weight`.
+        interleaved: fused gate and up rows alternate, instead of all of the gate before all of the up projection.
+        transposed: fused matrices are [in, out].
+    """
+
+    prefix: str
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    gate_up_fused: str = "gate_up_proj"
+    down_fused: str = "down_proj"
+    interleaved: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlacement:
+    """What one rank holds of a layer's experts.
+
+    Attributes:
+        total: experts of the layer.
+        held: those of this rank.
+        shard: the part of each of them, along its intermediate size.
+    """
+
+    total: int
+    held: range
+    shard: Shard
+
+    @classmethod
+    def of(cls, total: int, rank: int, ranks: int, ep_size: int = 1) -> ExpertPlacement:
+        """Of `rank`: experts are placed on `ep_size` equal groups of consecutive ranks, which cut each of them evenly."""
+        sharing, each = ranks // ep_size, total // ep_size
+        first = rank // sharing * each
+        return cls(total, range(first, first + each), Shard(rank % sharing, sharing))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPart:
+    """A view of one expert's matrix or bias in a fused tensor [E, rows, columns] or [E, rows].
+
+    Attributes:
+        start, step: where its rows lie: `start + step * i`; a step is 1 or 2.
+        shape: of the part.
+    """
+
+    tensor: Sliceable
+    expert: int
+    start: int
+    step: int
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+    def __getitem__(self, index: Index, /) -> torch.Tensor:
+        """The rows and columns `index` of the expert's own matrix."""
+        whole = index + tuple(slice(0, size) for size in self.shape[len(index) :])
+        rows, others = whole[0], whole[1:]
+        offset = self.start % self.step
+        first = self.start - offset
+        span = slice(first + self.step * rows.start, first + self.step * rows.stop)
+        here = slice(self.expert, self.expert + 1)
+        if self.transposed and others:
+            return self.tensor[here, others[0], span][0].t()[offset :: self.step]
+        return self.tensor[(here, span, *others)][0][offset :: self.step]
+
+
+@dataclass(frozen=True, slots=True)
+class StackedWeights:
+    """Gate and up, then down, of the experts of one rank, with their biases and the scheme that stores them."""
+
+    gate_up: Storage
+    down: Storage
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    scheme: QuantScheme
+
+
+def stacked_weights(
+    table: WeightTable, names: ExpertNames, placement: ExpertPlacement, hidden: int, inner: int, bias: bool = False
+) -> StackedWeights:
+    """Allocate this rank's part of a layer's experts and register the tensors that fill it."""
+    cut = placement.shard.of(inner)
+    width, count = cut.stop - cut.start, len(placement.held)
+    of_expert = [_parts_of(names, expert, hidden, inner, cut) for expert in range(placement.total)]
+    scheme = table.scheme_of([part.prefix for parts in of_expert for part in parts])
+    gate_up = scheme.allocate(2 * width, hidden, table.dtype, table.device, count, of_expert[0][:2])
+    down = scheme.allocate(hidden, width, table.dtype, table.device, count, of_expert[0][2:])
+    gate_up_bias = torch.empty((count, 2 * width), dtype=table.dtype, device=table.device) if bias else None
+    down_bias = torch.empty((count, hidden), dtype=table.dtype, device=table.device) if bias and placement.shard.index == 0 else None
+    for expert, parts in enumerate(of_expert):
+        own = expert - placement.held.start if expert in placement.held else None
+        for part, storage, biases in zip(parts, (gate_up, gate_up, down), (gate_up_bias, gate_up_bias, down_bias), strict=True):
+            for name, slot in scheme.places(part, storage.at(own or 0)).items():
+                table.add(name, slot if own is not None else _unread(slot))
+            if bias:
+                _register_bias(table, part, biases, own)
+    _accept_fused(table, names, placement.total, hidden, inner, bias)
+    table.hold([*gate_up.tensors, *down.tensors, *(b for b in (gate_up_bias, down_bias) if b is not None)])
+    return StackedWeights(gate_up, down, gate_up_bias, down_bias, scheme)
+
+
+def _parts_of(names: ExpertNames, expert: int, hidden: int, inner: int, cut: slice) -> tuple[LinearPart, LinearPart, LinearPart]:
+    """Gate, up and down of one expert, of which the rank holds `cut` of the intermediate size."""
+    prefix, whole, width = f"{names.prefix}{expert}.", slice(0, hidden), cut.stop - cut.start
+    return (
+        LinearPart(prefix + names.gate, (inner, hidden), (cut, whole), 0),
+        LinearPart(prefix + names.up, (inner, hidden), (cut, whole), width),
+        LinearPart(prefix + names.down, (hidden, inner), (whole, cut), 0),
+    )
+
+
+def _register_bias(table: WeightTable, part: LinearPart, biases: torch.Tensor | None, own: int | None) -> None:
+    if own is None or biases is None:
+        slot = WeightSlot(part.shape[:1], (slice(0, 0),), ignore)
+    else:
+        slot = WeightSlot(part.shape[:1], part.index[:1], biases[own][part.rows].copy_)
+    table.add(part.prefix + ".bias", slot)
+
+
+def _unread(slot: WeightSlot) -> WeightSlot:
+    """The slot of a tensor that the checkpoint must have and another rank reads."""
+    return replace(slot, index=tuple(slice(0, 0) for _ in slot.index), put=ignore)
+
+
+def _accept_fused(table: WeightTable, names: ExpertNames, total: int, hidden: int, inner: int, bias: bool) -> None:
+    """Let fused tensors stand for the experts' own."""
+
+    def split(tensor: Sliceable, parts: Iterable[tuple[str, int, int]], shape: tuple[int, ...], kind: str) -> NamedTensors:
+        for expert in range(total):
+            for name, start, step in parts:
+                view = ExpertPart(tensor, expert, start, step, shape, names.transposed)
+                yield f"{names.prefix}{expert}.{name}.{kind}", view
+
+    up_start, step = (1, 2) if names.interleaved else (inner, 1)
+    for fused, parts, rows, columns in (
+        (names.gate_up_fused, ((names.gate, 0, step), (names.up, up_start, step)), inner, hidden),
+        (names.down_fused, ((names.down, 0, 1),), hidden, inner),
+    ):
+        height = rows * len(parts)
+        matrix = (columns, height) if names.transposed else (height, columns)
+        table.also(
+            names.prefix + fused,
+            FusedTensor((total, *matrix), lambda t, parts=parts, shape=(rows, columns): split(t, parts, shape, "weight")),
+        )
+        if bias:
+            table.also(
+                f"{names.prefix}{fused}_bias",
+                FusedTensor((total, height), lambda t, parts=parts, shape=(rows,): split(t, parts, shape, "bias")),
+            )

@@ -1,0 +1,101 @@
+"""Makes the sparse MLP that a model's config describes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from runtime.layers.activation import Activation
+from runtime.layers.linear import Partition
+from runtime.layers.moe.experts import Experts
+from runtime.layers.moe.mlp import SharedExpert, SparseMlp
+from runtime.layers.moe.router import Router, RoutingRule
+from runtime.layers.ops import BlockOps
+from runtime.models.config import MoeConfig
+from runtime.models.expert_weights import ExpertNames, ExpertPlacement, stacked_weights
+from runtime.models.weights import WeightTable
+
+
+@dataclass(frozen=True, slots=True)
+class SparseNames:
+    """How a family names the tensors of a sparse MLP.
+
+    Attributes:
+        experts: the routed experts, with their whole prefix.
+        router: the router's linear layer, without `.weight`.
+        correction_bias: of a sigmoid router.
+        shared: prefix of the shared expert's `gate_proj`, `up_proj` and `down_proj`.
+        shared_gate: the layer whose sigmoid scales the shared expert, without `.weight`; None where there is none.
+    """
+
+    experts: ExpertNames
+    router: str
+    correction_bias: str = ""
+    shared: str = ""
+    shared_gate: str | None = None
+
+    @classmethod
+    def usual(cls, prefix: str, shared: str = "shared_experts.", shared_gate: str | None = None) -> SparseNames:
+        """Of Qwen and DeepSeek: everything below `prefix`, the correction bias beside the router's weight."""
+        return cls(
+            experts=ExpertNames(prefix + "experts."),
+            router=prefix + "gate",
+            correction_bias=prefix + "gate.e_score_correction_bias",
+            shared=prefix + shared,
+            shared_gate=None if shared_gate is None else prefix + shared_gate,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SparseParts:
+    """Makes the parts of a model's sparse MLPs. `ep_size`: groups of ranks that the experts are placed on."""
+
+    weights: WeightTable
+    ops: BlockOps
+    hidden: int
+    moe: MoeConfig
+    ep_size: int = 1
+
+    def mlp(self, names: SparseNames, activation: Activation = Activation.SILU) -> SparseMlp:
+        """The sparse MLP of these tensors."""
+        shared = self.shared(names) if self.moe.shared_intermediate_size else None
+        return SparseMlp(self.router(names), self.experts(names.experts, activation), self.ops, shared)
+
+    def router(self, names: SparseNames) -> Router:
+        """The router, whole on every rank."""
+        m, tensor = self.moe, self.weights.tensor
+        rule = RoutingRule(m.top_k, m.scoring, m.renormalize, m.scaling, m.num_groups, m.top_groups)
+        weight = tensor(names.router + ".weight", (m.num_experts, self.hidden))
+        bias = tensor(names.router + ".bias", (m.num_experts,)) if m.bias else None
+        correction = tensor(names.correction_bias, (m.num_experts,), torch.float32) if m.scoring == "sigmoid" else None
+        return Router(weight, rule, bias, correction)
+
+    def experts(self, names: ExpertNames, activation: Activation) -> Experts:
+        """This rank's part of the routed experts."""
+        m, group = self.moe, self.weights.group
+        placement = ExpertPlacement.of(m.num_experts, group.rank, group.size, self.ep_size)
+        stacked = stacked_weights(self.weights, names, placement, self.hidden, m.intermediate_size, m.bias)
+        inner = placement.shard.of(m.intermediate_size)
+        return Experts(
+            gate_up=stacked.gate_up,
+            down=stacked.down,
+            gate_up_bias=stacked.gate_up_bias,
+            down_bias=stacked.down_bias,
+            count=len(placement.held),
+            first=placement.held.start,
+            total=m.num_experts,
+            size=(self.hidden, inner.stop - inner.start),
+            activation=activation,
+            scheme=stacked.scheme,
+            group=group,
+        )
+
+    def shared(self, names: SparseNames) -> SharedExpert:
+        """The expert of all tokens, shared by the ranks as a dense MLP is."""
+        rows = {names.shared + part: self.moe.shared_intermediate_size for part in ("gate_proj", "up_proj")}
+        gate_up = self.weights.linear(rows, self.hidden, partition=Partition.COLUMN)
+        whole = self.moe.shared_intermediate_size
+        down = self.weights.linear({names.shared + "down_proj": self.hidden}, whole, partition=Partition.ROW)
+        gate = None if names.shared_gate is None else self.weights.tensor(names.shared_gate + ".weight", (1, self.hidden))
+        return SharedExpert(gate_up, down, gate)

@@ -14,7 +14,7 @@ from runtime.config.expert_tuning import WeightFormat
 if TYPE_CHECKING:  # requires Triton, which is installed with a GPU only
     from runtime.layers.moe.kernels.expert_weights import ExpertWeights
     from runtime.layers.moe.kernels.gate import GatedAct
-    from runtime.layers.moe.kernels.route import Routed, Scoring
+    from runtime.layers.moe.router import Routing
 
 BF16 = torch.bfloat16
 ENOUGH_BYTES = 3 << 30
@@ -64,7 +64,8 @@ class ExpertLayers:
 
     def __init__(self, shape: ExpertShape) -> None:
         from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, SILU, GatedAct
-        from runtime.layers.moe.kernels.route import Scoring, new_tickets
+        from runtime.layers.moe.kernels.route import new_tickets
+        from runtime.layers.moe.router import RoutingRule
 
         self.shape = shape
         device = torch.device("cuda")
@@ -74,7 +75,7 @@ class ExpertLayers:
         self.bias = torch.randn(shape.experts, device=device).to(BF16) if shape.bias else None
         self.correction = torch.rand(shape.experts, device=device) if shape.scoring == "sigmoid" else None
         self.act: GatedAct = GatedAct(CLAMPED_SWIGLU.value if shape.bias else SILU.value)
-        self.scoring: Scoring = Scoring(shape.top_k, shape.scoring, True)
+        self.scoring = RoutingRule(shape.top_k, shape.scoring, True)
         self._tickets = new_tickets(device)
 
     def _weights(self, rows: int, columns: int) -> ExpertWeights:
@@ -97,13 +98,13 @@ class ExpertLayers:
         """One input for each call of a graph."""
         return [torch.randn((rows, self.shape.hidden), device="cuda").to(BF16) for _ in range(FEW_CALLS if rows <= 256 else MANY_CALLS)]
 
-    def route(self, x: torch.Tensor, call: int, *, pdl: bool = True) -> Routed:
+    def route(self, x: torch.Tensor, call: int, *, pdl: bool = True) -> Routing:
         """The routing of the layer of a call."""
         from runtime.layers.moe.kernels.route import route
 
         return route(x, self.routers[call % len(self.routers)], self.scoring, self._tickets, self.bias, self.correction, pdl=pdl)
 
-    def distinct(self, routings: Sequence[Routed]) -> float:
+    def distinct(self, routings: Sequence[Routing]) -> float:
         """Experts hit, on average."""
         return statistics.mean(len(routing.ids.unique()) for routing in routings)
 

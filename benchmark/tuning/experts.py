@@ -23,7 +23,7 @@ from runtime.config.expert_tuning import H200_EXPERTS, WeightFormat
 from runtime.config.kernel_configs import GroupedConfig, StepConfig
 
 if TYPE_CHECKING:  # requires Triton, which is installed with a GPU only
-    from runtime.layers.moe.kernels.route import Routed
+    from runtime.layers.moe.router import Routing
 
 NAME = "tuning/experts"
 KEYS = ("shape", "rows", "kernel")
@@ -105,7 +105,7 @@ class Bench:
         from runtime.layers.moe.kernels.few_rows import experts_few_rows
         from runtime.layers.moe.kernels.many_rows import experts_many_rows
 
-        routing: Routed = self.routings[call]
+        routing: Routing = self.routings[call]
         args = (self.inputs[call], *self.layers.layers[call % len(self.layers.layers)], routing, self.layers.act)
         if isinstance(config, GroupedConfig):
             return experts_many_rows(*args, config, self.out, pdl=True)

@@ -68,14 +68,14 @@ def _mxfp4(experts: int, rows: int, columns: int, bias: torch.Tensor | None):
 
 def routed(tokens: int, experts: int, top_k: int, hot: int | None = None):
     """Random routing, to the first `hot` experts alone where it is given."""
-    from runtime.layers.moe.kernels.route import Routed
+    from runtime.layers.moe.router import Routing
 
     ids = torch.rand((tokens, experts if hot is None else hot), device=DEVICE).argsort(dim=1)[:, :top_k].to(torch.int32)
-    return Routed(ids, torch.rand((tokens, top_k), device=DEVICE), masks(ids, experts))
+    return Routing(ids, torch.rand((tokens, top_k), device=DEVICE), masks(ids, experts))
 
 
 def masks(ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """`Routed.masks` of ids [T, k]."""
+    """`Routing.masks` of ids [T, k]."""
     words = -(-experts // 32)
     bits = torch.zeros((len(ids), words * 32), dtype=torch.int64, device=ids.device).scatter_(1, ids.long(), 1)
     found = (bits.view(len(ids), words, 32) << torch.arange(32, device=ids.device)).sum(2)

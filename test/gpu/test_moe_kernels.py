@@ -111,17 +111,17 @@ def test_shapes_that_no_tile_divides(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dense", "fp8-block"])
 def test_experts_of_other_ranks_are_left_out(name: str) -> None:
-    from runtime.layers.moe.kernels.route import Routed
+    from runtime.layers.moe.router import Routing
 
     layer, rows, first = Layer(KINDS[name]), 9, 3
     ids = torch.rand((rows, EXPERTS + 2 * first), device=DEVICE).argsort(dim=1)[:, :TOP_K].to(torch.int32)
     ids[0] = torch.arange(TOP_K, device=DEVICE) if first >= TOP_K else ids[0]
-    routing = Routed(ids, torch.rand((rows, TOP_K), device=DEVICE), masks(ids, EXPERTS + 2 * first))
+    routing = Routing(ids, torch.rand((rows, TOP_K), device=DEVICE), masks(ids, EXPERTS + 2 * first))
     x = layer.x(rows)
     want = reference(x, layer.wide_gate_up, layer.wide_down, (None, None), routing, layer.act, first)
     assert relative(layer.few(x, routing, (FEW_CONFIG, FEW_CONFIG), first=first), want) < ROUNDING
     assert relative(layer.many(x, routing, MANY_CONFIG, first=first), want) < ROUNDING
-    nothing = Routed(torch.zeros_like(ids), routing.weights, torch.ones_like(routing.masks))
+    nothing = Routing(torch.zeros_like(ids), routing.weights, torch.ones_like(routing.masks))
     for out in (layer.few(x, nothing, (FEW_CONFIG, FEW_CONFIG), first=first), layer.many(x, nothing, MANY_CONFIG, first=first)):
         assert (out == 0).all()
 
@@ -153,10 +153,11 @@ RULES = {
 @pytest.mark.parametrize("rows", [1, 5, 70] if INTERPRETED else [1, 5, 16, 64, 65, 1000])
 @pytest.mark.parametrize("name", RULES)
 def test_routing_matches_the_definition(name: str, rows: int) -> None:
-    from runtime.layers.moe.kernels.route import Scoring, new_tickets, route
+    from runtime.layers.moe.kernels.route import new_tickets, route
+    from runtime.layers.moe.router import RoutingRule
 
     experts, rule, biased, corrected = RULES[name]
-    columns, scoring, tickets = 1040, Scoring(8 if experts > 64 else 4, *rule), new_tickets(DEVICE)
+    columns, scoring, tickets = 1040, RoutingRule(8 if experts > 64 else 4, *rule), new_tickets(DEVICE)
     x = torch.randn((rows, columns), device=DEVICE).to(DTYPE)
     weight = (torch.randn((experts, columns), device=DEVICE) * columns**-0.5).to(DTYPE)
     bias = torch.randn(experts, device=DEVICE).to(DTYPE) if biased else None
@@ -193,10 +194,11 @@ def _scores(x, weight, scoring, bias, correction) -> tuple[torch.Tensor, torch.T
 
 
 def test_equal_logits_go_to_the_smaller_ids() -> None:
-    from runtime.layers.moe.kernels.route import Scoring, new_tickets, route
+    from runtime.layers.moe.kernels.route import new_tickets, route
+    from runtime.layers.moe.router import RoutingRule
 
     x, weight = torch.ones((3, 64), device=DEVICE, dtype=DTYPE), torch.ones((32, 64), device=DEVICE, dtype=DTYPE)
-    found = route(x, weight, Scoring(4, "softmax", True), new_tickets(DEVICE))
+    found = route(x, weight, RoutingRule(4, "softmax", True), new_tickets(DEVICE))
     assert found.ids.tolist() == [[0, 1, 2, 3]] * 3
 
 
@@ -222,15 +224,16 @@ def test_pairs_are_sorted_by_expert_in_whole_tiles(tokens: int, rows: int, first
 @pytest.mark.parametrize("rows", [1, 16, 100])
 @pytest.mark.parametrize("name", KINDS)
 def test_one_graph_serves_every_routing(name: str, rows: int, pdl: bool) -> None:
-    from runtime.layers.moe.kernels.route import Routed, Scoring, new_tickets, route
+    from runtime.layers.moe.kernels.route import new_tickets, route
     from runtime.layers.moe.kernels.run_experts import run_experts
+    from runtime.layers.moe.router import Routing, RoutingRule
 
     layer, tickets = Layer(KINDS[name], act_of(KINDS[name])), new_tickets(DEVICE)
     router = torch.randn((EXPERTS, HIDDEN), device=DEVICE).to(DTYPE)
-    scoring = Scoring(TOP_K, "softmax", True)
+    scoring = RoutingRule(TOP_K, "softmax", True)
     x, out = layer.x(rows), torch.empty((rows, HIDDEN), device=DEVICE)
 
-    def step() -> Routed:
+    def step() -> Routing:
         found = route(x, router, scoring, tickets, pdl=pdl)
         run_experts(x, layer.gate_up, layer.down, found, layer.act, H200_EXPERTS, out, pdl=pdl)
         return found

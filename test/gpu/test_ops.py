@@ -95,10 +95,13 @@ def test_float16_gemms_do_not_overflow_in_a_large_stream(ops: BlockOps) -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "norms"), [(32, 8, 128, False), (9, 3, 64, False), (16, 8, 128, True), (4, 2, 256, True)]
 )
-def test_rotary_and_kv_write_touch_their_slots_only(ops: BlockOps, heads: int, kv_heads: int, head_dim: int, norms: bool) -> None:
-    T, slots, reference = 7, 40, TorchOps()
-    angle = torch.outer(torch.arange(3000.0, device="cuda"), 1e4 ** (-torch.arange(0, head_dim, 2, device="cuda") / head_dim))
-    rope = Rope(torch.cat((angle.cos(), angle.sin()), dim=1))
+@pytest.mark.parametrize(("rotated", "interleaved"), [(1.0, False), (0.5, False), (1.0, True), (0.25, True)])
+def test_rotary_and_kv_write_touch_their_slots_only(
+    ops: BlockOps, heads: int, kv_heads: int, head_dim: int, norms: bool, rotated: float, interleaved: bool
+) -> None:
+    T, slots, reference, dim = 7, 40, TorchOps(), int(head_dim * rotated)
+    angle = torch.outer(torch.arange(3000.0, device="cuda"), 1e4 ** (-torch.arange(0, dim, 2, device="cuda") / dim))
+    rope = Rope(torch.cat((angle.cos(), angle.sin()), dim=1), interleaved)
     q_norm, k_norm = (gain(head_dim), gain(head_dim)) if norms else (None, None)
     qkv = rand(T, (heads + 2 * kv_heads) * head_dim)
     positions, where = torch.randint(0, 3000, (T,), device="cuda"), torch.randperm(slots, device="cuda")[:T]

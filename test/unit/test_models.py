@@ -14,6 +14,8 @@ from transformers import (
     Gemma4ForCausalLM,
     Gemma4ForConditionalGeneration,
     Gemma4TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -76,6 +78,8 @@ GEMMA4: dict[str, Any] = {
     "vocab_size_per_layer_input": VOCAB,
     "final_logit_softcapping": 30.0,
 }
+GPT_OSS = {**COMMON, "num_local_experts": 8, "num_experts_per_tok": 8, "head_dim": 16, "sliding_window": 6}
+GPT_OSS |= {"intermediate_size": 32, "initializer_range": 0.2}
 VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
     "position_embedding_size": 16,
@@ -101,6 +105,11 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "gemma4-with-vision": (
         Gemma4ForConditionalGeneration,
         Gemma4Config(text_config={**GEMMA4, "attention_k_eq_v": True}, vision_config=VISION, audio_config=None),
+    ),
+    "gpt-oss": (GptOssForCausalLM, GptOssConfig(**GPT_OSS, rope_parameters=None)),
+    "gpt-oss-without-biases": (
+        GptOssForCausalLM,
+        GptOssConfig(**GPT_OSS, attention_bias=False, layer_types=["full_attention", "sliding_attention", "full_attention"]),
     ),
     "mistral-window": (MistralForCausalLM, MistralConfig(**COMMON, sliding_window=7)),
     "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SPARSE, **EXPERTS, head_dim=16, norm_topk_prob=True)),
@@ -281,9 +290,9 @@ def test_int8_stays_close_to_the_weights_it_stands_for(checkpoint: Checkpoint) -
         assert mine.linear.scheme.name == "int8"
         if mine.op != "logits":
             its.linear.weight.copy_(dequantize(mine.linear.storage))
-    for mine, its in zip(quantized.experts, exact.experts, strict=True):
-        its.gate_up.weight.copy_(dequantize(mine.gate_up))
-        its.down.weight.copy_(dequantize(mine.down))
+    for mine, its in zip(quantized.sparse_mlps, exact.sparse_mlps, strict=True):
+        its.experts.gate_up.weight.copy_(dequantize(mine.experts.gate_up))
+        its.experts.down.weight.copy_(dequantize(mine.experts.down))
     with torch.inference_mode():
         hidden = Runner(exact, 16).hidden(checkpoint.ids, 0, EXTEND)[0]
         expected = hidden @ dequantize(quantized.lm_head.storage).T

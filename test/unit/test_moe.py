@@ -11,9 +11,8 @@ import torch
 from runtime.distributed.parallel_group import ALONE, Shard
 from runtime.errors import ConfigError
 from runtime.layers.activation import Activation, gated
-from runtime.layers.moe.definition import route, run_experts
+from runtime.layers.moe.definition import masks_of, route, run_experts
 from runtime.layers.moe.experts import Experts
-from runtime.layers.moe.grouped import grouped_experts
 from runtime.layers.moe.router import Router, Routing, RoutingRule
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.scheme import Storage
@@ -71,15 +70,23 @@ def test_routing_follows_its_definition(router: Router) -> None:
     x = rand(20, HIDDEN, seed=4)
     routing = route(x, router)
     assert (routing.ids.dtype, routing.weights.dtype) == (torch.int32, torch.float32)
-    for token, ids, weights in zip(x, routing.ids.tolist(), routing.weights, strict=True):
+    for token, ids, weights, mask in zip(x, routing.ids.tolist(), routing.weights, routing.masks.tolist(), strict=True):
         want_ids, want_weights = slow_route(token, router)
         assert ids == want_ids
+        assert mask == [sum(1 << e for e in ids)]
         torch.testing.assert_close(weights, torch.tensor(want_weights), rtol=1e-5, atol=1e-6)
 
 
 def test_of_equal_experts_the_smaller_id_is_chosen() -> None:
     router = Router(torch.zeros(E, HIDDEN), RoutingRule(3, "softmax", True))
     assert route(rand(2, HIDDEN), router).ids.tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_masks_use_all_32_bits_of_a_word() -> None:
+    ids = torch.tensor([[0, 31, 32], [63, 64, 5]], dtype=torch.int32)
+    masks = masks_of(ids, 70)
+    assert masks.dtype == torch.int32
+    assert (masks.to(torch.int64) & 0xFFFFFFFF).tolist() == [[1 + (1 << 31), 1, 0], [1 << 5, 1 << 31, 1]]
 
 
 def test_a_correction_bias_changes_the_choice_and_not_the_weights() -> None:
@@ -121,20 +128,6 @@ def test_experts_follow_their_definition(tokens: int, bias: bool) -> None:
     x, experts = rand(tokens, HIDDEN, seed=10), make_experts(bias)
     routing = route(x, make_router("softmax"))
     torch.testing.assert_close(run_experts(x, experts, routing), slow_experts(x, experts, routing), rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("held", [range(E), range(4), range(4, E), range(2, 3)])
-@pytest.mark.parametrize("bias", [False, True])
-def test_grouped_gemms_give_what_the_definition_does(held: range, bias: bool, dtype: torch.dtype) -> None:
-    x, whole = rand(30, HIDDEN, seed=11).to(dtype), make_experts(bias, dtype=dtype)
-    routing = route(x, make_router("softmax"))
-    routing.ids[:, 0] = torch.where(routing.ids[:, 0] == 5, 6, routing.ids[:, 0])  # nothing is routed to one expert first
-    experts = part_of(whole, held)
-    want = run_experts(x, experts, routing)
-    got = grouped_experts(x, experts, routing)
-    tolerance = 1e-4 if dtype is torch.float32 else 2e-2
-    torch.testing.assert_close(got.float(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
 
 
 def part_of(experts: Experts, held: range) -> Experts:

@@ -11,6 +11,9 @@ from runtime.config.kernel_configs import GroupedConfig, StepConfig
 WeightFormat = Literal["dense", "fp8", "mxfp4"]
 """Weights in the activations' dtype; e4m3 with float32 scales of blocks or rows; e2m1 with a scale for each 32 columns."""
 
+FEW_BLOCKS = frozenset({8, 16, 32, 64})
+"""Tokens that the kernels for few tokens are compiled for; others are padded to them."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertTuning:
@@ -32,6 +35,11 @@ class ExpertTuning:
     def many_rows(self, weights: WeightFormat, rows: int) -> GroupedConfig:
         """The tiling of the grouped GEMM."""
         return next((config for largest, config in self.many[weights] if rows <= largest), self.many[weights][-1][1])
+
+    def kernel_rows(self, most: int) -> set[int]:
+        """Numbers of tokens, up to `most`, that together need every kernel that passes of up to `most` tokens use."""
+        bounds = {bound for table in self.many.values() for bound, _ in table}
+        return {min(bound, most) for bound in bounds | FEW_BLOCKS}
 
 
 H200_EXPERTS = ExpertTuning(

@@ -29,9 +29,11 @@ from runtime.layers.kernels.rms_norm import rms_norm_rows
 from runtime.layers.kernels.rope_and_cache import rope_and_cache
 from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
-from runtime.layers.moe.definition import route
 from runtime.layers.moe.experts import Experts
-from runtime.layers.moe.grouped import grouped_experts
+from runtime.layers.moe.kernel_weights import kernel_weights
+from runtime.layers.moe.kernels.few_rows import experts_few_rows
+from runtime.layers.moe.kernels.route import new_tickets, route
+from runtime.layers.moe.kernels.run_experts import run_experts
 from runtime.layers.moe.router import Router, Routing
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
@@ -60,6 +62,7 @@ class CudaOps:
         self._tuned_buckets: set[int] | None = None
         self._num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         self._float32_gemms = _has_float32_gemms()
+        self._tickets = new_tickets(torch.device("cuda", torch.cuda.current_device()))
 
     def norm(self, h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype) -> torch.Tensor:
         """RMS norm of float32 `h` [T, hidden], in `dtype`."""
@@ -91,15 +94,34 @@ class CudaOps:
 
     def route(self, x: torch.Tensor, router: Router) -> Routing:
         """The experts of each row of `x`."""
-        return route(x, router)
+        return route(x, router.weight, router.rule, self._tickets, router.bias, router.correction_bias, pdl=self.pdl)
 
     def experts(self, x: torch.Tensor, experts: Experts, routing: Routing, in_prompt: bool = False) -> torch.Tensor:
         """The weighted sum of the outputs of each row's experts, [T, hidden] in the dtype of `x`."""
-        return grouped_experts(x, experts, routing)
+        gate_up, down, act = kernel_weights(experts)
+        tuning = self._timings.tuning.experts
+        return run_experts(x, gate_up, down, routing, act, tuning, torch.empty_like(x), first=experts.first, pdl=self.pdl)
 
-    def reduce_add(self, part: torch.Tensor, group: ParallelGroup, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
-        """`h` plus the sum of the ranks' `part`, in the storage of `h`."""
-        return self._add_of_ranks(part, group, stream.h, next_norm)
+    def experts_add(
+        self,
+        x: torch.Tensor,
+        experts: Experts,
+        routing: Routing,
+        stream: Stream,
+        next_norm: RMSNorm | None = None,
+        beside: torch.Tensor | None = None,
+    ) -> Stream:
+        """`h` plus the sum over the ranks of `experts(x)` and of `beside`, in the storage of `h`; few rows are added by the last kernel."""
+        h, (gate_up, down, act) = stream.h, kernel_weights(experts)
+        few = self._timings.tuning.experts.few_rows(gate_up.format, len(x))
+        if few is None or experts.group.size > 1:
+            part = self.experts(x, experts, routing)
+            return self._add_of_ranks(part if beside is None else part.add_(beside), experts.group, h, next_norm)
+        if beside is not None:
+            h.add_(beside)
+        deferred = self._deferred(h, next_norm, few[1].parts(h.shape[1]))
+        experts_few_rows(x, gate_up, down, routing, act, few, h, add=True, deferred=deferred, pdl=self.pdl)
+        return Stream(h, next_norm, deferred)
 
     def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:
         """Norm and rotate q and k, write k and v to their slots, return q [T, H, head_dim]."""
@@ -267,7 +289,7 @@ class CudaOps:
         if linear.is_partial:  # the sum over ranks comes before the add and the norm
             return self._add_of_ranks(self._linear(x, None, linear, choice), linear.group, h, next_norm)
         if choice is not None:
-            deferred = self._deferred(h, next_norm, linear, choice)
+            deferred = self._deferred(h, next_norm, choice.parts(linear.out_features))
             self._skinny(x, linear.weight, h, choice, Epilogue(bias=linear.bias, add=True, deferred=deferred))
             return Stream(h, next_norm, deferred)
         if not self._float32_gemms or not linear.is_dense:
@@ -296,11 +318,14 @@ class CudaOps:
         squares = torch.empty((h.shape[0], fused.parts(h.shape[1])), device=h.device)
         return DeferredNorm(norm.weight, torch.empty(h.shape, dtype=norm.weight.dtype, device=h.device), squares)
 
-    def _deferred(self, h: torch.Tensor, norm: RMSNorm | None, linear: Linear, choice: TritonConfig | WgmmaConfig) -> DeferredNorm | None:
-        """Buffers for a deferred norm. None for float16, which cannot hold every model's stream before it is normed."""
+    def _deferred(self, h: torch.Tensor, norm: RMSNorm | None, parts: int) -> DeferredNorm | None:
+        """Buffers for a deferred norm, with `parts` sums of squares per row.
+
+        None for float16, which cannot hold every model's stream before it is normed.
+        """
         if norm is None or norm.weight.dtype is not torch.bfloat16:
             return None
-        squares = torch.empty((h.shape[0], choice.parts(linear.out_features)), device=h.device)
+        squares = torch.empty((h.shape[0], parts), device=h.device)
         return DeferredNorm(norm.weight, torch.empty(h.shape, dtype=norm.weight.dtype, device=h.device), squares)
 
     def _greedy(

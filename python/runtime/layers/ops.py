@@ -21,7 +21,6 @@ from typing import Protocol
 
 import torch
 
-from runtime.distributed.parallel_group import ParallelGroup
 from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.forward_batch import ForwardBatch
@@ -108,8 +107,19 @@ class BlockOps(Protocol):
         """
         ...
 
-    def reduce_add(self, part: torch.Tensor, group: ParallelGroup, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
-        """Reduce, add, leave the norm: `h` plus the sum of the ranks' `part` [T, hidden], which may reuse the storage of `h`."""
+    def experts_add(
+        self,
+        x: torch.Tensor,
+        experts: Experts,
+        routing: Routing,
+        stream: Stream,
+        next_norm: RMSNorm | None = None,
+        beside: torch.Tensor | None = None,
+    ) -> Stream:
+        """Experts, reduce, add, leave the norm: `h` plus the sum over the ranks of `experts(x)` and of `beside` [T, hidden].
+
+        May reuse the storage of `h`. `next_norm`: the norm that reads the stream next.
+        """
         ...
 
     def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:

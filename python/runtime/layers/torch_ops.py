@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.nn import functional as F
 
-from runtime.distributed.parallel_group import ParallelGroup
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.forward_batch import ForwardBatch
@@ -63,9 +62,19 @@ class TorchOps:
         """The weighted sum of the outputs of each row's experts, float32 [T, hidden]."""
         return run_experts(x, experts, routing, in_prompt)
 
-    def reduce_add(self, part: torch.Tensor, group: ParallelGroup, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
-        """`h` plus the sum of the ranks' `part`, in the storage of `h`."""
-        return Stream(stream.h.add_(group.all_reduce(part)), in_prompt=stream.in_prompt)
+    def experts_add(
+        self,
+        x: torch.Tensor,
+        experts: Experts,
+        routing: Routing,
+        stream: Stream,
+        next_norm: RMSNorm | None = None,
+        beside: torch.Tensor | None = None,
+    ) -> Stream:
+        """`h` plus the sum over the ranks of `experts(x)` and of `beside`, in the storage of `h`."""
+        part = run_experts(x, experts, routing, stream.in_prompt)
+        part = part if beside is None else part.add_(beside)
+        return Stream(stream.h.add_(experts.group.all_reduce(part)), in_prompt=stream.in_prompt)
 
     def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:
         """Norm and rotate q and k, write k and v to their slots, return q [T, H, head_dim]."""

@@ -122,7 +122,9 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
 
 def check_equal_shards(context: WorkerContext, model: DecoderModel) -> None:
     """Raise `ConfigError` where GPUs would hold parts of different sizes: they share the kernels that rank 0 chooses."""
-    shapes = context.group.gather(([gemm.key(0) for gemm in model.gemms()], [(experts.count, experts.size) for experts in model.experts]))
+    shapes = context.group.gather(
+        ([gemm.key(0) for gemm in model.gemms()], [(mlp.experts.count, mlp.experts.size) for mlp in model.sparse_mlps])
+    )
     if context.device.type == "cuda" and any(other != shapes[0] for other in shapes):
         raise ConfigError(f"--tp-size {context.group.size} does not cut {model.config.architecture} into equal parts; use another size")
 
@@ -257,6 +259,8 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
         rows.update(batches.tuned, (size * at_depth.num_draft_tokens for size in batches.tuned))
         if batches.tuned:
             warmup_runs += backend.warmup_runs(batches.tuned, at_depth.num_draft_tokens, tree=at_depth.topk > 1)
+    if context.device.type == "cuda":
+        warmup_runs += model.warmup_runs(sorted(rows | context.config.device.tuning.experts.kernel_rows(context.extend_tokens)))
     with torch.inference_mode(), context.timed("autotune_gemms"):
         warmup_runs.append(partial(sample_padding, target, torch.zeros((1, model.config.vocab_size), device=context.device)))
         context.info.gemms = model.context.ops.autotune(model.gemms(), sorted(rows), warmup_runs)
@@ -283,7 +287,7 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
     if context.device.type == "cuda":
         torch.cuda.empty_cache()
     bytes_per_slot, reach = sum(model.runner.bytes_per_slot for model in models), parts.drafter.spec.shape.tokens_per_step
-    experts = sum(layer.num_bytes for layer in parts.target.runner.model.experts)
+    experts = sum(mlp.experts.num_bytes for mlp in parts.target.runner.model.sparse_mlps)
     plan = plan_kv(context, activations, reservations, bytes_per_slot, reach, experts)
     for model in models:
         model.runner.allocate(plan.num_pages, parts.target.page_table, context.requests, model.width, model.num_steps)

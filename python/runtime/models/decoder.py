@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.nn import functional as F
@@ -14,7 +14,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.linear import Partition
 from runtime.layers.lm_head import all_logits, greedy
-from runtime.layers.moe.experts import Experts
+from runtime.layers.moe.mlp import SparseMlp
 from runtime.layers.ops import Stream
 from runtime.layers.pass_context import PassContext
 from runtime.mem_cache.kv_pool import KVPool
@@ -72,9 +72,13 @@ class DecoderModel:
         return self._parts.weights.num_bytes + self._parts.rope_bytes
 
     @property
-    def experts(self) -> list[Experts]:
-        """The routed experts of each sparse layer, this rank's part; none for a dense model."""
-        return self._parts.experts
+    def sparse_mlps(self) -> list[SparseMlp]:
+        """The MLP of each sparse layer; none for a dense model."""
+        return self._parts.sparse_mlps
+
+    def warmup_runs(self, rows: Iterable[int]) -> list[Callable[[], object]]:
+        """Runs of the kernels that depend on the number of rows beyond those of `gemms`: the sparse MLPs', which are alike."""
+        return [run for mlp in self.sparse_mlps[:1] for run in mlp.warmup_runs(self.final_norm, rows)]
 
     @property
     def active_parameters(self) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from runtime.distributed.parallel_group import Shard
+from runtime.layers.quantization.mxfp4 import GROUP, Mxfp4
 from runtime.layers.quantization.scheme import Index, LinearPart, QuantScheme, Storage, WeightSlot
 from runtime.models.weights import FusedTensor, NamedTensors, Sliceable, WeightTable, ignore
 
@@ -86,6 +88,29 @@ class ExpertPart:
 
 
 @dataclass(frozen=True, slots=True)
+class FusedForm:
+    """One kind of fused tensor.
+
+    Attributes:
+        suffix: of its name.
+        kind: ending of the names of the experts' own tensors that it holds.
+        trailing: its dimensions behind the rows, from a matrix' columns.
+        transposed: whether the rows come last.
+    """
+
+    suffix: str
+    kind: str
+    trailing: Callable[[int], tuple[int, ...]]
+    transposed: bool = False
+
+
+MXFP4_FORMS = (
+    FusedForm("_blocks", "weight_blocks", lambda columns: (columns // GROUP, GROUP // 2)),
+    FusedForm("_scales", "weight_scales", lambda columns: (columns // GROUP,)),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class StackedWeights:
     """Gate and up, then down, of the experts of one rank, with their biases and the scheme that stores them."""
 
@@ -115,7 +140,10 @@ def stacked_weights(
                 table.add(name, slot if own is not None else _unread(slot))
             if bias:
                 _register_bias(table, part, biases, own)
-    _accept_fused(table, names, placement.total, hidden, inner, bias)
+    forms = [FusedForm("", "weight", lambda columns: (columns,), names.transposed)]
+    forms += MXFP4_FORMS if isinstance(scheme, Mxfp4) else ()
+    forms += [FusedForm("_bias", "bias", lambda columns: ())] if bias else []
+    _accept_fused(table, names, placement.total, hidden, inner, forms)
     table.hold([*gate_up.tensors, *down.tensors, *(b for b in (gate_up_bias, down_bias) if b is not None)])
     return StackedWeights(gate_up, down, gate_up_bias, down_bias, scheme)
 
@@ -143,28 +171,21 @@ def _unread(slot: WeightSlot) -> WeightSlot:
     return replace(slot, index=tuple(slice(0, 0) for _ in slot.index), put=ignore)
 
 
-def _accept_fused(table: WeightTable, names: ExpertNames, total: int, hidden: int, inner: int, bias: bool) -> None:
+def _accept_fused(table: WeightTable, names: ExpertNames, total: int, hidden: int, inner: int, forms: Iterable[FusedForm]) -> None:
     """Let fused tensors stand for the experts' own."""
 
-    def split(tensor: Sliceable, parts: Iterable[tuple[str, int, int]], shape: tuple[int, ...], kind: str) -> NamedTensors:
+    def split(parts: Iterable[tuple[str, int, int]], shape: tuple[int, ...], form: FusedForm, tensor: Sliceable) -> NamedTensors:
         for expert in range(total):
             for name, start, step in parts:
-                view = ExpertPart(tensor, expert, start, step, shape, names.transposed)
-                yield f"{names.prefix}{expert}.{name}.{kind}", view
+                view = ExpertPart(tensor, expert, start, step, shape, form.transposed)
+                yield f"{names.prefix}{expert}.{name}.{form.kind}", view
 
     up_start, step = (1, 2) if names.interleaved else (inner, 1)
     for fused, parts, rows, columns in (
         (names.gate_up_fused, ((names.gate, 0, step), (names.up, up_start, step)), inner, hidden),
         (names.down_fused, ((names.down, 0, 1),), hidden, inner),
     ):
-        height = rows * len(parts)
-        matrix = (columns, height) if names.transposed else (height, columns)
-        table.also(
-            names.prefix + fused,
-            FusedTensor((total, *matrix), lambda t, parts=parts, shape=(rows, columns): split(t, parts, shape, "weight")),
-        )
-        if bias:
-            table.also(
-                f"{names.prefix}{fused}_bias",
-                FusedTensor((total, height), lambda t, parts=parts, shape=(rows,): split(t, parts, shape, "bias")),
-            )
+        for form in forms:
+            trailing, height = form.trailing(columns), rows * len(parts)
+            whole = (*trailing, height) if form.transposed else (height, *trailing)
+            table.also(names.prefix + fused + form.suffix, FusedTensor((total, *whole), partial(split, parts, (rows, *trailing), form)))

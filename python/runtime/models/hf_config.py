@@ -60,6 +60,7 @@ class DecoderFlags(TypedDict, total=False):
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    sinks: bool
     rope_interleaved: bool
 
 
@@ -123,11 +124,11 @@ def decoder_config(
     )
 
 
-def sliding_windows(fields: ConfigFields, full_layers: int) -> tuple[int, ...] | None:
+def sliding_windows(fields: ConfigFields, full_layers: int, period: int = 1, default_size: int = DEFAULT_WINDOW) -> tuple[int, ...] | None:
     """The window of each layer of a family with sliding windows; None where `sliding_window` is null.
 
-    `layer_types` says which layers have one, or else all but the first `full_layers` do. The file counts the query's
-    own key too.
+    `layer_types` says which layers have one, or else every `period`-th does behind the first `full_layers`. The file
+    counts the query's own key too.
 
     Raises:
         ConfigError: a field is not of its type.
@@ -136,12 +137,13 @@ def sliding_windows(fields: ConfigFields, full_layers: int) -> tuple[int, ...] |
     if size is None and fields.has("sliding_window"):
         return None
     num_layers = fields.num_layers()
-    default = ["full_attention" if i < full_layers else "sliding_attention" for i in range(num_layers)]
+    slides = [i >= full_layers and (i - full_layers) % period == 0 for i in range(num_layers)]
+    default = ["sliding_attention" if sliding else "full_attention" for sliding in slides]
     kinds = fields.get("layer_types", default)
     known = isinstance(kinds, list) and len(kinds) == num_layers and all(k in ("full_attention", "sliding_attention") for k in kinds)
     if not known:
         raise fields.error(f"layer_types must name full_attention or sliding_attention for each of {num_layers} layers")
-    return tuple((size or DEFAULT_WINDOW) - 1 if kind == "sliding_attention" else -1 for kind in kinds)
+    return tuple((size or default_size) - 1 if kind == "sliding_attention" else -1 for kind in kinds)
 
 
 class ConfigFields:
@@ -219,6 +221,10 @@ class ConfigFields:
         if not isinstance(value, dict):
             raise self.error(f"{name} is {value!r}; it must be an object")
         return ConfigFields(value, self.where)
+
+    def filled(self, **defaults: object) -> ConfigFields:
+        """These fields, with values for those that are absent or null."""
+        return ConfigFields({**self._raw, **{name: self.get(name, value) for name, value in defaults.items()}}, self.where)
 
     def within(self, name: str) -> ConfigFields:
         """These fields, and those of an object in the file that are not null or absent beside it."""

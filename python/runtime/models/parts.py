@@ -14,7 +14,6 @@ from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention.layer import Attention
 from runtime.layers.linear import Partition
 from runtime.layers.mlp import GatedMlp
-from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.mlp import SparseMlp
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps
@@ -68,14 +67,14 @@ class ModelParts:
         config: the architecture.
         context: operations, dtype, device, scheme and group.
         weights: the table of all parameters so far.
-        experts: the routed experts of the sparse MLPs so far.
+        sparse_mlps: those made so far.
         rope: the rotary table that the attention layers share.
     """
 
     def __init__(self, config: ModelConfig, context: ModelContext, weights: WeightTable | None = None) -> None:
         """`weights`: a table to add to; a new one by default."""
         self.config, self.context = config, context
-        self.experts = list[Experts]()
+        self.sparse_mlps = list[SparseMlp]()
         self.weights = weights or WeightTable(context.dtype, context.device, context.scheme, context.group, context.quant)
         self.rope = build_rope(config, context.device)
         self._others = dict[ModelConfig, ModelParts]()
@@ -113,8 +112,10 @@ class ModelParts:
         kv_dtype = self.context.kv_dtype
         kv = KVSpec("gqa", kv_heads, c.head_dim, c.head_dim, kv_dtype or self.context.dtype, scaled=kv_dtype is not None)
         kv_scales = None if kv_dtype is None else self.kv_scales(prefix)
+        own = slice(query.of(q_rows).start // c.head_dim, query.of(q_rows).stop // c.head_dim)
+        sinks = self.weights.tensor(prefix + "sinks", (c.num_q_heads,), rows=own) if c.sinks else None
         scale = c.attn_scale or c.head_dim**-0.5
-        spec = AttentionSpec(layer_id, heads, kv, scale, c.window[layer_id], causal=causal, kv_scales=kv_scales)
+        spec = AttentionSpec(layer_id, heads, kv, scale, c.window[layer_id], sinks=sinks, causal=causal, kv_scales=kv_scales)
         v_norm = RMSNorm(torch.ones(c.head_dim, dtype=self.context.dtype, device=self.context.device), c.rms_eps) if c.v_norm else None
         split = RotaryHeads(heads, kv_heads, c.head_dim, self.rope, q_norm, k_norm, v_norm, c.shared_kv, kv_scales)
         return Attention(spec, split, qkv, o, self.context.ops)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.config.quant_config import with_flag
 from runtime.errors import ConfigError
-from runtime.models import deepseek, gemma4, glm4_lite, llama, mimo, mistral, qwen2, qwen3, qwen3_moe
+from runtime.models import deepseek, gemma4, glm4_lite, gpt_oss, llama, mimo, mistral, qwen2, qwen3, qwen3_moe
 from runtime.models.config import ModelConfig
 from runtime.models.hf_config import ConfigFields, read_hf_config
 from runtime.models.quant_fields import read_quantization
@@ -54,6 +54,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": qwen3_moe,
     "Gemma4ForCausalLM": gemma4,
     "Gemma4ForConditionalGeneration": gemma4,
+    "GptOssForCausalLM": gpt_oss,
     "DeepseekV3ForCausalLM": deepseek,
     "Glm4MoeLiteForCausalLM": glm4_lite,
     "MiMoForCausalLM": mimo,

@@ -80,11 +80,12 @@ class WeightTable:
             raise ConfigError(f"quantization_config keeps {kept[0]} in 16 bits and quantizes {mixed[0]}; layers that are fused must agree")
         return DENSE if kept else self._scheme
 
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A parameter that every rank holds whole, filled by one tensor; in the model's dtype or in `dtype`."""
-        target = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, rows: slice | None = None) -> torch.Tensor:
+        """A parameter that every rank holds whole, or `rows` of it, filled by one tensor; in the model's dtype or in `dtype`."""
+        rows = rows or slice(0, shape[0])
+        target = torch.empty((rows.stop - rows.start, *shape[1:]), dtype=dtype or self.dtype, device=self.device)
         self._tensors.append(target)
-        self.add(name, WeightSlot(shape, (slice(None),), target.copy_))
+        self.add(name, WeightSlot(shape, (rows,), target.copy_))
         return target
 
     def optional(self, name: str, slot: WeightSlot) -> None:

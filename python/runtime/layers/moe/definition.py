@@ -12,6 +12,9 @@ from runtime.layers.moe.router import Router, Routing
 TINY = 1e-20
 """Added to the sum of sigmoid weights: all of them may be zero."""
 
+WORD = 32
+"""Bits of a word of a mask."""
+
 
 def route(x: torch.Tensor, router: Router) -> Routing:
     """Choose the `top_k` experts of each row of `x` [T, hidden], the best first; of equal ones the smaller id. Never reads the device.
@@ -30,7 +33,14 @@ def route(x: torch.Tensor, router: Router) -> Routing:
         weights = weights.softmax(dim=1)
     elif rule.renormalize:
         weights = weights / (weights.sum(dim=1, keepdim=True) + TINY)
-    return Routing(ids.to(torch.int32), weights * rule.scaling)
+    return Routing(ids.to(torch.int32), weights * rule.scaling, masks_of(ids, router.num_experts))
+
+
+def masks_of(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """`Routing.masks` of ids [T, k]."""
+    words = torch.arange(-(-num_experts // WORD), device=ids.device)
+    bits = torch.where(ids[:, :, None] // WORD == words, 1 << (ids[:, :, None].to(torch.int64) % WORD), 0).sum(dim=1)
+    return torch.where(bits >= 1 << (WORD - 1), bits - (1 << WORD), bits).to(torch.int32)
 
 
 def _within_best_groups(choice: torch.Tensor, num_groups: int, top_groups: int) -> torch.Tensor:

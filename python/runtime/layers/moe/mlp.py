@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -61,12 +62,24 @@ class SparseMlp:
 
     def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
         """`stream + mlp(norm(stream))`, perhaps in the same storage."""
-        ops, experts = self._ops, self.experts
-        x = ops.norm(stream.h, norm, norm.weight.dtype)
-        part = ops.experts(x, experts, ops.route(x, self.router), stream.in_prompt)
-        if self.shared is not None:
-            part = part + self._shared(x, self.shared, stream, norm).to(part.dtype)
-        return ops.reduce_add(part, experts.group, stream, next_norm)
+        x = self._ops.norm(stream.h, norm, norm.weight.dtype)
+        routing = self._ops.route(x, self.router)
+        beside = None if self.shared is None else self._shared(x, self.shared, stream, norm)
+        return self._ops.experts_add(x, self.experts, routing, stream, next_norm, beside)
+
+    def warmup_runs(self, norm: RMSNorm, rows: Iterable[int]) -> list[Callable[[], object]]:
+        """Runs over so many rows each, for compiling kernels; without the other ranks, which compile in another order."""
+        return [partial(self._warm_up, norm, count) for count in rows]
+
+    def _warm_up(self, norm: RMSNorm, rows: int) -> None:
+        h = torch.zeros((rows, self.experts.size[0]), device=norm.weight.device)
+        x = self._ops.norm(h, norm, norm.weight.dtype)
+        routing = self._ops.route(x, self.router)
+        if self.experts.group.size > 1:
+            self._ops.experts(x, self.experts, routing)
+            return
+        for next_norm in (norm, None):
+            self._ops.experts_add(x, self.experts, routing, Stream(h), next_norm)
 
     def _shared(self, x: torch.Tensor, shared: SharedExpert, stream: Stream, norm: RMSNorm) -> torch.Tensor:
         inner = self._ops.norm_gate_up(stream, norm, shared.gate_up_proj, self.experts.activation)

@@ -46,9 +46,11 @@ class Routing:
     """Which experts T tokens are routed to.
 
     Attributes:
-        ids: int32 [T, k], different in each row; ids of the whole layer, on every rank.
+        ids: int32 [T, k], the best first; ids of the whole layer, on every rank.
         weights: float32 [T, k].
+        masks: int32 [T, ⌈E / 32⌉]: bit `id % 32` of word `id // 32` is set for each of a token's experts.
     """
 
     ids: torch.Tensor
     weights: torch.Tensor
+    masks: torch.Tensor

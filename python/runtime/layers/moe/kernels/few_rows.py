@@ -20,7 +20,7 @@ from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.layers.kernels.weight_step import dot_step
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import GatedAct, apply_gate
-from runtime.layers.moe.kernels.route import Routed
+from runtime.layers.moe.router import Routing
 
 MAX_ROWS = 64
 """Tokens, at most."""
@@ -30,7 +30,7 @@ def experts_few_rows(
     x: torch.Tensor,
     gate_up: ExpertWeights,
     down: ExpertWeights,
-    routed: Routed,
+    routed: Routing,
     act: GatedAct,
     configs: tuple[StepConfig, StepConfig],
     out: torch.Tensor,

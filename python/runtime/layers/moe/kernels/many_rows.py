@@ -15,7 +15,7 @@ from runtime.layers.kernels.weight_step import dot_step
 from runtime.layers.moe.kernels.align import Aligned, align
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import GatedAct, apply_gate
-from runtime.layers.moe.kernels.route import Routed
+from runtime.layers.moe.router import Routing
 
 GROUP = 128
 """Columns of activations that share a scale in FP8."""
@@ -26,7 +26,7 @@ def experts_many_rows(
     x: torch.Tensor,
     gate_up: ExpertWeights,
     down: ExpertWeights,
-    routed: Routed,
+    routed: Routing,
     act: GatedAct,
     config: GroupedConfig,
     out: torch.Tensor,

@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
 
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
+from runtime.layers.moe.router import Routing, RoutingRule
 
 SOFTMAX, SIGMOID, TOPK_SOFTMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _SCORINGS = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "topk_softmax": TOPK_SOFTMAX.value}
@@ -23,33 +21,6 @@ MAX_BLOCKS = 4096
 """Blocks of tokens of one call, at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """How logits become experts and weights; `MoeConfig` describes the fields."""
-
-    top_k: int
-    scoring: Literal["softmax", "sigmoid", "topk_softmax"]
-    renormalize: bool
-    scaling: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """The experts of T tokens.
-
-    Attributes:
-        ids: int32 [T, k]: the best first; of equal ones the smaller id.
-        weights: float32 [T, k].
-        masks: int32 [T, ⌈E / 32⌉]: bit `id % 32` of word `id // 32` is set for each of a token's experts.
-    """
-
-    ids: torch.Tensor
-    weights: torch.Tensor
-    masks: torch.Tensor
-
-
 def new_tickets(device: torch.device) -> torch.Tensor:
     """Counters for `route`, which leaves them at zero; calls that run one after the other may share them."""
     return torch.zeros(MAX_BLOCKS, dtype=torch.int32, device=device)
@@ -58,13 +29,13 @@ def new_tickets(device: torch.device) -> torch.Tensor:
 def route(
     x: torch.Tensor,
     weight: torch.Tensor,
-    scoring: Scoring,
+    scoring: RoutingRule,
     tickets: torch.Tensor,
     bias: torch.Tensor | None = None,
     correction_bias: torch.Tensor | None = None,
     *,
     pdl: bool = False,
-) -> Routed:
+) -> Routing:
     """Choose experts for each row of x.
 
     Args:
@@ -87,7 +58,7 @@ def route(
     assert blocks <= MAX_BLOCKS, f"expected at most {MAX_BLOCKS * rows} tokens; got {T}"
     device, top_k = x.device, scoring.top_k
     words = triton.cdiv(E, 32)
-    routed = Routed(
+    routed = Routing(
         torch.empty((T, top_k), dtype=torch.int32, device=device),
         torch.empty((T, top_k), dtype=torch.float32, device=device),
         torch.empty((T, words), dtype=torch.int32, device=device),

@@ -9,14 +9,14 @@ from runtime.layers.moe.kernels.expert_weights import ExpertWeights
 from runtime.layers.moe.kernels.few_rows import experts_few_rows
 from runtime.layers.moe.kernels.gate import GatedAct
 from runtime.layers.moe.kernels.many_rows import experts_many_rows
-from runtime.layers.moe.kernels.route import Routed
+from runtime.layers.moe.router import Routing
 
 
 def run_experts(
     x: torch.Tensor,
     gate_up: ExpertWeights,
     down: ExpertWeights,
-    routed: Routed,
+    routed: Routing,
     act: GatedAct,
     tuning: ExpertTuning,
     out: torch.Tensor,

@@ -1,0 +1,53 @@
+"""gpt-oss: attention sinks, windows on every second layer, YaRN, and sparse MLPs of clamped SwiGLU with biases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from runtime.models.config import ModelConfig
+from runtime.models.hf_config import ConfigFields, decoder_config, sliding_windows
+from runtime.models.moe_fields import moe_fields
+
+if TYPE_CHECKING:  # the front process reads configurations without torch
+    from runtime.models.block import Block
+    from runtime.models.parts import ModelParts
+
+HEAD_DIM, WINDOW, THETA = 64, 128, 150000.0
+ALPHA, LIMIT = 1.702, 7.0
+"""Of the activation; `layers/activation.py` computes with the same."""
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+"""Where the file describes no rotary embedding (transformers' default)."""
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    """The architecture."""
+    for name, value in (("swiglu_alpha", ALPHA), ("swiglu_limit", LIMIT)):
+        if fields.number(name, value) != value:
+            raise fields.error(f"{name} is {fields.get(name, value)}; only {value} is supported")
+    if not fields.get("rope_scaling", {}):
+        fields = fields.filled(rope_parameters=YARN)
+    bias = bool(fields.get("attention_bias", True))
+    return decoder_config(
+        fields,
+        head_dim=HEAD_DIM,
+        window=sliding_windows(fields, full_layers=0, period=2, default_size=WINDOW),
+        default_theta=THETA,
+        qkv_bias=bias,
+        o_bias=bias,
+        sinks=True,
+        moe=moe_fields(fields, inner="intermediate_size", scoring="topk_softmax", renormalize=True, bias=True),
+    )
+
+
+def block(parts: ModelParts, layer: int) -> Block:
+    """Layer `layer`."""
+    from runtime.layers.activation import Activation
+    from runtime.models.block import Block
+    from runtime.models.expert_weights import ExpertNames
+    from runtime.models.sparse import SparseNames
+
+    prefix = f"model.layers.{layer}."
+    names = SparseNames(ExpertNames(prefix + "mlp.experts.", interleaved=True, transposed=True), prefix + "mlp.router")
+    attn_norm, mlp_norm = (parts.norm(f"{prefix}{name}_layernorm.weight") for name in ("input", "post_attention"))
+    attention = parts.attention(prefix + "self_attn.", layer)
+    return Block(attention, parts.sparse_mlp(names, Activation.CLAMPED_SWIGLU), attn_norm, mlp_norm)

@@ -12,7 +12,6 @@ The server's draft-extend and draft-decode passes compute the same if all drafts
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,31 +24,54 @@ from torch import nn
 from torch.nn import functional as F
 
 from eagle_training.vocabulary import draft_to_target, target_in_draft
-from runtime.errors import ConfigError
 from runtime.models.config import ModelConfig, RopeScaling
 from runtime.models.rotary import build_rope
 
 INIT_STD = 0.02
 FC_NOISE = 0.1
+SCALING_FIELDS = {
+    "linear": {},
+    "llama3": {
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position": "original_max_position_embeddings",
+    },
+    "yarn": {
+        "original_max_position": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "truncate": "truncate",
+        "magnitude": "attention_factor",
+    },
+}
+"""The fields of a rotary scaling, besides kind and factor, and their names in config.json."""
 
 
 def head_config(target: ModelConfig, intermediate_size: int, draft_vocab_size: int) -> ModelConfig:
-    """Sizes of a head with the width and the attention heads of its target."""
-    return dataclasses.replace(
-        target,
+    """Sizes of a head with the width, the attention heads and the rotary embedding of its target; the embedding is unscaled
+    where heads are not published with the target's scaling.
+    """
+    scaling = target.rope_scaling
+    return ModelConfig(
         architecture="LlamaForCausalLMEagle3",
-        num_layers=1,
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
         intermediate_size=intermediate_size,
+        num_layers=1,
+        num_q_heads=target.num_q_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        rms_eps=target.rms_eps,
+        rope_theta=target.rope_theta,
+        rope_scaling=scaling if scaling is not None and scaling.kind in SCALING_FIELDS else None,
+        max_context_len=target.max_context_len,
+        tie_embeddings=False,
+        window=(-1,),
+        eos_ids=target.eos_ids,
+        bos_id=target.bos_id,
+        dtype=target.dtype,
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target.hidden_size,
-        tie_embeddings=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        rotary_dim=None,
-        rope_interleaved=False,
-        window=(-1,),
     )
 
 
@@ -266,31 +288,7 @@ def config_json(c: ModelConfig, aux_layers: tuple[int, ...], dtype: torch.dtype)
     return raw
 
 
-SCALING_FIELDS = {
-    "linear": {},
-    "llama3": {
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_position": "original_max_position_embeddings",
-    },
-    "yarn": {
-        "original_max_position": "original_max_position_embeddings",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "truncate": "truncate",
-        "magnitude": "attention_factor",
-    },
-}
-"""The fields of a rotary scaling, besides kind and factor, and their names in config.json."""
-
-
 def scaling_fields(scaling: RopeScaling) -> dict[str, object]:
-    """`rope_scaling` of a config.json.
-
-    Raises:
-        ConfigError: heads are not trained with such a scaling.
-    """
-    if scaling.kind not in SCALING_FIELDS:
-        raise ConfigError(f"heads are trained with the rope scalings {', '.join(SCALING_FIELDS)}; this one is {scaling.kind}")
+    """`rope_scaling` of a config.json."""
     names = SCALING_FIELDS[scaling.kind]
     return {"rope_type": scaling.kind, "factor": scaling.factor} | {there: getattr(scaling, here) for here, there in names.items()}

@@ -10,9 +10,9 @@ from unit.tiny import tiny_model
 LATENT: dict[str, Any] = {
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "num_key_value_heads": 4,
 }  # fmt: skip
-EXPERTS: dict[str, Any] = {
-    "moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
-    "routed_scaling_factor": 1.5, "n_shared_experts": 1,
+DEEPSEEK_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.5, "n_shared_experts": 1, "initializer_range": 0.2,
 }  # fmt: skip
 YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.8,

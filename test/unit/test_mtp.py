@@ -19,7 +19,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.build import build_worker
-from runtime.models.config import ModelConfig
+from runtime.models.config import ModelConfig, MoeConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.mimo import MTP as MIMO_MTP
 from runtime.models.mtp import MtpDraft, mtp_config
@@ -40,9 +40,14 @@ def mimo_model() -> ModelConfig:
     return tiny_model(architecture="MiMoForCausalLM", vocab_size=97, qkv_bias=True, mtp=MIMO_MTP, unused_weights=(MIMO_MTP.prefix,))
 
 
+MOE = MoeConfig(
+    num_experts=8, top_k=2, intermediate_size=32, scoring="sigmoid", renormalize=True, scaling=1.5, num_groups=2, top_groups=1,
+    shared_intermediate_size=32, layers=(False, True, True),
+)  # fmt: skip
 MODELS: dict[str, Callable[[], ModelConfig]] = {
     "deepseek": latent_model,
     "direct queries": lambda: latent_model(q_rank=None),
+    "experts": lambda: latent_model(moe=MOE),
     "mimo": mimo_model,
 }
 
@@ -146,6 +151,22 @@ class Definition:
         key = torch.cat((made[..., : latent.nope_dim], self.rotate(shared[:, None]).expand(-1, H, -1)), -1)
         return self.attend(torch.cat((nope, self.rotate(rotated)), -1), key, made[..., latent.nope_dim :])
 
+    def mlp(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return self.linear(F.silu(self.linear(x, name + "gate_proj")) * self.linear(x, name + "up_proj"), name + "down_proj")
+
+    def experts(self, x: torch.Tensor, moe: MoeConfig) -> torch.Tensor:
+        """Sigmoid scores; the bias and the sum of a group's two best take part in the choice alone."""
+        scores = self.linear(x, "mlp.gate").sigmoid()
+        choice = (scores + self.t[f"{self.prefix}mlp.gate.e_score_correction_bias"]).unflatten(1, (moe.num_groups, -1))
+        best = choice.topk(2).values.sum(-1).topk(moe.top_groups).indices
+        kept = torch.zeros(choice.shape[:2], dtype=torch.bool).scatter_(1, best, True)
+        ids = choice.masked_fill(~kept[:, :, None], -torch.inf).flatten(1).topk(moe.top_k).indices
+        weights = scores.gather(1, ids)
+        weights = weights / weights.sum(1, keepdim=True) * moe.scaling
+        every = torch.stack([self.mlp(x, f"mlp.experts.{e}.") for e in range(moe.num_experts)], 1)
+        chosen = every.gather(1, ids[:, :, None].expand(-1, -1, x.shape[1]))
+        return (chosen * weights[:, :, None]).sum(1) + self.mlp(x, "mlp.shared_experts.")
+
     def __call__(self, ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the next step is fed, and logits, from the target's states and the token after each of them."""
         embeds = self.t["model.embed_tokens.weight"][ids]
@@ -158,7 +179,7 @@ class Definition:
         x = self.norm(h, "input_layernorm")
         h = h + self.linear(self.mimo_attention(x) if self.mimo else self.latent_attention(x), "self_attn.o_proj")
         m = self.norm(h, "post_attention_layernorm")
-        h = h + self.linear(F.silu(self.linear(m, "mlp.gate_proj")) * self.linear(m, "mlp.up_proj"), "mlp.down_proj")
+        h = h + (self.mlp(m, "mlp.") if self.c.moe is None else self.experts(m, self.c.moe))
         last = self.norm(h, "final_layernorm" if self.mimo else "shared_head.norm")
         return last if self.mimo else h, last @ self.t["lm_head.weight"].T
 

@@ -624,6 +624,14 @@ def test_a_gpu_without_kernel_packages_falls_back_to_torch(machine: MachineFacts
         resolve(args(attention_backend=asked), bare, LLAMA)
 
 
+def test_a_model_with_sinks_gets_a_backend_that_has_them() -> None:
+    sinks = replace(LLAMA, sinks=True)
+    assert resolve(args(), HOPPER, sinks).device.attention_backend == "fa3"
+    assert resolve(args(), AMPERE, sinks).device.attention_backend == "torch_native"
+    with pytest.raises(ConfigError, match="flashinfer is not possible: its kernels take no attention sinks"):
+        resolve(args(attention_backend="flashinfer"), AMPERE, sinks)
+
+
 def test_draft_graphs_follow_their_flags() -> None:
     off = resolve(args(**EAGLE, disable_draft_extend_cuda_graph=True), HOPPER, LLAMA, DRAFT).speculative
     assert off is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,25 @@ def sparse_config(**changes: Any) -> ModelConfig:
     return model_config(**{"architecture": "Qwen3MoeForCausalLM", "qk_norm": True, "moe": moe, **changes})
 
 
+def family(name: str, **changes: Any) -> ModelConfig:
+    """A tiny model of one family."""
+    base = sparse_config(qk_norm=False, **changes)
+    assert base.moe is not None
+    if name == "qwen3-moe":
+        return sparse_config(**changes)
+    if name == "qwen2-moe":
+        moe = dataclasses.replace(base.moe, shared_intermediate_size=40)
+        return dataclasses.replace(base, architecture="Qwen2MoeForCausalLM", qkv_bias=True, moe=moe)
+    everywhere = dataclasses.replace(base.moe, layers=(True,) * 3)
+    if name == "mixtral":
+        return dataclasses.replace(base, architecture="MixtralForCausalLM", moe=everywhere)
+    sigmoid = dataclasses.replace(everywhere, scoring="sigmoid")
+    return dataclasses.replace(base, architecture="MiniMaxM2ForCausalLM", moe=sigmoid, qk_row_norm=True, rotary_dim=8)
+
+
+FAMILIES = ["qwen3-moe", "qwen2-moe", "mixtral", "minimax-m2"]
+
+
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_greedy_text_with_eagle3_equals_plain_text(tmp_path: Path, shape: dict[str, Any]) -> None:
     expected = Driver(plain(model=sparse_config())).generate(PROMPTS, 32)
@@ -31,10 +51,13 @@ def test_greedy_text_with_eagle3_equals_plain_text(tmp_path: Path, shape: dict[s
     assert driver.mean_accept_len() > 1.1, "drafts were accepted"
 
 
-@pytest.mark.parametrize(("size", "draft"), [(2, None), (2, ("EAGLE3", CHAIN)), (3, None)])
-def test_several_ranks_generate_the_text_of_one(tmp_path: Path, size: int, draft: Any) -> None:
-    heads = {"num_q_heads": 6, "num_kv_heads": 3} if size == 3 else {}
-    build = builder(tmp_path, draft, sparse_config(**heads))
+@pytest.mark.parametrize(("name", "size", "draft"), [
+    *[(name, 2, None) for name in FAMILIES], ("qwen3-moe", 2, ("EAGLE3", CHAIN)), ("qwen3-moe", 3, None), ("minimax-m2", 4, None),
+])  # fmt: skip
+def test_several_ranks_generate_the_text_of_one(tmp_path: Path, name: str, size: int, draft: Any) -> None:
+    # Of four ranks two hold each KV head.
+    heads = {2: {}, 3: {"num_q_heads": 6, "num_kv_heads": 3}, 4: {"num_q_heads": 4, "num_kv_heads": 2}}[size]
+    build = builder(tmp_path, draft, family(name, **heads))
     expected, _ = texts(build())
     with ranks(size, build) as worker:
         assert texts(worker)[0] == expected

@@ -32,6 +32,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import safetensors_weights
+from runtime.models.config import MoeConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import load_draft_config
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
@@ -102,6 +103,14 @@ def test_a_head_keeps_the_rotary_scaling_of_its_target(tmp_path: Path, scaling: 
     (tmp_path / "config.json").write_text(json.dumps(config_json(head_config(target, 80, 40), AUX, torch.float32)))
     read = load_draft_config(tmp_path, "EAGLE3", target).model
     assert (read.rope_theta, read.rope_scaling, read.max_context_len) == (target.rope_theta, target.rope_scaling, target.max_context_len)
+
+
+def test_a_head_for_a_sparse_target_is_a_plain_one(tmp_path: Path) -> None:
+    moe = MoeConfig(num_experts=4, top_k=2, intermediate_size=8, scoring="softmax", renormalize=True, layers=(True,) * 4)
+    (tmp_path / "config.json").write_text(json.dumps({**RAW, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}))
+    target = dataclasses.replace(load_hf_config(tmp_path), moe=moe, sinks=True)
+    head = head_config(target, 80, 40)
+    assert (head.moe, head.sinks, head.rope_scaling, head.head_dim) == (None, False, None, target.head_dim)
 
 
 # ---- the server's side

@@ -17,6 +17,7 @@ class AttentionCaps:
         head_dims: head dimensions it takes; None for any.
         page_sizes: page sizes it takes; None for any.
         kv_kinds: values of `KVSpec.kind` it takes.
+        latent_dims: key and value dimensions of "mla" caches that it takes; None for any.
         tree_mask: whether passes with a tree mask work when every layer has full attention.
         cuda_graph: whether `forward` may be captured.
         sliding_window: whether layers with a sliding window work.
@@ -34,6 +35,7 @@ class AttentionCaps:
     head_dims: frozenset[int] | None = None
     page_sizes: frozenset[int] | None = None
     kv_kinds: frozenset[str] = frozenset({"gqa"})
+    latent_dims: frozenset[tuple[int, int]] | None = None
     tree_mask: bool = True
     cuda_graph: bool = True
     sliding_window: bool = True
@@ -47,9 +49,11 @@ class AttentionCaps:
 
 
 _HALF = frozenset({"bfloat16", "float16"})
+_BOTH = frozenset({"gqa", "mla"})
+_LATENT = frozenset({(576, 512)})
 ATTENTION_CAPS = {
     "torch_native": AttentionCaps(
-        kv_kinds=frozenset({"gqa", "mla"}),
+        kv_kinds=_BOTH,
         cuda_graph=False,
         softcap=True,
         sinks=True,
@@ -58,7 +62,9 @@ ATTENTION_CAPS = {
         plan_on_device=False,
         scaled_kv=True,
     ),
-    "fa3": AttentionCaps(dtypes=_HALF, head_dims=frozenset({64, 128, 256}), sinks=True),
-    "flashinfer": AttentionCaps(dtypes=_HALF, head_dims=frozenset({64, 128, 256}), plan_on_device=False, self_check=True),
+    "fa3": AttentionCaps(dtypes=_HALF, head_dims=frozenset({64, 128, 256}), kv_kinds=_BOTH, latent_dims=_LATENT, sinks=True),
+    "flashinfer": AttentionCaps(
+        dtypes=_HALF, head_dims=frozenset({64, 128, 256}), kv_kinds=_BOTH, latent_dims=_LATENT, plan_on_device=False, self_check=True
+    ),
 }
 """Capabilities by the name of the backend's flag value."""

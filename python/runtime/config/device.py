@@ -35,7 +35,7 @@ def resolve_device(args: ServerArgs, machine: MachineFacts, model: ModelFacts) -
     if args.sampling_backend == "triton" and device == "cpu":
         raise ConfigError("--sampling-backend triton needs CUDA. On a CPU use pytorch, or leave the flag out.")
     sampling = args.sampling_backend or ("triton" if device == "cuda" else "pytorch")
-    attention = resolve_attention(args.attention_backend, "--attention-backend", device, dtype, machine, model.head_dim)
+    attention = resolve_attention(args.attention_backend, "--attention-backend", device, dtype, machine, model)
     kv_dtype: KVDType = "fp8_e4m3" if args.kv_cache_dtype == "fp8_e4m3" else "auto"
     if kv_dtype != "auto" and not ATTENTION_CAPS[attention].scaled_kv:
         able = " or ".join(name for name, caps in ATTENTION_CAPS.items() if caps.scaled_kv)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runtime.config.expert_tuning import H200_EXPERTS, ExpertTuning
-from runtime.config.kernel_configs import SplitConfig, TritonConfig
+from runtime.config.kernel_configs import LatentConfig, SplitConfig, TritonConfig
 from runtime.config.machine import Gpu
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,10 @@ class DeviceTuning:
         draft_step_launches: kernels of one draft pass beside those of the draft model.
         split_kv_batches: batch sizes, first and last, whose fixed-width passes run by split-KV attention, not FA3.
         split_kv: (largest batch, configuration for head dimensions up to 128), ascending; the last holds for any batch.
+        latent: (most queries times heads of a request, configuration of split-KV attention over latent rows), ascending; the last
+            holds for any number.
         gemm_candidates: by operation, (largest number of input rows, candidates), ascending.
+        scaled_candidates: the same for weights in e4m3, for every operation.
         triton_gemm_rows: up to this many rows, a GEMM that was not timed takes the first candidate, above it cuBLAS; and
             the WGMMA GEMM is timed for `linear` alone.
         wgmma_only_rows: above this many rows, Triton's candidates are not timed where the WGMMA GEMM takes the weights.
@@ -69,7 +72,9 @@ class DeviceTuning:
     draft_step_launches: int
     split_kv_batches: tuple[tuple[int, int], ...]
     split_kv: tuple[tuple[int, SplitConfig], ...]
+    latent: tuple[tuple[int, LatentConfig], ...]
     gemm_candidates: Mapping[str, tuple[tuple[int, Candidates], ...]]
+    scaled_candidates: tuple[tuple[int, Candidates], ...]
     triton_gemm_rows: int
     wgmma_only_rows: int
     experts: ExpertTuning
@@ -83,9 +88,17 @@ class DeviceTuning:
         config = next((config for largest, config in self.split_kv if batch <= largest), self.split_kv[-1][1])
         return config if head_dim <= 128 else dataclasses.replace(config, tile=config.tile // 2)
 
+    def latent_config(self, rows: int) -> LatentConfig:
+        """The cut of split-KV attention over latent rows for so many queries times heads."""
+        return next((config for largest, config in self.latent if rows <= largest), self.latent[-1][1])
+
     def gemm_configs(self, op: str, rows: int) -> Candidates:
         """The candidates of `linear`, `linear_add`, `gate_up` or `logits` for `rows` rows of input, 1..128."""
         return next(configs for max_rows, configs in self.gemm_candidates[op] if rows <= max_rows)
+
+    def scaled_configs(self, rows: int) -> Candidates:
+        """The candidates for weights in e4m3 and `rows` rows of input, 1..128."""
+        return next(configs for max_rows, configs in self.scaled_candidates if rows <= max_rows)
 
 
 _DEEP = TritonConfig(64, 128, 4, 6, swap=True, prefetch=0), TritonConfig(32, 256, 4, 4, swap=True, prefetch=512)
@@ -117,6 +130,11 @@ H200 = DeviceTuning(
         (16, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3)),
         (1 << 16, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3, scheduled=True)),
     ),
+    # The largest tiles that fit registers and shared memory without spills.
+    latent=(
+        (32, LatentConfig(32, 32, num_warps=8, stages=2)),
+        (1 << 16, LatentConfig(64, 64, num_warps=8, stages=2)),
+    ),
     # The fastest of a sweep over Llama-3-8B's GEMMs. Long prefetches slow the chain of kernels where a GEMM is large;
     # where it is small, the first columns are worth it. Deeper tiles do not fit beside 64 rows of input.
     gemm_candidates={
@@ -147,6 +165,28 @@ H200 = DeviceTuning(
             (128, (_WIDEST, _SHALLOW)),
         ),
     },
+    # Not measured yet: tiles of as many bytes as those in 16 bits.
+    scaled_candidates=(
+        (
+            16,
+            (
+                TritonConfig(16, 512, 2, 5, swap=True, prefetch=512),
+                TritonConfig(16, 256, 2, 6, swap=True, prefetch=512),
+                TritonConfig(32, 512, 4, 4, swap=True, prefetch=0),
+                TritonConfig(64, 256, 4, 4, swap=True, prefetch=0),
+            ),
+        ),
+        (
+            32,
+            (
+                TritonConfig(64, 256, 4, 4, swap=True, prefetch=0),
+                TritonConfig(32, 256, 4, 4, swap=True, prefetch=0),
+                TritonConfig(64, 128, 4, 6, swap=True, prefetch=0),
+            ),
+        ),
+        (64, (TritonConfig(64, 128, 4, 5, swap=True, prefetch=0), TritonConfig(64, 128, 8, 5, swap=True, prefetch=0))),
+        (128, (TritonConfig(64, 128, 8, 4, swap=True, prefetch=0), TritonConfig(64, 128, 4, 4, swap=True, prefetch=0))),
+    ),
     triton_gemm_rows=32,
     wgmma_only_rows=64,
     experts=H200_EXPERTS,

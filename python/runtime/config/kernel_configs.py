@@ -58,6 +58,25 @@ class SplitConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """How split-KV attention over latent rows cuts its work.
+
+    Attributes:
+        tile: rows of one step; a power of two.
+        block_m: most queries times heads of one program; a power of two, at least 16.
+        num_warps: warps of a program.
+        stages: tiles in flight.
+        programs_per_sm: programs that the split aims at for each multiprocessor.
+    """
+
+    tile: int
+    block_m: int
+    num_warps: int
+    stages: int
+    programs_per_sm: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class StepConfig:
     """How a kernel of weights in any format is cut: tiles of `block_n` weight rows by `unroll` times `block_k` columns.
 

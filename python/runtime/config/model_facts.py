@@ -20,6 +20,7 @@ class ModelFacts:
         name: default name in the API.
         dtype: type of the stored weights.
         max_context_len, vocab_size, head_dim: shape of the model.
+        sinks: whether its attention has sinks.
         has_mtp: whether the checkpoint holds a layer for multi-token prediction.
         embedded: whether it is the model that comes with the server.
         quant: how the stored weights are quantised; None for plain numbers.
@@ -34,6 +35,7 @@ class ModelFacts:
     max_context_len: int
     vocab_size: int
     head_dim: int
+    sinks: bool = False
     has_mtp: bool = False
     embedded: bool = False
     quant: QuantConfig | None = None

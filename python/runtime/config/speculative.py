@@ -256,7 +256,7 @@ def _draft_attention(args: ServerArgs, device: DeviceConfig, machine: MachineFac
         return device.attention_backend
     # The backend checks the draft's head dimension when it is built.
     flag = "--speculative-draft-attention-backend"
-    return resolve_attention(asked, flag, device.device, device.dtype, machine, head_dim=None)
+    return resolve_attention(asked, flag, device.device, device.dtype, machine, model=None)
 
 
 def _threshold(args: ServerArgs, name: str) -> float:

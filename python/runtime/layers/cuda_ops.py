@@ -183,18 +183,19 @@ class CudaOps:
 
     def choice(self, op: GemmOp, linear: Linear, rows: int) -> GemmChoice:
         """How a GEMM of `rows` rows is computed."""
-        if rows > MAX_ROWS or linear.in_features % 16 or not linear.is_dense:
+        if rows > MAX_ROWS or linear.in_features % 16 or not (linear.is_dense or linear.is_scaled):
             return None
-        key = (op, linear.out_features, linear.in_features, m_bucket(rows))
+        key = (op, linear.scheme.name, linear.out_features, linear.in_features, m_bucket(rows))
         if key in self.choices:
             return self.choices[key]
-        return default_choice(op, rows, self._timings.tuning) if self._tuned_buckets is None or key[-1] in self._tuned_buckets else None
+        tuned = self._tuned_buckets is None or key[-1] in self._tuned_buckets
+        return default_choice(op, rows, self._timings.tuning, linear.is_scaled) if tuned else None
 
     def _trial(self, group: GemmGroup) -> Callable[[GemmChoice], Run]:
         """Makes a run of a group's GEMM, with the kernels around it, for any choice."""
         linear, rows, norm = group.linears[0], group.rows, group.norm
         device = linear.weight.device
-        x = torch.randn((rows, linear.in_features), device=device).to(linear.weight.dtype)
+        x = torch.randn((rows, linear.in_features), device=device).to(_input_dtype(linear, norm))
         if norm is None:
             return lambda choice: lambda call: self._linear(x, None, group.linears[call % len(group.linears)], choice)
         dtype = norm.weight.dtype
@@ -222,7 +223,7 @@ class CudaOps:
         """What a model runs with the choices made: its chain of GEMMs with and without deferred norms, the head with and without logits."""
         for rows in buckets:
             for head in {id(gemm.linear): gemm.linear for gemm in gemms if gemm.op == "logits"}.values():
-                x = torch.zeros((rows, head.in_features), dtype=head.weight.dtype, device=head.weight.device)
+                x = torch.zeros((rows, head.in_features), dtype=_input_dtype(head), device=head.weight.device)
                 yield lambda _, x=x, head=head: self.logits(x, head)
                 yield lambda _, x=x, head=head: self.greedy(x, head)
             for deferred in (True, False):
@@ -238,7 +239,8 @@ class CudaOps:
             if gemm.op != "logits" and (writer, key) not in done:
                 done.add((writer, key))
                 stream = start if writer is None else streams[writer]
-                norm, x = gemm.norm or norm, torch.zeros((rows, linear.in_features), dtype=linear.weight.dtype, device=linear.weight.device)
+                norm = gemm.norm or norm
+                x = torch.zeros((rows, linear.in_features), dtype=_input_dtype(linear, gemm.norm), device=linear.weight.device)
                 if gemm.norm is None:
                     self.linear(x, linear)
                 elif gemm.op == "linear":
@@ -271,7 +273,7 @@ class CudaOps:
         if choice is None:
             return linear(x)
         out = torch.empty((x.shape[0], linear.out_features), dtype=x.dtype, device=x.device)
-        self._skinny(x, linear.weight, out, choice, Epilogue(bias=linear.bias, scale=scale))
+        self._skinny(x, linear, out, choice, Epilogue(bias=linear.bias, scale=scale))
         return out
 
     def _gate_up(
@@ -282,7 +284,7 @@ class CudaOps:
             rows = self._linear(x, scale, gate_up, choice)
             return silu_and_mul(rows) if silu else gated(activation, rows)
         out = torch.empty((x.shape[0], gate_up.out_features // 2), dtype=x.dtype, device=x.device)
-        self._skinny(x, gate_up.weight, out, choice, Epilogue(bias=gate_up.bias, silu=silu, gelu=gelu, scale=scale))
+        self._skinny(x, gate_up, out, choice, Epilogue(bias=gate_up.bias, silu=silu, gelu=gelu, scale=scale))
         return out
 
     def _linear_add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor, next_norm: RMSNorm | None, choice: GemmChoice) -> Stream:
@@ -290,7 +292,7 @@ class CudaOps:
             return self._add_of_ranks(self._linear(x, None, linear, choice), linear.group, h, next_norm)
         if choice is not None:
             deferred = self._deferred(h, next_norm, choice.parts(linear.out_features))
-            self._skinny(x, linear.weight, h, choice, Epilogue(bias=linear.bias, add=True, deferred=deferred))
+            self._skinny(x, linear, h, choice, Epilogue(bias=linear.bias, add=True, deferred=deferred))
             return Stream(h, next_norm, deferred)
         if not self._float32_gemms or not linear.is_dense:
             return Stream(h.add_(linear(x)))
@@ -336,32 +338,39 @@ class CudaOps:
         if choice is None or (logits is not None and not logits.is_contiguous()):
             return argmax_rows(self._logits(x, head, logits, choice), tokens, self.pdl)
         partial = torch.empty((2, x.shape[0], choice.parts(head.out_features)), dtype=torch.int32, device=x.device)
-        self._skinny(x, head.weight, logits, choice, Epilogue(bias=head.bias, argmax=partial))
+        self._skinny(x, head, logits, choice, Epilogue(bias=head.bias, argmax=partial))
         return argmax_chunks(partial, tokens, self.pdl)
 
     def _skinny(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        linear: Linear,
         out: torch.Tensor | None,
         choice: TritonConfig | WgmmaConfig,
         epilogue: Epilogue,
     ) -> None:
         if isinstance(choice, TritonConfig):
-            triton_gemm(x.contiguous(), weight, out, choice, epilogue, pdl=self.pdl)
+            triton_gemm(x.contiguous(), linear.weight, out, choice, epilogue, weight_scale=linear.storage.scale, pdl=self.pdl)
         else:
-            wgmma_gemm(x.contiguous(), weight, out, choice, epilogue, pdl=self.pdl)
+            wgmma_gemm(x.contiguous(), linear.weight, out, choice, epilogue, pdl=self.pdl)
 
     def _logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None, choice: GemmChoice) -> torch.Tensor:
         if out is None:
             out = torch.empty((x.shape[0], head.out_features), dtype=torch.float32, device=x.device)
         if choice is not None and out.is_contiguous():
-            self._skinny(x, head.weight, out, choice, Epilogue(bias=head.bias))
+            self._skinny(x, head, out, choice, Epilogue(bias=head.bias))
             return out
         if not self._float32_gemms or not head.is_dense:
             return out.copy_(head(x))
         torch.ops.aten.mm.dtype_out(x, head.weight.t(), torch.float32, out=out)
         return out if head.bias is None else out.add_(head.bias)
+
+
+def _input_dtype(linear: Linear, norm: RMSNorm | None = None) -> torch.dtype:
+    """Of a layer's inputs: the weight's in 16 bits, otherwise that of the norm beside it."""
+    if linear.is_dense:
+        return linear.weight.dtype
+    return torch.bfloat16 if norm is None else norm.weight.dtype
 
 
 def _has_float32_gemms() -> bool:

@@ -89,6 +89,11 @@ class Linear:
         return self.scheme.gemm_caps.dense
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether the Triton GEMM reads `weight` with its scales."""
+        return self.scheme.gemm_caps.scaled
+
+    @property
     def is_partial(self) -> bool:
         """Whether outputs are partial sums, so that nothing may be fused behind the GEMM before `reduce`."""
         return self.partition is Partition.ROW and self.group.size > 1

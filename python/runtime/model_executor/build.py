@@ -183,7 +183,7 @@ def make_runner(context: WorkerContext, model: DecoderModel, config: ModelConfig
     attention, sizes = context.config.device.attention_backend, list[int]()
     if context.device.type == "cuda" and context.replay != "none" and backend_class(attention).caps.cuda_graph:
         sizes = prompt_cost(context, model).sizes(min(context.extend_tokens, context.config.model.context_length))
-    return ModelRunner(model, config, attention, context.dtype, context.device, sizes, context.config.device.tuning)
+    return ModelRunner(model, config, attention, context.dtype, context.device, sizes, context.config.device.tuning, context.group)
 
 
 def make_target(context: WorkerContext, runner: ModelRunner, spec: DrafterSpec) -> TargetModel:

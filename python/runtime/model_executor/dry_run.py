@@ -12,7 +12,7 @@ from runtime.model_executor.context import WorkerContext
 from runtime.model_executor.iteration import Iteration
 from runtime.model_executor.request_rows import GREEDY
 from runtime.model_executor.staging import HostCopy
-from runtime.model_executor.target_model import TargetModel
+from runtime.model_executor.target_model import ExtendPass, PromptsPending, TargetModel
 from runtime.model_executor.worker import WorkerParts, send_to_host
 from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
@@ -34,10 +34,9 @@ def measure_activations(context: WorkerContext, parts: WorkerParts) -> int:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with torch.inference_mode():
-        extend, prompts = target.extend(padding_prompt(context))
-        parts.drafter.follow_prompt(extend)
-        if target.reads_results:
-            prompts.wait()
+        if any(spec.kv.kind == "mla" for spec in target.runner.model.attention_specs):  # another form behind a prefix
+            run_padding_prompt(context, parts, prefix=1)
+        extend, prompts = run_padding_prompt(context, parts)
         if not context.config.scheduler.mixed_chunk:  # else decode rows are accepted while the prompts' states exist
             del extend, prompts
         for depth, count in parts.depths.limits.items():
@@ -51,17 +50,28 @@ def measure_activations(context: WorkerContext, parts: WorkerParts) -> int:
     return peak
 
 
-def padding_prompt(context: WorkerContext) -> ScheduleBatch:
-    """The largest prompt step, in the padding row: as many prompts as can run, the first ones as long as fits."""
+def run_padding_prompt(context: WorkerContext, parts: WorkerParts, prefix: int = 0) -> tuple[ExtendPass, PromptsPending]:
+    """Run the largest prompt step by target and drafter."""
+    extend, prompts = parts.target.extend(padding_prompt(context, prefix))
+    parts.drafter.follow_prompt(extend)
+    if parts.target.reads_results:
+        prompts.wait()
+    return extend, prompts
+
+
+def padding_prompt(context: WorkerContext, prefix: int = 0) -> ScheduleBatch:
+    """The largest prompt step, in the padding row: as many prompts as can run, the first ones as long as fits, each behind
+    `prefix` cached tokens.
+    """
     count = max(min(context.running, context.extend_tokens // 2), 1)
     lens, left = np.ones(count, dtype=np.int32), context.extend_tokens - count
     for i in range(count):
-        lens[i] += (more := min(left, context.config.model.context_length - 2))
+        lens[i] += (more := min(left, context.config.model.context_length - 2 - prefix))
         left -= more
     zeros = np.zeros(count, dtype=np.int32)
     return ScheduleBatch(
-        step=0, rows=zeros + PAD_ROW, len_bounds=zeros, top_logprobs=zeros + MAX_TOP_LOGPROBS,
-        new_rows=[RowInit(PAD_ROW, 1, FILTERED, 0, no_ints())], prefix_lens=zeros, extend_lens=lens,
+        step=0, rows=zeros + PAD_ROW, len_bounds=zeros + prefix, top_logprobs=zeros + MAX_TOP_LOGPROBS,
+        new_rows=[RowInit(PAD_ROW, 1, FILTERED, 0, no_ints())], prefix_lens=zeros + prefix, extend_lens=lens,
         token_ids=np.zeros(int(lens.sum()), dtype=np.int32), next_tokens=zeros - 1, prompt_logprobs=zeros == np.arange(count),
     )  # fmt: skip
 

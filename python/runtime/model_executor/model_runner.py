@@ -8,7 +8,9 @@ import torch
 
 from runtime.batch import ForwardMode
 from runtime.config.device_tuning import H200, DeviceTuning
+from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.attention.base import AttentionBackend, AttentionShape, plan_pass
+from runtime.layers.attention.kernel_choices import KernelChoices
 from runtime.layers.attention.registry import build_backend
 from runtime.layers.attention.self_check import check_backend
 from runtime.layers.forward_batch import ForwardBatch
@@ -35,11 +37,12 @@ class ModelRunner:
         device: torch.device,
         prompt_sizes: Sequence[int] = (),
         tuning: DeviceTuning = H200,
+        group: ParallelGroup = ALONE,
     ) -> None:
         self.model, self.config, self.attention = model, config, attention
         self.dtype, self.device, self.prompt_sizes = dtype, device, list(prompt_sizes)
         self.arena = OutputArena(device)
-        self._tuning, self._checked = tuning, False
+        self._tuning, self._choices, self._checked = tuning, KernelChoices(group), False
         self.kv_pool: KVPool
         self.backend: AttentionBackend
 
@@ -70,6 +73,7 @@ class ModelRunner:
             max_context_len=page_table.max_pages * page_table.page_size,
             max_prompt=max(self.prompt_sizes, default=0),
             tuning=self._tuning,
+            choices=self._choices,
         )
         if not self._checked:
             check_backend(self.attention, shape, page_table.page_size, self.device)

@@ -141,6 +141,7 @@ class ModelConfig:
         dtype: of the checkpoint.
         qkv_bias, o_bias, mlp_bias: whether those projections have biases.
         qk_norm: whether q and k are normed per head.
+        qk_row_norm: whether q and k are normed over all heads at once.
         sinks: whether each query head has an attention sink.
         rotary_dim: leading entries of a head that are rotated; None for all.
         rope_interleaved: whether entries 2i and 2i + 1 rotate together, instead of i and i + half.
@@ -181,6 +182,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_row_norm: bool = False
     sinks: bool = False
     rotary_dim: int | None = None
     rope_interleaved: bool = False

@@ -1,11 +1,11 @@
-"""DeepSeek-V3 and R1: latent attention, the first layers with a dense MLP, and a layer for multi-token prediction."""
+"""DeepSeek-V3 and R1: latent attention, experts chosen within groups, and a layer for multi-token prediction."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING
 
-from runtime.models.config import LatentConfig, ModelConfig, MtpConfig
+from runtime.models.config import LatentConfig, ModelConfig, MoeConfig, MtpConfig
 from runtime.models.hf_config import ConfigFields, decoder_config
 from runtime.models.rope_fields import mscale
 
@@ -14,13 +14,21 @@ if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.models.parts import ModelParts
 
 
+DENSE_LAYERS = 3
+"""First layers without experts, where the file does not say (transformers' default)."""
+
+
 def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture."""
-    return latent_config(fields)
+    dense = fields.count("first_k_dense_replace", DENSE_LAYERS)
+    return latent_config(fields, tuple(layer >= dense for layer in range(fields.num_layers())))
 
 
-def latent_config(fields: ConfigFields) -> ModelConfig:
-    """The architecture of a model with DeepSeek's attention, under its field names.
+def latent_config(fields: ConfigFields, sparse: tuple[bool, ...]) -> ModelConfig:
+    """The architecture of a model with DeepSeek's attention and experts, under its field names.
+
+    Args:
+        sparse: whether each layer has experts; the layer for multi-token prediction has them in any case.
 
     Raises:
         ConfigError: a field is missing, not of its type, or not supported.
@@ -38,8 +46,44 @@ def latent_config(fields: ConfigFields) -> ModelConfig:
     latent = LatentConfig(q_rank, fields.positive("kv_lora_rank"), nope_dim, fields.positive("v_head_dim"), scale)
     # Published checkpoints hold the layer for multi-token prediction behind the model's own.
     mtp = MtpConfig(f"model.layers.{config.num_layers}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
-    held = fields.count("num_nextn_predict_layers", 0) > 0
-    return dataclasses.replace(config, head_dim=rope_dim, latent=latent, mtp=mtp if held else None, unused_weights=(mtp.prefix,))
+    quant = config.quant
+    return dataclasses.replace(
+        config,
+        head_dim=rope_dim,
+        latent=latent,
+        moe=experts(fields, sparse),
+        mtp=mtp if fields.count("num_nextn_predict_layers", 0) else None,
+        unused_weights=(mtp.prefix,),
+        quant=None if quant is None else dataclasses.replace(quant, kept=(*quant.kept, mtp.proj)),
+    )
+
+
+def experts(fields: ConfigFields, sparse: tuple[bool, ...]) -> MoeConfig | None:
+    """The sparse MLPs: sigmoid scores, a bias for the choice alone, and groups.
+
+    Raises:
+        ConfigError: a field is missing, not of its type, or not supported.
+    """
+    if fields.get("n_routed_experts", None) is None:
+        return None
+    for name, supported in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if fields.get(name, supported) != supported:
+            raise fields.error(f"{name} is {fields.get(name, None)!r}; only {supported!r} is supported")
+    count, groups, inner = fields.positive("n_routed_experts"), fields.positive("n_group", 1), fields.positive("moe_intermediate_size")
+    if count % groups:
+        raise fields.error(f"n_routed_experts is {count}; it must be a multiple of n_group, {groups}")
+    return MoeConfig(
+        num_experts=count,
+        top_k=fields.positive("num_experts_per_tok"),
+        intermediate_size=inner,
+        scoring="sigmoid",
+        renormalize=bool(fields.get("norm_topk_prob", True)),
+        scaling=fields.number("routed_scaling_factor", 1.0),
+        num_groups=groups,
+        top_groups=fields.positive("topk_group", 1),
+        shared_intermediate_size=inner * fields.count("n_shared_experts", 0),
+        layers=sparse,
+    )
 
 
 def block(parts: ModelParts, layer: int) -> Block:
@@ -56,8 +100,12 @@ def latent_block(parts: ModelParts, prefix: str, layer_id: int) -> Block:
     """The block of tensors `prefix`*."""
     from runtime.models.block import Block
     from runtime.models.latent_parts import latent_attention
+    from runtime.models.sparse import SparseNames
 
     attn_norm = parts.norm(prefix + "input_layernorm.weight")
     attention = latent_attention(parts, prefix + "self_attn.", layer_id)
     mlp_norm = parts.norm(prefix + "post_attention_layernorm.weight")
-    return Block(attention, parts.gated_mlp(prefix + "mlp."), attn_norm, mlp_norm)
+    moe = parts.config.moe
+    sparse = moe is not None and moe.layers[layer_id]
+    mlp = parts.sparse_mlp(SparseNames.usual(prefix + "mlp.")) if sparse else parts.gated_mlp(prefix + "mlp.")
+    return Block(attention, mlp, attn_norm, mlp_norm)

@@ -16,7 +16,7 @@ from runtime.layers.pass_context import PassContext
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
-from runtime.models.parts import ModelParts
+from runtime.models.parts import ModelContext, ModelParts
 from runtime.models.weights import NamedTensors, Sliceable
 
 
@@ -102,16 +102,16 @@ class DraftModel(Protocol):
 
 
 class DraftBody:
-    """The parts of an EAGLE head beside its target, whose operations, dtype and device it takes over. Its weights are
-    quantised as its own config says, or to int8 as its target's.
+    """The parts of a draft head beside its target, whose operations, dtype and device it takes over. Its weights are
+    quantised as its own config says, or to int8 as its target's, unless another context is given.
 
     Attributes:
         parts: makes the head's own parts.
         ops, dtype, group: the target's.
     """
 
-    def __init__(self, config: ModelConfig, target: DecoderModel) -> None:
-        self.parts = ModelParts(config, target.context.for_draft(config.quant))
+    def __init__(self, config: ModelConfig, target: DecoderModel, context: ModelContext | None = None) -> None:
+        self.parts = ModelParts(config, context or target.context.for_draft(config.quant))
         self.ops: BlockOps = target.context.ops
         self.dtype = target.dtype
         self.group = target.context.group

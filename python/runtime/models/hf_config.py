@@ -60,6 +60,7 @@ class DecoderFlags(TypedDict, total=False):
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    qk_row_norm: bool
     sinks: bool
     rope_interleaved: bool
 

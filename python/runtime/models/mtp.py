@@ -57,7 +57,7 @@ class MtpDraft:
         self.input_width = self.hidden_width = hidden
         self.hidden_dtype = target.dtype if names.feeds_normed else torch.float32
         self._target = target
-        self._body = body = DraftBody(self.config, target)
+        self._body = body = DraftBody(self.config, target, target.context)
         parts, prefix = body.parts, names.prefix
         self._token_norm, self._hidden_norm, self._final_norm = (
             parts.norm(f"{prefix}{name}.weight") for name in (names.token_norm, names.hidden_norm, names.final_norm)
@@ -145,4 +145,5 @@ def mtp_config(target: ModelConfig) -> ModelConfig:
             f"{target.architecture} has no layer for multi-token prediction in this checkpoint (num_nextn_predict_layers is 0 or absent). "
             "Name a draft model with --speculative-draft-model-path, or use --speculative-algorithm NGRAM."
         )
-    return dataclasses.replace(target, num_layers=1, window=target.window[-1:])
+    moe = None if target.moe is None else dataclasses.replace(target.moe, layers=(True,))
+    return dataclasses.replace(target, num_layers=1, window=target.window[-1:], moe=moe)

@@ -12,6 +12,7 @@ from runtime.errors import ConfigError
 from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention.layer import Attention
+from runtime.layers.attention.row_norms import RowNorms
 from runtime.layers.linear import Partition
 from runtime.layers.mlp import GatedMlp
 from runtime.layers.moe.mlp import SparseMlp
@@ -118,7 +119,16 @@ class ModelParts:
         spec = AttentionSpec(layer_id, heads, kv, scale, c.window[layer_id], sinks=sinks, causal=causal, kv_scales=kv_scales)
         v_norm = RMSNorm(torch.ones(c.head_dim, dtype=self.context.dtype, device=self.context.device), c.rms_eps) if c.v_norm else None
         split = RotaryHeads(heads, kv_heads, c.head_dim, self.rope, q_norm, k_norm, v_norm, c.shared_kv, kv_scales)
-        return Attention(spec, split, qkv, o, self.context.ops)
+        row_norms = self.row_norms(prefix, query, key) if c.qk_row_norm else None
+        return Attention(spec, split, qkv, o, self.context.ops, row_norms)
+
+    def row_norms(self, prefix: str, query: Shard, key: Shard) -> RowNorms:
+        """The norms of q and k over all heads, of which this rank computes `query` and `key`."""
+        c, group = self.config, self.context.group
+        q_width, k_width = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        q_weight = self.weights.tensor(prefix + "q_norm.weight", (q_width,))[query.of(q_width)]
+        k_weight = self.weights.tensor(prefix + "k_norm.weight", (k_width,))[key.of(k_width)]
+        return RowNorms(q_weight, k_weight, c.rms_eps, q_width, k_width, max(group.size // c.num_kv_heads, 1), group)
 
     def kv_scales(self, prefix: str) -> torch.Tensor:
         """Scales of an attention layer's keys and values, float32 [2]: 1 unless the checkpoint holds others."""

@@ -11,7 +11,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.config.quant_config import with_flag
 from runtime.errors import ConfigError
-from runtime.models import deepseek, gemma4, glm4_lite, gpt_oss, llama, mimo, mistral, qwen2, qwen3, qwen3_moe
+from runtime.models import (
+    deepseek,
+    gemma4,
+    glm4_lite,
+    gpt_oss,
+    llama,
+    mimo,
+    minimax_m2,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from runtime.models.config import ModelConfig
 from runtime.models.hf_config import ConfigFields, read_hf_config
 from runtime.models.quant_fields import read_quantization
@@ -52,6 +66,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "Qwen2MoeForCausalLM": qwen2_moe,
+    "MixtralForCausalLM": mixtral,
+    "MiniMaxM2ForCausalLM": minimax_m2,
     "Gemma4ForCausalLM": gemma4,
     "Gemma4ForConditionalGeneration": gemma4,
     "GptOssForCausalLM": gpt_oss,

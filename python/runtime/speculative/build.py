@@ -82,6 +82,7 @@ def _draft_runner(context: WorkerContext, config: SpeculativeConfig, model: Draf
         context.dtype,
         context.device,
         tuning=context.config.device.tuning,
+        group=context.group,
     )
 
 

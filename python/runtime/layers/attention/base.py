@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from runtime.config.attention_caps import AttentionCaps
 from runtime.config.device_tuning import H200, DeviceTuning
+from runtime.layers.attention.kernel_choices import KernelChoices
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.mem_cache.kv_spec import KVSpec
@@ -56,6 +57,7 @@ class AttentionShape:
         max_prompt: queries of the widest fixed-width pass of a single request; 0 when none is wider than
             `max_tokens_per_req`.
         tuning: measured values of the GPU.
+        choices: kernels that were timed at start-up, where a backend has several; one object for the life of a model.
     """
 
     layers: tuple[AttentionSpec, ...]
@@ -65,6 +67,7 @@ class AttentionShape:
     max_context_len: int
     max_prompt: int = 0
     tuning: DeviceTuning = H200
+    choices: KernelChoices = field(default_factory=KernelChoices)
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.attention.row_norms import RowNorms
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
@@ -71,7 +72,16 @@ class Attention:
 
     kernel_launches = 5
 
-    def __init__(self, spec: AttentionSpec, heads: RotaryHeads, qkv_proj: Linear, o_proj: Linear, ops: BlockOps) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        heads: RotaryHeads,
+        qkv_proj: Linear,
+        o_proj: Linear,
+        ops: BlockOps,
+        row_norms: RowNorms | None = None,
+    ) -> None:
+        self._row_norms = row_norms
         self.spec, self.heads, self.qkv_proj, self.o_proj = spec, heads, qkv_proj, o_proj
         self._ops = ops
 
@@ -99,6 +109,8 @@ class Attention:
 
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Write k and v to the pool and attend: [T, H * head_dim], the dtype of `qkv`."""
+        if self._row_norms is not None:
+            qkv = self._row_norms(qkv)
         q = self._ops.rope_and_cache(qkv, self.heads, self.spec.layer_id, context)
         return context.backend.forward(q, self.spec, context.batch)
 

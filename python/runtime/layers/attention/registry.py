@@ -15,6 +15,11 @@ BACKENDS = {
     "flashinfer": "runtime.layers.attention.flashinfer:FlashInferAttention",
 }
 """Module and class of each backend. A module is imported only when its backend is used."""
+LATENT_BACKENDS = {
+    "fa3": "runtime.layers.attention.latent_fa3:LatentFlashAttention",
+    "flashinfer": "runtime.layers.attention.latent_flashinfer:LatentFlashInfer",
+}
+"""Those with a class of their own for models with latent attention."""
 assert BACKENDS.keys() == ATTENTION_CAPS.keys(), "every backend has capabilities, and the reverse"
 
 
@@ -26,7 +31,11 @@ def backend_class(name: str) -> type[AttentionBackend]:
     """
     if name not in BACKENDS:
         raise ConfigError(f"--attention-backend {name!r} is unknown; it must be one of {', '.join(BACKENDS)}")
-    module, _, attribute = BACKENDS[name].partition(":")
+    return _load(name, BACKENDS[name])
+
+
+def _load(name: str, path: str) -> type[AttentionBackend]:
+    module, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
@@ -47,6 +56,8 @@ def build_backend(name: str, shape: AttentionShape, kv_pool: KVPool, page_table:
             f"Attention backend {name} does not support {limit}. Use torch_native with --attention-backend, or with "
             "--speculative-draft-attention-backend for a draft model."
         )
+    if shape.layers[0].kv.kind == "mla" and name in LATENT_BACKENDS:
+        backend = _load(name, LATENT_BACKENDS[name])
     return backend(shape, kv_pool, page_table)
 
 
@@ -67,7 +78,10 @@ def _unsupported_layer(caps: AttentionCaps, layer: AttentionSpec) -> str:
     kv, dtype = layer.kv, str(layer.kv.dtype).removeprefix("torch.")
     if kv.kind not in caps.kv_kinds:
         return f"{kv.kind} KV caches"
-    if caps.head_dims is not None and not {kv.key_dim, kv.value_dim} <= caps.head_dims:
+    if kv.kind == "mla":
+        if caps.latent_dims is not None and ((kv.key_dim, kv.value_dim) not in caps.latent_dims or layer.window >= 0):
+            return f"latent KV of {kv.value_dim} + {kv.key_dim - kv.value_dim} columns, only of 512 + 64 without a window"
+    elif caps.head_dims is not None and not {kv.key_dim, kv.value_dim} <= caps.head_dims:
         return f"head dimension {kv.key_dim}, only {_numbers(caps.head_dims)}"
     if caps.dtypes is not None and dtype not in caps.dtypes and not kv.scaled:
         return f"{dtype}, only {' and '.join(sorted(caps.dtypes))}"

@@ -73,6 +73,8 @@ def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int]) -> list[GemmGroup
 def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[GemmChoice, ...]:
     """The choices worth timing, cuBLAS first."""
     linear, rows = group.linears[0], group.rows
+    if linear.is_scaled:
+        return None, *tuning.scaled_configs(rows)
     found: tuple[GemmChoice, ...] = tuning.gemm_configs(group.op, rows)
     if supports(linear.weight, silu=group.op == "gate_up"):
         wgmma = wgmma_configs(group.op, rows, linear.out_features, num_sms, tuning)

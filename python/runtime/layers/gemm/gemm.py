@@ -11,8 +11,8 @@ from runtime.layers.norm import RMSNorm
 
 GemmOp = Literal["linear", "linear_add", "gate_up", "logits"]
 """The block operation around a GEMM; "logits" stands for the LM head with and without argmax."""
-GemmKey = tuple[GemmOp, int, int, int]
-"""Operation, rows and columns of the weight, m bucket."""
+GemmKey = tuple[GemmOp, str, int, int, int]
+"""Operation, scheme, rows and columns of the weight, m bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,4 +34,4 @@ class Gemm:
 
     def key(self, m_bucket: int) -> GemmKey:
         """What its kernel is chosen by."""
-        return self.op, self.linear.out_features, self.linear.in_features, m_bucket
+        return self.op, self.linear.scheme.name, self.linear.out_features, self.linear.in_features, m_bucket

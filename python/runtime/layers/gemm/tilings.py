@@ -19,8 +19,10 @@ def m_bucket(rows: int) -> int:
     return next(most for most in M_BUCKETS if rows <= most)
 
 
-def default_choice(op: GemmOp, rows: int, tuning: DeviceTuning) -> GemmChoice:
-    """The choice for GEMMs that were not timed."""
+def default_choice(op: GemmOp, rows: int, tuning: DeviceTuning, scaled: bool = False) -> GemmChoice:
+    """The choice for GEMMs that were not timed; `scaled`: with weights in e4m3."""
+    if scaled:
+        return tuning.scaled_configs(rows)[0]
     return None if rows > tuning.triton_gemm_rows else tuning.gemm_configs(op, rows)[0]
 
 

@@ -15,6 +15,7 @@ from runtime.config.kernel_configs import TritonConfig
 from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
 from runtime.layers.kernels.argmax_reduce import tile_argmax
 from runtime.layers.kernels.pdl import launch_options
+from runtime.layers.kernels.weight_step import DENSE, FP8, dot_step, scale_layout
 
 MAX_ROWS = 128
 """Above this many rows arithmetic bounds the time, not reading the weights: cuBLAS."""
@@ -38,18 +39,20 @@ def triton_gemm(
     config: TritonConfig,
     epilogue: Epilogue = NO_EPILOGUE,
     *,
+    weight_scale: torch.Tensor | None = None,
     pdl: bool = False,
     launch: bool = True,
 ) -> torch.Tensor | None:
     """`out = epilogue(x @ weight.T)`; returns `out`.
 
     Args:
-        x: [M, K] contiguous, M <= 128, K a multiple of 16, the weight's dtype.
-        weight: [N, K] contiguous, bfloat16 or float16.
+        x: [M, K] contiguous, M <= 128, K a multiple of 16, bfloat16 or float16.
+        weight: [N, K] contiguous, the dtype of x, or e4m3, which is widened in registers.
         out: [M, `epilogue.columns(N)`] contiguous, any float dtype; None where only the argmax is wanted.
-        config: the tiling.
+        config: the tiling; `swap` and no `tma` for e4m3.
         epilogue: what is done to the sums; a deferred norm gets `config.parts(N)` sums of squares per row, an argmax as
             many tiles.
+        weight_scale: float32, of e4m3: [N], one for each row, or one for each block, as in `scale_layout`.
         pdl: start before the previous kernel has ended, prefetch weights and wait (programmatic dependent launch,
             Hopper).
         launch: False compiles only; tensors may be mock tensors.
@@ -62,6 +65,8 @@ def triton_gemm(
     bias, gated, add, scale, deferred = epilogue.bias, epilogue.gated, epilogue.add, epilogue.scale, epilogue.deferred
     argmax, block_n = epilogue.argmax, config.block_n
     outputs = block_n // 2 if gated else block_n
+    assert weight_scale is None or (config.swap and not config.tma), f"e4m3 weights need a tiling with swap, without tma; got {config}"
+    scales = (0, 1, K) if weight_scale is None else scale_layout(weight.shape[0], K, weight_scale)
     tiles = weight
     if config.tma and gated:
         tiles = TensorDescriptor(weight, [2, N, K], [N * K, K, 1], [2, outputs, config.block_k])
@@ -76,14 +81,17 @@ def triton_gemm(
     PARTS = triton.next_power_of_2(count)
     fit = max(SQUARES_IN_FLIGHT * 32 * config.num_warps // BLOCK_M, SQUARES.value)
     args = (
-        x, tiles, weight, out, argmax, bias, row_squares, gain, scaled, squares, M, N, K, count, eps, config.prefetch, int(config.late),
+        x, tiles, weight, weight_scale, out, argmax, bias, row_squares, gain, scaled, squares, M, N, K, *scales, count, eps,
+        config.prefetch, int(config.late),
     )  # fmt: skip
     options = dict(
         BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=config.block_k, EVEN_N=N % outputs == 0,
         EVEN_K=K % config.block_k == 0, BIAS=bias is not None, GATED=gated, GELU=epilogue.gelu, ADD=add,
         ARGMAX=argmax is not None, STORE=out is not None,
         SCALE=scale is not None, PARTS=PARTS, PARTS_PER_LOOP=min(PARTS, fit), DEFER=deferred is not None, PDL=pdl,
-        SWAP=config.swap, TMA=config.tma, num_warps=config.num_warps, num_stages=config.stages,
+        SWAP=config.swap, TMA=config.tma, FORMAT=DENSE.value if weight_scale is None else FP8.value,
+        PIECE=min(config.block_k, scales[2]), STAGES=config.stages, PTX=x.is_cuda and x.dtype is torch.bfloat16,
+        num_warps=config.num_warps, num_stages=config.stages,
         **launch_options(pdl),
     )  # fmt: skip
     grid = (triton.cdiv(N, outputs),)
@@ -98,12 +106,13 @@ def triton_gemm(
 
 @triton.jit
 def prefetch_rows(rows_ptr, K, columns):
-    """Prefetch about the first `columns` of some 16-bit rows of K into L2. Source: PTX ISA, cp.async.bulk.prefetch."""
+    """Prefetch about the first `columns` of some rows of K into L2. Source: PTX ISA, cp.async.bulk.prefetch."""
+    SIZE: tl.constexpr = rows_ptr.dtype.element_ty.primitive_bitwidth // 8
     width = tl.minimum(K, CHUNK)
     for start in range(0, tl.minimum(columns, K), CHUNK):
         at = rows_ptr + tl.minimum(start, K - width)
         tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [at.to(tl.int64), width * 2], dtype=tl.int32,
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [at.to(tl.int64), width * SIZE], dtype=tl.int32,
             is_pure=False, pack=1,
         )  # fmt: skip
 
@@ -136,12 +145,13 @@ def sum_rows(x):
 
 @triton.jit(do_not_specialize=["M", "parts", "prefetch", "late"])
 def _triton_gemm_kernel(
-    x_ptr, tiles, w_ptr, out_ptr, partial_ptr, bias_ptr, row_squares_ptr, gain_ptr, scaled_ptr, squares_ptr,
-    M, N, K, parts, eps, prefetch, late,
+    x_ptr, tiles, w_ptr, w_scale_ptr, out_ptr, partial_ptr, bias_ptr, row_squares_ptr, gain_ptr, scaled_ptr, squares_ptr,
+    M, N, K, row_scales, scale_rows, scale_columns, parts, eps, prefetch, late,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, ARGMAX: tl.constexpr, STORE: tl.constexpr,
     SCALE: tl.constexpr, PARTS: tl.constexpr, PARTS_PER_LOOP: tl.constexpr, DEFER: tl.constexpr,
-    PDL: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+    PDL: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, FORMAT: tl.constexpr, PIECE: tl.constexpr, STAGES: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """One program: all rows of x times `BLOCK_N` weight rows (with GATED, gate rows and the matching up rows)."""
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -166,19 +176,28 @@ def _triton_gemm_kernel(
     sums = load_squares(row_squares_ptr, m, M, parts, PARTS, PARTS_PER_LOOP) if SCALE else None
     x_rows = x_ptr + m * K
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        x_mask = m_in[:, None] if EVEN_K else m_in[:, None] & (k < K)[None, :]
-        x = tl.load(x_rows[:, None] + k[None, :], mask=x_mask, other=0.0, eviction_policy="evict_last")
-        if TMA and GATED:
-            w = tiles.load([0, first, start]).reshape(BLOCK_N, BLOCK_K)
-        elif TMA:
-            w = tiles.load([first, start])
-        elif EVEN_K:
-            w = tl.load(w_rows[:, None] + k[None, :], eviction_policy="evict_first")
-        else:
-            w = tl.load(w_rows[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
-        acc = tl.dot(w, tl.trans(x), acc) if SWAP else tl.dot(x, tl.trans(w), acc)
+    if FORMAT != 0:
+        scales = w_scale_ptr + (row // scale_rows)[:, None] * row_scales
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            for piece in tl.static_range(0, BLOCK_K, PIECE):
+                acc = dot_step(
+                    acc, w_rows[:, None], scales, x_rows[:, None], m_in[:, None], start + piece, K, scale_columns, PIECE, FORMAT, EVEN_K,
+                    PTX,
+                )  # fmt: skip
+    else:
+        for start in range(0, K, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            x_mask = m_in[:, None] if EVEN_K else m_in[:, None] & (k < K)[None, :]
+            x = tl.load(x_rows[:, None] + k[None, :], mask=x_mask, other=0.0, eviction_policy="evict_last")
+            if TMA and GATED:
+                w = tiles.load([0, first, start]).reshape(BLOCK_N, BLOCK_K)
+            elif TMA:
+                w = tiles.load([first, start])
+            elif EVEN_K:
+                w = tl.load(w_rows[:, None] + k[None, :], eviction_policy="evict_first")
+            else:
+                w = tl.load(w_rows[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+            acc = tl.dot(w, tl.trans(x), acc) if SWAP else tl.dot(x, tl.trans(w), acc)
     if PDL:  # noqa: SIM102 - the outer condition is known when compiling, the inner is not
         if late != 0:
             gdc_launch_dependents()

@@ -56,9 +56,10 @@ class SparseMlp:
         return self.experts.active_parameters(self.router.rule.top_k) + shared + self.router.weight.numel()
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
-        """Gate and up of the shared expert; the routed experts have kernels of their own."""
+        """Those of the shared expert; the routed experts have kernels of their own."""
         if self.shared is not None:
             yield Gemm("gate_up", self.shared.gate_up_proj, norm)
+            yield Gemm("linear", self.shared.down_proj, None)
 
     def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
         """`stream + mlp(norm(stream))`, perhaps in the same storage."""

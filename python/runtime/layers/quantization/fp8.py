@@ -28,7 +28,7 @@ class BlockFp8:
     """
 
     name = "fp8"
-    gemm_caps = GemmCaps(dense=False)
+    gemm_caps = GemmCaps(dense=False, scaled=True)
 
     def __init__(self, scale_name: str, stored: bool) -> None:
         """`stored`: whether checkpoints hold e4m3 and scales; otherwise weights of any float dtype are quantised as they arrive."""
@@ -100,7 +100,7 @@ class RowFp8:
     """
 
     name = "fp8-row"
-    gemm_caps = GemmCaps(dense=False)
+    gemm_caps = GemmCaps(dense=False, scaled=True)
 
     def __init__(self, scale_name: str) -> None:
         self._scale_name = scale_name

@@ -88,9 +88,11 @@ class GemmCaps:
     Attributes:
         dense: `storage.weight` is the matrix itself in the activations' dtype: the skinny GEMM kernels, and cuBLAS with
             float32 output, multiply by it directly. Otherwise only the scheme's own `matmul` does.
+        scaled: `storage` is e4m3 with float32 scales: the Triton GEMM multiplies by it.
     """
 
     dense: bool
+    scaled: bool = False
 
 
 def stacked(count: int | None, *shape: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.config.expert_tuning import WeightFormat
-from runtime.layers.kernels.weight_step import DENSE, FP8, MXFP4
+from runtime.layers.kernels.weight_step import DENSE, FP8, MXFP4, scale_layout
 
 FORMATS: dict[WeightFormat, int] = {"dense": DENSE.value, "fp8": FP8.value, "mxfp4": MXFP4.value}
 """The constants that kernels know the formats by."""
@@ -46,16 +46,6 @@ class ExpertWeights:
         _, N, K = self.shape
         if self.scale is None:
             return 0, 0, 1, K
-        if self.scale.dim() == 2:
-            return N, 1, 1, _block(K, 1)
-        _, rows, columns = self.scale.shape
-        return rows * columns, columns, _block(N, rows), _block(K, columns)
-
-
-def _block(size: int, count: int) -> int:
-    """The largest power of two up to 128 by which `size` makes `count` blocks; for one block, any that holds it."""
-    if count == 1:
-        return max(128, 1 << (size - 1).bit_length())
-    found = next((length for length in (128, 64, 32, 16, 8, 4, 2, 1) if -(-size // length) == count), None)
-    assert found is not None, f"expected scales of blocks of a power of two up to 128; got {count} for {size}"
-    return found
+        if self.format == "mxfp4":
+            return self.scale[0].numel(), K // 32, 1, 32
+        return self.scale[0].numel(), *scale_layout(N, K, self.scale[0])

@@ -1,0 +1,54 @@
+"""Which of several attention kernels runs a kind of pass: the fastest, timed once on rank 0."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Hashable, Mapping
+
+from runtime.distributed.parallel_group import ALONE, ParallelGroup
+
+log = logging.getLogger(__name__)
+CALLS, REPLAYS = 8, 5
+"""Calls per captured graph, as layers follow each other in a model, and replays of it."""
+
+
+class KernelChoices:
+    """What was measured, for the life of a model. The ranks of `group` ask in the same order and get the same answers.
+
+    Attributes:
+        report: a line for each kind of pass, for the log.
+    """
+
+    def __init__(self, group: ParallelGroup = ALONE) -> None:
+        self.report: dict[str, str] = {}
+        self._group = group
+        self._chosen: dict[Hashable, str] = {}
+
+    def fastest(self, key: tuple[Hashable, ...], runs: Mapping[str, Callable[[], object]]) -> str:
+        """The name of the fastest of `runs`, whose kernels are compiled; known at once for a key that was asked before."""
+        if key not in self._chosen:
+            name, line = self._group.agree(_measure(runs) if self._group.rank == 0 else ("", ""))
+            self._chosen[key] = name
+            self.report[" ".join(map(str, key))] = line
+            log.info("attention %s: %s", " ".join(map(str, key)), line)
+        return self._chosen[key]
+
+    def known(self, key: tuple[Hashable, ...]) -> bool:
+        """Whether `fastest` would answer at once."""
+        return key in self._chosen
+
+
+def _measure(runs: Mapping[str, Callable[[], object]]) -> tuple[str, str]:
+    from runtime.layers.kernels.graph_timer import replay_times
+
+    def micros(run: Callable[[], object]) -> float:
+        def calls() -> None:
+            for _ in range(CALLS):
+                run()
+
+        return statistics.median(replay_times(calls, REPLAYS)) / CALLS
+
+    times = {name: micros(run) for name, run in runs.items()}
+    best = min(times, key=times.__getitem__)
+    return best, f"{best} ({', '.join(f'{name} {time:.1f} µs' for name, time in times.items())})"

@@ -1,0 +1,73 @@
+"""FlashAttention 3 over latent rows: queries of 64 rotated columns beside `qv` of 512, for every query count (Hopper)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+from runtime.config.attention_caps import ATTENTION_CAPS
+from runtime.layers.attention.base import AttentionShape, AttentionSpec
+from runtime.layers.attention.kernels.latent_decode import LatentKeys
+from runtime.layers.attention.latent_passes import CausalQueries, LatentPasses
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.mem_cache.kv_pool import KVPool, PageTable
+
+
+class LatentFlashAttention:
+    """`AttentionBackend` "fa3" of models with latent attention.
+
+    Fixed-width passes run by split-KV attention or FA3, whichever was faster at their size; ragged passes by FA3, which reads
+    the page table in place.
+    """
+
+    caps = ATTENTION_CAPS["fa3"]
+
+    def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> None:
+        self._pool, self._table = kv_pool, page_table
+        self._passes = LatentPasses(shape, kv_pool, page_table, flash_latent, "fa3")
+        self._extend: tuple[LatentKeys, CausalQueries] | None = None
+
+    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """Find the buffers of the passes. No host read."""
+        self._extend = None if batch.tokens_per_req else self._extend_plan(batch)
+        if self._extend is None:
+            self._passes.prepare(batch, num_steps)
+
+    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """Copy rows and lengths, in place. May be captured."""
+        if self._extend is None:
+            self._passes.plan_on_device(batch)
+
+    def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
+        """Attend. q [T, H, rank + rope] -> [T, H * rank]. May be captured."""
+        if self._extend is None:
+            return self._passes.forward(q, layer, batch).flatten(1)
+        return flash_latent(q, self._pool.k[layer.layer_id], *self._extend, layer.scale).flatten(1)
+
+    def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
+        """One run per kernel of split-KV attention; FA3 comes compiled."""
+        return self._passes.warmup_runs(sizes, width, tree)
+
+    def _extend_plan(self, batch: ForwardBatch) -> tuple[LatentKeys, CausalQueries]:
+        assert batch.extend_lens is not None, "a ragged pass"
+        columns = min(max(-(-int(batch.seq_len_bounds.max()) // self._table.page_size), 1), self._table.max_pages)
+        pages, rows = self._table.pages[:, :columns], batch.req_pool_indices.to(torch.int32)
+        keys = LatentKeys(pages, rows, batch.seq_lens, self._table.page_size)
+        return keys, CausalQueries(batch.qo_indptr, int(batch.extend_lens.max()))
+
+
+def flash_latent(q: torch.Tensor, cache: torch.Tensor, keys: LatentKeys, queries: CausalQueries, scale: float) -> torch.Tensor:
+    """Causal attention by FA3: q [T, H, rank + rope] -> [T, H, rank]; keys and values are views of one cache."""
+    rope = q.shape[2] - VALUE_DIM
+    assert rope == KEY_DIM, "FA3 has kernels of 64 rotated columns beside 512"
+    return flash_attn_with_kvcache(
+        q[..., VALUE_DIM:], cache[..., VALUE_DIM:], cache[..., :VALUE_DIM], qv=q[..., :VALUE_DIM], cache_seqlens=keys.seq_lens,
+        page_table=keys.pages, cache_batch_idx=keys.rows, cu_seqlens_q=queries.cu_seqlens, max_seqlen_q=queries.most,
+        softmax_scale=scale, causal=True, num_splits=0,
+    )  # fmt: skip
+
+
+VALUE_DIM, KEY_DIM = 512, 64
+"""Columns of the latent, and of the rotated key."""

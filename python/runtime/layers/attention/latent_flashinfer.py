@@ -1,0 +1,84 @@
+"""FlashInfer's MLA kernels over latent rows for ragged passes (Ye et al. 2025, arXiv:2501.01005), where FA3 cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+from runtime.config.attention_caps import ATTENTION_CAPS
+from runtime.layers.attention.base import AttentionShape, AttentionSpec
+from runtime.layers.attention.flashinfer_adapter import check_version
+from runtime.layers.attention.kernels.flashinfer_plan import PageLists, gather_pages
+from runtime.layers.attention.latent_passes import LatentPasses
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.mem_cache.kv_pool import KVPool, PageTable
+
+WORKSPACE_BYTES = 128 << 20
+
+
+class LatentFlashInfer:
+    """`AttentionBackend` "flashinfer" of models with latent attention.
+
+    Fixed-width passes run by split-KV attention, which needs no plan on the host and can be captured. Ragged passes are planned
+    from their exact lengths.
+    """
+
+    caps = ATTENTION_CAPS["flashinfer"]
+
+    def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> None:
+        check_version()
+        self._layer, self._pool, self._table = shape.layers[0], kv_pool, page_table
+        self._passes = LatentPasses(shape, kv_pool, page_table, None, "flashinfer")
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=kv_pool.k[0].device)
+        self._wrapper = BatchMLAPagedAttentionWrapper(workspace)
+        self._ragged = False
+
+    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """Find the buffers of fixed-width passes, or plan a ragged one on the host."""
+        self._ragged = not batch.tokens_per_req
+        if self._ragged:
+            self._plan_extend(batch)
+        else:
+            self._passes.prepare(batch, num_steps)
+
+    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """Copy rows and lengths of fixed-width passes, in place."""
+        if not self._ragged:
+            self._passes.plan_on_device(batch)
+
+    def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
+        """Attend. q [T, H, rank + rope] -> [T, H * rank]. Fixed-width passes may be captured."""
+        if not self._ragged:
+            return self._passes.forward(q, layer, batch).flatten(1)
+        rank, cache = layer.kv.value_dim, self._pool.k[layer.layer_id].squeeze(2)
+        return self._wrapper.run(q[..., :rank].contiguous(), q[..., rank:].contiguous(), cache[..., :rank], cache[..., rank:]).flatten(1)
+
+    def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
+        """One run per kernel of split-KV attention; FlashInfer compiles its module at its first use and keeps it on disk."""
+        return self._passes.warmup_runs(sizes, width, tree)
+
+    def _plan_extend(self, batch: ForwardBatch) -> None:
+        assert batch.extend_lens is not None, "a ragged pass"
+        lens, page_size, device = batch.seq_len_bounds, self._table.page_size, self._table.pages.device
+        counts = -(-lens.astype(np.int64) // page_size)
+        indices = torch.empty(max(int(counts.sum()), 1), dtype=torch.int32, device=device)
+        lists = PageLists(
+            torch.empty(batch.batch_size + 1, dtype=torch.int32, device=device),
+            indices,
+            torch.empty(batch.batch_size, dtype=torch.int32, device=device),
+        )
+        rows = batch.req_pool_indices.to(torch.int32)
+        gather_pages(rows, batch.seq_lens, self._table.pages, page_size, int(counts.max()), lists)
+        kv, layer, lengths = self._layer.kv, self._layer, torch.from_numpy(lens.astype(np.int32))
+        self._wrapper.plan(
+            _offsets(batch.extend_lens), _offsets(counts), indices, lengths, layer.num_q_heads, kv.value_dim, kv.key_dim - kv.value_dim,
+            page_size, True, layer.scale, kv.dtype, kv.dtype,
+        )  # fmt: skip
+
+
+def _offsets(counts: np.ndarray) -> torch.Tensor:
+    """int32 [B + 1] on the host: cumulative counts."""
+    return torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))

@@ -1,0 +1,188 @@
+"""Fixed-width passes of latent attention: by split-KV attention, or by another kernel at the sizes where that is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from runtime.layers.attention.base import AttentionShape, AttentionSpec
+from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
+from runtime.layers.attention.kernels.latent_decode import (
+    FEW_SPLITS,
+    LatentKeys,
+    LatentShape,
+    LatentWorkspace,
+    latent_attention,
+    latent_trial,
+    trial_inputs,
+)
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.gemm.autotune import compile_all
+from runtime.mem_cache.kv_pool import KVPool, PageTable
+
+TRIAL_LENGTH = 2048
+"""Keys of a request while kernels are timed."""
+SPLIT, OTHER = "split", "other"
+
+
+@dataclass(frozen=True, slots=True)
+class CausalQueries:
+    """The queries of a causal pass. Tensors are on the device.
+
+    Attributes:
+        cu_seqlens: int32 [B + 1], cumulative query counts.
+        most: the most queries of a request.
+    """
+
+    cu_seqlens: torch.Tensor
+    most: int
+
+
+CausalKernel = Callable[[torch.Tensor, torch.Tensor, LatentKeys, CausalQueries, float], torch.Tensor]
+"""Causal attention by another library: (q [T, H, rank + rope], cache, keys, queries, scale) -> [T, H, rank]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Persistent metadata of passes of one size; a captured graph reads these tensors.
+
+    Attributes:
+        at: rows and lengths of the passes.
+        queries: of each pass.
+        shape: the cut for split-KV attention; None where the other kernel runs.
+    """
+
+    at: FixedLengths
+    queries: CausalQueries
+    shape: LatentShape | None
+
+
+class LatentPasses:
+    """Owner of the workspace and of the plans of fixed-width passes.
+
+    Which kernel runs a size is timed when the first of these objects is made for a model; `AttentionShape.choices` keeps it.
+    Tree passes run by split-KV attention, whose mask covers the tail.
+    """
+
+    def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable, other: CausalKernel | None, name: str) -> None:
+        """`other`: the kernel to compare with, called `name` in flags; None where there is none for fixed-width passes."""
+        self._shape, self._pool, self._table, self._other, self._name = shape, kv_pool, page_table, other, name
+        self._dtype, self._device = kv_pool.k[0].dtype, kv_pool.k[0].device
+        self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._pdl = torch.cuda.get_device_capability(self._device)[0] >= 9
+        self._plans: dict[tuple[int, int, int, int], _Plan] = {}
+        self._plan: _Plan | None = None
+        self._choose()
+        sizes, widths = range(1, shape.max_batch_size + 1), range(1, shape.max_tokens_per_req + 1)
+        self._workspace = LatentWorkspace([self._cut(size, width) for size in sizes for width in widths], self._device)
+
+    # ---- outside the graph
+
+    def prepare(self, batch: ForwardBatch, num_steps: int) -> None:
+        """Find the buffers of the passes. No host read."""
+        key = (batch.batch_size, batch.tokens_per_req, num_steps, first_tail(batch, self._shape.windows, self._name))
+        if key not in self._plans:
+            self._plans[key] = self._empty_plan(*key)
+        self._plan = self._plans[key]
+
+    def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
+        """One run per kernel of split-KV attention."""
+        cuts = [self._cut(size, width) for size in sizes if tree or self._chosen(size, width) == SPLIT]
+        return [partial(self._compile, cut, width, tree) for cut in _one_of_each_kernel(cuts)]
+
+    def _compile(self, cut: LatentShape, length: int, tree: bool = False) -> None:
+        latent_trial(cut, self._table.page_size, self._dtype, self._device, length, tree=tree, pdl=self._pdl)()
+
+    # ---- inside or outside the graph
+
+    def plan_on_device(self, batch: ForwardBatch) -> None:
+        """Copy rows and lengths, in place."""
+        assert self._plan is not None, "prepare comes before plan_on_device"
+        self._plan.at.fill(batch)
+
+    def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
+        """Attend. q [T, H, rank + rope] -> [T, H, rank]."""
+        plan = self._plan
+        assert plan is not None, "prepare comes before forward"
+        at, cache = plan.at, self._pool.k[layer.layer_id]
+        assert (batch.batch_size, batch.tokens_per_req) == (at.size, at.width), "forward of another batch than planned"
+        keys = LatentKeys(self._table.pages, at.rows, at.seq_lens[batch.step], self._table.page_size)
+        if plan.shape is None:
+            assert self._other is not None, "chosen because it is there"
+            return self._other(q, cache, keys, plan.queries, layer.scale)
+        tail = at.tail + batch.step * at.width if at.tail else 0
+        mask = batch.tree_mask if at.tail else None
+        return latent_attention(q, cache, keys, plan.shape, self._workspace, layer.scale, tree_mask=mask, tail=tail, pdl=self._pdl)
+
+    # ---- choice
+
+    def _empty_plan(self, size: int, width: int, num_steps: int, tail: int) -> _Plan:
+        cu_seqlens = torch.arange(size + 1, dtype=torch.int32, device=self._device) * width
+        split = tail > 0 or self._chosen(size, width) == SPLIT
+        at = FixedLengths.empty(size, width, num_steps, tail, self._device)
+        return _Plan(at, CausalQueries(cu_seqlens, width), self._cut(size, width) if split else None)
+
+    def _cut(self, size: int, width: int) -> LatentShape:
+        layer = self._shape.layers[0]
+        config = self._shape.tuning.latent_config(width * layer.num_q_heads)
+        kv = layer.kv
+        return LatentShape(size, width, layer.num_q_heads, kv.value_dim, kv.key_dim - kv.value_dim, self._num_sms, config)
+
+    def _chosen(self, size: int, width: int) -> str:
+        """Which kernel runs causal passes of this size: what was timed for the next larger one."""
+        if self._other is None:
+            return SPLIT
+        if width > self._shape.max_tokens_per_req:  # a short prompt
+            return OTHER
+        sizes, widths = self._timed()
+        return self._shape.choices.fastest(self._key(_at_least(sizes, size), _at_least(widths, width)), {})
+
+    def _timed(self) -> tuple[list[int], list[int]]:
+        """Batch sizes and widths that are timed: powers of two, and the largest."""
+        return list(_ladder(self._shape.max_batch_size)), sorted({1, self._shape.max_tokens_per_req})
+
+    def _key(self, size: int, width: int) -> tuple[object, ...]:
+        layer = self._shape.layers[0]
+        return "latent", layer.num_q_heads, "heads", size, "x", width, "queries, pages of", self._table.page_size
+
+    def _choose(self) -> None:
+        """Compile and time what is not known yet."""
+        if self._other is None:
+            return
+        sizes, widths = self._timed()
+        unknown = [(size, width) for width in widths for size in sizes if not self._shape.choices.known(self._key(size, width))]
+        if unknown:
+            cuts = _one_of_each_kernel([self._cut(*one) for one in unknown])
+            compile_all([lambda _, cut=cut: self._compile(cut, cut.width) for cut in cuts])
+        for size, width in unknown:
+            self._shape.choices.fastest(self._key(size, width), self._trials(size, width))
+
+    def _trials(self, size: int, width: int) -> dict[str, Callable[[], object]]:
+        other = self._other
+        assert other is not None, "there is something to compare with"
+        cut, length = self._cut(size, width), max(min(TRIAL_LENGTH, self._shape.max_context_len), width)
+        q, cache, keys = trial_inputs(cut, self._table.page_size, self._dtype, self._device, length)
+        queries = CausalQueries(torch.arange(size + 1, dtype=torch.int32, device=self._device) * width, width)
+        split = latent_trial(cut, self._table.page_size, self._dtype, self._device, length, pdl=self._pdl)
+        other(q, cache, keys, queries, 1.0)
+        return {SPLIT: split, OTHER: lambda: other(q, cache, keys, queries, 1.0)}
+
+
+def _one_of_each_kernel(cuts: Sequence[LatentShape]) -> list[LatentShape]:
+    """One of `cuts` for each kernel that has to be compiled."""
+    return list({(cut.config, cut.block_m, cut.splits > 1, cut.splits > FEW_SPLITS): cut for cut in cuts}.values())
+
+
+def _ladder(largest: int) -> Iterator[int]:
+    size = 1
+    while size < largest:
+        yield size
+        size *= 2
+    yield largest
+
+
+def _at_least(values: Sequence[int], wanted: int) -> int:
+    return next((value for value in values if value >= wanted), values[-1])

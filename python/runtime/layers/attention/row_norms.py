@@ -1,0 +1,43 @@
+"""RMS norms of q and of k over all heads at once, which several ranks may share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from runtime.distributed.parallel_group import ALONE, ParallelGroup
+
+
+@dataclass(frozen=True, slots=True)
+class RowNorms:
+    """Norms of a whole query row and a whole key row, before they are rotated.
+
+    The mean square runs over the heads of all ranks: one exchange of two numbers per token.
+
+    Attributes:
+        q_weight, k_weight: this rank's part of the weights, in the model's dtype.
+        q_width, k_width: columns of all ranks together.
+        key_copies: ranks that hold the same keys.
+    """
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    eps: float
+    q_width: int
+    k_width: int
+    key_copies: int = 1
+    group: ParallelGroup = ALONE
+
+    def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
+        """qkv rows [T, q + k + v columns] of this rank with q and k normed, in their own storage. Never reads the device."""
+        q, k = (part.float() for part in qkv.split([len(self.q_weight), len(self.k_weight), qkv.shape[1] - self._own], dim=1)[:2])
+        squares = torch.stack((q.square().sum(dim=1) / self.q_width, k.square().sum(dim=1) / (self.k_width * self.key_copies)), dim=1)
+        scale = torch.rsqrt(self.group.all_reduce(squares) + self.eps)
+        qkv[:, : len(self.q_weight)] = (q * scale[:, :1]) * self.q_weight
+        qkv[:, len(self.q_weight) : self._own] = (k * scale[:, 1:]) * self.k_weight
+        return qkv
+
+    @property
+    def _own(self) -> int:
+        return len(self.q_weight) + len(self.k_weight)

@@ -335,7 +335,8 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({**TWO_NODES, "distributed_executor_backend": "ray"}, CPU, ["--node-rank must be 0"]),
         ({"dist_timeout": 0.0}, CPU, ["--dist-timeout"]),
         ({"dp_size": 4}, HOPPER, ["--dp-size"]),
-        ({"ep_size": 2}, HOPPER, ["--ep-size"]),
+        ({"ep_size": 2}, HOPPER, ["--ep-size must divide --tp-size 1", "got 2"]),
+        ({"tp_size": 4, "ep_size": 3}, CPU, ["--ep-size must divide --tp-size 4", "got 3"]),
         ({"attention_backend": "fa3"}, CPU, ["fa3", "torch_native"]),
         ({"attention_backend": "flashinfer"}, CPU, ["flashinfer", "torch_native"]),
         ({"attention_backend": "fa3"}, AMPERE, ["fa3", "8.0", "flashinfer"]),
@@ -516,12 +517,15 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "tp_size": (
         {"tp_size": 4, "device": "cpu", "attention_backend": "torch_native"}, lambda c: (c.parallel.tp_size, c.device.cpu_threads), (4, 4)
     ),
+    "ep_size": (
+        {"tp_size": 4, "ep_size": 2, "device": "cpu", "attention_backend": "torch_native"}, lambda c: c.parallel.ep_size, 2
+    ),
     "speculative_check_parity": ({"speculative_check_parity": True}, lambda c: spec_of(c).check_parity, True),
     "tool_call_parser": ({"tool_call_parser": "mistral"}, lambda c: c.model.tool_call_parser, "mistral"),
     "reasoning_parser": ({"reasoning_parser": "none"}, lambda c: c.model.reasoning_parser, "none"),
 }  # fmt: skip
 REFUSED = {
-    "download_dir", "trust_remote_code", "dp_size", "ep_size"
+    "download_dir", "trust_remote_code", "dp_size"
 }  # fmt: skip
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from runtime.errors import ConfigError
 from runtime.models.config import ModelConfig, MoeConfig
 from unit.driver import Driver
 from unit.predicting import model_config, plain, speculating
-from unit.ranks import ranks
+from unit.ranks import Meeting, ThreadGroup, ranks
 from unit.test_tensor_parallel import CHAIN, PROMPTS, TREE, builder, texts
 
 
@@ -69,3 +70,20 @@ def test_int8_experts_are_shared_too(tmp_path: Path) -> None:
     expected, _ = texts(build())
     with ranks(2, build) as worker:
         assert texts(worker)[0] == expected
+
+
+@pytest.mark.parametrize(("size", "ep_size", "name"), [(2, 2, "qwen3-moe"), (2, 2, "qwen2-moe"), (4, 2, "mixtral"), (4, 4, "qwen3-moe")])
+def test_experts_placed_on_ranks_generate_the_text_of_one_rank(tmp_path: Path, size: int, ep_size: int, name: str) -> None:
+    model = family(name)
+    expected, _ = texts(builder(tmp_path, None, model)())
+    with ranks(size, builder(tmp_path, None, model, ep_size=ep_size)) as worker:
+        experts = worker.parts.target.runner.model.sparse_mlps[0].experts
+        assert (experts.count, experts.size) == (8 // ep_size, (64, 48 * ep_size // size))
+        assert texts(worker)[0] == expected
+
+
+def test_experts_that_cannot_be_placed_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--ep-size 3: Qwen3MoeForCausalLM has 8 experts; use a divisor"):
+        builder(tmp_path, None, sparse_config(), ep_size=3)(group=ThreadGroup(0, 3, Meeting(3)))
+    with pytest.raises(ConfigError, match="--ep-size 2: LlamaForCausalLM has no experts"):
+        builder(tmp_path, None, model_config(), ep_size=2)(group=ThreadGroup(0, 2, Meeting(2)))

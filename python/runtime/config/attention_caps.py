@@ -62,7 +62,15 @@ ATTENTION_CAPS = {
         plan_on_device=False,
         scaled_kv=True,
     ),
-    "fa3": AttentionCaps(dtypes=_HALF, head_dims=frozenset({64, 128, 256}), kv_kinds=_BOTH, latent_dims=_LATENT, sinks=True),
+    "fa3": AttentionCaps(
+        dtypes=_HALF,
+        head_dims=frozenset({64, 128, 256, 512}),
+        kv_kinds=_BOTH,
+        latent_dims=_LATENT,
+        sinks=True,
+        non_causal=True,
+        mixed_heads=True,
+    ),
     "flashinfer": AttentionCaps(
         dtypes=_HALF, head_dims=frozenset({64, 128, 256}), kv_kinds=_BOTH, latent_dims=_LATENT, plan_on_device=False, self_check=True
     ),

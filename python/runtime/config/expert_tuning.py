@@ -46,15 +46,15 @@ H200_EXPERTS = ExpertTuning(
     few={
         "dense": (
             (8, (StepConfig(32, 256, 1, 4, 4), StepConfig(16, 256, 1, 2, 6))),
-            (32, (StepConfig(64, 128, 1, 4, 4), StepConfig(16, 256, 1, 2, 6))),
+            (64, (StepConfig(64, 128, 1, 4, 4), StepConfig(16, 256, 1, 2, 6))),
         ),
         "fp8": (
             (8, (StepConfig(32, 128, 4, 4, 4), StepConfig(16, 128, 4, 2, 4))),
-            (32, (StepConfig(64, 128, 2, 4, 4), StepConfig(16, 128, 4, 2, 4))),
+            (64, (StepConfig(64, 128, 2, 4, 4), StepConfig(16, 128, 4, 2, 4))),
         ),
         "mxfp4": (
             (8, (StepConfig(32, 256, 1, 4, 4), StepConfig(16, 256, 2, 4, 4))),
-            (32, (StepConfig(64, 128, 2, 4, 4), StepConfig(16, 256, 1, 4, 4))),
+            (64, (StepConfig(64, 128, 2, 4, 4), StepConfig(16, 256, 1, 4, 4))),
         ),
     },
     many={

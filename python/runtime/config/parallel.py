@@ -24,6 +24,8 @@ def check_parallel(args: ServerArgs) -> None:
         raise ConfigError(f"--tp-size {args.tp_size} is not a multiple of --nnodes {args.nnodes}: each node has the same number of ranks.")
     if (args.nnodes > 1) != (args.dist_init_addr is not None):
         raise ConfigError("--nnodes and --dist-init-addr HOST:PORT belong together: give the address of node 0 to all nodes, or neither.")
+    if args.ep_size < 1 or args.tp_size % args.ep_size:
+        raise ConfigError(f"--ep-size must divide --tp-size {args.tp_size}, whose ranks share the experts; got {args.ep_size}.")
     if args.dist_init_addr is not None:
         _check_address(args.dist_init_addr)
     if args.distributed_executor_backend == "ray":

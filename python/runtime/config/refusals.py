@@ -7,10 +7,8 @@ import math
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
 
-_ONE_DEVICE = "A server runs on one device; start one server per device, or leave the flag out."
 UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "dp_size": ((1,), "Start one server per copy behind sglang-router; docs/operations.md shows how."),
-    "ep_size": ((1,), _ONE_DEVICE),
     "sampling_backend": ((None, "triton", "pytorch"), "Use triton or pytorch, or leave the flag out."),
 }
 """Flags of SGLang that exist here to be refused: the accepted values, and why the others are not."""

@@ -150,7 +150,7 @@ class ServerArgs:
     dp_size: int = _flag(DEVICE, 1, "N", "--data-parallel-size", "--dp")
     """Copies of the model; only 1 is supported."""
     ep_size: int = _flag(DEVICE, 1, "N", "--expert-parallel-size", "--ep")
-    """GPUs that share the experts; only 1 is supported."""
+    """Groups of the tensor-parallel ranks that a sparse model's experts are placed on, a divisor of --tp-size."""
     cpu_threads: int | None = _flag(DEVICE, None, "N")
     """Threads of one CPU operation; default: the number of cores, shared by the ranks of a sharded model."""
 

@@ -75,7 +75,7 @@ REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
      "the KV cache is on the device only"),
     (("enable-multimodal", "mm-", "image-processor", "allowed-media", "limit-mm", "enable-mm-", "media-url"), "the server reads text only"),
     (("moe-", "deepep-", "ep-", "eplb-", "enable-eplb", "enable-deepep", "expert-", "elastic-ep", "init-expert", "kt-"),
-     "experts are not spread over devices"),
+     "the ranks of --tp-size share the experts; --ep-size places whole experts on them"),
     (("enable-dp-", "attn-dp-size", "attention-data-parallel-size", "enable-dp-lm-head"), "put a router in front of several servers"),
     (("nccl-init-addr", "dist-timeout", "nccl-port"), "give the address of the first node as --dist-init-addr"),
     (("attn-cp", "attention-context", "dcp-", "decode-context", "enable-prefill-cp", "cp-"), "the context is not spread over devices"),

@@ -110,7 +110,8 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
     with context.timed("load_weights"):
         ops, why = select_ops(context.device, context.dtype, context.timings)
         log.info("block operations: %s", why)
-        model = build_model(config, ops, context.dtype, context.device, quantization, context.group, context.kv_dtype)
+        ep_size, kv_dtype = context.config.parallel.ep_size, context.kv_dtype
+        model = build_model(config, ops, context.dtype, context.device, quantization, context.group, ep_size, kv_dtype)
         check_equal_shards(context, model)
         model.load(model_weights(context, model.expected_weights(), folder, load_format))
     kind = f" with {quantization} linears" if quantization else ""

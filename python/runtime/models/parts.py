@@ -170,10 +170,11 @@ class ModelParts:
 
     def sparse_mlp(self, names: SparseNames, activation: Activation = Activation.SILU) -> SparseMlp:
         """The sparse MLP of these tensors."""
-        assert self.config.moe is not None, "the model is dense"
-        return SparseParts(self.weights, self.context.ops, self.config.hidden_size, self.config.moe, self.context.ep_size).mlp(
-            names, activation
-        )
+        c, context = self.config, self.context
+        assert c.moe is not None, "the model is dense"
+        mlp = SparseParts(self.weights, context.ops, c.hidden_size, c.moe, context.ep_size).mlp(names, activation)
+        self.sparse_mlps.append(mlp)
+        return mlp
 
     def dense_block(self, prefix: str, layer_id: int, in_features: int | None = None, input_norm: bool = True) -> Block:
         """The block of tensors `prefix`*, under Llama's names."""

@@ -120,6 +120,7 @@ def build_model(
     device: torch.device,
     quantization: str | None = None,
     group: ParallelGroup | None = None,
+    ep_size: int = 1,
     kv_dtype: torch.dtype | None = None,
 ) -> DecoderModel:
     """A model with weights allocated and not yet loaded.
@@ -128,17 +129,22 @@ def build_model(
         quantization: None for the checkpoint's own, "int8" for weight-only int8 linears and LM head (CPU), "fp8" to
             quantise the linears of blocks as they are loaded.
         group: the ranks that share the model; None for this process alone.
+        ep_size: groups of these ranks that the experts of a sparse model are placed on.
         kv_dtype: of a KV cache with scales; None for one in `dtype`.
 
     Raises:
-        ConfigError: the architecture or the quantisation is not supported.
+        ConfigError: the architecture or the quantisation is not supported, or the experts cannot be placed.
     """
     from runtime.distributed.parallel_group import ALONE
     from runtime.layers.quantization.registry import quant_scheme
     from runtime.models.decoder import DecoderModel
     from runtime.models.parts import ModelContext
 
+    if ep_size > 1 and (config.moe is None or config.moe.num_experts % ep_size):
+        count = "no experts" if config.moe is None else f"{config.moe.num_experts} experts"
+        raise ConfigError(f"--ep-size {ep_size}: {config.architecture} has {count}; use a divisor of their number, or leave the flag out.")
     family = family_of(config.architecture, "the model")
     quant = with_flag(config.quant, quantization)
-    context = ModelContext(ops, dtype, device, quant_scheme(quantization, quant, device), group or ALONE, quant, kv_dtype=kv_dtype)
+    scheme = quant_scheme(quantization, quant, device)
+    context = ModelContext(ops, dtype, device, scheme, group or ALONE, quant, ep_size, kv_dtype)
     return DecoderModel(config, context, family.block)

@@ -40,7 +40,7 @@ class Mxfp4:
     ) -> Storage:
         """Empty codes and scales; `dtype` does not matter."""
         if in_features % GROUP:
-            raise ConfigError(f"an mxfp4 weight has {in_features} columns on each rank; use a --tp-size that leaves a multiple of {GROUP}")
+            raise ConfigError(f"an mxfp4 weight has {in_features} columns on each rank; use --ep-size, or leave a multiple of {GROUP}")
         weight = torch.empty(stacked(count, out_features, in_features // 2), dtype=torch.uint8, device=device)
         return Storage(weight, torch.empty(stacked(count, out_features, in_features // GROUP), dtype=torch.uint8, device=device))
 
@@ -49,7 +49,7 @@ class Mxfp4:
         assert storage.scale is not None
         (out, width), (rows, columns) = part.shape, part.index
         if columns.start % GROUP or columns.stop % GROUP:
-            raise ConfigError(f"{part.prefix}: a rank's columns, {columns.start} to {columns.stop}, cut an mxfp4 scale; lower --tp-size")
+            raise ConfigError(f"{part.prefix}: a rank's columns, {columns.start} to {columns.stop}, cut an mxfp4 scale; use --ep-size")
         groups = slice(columns.start // GROUP, columns.stop // GROUP)
         weight, scale = storage.weight[part.rows], storage.scale[part.rows]
         blocks = weight.unflatten(1, (-1, GROUP // 2))

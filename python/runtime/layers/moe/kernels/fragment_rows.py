@@ -1,0 +1,167 @@
+"""Experts for few tokens in CUDA C++: weights go straight from memory into the tensor cores' fragments (`few_rows.cu`)."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from runtime.layers.gemm.deferred_norm import DeferredNorm
+from runtime.layers.kernels import cuda_driver
+from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
+from runtime.layers.moe.kernels.gate import GatedAct
+from runtime.layers.moe.router import Routing
+
+OUTPUTS = 16
+"""Outputs of a block of the second kernel."""
+UP_COLUMNS = 8
+"""Inner columns of a block of the first kernel."""
+UP_WARPS, DOWN_WARPS = 4, 16
+TOKENS = (8, 16, 32, 64)
+"""Most tokens that a kernel is compiled for."""
+COLUMNS = {"dense": 8, "fp8": 16, "mxfp4": 32}
+"""Columns that a lane loads at once; a row is a whole number of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """What a kernel is compiled for."""
+
+    format: int
+    act: int
+    top_k: int
+    words: int
+    tokens: int
+    bias: bool
+    early: bool
+    add: bool = False
+    defer: bool = False
+    float_out: bool = False
+
+
+class _Weights(ctypes.Structure):
+    """`Weights` in the CUDA source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "scale", "bias")),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "expert_scales", "row_scales", "scale_rows", "scale_columns")),
+    )
+
+
+class _Routing(ctypes.Structure):
+    """`Routing` in the CUDA source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("ids", "weights", "masks")),
+        *((name, ctypes.c_int) for name in ("first", "experts")),
+    )
+
+
+def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights) -> bool:
+    """Whether the kernels can multiply these rows by these weights on their device."""
+    (_, rows, hidden), (_, _, inner) = gate_up.shape, down.shape
+    return (
+        x.is_cuda
+        and x.dtype is torch.bfloat16
+        and 0 < len(x) <= TOKENS[-1]
+        and hidden % OUTPUTS == 0
+        and inner % UP_COLUMNS == 0
+        and rows == 2 * inner
+        and all(_readable(weights) for weights in (gate_up, down))
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and cuda_driver.available()
+    )
+
+
+def _readable(weights: ExpertWeights) -> bool:
+    """Whether lanes can load whole pieces of rows, under one scale."""
+    lane = COLUMNS[weights.format]
+    one_scale = weights.format != "fp8" or weights.scale_layout[3] % (4 * lane) == 0
+    return weights.weight.is_contiguous() and weights.shape[2] % lane == 0 and one_scale
+
+
+def experts_by_fragments(
+    x: torch.Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    routing: Routing,
+    act: GatedAct,
+    out: torch.Tensor,
+    *,
+    first: int = 0,
+    add: bool = False,
+    deferred: DeferredNorm | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """`experts_few_rows`, for what the kernels `supports`; `deferred.squares` has hidden / 16 columns.
+
+    Sums run in an order that the shapes and the routing of all tokens fix.
+    """
+    (T, hidden), (E, _, _), top_k = x.shape, gate_up.shape, routing.ids.shape[1]
+    inner, tokens = down.shape[2], next(count for count in TOKENS if count >= T)
+    slots = min(E, T * top_k)
+    h = torch.empty((T * top_k, inner), dtype=x.dtype, device=x.device)
+    plan = torch.empty(1 + slots * (tokens + 2), dtype=torch.int32, device=x.device)
+    shape = (top_k, routing.masks.shape[1], tokens)
+    up = _Variant(FORMATS[gate_up.format], act.kind, *shape, gate_up.bias is not None, pdl)
+    last = _Variant(
+        FORMATS[down.format], 0, *shape, down.bias is not None, pdl, add, deferred is not None, out.dtype is torch.float32
+    )  # fmt: skip
+    routed = _Routing(routing.ids.data_ptr(), routing.weights.data_ptr(), routing.masks.data_ptr(), first, E)
+    tiles = inner // UP_COLUMNS
+    _up_kernel(up)(
+        slots * tiles,
+        (
+            cuda_driver.pointer(x), _weights(gate_up), routed, cuda_driver.pointer(h), cuda_driver.pointer(plan),
+            cuda_driver.int32(T), cuda_driver.int32(tiles), ctypes.c_float(act.alpha), ctypes.c_float(act.limit),
+        ),
+        pdl,
+    )  # fmt: skip
+    gain, scaled, squares = (None, None, None) if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
+    assert squares is None or squares.shape[1] == hidden // OUTPUTS, f"expected {hidden // OUTPUTS} sums of squares per row"
+    _down_kernel(last)(
+        hidden // OUTPUTS,
+        (
+            cuda_driver.pointer(h), _weights(down), routed, *map(cuda_driver.pointer, (plan, out, gain, scaled, squares)),
+            cuda_driver.int32(T), cuda_driver.int32(_pieces(down, top_k)),
+        ),
+        pdl,
+    )  # fmt: skip
+    return out
+
+
+def _pieces(down: ExpertWeights, top_k: int) -> int:
+    """Into how many pieces the columns of an expert are cut, so that one token keeps all warps of a block busy."""
+    chunks = -(-down.shape[2] // (4 * COLUMNS[down.format]))
+    return max(1, min(DOWN_WARPS // top_k, chunks // 2))
+
+
+def _weights(weights: ExpertWeights) -> _Weights:
+    tensors = (weights.weight, weights.scale, weights.bias)
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    return _Weights(*pointers, *weights.shape[1:], *weights.scale_layout)
+
+
+@cache
+def _up_kernel(variant: _Variant) -> cuda_driver.Kernel:
+    return cuda_driver.compile_kernel(source(variant), "experts_up", threads=32 * UP_WARPS, cluster=1, shared_bytes=0)
+
+
+@cache
+def _down_kernel(variant: _Variant) -> cuda_driver.Kernel:
+    shared = DOWN_WARPS * OUTPUTS * variant.tokens * 4
+    return cuda_driver.compile_kernel(source(variant), "experts_down", threads=32 * DOWN_WARPS, cluster=1, shared_bytes=shared)
+
+
+def source(variant: _Variant) -> str:
+    """The CUDA program of one variant."""
+    v = variant
+    constants = dict(
+        FORMAT=v.format, ACT=v.act, TOP_K=v.top_k, WORDS=v.words, TOKENS=v.tokens, BIAS=int(v.bias), EARLY=int(v.early), ADD=int(v.add),
+        DEFER=int(v.defer), FLOAT_OUT=int(v.float_out),
+    )  # fmt: skip
+    text = (Path(__file__).parent / "few_rows.cu").read_text(encoding="utf-8")
+    return "\n".join([*(f"#define {name} {value}" for name, value in constants.items()), text])

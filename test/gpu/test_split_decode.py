@@ -84,7 +84,7 @@ def definition(case: Case, causal: bool, window: int, sinks: torch.Tensor | None
         k, v = (cache.cpu()[at].double().repeat_interleave(group, 1) for cache in (case.k, case.v))
         for w in range(W):
             mine = length - W + w
-            seen = (positions <= mine) & ((positions >= mine - window) | (window < 0)) if causal else torch.ones(length, dtype=torch.bool)
+            seen = ((positions <= mine) | (not causal)) & ((positions >= mine - window) | (window < 0))
             scores = torch.einsum("hd,nhd->hn", case.q[b * W + w].cpu().double(), k[seen]) * shape.head_dim**-0.5
             if sinks is not None:
                 scores = torch.cat([scores, sinks.cpu().double()[:, None]], dim=1)
@@ -108,11 +108,18 @@ def test_every_length_from_the_shortest_to_many_tiles_a_split(page_size: int, wi
     assert_close(case.run(window=window), definition(case, True, window)[0])
 
 
+@pytest.mark.parametrize(("page_size", "width", "window"), [(1, 16, -1), (16, 5, 40), (64, 16, 20)])
+def test_blocks_see_all_their_keys_and_a_window_before_them(page_size: int, width: int, window: int) -> None:
+    case = make_case([width, 33, 160, 347], width, page_size)
+    assert_close(case.run(causal=False, window=window), definition(case, False, window)[0])
+
+
 @pytest.mark.parametrize(
     ("heads", "width"),
     [
         ((8, 1, 128), 8), ((6, 2, 64), 2), ((2, 2, 256), 1), ((12, 2, 64), 5), ((3, 3, 64), 8), ((4, 2, 128), 3), ((3, 1, 256), 7),
         ((8, 2, 256), 4), ((10, 2, 128), 4), ((5, 1, 256), 8), ((14, 2, 64), 1), ((7, 1, 128), 8), ((16, 2, 64), 1),
+        ((8, 1, 512), 1), ((8, 1, 512), 16), ((3, 1, 512), 5), ((8, 2, 64), 16), ((8, 1, 128), 16), ((6, 1, 64), 16),
     ],
 )  # fmt: skip
 def test_groups_of_any_size_and_every_head_dimension(heads: tuple[int, int, int], width: int) -> None:
@@ -251,10 +258,10 @@ def test_workspace_made_for_several_passes_has_room_for_each(batch: int) -> None
 
 
 def test_passes_too_wide_for_the_tile_are_refused() -> None:
-    assert supports(8, 32, 8)
-    assert supports(1, 64, 1)
-    assert not supports(9, 32, 8)
-    assert not supports(8, 64, 4)
+    assert supports(16, 32, 8)
+    assert supports(1, 128, 1)
+    assert not supports(17, 32, 8)
+    assert not supports(16, 64, 4)
     assert not supports(0, 32, 8)
 
 

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
     [
         ("serving_matrix", ["--modes", "eagle"], 2),
         ("model_matrix", ["--modes", "eagle"], 2),
+        ("block_drafts", [], 2),
         ("draft_extend_graph", [], 4),
         ("draft_extend_graph", ["--in-process"], 8),
         ("crossover", [], 6),

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from small_tokenizer import CHATML, reference, write_small_tokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from runtime.errors import ConfigError
 from runtime.model_files import embedded
@@ -28,6 +29,8 @@ from runtime.model_files.gguf_file import GGUFFile
 from runtime.model_files.gguf_tokenizer import build_tokenizer
 from runtime.model_files.model_source import DRAFT_FLAGS, resolve_model, resolve_weights
 from runtime.model_files.safetensors_writer import is_whole_safetensors, to_bfloat16, write_safetensors
+from runtime.models.registry import load_hf_config
+from runtime.models.rotary import inverse_frequencies
 from runtime.text.tokenizer import Tokenizer
 
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -68,7 +71,9 @@ def _permuted(values: np.ndarray, heads: int) -> np.ndarray:
     return stored
 
 
-def _write_gguf(path: Path, arch: str, model: Any, tokenizer: Path | None = None, extra: dict[str, np.ndarray] | None = None) -> Path:
+def _write_gguf(
+    path: Path, arch: str, model: Any, tokenizer: Path | None = None, extra: dict[str, np.ndarray] | None = None, yarn: float = 0.0
+) -> Path:
     writer = gguf.GGUFWriter(path, arch)
     config = model.config
     writer.add_block_count(config.num_hidden_layers)
@@ -80,6 +85,10 @@ def _write_gguf(path: Path, arch: str, model: Any, tokenizer: Path | None = None
     writer.add_key_length(16)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if yarn:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(yarn)
+        writer.add_rope_scaling_orig_ctx_len(64)
     if tokenizer is not None:
         _write_vocabulary(writer, tokenizer)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -153,7 +162,6 @@ def test_unpermute_undoes_the_stored_order(heads: int) -> None:
 
 def test_llama3_frequency_factors_become_their_parameters(tmp_path: Path) -> None:
     from transformers import AutoConfig, LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaling = {
         "rope_type": "llama3",
@@ -175,6 +183,18 @@ def test_llama3_frequency_factors_become_their_parameters(tmp_path: Path) -> Non
     other = _write_gguf(tmp_path / "o.gguf", "llama", model, extra={"rope_freqs.weight": factors * np.float32(1.5) + 1})
     with pytest.raises(ConfigError, match="rotary factors"):
         converted_folder(other, tmp_path / "cache", progress=False)
+
+
+def test_a_gguf_files_yarn_is_that_of_transformers(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    model = _hf_model("qwen2", rope_parameters=rope)
+    path = _write_gguf(tmp_path / "m.gguf", "qwen2", model, yarn=4.0)
+    config = load_hf_config(converted_folder(path, tmp_path / "cache", progress=False))
+    assert config.rope_scaling is not None
+    assert (config.rope_scaling.kind, config.rope_scaling.factor, config.rope_scaling.original_max_position) == ("yarn", 4.0, 64)
+    inv_freq, magnitude = ROPE_INIT_FUNCTIONS["yarn"](model.config, torch.device("cpu"))
+    torch.testing.assert_close(inverse_frequencies(16, config.rope_theta, config.rope_scaling), inv_freq, rtol=1e-5, atol=0)
+    assert config.rope_scaling.magnitude == pytest.approx(magnitude)
 
 
 def test_quantised_tensors_are_dequantised_by_their_definition(tmp_path: Path) -> None:

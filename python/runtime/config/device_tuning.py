@@ -86,6 +86,8 @@ class DeviceTuning:
     def split_config(self, head_dim: int, batch: int) -> SplitConfig:
         """The cut of split-KV attention for a head dimension and a batch size; above a head dimension of 128, half tiles."""
         config = next((config for largest, config in self.split_kv if batch <= largest), self.split_kv[-1][1])
+        if head_dim > 256:  # a tile of keys and values is 64 KiB
+            return SplitConfig(32, num_warps=8, stages=3, programs_per_sm=1, max_partial_rows=1024)
         return config if head_dim <= 128 else dataclasses.replace(config, tile=config.tile // 2)
 
     def latent_config(self, rows: int) -> LatentConfig:

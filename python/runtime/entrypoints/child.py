@@ -23,6 +23,7 @@ from runtime.distributed.rank_place import RankPlace
 from runtime.entrypoints import cuda_context
 from runtime.entrypoints.collector import freeze_gc
 from runtime.entrypoints.grammars import eos_ids_of, make_compiler
+from runtime.entrypoints.kept_memory import bound_kept_memory
 from runtime.errors import ConfigError
 from runtime.managers.detokenizer_manager import DetokenizerManager
 from runtime.managers.ipc import Inbox, Outbox
@@ -89,6 +90,7 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], N
     status = StatusPipe(status_fd)
     child = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildConfig)
     _die_with(child, role)
+    bound_kept_memory()
     setproctitle.setproctitle(f"talon::{role}")
     logging_setup.setup(_log_level(child), f"talon::{role}", child.config.server.log_format)
     faulthandler.enable()  # prints the stacks when the parent aborts a child that hangs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -179,12 +180,19 @@ def _window(file: GGUFFile) -> dict[str, object]:
 def _rope_scaling(file: GGUFFile, config: dict[str, object]) -> dict[str, object] | None:
     if ROPE_FACTORS in file.tensor_names:
         return _llama3_scaling(file, config)
-    kind = file.get(f"{file.architecture}.rope.scaling.type", str, "none")
+    prefix = f"{file.architecture}.rope.scaling."
+    kind = file.get(prefix + "type", str, "none")
     if kind == "none":
         return None
-    if kind != "linear":
-        raise ConfigError(f"{file.path} scales positions by {kind!r}; supported are 'linear' and Llama 3.1's")
-    return {"rope_type": "linear", "factor": file.get(f"{file.architecture}.rope.scaling.factor", float)}
+    if kind not in ("linear", "yarn"):
+        raise ConfigError(f"{file.path} scales positions by {kind!r}; supported are 'linear', 'yarn' and Llama 3.1's")
+    factor = file.get(prefix + "factor", float)
+    scaling: dict[str, object] = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = file.get(prefix + "original_context_length", int)
+        # llama.cpp multiplies its own correction by this.
+        scaling["attention_factor"] = file.get(prefix + "attn_factor", float, 1.0) * (1.0 + 0.1 * math.log(max(factor, 1.0)))
+    return scaling
 
 
 def _llama3_scaling(file: GGUFFile, config: dict[str, object]) -> dict[str, object]:

@@ -186,7 +186,9 @@ def _given_tokenizer(tokenizer_path: str, revision: str | None, download_dir: st
 
 
 def _synthetic(weights: Path, cache_dir: Path) -> Path:
-    vocab_size = check_config(weights).get("vocab_size")
+    config = check_config(weights)
+    text = config.get("text_config")  # of a model that also sees or hears
+    vocab_size = (text if isinstance(text, dict) else config).get("vocab_size")
     if not isinstance(vocab_size, int) or not 0 < vocab_size <= 1 << 22:
         raise ConfigError(f"{weights / 'config.json'} has no usable vocab_size")
     logger.info("the dummy weights have no tokenizer: using a synthetic one of %d ids", vocab_size)

@@ -29,14 +29,14 @@ class _FixedPlan:
         cu_seqlens_q: int32 [B + 1].
         split: the kind of pass for split-KV attention; None if FA3 runs it.
         schedule: the split-KV schedule of the first pass, which all passes share; None if the split is static.
-        metadata: by (step, window), FA3's tile schedule, int32.
+        metadata: by step, window and whether the layer is causal, FA3's tile schedule, int32.
     """
 
     at: FixedLengths
     cu_seqlens_q: torch.Tensor
     split: SplitShape | None
     schedule: WorkSchedule | None
-    metadata: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    metadata: dict[tuple[int, int, bool], torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,8 @@ class FlashAttention:
         self._pdl = torch.cuda.get_device_capability(self._device)[0] >= 9
         self._workspace = self._split_workspace()
         # FA3 takes sinks in bfloat16 alone, the type of published ones.
-        self._sinks = [None if layer.sinks is None else layer.sinks.to(torch.bfloat16) for layer in shape.layers]
+        self._sinks = {layer.layer_id: None if layer.sinks is None else layer.sinks.to(torch.bfloat16) for layer in shape.layers}
+        self._kinds = sorted({(layer.window, layer.causal) for layer in shape.layers})
 
     # ---- outside the graph
 
@@ -89,11 +90,22 @@ class FlashAttention:
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """One run per kernel of split-KV attention; FA3 comes compiled."""
         shapes = [shape for size in sizes if (shape := self._split_shape(size, width)) is not None]
-        kinds = {(-1 if tree else layer.window, layer.sinks is not None) for layer in self._shape.layers}
+        kinds = {(-1 if tree else layer.window, layer.causal, layer.sinks is not None) for layer in self._shape.layers}
         return [
-            partial(warm_up, shape, self._table.page_size, self._dtype, self._device, tree=tree, window=window, sinks=sinks, pdl=self._pdl)
+            partial(
+                warm_up,
+                shape,
+                self._table.page_size,
+                self._dtype,
+                self._device,
+                tree=tree,
+                causal=causal,
+                window=window,
+                sinks=sinks,
+                pdl=self._pdl,
+            )
             for shape in one_of_each_kernel(shapes)
-            for window, sinks in sorted(kinds)
+            for window, causal, sinks in sorted(kinds)
         ]
 
     # ---- inside or outside the graph
@@ -106,8 +118,8 @@ class FlashAttention:
         plan.at.fill(batch)
         if plan.split is None:
             for step in range(1 if plan.at.tail else num_steps):
-                for window in self._shape.windows:
-                    self._schedule(plan, step, window)
+                for window, causal in self._kinds:
+                    self._schedule(plan, step, window, causal and not plan.at.tail)
         elif plan.schedule is not None:
             schedule_work(plan.at.key_lens[0], plan.split.splits, plan.split.config.tile, plan.schedule)
 
@@ -165,17 +177,17 @@ class FlashAttention:
         supported = [shape for shape in shapes if shape is not None]
         return SplitWorkspace(supported, self._device) if supported else None
 
-    def _schedule(self, plan: _FixedPlan, step: int, window: int) -> None:
+    def _schedule(self, plan: _FixedPlan, step: int, window: int, causal: bool) -> None:
         """Compute one tile schedule into its static buffer. Arguments must match those of `flash_attn_with_kvcache`."""
         shape, at = self._shape, plan.at
         fresh = get_scheduler_metadata(
             at.size, at.width, self._table.max_pages * self._table.page_size, shape.num_q_heads, shape.num_kv_heads,
             shape.head_dim, at.key_lens[step], qkv_dtype=self._dtype, cu_seqlens_q=plan.cu_seqlens_q,
-            page_size=self._table.page_size, causal=not at.tail, window_size=_window_size(window), num_splits=0,
+            page_size=self._table.page_size, causal=causal, window_size=_window_size(window, causal), num_splits=0,
         )  # fmt: skip
-        static = plan.metadata.get((step, window))
+        static = plan.metadata.get((step, window, causal))
         if static is None:
-            plan.metadata[step, window] = fresh
+            plan.metadata[step, window, causal] = fresh
         else:
             static.copy_(fresh)
 
@@ -188,8 +200,8 @@ class FlashAttention:
         return flash_attn_with_kvcache(
             q, self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], cache_seqlens=at.seq_lens[batch.step],
             page_table=self._table.pages, cache_batch_idx=at.rows, cu_seqlens_q=plan.cu_seqlens_q,
-            max_seqlen_q=at.width, softmax_scale=layer.scale, causal=True, window_size=_window_size(layer.window),
-            scheduler_metadata=plan.metadata[batch.step, layer.window], num_splits=0, sinks=self._sinks[layer.layer_id],
+            max_seqlen_q=at.width, softmax_scale=layer.scale, causal=layer.causal, window_size=_window_size(layer.window, layer.causal),
+            scheduler_metadata=plan.metadata[batch.step, layer.window, layer.causal], num_splits=0, sinks=self._sinks[layer.layer_id],
         )  # fmt: skip
 
     def _tree(self, q: torch.Tensor, layer: AttentionSpec, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
@@ -205,7 +217,7 @@ class FlashAttention:
             out, lse, *_ = flash_attn_with_kvcache(
                 q, k_cache, v_cache, cache_seqlens=at.key_lens[0], page_table=self._table.pages,
                 cache_batch_idx=at.rows, cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=at.width,
-                softmax_scale=layer.scale, causal=False, scheduler_metadata=plan.metadata[0, -1], num_splits=0,
+                softmax_scale=layer.scale, causal=False, scheduler_metadata=plan.metadata[0, -1, False], num_splits=0,
                 return_softmax_lse=True,
             )  # fmt: skip
             lse = lse.transpose(0, 1)
@@ -224,12 +236,12 @@ class FlashAttention:
         lens: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Split-KV attention: causal, or with `lse` over all keys."""
+        """Split-KV attention as the layer sees its keys, or with `lse` over all keys."""
         assert self._workspace is not None, "the pass is larger than the shape that the backend was built for"
         keys = SplitKeys(self._table.pages, plan.at.rows, lens, self._table.page_size, plan.schedule)
         return split_attention(
             q.contiguous(), self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], keys, shape, self._workspace,
-            layer.scale, causal=lse is None, window=layer.window if lse is None else -1,
+            layer.scale, causal=layer.causal and lse is None, window=layer.window if lse is None else -1,
             sinks=layer.sinks if lse is None else None, lse=lse, pdl=self._pdl,
         )  # fmt: skip
 
@@ -237,11 +249,11 @@ class FlashAttention:
         return flash_attn_with_kvcache(
             q, self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], cache_seqlens=plan.seq_lens,
             page_table=plan.pages, cache_batch_idx=plan.rows, cu_seqlens_q=plan.cu_seqlens_q,
-            max_seqlen_q=plan.max_queries, softmax_scale=layer.scale, causal=True,
-            window_size=_window_size(layer.window), num_splits=0, sinks=self._sinks[layer.layer_id],
+            max_seqlen_q=plan.max_queries, softmax_scale=layer.scale, causal=layer.causal,
+            window_size=_window_size(layer.window, layer.causal), num_splits=0, sinks=self._sinks[layer.layer_id],
         )  # fmt: skip
 
 
-def _window_size(window: int) -> tuple[int, int]:
-    """FA3's (left, right); (-1, -1) is no window."""
-    return (window, 0) if window >= 0 else (-1, -1)
+def _window_size(window: int, causal: bool) -> tuple[int, int]:
+    """FA3's (left, right); -1 is no bound."""
+    return (window, 0) if window >= 0 and causal else (window, -1)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
+from typing import cast
 
 from runtime.config.attention_caps import ATTENTION_CAPS, AttentionCaps
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
+from runtime.layers.attention.mixed import MixedHeadsAttention
 from runtime.mem_cache.kv_pool import KVPool, PageTable
+from runtime.mem_cache.kv_spec import KVSpec
 
 BACKENDS = {
     "torch_native": "runtime.layers.attention.torch_native:TorchNativeAttention",
@@ -20,6 +24,11 @@ LATENT_BACKENDS = {
     "flashinfer": "runtime.layers.attention.latent_flashinfer:LatentFlashInfer",
 }
 """Those with a class of their own for models with latent attention."""
+WIDE_BACKENDS = {"fa3": "runtime.layers.attention.wide:WideAttention"}
+"""What runs in place of a backend for layers with heads wider than `WIDEST`, where it has no kernels for them."""
+WIDEST = 256
+APART = frozenset({"fa3"})
+"""Backends that need one instance for each kind of heads."""
 assert BACKENDS.keys() == ATTENTION_CAPS.keys(), "every backend has capabilities, and the reverse"
 
 
@@ -56,9 +65,26 @@ def build_backend(name: str, shape: AttentionShape, kv_pool: KVPool, page_table:
             f"Attention backend {name} does not support {limit}. Use torch_native with --attention-backend, or with "
             "--speculative-draft-attention-backend for a draft model."
         )
+    kinds = list(dict.fromkeys(_heads(layer) for layer in shape.layers)) if name in APART else [_heads(shape.layers[0])]
+    if len(kinds) == 1:
+        return _class_for(name, shape)(shape, kv_pool, page_table)
+    parts = [replace(shape, layers=tuple(layer for layer in shape.layers if _heads(layer) == kind)) for kind in kinds]
+    backends = [_class_for(name, part)(part, kv_pool, page_table) for part in parts]
+    mixed = MixedHeadsAttention(backends, [kinds.index(_heads(layer)) for layer in shape.layers])
+    return cast(AttentionBackend, mixed)  # it is made of backends, not of a shape
+
+
+def _class_for(name: str, shape: AttentionShape) -> type[AttentionBackend]:
+    """The class for layers of one kind of heads."""
     if shape.layers[0].kv.kind == "mla" and name in LATENT_BACKENDS:
-        backend = _load(name, LATENT_BACKENDS[name])
-    return backend(shape, kv_pool, page_table)
+        return _load(name, LATENT_BACKENDS[name])
+    if shape.head_dim > WIDEST and name in WIDE_BACKENDS:
+        return _load(name, WIDE_BACKENDS[name])
+    return backend_class(name)
+
+
+def _heads(layer: AttentionSpec) -> tuple[int, KVSpec, float]:
+    return layer.num_q_heads, layer.kv, layer.scale
 
 
 def unsupported(caps: AttentionCaps, shape: AttentionShape, page_size: int) -> str:
@@ -69,7 +95,7 @@ def unsupported(caps: AttentionCaps, shape: AttentionShape, page_size: int) -> s
     for layer in shape.layers:
         if limit := _unsupported_layer(caps, layer):
             return limit
-        if not caps.mixed_heads and (layer.num_q_heads, layer.kv, layer.scale) != (first.num_q_heads, first.kv, first.scale):
+        if not caps.mixed_heads and _heads(layer) != _heads(first):
             return "layers that differ in heads, head dimension or scale"
     return ""
 
@@ -83,9 +109,9 @@ def _unsupported_layer(caps: AttentionCaps, layer: AttentionSpec) -> str:
             return f"latent KV of {kv.value_dim} + {kv.key_dim - kv.value_dim} columns, only of 512 + 64 without a window"
     elif caps.head_dims is not None and not {kv.key_dim, kv.value_dim} <= caps.head_dims:
         return f"head dimension {kv.key_dim}, only {_numbers(caps.head_dims)}"
-    if caps.dtypes is not None and dtype not in caps.dtypes:
+    if caps.dtypes is not None and dtype not in caps.dtypes and not kv.scaled:
         return f"{dtype}, only {' and '.join(sorted(caps.dtypes))}"
-    if kv.scaled:
+    if kv.scaled and not caps.scaled_kv:
         return "scaled KV caches"
     wanted = (
         (caps.sliding_window or layer.window < 0, f"a sliding window of {layer.window + 1}"),

@@ -91,7 +91,7 @@ def split_attention(
         workspace: built for `shape` among others.
         scale: factor of the scores.
         causal: query i sees all but the last W - 1 - i keys; otherwise all.
-        window: keys that a query sees before its own; -1 for all. Requires `causal`.
+        window: keys that a query sees before its own; -1 for all. With `lse` it requires `causal`.
         sinks: [H], a score per head that takes part in the softmax and has no value. Requires `causal`.
         lse: float32 [B * W, H] contiguous; receives the base-2 log-sum-exp.
         pdl: start before the previous kernel has ended and prefetch keys (programmatic dependent launch, Hopper). Row
@@ -105,7 +105,8 @@ def split_attention(
     assert shape.batch * shape.width == T, f"{T} queries where {shape.batch} requests of {shape.width} were prepared"
     assert shape.partial_rows <= workspace.top.numel(), "the workspace was made for smaller passes"
     assert q.is_contiguous(), "queries must be contiguous"
-    assert causal or (window < 0 and sinks is None), "a window and sinks require a causal pass"
+    assert causal or sinks is None, "sinks require a causal pass"
+    assert causal or window < 0 or lse is None, "a window requires a causal pass"
     assert (keys.schedule is not None) == config.scheduled, "a scheduled config needs a schedule, another has none"
     out, splits, rows, group = torch.empty_like(q), shape.splits, shape.rows, H // G
     launch = {"launch_pdl": True} if pdl else {}
@@ -115,10 +116,10 @@ def split_attention(
         "WIDTH": shape.width, "GROUP": group, "NUM_KV": G, "D": D, "TILE": config.tile, "ALONE": config.alone, "ROWS": rows,
         "WINDOW": window >= 0, "LSE": lse is not None, "PDL": pdl,
     }  # fmt: skip
-    _split_kernel[(G, shape.programs, 1) if config.scheduled else (G, splits, shape.batch)](
+    _split_kernel[(shape.parts, shape.programs, 1) if config.scheduled else (shape.parts, splits, shape.batch)](
         q, k_cache, v_cache, sinks, keys.pages, keys.rows, keys.seq_lens, items, arrived, out, lse,
         workspace.out, workspace.top, workspace.total, scale / LN_2, splits, window, keys.pages.stride(0), space, **shared,
-        BLOCK_M=max(rows, 16), PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES, SCHEDULED=config.scheduled,
+        BLOCK_M=shape.block_rows, PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES, SCHEDULED=config.scheduled,
         SINKS=sinks is not None, AT_ONCE=MERGED_AT_ONCE, num_warps=config.num_warps, num_stages=config.stages, **launch,
     )  # fmt: skip
     if splits > 1 and not config.scheduled:
@@ -139,6 +140,7 @@ def warm_up(
     tree: bool,
     window: int,
     sinks: bool,
+    causal: bool = True,
     pdl: bool,
 ) -> None:
     """Run a pass of `shape` over zeros, to compile its kernels."""
@@ -153,7 +155,7 @@ def warm_up(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if tree else None
     split_attention(
         q, cache, cache, SplitKeys(pages, rows, lens, page_size, schedule), shape, SplitWorkspace([shape], device), 1.0,
-        causal=not tree, window=window, sinks=q.new_zeros(shape.num_q_heads) if sinks and not tree else None, lse=lse, pdl=pdl,
+        causal=causal and not tree, window=window, sinks=q.new_zeros(shape.num_q_heads) if sinks and not tree else None, lse=lse, pdl=pdl,
     )  # fmt: skip
 
 
@@ -206,15 +208,14 @@ def _prefetch_share(
 
 @triton.jit
 def _attend(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, pages_ptr, b, g, length, split, first, last, scale, window,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, pages_ptr, b, g, m, length, split, first, last, scale, window,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Request `b` against tiles `first` to `last` of head `g`: sums of values, largest scores, sums of weights.
+    """Rows `m` of request `b` against tiles `first` to `last` of head `g`: sums of values, largest scores, sums of weights.
 
     A sink takes part in share 0 alone.
     """
-    m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)
     head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
     q = tl.load(q_ptr + head[:, None] * D + d[None, :], mask=(m < WIDTH * GROUP)[:, None], other=0.0)
@@ -252,11 +253,10 @@ def _attend(
 
 @triton.jit
 def _finish(
-    out_ptr, lse_ptr, b, g, acc, top, total,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, LSE: tl.constexpr, BLOCK_M: tl.constexpr,
+    out_ptr, lse_ptr, b, g, m, acc, top, total,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Write the result of a request and head after all of its keys."""
-    m = tl.arange(0, BLOCK_M)
+    """Write the result of rows of a request and head after all of its keys."""
     m_in = m < WIDTH * GROUP
     head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -267,11 +267,10 @@ def _finish(
 
 @triton.jit
 def _gather(
-    part_ptr, top_ptr, total_ptr, first, used, g,
+    part_ptr, top_ptr, total_ptr, first, used, g, m,
     NUM_KV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the `used` shares from item `first` on, in order."""
-    m = tl.arange(0, BLOCK_M)
+    """Merge the `used` shares of rows `m` from item `first` on, in order."""
     d = tl.arange(0, D)
     highest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     whole = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -306,12 +305,14 @@ def _split_kernel(
     BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, PREFETCH: tl.constexpr, SCHEDULED: tl.constexpr, SINKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program: all queries of one request against one KV head's share of the keys.
+    """One program: all queries of one request, or some rows of them, against one KV head's share of the keys.
 
     With a schedule a program goes from share to share, up the items and down the next ones, and the last program of a
     request to finish merges its shares.
     """
-    g = tl.program_id(0)
+    BLOCKS: tl.constexpr = max(ROWS // BLOCK_M, 1)
+    g = tl.program_id(0) // BLOCKS
+    m = tl.program_id(0) % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     rounds = 1
     if SCHEDULED:
         rounds = tl.cdiv(space, tl.num_programs(1))
@@ -340,25 +341,25 @@ def _split_kernel(
                 gdc_wait()
         if split < used:
             acc, top, total = _attend(
-                q_ptr, k_ptr, v_ptr, sinks_ptr, pages, b, g, length, split, first, last, scale, window,
+                q_ptr, k_ptr, v_ptr, sinks_ptr, pages, b, g, m, length, split, first, last, scale, window,
                 WIDTH, GROUP, NUM_KV, D, TILE, WINDOW, BLOCK_M, PAGE, CAUSAL, SINKS,
             )  # fmt: skip
             if used == 1:
-                _finish(out_ptr, lse_ptr, b, g, acc, top, total, WIDTH, GROUP, NUM_KV, D, LSE, BLOCK_M)
+                _finish(out_ptr, lse_ptr, b, g, m, acc, top, total, WIDTH, GROUP, NUM_KV, D, LSE)
             else:
-                m = tl.arange(0, BLOCK_M)
                 row = (item * NUM_KV + g) * ROWS + m
                 tl.store(part_ptr + row[:, None] * D + tl.arange(0, D)[None, :], acc, mask=(m < ROWS)[:, None])
                 tl.store(top_ptr + row, top, mask=m < ROWS)
                 tl.store(total_ptr + row, total, mask=m < ROWS)
                 if SCHEDULED:
                     tl.debug_barrier()  # all threads have stored before one announces it
-                    if tl.atomic_add(arrived_ptr + b * NUM_KV + g, 1, sem="acq_rel") == used - 1:
-                        tl.store(arrived_ptr + b * NUM_KV + g, 0)
+                    arrived = arrived_ptr + b * tl.num_programs(0) + tl.program_id(0)
+                    if tl.atomic_add(arrived, 1, sem="acq_rel") == used - 1:
+                        tl.store(arrived, 0)
                         acc, top, total = _gather(
-                            part_ptr, top_ptr, total_ptr, item - split, used, g, NUM_KV, D, ROWS, BLOCK_M, AT_ONCE
+                            part_ptr, top_ptr, total_ptr, item - split, used, g, m, NUM_KV, D, ROWS, BLOCK_M, AT_ONCE
                         )  # fmt: skip
-                        _finish(out_ptr, lse_ptr, b, g, acc, top, total, WIDTH, GROUP, NUM_KV, D, LSE, BLOCK_M)
+                        _finish(out_ptr, lse_ptr, b, g, m, acc, top, total, WIDTH, GROUP, NUM_KV, D, LSE)
 
 
 @triton.jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=["lens_ptr", "lse_ptr"])

@@ -23,18 +23,18 @@ class WorkSchedule:
 
     Attributes:
         items: int32 [(splits + 1) * B], see `pack`: the longest shares first, then -1.
-        arrived: int32 [B, G], finished shares of a request and KV head; zero between passes.
+        arrived: int32 [B, parts], finished shares of a request and part; zero between passes.
     """
 
     items: torch.Tensor
     arrived: torch.Tensor
 
     @classmethod
-    def empty(cls, batch: int, num_kv_heads: int, splits: int, device: torch.device) -> WorkSchedule:
+    def empty(cls, batch: int, parts: int, splits: int, device: torch.device) -> WorkSchedule:
         """Space for `batch` requests, allocated once."""
-        ints = torch.zeros(batch * (splits + 1 + num_kv_heads), dtype=torch.int32, device=device)
+        ints = torch.zeros(batch * (splits + 1 + parts), dtype=torch.int32, device=device)
         items = batch * (splits + 1)
-        return cls(ints[:items], ints[items:].view(batch, num_kv_heads))
+        return cls(ints[:items], ints[items:].view(batch, parts))
 
 
 def schedule_work(lens: torch.Tensor, splits: int, tile: int, out: WorkSchedule) -> None:

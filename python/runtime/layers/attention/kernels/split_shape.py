@@ -11,10 +11,12 @@ import triton
 from runtime.config.kernel_configs import SplitConfig
 from runtime.layers.attention.kernels.split_schedule import MAX_SHARES, WorkSchedule
 
-MAX_WIDTH = 8
+MAX_WIDTH = 16
 """Most queries per request."""
-MAX_ROWS = 64
+MAX_ROWS = 128
 """Most queries times query heads per KV head."""
+BLOCK_ROWS, WIDE_BLOCK_ROWS = 64, 32
+"""Most of these rows that one program computes, for head dimensions up to 256 and above."""
 MAX_SPLITS = MAX_SHARES
 
 
@@ -29,7 +31,7 @@ class SplitShape:
 
     Attributes:
         batch, width: requests, padding included, and queries per request.
-        num_q_heads, num_kv_heads, head_dim: H, G, D; D is 64, 128 or 256.
+        num_q_heads, num_kv_heads, head_dim: H, G, D; D is 64, 128, 256 or 512.
         num_sms: multiprocessors of the device.
         config: how the work is split.
     """
@@ -48,15 +50,25 @@ class SplitShape:
         return triton.next_power_of_2(self.width * (self.num_q_heads // self.num_kv_heads))
 
     @property
+    def block_rows(self) -> int:
+        """Rows that one program computes, at least the 16 of a tensor core."""
+        return max(min(self.rows, BLOCK_ROWS if self.head_dim <= 256 else WIDE_BLOCK_ROWS), 16)
+
+    @property
+    def parts(self) -> int:
+        """KV heads times the programs that share the rows of one."""
+        return max(self.rows // self.block_rows, 1) * self.num_kv_heads
+
+    @property
     def splits(self) -> int:
-        """Programs per request and KV head. They do not depend on lengths, so a captured grid holds for all of them."""
-        wanted = self.config.programs_per_sm * self.num_sms // (self.batch * self.num_kv_heads)
+        """Programs per request and part. They do not depend on lengths, so a captured grid holds for all of them."""
+        wanted = self.config.programs_per_sm * self.num_sms // (self.batch * self.parts)
         return max(min(wanted, MAX_SPLITS, self.config.max_partial_rows // self.rows), 1)
 
     @property
     def programs(self) -> int:
-        """Programs per KV head of a scheduled pass: as many as the device runs at once."""
-        return max(self.config.programs_per_sm * self.num_sms // self.num_kv_heads, 1)
+        """Programs per part of a scheduled pass: as many as the device runs at once."""
+        return max(self.config.programs_per_sm * self.num_sms // self.parts, 1)
 
     @property
     def partial_rows(self) -> int:
@@ -66,7 +78,7 @@ class SplitShape:
 
     def empty_schedule(self, device: torch.device) -> WorkSchedule | None:
         """Buffers for `schedule_work`; None if every request has `splits` programs of its own."""
-        return WorkSchedule.empty(self.batch, self.num_kv_heads, self.splits, device) if self.config.scheduled else None
+        return WorkSchedule.empty(self.batch, self.parts, self.splits, device) if self.config.scheduled else None
 
 
 def one_of_each_kernel(shapes: Iterable[SplitShape]) -> list[SplitShape]:

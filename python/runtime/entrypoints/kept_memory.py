@@ -1,0 +1,45 @@
+"""Bounds what libraries keep: free memory in glibc's allocator, and oneDNN's compiled kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+
+MIB = 1 << 20
+ALLOCATOR = {"MALLOC_ARENA_MAX": (-8, 2), "MALLOC_MMAP_THRESHOLD_": (-3, 32 * MIB), "MALLOC_TRIM_THRESHOLD_": (-1, 64 * MIB)}
+"""glibc's variable of each limit, its number in malloc.h, and its value.
+
+By default glibc has eight arenas per core, each with holes of its own. A lower threshold for mapped blocks would cost page faults
+in every step.
+"""
+PRIMITIVES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+"""oneDNN compiles kernels by shape and keeps the latest 1024: every length of a prompt and of its prefix adds some."""
+TRIM_SECONDS = 60.0
+"""How often free memory goes back to the system."""
+
+
+def bound_kept_memory() -> None:
+    """Set the limits that the environment does not set, and give free memory back from time to time.
+
+    Every step has shapes of its own, so without the limits the process would grow for hours. On another C library than glibc
+    only oneDNN's limit takes effect. Call it before torch is loaded and before other threads start.
+    """
+    os.environ.setdefault(*PRIMITIVES)
+    libc = ctypes.CDLL(None)
+    try:
+        mallopt, trim = libc.mallopt, libc.malloc_trim
+    except AttributeError:
+        return
+    for variable, (number, value) in ALLOCATOR.items():
+        if variable not in os.environ:
+            mallopt(number, value)
+    threading.Thread(target=_trim_forever, args=(trim,), name="trim", daemon=True).start()
+
+
+def _trim_forever(trim: Callable[[int], int]) -> None:
+    """Call malloc_trim, which runs without the interpreter's lock."""
+    pause = threading.Event()
+    while not pause.wait(TRIM_SECONDS):
+        trim(0)

@@ -1,0 +1,37 @@
+"""Attention of a model whose layers differ in heads: one backend for each kind of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from runtime.layers.attention.base import AttentionBackend, AttentionSpec
+from runtime.layers.forward_batch import ForwardBatch
+
+
+class MixedHeadsAttention:
+    """`AttentionBackend` that hands each layer to the backend of its kind. All of them plan every pass."""
+
+    def __init__(self, backends: Sequence[AttentionBackend], by_layer: Sequence[int]) -> None:
+        """`by_layer`: for each layer, which of `backends` attends."""
+        self.caps = backends[0].caps
+        self._backends, self._by_layer = list(backends), list(by_layer)
+
+    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """Choose the buffers of the passes."""
+        for backend in self._backends:
+            backend.prepare(batch, num_steps)
+
+    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """Plan from the lengths on the device."""
+        for backend in self._backends:
+            backend.plan_on_device(batch, num_steps)
+
+    def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
+        """Attend. q [T, H, key_dim] -> [T, H * value_dim]."""
+        return self._backends[self._by_layer[layer.layer_id]].forward(q, layer, batch)
+
+    def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
+        """Those of all backends."""
+        return [run for backend in self._backends for run in backend.warmup_runs(sizes, width, tree)]

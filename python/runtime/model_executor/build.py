@@ -25,8 +25,8 @@ from runtime.model_executor.accept_rules import LOSSLESS, AcceptThresholds
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.accepter import Accepter, AcceptPolicy
 from runtime.model_executor.context import ReplayKind, WorkerContext, make_context
-from runtime.model_executor.depth import DepthBatches, DepthControl, depths_to_drop, from_least, split_batch_sizes, split_by_depth
-from runtime.model_executor.depth_bytes import LADDER, StepBytes, least_batches
+from runtime.model_executor.depth import DepthBatches, DepthControl, depths_by_bytes, depths_to_drop, split_batch_sizes, split_by_depth
+from runtime.model_executor.depth_bytes import StepBytes
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, ModelPasses, NoDrafter
 from runtime.model_executor.dry_run import measure_activations, sample_padding
 from runtime.model_executor.followers import Followers
@@ -84,7 +84,7 @@ def build_worker(
     model_config = replace(model_config, max_context_len=config.model.context_length)  # some rotary tables depend on it
     model = load_model(context, model_config, config.model.model_path, config.model.load_format, config.model.quantization)
     drafter = make_drafter(context, model)
-    depths = make_depths(context, drafter, step_bytes(model, drafter), with_plain)
+    depths = make_depths(context, drafter, group.agree(step_bytes(model, drafter)), with_plain)
     parts = make_parts(context, model, model_config, drafter, depths)
     autotune(context, parts, depths)
     activations = measure_activations(context, parts)
@@ -158,20 +158,11 @@ def make_depths(context: WorkerContext, drafter: Drafter, costs: StepBytes | Non
     if config.speculative is not None and config.speculative.depths:
         return split_by_depth(config.speculative.depths, most, context.running, context.sizes, padding)
     if costs is not None and context.device.type == "cuda" and spec.shape.num_steps and spec.shape.topk == 1:
-        return depths_by_bytes(context, spec.shape.num_steps, costs, most)
+        return depths_by_bytes(spec.shape.num_steps, costs, most, context.running, context.sizes, padding)
     depths = split_batch_sizes(spec.shape.num_steps, most, context.running, context.sizes, padding)
     if with_plain and 0 not in depths:
         depths[0] = DepthBatches(context.running, context.requests, [], [])
     return depths
-
-
-def depths_by_bytes(context: WorkerContext, num_steps: int, costs: StepBytes, most: int | None) -> dict[int, DepthBatches]:
-    """The table of depths of a sparse model, up to `num_steps`: by the bytes that each reads for a batch."""
-    depths = sorted({*(depth for depth in LADDER if depth < num_steps), num_steps})
-    least = context.group.agree(least_batches(costs, depths, context.running))
-    log.info("depths by bytes, from so many requests on: %s", ", ".join(f"K={depth}: {least[depth]}" for depth in depths))
-    table = split_by_depth(depths, most, context.running, context.sizes, context.config.graphs.cuda_graph_padding)
-    return from_least(table, least)
 
 
 def make_parts(

@@ -7,11 +7,12 @@ constants it names are still the fastest. Figures go to `results/MACHINE/tuning/
 
 - `gemms`: all configurations of the Triton GEMM; the fastest belong in config/device_tuning.py.
 - `experts`: tilings of the kernels of sparse layers; the fastest belong in config/expert_tuning.py.
+- `scaled_gemms`: GEMMs by FP8 weights next to bfloat16; the fastest belong in config/device_tuning.py.
 - `split_attention`: configurations of split-KV attention next to FA3; sets the default configuration and the batch
 sizes at which it is used.
 - `attention_backends`: one pass of each attention backend by page size.
 - `decode_step`: a whole step of 32 layers and the head, with kernels left out in turn, to see whether a gain alone is a
 gain in the step.
 
-All tools but `experts`, which has shapes of its own, use the sizes of Llama-3-8B (`world`); all time graphs.
+All tools but `experts` and `scaled_gemms`, which have shapes of their own, use the sizes of Llama-3-8B (`world`); all time graphs.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from runtime.config.kernel_configs import GroupedConfig, StepConfig
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device")]
 HIDDEN, INNER, EXPERTS, TOP_K = (256, 128, 6, 2) if INTERPRETED else (512, 384, 40, 4)
 ROUNDING = 2e-3 if INTERPRETED else 1e-2
-FP8_ROUNDING = 0.2 if INTERPRETED else 5e-2
-"""Of activations in e4m3; the interpreter rounds numbers just below a power of two to half of it."""
+FP8_ROUNDING = 0.2 if INTERPRETED else 7e-2
+"""Of activations in e4m3 before both GEMMs: 4 % and more. Triton's interpreter rounds e4m3 wrongly below powers of two."""
 ROWS = (1, 16) if INTERPRETED else (1, 2, 7, 16, 33, 64)
 MANY = (40,) if INTERPRETED else (1, 16, 100, 128, 512)
 FEW_CONFIG = StepConfig(32, 64, 2, 2, 3)
@@ -88,15 +89,16 @@ def test_many_rows_match_the_definition(name: str, rows: int) -> None:
     for hot in (None, TOP_K + 1):
         routing, x = routed(rows, EXPERTS, TOP_K, hot), layer.x(rows)
         want = layer.want(x, routing)
-        for config in (MANY_CONFIG, *chosen):
+        for config in (MANY_CONFIG, replace(MANY_CONFIG, tma=True), *chosen):
             assert relative(layer.many(x, routing, config), want) < (FP8_ROUNDING if config.fp8_rows else ROUNDING), (config, hot)
 
 
 def test_fp8_rows_match_the_definition() -> None:
     layer, rows = Layer(KINDS["fp8-block"]), 40
     routing, x = routed(rows, EXPERTS, TOP_K), layer.x(rows)
-    config = GroupedConfig(16, 64, 128, 4, 3, fp8_rows=True)
-    assert relative(layer.many(x, routing, config), layer.want(x, routing)) < FP8_ROUNDING
+    for tma in (False, True):
+        config = GroupedConfig(16, 64, 128, 4, 3, fp8_rows=True, tma=tma)
+        assert relative(layer.many(x, routing, config), layer.want(x, routing)) < FP8_ROUNDING
 
 
 @pytest.mark.parametrize("name", ["dense-bias", "mxfp4"])

@@ -94,6 +94,38 @@ def test_every_tiling_prepares_the_deferred_norm_beside_the_same_sums(rows: int,
             assert written[rows].isnan().all(), f"{config} writes past its rows"
 
 
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("block", [(128, 128), (32, 64), None])
+def test_scaled_tilings_compute_the_same_gemm(block: tuple[int, int] | None, rows: int) -> None:
+    from runtime.layers.gemm.triton_gemm import triton_gemm
+
+    N, K = 1000, 2064  # neither is a multiple of a tile
+    x = torch.randn((rows, K), device="cuda").to(BF16)
+    weight = (torch.randn((N, K), device="cuda") * 50).to(torch.float8_e4m3fn)
+    if block is None:
+        scale = torch.rand(N, device="cuda") / 50
+        wide = weight.double() * scale.double()[:, None]
+    else:
+        scale = torch.rand((-(-N // block[0]), -(-K // block[1])), device="cuda") / 50
+        wide = weight.double() * scale.double().repeat_interleave(block[0], 0)[:N].repeat_interleave(block[1], 1)[:, :K]
+    want, eps = x.double() @ wide.T, 0.25
+    gate, up = (want * K**-0.5).chunk(2, dim=1)
+    gated, squares = torch.nn.functional.silu(gate) * up, torch.rand((rows, 12), device="cuda") * K
+    normed = want / (squares.double().sum(1) / K + eps).sqrt()[:, None]
+    for config in H200.scaled_configs(rows):
+        out = torch.full((rows + 1, N), float("nan"), device="cuda")
+        triton_gemm(x, weight, out[:rows], config, weight_scale=scale)
+        assert ((out[:rows].double() - want).norm() / want.norm()) < 1e-5, config
+        triton_gemm(x, weight, out[:rows], config, Epilogue(add=True), weight_scale=scale, pdl=True)
+        assert ((out[:rows].double() - 2 * want).norm() / want.norm()) < 1e-5, config
+        triton_gemm(x, weight, out[:rows], config, Epilogue(scale=RowScale(squares, eps)), weight_scale=scale)
+        assert ((out[:rows].double() - normed).norm() / normed.norm()) < 1e-5, config
+        assert out[rows].isnan().all(), f"{config} writes past its rows"
+        half = torch.empty((rows, N // 2), device="cuda")
+        triton_gemm((x.float() * K**-0.5).to(BF16), weight, half, config, Epilogue(silu=True), weight_scale=scale)
+        assert ((half.double() - gated).norm() / gated.norm()) < 1e-2, config
+
+
 def test_squares_of_another_tiling_are_refused() -> None:
     from runtime.layers.gemm.triton_gemm import TritonConfig, triton_gemm
 

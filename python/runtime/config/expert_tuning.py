@@ -45,7 +45,7 @@ class ExpertTuning:
 H200_EXPERTS = ExpertTuning(
     few={
         "dense": (
-            (8, (StepConfig(32, 256, 1, 4, 4), StepConfig(16, 256, 1, 2, 6))),
+            (8, (StepConfig(32, 256, 1, 2, 4), StepConfig(16, 256, 1, 2, 6))),
             (64, (StepConfig(64, 128, 1, 4, 4), StepConfig(16, 256, 1, 2, 6))),
         ),
         "fp8": (
@@ -59,13 +59,14 @@ H200_EXPERTS = ExpertTuning(
     },
     many={
         "dense": (
-            (128, GroupedConfig(16, 128, 128, 4, 4)),
+            (256, GroupedConfig(16, 128, 128, 4, 3)),
             (512, GroupedConfig(32, 128, 64, 4, 4)),
-            (2048, GroupedConfig(64, 128, 64, 4, 4)),
-            (1 << 30, GroupedConfig(128, 128, 64, 8, 4, 4)),
+            (2048, GroupedConfig(64, 128, 64, 8, 4, 4)),
+            (1 << 30, GroupedConfig(128, 256, 64, 8, 3, 4)),
         ),
         "fp8": (
-            (512, GroupedConfig(16, 128, 128, 4, 4)),
+            (256, GroupedConfig(16, 64, 128, 4, 4, fp8_rows=True)),
+            (512, GroupedConfig(32, 128, 128, 4, 4, fp8_rows=True)),
             (1 << 30, GroupedConfig(64, 128, 128, 4, 4, 4, fp8_rows=True)),
         ),
         "mxfp4": (

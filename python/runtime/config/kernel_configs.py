@@ -106,6 +106,7 @@ class GroupedConfig:
     Attributes:
         tiles_together: tiles of pairs whose programs run side by side for the same weight rows.
         fp8_rows: multiply e4m3 by e4m3 where the weights allow it.
+        tma: weights that need no widening come by descriptor (Hopper's copy engine), not by the threads' own loads.
     """
 
     rows: int
@@ -115,7 +116,10 @@ class GroupedConfig:
     stages: int
     tiles_together: int = 1
     fp8_rows: bool = False
+    tma: bool = False
 
     def __str__(self) -> str:
-        fp8 = " fp8 rows" if self.fp8_rows else ""
-        return f"{self.rows}x{self.block_n}x{self.block_k} warps {self.num_warps} stages {self.stages} together {self.tiles_together}{fp8}"
+        marks = f"{' fp8 rows' if self.fp8_rows else ''}{' tma' if self.tma else ''}"
+        return (
+            f"{self.rows}x{self.block_n}x{self.block_k} warps {self.num_warps} stages {self.stages} together {self.tiles_together}{marks}"
+        )

@@ -60,7 +60,7 @@ def dot_step(
         x = tl.load(x_rows + k, mask=x_in if EVEN_K else x_in & (k < K), other=0.0)
         w = tl.load(w_rows + k, mask=None if EVEN_K else k < K, other=None if EVEN_K else 0.0)
         if FORMAT == FP8:
-            scale = tl.load(scale_rows + start // scale_columns)
+            scale = tl.load(scale_rows + tl.minimum(start, K - 1) // scale_columns)  # past the last column, any scale of the row
             if w.dtype != x.dtype:
                 w = widen_fp8(w, x.dtype, PTX)
             acc += tl.dot(w, tl.trans(x)) * scale

@@ -24,7 +24,8 @@ class BlockFp8:
     storage are smaller, so that each lies in one block of the checkpoint: their size is the largest power of two that
     fits the shape of `scale` (`block_size`).
 
-    Activations stay in their 16 bits, so that nothing is rounded but the weights.
+    Activations stay in their 16 bits, so that nothing is rounded but the weights; on a GPU, experts of more tokens than the
+    kernels for few take round them to e4m3.
     """
 
     name = "fp8"

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 
-CHUNK = 512
-"""Pairs that one program places."""
+FEW_PAIRS, SHORT, LONG = 4096, 128, 512
+"""Up to so many pairs a program places a short chunk of them, otherwise a long one: every program reads the counts of all chunks."""
 CHUNKS_PER_LOAD = 16
 
 
@@ -46,7 +46,7 @@ def align(ids: torch.Tensor, first: int, experts: int, rows: int, *, pdl: bool =
     tiles = min(count, triton.cdiv(count + experts * (rows - 1), rows))
     pairs, owners, used = (torch.empty(size, dtype=torch.int32, device=device) for size in (tiles * rows, tiles, 1))
     found = Aligned(pairs, owners, used, rows)
-    chunk = min(CHUNK, max(16, triton.next_power_of_2(count)))
+    chunk = min(SHORT if count <= FEW_PAIRS else LONG, max(16, triton.next_power_of_2(count)))
     chunks, padded = triton.cdiv(count, chunk), triton.next_power_of_2(experts)
     counts = torch.empty((chunks, padded), dtype=torch.int32, device=device)
     common = dict(E_PAD=padded, PDL=pdl, num_warps=8, **launch_options(pdl))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from runtime.config.kernel_configs import GroupedConfig
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
@@ -17,8 +18,6 @@ from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import GatedAct, apply_gate
 from runtime.layers.moe.router import Routing
 
-GROUP = 128
-"""Columns of activations that share a scale in FP8."""
 SUM_COLUMNS = 1024
 
 
@@ -37,8 +36,7 @@ def experts_many_rows(
     """As `experts_few_rows`, for any number of tokens; outputs of experts are rounded to the dtype of x before they are summed.
 
     Args:
-        config: the tilings; with `config.fp8_rows`, which FP8 weights in blocks of 128 columns allow, activations are
-            rounded to e4m3 with a scale for each row and 128 columns.
+        config: the tilings; with `config.fp8_rows` and FP8 weights, activations are rounded to e4m3 with a scale for each row.
     """
     (T, hidden), (E, N, _), top_k = x.shape, gate_up.shape, routed.ids.shape[1]
     inner, pairs = N // 2, T * top_k
@@ -50,13 +48,13 @@ def experts_many_rows(
     aligned = align(routed.ids, first, E, config.rows, pdl=pdl)
     h = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     y = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
-    fp8_rows = config.fp8_rows and all(weights.format == "fp8" and weights.scale_layout[3] == GROUP for weights in (gate_up, down))
     x_scale = h_scale = None
+    fp8_rows = config.fp8_rows and gate_up.format == "fp8"
     if fp8_rows:
-        x, x_scale = quantize_groups(x, pdl=pdl)
+        x, x_scale = quantize_rows(x, pdl=pdl)
     _grouped(x, x_scale, gate_up, h, routed.weights, aligned, act, config, top_k, gated=True, pdl=pdl)
     if fp8_rows:
-        h, h_scale = quantize_groups(h, pdl=pdl)
+        h, h_scale = quantize_rows(h, pdl=pdl)
     _grouped(h, h_scale, down, y, routed.weights, aligned, act, config, top_k, gated=False, pdl=pdl)
     _sum_kernel[(T, triton.cdiv(hidden, SUM_COLUMNS))](
         y, routed.ids, out, hidden, first, E, TOP_K=top_k, BLOCK=SUM_COLUMNS, PDL=pdl, num_warps=4, **launch_options(pdl)
@@ -64,14 +62,12 @@ def experts_many_rows(
     return out
 
 
-def quantize_groups(x: torch.Tensor, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [R, K] as e4m3 [R, K] and float32 scales [R, ⌈K / 128⌉]: the largest entry of each 128 columns becomes 448."""
+def quantize_rows(x: torch.Tensor, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [R, K] as e4m3 [R, K] and float32 scales [R]: the largest entry of each row becomes 448."""
     R, K = x.shape
-    groups = triton.cdiv(K, GROUP)
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty((R, groups), dtype=torch.float32, device=x.device)
-    per = min(16, triton.next_power_of_2(groups))
-    _quantize_kernel[(R, triton.cdiv(groups, per))](x, values, scale, K, groups, PER=per, PDL=pdl, num_warps=4, **launch_options(pdl))
+    scale = torch.empty(R, dtype=torch.float32, device=x.device)
+    _quantize_kernel[(R,)](x, values, scale, K, BLOCK=triton.next_power_of_2(K), PDL=pdl, num_warps=4, **launch_options(pdl))
     return values, scale
 
 
@@ -80,16 +76,23 @@ def _grouped(
     aligned: Aligned, act: GatedAct, config: GroupedConfig, top_k: int, *, gated: bool, pdl: bool,
 ) -> None:  # fmt: skip
     """One grouped GEMM: with `gated`, x has a row for each token and `out` is gated; otherwise both have one for each pair."""
-    _, N, K = weights.shape
+    E, N, K = weights.shape
     columns = out.shape[1]
     outputs = config.block_n // 2 if gated else config.block_n
     block_k = config.block_k
     if weights.format == "fp8":
         block_k = min(block_k, weights.scale_layout[3])
+    narrow = weights.format == "dense" or x_scale is not None
+    tiles = weights.weight
+    if config.tma and narrow and gated:
+        tiles = TensorDescriptor(weights.weight, [E, 2, columns, K], [N * K, columns * K, K, 1], [1, 2, outputs, block_k])
+    elif config.tma and narrow:
+        tiles = TensorDescriptor(weights.weight, [E, N, K], [N * K, K, 1], [1, outputs, block_k])
     _grouped_kernel[(aligned.tiles * triton.cdiv(columns, outputs),)](
-        x, x_scale, weights.weight, weights.scale, weights.bias, out, pair_weights, aligned.pairs, aligned.experts, aligned.used,
+        x, x_scale, tiles, weights.weight, weights.scale, weights.bias, out, pair_weights, aligned.pairs, aligned.experts, aligned.used,
         pair_weights.numel(), columns, N, K, *weights.scale_layout, act.alpha, act.limit, TOP_K=top_k, GATED=gated, KIND=act.kind,
-        BIAS=weights.bias is not None, FP8_ROWS=x_scale is not None, BLOCK_M=config.rows, BLOCK_N=config.block_n, BLOCK_K=block_k,
+        BIAS=weights.bias is not None, FP8_ROWS=x_scale is not None, TMA=config.tma and narrow,
+        BLOCK_M=config.rows, BLOCK_N=config.block_n, BLOCK_K=block_k,
         TILES_TOGETHER=config.tiles_together, STAGES=config.stages, FORMAT=FORMATS[weights.format], EVEN_N=columns % outputs == 0,
         EVEN_K=K % block_k == 0, PTX=out.is_cuda and out.dtype is torch.bfloat16, PDL=pdl, num_warps=config.num_warps,
         num_stages=config.stages, **launch_options(pdl),
@@ -98,9 +101,9 @@ def _grouped(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _grouped_kernel(
-    x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, weights_ptr, pairs_ptr, experts_ptr, used_ptr,
+    x_ptr, x_scale_ptr, tiles, w_ptr, scale_ptr, bias_ptr, out_ptr, weights_ptr, pairs_ptr, experts_ptr, used_ptr,
     pairs, columns, N, K, expert_scales, row_scales, scale_rows, scale_columns, alpha, limit,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, FP8_ROWS: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, FP8_ROWS: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILES_TOGETHER: tl.constexpr, STAGES: tl.constexpr,
     FORMAT: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +127,8 @@ def _grouped_kernel(
     pair = tl.load(pairs_ptr + tile * BLOCK_M + m)
     r = tl.arange(0, BLOCK_N)
     if GATED:
-        row = tl.minimum(block * OUTPUTS + r // 2, columns - 1) + r % 2 * columns
+        # A tile loaded by descriptor holds its gate rows before its up rows; otherwise they alternate.
+        row = tl.minimum(block * OUTPUTS + (r % OUTPUTS if TMA else r // 2), columns - 1) + (r // OUTPUTS if TMA else r % 2) * columns
         source = pair // TOP_K
     else:
         row = tl.minimum(block * OUTPUTS + r, columns - 1)
@@ -138,19 +142,30 @@ def _grouped_kernel(
     x_rows = x_ptr + source[:, None] * K
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if FP8_ROWS:
+        if FP8_ROWS or TMA:
             k = start + tl.arange(0, BLOCK_K)[None, :]
             x = tl.load(x_rows + k, mask=x_in if EVEN_K else x_in & (k < K), other=0.0)
-            w = tl.load(w_rows + k, mask=None if EVEN_K else k < K, other=None if EVEN_K else 0.0)
-            x_scale = tl.load(x_scale_ptr + source * row_scales + start // scale_columns)
-            scale = tl.load(scales + start // scale_columns)
-            acc += tl.dot(w, tl.trans(x)) * (scale * x_scale[None, :])
+            if TMA and GATED:
+                w = tiles.load([expert.to(tl.int32), 0, block * OUTPUTS, start]).reshape(BLOCK_N, BLOCK_K)
+            elif TMA:
+                w = tiles.load([expert.to(tl.int32), block * OUTPUTS, start]).reshape(BLOCK_N, BLOCK_K)
+            else:
+                w = tl.load(w_rows + k, mask=None if EVEN_K else k < K, other=None if EVEN_K else 0.0)
+            if FP8_ROWS:
+                acc += tl.dot(w, tl.trans(x)) * tl.load(scales + start // scale_columns)
+            else:
+                acc = tl.dot(w, tl.trans(x), acc)
         else:
             acc = dot_step(acc, w_rows, scales, x_rows, x_in, start, K, scale_columns, BLOCK_K, FORMAT, EVEN_K, PTX)
+    if FP8_ROWS:
+        acc *= tl.load(x_scale_ptr + source)[None, :]
     if BIAS:
         acc += tl.load(bias_ptr + expert * N + row).to(tl.float32)[:, None]
     if GATED:
-        gate, up = tl.split(tl.permute(acc.reshape(OUTPUTS, 2, BLOCK_M), (2, 0, 1)))
+        if TMA:
+            gate, up = tl.split(tl.permute(acc.reshape(2, OUTPUTS, BLOCK_M), (2, 1, 0)))
+        else:
+            gate, up = tl.split(tl.permute(acc.reshape(OUTPUTS, 2, BLOCK_M), (2, 0, 1)))
         acc = apply_gate(gate, up, alpha, limit, KIND)
     else:
         acc = tl.trans(acc) * tl.load(weights_ptr + pair, mask=pair < pairs, other=0.0)[:, None]
@@ -174,14 +189,13 @@ def _sum_kernel(y_ptr, ids_ptr, out_ptr, N, first, experts, TOP_K: tl.constexpr,
 
 
 @triton.jit
-def _quantize_kernel(x_ptr, values_ptr, scale_ptr, K, groups, PER: tl.constexpr, PDL: tl.constexpr):
-    """One program: `PER` groups of one row."""
+def _quantize_kernel(x_ptr, values_ptr, scale_ptr, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program: one row."""
     pdl_sync(PDL)
     row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * PER + tl.arange(0, PER)
-    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    x = tl.load(x_ptr + row * K + column, mask=column < K, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-12) / 448.0
-    value = tl.minimum(tl.maximum(x / scale[:, None], -448.0), 448.0)
-    tl.store(values_ptr + row * K + column, value.to(values_ptr.dtype.element_ty), mask=column < K)
-    tl.store(scale_ptr + row * groups + group, scale, mask=group < groups)
+    k = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / 448.0
+    value = tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
+    tl.store(values_ptr + row * K + k, value.to(values_ptr.dtype.element_ty), mask=k < K)
+    tl.store(scale_ptr + row, scale)

@@ -70,7 +70,8 @@ def route(
         x, weight, bias, correction_bias, logits, tickets, routed.ids, routed.weights, routed.masks,
         T, K, E, triton.cdiv(triton.cdiv(K, splits), COLUMNS) * COLUMNS, words, scoring.scaling,
         TOP_K=top_k, TOP_PAD=triton.next_power_of_2(top_k), WORDS=triton.next_power_of_2(words), BLOCK_M=rows, BLOCK_E=experts,
-        BLOCK_K=COLUMNS, E_PAD=padded, SPLITS=splits, SCORING=_SCORINGS[scoring.scoring], RENORMALIZE=scoring.renormalize,
+        BLOCK_K=COLUMNS if few else COLUMNS // 2, E_PAD=padded, SPLITS=splits,
+        SCORING=_SCORINGS[scoring.scoring], RENORMALIZE=scoring.renormalize,
         GROUPS=groups, TOP_GROUPS=scoring.top_groups, BIAS=bias is not None, CORRECTION=correction_bias is not None,
         PDL=pdl, num_warps=4 if few or experts <= 128 else 8, num_stages=4, **launch_options(pdl),
     )  # fmt: skip

@@ -1,0 +1,100 @@
+"""GEMMs by FP8 weights next to bfloat16: the Triton GEMM's tilings for few rows, and what libraries offer for prompts.
+
+    PYTHONPATH=python python -m benchmark.tuning.scaled_gemms --rows 1,4,16,32,64,128,8192
+
+Weights are those of the attention of Qwen3-30B-A3B and of an 8B model's MLP. Up to 128 rows the tilings of
+config/device_tuning.py are timed with activations in bfloat16, above them GEMMs of e4m3 by e4m3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from benchmark.expert_layers import ENOUGH_BYTES, microseconds
+from benchmark.record import Record
+from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
+from runtime.config.device_tuning import H200
+
+NAME = "tuning/scaled_gemms"
+KEYS = ("weight", "rows")
+SHAPES = ((5120, 2048), (2048, 4096), (28672, 4096), (4096, 14336))
+"""Rows and columns of weights."""
+E4M3 = torch.float8_e4m3fn
+MAX_ROWS = 128
+Call = Callable[[int], object]
+
+
+def few_rows(x: torch.Tensor, weights: Sequence[torch.Tensor], scale: torch.Tensor) -> dict[str, Call]:
+    """The Triton GEMM, by tiling."""
+    from runtime.layers.gemm.triton_gemm import triton_gemm
+
+    out = torch.empty((len(x), len(weights[0])), dtype=x.dtype, device=x.device)
+
+    def run(config: object, call: int) -> object:
+        return triton_gemm(x, weights[call % len(weights)], out, config, weight_scale=scale, pdl=True)  # type: ignore[arg-type]
+
+    return {str(config): partial(run, config) for config in H200.scaled_configs(len(x))}
+
+
+def many_rows(x: torch.Tensor, weights: Sequence[torch.Tensor], scale: torch.Tensor) -> dict[str, Call]:
+    """GEMMs of e4m3 rows by e4m3 weights of torch and of sgl_kernel, with the quantisation of the rows apart."""
+    from runtime.layers.moe.kernels.many_rows import quantize_rows
+
+    rows, row_scale = quantize_rows(x)
+    weight_scale = torch.ones((1, len(weights[0])), device=x.device)
+    group_scale = row_scale[:, None].expand(-1, x.shape[1] // 128)
+    columns_first = group_scale.t().contiguous().t()
+
+    def torch_rows(call: int) -> object:
+        return torch._scaled_mm(rows, weights[call % len(weights)].t(), scale_a=row_scale[:, None], scale_b=weight_scale, out_dtype=x.dtype)
+
+    def torch_blocks(call: int) -> object:
+        return torch._scaled_mm(rows, weights[call % len(weights)].t(), scale_a=columns_first, scale_b=scale.t(), out_dtype=x.dtype)
+
+    def sgl_blocks(call: int) -> object:
+        from sgl_kernel import fp8_blockwise_scaled_mm
+
+        return fp8_blockwise_scaled_mm(rows, weights[call % len(weights)].t(), columns_first, scale.t(), x.dtype)
+
+    return {"quantize": lambda _: quantize_rows(x), "torch rows": torch_rows, "torch blocks": torch_blocks, "sgl_kernel blocks": sgl_blocks}
+
+
+def timed(calls: Mapping[str, Call], count: int) -> dict[str, float | str]:
+    """Microseconds of each call, or why it does not run."""
+    found: dict[str, float | str] = {}
+    for name, call in calls.items():
+        try:
+            call(0)
+            found[name] = round(microseconds(call, count), 1)
+        except Exception as error:  # what a library refuses is a result
+            found[name] = f"{type(error).__name__}: {str(error)[:120]}"
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Time and record."""
+    parser = arguments("scaled_gemms", __doc__)
+    parser.add_argument("--rows", type=counts, default=[1, 4, 16, 32, 64, 128, 8192], help="rows of x")
+    args = parse_on_gpu(parser, argv)
+    record = Record(NAME, KEYS, args.out)
+    with torch.inference_mode():
+        for out, width in SHAPES:
+            copies = max(2, ENOUGH_BYTES // 4 // (out * width))
+            wide = [torch.randn((out, width), device="cuda").to(torch.bfloat16) for _ in range(copies // 2)]
+            narrow = [weight.to(E4M3) for weight in wide] * 2
+            scale = torch.ones((-(-out // 128), -(-width // 128)), device="cuda")
+            for rows in args.rows:
+                x = torch.randn((rows, width), device="cuda").to(torch.bfloat16)
+                torch.mm(x, wide[0].t())
+                calls: dict[str, Call] = {"bfloat16": lambda call, x=x, wide=wide: torch.mm(x, wide[call % len(wide)].t())}
+                calls |= (few_rows if rows <= MAX_ROWS else many_rows)(x, narrow, scale)
+                figures = timed(calls, 16 if rows <= MAX_ROWS else 4)
+                record.add({"weight": f"{out}x{width}", "rows": rows, "us": figures})
+                print(f"{out}x{width}, {rows} rows: {figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Measures which tokens a model writes most, and saves them as the vocabulary of a draft: a `--speculative-token-map` file.
+
+A draft with the target's whole LM head spends most of its time there. With a map it scores the frequent tokens only; what is
+verified, and so the text, stays the same (FR-Spec, Zhao et al. 2025, arXiv:2502.14856).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from runtime.check_acceptance import Options as PromptOptions
+from runtime.check_acceptance import read_prompts, tokenised
+from runtime.config.flag_parser import parse
+from runtime.config.server_args import ServerArgs
+from runtime.entrypoints.engine import Engine
+from runtime.errors import ConfigError, ServingError
+from runtime.models.registry import load_hf_config
+from runtime.text.tokenizer import Tokenizer
+
+FAILED, BAD_USE = 1, 2
+SIDE_BY_SIDE = 64
+"""Answers of one call of the engine."""
+HELD_OUT = 10
+"""Every so many-th answer is not counted but measures how much of other text the map covers."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked beside the server's flags.
+
+    Attributes:
+        size: ids of the map.
+        tokens: how many the model writes.
+        answer: the longest answer.
+        temperature: of sampling.
+        output: the file.
+        prompts: JSON lines with a `prompt` each, or plain lines; None for the embedded ones.
+    """
+
+    size: int
+    tokens: int
+    answer: int
+    temperature: float
+    output: Path
+    prompts: Path | None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and save. Exit status: 0, 1 where the engine failed, 2 for wrong flags."""
+    try:
+        options, rest = read_options(sys.argv[1:] if argv is None else argv)
+        with Engine(**engine_options(parse(rest).args)) as engine:
+            model = load_hf_config(engine.config.model.model_path)
+            if options.size > model.vocab_size:
+                raise ConfigError(f"--size is {options.size}; the model has {model.vocab_size} tokens")
+            answers = list(write(engine, options))
+        held_out = answers[::HELD_OUT] if len(answers) >= HELD_OUT else []
+        counted = [answer for i, answer in enumerate(answers) if i % HELD_OUT or not held_out]
+        hot = hottest(Counter(itertools.chain.from_iterable(counted)), options.size, model.eos_ids)
+        save(hot, options.output)
+    except ConfigError as error:
+        print(f"talon: {error}", file=sys.stderr)
+        return BAD_USE
+    except ServingError as error:
+        print(f"talon: {error}", file=sys.stderr)
+        return FAILED
+    print(f"{options.output}: {len(hot)} of {model.vocab_size} tokens, from {sum(map(len, counted))} in {len(counted)} answers")
+    if held_out:
+        print(f"they cover {covered(held_out, hot):.2%} of {sum(map(len, held_out))} tokens in {len(held_out)} other answers")
+    return 0
+
+
+def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """Our own options, and the server's flags that are left. Raises `ConfigError` for values out of range."""
+    parser = argparse.ArgumentParser(
+        prog="python -m runtime.hot_tokens",
+        description="Let a model write, and save its most frequent tokens for --speculative-token-map. Takes the server's flags too.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--size", type=int, default=32768, metavar="N", help="Ids of the map; default 32768.")
+    parser.add_argument("--tokens", type=int, default=200_000, metavar="N", help="Tokens that the model writes; default 200000.")
+    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="Of one answer; default 512.")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="Of sampling; default 1.")
+    parser.add_argument("--output", type=Path, default=Path("hot_tokens.pt"), metavar="FILE", help="Default hot_tokens.pt.")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lines with a prompt each, or plain lines; default: 80 own ones.")
+    own, rest = parser.parse_known_args(list(argv))
+    if min(own.size, own.tokens, own.max_new_tokens) < 1 or not 0.0 <= own.temperature <= 2.0:
+        raise ConfigError("--size, --tokens and --max-new-tokens must be at least 1, and --temperature between 0 and 2")
+    if not own.output.parent.is_dir():
+        raise ConfigError(f"--output {own.output}: the folder does not exist")
+    return Options(own.size, own.tokens, own.max_new_tokens, own.temperature, own.output, own.prompts), rest
+
+
+def engine_options(args: ServerArgs) -> dict[str, Any]:
+    """The flags that were given, for `Engine`. Without drafts, unless they were asked for: the text is the same."""
+    given = {field.name: value for field in fields(args) if (value := getattr(args, field.name)) != field.default}
+    return {"speculative_algorithm": "none", **given}
+
+
+def write(engine: Engine, options: Options) -> Iterable[list[int]]:
+    """Answers to the prompts, again and again with other seeds, until the model has written enough."""
+    config = engine.config.model
+    tokenizer = Tokenizer.load(config.tokenizer_path, chat_template=config.chat_template)
+    room = config.context_length - options.answer
+    if room < 1:
+        raise ConfigError(f"--max-new-tokens {options.answer} leaves no room for a prompt in a context of {config.context_length}")
+    prompts = [ids[-room:] for ids in tokenised(tokenizer, read_prompts(PromptOptions(options.prompts, None, options.answer)))]
+    written, seeds = 0, itertools.count()
+    for start in itertools.count(0, SIDE_BY_SIDE):
+        ids = [prompts[(start + i) % len(prompts)] for i in range(SIDE_BY_SIDE)]
+        sampling = [{"temperature": options.temperature, "max_new_tokens": options.answer, "seed": next(seeds)} for _ in ids]
+        for output in engine.generate(input_ids=ids, sampling_params=sampling):
+            written += len(output["output_ids"])
+            yield output["output_ids"]
+            if written >= options.tokens:
+                return
+
+
+def hottest(counts: Counter[int], size: int, always: Iterable[int]) -> list[int]:
+    """The `size` most frequent ids, ascending; with `always`, and of equal ones the smaller. What was never seen counts as equal:
+    vocabularies of byte pairs begin with the most common pieces.
+    """
+    hot = set(itertools.islice(always, size))
+    ranked = sorted(counts, key=lambda token: (-counts[token], token))
+    for token in itertools.chain(ranked, itertools.count()):
+        if len(hot) == size:
+            return sorted(hot)
+        hot.add(token)
+    raise AssertionError("there are enough ids")
+
+
+def covered(answers: Iterable[Sequence[int]], hot: Iterable[int]) -> float:
+    """The share of the answers' tokens that `hot` holds."""
+    known, tokens = set(hot), list(itertools.chain.from_iterable(answers))
+    return sum(token in known for token in tokens) / max(len(tokens), 1)
+
+
+def save(hot: Sequence[int], path: Path) -> None:
+    """Write the map. Raises `ConfigError` where the file cannot be written."""
+    import torch
+
+    try:
+        torch.save(torch.tensor(hot, dtype=torch.int64), path)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"--output {path} cannot be written: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -258,10 +258,10 @@ def test_workspace_made_for_several_passes_has_room_for_each(batch: int) -> None
 
 
 def test_passes_too_wide_for_the_tile_are_refused() -> None:
-    assert supports(8, 32, 8)
-    assert supports(1, 64, 1)
-    assert not supports(9, 32, 8)
-    assert not supports(8, 64, 4)
+    assert supports(16, 32, 8)
+    assert supports(1, 128, 1)
+    assert not supports(17, 32, 8)
+    assert not supports(16, 64, 4)
     assert not supports(0, 32, 8)
 
 

@@ -43,6 +43,16 @@ def test_kv_takes_the_rest_to_the_last_page(budget: Budget, page: int) -> None:
     assert plan.table["left free"] <= budget.total * SAFETY_FRACTION + page_bytes + 1
 
 
+def test_the_table_names_the_weights_of_experts() -> None:
+    budget = Budget(100 * GIB, 40 * GIB, GIB, {}, 1024, experts=50 * GIB)
+    table = plan_memory(budget, 16, None, None, 64).table
+    assert (table["expert weights"], table["weights and context"]) == (50 * GIB, 10 * GIB)
+    dense = plan_memory(replace(budget, experts=0), 16, None, None, 64).table
+    assert dense.keys() == table.keys() - {"expert weights"}
+    assert dense["KV cache"] == table["KV cache"]
+    assert sum(table.values()) == budget.total
+
+
 @settings(deadline=None)
 @given(budget=budgets, fraction=st.floats(0.85, 0.99))
 def test_a_given_share_holds_weights_and_kv(budget: Budget, fraction: float) -> None:

@@ -353,6 +353,7 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"sampling_backend": "flashinfer"}, HOPPER, ["--sampling-backend", "pytorch"]),
         ({"sampling_backend": "triton"}, CPU, ["--sampling-backend", "pytorch", "CUDA"]),
         ({"kv_cache_dtype": "fp8_e5m2"}, HOPPER, ["--kv-cache-dtype", "auto"]),
+        ({"kv_cache_dtype": "fp8_e4m3"}, AMPERE, ["--kv-cache-dtype", "flashinfer", "--attention-backend torch_native"]),
         ({"context_length": 9000}, CPU, ["--context-length", "8192"]),
         ({"mem_fraction_static": 1.0}, HOPPER, ["--mem-fraction-static"]),
         ({"mem_fraction_static": 0.0}, HOPPER, ["--mem-fraction-static"]),
@@ -509,6 +510,9 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "distributed_executor_backend": (
         {"tp_size": 2, "distributed_executor_backend": "ray"}, lambda c: c.parallel.executor, "ray"
     ),
+    "kv_cache_dtype": (
+        {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "torch_native"}, lambda c: c.device.kv_cache_dtype, "fp8_e4m3"
+    ),
     "dist_timeout": ({"dist_timeout": 30.0}, lambda c: c.parallel.dist_timeout, 30.0),
     "tp_size": (
         {"tp_size": 4, "device": "cpu", "attention_backend": "torch_native"}, lambda c: (c.parallel.tp_size, c.device.cpu_threads), (4, 4)
@@ -521,7 +525,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "reasoning_parser": ({"reasoning_parser": "none"}, lambda c: c.model.reasoning_parser, "none"),
 }  # fmt: skip
 REFUSED = {
-    "download_dir", "kv_cache_dtype", "trust_remote_code", "dp_size"
+    "download_dir", "trust_remote_code", "dp_size"
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ class AttentionCaps:
         non_causal: whether layers work whose queries see the keys behind them too.
         mixed_heads: whether layers may differ in heads, head dimension or scale.
         plan_on_device: whether `plan_on_device` does all planning, so that it can be captured with the pass.
+        scaled_kv: whether KV caches in 8 bits with a scale for each layer work.
         self_check: whether a small pass is compared with torch_native at start-up; for backends that depend on
             private parts of a package.
     """
@@ -43,6 +44,7 @@ class AttentionCaps:
     non_causal: bool = False
     mixed_heads: bool = False
     plan_on_device: bool = True
+    scaled_kv: bool = False
     self_check: bool = False
 
 
@@ -58,6 +60,7 @@ ATTENTION_CAPS = {
         non_causal=True,
         mixed_heads=True,
         plan_on_device=False,
+        scaled_kv=True,
     ),
     "fa3": AttentionCaps(
         dtypes=_HALF,

@@ -6,11 +6,12 @@ import logging
 from typing import cast
 
 from runtime.config.attention import resolve_attention
+from runtime.config.attention_caps import ATTENTION_CAPS
 from runtime.config.device_tuning import log_tuning
 from runtime.config.machine import Gpu, MachineFacts
 from runtime.config.model_facts import ModelFacts
 from runtime.config.refusals import check_ranges
-from runtime.config.runtime_config import DeviceConfig, DeviceKind, DType, SamplingName
+from runtime.config.runtime_config import DeviceConfig, DeviceKind, DType, KVDType, SamplingName
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
 
@@ -34,10 +35,16 @@ def resolve_device(args: ServerArgs, machine: MachineFacts, model: ModelFacts) -
     if args.sampling_backend == "triton" and device == "cpu":
         raise ConfigError("--sampling-backend triton needs CUDA. On a CPU use pytorch, or leave the flag out.")
     sampling = args.sampling_backend or ("triton" if device == "cuda" else "pytorch")
+    attention = resolve_attention(args.attention_backend, "--attention-backend", device, dtype, machine, model)
+    kv_dtype: KVDType = "fp8_e4m3" if args.kv_cache_dtype == "fp8_e4m3" else "auto"
+    if kv_dtype != "auto" and not ATTENTION_CAPS[attention].scaled_kv:
+        able = " or ".join(name for name, caps in ATTENTION_CAPS.items() if caps.scaled_kv)
+        raise ConfigError(f"--kv-cache-dtype {kv_dtype} is not possible with {attention} attention. Use --attention-backend {able}.")
     return DeviceConfig(
         device=device,
         dtype=dtype,
-        attention_backend=resolve_attention(args.attention_backend, "--attention-backend", device, dtype, machine, model),
+        attention_backend=attention,
+        kv_cache_dtype=kv_dtype,
         sampling_backend=cast(SamplingName, sampling),
         cpu_threads=args.cpu_threads or max(machine.cores * args.nnodes // args.tp_size, 1),
         gpu=machine.gpus[0] if device == "cuda" else None,
@@ -84,8 +91,10 @@ def _dtype(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> DType:
     if dtype is None:
         dtype, why = _default_dtype(device, model)
         log.info("dtype %s: %s", dtype, why)
-    if args.kv_cache_dtype not in ("auto", dtype):
-        raise ConfigError(f"--kv-cache-dtype must be the model's type, {dtype}; got {args.kv_cache_dtype}. Use auto, or leave it out.")
+    if args.kv_cache_dtype not in ("auto", "fp8_e4m3", dtype):
+        raise ConfigError(
+            f"--kv-cache-dtype must be the model's type, {dtype}, or fp8_e4m3; got {args.kv_cache_dtype}. Use auto, or leave it out."
+        )
     return dtype
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -37,9 +38,9 @@ class QuantConfig:
 
     def keeps(self, layer: str) -> bool:
         """Whether the layer of this name, without `.weight`, stays in 16 bits."""
-        if layer.rpartition(".")[2] in ALWAYS_KEPT or any(_matches(name, layer) for name in self.kept):
+        if layer.rpartition(".")[2] in ALWAYS_KEPT or (self.kept and _pattern(self.kept).search(layer)):
             return True
-        return bool(self.only) and not any(_matches(name, layer) for name in self.only)
+        return bool(self.only) and not _pattern(self.only).search(layer)
 
 
 ON_LOAD = QuantConfig("fp8", stored=False)
@@ -61,8 +62,9 @@ def with_flag(stored: QuantConfig | None, flag: str | None, name: str = "--quant
     return ON_LOAD if flag == "fp8" else None
 
 
-def _matches(name: str, layer: str) -> bool:
-    if name.startswith("re:"):
-        return re.match(name[3:], layer) is not None
-    pattern = re.escape(name).replace(r"\*", "[^.]*")
-    return re.search(rf"(?:^|\.){pattern}(?:\.|$)", layer) is not None
+@functools.cache
+def _pattern(names: tuple[str, ...]) -> re.Pattern[str]:
+    """One expression for all names: a checkpoint may list hundreds, for thousands of layers."""
+    plain = "|".join(re.escape(name).replace(r"\*", "[^.]*") for name in names if not name.startswith("re:"))
+    given = [rf"^(?:{name[3:]})" for name in names if name.startswith("re:")]
+    return re.compile("|".join([*([rf"(?:^|\.)(?:{plain})(?:\.|$)"] if plain else []), *given]))

@@ -17,6 +17,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 AttentionName = Literal["torch_native", "fa3", "flashinfer"]
 SamplingName = Literal["triton", "pytorch"]
 SpecAlgorithm = Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM"]
+KVDType = Literal["auto", "fp8_e4m3"]
 Quantization = Literal["int8", "fp8", "mxfp4"]
 GrammarBackendName = Literal["llguidance", "xgrammar", "none"]
 Executor = Literal["mp", "ray"]
@@ -49,7 +50,7 @@ class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the model runs, in which type, and with which kernels. `gpu` is None on a CPU."""
+    """Where the model runs, in which type, and with which kernels. `gpu` is None on a CPU. `kv_cache_dtype` "auto" is `dtype`."""
 
     device: DeviceKind
     dtype: DType
@@ -57,6 +58,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     sampling_backend: SamplingName
     cpu_threads: int
     gpu: Gpu | None = None
+    kv_cache_dtype: KVDType = "auto"
 
     @property
     def tuning(self) -> DeviceTuning:

@@ -44,6 +44,7 @@ def check_memory(config: RuntimeConfig, model: ModelConfig, memory: HostMemory) 
 def needed_bytes(config: RuntimeConfig, model: ModelConfig) -> int:
     """The least memory that the server's processes need together; the size of dummy weights is not counted."""
     size = _BYTES[config.device.dtype]
+    kv_size = 1 if config.device.kv_cache_dtype == "fp8_e4m3" else size
     embedding = model.vocab_size * model.hidden_size
     stored = _file_bytes(config.model.model_path)
     parameters = stored // _BYTES.get(model.dtype, 2)
@@ -54,7 +55,7 @@ def needed_bytes(config: RuntimeConfig, model: ModelConfig) -> int:
         weights = max(0, parameters - embedding) + embedding * (size + 1)
     loading = embedding * 4 if parameters else 0  # the largest tensor, before it is converted
     draft = 0 if config.speculative is None else _file_bytes(config.speculative.draft_model_path or "")
-    kv = model.num_layers * model.kv_columns * size * min(model.max_context_len, LEAST_TOKENS)
+    kv = model.num_layers * model.kv_columns * kv_size * min(model.max_context_len, LEAST_TOKENS)
     return PROCESSES + SERVING + weights + loading + draft + kv
 
 

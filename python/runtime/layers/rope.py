@@ -36,6 +36,8 @@ class RotaryHeads:
     Attributes:
         q_norm, k_norm: per head, before the rotation; both or none.
         v_norm: per value head; with a weight of ones where the model has none.
+        kv_scales: float32 [2], by which keys and values are divided before they are stored in 8 bits; None for a KV
+            cache in the activations' dtype.
     """
 
     num_q_heads: int
@@ -46,3 +48,4 @@ class RotaryHeads:
     k_norm: RMSNorm | None = None
     v_norm: RMSNorm | None = None
     shared_kv: bool = False
+    kv_scales: torch.Tensor | None = None

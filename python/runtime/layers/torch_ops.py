@@ -20,6 +20,7 @@ from runtime.layers.moe.router import Router, Routing
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
 from runtime.layers.pass_context import PassContext
+from runtime.layers.quantization.fp8 import E4M3_MAX
 from runtime.layers.rope import Rope, RotaryHeads
 
 
@@ -84,8 +85,12 @@ class TorchOps:
         if heads.q_norm is not None and heads.k_norm is not None:
             query_key = torch.cat((rms_norm(query_key[:, :num_q], heads.q_norm), rms_norm(query_key[:, num_q:], heads.k_norm)), dim=1)
         query_key = rotate(query_key, heads.rope, context.batch.positions).to(qkv.dtype)
-        for cache, new in zip(context.kv_pool.flat(layer_id), (query_key[:, num_q:], value), strict=True):
-            cache.index_copy_(0, context.batch.out_cache_loc, new.to(cache.dtype))
+        for i, (cache, new) in enumerate(zip(context.kv_pool.flat(layer_id), (query_key[:, num_q:], value), strict=True)):
+            if heads.kv_scales is None:
+                cache.index_copy_(0, context.batch.out_cache_loc, new.to(cache.dtype))
+            else:
+                stored = (new.float() / heads.kv_scales[i]).clamp_(-E4M3_MAX, E4M3_MAX).to(cache.dtype)
+                cache.view(torch.uint8).index_copy_(0, context.batch.out_cache_loc, stored.view(torch.uint8))
         return query_key[:, :num_q]
 
     def write_latent(

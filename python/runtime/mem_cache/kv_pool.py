@@ -61,7 +61,7 @@ class KVPool:
                 move_slots(self._pointers[row_bytes], source, target, group, row_bytes)
             else:
                 for tensor in tensors:
-                    flat = tensor.flatten(0, 1)
+                    flat = tensor.flatten(0, 1).view(torch.uint8)  # torch indexes no 8-bit floats
                     flat[target] = flat[source]
 
 

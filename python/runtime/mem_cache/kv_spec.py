@@ -18,7 +18,7 @@ class KVSpec:
         num_heads: G, the KV heads; 1 for "mla".
         key_dim, value_dim: size of a key and of a value.
         dtype: of the stored values.
-        scaled: whether stored values are multiplied by per-layer scales when they are read.
+        scaled: whether stored values are 8-bit numbers that are multiplied by a scale of the layer when they are read.
     """
 
     kind: Literal["gqa", "mla"]

@@ -110,7 +110,8 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
     with context.timed("load_weights"):
         ops, why = select_ops(context.device, context.dtype, context.timings)
         log.info("block operations: %s", why)
-        model = build_model(config, ops, context.dtype, context.device, quantization, context.group, context.config.parallel.ep_size)
+        ep_size, kv_dtype = context.config.parallel.ep_size, context.kv_dtype
+        model = build_model(config, ops, context.dtype, context.device, quantization, context.group, ep_size, kv_dtype)
         check_equal_shards(context, model)
         model.load(model_weights(context, model.expected_weights(), folder, load_format))
     kind = f" with {quantization} linears" if quantization else ""
@@ -287,7 +288,8 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
     if context.device.type == "cuda":
         torch.cuda.empty_cache()
     bytes_per_slot, reach = sum(model.runner.bytes_per_slot for model in models), parts.drafter.spec.shape.tokens_per_step
-    plan = plan_kv(context, activations, reservations, bytes_per_slot, reach)
+    experts = sum(mlp.experts.num_bytes for mlp in parts.target.runner.model.sparse_mlps)
+    plan = plan_kv(context, activations, reservations, bytes_per_slot, reach, experts)
     for model in models:
         model.runner.allocate(plan.num_pages, parts.target.page_table, context.requests, model.width, model.num_steps)
         for runner in model.graphs:
@@ -345,7 +347,7 @@ def add_short_prompts(context: WorkerContext, target: TargetModel) -> list[Graph
 
 
 def plan_kv(
-    context: WorkerContext, activations: int, reservations: dict[str, int], bytes_per_slot: int, tokens_per_step: int
+    context: WorkerContext, activations: int, reservations: dict[str, int], bytes_per_slot: int, tokens_per_step: int, experts: int
 ) -> MemoryPlan:
     """Give KV what is left."""
     cache, length = context.config.cache, context.config.model.context_length
@@ -361,7 +363,7 @@ def plan_kv(
             most = min(int(free * CPU.kv_share), CPU.kv_bytes) // context.config.parallel.ranks_per_node // bytes_per_slot
             # A step writes past the end of the context, so one short request needs more than its own context.
             wanted = min(most, max(context.running * length, least + cache.page_size))
-    budget = Budget(total, free, activations, reservations, bytes_per_slot)
+    budget = Budget(total, free, activations, reservations, bytes_per_slot, experts)
     plan = plan_memory(budget, cache.page_size, wanted, cache.mem_fraction_static, least)
     plan = plan.with_pages(min(context.group.gather(plan.num_pages)), bytes_per_slot * cache.page_size)
     log.info("KV cache: %d tokens in pages of %d", plan.num_pages * cache.page_size, cache.page_size)

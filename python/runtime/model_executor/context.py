@@ -45,6 +45,11 @@ class WorkerContext:
     info: WorkerInfo = field(default_factory=WorkerInfo)
 
     @property
+    def kv_dtype(self) -> torch.dtype | None:
+        """Of a KV cache with scales; None for one in `dtype`."""
+        return torch.float8_e4m3fn if self.config.device.kv_cache_dtype == "fp8_e4m3" else None
+
+    @property
     def requests(self) -> int:
         """Most requests of one pass, padding included."""
         return max(self.running, max(self.sizes, default=1))

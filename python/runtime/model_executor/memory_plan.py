@@ -22,6 +22,7 @@ class Budget:
         free: free memory after weights, row state, inputs and outputs are allocated.
         activations: peak of the largest chunk and of sampling, measured by a run.
         reservations: memory that each graph runner will allocate, by name.
+        experts: of what is not free, bytes of the target's routed experts.
         bytes_per_slot: KV of one position, target and draft together: the sum of `KVSpec.bytes_per_slot`.
     """
 
@@ -30,6 +31,7 @@ class Budget:
     activations: int
     reservations: dict[str, int]
     bytes_per_slot: int
+    experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ def plan_memory(
         )
         raise ConfigError(f"The KV cache is {short:,} MiB short of the {least_tokens} tokens that one request needs. {flag}")
     kv = (pages + 1) * page_bytes
-    table = {"weights and context": weights, "activations": budget.activations, **budget.reservations, "KV cache": kv}
+    held = {"weights and context": weights - budget.experts} | ({"expert weights": budget.experts} if budget.experts else {})
+    table = {**held, "activations": budget.activations, **budget.reservations, "KV cache": kv}
     table["left free"] = budget.total - sum(table.values())
     return MemoryPlan(pages, table)

@@ -20,7 +20,7 @@ from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.registry import quant_scheme
-from runtime.layers.quantization.scheme import QuantScheme
+from runtime.layers.quantization.scheme import QuantScheme, WeightSlot
 from runtime.layers.rope import RotaryHeads
 from runtime.mem_cache.kv_spec import KVSpec
 from runtime.models.block import Block
@@ -40,6 +40,7 @@ class ModelContext:
         group: the ranks that share the model.
         quant: says which layers the scheme does not apply to; None where it applies to all.
         ep_size: groups of ranks that the experts of a sparse model are placed on; 1 cuts every expert between all ranks.
+        kv_dtype: of a KV cache with scales; None for one in `dtype`.
     """
 
     ops: BlockOps
@@ -49,6 +50,7 @@ class ModelContext:
     group: ParallelGroup = ALONE
     quant: QuantConfig | None = None
     ep_size: int = 1
+    kv_dtype: torch.dtype | None = None
 
     def for_draft(self, quant: QuantConfig | None) -> ModelContext:
         """The context of a draft head whose own weights are stored as `quant` says: in 16 bits where it is None, or as
@@ -108,13 +110,15 @@ class ModelParts:
         q_norm, k_norm = (self.norm(f"{prefix}{name}_norm.weight", c.head_dim) if c.qk_norm else None for name in "qk")
         o = self.weights.linear({prefix + "o_proj": c.hidden_size}, q_rows, c.o_bias, Partition.ROW, [query])
         heads, kv_heads = _length(query.of(q_rows)) // c.head_dim, _length(key.of(kv_rows)) // c.head_dim
-        kv = KVSpec("gqa", kv_heads, c.head_dim, c.head_dim, self.context.dtype)
+        kv_dtype = self.context.kv_dtype
+        kv = KVSpec("gqa", kv_heads, c.head_dim, c.head_dim, kv_dtype or self.context.dtype, scaled=kv_dtype is not None)
+        kv_scales = None if kv_dtype is None else self.kv_scales(prefix)
         own = slice(query.of(q_rows).start // c.head_dim, query.of(q_rows).stop // c.head_dim)
         sinks = self.weights.tensor(prefix + "sinks", (c.num_q_heads,), rows=own) if c.sinks else None
         scale = c.attn_scale or c.head_dim**-0.5
-        spec = AttentionSpec(layer_id, heads, kv, scale, c.window[layer_id], sinks=sinks, causal=causal)
+        spec = AttentionSpec(layer_id, heads, kv, scale, c.window[layer_id], sinks=sinks, causal=causal, kv_scales=kv_scales)
         v_norm = RMSNorm(torch.ones(c.head_dim, dtype=self.context.dtype, device=self.context.device), c.rms_eps) if c.v_norm else None
-        split = RotaryHeads(heads, kv_heads, c.head_dim, self.rope, q_norm, k_norm, v_norm, c.shared_kv)
+        split = RotaryHeads(heads, kv_heads, c.head_dim, self.rope, q_norm, k_norm, v_norm, c.shared_kv, kv_scales)
         row_norms = self.row_norms(prefix, query, key) if c.qk_row_norm else None
         return Attention(spec, split, qkv, o, self.context.ops, row_norms)
 
@@ -125,6 +129,16 @@ class ModelParts:
         q_weight = self.weights.tensor(prefix + "q_norm.weight", (q_width,))[query.of(q_width)]
         k_weight = self.weights.tensor(prefix + "k_norm.weight", (k_width,))[key.of(k_width)]
         return RowNorms(q_weight, k_weight, c.rms_eps, q_width, k_width, max(group.size // c.num_kv_heads, 1), group)
+
+    def kv_scales(self, prefix: str) -> torch.Tensor:
+        """Scales of an attention layer's keys and values, float32 [2]: 1 unless the checkpoint holds others."""
+        scales = torch.ones(2, dtype=torch.float32, device=self.context.device)
+        for part, scale in zip("kv", scales, strict=True):
+            for name in (f"{prefix}{part}_scale", f"{prefix}{part}_proj.{part}_scale"):
+                self.weights.optional(
+                    name, WeightSlot((1,), (slice(None),), lambda value, to=scale: to.copy_(value.reshape(())), spread=True)
+                )
+        return scales
 
     def head_shards(self) -> tuple[Shard, Shard]:
         """Which query heads and which KV heads this rank computes, in rows of their projections.

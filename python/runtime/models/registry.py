@@ -121,6 +121,7 @@ def build_model(
     quantization: str | None = None,
     group: ParallelGroup | None = None,
     ep_size: int = 1,
+    kv_dtype: torch.dtype | None = None,
 ) -> DecoderModel:
     """A model with weights allocated and not yet loaded.
 
@@ -129,6 +130,7 @@ def build_model(
             quantise the linears of blocks as they are loaded.
         group: the ranks that share the model; None for this process alone.
         ep_size: groups of these ranks that the experts of a sparse model are placed on.
+        kv_dtype: of a KV cache with scales; None for one in `dtype`.
 
     Raises:
         ConfigError: the architecture or the quantisation is not supported, or the experts cannot be placed.
@@ -143,5 +145,6 @@ def build_model(
         raise ConfigError(f"--ep-size {ep_size}: {config.architecture} has {count}; use a divisor of their number, or leave the flag out.")
     family = family_of(config.architecture, "the model")
     quant = with_flag(config.quant, quantization)
-    context = ModelContext(ops, dtype, device, quant_scheme(quantization, quant, device), group or ALONE, quant, ep_size)
+    scheme = quant_scheme(quantization, quant, device)
+    context = ModelContext(ops, dtype, device, scheme, group or ALONE, quant, ep_size, kv_dtype)
     return DecoderModel(config, context, family.block)

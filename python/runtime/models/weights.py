@@ -58,6 +58,7 @@ class WeightTable:
         self.dtype, self.device, self.group = dtype, device, group
         self._scheme, self._quant = scheme, quant
         self._slots: dict[str, list[WeightSlot]] = {}
+        self._optional: dict[str, list[WeightSlot]] = {}
         self._fused: dict[str, FusedTensor] = {}
         self._tensors: list[torch.Tensor] = []
 
@@ -86,6 +87,10 @@ class WeightTable:
         self._tensors.append(target)
         self.add(name, WeightSlot(shape, (rows,), target.copy_))
         return target
+
+    def optional(self, name: str, slot: WeightSlot) -> None:
+        """Let tensor `name` be stored by `slot` where the checkpoint holds it."""
+        self._optional[name] = [slot]
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that another allocated for `add`."""
@@ -162,9 +167,9 @@ class WeightTable:
 
         def stores() -> Iterator[Callable[[], None]]:
             for name, tensor in self._single(weights):
-                if name in self._slots:
+                if slots := self._slots.get(name) or self._optional.get(name):
                     missing.discard(name)
-                    yield partial(_store, name, tensor, self._slots[name])
+                    yield partial(_store, name, tensor, slots)
                 elif not name.endswith(skip) and not name.startswith(unused):
                     unexpected.append(name)
 

@@ -30,6 +30,7 @@ class AttentionSpec:
         causal: whether a query sees the keys up to its own; otherwise it sees all keys of its request, and `window` limits those before it.
         sinks: [H] of any float dtype, one extra score per head that takes part in the softmax and has no value; None
             for none.
+        kv_scales: float32 [2], by which stored keys and values are multiplied when they are read; where `kv.scaled`.
     """
 
     layer_id: int
@@ -40,6 +41,7 @@ class AttentionSpec:
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     causal: bool = True
+    kv_scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -109,9 +109,9 @@ def _unsupported_layer(caps: AttentionCaps, layer: AttentionSpec) -> str:
             return f"latent KV of {kv.value_dim} + {kv.key_dim - kv.value_dim} columns, only of 512 + 64 without a window"
     elif caps.head_dims is not None and not {kv.key_dim, kv.value_dim} <= caps.head_dims:
         return f"head dimension {kv.key_dim}, only {_numbers(caps.head_dims)}"
-    if caps.dtypes is not None and dtype not in caps.dtypes:
+    if caps.dtypes is not None and dtype not in caps.dtypes and not kv.scaled:
         return f"{dtype}, only {' and '.join(sorted(caps.dtypes))}"
-    if kv.scaled:
+    if kv.scaled and not caps.scaled_kv:
         return "scaled KV caches"
     wanted = (
         (caps.sliding_window or layer.window < 0, f"a sliding window of {layer.window + 1}"),

@@ -108,34 +108,35 @@ class TorchNativeAttention:
                 return slice(first, first + count), num_keys
         return pages, num_keys
 
-    def _mask_for(self, segment: Segment, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor | None:
+    def _mask_for(self, segment: Segment, layer: AttentionSpec, batch: ForwardBatch, dtype: torch.dtype) -> torch.Tensor | None:
         """The mask of a layer; layers that see the same keys share it."""
         key = (layer.window, layer.causal)
         made = segment.masks.get(key)
         if made is None or made[0] is not batch.tree_mask:
-            made = (batch.tree_mask, self._mask(segment, layer, batch))
+            made = (batch.tree_mask, self._mask(segment, layer, batch, dtype))
             segment.masks[key] = made
         return made[1]
 
-    def _mask(self, segment: Segment, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
+    def _mask(self, segment: Segment, layer: AttentionSpec, batch: ForwardBatch, dtype: torch.dtype) -> torch.Tensor:
         """The value to add to scores, [B', 1, q, S]; finite, so that the softmax of a row without keys is finite."""
         keys = torch.arange(segment.num_keys, device=segment.query_pos.device)
         if batch.tree_mask is None:
             seen = visible_keys(segment.query_pos, keys, layer.window, layer.causal)
         else:
             seen = tree_visible_keys(segment.query_pos, keys, layer.window, batch, segment.tokens)
-        dtype = self._pool.k[0].dtype
         floor = torch.finfo(dtype).min / 2
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, floor).unsqueeze(1)
 
     def _attend(self, q: torch.Tensor, layer: AttentionSpec, segment: Segment, batch: ForwardBatch) -> torch.Tensor:
         requests, width = segment.query_pos.shape
-        mask = self._mask_for(segment, layer, batch)
         k, v = (gather(pool[layer.layer_id], segment, requests) for pool in (self._pool.k, self._pool.v))
+        if layer.kv_scales is not None:
+            k, v = (cache.to(q.dtype) * scale.to(q.dtype) for cache, scale in zip((k, v), layer.kv_scales, strict=True))
+        mask = self._mask_for(segment, layer, batch, k.dtype)
         queries = q[segment.tokens].view(requests, width, layer.num_q_heads, -1).to(k.dtype)
         if layer.softcap or layer.sinks is not None:
             if mask is None:
-                mask = self._mask(segment, layer, batch)
+                mask = self._mask(segment, layer, batch, k.dtype)
             out = explicit_attention(queries.transpose(1, 2), k, v, mask, layer).transpose(1, 2)
         else:
             out = stable_attention(queries, k, v, mask, layer.scale)

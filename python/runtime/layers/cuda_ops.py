@@ -240,6 +240,8 @@ class CudaOps:
             if gemm.op != "logits" and (writer, key) not in done:
                 done.add((writer, key))
                 stream = start if writer is None else streams[writer]
+                if gemm.op != "linear_add" and gemm.norm is not None and stream.norm not in (None, gemm.norm):
+                    stream = self._after_experts(stream.h, gemm.norm, deferred)
                 norm = gemm.norm or norm
                 x = torch.zeros((rows, linear.in_features), dtype=_input_dtype(linear, gemm.norm), device=linear.weight.device)
                 if gemm.norm is None:
@@ -252,6 +254,11 @@ class CudaOps:
                     streams[key] = self._compile_add(x, linear, stream, norm if deferred else None)
             if gemm.op == "linear_add":
                 writer = key
+
+    def _after_experts(self, h: torch.Tensor, norm: RMSNorm, deferred: bool) -> Stream:
+        """A stream that the experts of a sparse MLP, whose kernels are no GEMMs, have written for `norm`."""
+        few = self._timings.tuning.experts.few_rows("dense", h.shape[0])
+        return Stream(h, norm, self._deferred(h, norm, few[1].parts(h.shape[1])) if deferred and few is not None else None)
 
     def _compile_add(self, x: torch.Tensor, linear: Linear, stream: Stream, norm: RMSNorm | None) -> Stream:
         """`linear_add`, without the other ranks where it sums over them: they compile in another order."""

@@ -25,7 +25,8 @@ from runtime.model_executor.accept_rules import LOSSLESS, AcceptThresholds
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.accepter import Accepter, AcceptPolicy
 from runtime.model_executor.context import ReplayKind, WorkerContext, make_context
-from runtime.model_executor.depth import DepthBatches, DepthControl, depths_to_drop, split_batch_sizes, split_by_depth
+from runtime.model_executor.depth import DepthBatches, DepthControl, depths_to_drop, from_least, split_batch_sizes, split_by_depth
+from runtime.model_executor.depth_bytes import LADDER, StepBytes, least_batches
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, ModelPasses, NoDrafter
 from runtime.model_executor.dry_run import measure_activations, sample_padding
 from runtime.model_executor.followers import Followers
@@ -83,7 +84,7 @@ def build_worker(
     model_config = replace(model_config, max_context_len=config.model.context_length)  # some rotary tables depend on it
     model = load_model(context, model_config, config.model.model_path, config.model.load_format, config.model.quantization)
     drafter = make_drafter(context, model)
-    depths = make_depths(context, drafter.spec, with_plain)
+    depths = make_depths(context, drafter, step_bytes(model, drafter), with_plain)
     parts = make_parts(context, model, model_config, drafter, depths)
     autotune(context, parts, depths)
     activations = measure_activations(context, parts)
@@ -140,17 +141,37 @@ def model_weights(context: WorkerContext, shapes: dict[str, tuple[int, ...]], fo
 # ---- runners
 
 
-def make_depths(context: WorkerContext, spec: DrafterSpec, with_plain: bool) -> dict[int, DepthBatches]:
-    """The table of depths, deepest first."""
-    config = context.config
+def step_bytes(model: DecoderModel, drafter: Drafter) -> StepBytes | None:
+    """What an iteration of a sparse model reads; None for a dense one."""
+    if not model.sparse_mlps:
+        return None
+    mlp, experts = model.sparse_mlps[0], sum(mlp.experts.num_bytes for mlp in model.sparse_mlps)
+    fixed, each = model.weight_bytes - experts - model.embed.nbytes, experts // mlp.experts.count
+    return StepBytes(fixed, each, mlp.router.num_experts, mlp.router.rule.top_k, drafter.draft_bytes)
+
+
+def make_depths(context: WorkerContext, drafter: Drafter, costs: StepBytes | None, with_plain: bool) -> dict[int, DepthBatches]:
+    """The table of depths, deepest first. On a GPU a sparse model drafts only where that reads fewer bytes per token."""
+    config, spec = context.config, drafter.spec
     most = None if config.speculative is None else config.speculative.disable_by_batch_size
     padding = config.graphs.cuda_graph_padding
     if config.speculative is not None and config.speculative.depths:
         return split_by_depth(config.speculative.depths, most, context.running, context.sizes, padding)
+    if costs is not None and context.device.type == "cuda" and spec.shape.num_steps and spec.shape.topk == 1:
+        return depths_by_bytes(context, spec.shape.num_steps, costs, most)
     depths = split_batch_sizes(spec.shape.num_steps, most, context.running, context.sizes, padding)
     if with_plain and 0 not in depths:
         depths[0] = DepthBatches(context.running, context.requests, [], [])
     return depths
+
+
+def depths_by_bytes(context: WorkerContext, num_steps: int, costs: StepBytes, most: int | None) -> dict[int, DepthBatches]:
+    """The table of depths of a sparse model, up to `num_steps`: by the bytes that each reads for a batch."""
+    depths = sorted({*(depth for depth in LADDER if depth < num_steps), num_steps})
+    least = context.group.agree(least_batches(costs, depths, context.running))
+    log.info("depths by bytes, from so many requests on: %s", ", ".join(f"K={depth}: {least[depth]}" for depth in depths))
+    table = split_by_depth(depths, most, context.running, context.sizes, context.config.graphs.cuda_graph_padding)
+    return from_least(table, least)
 
 
 def make_parts(
@@ -173,7 +194,7 @@ def make_parts(
         drafter=drafter,
         verifier=verifier,
         accepter=Accepter(target, make_policy(context, spec)),
-        depths=DepthControl(limits, context.running + 1, verifier),
+        depths=DepthControl(limits, context.running + 1, verifier, {depth: batches.least for depth, batches in depths.items()}),
         monitor=AcceptanceMonitor(max(depths), adaptive=context.group.size == 1),
         grammars=GrammarRows(config.vocab_size, context.device),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -32,22 +32,30 @@ class DepthBatches:
         padded: the largest, with padding.
         captured: sizes that have graphs.
         tuned: sizes that kernels are chosen for.
+        least: the smallest.
     """
 
     running: int
     padded: int
     captured: list[int]
     tuned: list[int]
+    least: int = 1
 
 
-def choose_depth(batch_size: int, limits: Mapping[int, int]) -> int:
-    """The depth of an iteration: the largest K that serves so many requests.
+def choose_depth(batch_size: int, limits: Mapping[int, int], least: Mapping[int, int]) -> int:
+    """The depth of an iteration: the largest K that serves so many requests. Arguments as for `serving_depths`."""
+    return max(serving_depths(batch_size, limits, least))
+
+
+def serving_depths(batch_size: int, limits: Mapping[int, int], least: Mapping[int, int]) -> list[int]:
+    """The depths that serve so many requests.
 
     Args:
         batch_size: requests that decode.
         limits: by depth, the largest batch that it serves.
+        least: by depth, the smallest one; 1 where it is not given.
     """
-    return max(depth for depth, most in limits.items() if batch_size <= most)
+    return [depth for depth, most in limits.items() if least.get(depth, 1) <= batch_size <= most]
 
 
 def split_batch_sizes(
@@ -88,6 +96,19 @@ def split_by_depth(
             own = thinned(own)
         table[depth] = DepthBatches(most, max([most, *own]), own, own or [1, most])
     return table
+
+
+def from_least(table: Mapping[int, DepthBatches], least: Mapping[int, int]) -> dict[int, DepthBatches]:
+    """The table, with each depth only for batches of at least so many requests. Depth 0 serves any batch."""
+
+    def above(sizes: Sequence[int], depth: int) -> list[int]:
+        return [size for size in sizes if size >= least[depth]]
+
+    return {
+        depth: replace(b, captured=above(b.captured, depth), tuned=above(b.tuned, depth) or b.tuned[-1:], least=least[depth])
+        for depth, b in table.items()
+        if not depth or least[depth] <= b.running or depth == max(table)
+    }
 
 
 def captured_up_to(most: int, sizes: Sequence[int], padding: bool) -> list[int]:
@@ -136,16 +157,19 @@ class DepthControl:
 
     Attributes:
         limits: by depth, the largest batch that it serves.
+        least: by depth, the smallest one; 1 where it is not given.
         controller: None where the batch size decides.
     """
 
-    def __init__(self, limits: Mapping[int, int], rows: int = 0, sizes: Sizes | None = None) -> None:
+    def __init__(
+        self, limits: Mapping[int, int], rows: int = 0, sizes: Sizes | None = None, least: Mapping[int, int] | None = None
+    ) -> None:
         """
         Args:
             rows: number of request rows.
             sizes: batch sizes by depth, for the controller.
         """
-        self.limits, self._sizes = dict(limits), sizes
+        self.limits, self.least, self._sizes = dict(limits), dict(least or {}), sizes
         self.controller: DepthController | None = None
         self._forced: int | None = None
         self._turn: int | None = None
@@ -159,7 +183,7 @@ class DepthControl:
 
     def choose(self, batch_size: int) -> int:
         """The depth of an iteration of `batch_size` requests, without a controller."""
-        return choose_depth(batch_size, self.limits) if self._forced is None else self._forced
+        return choose_depth(batch_size, self.limits, self.least) if self._forced is None else self._forced
 
     def choose_for(self, batch: ScheduleBatch) -> int:
         """The depth of the decode rows of a step; 0 where there are none. Called once for each step, in order."""
@@ -169,7 +193,7 @@ class DepthControl:
         rows, live = batch.rows[batch.num_prompts :], batch.num_decodes
         if self._forced is not None or not live:
             return self._forced if live and self._forced is not None else 0
-        serving = [depth for depth, most in self.limits.items() if live <= most]
+        serving = serving_depths(live, self.limits, self.least)
         if self._turn is not None:
             self._turn += 1
             return serving[self._turn % len(serving)]

@@ -91,11 +91,9 @@ def build_worker(
     models = model_passes(context, parts)
     plan = size_memory(context, parts, models, activations)
     capture_graphs(context, models, plan)
-    if config.speculative is not None:
-        s = config.speculative
-        context.info.speculative = SpeculativeInfo(
-            s.algorithm, s.num_steps, s.topk, s.num_draft_tokens, s.disable_by_batch_size, list(s.depths)
-        )
+    if (s := config.speculative) is not None:
+        info = SpeculativeInfo(s.algorithm, s.num_steps, s.topk, s.num_draft_tokens, s.disable_by_batch_size, list(s.depths))
+        context.info.speculative = info
     if group.size > 1:
         context.info.exchange_micros = group.exchange_micros
         context.info.ranks = group.gather(RankInfo(group.rank, socket.gethostname(), str(context.device), context.info.memory_mib))

@@ -128,17 +128,18 @@ def test_experts_of_other_ranks_are_left_out(name: str) -> None:
         assert (out == 0).all()
 
 
-def test_few_rows_add_and_prepare_the_deferred_norm() -> None:
+@pytest.mark.parametrize("config", [FEW_CONFIG, StepConfig(16, 128, 1, 2, 4)], ids=["triton", "fragments"])
+def test_few_rows_add_and_prepare_the_deferred_norm(config: StepConfig) -> None:
     from runtime.layers.gemm.deferred_norm import DeferredNorm
     from runtime.layers.moe.kernels.few_rows import experts_few_rows
 
     layer, rows = Layer(KINDS["dense"]), 5
     routing, x, h = routed(rows, EXPERTS, TOP_K), layer.x(rows), torch.randn((rows, HIDDEN), device=DEVICE)
     gain = torch.randn(HIDDEN, device=DEVICE).to(DTYPE)
-    deferred = DeferredNorm(gain, torch.empty_like(h, dtype=DTYPE), torch.empty((rows, FEW_CONFIG.parts(HIDDEN)), device=DEVICE))
-    want = h + layer.few(x, routing, (FEW_CONFIG, FEW_CONFIG))
-    experts_few_rows(x, layer.gate_up, layer.down, routing, layer.act, (FEW_CONFIG, FEW_CONFIG), h, add=True, deferred=deferred)
-    torch.testing.assert_close(h, want, rtol=1e-6, atol=1e-6)
+    deferred = DeferredNorm(gain, torch.empty_like(h, dtype=DTYPE), torch.empty((rows, config.parts(HIDDEN)), device=DEVICE))
+    want = h + layer.few(x, routing, (config, config))
+    experts_few_rows(x, layer.gate_up, layer.down, routing, layer.act, (config, config), h, add=True, deferred=deferred)
+    torch.testing.assert_close(h, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(deferred.scaled, (h * gain.float()).to(DTYPE))
     torch.testing.assert_close(deferred.squares.sum(1), h.square().sum(1), rtol=1e-5, atol=0)
 

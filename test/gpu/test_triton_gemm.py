@@ -126,6 +126,17 @@ def test_scaled_tilings_compute_the_same_gemm(block: tuple[int, int] | None, row
         assert ((half.double() - gated).norm() / gated.norm()) < 1e-2, config
 
 
+@pytest.mark.parametrize("block", [128, 64, None])
+def test_widened_weights_are_exact_up_to_rounding(block: int | None) -> None:
+    from runtime.layers.gemm.widen import widen
+
+    N, K = 1000, 2064
+    weight = (torch.randn((N, K), device="cuda") * 50).to(torch.float8_e4m3fn)
+    scale = torch.rand(N if block is None else (-(-N // block), -(-K // block)), device="cuda")
+    wide = scale[:, None] if block is None else scale.repeat_interleave(block, 0)[:N].repeat_interleave(block, 1)[:, :K]
+    assert torch.equal(widen(weight, scale, BF16), (weight.float() * wide).to(BF16))
+
+
 def test_squares_of_another_tiling_are_refused() -> None:
     from runtime.layers.gemm.triton_gemm import TritonConfig, triton_gemm
 

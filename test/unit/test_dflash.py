@@ -19,6 +19,7 @@ from runtime.errors import ConfigError
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.draft_window import DraftWindow
 from runtime.model_executor.weight_loader import dummy_weights
+from runtime.models.config import FullAttention, RopeScaling
 from runtime.models.decoder import DecoderModel
 from runtime.models.dflash_config import read_block_size
 from runtime.models.draft_config import load_draft_config
@@ -168,6 +169,25 @@ def test_drafts_of_a_sampled_request_are_the_likeliest_and_keep_its_seed(tmp_pat
     expected = Driver(plain(), seed=1).generate(PROMPTS, 20, sampling=warm)
     driver = Driver(speculating(tmp_path, "DFLASH", num_steps=7), seed=1)
     assert driver.generate(PROMPTS, 20, sampling=warm) == expected
+
+
+GEMMA = tiny_model(
+    architecture="Gemma4ForCausalLM", vocab_size=97, window=(11, 11, -1), qk_norm=True, v_norm=True, attn_scale=1.0, embed_scale=8.0,
+    final_softcap=30.0, full_attention=FullAttention(
+        num_kv_heads=1, head_dim=32, rope_theta=1e6, rope_scaling=RopeScaling("proportional", 1.0, rotated=0.25), shared_kv=True
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "chunk", "replay"), [(1, 1 << 30, None), (16, 5, "eager"), (64, 5, "eager")])
+@pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM"])
+def test_a_target_with_mixed_heads_gives_the_text_of_plain_decoding(
+    tmp_path: Path, algorithm: str, page: int, chunk: int, replay: Any
+) -> None:
+    sizes = [2, 4] if replay else None
+    expected = Driver(plain(model=GEMMA)).generate(PROMPTS, 24)
+    driver = Driver(speculating(tmp_path, algorithm, replay, sizes, model=GEMMA, runtime={"page_size": page}, num_steps=5))
+    assert driver.generate(PROMPTS, 24, chunk=chunk) == expected
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from runtime.layers.gemm.tilings import GemmChoice, default_choice, m_bucket
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.gemm.triton_gemm import MAX_ROWS, TritonConfig, triton_gemm
 from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, wgmma_gemm
+from runtime.layers.gemm.widen import widen
 from runtime.layers.kernels.add_normed import add_normed_rows
 from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
 from runtime.layers.kernels.latent_rows import rotate_heads, write_latent
@@ -239,6 +240,8 @@ class CudaOps:
             if gemm.op != "logits" and (writer, key) not in done:
                 done.add((writer, key))
                 stream = start if writer is None else streams[writer]
+                if gemm.op != "linear_add" and gemm.norm is not None and stream.norm not in (None, gemm.norm):
+                    stream = self._after_experts(stream.h, gemm.norm, deferred)
                 norm = gemm.norm or norm
                 x = torch.zeros((rows, linear.in_features), dtype=_input_dtype(linear, gemm.norm), device=linear.weight.device)
                 if gemm.norm is None:
@@ -251,6 +254,11 @@ class CudaOps:
                     streams[key] = self._compile_add(x, linear, stream, norm if deferred else None)
             if gemm.op == "linear_add":
                 writer = key
+
+    def _after_experts(self, h: torch.Tensor, norm: RMSNorm, deferred: bool) -> Stream:
+        """A stream that the experts of a sparse MLP, whose kernels are no GEMMs, have written for `norm`."""
+        few = self._timings.tuning.experts.few_rows("dense", h.shape[0])
+        return Stream(h, norm, self._deferred(h, norm, few[1].parts(h.shape[1])) if deferred and few is not None else None)
 
     def _compile_add(self, x: torch.Tensor, linear: Linear, stream: Stream, norm: RMSNorm | None) -> Stream:
         """`linear_add`, without the other ranks where it sums over them: they compile in another order."""
@@ -271,7 +279,7 @@ class CudaOps:
 
     def _linear(self, x: torch.Tensor, scale: RowScale | None, linear: Linear, choice: GemmChoice) -> torch.Tensor:
         if choice is None:
-            return linear(x)
+            return _by_cublas(x, linear)
         out = torch.empty((x.shape[0], linear.out_features), dtype=x.dtype, device=x.device)
         self._skinny(x, linear, out, choice, Epilogue(bias=linear.bias, scale=scale))
         return out
@@ -295,7 +303,7 @@ class CudaOps:
             self._skinny(x, linear, h, choice, Epilogue(bias=linear.bias, add=True, deferred=deferred))
             return Stream(h, next_norm, deferred)
         if not self._float32_gemms or not linear.is_dense:
-            return Stream(h.add_(linear(x)))
+            return Stream(h.add_(_by_cublas(x, linear)))
         torch.ops.aten.addmm.dtype_out(h, x, linear.weight.t(), torch.float32, out=h)
         return Stream(h if linear.bias is None else h.add_(linear.bias))
 
@@ -361,9 +369,15 @@ class CudaOps:
             self._skinny(x, head, out, choice, Epilogue(bias=head.bias))
             return out
         if not self._float32_gemms or not head.is_dense:
-            return out.copy_(head(x))
+            return out.copy_(_by_cublas(x, head))
         torch.ops.aten.mm.dtype_out(x, head.weight.t(), torch.float32, out=out)
         return out if head.bias is None else out.add_(head.bias)
+
+
+def _by_cublas(x: torch.Tensor, linear: Linear) -> torch.Tensor:
+    """`linear(x)`; a weight in e4m3 is widened first."""
+    scale = linear.storage.scale
+    return linear(x) if not linear.is_scaled or scale is None else F.linear(x, widen(linear.weight, scale, x.dtype), linear.bias)
 
 
 def _input_dtype(linear: Linear, norm: RMSNorm | None = None) -> torch.dtype:

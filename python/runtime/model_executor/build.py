@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -91,11 +90,9 @@ def build_worker(
     models = model_passes(context, parts)
     plan = size_memory(context, parts, models, activations)
     capture_graphs(context, models, plan)
-    if config.speculative is not None:
-        s = config.speculative
-        context.info.speculative = SpeculativeInfo(
-            s.algorithm, s.num_steps, s.topk, s.num_draft_tokens, s.disable_by_batch_size, list(s.depths)
-        )
+    if (s := config.speculative) is not None:
+        info = SpeculativeInfo(s.algorithm, s.num_steps, s.topk, s.num_draft_tokens, s.disable_by_batch_size, list(s.depths))
+        context.info.speculative = info
     if group.size > 1:
         context.info.exchange_micros = group.exchange_micros
         context.info.ranks = group.gather(RankInfo(group.rank, socket.gethostname(), str(context.device), context.info.memory_mib))
@@ -107,7 +104,6 @@ def build_worker(
 
 def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_format: str, quantization: str | None) -> DecoderModel:
     """Build a model and fill its weights."""
-    started = time.perf_counter()
     with context.timed("load_weights"):
         ops, why = select_ops(context.device, context.dtype, context.timings)
         log.info("block operations: %s", why)
@@ -115,10 +111,9 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
         model = build_model(config, ops, context.dtype, context.device, quantization, context.group, ep_size, kv_dtype)
         check_equal_shards(context, model)
         model.load(model_weights(context, model.expected_weights(), folder, load_format))
-    kind = f" with {quantization} linears" if quantization else ""
-    seconds = time.perf_counter() - started
+    kind, seconds = f" with {quantization} linears" if quantization else "", context.info.startup_seconds["load_weights"]
     log.info("weights: %s, %.0f MiB, %s%s; loaded in %.1f s, %.0f MiB/s", config.architecture, model.weight_bytes / MIB,
-             context.config.device.dtype, kind, seconds, model.weight_bytes / MIB / seconds)  # fmt: skip
+             context.config.device.dtype, kind, seconds, model.weight_bytes / MIB / max(seconds, 1e-3))  # fmt: skip
     return model
 
 

@@ -6,16 +6,15 @@
 //
 // Constants from the host: FORMAT (0: bfloat16, 1: e4m3 with float32 scales, 2: e2m1 with a scale for 32 columns), ACT (0: SiLU,
 // 1: clamped SwiGLU, 2: GELU), TOP_K, WORDS (of a bit mask of experts), TOKENS (8, 16, 32 or 64: most tokens), BIAS, EARLY, ADD,
-// DEFER, FLOAT_OUT.
+// DEFER, FLOAT_OUT, UP_WARPS, DOWN_WARPS, BATCH (loads of a lane in flight, for each of two rows),
+// TOKENS_EARLY (whether tokens are loaded beside the weights).
 
 typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
 
-constexpr int UP_WARPS = 4, DOWN_WARPS = 16;
 constexpr int LANE_COLUMNS = FORMAT == 0 ? 8 : FORMAT == 1 ? 16 : 32;  // in 16 bytes
 constexpr int CHUNK = 4 * LANE_COLUMNS;                               // columns of one load of a warp
-constexpr int BATCH = 4;                                              // loads in flight
-constexpr int TILES = TOKENS <= 8 ? 1 : 2;                            // tiles of eight tokens of one pass over the weights
-constexpr int EARLY_PIECES = FORMAT == 2 ? 0 : LANE_COLUMNS / 8;       // of the first tile's tokens, loaded beside the weights
+constexpr int TILES = 2;                                              // tiles of eight tokens of one pass over the weights
+constexpr int EARLY_PIECES = TOKENS_EARLY ? LANE_COLUMNS / 8 : 0;      // of the first tile's tokens, loaded beside the weights
 constexpr int HALVES = TOKENS <= 32 ? 1 : 2;                          // tokens of a lane when a warp looks at all of them
 
 __device__ __forceinline__ uint4 stream16(const u8* at) {
@@ -177,14 +176,16 @@ struct Routing {
     int first, experts;    // ids of this process: first to first + experts
 };
 
-// h[pair] = weight * activation(gate(x), up(x)) for 8 inner columns of one expert. `plan` gets the number of experts hit, then for each:
-// its index, its tokens, and their pairs [TOKENS].
+// h[pair] = weight * activation(gate(x), up(x)) for `tiles` times 8 inner columns of one expert. `plan` gets the number of experts hit,
+// then for each: its index, its tokens, and their pairs [TOKENS].
 extern "C" __global__ void __launch_bounds__(32 * UP_WARPS) experts_up(
-    const u16* x, Weights w, Routing routing, u16* h, int* plan, int T, int tiles_of_expert, float alpha, float limit
+    const u16* x, Weights w, Routing routing, u16* h, int* plan, int T, int tiles, int blocks_of_expert, float alpha, float limit
 ) {
     __shared__ int own[UP_WARPS][TOKENS];
-    __shared__ float parts[UP_WARPS][TILES][4][32];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slot = blockIdx.x / tiles_of_expert, tile = blockIdx.x % tiles_of_expert;
+    __shared__ float own_weight[UP_WARPS][TOKENS];
+    __shared__ float parts[2][UP_WARPS][TILES][4][32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int slot = blockIdx.x / blocks_of_expert, block = blockIdx.x % blocks_of_expert;
     wait_for_previous();
     int ids[HALVES][TOP_K];
     u32 words[WORDS];
@@ -212,10 +213,11 @@ extern "C" __global__ void __launch_bounds__(32 * UP_WARPS) experts_up(
         if (slot >= hit && slot < hit + count) expert = 32 * i + (int)__fns(word, 0, slot - hit + 1) - routing.first;
         hit += count;
     }
-    if (tile == 0 && slot == 0 && threadIdx.x == 0) plan[0] = hit;
+    if (block == 0 && slot == 0 && threadIdx.x == 0) plan[0] = hit;
     if (expert < 0) return;
 
-    int tokens = 0;
+    int tokens = 0, place[HALVES];
+    float weight[HALVES];
     #pragma unroll
     for (int half = 0; half < HALVES; half++) {
         int pair = -1;
@@ -223,78 +225,112 @@ extern "C" __global__ void __launch_bounds__(32 * UP_WARPS) experts_up(
         for (int j = 0; j < TOP_K; j++)
             if (ids[half][j] == expert) pair = (half * 32 + lane) * TOP_K + j;
         const u32 routed = __ballot_sync(~0u, pair >= 0);
-        if (pair >= 0) own[warp][tokens + __popc(routed & (1u << lane) - 1)] = pair;
+        place[half] = pair >= 0 ? tokens + __popc(routed & (1u << lane) - 1) : -1;
+        weight[half] = pair >= 0 ? routing.weights[pair] : 0.0f;
+        if (pair >= 0) own[warp][place[half]] = pair;
         tokens += __popc(routed);
     }
     __syncwarp();
-    if (tile == 0 && warp == 0) {
+    if (block == 0 && warp == 0) {
         int* entry = plan + 1 + slot * (TOKENS + 2);
         if (lane == 0) entry[0] = expert, entry[1] = tokens;
         for (int i = lane; i < tokens; i += 32) entry[2 + i] = own[0][i];
     }
 
-    const int g = lane / 4, t = lane % 4, inner = w.rows / 2, column = tile * 8 + g;
-    const Row gate_row = row_of(w, expert, column), up_row = row_of(w, expert, inner + column);
-    const int chunks = (w.columns + CHUNK - 1) / CHUNK, share = (chunks + UP_WARPS - 1) / UP_WARPS;
-    for (int base = 0; base < tokens; base += 8 * TILES) {
-        const u16* rows[TILES];
-        float sums[TILES][4] = {};
-        #pragma unroll
-        for (int n = 0; n < TILES; n++)
-            rows[n] = base + 8 * n + g < tokens ? x + (long)(own[warp][base + 8 * n + g] / TOP_K) * w.columns : nullptr;
-        multiply(sums, w, gate_row, up_row, rows, (min(tokens - base, 8 * TILES) + 7) / 8, warp * share, min(chunks, (warp + 1) * share));
-        #pragma unroll
-        for (int n = 0; n < TILES; n++)
-            #pragma unroll
-            for (int i = 0; i < 4; i++) parts[warp][n][i][lane] = sums[n][i];
-        __syncthreads();
-        for (int i = threadIdx.x; i < TILES * 64; i += 32 * UP_WARPS) {
-            const int n = i / 64, odd = i / 32 % 2, token = base + 8 * n + 2 * t + odd;  // i % 32 is this thread's lane
-            float gate = 0.0f, up = 0.0f;
-            #pragma unroll
-            for (int k = 0; k < UP_WARPS; k++) gate += parts[k][n][odd][lane], up += parts[k][n][2 + odd][lane];
-            if (token >= tokens) continue;
-            if (BIAS) {
-                gate += of_bf16(w.bias[(long)expert * w.rows + column]);
-                up += of_bf16(w.bias[(long)expert * w.rows + inner + column]);
-            }
-            const int pair = own[warp][token];
-            h[(long)pair * inner + column] = to_bf16(activate(gate, up, alpha, limit) * routing.weights[pair]);
-        }
-        __syncthreads();
-    }
-}
-
-// out[token] (+)= the sum over the experts hit of down(h[pair]), for 16 outputs. With DEFER also out * gain, and sums of squares.
-extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS) experts_down(
-    const u16* h, Weights w, Routing routing, const int* plan, void* out, const u16* gain, u16* scaled, float* squares, int T, int pieces
-) {
-    extern __shared__ float sums_of_warps[];  // [DOWN_WARPS][16][TOKENS]
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    float* mine = sums_of_warps + warp * 16 * TOKENS;
-    for (int i = lane; i < 16 * TOKENS; i += 32) mine[i] = 0.0f;
-    wait_for_previous();
-    const int chunks = (w.columns + CHUNK - 1) / CHUNK, share = (chunks + pieces - 1) / pieces, first_row = blockIdx.x * 16;
-    const int items = plan[0] * pieces;
-    __syncwarp();
-    for (int item = warp; item < items; item += DOWN_WARPS) {
-        const int* entry = plan + 1 + item / pieces * (TOKENS + 2);
-        const int piece = item % pieces, expert = entry[0], tokens = entry[1];
-        const Row low = row_of(w, expert, first_row + g), high = row_of(w, expert, first_row + 8 + g);
-        for (int base = 0; base < tokens; base += 8 * TILES) {
+    const int g = lane / 4, t = lane % 4, inner = w.rows / 2, chunks = (w.columns + CHUNK - 1) / CHUNK;
+    const int share = (chunks + UP_WARPS - 1) / UP_WARPS;
+    int buffer = 0;
+    for (int tile = block * tiles; tile < min((block + 1) * tiles, inner / 8); tile++) {
+        const int column = tile * 8 + g;
+        const Row gate_row = row_of(w, expert, column), up_row = row_of(w, expert, inner + column);
+        const float gate_bias = BIAS ? of_bf16(w.bias[(long)expert * w.rows + column]) : 0.0f;
+        const float up_bias = BIAS ? of_bf16(w.bias[(long)expert * w.rows + inner + column]) : 0.0f;
+        for (int base = 0; base < tokens; base += 8 * TILES, buffer ^= 1) {
             const u16* rows[TILES];
             float sums[TILES][4] = {};
             #pragma unroll
             for (int n = 0; n < TILES; n++)
-                rows[n] = base + 8 * n + g < tokens ? h + (long)entry[2 + base + 8 * n + g] * w.columns : nullptr;
-            multiply(sums, w, low, high, rows, (min(tokens - base, 8 * TILES) + 7) / 8, piece * share, min(chunks, (piece + 1) * share));
+                rows[n] = base + 8 * n + g < tokens ? x + (long)(own[warp][base + 8 * n + g] / TOP_K) * w.columns : nullptr;
+            const int used = (min(tokens - base, 8 * TILES) + 7) / 8;
+            multiply(sums, w, gate_row, up_row, rows, used, warp * share, min(chunks, (warp + 1) * share));
+            #pragma unroll
+            for (int half = 0; half < HALVES; half++)
+                if (place[half] >= 0) own_weight[warp][place[half]] = weight[half];
+            #pragma unroll
+            for (int n = 0; n < TILES; n++)
+                #pragma unroll
+                for (int i = 0; i < 4; i++)
+                    if (n < used) parts[buffer][warp][n][i][lane] = sums[n][i];
+            __syncthreads();  // the next pass writes the other buffer
+            for (int i = threadIdx.x; i < used * 64; i += 32 * UP_WARPS) {
+                const int n = i / 64, odd = i / 32 % 2, token = base + 8 * n + 2 * t + odd;  // i % 32 is this thread's lane
+                float gate = gate_bias, up = up_bias;
+                #pragma unroll
+                for (int k = 0; k < UP_WARPS; k++) gate += parts[buffer][k][n][odd][lane], up += parts[buffer][k][n][2 + odd][lane];
+                if (token < tokens)
+                    h[(long)own[warp][token] * inner + column] = to_bf16(activate(gate, up, alpha, limit) * own_weight[warp][token]);
+            }
+        }
+    }
+}
+
+// What a warp of the second kernel knows of an expert before it reads its weights.
+struct Entry {
+    int expert, tokens, pairs[TILES];
+};
+
+__device__ __forceinline__ Entry entry_of(const int* plan, int slot, int g) {
+    const int* at = plan + 1 + slot * (TOKENS + 2);
+    Entry entry = {at[0], at[1], {}};
+    #pragma unroll
+    for (int n = 0; n < TILES; n++) entry.pairs[n] = 8 * n < TOKENS ? at[2 + 8 * n + g] : 0;
+    return entry;
+}
+
+// out[token] (+)= the sum over the experts hit of down(h[pair]), for 16 outputs. With DEFER also out * gain, and sums of squares.
+extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS) experts_down(
+    const u16* h, Weights w, Routing routing, const int* plan, void* out, const u16* gain, u16* scaled, float* squares, int T, int slots,
+    int pieces
+) {
+    extern __shared__ float sums_of_warps[];  // [DOWN_WARPS][16][TOKENS]
+    constexpr int THREADS = 32 * DOWN_WARPS, OUTPUTS = (16 * TOKENS + THREADS - 1) / THREADS;  // of a thread
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first_row = blockIdx.x * 16;
+    float* mine = sums_of_warps + warp * 16 * TOKENS;
+    for (int i = lane; i < 16 * TOKENS; i += 32) mine[i] = 0.0f;
+    wait_for_previous();
+    float before[OUTPUTS];
+    #pragma unroll
+    for (int k = 0; k < OUTPUTS; k++) {
+        const int i = k * THREADS + threadIdx.x;
+        const long at = (long)(i / 16) * w.rows + first_row + i % 16;
+        before[k] = ADD && i < 16 * T ? FLOAT_OUT ? ((const float*)out)[at] : of_bf16(((const u16*)out)[at]) : 0.0f;
+    }
+    const int chunks = (w.columns + CHUNK - 1) / CHUNK, share = (chunks + pieces - 1) / pieces, items = plan[0] * pieces;
+    Entry next = entry_of(plan, min(warp / pieces, slots - 1), g);
+    __syncwarp();
+    for (int item = warp; item < items; item += DOWN_WARPS) {
+        const Entry entry = next;
+        next = entry_of(plan, min((item + DOWN_WARPS) / pieces, slots - 1), g);
+        const int* pairs = plan + 1 + item / pieces * (TOKENS + 2) + 2;
+        const int piece = item % pieces;
+        const Row low = row_of(w, entry.expert, first_row + g), high = row_of(w, entry.expert, first_row + 8 + g);
+        for (int base = 0; base < entry.tokens; base += 8 * TILES) {
+            const u16* rows[TILES];
+            float sums[TILES][4] = {};
+            #pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                const bool in = base + 8 * n + g < entry.tokens;
+                rows[n] = in ? h + (long)(base == 0 ? entry.pairs[n] : pairs[base + 8 * n + g]) * w.columns : nullptr;
+            }
+            const int used = (min(entry.tokens - base, 8 * TILES) + 7) / 8;
+            multiply(sums, w, low, high, rows, used, piece * share, min(chunks, (piece + 1) * share));
             #pragma unroll
             for (int n = 0; n < TILES; n++)
                 #pragma unroll
                 for (int odd = 0; odd < 2; odd++) {
                     const int token = base + 8 * n + 2 * t + odd;
-                    if (token < tokens) {
-                        const int column = entry[2 + token] / TOP_K;
+                    if (token < entry.tokens) {
+                        const int column = pairs[token] / TOP_K;
                         mine[g * TOKENS + column] += sums[n][odd];
                         mine[(g + 8) * TOKENS + column] += sums[n][2 + odd];
                     }
@@ -303,13 +339,15 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS) experts_down(
         __syncwarp();  // another lane may hold the same token in the next item
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < 16 * TOKENS; i += 32 * DOWN_WARPS) {  // whole half warps share a token
-        const int row = i % 16, token = i / 16, column = first_row + row;
+    #pragma unroll
+    for (int k = 0; k < OUTPUTS; k++) {
+        const int i = k * THREADS + threadIdx.x, row = i % 16, token = i / 16, column = first_row + row;
+        if (i >= 16 * TOKENS) break;  // whole warps
         const bool in = token < T;
-        float sum = 0.0f;
-        #pragma unroll
-        for (int k = 0; k < DOWN_WARPS; k++) sum += sums_of_warps[(k * 16 + row) * TOKENS + token];
         const long at = (long)token * w.rows + column;
+        float sum = before[k];
+        #pragma unroll
+        for (int other = 0; other < DOWN_WARPS; other++) sum += sums_of_warps[(other * 16 + row) * TOKENS + token];
         if (in) {
             if (BIAS)
                 for (int j = 0; j < TOP_K; j++) {
@@ -317,7 +355,6 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS) experts_down(
                     if (expert >= 0 && expert < routing.experts)
                         sum += routing.weights[token * TOP_K + j] * of_bf16(w.bias[(long)expert * w.rows + column]);
                 }
-            if (ADD) sum += FLOAT_OUT ? ((float*)out)[at] : of_bf16(((u16*)out)[at]);
             if (FLOAT_OUT) ((float*)out)[at] = sum;
             else ((u16*)out)[at] = to_bf16(sum);
         }

@@ -66,7 +66,7 @@ def experts_few_rows(
     assert down.shape == (E, hidden, inner), f"expected a down projection {(E, hidden, inner)}; got {down.shape}"
     assert x.is_contiguous(), "expected a contiguous x"
     assert out.is_contiguous(), "expected a contiguous out"
-    if supports(x, gate_up, down):
+    if supports(x, gate_up, down, deferred):
         return experts_by_fragments(x, gate_up, down, routed, act, out, first=first, add=add, deferred=deferred, pdl=pdl)
     slots, block_m = min(E, T * top_k), max(8, triton.next_power_of_2(T))
     h = torch.empty((T * top_k, inner), dtype=x.dtype, device=x.device)

@@ -20,6 +20,13 @@ OUTPUTS = 16
 UP_COLUMNS = 8
 """Inner columns of a block of the first kernel."""
 UP_WARPS, DOWN_WARPS = 4, 16
+BATCH = {0: 4, 1: 4, 2: 4}
+"""Loads of a lane that are in flight, for each of its two rows, by format."""
+TOKENS_EARLY = {0: True, 1: False, 2: False}
+"""Whether a lane loads tokens beside the weights, by format: it costs registers."""
+ENOUGH_BLOCKS = 1056
+"""Blocks of the first kernel that fill an H200; with more, each takes several tiles of 8 columns."""
+MOST_TILES = 8
 TOKENS = (8, 16, 32, 64)
 """Most tokens that a kernel is compiled for."""
 COLUMNS = {"dense": 8, "fp8": 16, "mxfp4": 32}
@@ -60,11 +67,12 @@ class _Routing(ctypes.Structure):
     )
 
 
-def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights) -> bool:
-    """Whether the kernels can multiply these rows by these weights on their device."""
+def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, deferred: DeferredNorm | None = None) -> bool:
+    """Whether the kernels can multiply these rows by these weights on their device, and fill these buffers."""
     (_, rows, hidden), (_, _, inner) = gate_up.shape, down.shape
     return (
         x.is_cuda
+        and (deferred is None or deferred.squares.shape[1] == hidden // OUTPUTS)
         and x.dtype is torch.bfloat16
         and 0 < len(x) <= TOKENS[-1]
         and hidden % OUTPUTS == 0
@@ -103,6 +111,9 @@ def experts_by_fragments(
     (T, hidden), (E, _, _), top_k = x.shape, gate_up.shape, routing.ids.shape[1]
     inner, tokens = down.shape[2], next(count for count in TOKENS if count >= T)
     slots = min(E, T * top_k)
+    columns = inner // UP_COLUMNS
+    per_block = max(1, min(MOST_TILES, slots * columns // ENOUGH_BLOCKS))
+    blocks = -(-columns // per_block)
     h = torch.empty((T * top_k, inner), dtype=x.dtype, device=x.device)
     plan = torch.empty(1 + slots * (tokens + 2), dtype=torch.int32, device=x.device)
     shape = (top_k, routing.masks.shape[1], tokens)
@@ -111,32 +122,30 @@ def experts_by_fragments(
         FORMATS[down.format], 0, *shape, down.bias is not None, pdl, add, deferred is not None, out.dtype is torch.float32
     )  # fmt: skip
     routed = _Routing(routing.ids.data_ptr(), routing.weights.data_ptr(), routing.masks.data_ptr(), first, E)
-    tiles = inner // UP_COLUMNS
     _up_kernel(up)(
-        slots * tiles,
+        slots * blocks,
         (
             cuda_driver.pointer(x), _weights(gate_up), routed, cuda_driver.pointer(h), cuda_driver.pointer(plan),
-            cuda_driver.int32(T), cuda_driver.int32(tiles), ctypes.c_float(act.alpha), ctypes.c_float(act.limit),
+            *map(cuda_driver.int32, (T, per_block, blocks)), ctypes.c_float(act.alpha), ctypes.c_float(act.limit),
         ),
         pdl,
     )  # fmt: skip
     gain, scaled, squares = (None, None, None) if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
-    assert squares is None or squares.shape[1] == hidden // OUTPUTS, f"expected {hidden // OUTPUTS} sums of squares per row"
     _down_kernel(last)(
         hidden // OUTPUTS,
         (
             cuda_driver.pointer(h), _weights(down), routed, *map(cuda_driver.pointer, (plan, out, gain, scaled, squares)),
-            cuda_driver.int32(T), cuda_driver.int32(_pieces(down, top_k)),
+            *map(cuda_driver.int32, (T, slots, _pieces(down, slots))),
         ),
         pdl,
     )  # fmt: skip
     return out
 
 
-def _pieces(down: ExpertWeights, top_k: int) -> int:
-    """Into how many pieces the columns of an expert are cut, so that one token keeps all warps of a block busy."""
+def _pieces(down: ExpertWeights, slots: int) -> int:
+    """Into how many pieces the columns of an expert are cut, so that few experts keep all warps of a block busy."""
     chunks = -(-down.shape[2] // (4 * COLUMNS[down.format]))
-    return max(1, min(DOWN_WARPS // top_k, chunks // 2))
+    return max(1, min(DOWN_WARPS // slots, chunks // 2))
 
 
 def _weights(weights: ExpertWeights) -> _Weights:
@@ -161,7 +170,8 @@ def source(variant: _Variant) -> str:
     v = variant
     constants = dict(
         FORMAT=v.format, ACT=v.act, TOP_K=v.top_k, WORDS=v.words, TOKENS=v.tokens, BIAS=int(v.bias), EARLY=int(v.early), ADD=int(v.add),
-        DEFER=int(v.defer), FLOAT_OUT=int(v.float_out),
+        DEFER=int(v.defer), FLOAT_OUT=int(v.float_out), UP_WARPS=UP_WARPS, DOWN_WARPS=DOWN_WARPS, BATCH=BATCH[v.format],
+        TOKENS_EARLY=int(TOKENS_EARLY[v.format]),
     )  # fmt: skip
     text = (Path(__file__).parent / "few_rows.cu").read_text(encoding="utf-8")
     return "\n".join([*(f"#define {name} {value}" for name, value in constants.items()), text])

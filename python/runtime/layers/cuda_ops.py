@@ -240,7 +240,7 @@ class CudaOps:
             if gemm.op != "logits" and (writer, key) not in done:
                 done.add((writer, key))
                 stream = start if writer is None else streams[writer]
-                if gemm.op != "linear_add" and gemm.norm is not None and stream.norm not in (None, gemm.norm):
+                if gemm.op != "linear_add" and gemm.norm is not None and stream.norm is not None and stream.norm is not gemm.norm:
                     stream = self._after_experts(stream.h, gemm.norm, deferred)
                 norm = gemm.norm or norm
                 x = torch.zeros((rows, linear.in_features), dtype=_input_dtype(linear, gemm.norm), device=linear.weight.device)

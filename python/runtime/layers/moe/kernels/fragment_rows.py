@@ -19,18 +19,37 @@ OUTPUTS = 16
 """Outputs of a block of the second kernel."""
 UP_COLUMNS = 8
 """Inner columns of a block of the first kernel."""
-UP_WARPS, DOWN_WARPS = 4, 16
-BATCH = {0: 4, 1: 4, 2: 4}
-"""Loads of a lane that are in flight, for each of its two rows, by format."""
-TOKENS_EARLY = {0: True, 1: False, 2: False}
-"""Whether a lane loads tokens beside the weights, by format: it costs registers."""
 ENOUGH_BLOCKS = 1056
 """Blocks of the first kernel that fill an H200; with more, each takes several tiles of 8 columns."""
-MOST_TILES = 8
+MOST_TILES = 4
 TOKENS = (8, 16, 32, 64)
 """Most tokens that a kernel is compiled for."""
 COLUMNS = {"dense": 8, "fp8": 16, "mxfp4": 32}
 """Columns that a lane loads at once; a row is a whole number of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How the kernels are cut; the fastest on an H200.
+
+    Attributes:
+        up_warps, down_warps: warps of a block of each kernel, which share the columns.
+        batch: loads of a lane that are in flight, for each of its two rows.
+        early: whether a lane loads tokens beside the weights, which costs registers.
+    """
+
+    up_warps: int
+    down_warps: int
+    batch: int
+    early: bool
+
+
+CUTS = {
+    FORMATS["dense"]: (_Cut(4, 16, 2, True), _Cut(4, 16, 6, True)),
+    FORMATS["fp8"]: (_Cut(2, 16, 4, True), _Cut(2, 16, 4, True)),
+    FORMATS["mxfp4"]: (_Cut(4, 8, 2, False), _Cut(4, 8, 2, False)),
+}
+"""By format: for one token, and for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +63,7 @@ class _Variant:
     tokens: int
     bias: bool
     early: bool
+    cut: _Cut
     add: bool = False
     defer: bool = False
     float_out: bool = False
@@ -116,10 +136,11 @@ def experts_by_fragments(
     blocks = -(-columns // per_block)
     h = torch.empty((T * top_k, inner), dtype=x.dtype, device=x.device)
     plan = torch.empty(1 + slots * (tokens + 2), dtype=torch.int32, device=x.device)
+    cut = CUTS[FORMATS[down.format]][T > 1]
     shape = (top_k, routing.masks.shape[1], tokens)
-    up = _Variant(FORMATS[gate_up.format], act.kind, *shape, gate_up.bias is not None, pdl)
+    up = _Variant(FORMATS[gate_up.format], act.kind, *shape, gate_up.bias is not None, pdl, CUTS[FORMATS[gate_up.format]][T > 1])
     last = _Variant(
-        FORMATS[down.format], 0, *shape, down.bias is not None, pdl, add, deferred is not None, out.dtype is torch.float32
+        FORMATS[down.format], 0, *shape, down.bias is not None, pdl, cut, add, deferred is not None, out.dtype is torch.float32
     )  # fmt: skip
     routed = _Routing(routing.ids.data_ptr(), routing.weights.data_ptr(), routing.masks.data_ptr(), first, E)
     _up_kernel(up)(
@@ -135,17 +156,17 @@ def experts_by_fragments(
         hidden // OUTPUTS,
         (
             cuda_driver.pointer(h), _weights(down), routed, *map(cuda_driver.pointer, (plan, out, gain, scaled, squares)),
-            *map(cuda_driver.int32, (T, slots, _pieces(down, slots))),
+            *map(cuda_driver.int32, (T, slots, _pieces(down, slots, cut.down_warps))),
         ),
         pdl,
     )  # fmt: skip
     return out
 
 
-def _pieces(down: ExpertWeights, slots: int) -> int:
+def _pieces(down: ExpertWeights, slots: int, warps: int) -> int:
     """Into how many pieces the columns of an expert are cut, so that few experts keep all warps of a block busy."""
     chunks = -(-down.shape[2] // (4 * COLUMNS[down.format]))
-    return max(1, min(DOWN_WARPS // slots, chunks // 2))
+    return max(1, min(warps // slots, chunks // 2))
 
 
 def _weights(weights: ExpertWeights) -> _Weights:
@@ -156,13 +177,13 @@ def _weights(weights: ExpertWeights) -> _Weights:
 
 @cache
 def _up_kernel(variant: _Variant) -> cuda_driver.Kernel:
-    return cuda_driver.compile_kernel(source(variant), "experts_up", threads=32 * UP_WARPS, cluster=1, shared_bytes=0)
+    return cuda_driver.compile_kernel(source(variant), "experts_up", threads=32 * variant.cut.up_warps, cluster=1, shared_bytes=0)
 
 
 @cache
 def _down_kernel(variant: _Variant) -> cuda_driver.Kernel:
-    shared = DOWN_WARPS * OUTPUTS * variant.tokens * 4
-    return cuda_driver.compile_kernel(source(variant), "experts_down", threads=32 * DOWN_WARPS, cluster=1, shared_bytes=shared)
+    shared = variant.cut.down_warps * OUTPUTS * variant.tokens * 4
+    return cuda_driver.compile_kernel(source(variant), "experts_down", threads=32 * variant.cut.down_warps, cluster=1, shared_bytes=shared)
 
 
 def source(variant: _Variant) -> str:
@@ -170,8 +191,8 @@ def source(variant: _Variant) -> str:
     v = variant
     constants = dict(
         FORMAT=v.format, ACT=v.act, TOP_K=v.top_k, WORDS=v.words, TOKENS=v.tokens, BIAS=int(v.bias), EARLY=int(v.early), ADD=int(v.add),
-        DEFER=int(v.defer), FLOAT_OUT=int(v.float_out), UP_WARPS=UP_WARPS, DOWN_WARPS=DOWN_WARPS, BATCH=BATCH[v.format],
-        TOKENS_EARLY=int(TOKENS_EARLY[v.format]),
+        DEFER=int(v.defer), FLOAT_OUT=int(v.float_out), UP_WARPS=v.cut.up_warps, DOWN_WARPS=v.cut.down_warps, BATCH=v.cut.batch,
+        TOKENS_EARLY=int(v.cut.early),
     )  # fmt: skip
     text = (Path(__file__).parent / "few_rows.cu").read_text(encoding="utf-8")
     return "\n".join([*(f"#define {name} {value}" for name, value in constants.items()), text])

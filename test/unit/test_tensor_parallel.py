@@ -17,7 +17,7 @@ from runtime.layers.linear import Linear
 from runtime.layers.lm_head import all_logits, greedy
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.build import build_worker
-from runtime.models.config import ModelConfig
+from runtime.models.config import FullAttention, ModelConfig
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.build import build_speculative_worker
 from unit.driver import GREEDY, Driver
@@ -31,6 +31,10 @@ PENALISED = SamplingParams(temperature=0.0, frequency_penalty=0.5, max_new_token
 MIXED = {1: GREEDY, 2: SAMPLED, 3: PENALISED}
 CHAIN: dict[str, Any] = {"num_steps": 3, "num_draft_tokens": 4}
 TREE: dict[str, Any] = {"num_steps": 3, "topk": 3, "num_draft_tokens": 8}
+GEMMA4: dict[str, Any] = dict(
+    architecture="Gemma4ForCausalLM", window=(11, 11, -1), qk_norm=True, v_norm=True, attn_scale=1.0, embed_scale=8.0, final_softcap=30.0,
+    full_attention=FullAttention(num_kv_heads=1, head_dim=32, rope_theta=1e6, rope_scaling=None, shared_kv=True),
+)  # fmt: skip
 DRAFTS = {
     "plain": None,
     "eagle": ("EAGLE", CHAIN),
@@ -116,6 +120,7 @@ def test_rank_0_chooses_the_depth_of_every_step(tmp_path: Path, algorithm: str) 
         (4, {"num_q_heads": 8, "num_kv_heads": 2, "intermediate_size": 126}),
         (3, {"tie_embeddings": True, "num_q_heads": 6, "num_kv_heads": 3, "qkv_bias": True, "o_bias": True, "mlp_bias": True}),
         (2, {"qk_norm": True, "vocab_size": 96}),
+        (2, GEMMA4),  # both hold the one KV head of a global layer
     ],
 )
 def test_heads_and_vocabularies_of_any_size_are_shared(tmp_path: Path, size: int, changes: dict[str, Any]) -> None:

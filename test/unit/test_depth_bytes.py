@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.model_executor.depth import DepthControl, choose_depth, from_least, split_by_depth
+from runtime.model_executor.depth import DepthControl, choose_depth, depths_by_bytes
 from runtime.model_executor.depth_bytes import StepBytes, least_batches
 
 GB = 1 << 30
@@ -40,7 +40,7 @@ def test_the_table_serves_every_batch_from_the_least_batch_of_each_depth() -> No
     least = least_batches(QWEN3_30B, (0, 1, 3), 64)
     assert least[0] == 1
     assert 4 < least[3] <= 8
-    table = from_least(split_by_depth((0, 1, 3), None, 64, SIZES, True), least)
+    table = depths_by_bytes(3, QWEN3_30B, None, 64, SIZES, True)
     limits = {depth: batches.running for depth, batches in table.items()}
     chosen = [choose_depth(size, limits, {depth: batches.least for depth, batches in table.items()}) for size in range(1, 65)]
     assert chosen == [3 if size >= least[3] else 1 if size >= least[1] else 0 for size in range(1, 65)]
@@ -52,7 +52,7 @@ def test_a_depth_that_never_pays_stays_unused() -> None:
     costs = StepBytes(fixed=0, expert=GB, num_experts=256, top_k=1, draft=100 * GB)
     least = least_batches(costs, (0, 1, 3), 16)
     assert least == {0: 1, 1: 17, 3: 17}
-    table = from_least(split_by_depth((0, 1, 3), None, 16, [1, 8, 16], True), least)
+    table = depths_by_bytes(3, costs, None, 16, [1, 8, 16], True)
     assert set(table) == {0, 3}
     control = DepthControl({d: b.running for d, b in table.items()}, 17, None, {d: b.least for d, b in table.items()})
     assert [control.choose(size) for size in (1, 8, 16)] == [0, 0, 0]

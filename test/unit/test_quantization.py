@@ -12,7 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from runtime.config.quant_config import ON_LOAD, QuantConfig, with_flag
@@ -94,28 +102,39 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**{**COMMON, "hidden_size": 192, "intermediate_size": 320})),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **{**COMMON, "hidden_size": 192},
+            head_dim=32,
+            moe_intermediate_size=160,
+            num_experts=6,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+        )
+    ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**COMMON, "hidden_size": 256}, head_dim=32)),
 }
 
 
-def write_quantized(folder: Path, model: PreTrainedModel, form: str) -> None:
-    """Save `model` with the projections of its layers quantised; `model` keeps what they stand for."""
+def write_quantized(folder: Path, model: PreTrainedModel, form: str) -> PreTrainedModel:
+    """Save `model` with the projections of its layers quantised. Returns the model that they stand for."""
     kind, config = CONFIGS[form]
-    model.save_pretrained(folder)
+    for exact in (folder, folder / "exact"):
+        model.save_pretrained(exact)
     raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}
     (folder / "config.json").write_text(json.dumps(raw))
     quant = load_hf_config(folder).quant
     assert quant is not None
     tensors = load_file(folder / "model.safetensors")
-    parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+    wide = dict(tensors)
     for name in [name for name in tensors if name.endswith("proj.weight") and not quant.keeps(name.removesuffix(".weight"))]:
-        tensors[name], scales, exact = quantized(tensors[name], kind)
-        tensors[name.replace("weight", quant.scale_name)] = scales
+        tensors[name], scales, wide[name] = quantized(tensors[name], kind)
+        tensors[name.replace("weight", quant.scale_name)] = scales.clone()
         if config.get("activation_scheme") == "static":
             tensors[name.replace("weight", "input_scale")] = torch.tensor(0.1)
-        with torch.no_grad():
-            parameters[name].copy_(exact)
     save_file(tensors, folder / "model.safetensors")
+    save_file(wide, folder / "exact" / "model.safetensors", metadata={"format": "pt"})
+    return type(model).from_pretrained(folder / "exact", dtype=torch.float32)
 
 
 def loaded(folder: Path, quantization: str | None = None) -> DecoderModel:
@@ -138,9 +157,10 @@ def assert_close_to(reference: PreTrainedModel, model: DecoderModel) -> None:
 def test_logits_of_quantized_checkpoints_match_dequantized_ones(tmp_path: Path, family: str, form: str) -> None:
     torch.manual_seed(5)
     reference = MODELS[family]()
-    write_quantized(tmp_path, reference, form)
+    reference = write_quantized(tmp_path, reference, form)
     model = loaded(tmp_path)
     assert {gemm.linear.scheme.name for gemm in model.gemms()} == {"none", "fp8" if "block" in form else "fp8-row"}
+    assert {mlp.experts.scheme.name for mlp in model.sparse_mlps} <= {"none", "fp8", "fp8-row"}
     assert model.lm_head.is_dense
     assert_close_to(reference, model)
 
@@ -150,7 +170,7 @@ def test_quantizing_on_load_equals_a_checkpoint_quantized_before(tmp_path: Path,
     torch.manual_seed(6)
     reference = MODELS[family]()
     reference.save_pretrained(tmp_path / "plain")
-    write_quantized(tmp_path / "fp8", reference, "qwen-block")
+    reference = write_quantized(tmp_path / "fp8", reference, "qwen-block")
     model = loaded(tmp_path / "plain", "fp8")
     assert model.weight_bytes < 0.5 * loaded(tmp_path / "plain").weight_bytes
     assert_close_to(reference, model)

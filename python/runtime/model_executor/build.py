@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,8 +24,8 @@ from runtime.model_executor.accept_rules import LOSSLESS, AcceptThresholds
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.accepter import Accepter, AcceptPolicy
 from runtime.model_executor.context import ReplayKind, WorkerContext, make_context
-from runtime.model_executor.depth import DepthBatches, DepthControl, depths_to_drop, from_least, split_batch_sizes, split_by_depth
-from runtime.model_executor.depth_bytes import LADDER, StepBytes, least_batches
+from runtime.model_executor.depth import DepthBatches, DepthControl, depths_by_bytes, depths_to_drop, split_batch_sizes, split_by_depth
+from runtime.model_executor.depth_bytes import StepBytes
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, ModelPasses, NoDrafter
 from runtime.model_executor.dry_run import measure_activations, sample_padding
 from runtime.model_executor.followers import Followers
@@ -84,18 +83,16 @@ def build_worker(
     model_config = replace(model_config, max_context_len=config.model.context_length)  # some rotary tables depend on it
     model = load_model(context, model_config, config.model.model_path, config.model.load_format, config.model.quantization)
     drafter = make_drafter(context, model)
-    depths = make_depths(context, drafter, step_bytes(model, drafter), with_plain)
+    depths = make_depths(context, drafter, group.agree(step_bytes(model, drafter)), with_plain)
     parts = make_parts(context, model, model_config, drafter, depths)
     autotune(context, parts, depths)
     activations = measure_activations(context, parts)
     models = model_passes(context, parts)
     plan = size_memory(context, parts, models, activations)
     capture_graphs(context, models, plan)
-    if config.speculative is not None:
-        s = config.speculative
-        context.info.speculative = SpeculativeInfo(
-            s.algorithm, s.num_steps, s.topk, s.num_draft_tokens, s.disable_by_batch_size, list(s.depths)
-        )
+    if (s := config.speculative) is not None:
+        info = SpeculativeInfo(s.algorithm, s.num_steps, s.topk, s.num_draft_tokens, s.disable_by_batch_size, list(s.depths))
+        context.info.speculative = info
     if group.size > 1:
         context.info.exchange_micros = group.exchange_micros
         context.info.ranks = group.gather(RankInfo(group.rank, socket.gethostname(), str(context.device), context.info.memory_mib))
@@ -107,7 +104,6 @@ def build_worker(
 
 def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_format: str, quantization: str | None) -> DecoderModel:
     """Build a model and fill its weights."""
-    started = time.perf_counter()
     with context.timed("load_weights"):
         ops, why = select_ops(context.device, context.dtype, context.timings)
         log.info("block operations: %s", why)
@@ -115,10 +111,9 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
         model = build_model(config, ops, context.dtype, context.device, quantization, context.group, ep_size, kv_dtype)
         check_equal_shards(context, model)
         model.load(model_weights(context, model.expected_weights(), folder, load_format))
-    kind = f" with {quantization} linears" if quantization else ""
-    seconds = time.perf_counter() - started
+    kind, seconds = f" with {quantization} linears" if quantization else "", context.info.startup_seconds["load_weights"]
     log.info("weights: %s, %.0f MiB, %s%s; loaded in %.1f s, %.0f MiB/s", config.architecture, model.weight_bytes / MIB,
-             context.config.device.dtype, kind, seconds, model.weight_bytes / MIB / seconds)  # fmt: skip
+             context.config.device.dtype, kind, seconds, model.weight_bytes / MIB / max(seconds, 1e-3))  # fmt: skip
     return model
 
 
@@ -158,20 +153,11 @@ def make_depths(context: WorkerContext, drafter: Drafter, costs: StepBytes | Non
     if config.speculative is not None and config.speculative.depths:
         return split_by_depth(config.speculative.depths, most, context.running, context.sizes, padding)
     if costs is not None and context.device.type == "cuda" and spec.shape.num_steps and spec.shape.topk == 1:
-        return depths_by_bytes(context, spec.shape.num_steps, costs, most)
+        return depths_by_bytes(spec.shape.num_steps, costs, most, context.running, context.sizes, padding)
     depths = split_batch_sizes(spec.shape.num_steps, most, context.running, context.sizes, padding)
     if with_plain and 0 not in depths:
         depths[0] = DepthBatches(context.running, context.requests, [], [])
     return depths
-
-
-def depths_by_bytes(context: WorkerContext, num_steps: int, costs: StepBytes, most: int | None) -> dict[int, DepthBatches]:
-    """The table of depths of a sparse model, up to `num_steps`: by the bytes that each reads for a batch."""
-    depths = sorted({*(depth for depth in LADDER if depth < num_steps), num_steps})
-    least = context.group.agree(least_batches(costs, depths, context.running))
-    log.info("depths by bytes, from so many requests on: %s", ", ".join(f"K={depth}: {least[depth]}" for depth in depths))
-    table = split_by_depth(depths, most, context.running, context.sizes, context.config.graphs.cuda_graph_padding)
-    return from_least(table, least)
 
 
 def make_parts(

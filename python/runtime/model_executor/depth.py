@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from runtime.batch import RowInit, ScheduleBatch
+from runtime.model_executor.depth_bytes import LADDER, StepBytes, least_batches
 from runtime.model_executor.depth_controller import DecodeRows, DepthController
 from runtime.sampling_params import MAX_DRAFT_STEPS
 
@@ -96,6 +97,18 @@ def split_by_depth(
             own = thinned(own)
         table[depth] = DepthBatches(most, max([most, *own]), own, own or [1, most])
     return table
+
+
+def depths_by_bytes(
+    num_steps: int, costs: StepBytes, most_with_drafts: int | None, running: int, sizes: Sequence[int], padding: bool
+) -> dict[int, DepthBatches]:
+    """The table of depths of a sparse model, up to `num_steps`, by the bytes that each reads for a batch. Other arguments as for
+    `split_batch_sizes`.
+    """
+    depths = sorted({*(depth for depth in LADDER if depth < num_steps), num_steps})
+    least = least_batches(costs, depths, running)
+    log.info("depths by bytes, from so many requests on: %s", ", ".join(f"K={depth}: {least[depth]}" for depth in depths))
+    return from_least(split_by_depth(depths, most_with_drafts, running, sizes, padding), least)
 
 
 def from_least(table: Mapping[int, DepthBatches], least: Mapping[int, int]) -> dict[int, DepthBatches]:

@@ -47,19 +47,25 @@ def rope_and_cache(
     _rope_kernel[(T, (H + 2 * G) // together)](
         qkv, q, k_cache, v_cache, positions, out_cache_loc, rope.cos_sin,
         q_norm.weight if q_norm else None, k_norm.weight if k_norm else None, q_norm.eps if q_norm else 0.0, k_norm.eps if k_norm else 0.0,
-        heads.v_norm.eps if heads.v_norm else 0.0,
+        heads.v_norm.eps if heads.v_norm else 0.0, heads.kv_scales,
         H=H, G=G, D=D, R=rope.dim, INTERLEAVED=rope.interleaved, HALF=triton.next_power_of_2(D // 2), HEADS=together,
-        NORM=q_norm is not None, V_NORM=heads.v_norm is not None, SHARED=heads.shared_kv, PDL=pdl,
+        NORM=q_norm is not None, V_NORM=heads.v_norm is not None, SHARED=heads.shared_kv, SCALED=heads.kv_scales is not None, PDL=pdl,
         num_warps=4 if together * D >= 512 else 2, **launch_options(pdl),
     )  # fmt: skip
     return q
 
 
 @triton.jit
+def _scaled(x, scale_ptr):
+    """`x` divided by the scale, within the range of e4m3."""
+    return tl.minimum(tl.maximum(x.to(tl.float32) / tl.load(scale_ptr), -448.0), 448.0)
+
+
+@triton.jit
 def _rope_kernel(
-    qkv_ptr, q_ptr, k_ptr, v_ptr, position_ptr, slot_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, q_eps, k_eps, v_eps,
+    qkv_ptr, q_ptr, k_ptr, v_ptr, position_ptr, slot_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, q_eps, k_eps, v_eps, scales_ptr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr,
-    HEADS: tl.constexpr, NORM: tl.constexpr, V_NORM: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, NORM: tl.constexpr, V_NORM: tl.constexpr, SHARED: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: some heads of one token, all queries, all keys or all values."""
     pdl_sync(PDL)
@@ -88,6 +94,8 @@ def _rope_kernel(
             x, y = low.to(tl.float32), high.to(tl.float32)
             scale = (1.0 / tl.sqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + v_eps))[:, None]
             low, high = (x * scale).to(low.dtype), (y * scale).to(high.dtype)
+        if SCALED:
+            low, high = _scaled(low, scales_ptr + 1), _scaled(high, scales_ptr + 1)
         target = v_ptr + slot * (G * D) + (head - (H + G))[:, None] * D
         tl.store(target + low_at[None, :], low.to(v_ptr.dtype.element_ty), mask=inside)
         tl.store(target + high_at[None, :], high.to(v_ptr.dtype.element_ty), mask=inside)
@@ -113,6 +121,9 @@ def _rope_kernel(
             tl.store(target + low_at[None, :], rotated.to(q_ptr.dtype.element_ty), mask=inside)
             tl.store(target + high_at[None, :], rotated_high.to(q_ptr.dtype.element_ty), mask=inside)
         else:
+            if SCALED:
+                rotated = _scaled(rotated.to(q_ptr.dtype.element_ty), scales_ptr)
+                rotated_high = _scaled(rotated_high.to(q_ptr.dtype.element_ty), scales_ptr)
             target = k_ptr + slot * (G * D) + (head - H)[:, None] * D
             tl.store(target + low_at[None, :], rotated.to(k_ptr.dtype.element_ty), mask=inside)
             tl.store(target + high_at[None, :], rotated_high.to(k_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,102 @@
+"""The published config.json files of models with latent attention or a layer for multi-token prediction."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from runtime.errors import ConfigError
+from runtime.models.config import LatentConfig, ModelConfig
+from runtime.models.registry import parse_hf_config
+
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "first_k_dense_replace": 3, "moe_layer_freq": 1, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "rope_theta": 10000, "max_position_embeddings": 163840, "vocab_size": 129280, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
+    "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096},
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+}  # fmt: skip
+GLM: dict[str, Any] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 47, "num_attention_heads": 20,
+    "num_key_value_heads": 20, "intermediate_size": 10240, "moe_intermediate_size": 1536, "n_routed_experts": 64, "n_shared_experts": 1,
+    "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.8,
+    "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64, "v_head_dim": 256, "rope_theta": 1000000, "max_position_embeddings": 202752, "vocab_size": 154880,
+    "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+}  # fmt: skip
+MIMO: dict[str, Any] = {
+    "architectures": ["MiMoForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 11008, "rope_theta": 640000, "max_position_embeddings": 32768,
+    "vocab_size": 151680, "rms_norm_eps": 1e-5, "use_sliding_window": False, "num_nextn_predict_layers": 1, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def parsed(raw: dict[str, Any], **changes: Any) -> ModelConfig:
+    return parse_hf_config(raw | changes, "config.json")
+
+
+def test_deepseek_v3() -> None:
+    config = parsed(DEEPSEEK)
+    correction = 0.1 * math.log(40) + 1
+    assert config.latent == LatentConfig(1536, 512, 128, 128, pytest.approx(192**-0.5 * correction**2))
+    assert (config.head_dim, config.rope_interleaved, config.max_context_len, config.kv_columns) == (64, True, 163840, 576)
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.magnitude == 1.0
+    moe = config.moe
+    assert moe is not None
+    assert (moe.num_experts, moe.top_k, moe.num_groups, moe.top_groups, moe.scaling) == (256, 8, 8, 4, 2.5)
+    assert (moe.layers.index(True), len(moe.layers), moe.shared_intermediate_size, moe.renormalize) == (3, 61, 2048, True)
+    assert config.mtp is not None
+    assert config.mtp.prefix == "model.layers.61."
+    assert config.quant is not None
+    assert config.quant.keeps("model.layers.61.eh_proj"), "the checkpoint holds it in bfloat16"
+    assert not config.quant.keeps("model.layers.61.self_attn.q_b_proj")
+
+
+def test_glm_flash() -> None:
+    config = parsed(GLM)
+    assert config.latent == LatentConfig(768, 512, 192, 256, pytest.approx(1 / 16))
+    assert config.mtp is not None
+    assert config.moe is not None
+    assert (config.mtp.prefix, config.moe.layers.index(True), config.moe.scaling) == ("model.layers.47.", 1, 1.8)
+    named = parsed(GLM, mlp_layer_types=["dense"] * 2 + ["sparse"] * 45)
+    assert named.moe is not None
+    assert named.moe.layers.index(True) == 2
+
+
+def test_mimo() -> None:
+    config = parsed(MIMO)
+    assert (config.qkv_bias, config.latent, config.moe, set(config.window)) == (True, None, None, {-1})
+    assert config.mtp is not None
+    assert config.mtp.hidden_first
+    assert config.mtp.blank_start
+
+
+@pytest.mark.parametrize("raw", [DEEPSEEK, GLM, MIMO], ids=["deepseek", "glm", "mimo"])
+def test_the_layer_is_ignored_where_the_file_does_not_count_it(raw: dict[str, Any]) -> None:
+    config = parsed(raw, num_nextn_predict_layers=0)
+    assert config.mtp is None
+    assert config.unused_weights, "a checkpoint may hold it all the same"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid' is supported"),
+        ({"topk_method": "greedy"}, "topk_method is 'greedy'; only 'noaux_tc' is supported"),
+        ({"n_group": 7}, "n_routed_experts is 256; it must be a multiple of n_group, 7"),
+        ({"q_lora_rank": None, "attention_bias": True}, "attention_bias is true without q_lora_rank"),
+        ({"kv_lora_rank": None}, "kv_lora_rank is missing"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parsed(DEEPSEEK, **changes)
+    with pytest.raises(ConfigError, match="mlp_layer_types must name dense or sparse for each of 47 layers"):
+        parsed(GLM, mlp_layer_types=["dense"])

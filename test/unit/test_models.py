@@ -115,6 +115,10 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**COMMON, head_dim=16)),
     "gemma4-shared-kv": (Gemma4ForCausalLM, Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1)),
     "gemma4-own-values": (Gemma4ForCausalLM, Gemma4TextConfig(**{**GEMMA4, "final_logit_softcapping": None}, attention_k_eq_v=False)),
+    "gemma4-dense-and-sparse": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=24),
+    ),
     "gemma4-with-vision": (
         Gemma4ForConditionalGeneration,
         Gemma4Config(text_config={**GEMMA4, "attention_k_eq_v": True}, vision_config=VISION, audio_config=None),
@@ -472,6 +476,10 @@ def write_config(folder: Path, **changes: object) -> Path:
             "hidden_size_per_layer_input is 256; this variant of Gemma 4 is not supported",
         ),
         ({**GEMMA4_RAW, "num_kv_shared_layers": 2}, "num_kv_shared_layers is 2; this variant"),
+        (
+            {**GEMMA4_RAW, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8},
+            "top_k_experts is 5; it must be at most num_experts, 4",
+        ),
         ({**GEMMA4_RAW, "use_bidirectional_attention": "all"}, "only causal text is supported"),
         ({**GEMMA4_RAW, "hidden_activation": "silu"}, "only 'gelu_pytorch_tanh' is supported"),
         ({**GEMMA4_RAW, "layer_types": ["full_attention"] * 3}, "must name both full_attention and sliding_attention"),

@@ -1,15 +1,17 @@
-"""Gemma 4, the text decoder: layers with a window beside global ones with wider heads, norms before and after attention and MLP."""
+"""Gemma 4, the text decoder: layers with a window beside global ones with wider heads, and experts beside the dense MLP in some."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from runtime.models.config import FullAttention, ModelConfig
+from runtime.models.config import FullAttention, ModelConfig, MoeConfig
 from runtime.models.hf_config import ConfigFields, decoder_config, sliding_windows
 from runtime.models.rope_fields import read_rope
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
+    from runtime.layers.mlp import GatedMlp
+    from runtime.layers.moe.dense_beside import DenseBesideSparse
     from runtime.models.parts import ModelParts
     from runtime.models.sandwich_block import SandwichBlock
 
@@ -17,7 +19,7 @@ THETA, GLOBAL_THETA = 1e4, 1e6
 GLOBAL_HEAD_DIM = 512
 OTHER_PARTS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
 """Beginnings of the names of tensors that text does not need."""
-UNSUPPORTED = ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp", "enable_moe_block")
+UNSUPPORTED = ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp")
 """Fields of variants that are not served."""
 
 
@@ -45,10 +47,25 @@ def parse(fields: ConfigFields) -> ModelConfig:
         tie_embeddings=bool(text.get("tie_word_embeddings", True)),
         v_norm=True,
         attn_scale=1.0,
+        moe=_experts(text) if text.flag("enable_moe_block") else None,
         embed_scale=model.hidden_size**0.5,
         final_softcap=text.number("final_logit_softcapping", 30.0) if text.get("final_logit_softcapping", None) else 0.0,
         weight_prefix="model.language_model." if multimodal else "model.",
         unused_weights=OTHER_PARTS if multimodal else (),
+    )
+
+
+def _experts(text: ConfigFields) -> MoeConfig:
+    count, top_k = text.positive("num_experts"), text.positive("top_k_experts")
+    if top_k > count:
+        raise text.error(f"top_k_experts is {top_k}; it must be at most num_experts, {count}")
+    return MoeConfig(
+        num_experts=count,
+        top_k=top_k,
+        intermediate_size=text.positive("moe_intermediate_size"),
+        scoring="softmax",
+        renormalize=True,
+        layers=(True,) * text.num_layers(),
     )
 
 
@@ -74,8 +91,28 @@ def block(parts: ModelParts, layer: int) -> SandwichBlock:
 
     prefix = f"{parts.config.weight_prefix}layers.{layer}."
     attention = parts.of_layer(layer).attention(prefix + "self_attn.", layer)
-    mlp = parts.gated_mlp(prefix + "mlp.", Activation.GELU_TANH)
+    dense = parts.gated_mlp(prefix + "mlp.", Activation.GELU_TANH)
+    mlp = dense if parts.config.moe is None else _with_experts(parts, prefix, dense)
     names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
     before, behind, mlp_before, mlp_behind = (parts.norm(f"{prefix}{name}_layernorm.weight") for name in names)
     factor = parts.weights.tensor(prefix + "layer_scalar", (1,))
     return SandwichBlock(attention, mlp, before, behind, mlp_before, mlp_behind, factor, parts.context.ops)
+
+
+def _with_experts(parts: ModelParts, prefix: str, dense: GatedMlp) -> DenseBesideSparse:
+    """The dense MLP and the experts beside it."""
+    from runtime.layers.activation import Activation
+    from runtime.layers.moe.dense_beside import DenseBesideSparse
+    from runtime.layers.norm import RMSNorm
+    from runtime.models.expert_weights import ExpertNames
+    from runtime.models.sparse import SparseNames
+
+    config, tensor = parts.config, parts.weights.tensor
+    assert config.moe is not None, "a dense model"
+    names = SparseNames(ExpertNames(prefix + "experts."), prefix + "router.proj")
+    norms = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+    dense_out, sparse_in, sparse_out = (parts.norm(f"{prefix}{name}.weight") for name in norms)
+    router_norm = RMSNorm(tensor(prefix + "router.scale", (config.hidden_size,)), config.rms_eps)
+    expert_scale = tensor(prefix + "router.per_expert_scale", (config.moe.num_experts,))
+    sparse = parts.sparse_mlp(names, Activation.GELU_TANH)
+    return DenseBesideSparse(dense, sparse, dense_out, sparse_in, sparse_out, router_norm, expert_scale, parts.context.ops)

@@ -16,13 +16,12 @@ from runtime.layers.pass_context import PassContext
 
 
 class BranchMlp(Protocol):
-    """An MLP whose output is not added to the stream as it is. `GatedMlp` is one.
+    """An MLP whose output is not added to the stream as it is. `GatedMlp` is one."""
 
-    Attributes:
-        kernel_launches: of an eager pass, about, the norm before it included.
-    """
-
-    kernel_launches: int
+    @property
+    def kernel_launches(self) -> int:
+        """Of an eager pass, about, the norm before it included."""
+        ...
 
     @property
     def active_parameters(self) -> int:

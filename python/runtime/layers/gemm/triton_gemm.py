@@ -90,7 +90,8 @@ def triton_gemm(
         ARGMAX=argmax is not None, STORE=out is not None,
         SCALE=scale is not None, PARTS=PARTS, PARTS_PER_LOOP=min(PARTS, fit), DEFER=deferred is not None, PDL=pdl,
         SWAP=config.swap, TMA=config.tma, FORMAT=DENSE.value if weight_scale is None else FP8.value,
-        PIECE=min(config.block_k, scales[2]), STAGES=config.stages, PTX=x.is_cuda and x.dtype is torch.bfloat16,
+        PIECE=min(config.block_k, scales[2]), STAGES=config.stages,
+        PTX=weight_scale is not None and x.is_cuda and x.dtype is torch.bfloat16,
         num_warps=config.num_warps, num_stages=config.stages,
         **launch_options(pdl),
     )  # fmt: skip

@@ -1,0 +1,54 @@
+"""An MLP that is dense and sparse at once: both read the stream through norms of their own, and both outputs are normed and added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from runtime.layers.gemm.gemm import Gemm
+from runtime.layers.mlp import GatedMlp
+from runtime.layers.moe.mlp import SparseMlp
+from runtime.layers.norm import RMSNorm
+from runtime.layers.ops import BlockOps, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class DenseBesideSparse:
+    """`dense_out(dense(x)) + sparse_out(experts(sparse_in(h)))`, as Gemma 4 has it.
+
+    Attributes:
+        dense_out, sparse_in, sparse_out: norms behind the dense MLP, before the experts and behind them.
+        router_norm: before the router, whose input is also multiplied by hidden ** -0.5.
+        expert_scale: [E]: factors of the experts' weights.
+        kernel_launches: of an eager pass, about.
+    """
+
+    dense: GatedMlp
+    sparse: SparseMlp
+    dense_out: RMSNorm
+    sparse_in: RMSNorm
+    sparse_out: RMSNorm
+    router_norm: RMSNorm
+    expert_scale: torch.Tensor
+    ops: BlockOps
+    kernel_launches: int = 16
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied by."""
+        return self.dense.active_parameters + self.sparse.active_parameters
+
+    def gemms(self, norm: RMSNorm, next_norm: RMSNorm | None) -> Iterator[Gemm]:
+        """Those of the dense MLP; the experts have kernels of their own."""
+        yield from self.dense.gemms(norm, next_norm)
+
+    def output(self, stream: Stream, norm: RMSNorm) -> torch.Tensor:
+        """The sum of both, [T, hidden] in the model's dtype; `norm` is that of the dense MLP."""
+        ops, h, dtype, experts = self.ops, stream.h, norm.weight.dtype, self.sparse.experts
+        dense = ops.norm(self.dense.output(stream, norm).float(), self.dense_out, dtype)
+        routing = ops.route(ops.norm(h, self.router_norm, dtype) * h.shape[1] ** -0.5, self.sparse.router)
+        routing = replace(routing, weights=routing.weights * self.expert_scale[routing.ids].float())
+        found = ops.experts(ops.norm(h, self.sparse_in, dtype), experts, routing, stream.in_prompt)
+        return dense + ops.norm(experts.group.all_reduce(found).float(), self.sparse_out, dtype)

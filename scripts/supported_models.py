@@ -61,6 +61,7 @@ ROPE_NOTES = {
 DRAFT_KINDS = (
     ("`EAGLE`, `EAGLE3`", "a head beside the target; classes below"),
     ("`MTP`", "the layer for multi-token prediction in the target's own checkpoint: " + ", ".join(f"`{name}`" for name in MTP_FAMILIES)),
+    ("`DFLASH`", "a block-diffusion head (`DFlashDraftModel`)"),
     ("`STANDALONE`", "any model of the first table with the target's vocabulary"),
     ("`NGRAM`", "no model: every target"),
 )

@@ -44,6 +44,7 @@ SCRIPTS = {
     "drift_alarm": "The drift alarm",
     "grammar": "Structured output",
     "moe_kernels": "Kernels of sparse layers",
+    "model_matrix": "Sparse and quantised models",
     "block_drafts": "Blocks of drafts",
 }
 """Titles of the generated pages by script."""

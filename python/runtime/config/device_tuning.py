@@ -54,6 +54,7 @@ class DeviceTuning:
         graph_node_bytes: device memory of one kernel node of an instantiated graph.
         draft_step_launches: kernels of one draft pass beside those of the draft model.
         split_kv_batches: batch sizes, first and last, whose fixed-width passes run by split-KV attention, not FA3.
+        split_kv_width: most queries per request of such a pass; wider ones were not timed.
         split_kv: (largest batch, configuration for head dimensions up to 128), ascending; the last holds for any batch.
         latent: (most queries times heads of a request, configuration of split-KV attention over latent rows), ascending; the last
             holds for any number.
@@ -71,6 +72,7 @@ class DeviceTuning:
     graph_node_bytes: int
     draft_step_launches: int
     split_kv_batches: tuple[tuple[int, int], ...]
+    split_kv_width: int
     split_kv: tuple[tuple[int, SplitConfig], ...]
     latent: tuple[tuple[int, LatentConfig], ...]
     gemm_candidates: Mapping[str, tuple[tuple[int, Candidates], ...]]
@@ -123,6 +125,7 @@ H200 = DeviceTuning(
     # Up to 1.5 times as fast as FA3 with one request, 10 to 25 % faster up to 16. At 32, 12 % faster where lengths are
     # alike, 10 % slower where they differ by a factor of seven. With other batch sizes FA3 is as fast.
     split_kv_batches=((1, 16), (25, 32)),
+    split_kv_width=8,
     # A tile of 64 keys and values is 32 KiB at most, so two or three programs share a multiprocessor's memory. Few
     # requests have less to merge with one program, whose tiles may be twice as long. With many requests a program takes
     # whole ones, which a schedule balances.

@@ -166,7 +166,8 @@ class FlashAttention:
     def _split_shape(self, size: int, width: int) -> SplitShape | None:
         """The kind of pass for split-KV attention; None if FA3 runs it."""
         shape = self._shape
-        if not shape.tuning.split_wins(size) or not supports(width, shape.num_q_heads, shape.num_kv_heads):
+        timed = shape.tuning.split_wins(size) and width <= shape.tuning.split_kv_width
+        if not timed or not supports(width, shape.num_q_heads, shape.num_kv_heads):
             return None
         config = shape.tuning.split_config(shape.head_dim, size)
         return SplitShape(size, width, shape.num_q_heads, shape.num_kv_heads, shape.head_dim, self._num_sms, config)

@@ -489,7 +489,7 @@ def without(tensors: Tensors, name: str) -> Tensors:
         (EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["low", 1, 2]}}, {}, "must be a list of layer numbers"),
         (EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": 1}}, {}, "must be a list of layer numbers"),
         (EAGLE3 | {"eagle_config": [0, "mid", 2]}, {}, "must be a list of layer numbers"),
-        (EAGLE | {"architectures": ["MixtralForCausalLM"]}, {}, "MixtralForCausalLM is not supported"),
+        (EAGLE | {"architectures": ["PhiForCausalLM"]}, {}, "PhiForCausalLM is not supported"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, raw: dict[str, Any], tensors: Tensors | None, message: str) -> None:

@@ -112,7 +112,7 @@ def test_kv_on_a_cpu_takes_the_given_or_a_bounded_share(monkeypatch: pytest.Monk
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
 
     def tokens(share: float | None) -> int:
-        return plan_kv(make_context(tiny_runtime(max_total_tokens=None, mem_fraction_static=share)), 0, {}, 1 << 20, 1).num_pages
+        return plan_kv(make_context(tiny_runtime(max_total_tokens=None, mem_fraction_static=share)), 0, {}, 1 << 20, 1, experts=0).num_pages
 
     assert tokens(0.5) == 4 * 1024 - 1, "half of it less what is in use, and the padding slot"
     assert tokens(0.875) == 10 * 1024 - 1, "more than is taken unasked"
@@ -125,7 +125,7 @@ def test_kv_on_a_cpu_takes_the_given_or_a_bounded_share(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("context", [96, 256])
 def test_kv_on_a_cpu_always_holds_one_request(context: int, page: int) -> None:
     alone = {"max_running_requests": 1, "context_length": context, "page_size": page, "max_total_tokens": None}
-    plan = plan_kv(make_context(tiny_runtime(**alone)), 0, {}, 1 << 10, 12)
+    plan = plan_kv(make_context(tiny_runtime(**alone)), 0, {}, 1 << 10, 12, experts=0)
     assert plan.num_pages * page >= context + 2 * 12 + page
 
 

@@ -17,7 +17,7 @@ from benchmark.machine import slug
 from benchmark.markdown import Result, change, label, percent, pick, provenance, table
 from benchmark.record import Record, Row
 from benchmark.server import apart, parse_or_answer
-from benchmark.shapes import READ_BYTES_PER_SECOND, Model, eagle_roof_ms, plain_roof_ms
+from benchmark.shapes import READ_BYTES_PER_SECOND, Model
 from benchmark.sweep import add_model, arguments, names, numbers, served_model
 from benchmark.trace import GPU_EVENTS, KINDS, OTHER_KIND, alone, covered, load
 
@@ -97,11 +97,9 @@ def roof(served: Model, mode: str, row: Row, bytes_per_second: float | None) -> 
     """The time to read weights, keys and values in this step (`roof_ms`), and weights alone (`weights_ms`)."""
     if served.shape is None or bytes_per_second is None:
         return {"roof_ms": None, "weights_ms": None}
-    if mode == "eagle":
-        both = [eagle_roof_ms(served.shape, STEPS, batch, row["context"], bytes_per_second) for batch in (row["batch"], 0)]
-    else:
-        both = [plain_roof_ms(served.shape, batch, row["context"], bytes_per_second) for batch in (row["batch"], 0)]
-    return {"roof_ms": both[0], "weights_ms": both[1]}
+    steps = STEPS if mode == "eagle" else 0
+    whole, weights = (served.shape.roof_ms(steps, batch, row["context"], bytes_per_second) for batch in (row["batch"], 0))
+    return {"roof_ms": whole, "weights_ms": weights}
 
 
 def above_roof(row: Row) -> dict[str, float] | None:

@@ -18,6 +18,7 @@ import torch
 from benchmark.shapes import CONFIGS
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.weight_loader import DUMMY_STD, INDEX
+from runtime.model_files.safetensors_writer import file_start
 from runtime.model_files.synthetic_tokenizer import write_synthetic_tokenizer
 from runtime.models.registry import build_model, load_hf_config
 
@@ -139,16 +140,8 @@ def _write_shard(
     file: Path, tensors: Mapping[str, tuple[int, ...]], forms: Mapping[str, Stored], random_bytes: Mapping[str, memoryview]
 ) -> int:
     """Write one file; returns the bytes of its tensors."""
-    header: dict[str, object] = {}
-    offset = 0
-    for name, shape in tensors.items():
-        end = offset + _bytes(shape, forms[name])
-        header[name] = {"dtype": forms[name].dtype, "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
     with file.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
+        out.write(file_start((name, forms[name].dtype, shape, forms[name].width) for name, shape in tensors.items()))
         for name, shape in tensors.items():
             pool, left = random_bytes[forms[name].kind], _bytes(shape, forms[name])
             start = random.Random(name).randrange(len(pool) // 8) * 4  # a whole number of every width
@@ -156,7 +149,7 @@ def _write_shard(
                 piece = pool[start : start + min(left, len(pool) - start)]
                 out.write(piece)
                 left, start = left - len(piece), 0
-    return offset
+    return sum(_bytes(shape, forms[name]) for name, shape in tensors.items())
 
 
 def main() -> None:

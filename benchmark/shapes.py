@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmark.step_bytes import ModelRoof, StepBytes
+
 CONFIGS = Path(__file__).resolve().parent / "configs"
 TARGET = CONFIGS / "llama-3-8b"
 EAGLE_HEAD = CONFIGS / "llama-3-8b-eagle"
@@ -62,30 +64,17 @@ class Shape:
         """Bytes of keys and values of one token in all layers."""
         return _BYTES * 2 * self.layers * self.kv_heads * self.head_dim
 
-    def step_bytes(self, batch: int, context: float) -> float:
-        """Bytes that a decode step of `batch` requests at a mean `context` reads: layers, LM head, KV."""
-        return self.layers * self.layer_bytes + self.head_bytes + batch * context * self.kv_bytes_per_token
+    @property
+    def roof(self) -> ModelRoof:
+        """The limit with an EAGLE head of one layer, which has an `fc` and reads the LM head in each pass."""
+        fc = _BYTES * 2 * self.hidden * self.hidden
+        target = StepBytes(self.layers * self.layer_bytes + self.head_bytes, None, self.kv_bytes_per_token)
+        draft = StepBytes(self.layer_bytes + fc + self.head_bytes, None, self.kv_bytes_per_token / self.layers)
+        return ModelRoof(target, draft)
 
     def roof_ms(self, steps: int, batch: int, context: float, bytes_per_second: float) -> float:
         """Milliseconds of an iteration of `steps` drafts, or of a plain step, by its bytes alone."""
-        if not steps:
-            return plain_roof_ms(self, batch, context, bytes_per_second)
-        return eagle_roof_ms(self, steps, batch, context, bytes_per_second)
-
-
-def plain_roof_ms(shape: Shape, batch: int, context: float, bytes_per_second: float) -> float:
-    """Milliseconds to read the bytes of a plain decode step."""
-    return shape.step_bytes(batch, context) / bytes_per_second * 1000
-
-
-def eagle_roof_ms(shape: Shape, steps: int, batch: int, context: float, bytes_per_second: float) -> float:
-    """Milliseconds to read the bytes of an EAGLE iteration: a verify pass and `steps` passes of a one-layer head with
-    `fc` and LM head.
-    """
-    fc = _BYTES * 2 * shape.hidden * shape.hidden
-    draft_kv = batch * context * shape.kv_bytes_per_token / shape.layers
-    draft = steps * (shape.layer_bytes + fc + shape.head_bytes + draft_kv)
-    return (shape.step_bytes(batch, context) + draft) / bytes_per_second * 1000
+        return self.roof.roof_ms(steps, batch, context, bytes_per_second)
 
 
 def write_tiny(folder: Path) -> tuple[Path, Path]:

@@ -44,11 +44,15 @@ class Layer:
     def want(self, x: torch.Tensor, routing: Any) -> torch.Tensor:
         return reference(x, self.wide_gate_up, self.wide_down, (self.gate_up.bias, self.down.bias), routing, self.act)
 
-    def few(self, x: torch.Tensor, routing: Any, configs: tuple[StepConfig, StepConfig], **options: Any) -> torch.Tensor:
-        from runtime.layers.moe.kernels.few_rows import experts_few_rows
+    def few(
+        self, x: torch.Tensor, routing: Any, configs: tuple[StepConfig, StepConfig], triton: bool = False, **options: Any
+    ) -> torch.Tensor:
+        from runtime.layers.moe.kernels.few_rows import experts_in_triton
+        from runtime.layers.moe.kernels.run_experts import experts_few_rows
 
         out = torch.full((len(x) + 1, self.hidden), float("nan"), device=DEVICE)
-        experts_few_rows(x, self.gate_up, self.down, routing, self.act, configs, out[: len(x)], **options)
+        run = experts_in_triton if triton else experts_few_rows
+        run(x, self.gate_up, self.down, routing, self.act, configs, out[: len(x)], **options)
         assert out[len(x)].isnan().all(), f"{configs} writes past its rows"
         return out[: len(x)]
 
@@ -78,7 +82,8 @@ def test_few_rows_match_the_definition(name: str, rows: int) -> None:
         routing, x = routed(rows, EXPERTS, TOP_K, hot), layer.x(rows)
         want = layer.want(x, routing)
         for configs in few_configs(KINDS[name].format, rows):
-            assert relative(layer.few(x, routing, configs), want) < ROUNDING, (configs, hot)
+            for triton in (False, True):
+                assert relative(layer.few(x, routing, configs, triton), want) < ROUNDING, (configs, hot, triton)
 
 
 @pytest.mark.parametrize("rows", MANY)
@@ -131,7 +136,7 @@ def test_experts_of_other_ranks_are_left_out(name: str) -> None:
 @pytest.mark.parametrize("config", [FEW_CONFIG, StepConfig(16, 128, 1, 2, 4)], ids=["triton", "fragments"])
 def test_few_rows_add_and_prepare_the_deferred_norm(config: StepConfig) -> None:
     from runtime.layers.gemm.deferred_norm import DeferredNorm
-    from runtime.layers.moe.kernels.few_rows import experts_few_rows
+    from runtime.layers.moe.kernels.run_experts import experts_few_rows
 
     layer, rows = Layer(KINDS["dense"]), 5
     routing, x, h = routed(rows, EXPERTS, TOP_K), layer.x(rows), torch.randn((rows, HIDDEN), device=DEVICE)

@@ -73,10 +73,10 @@ def test_machine_has_one_folder_name() -> None:
 
 def test_roof_of_the_8b_shape_counts_its_bytes() -> None:
     shape = shapes.Shape.read(shapes.TARGET)
-    assert shape.step_bytes(1, 0) == pytest.approx(15.01e9, rel=0.001)
+    assert shape.roof.target.read(1, 1, 0) == pytest.approx(15.01e9, rel=0.001)
     assert shape.kv_bytes_per_token == 131072
-    assert shapes.plain_roof_ms(shape, 1, 0, 4.32e12) == pytest.approx(3.47, abs=0.01)
-    assert shapes.eagle_roof_ms(shape, 3, 1, 0, 4.32e12) == pytest.approx(4.55, abs=0.01)
+    assert shape.roof_ms(0, 1, 0, 4.32e12) == pytest.approx(3.47, abs=0.01)
+    assert shape.roof_ms(3, 1, 0, 4.32e12) == pytest.approx(4.55, abs=0.01)
 
 
 def test_roof_share_is_per_iteration() -> None:

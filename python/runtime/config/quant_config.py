@@ -15,6 +15,13 @@ BLOCK = 128
 """Rows and columns that share a scale where a scale covers a block."""
 
 
+def block_length(size: int, count: int) -> int:
+    """The largest power of two up to `BLOCK` by which `size` makes `count` blocks."""
+    found = next((length for length in (128, 64, 32, 16, 8, 4, 2, 1) if -(-size // length) == count), None)
+    assert found is not None, f"expected scales of blocks of a power of two up to {BLOCK}; got {count} for {size}"
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class QuantConfig:
     """The quantisation of a model.

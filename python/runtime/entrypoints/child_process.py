@@ -41,6 +41,23 @@ class Child(Protocol):
         ...
 
 
+def take_status(child: Child, line: bytes) -> None:
+    """Note what a child reports of itself: a `ChildStatus` in JSON."""
+    status = msgspec.json.decode(line, type=ChildStatus)
+    if isinstance(status, ChildFailed):
+        fail_start(child, ConfigError(status.message) if status.is_config else ServingError(status.message))
+    elif isinstance(status, ChildFinished):
+        child.finished = True
+    elif not child.ready.done():
+        child.ready.set_result(status.limits)
+
+
+def fail_start(child: Child, error: ServingError) -> None:
+    """End a start that is still awaited with an error."""
+    if not child.ready.done():
+        child.ready.set_exception(error)
+
+
 class ChildProcess:
     """Starts one child process and reads its status pipe.
 
@@ -105,23 +122,11 @@ class ChildProcess:
         if not data:
             asyncio.get_running_loop().remove_reader(self._fd)
             self.gone.set()
-            self._fail(ServingError(f"the {self.role} process died during its start ({self.describe_end()})"))
+            fail_start(self, ServingError(f"the {self.role} process died during its start ({self.describe_end()})"))
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            self._take(msgspec.json.decode(line, type=ChildStatus))
-
-    def _take(self, status: ChildStatus) -> None:
-        if isinstance(status, ChildFailed):
-            self._fail(ConfigError(status.message) if status.is_config else ServingError(status.message))
-        elif isinstance(status, ChildFinished):
-            self.finished = True
-        elif not self.ready.done():
-            self.ready.set_result(status.limits)
-
-    def _fail(self, error: ServingError) -> None:
-        if not self.ready.done():
-            self.ready.set_exception(error)
+            take_status(self, line)
 
 
 def start_ranks(config: ChildConfig, command: Sequence[str]) -> list[ChildProcess]:

@@ -21,7 +21,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # p
 from runtime.batch import WorkerLimits
 from runtime.config.runtime_config import ParallelConfig
 from runtime.distributed.rank_place import RankPlace, meeting_of
-from runtime.entrypoints.child import ChildConfig, ChildFailed, ChildFinished, ChildStatus, Role
+from runtime.entrypoints.child import ChildConfig, Role
+from runtime.entrypoints.child_process import fail_start, take_status
 from runtime.errors import ConfigError, ServingError
 
 
@@ -85,25 +86,13 @@ class RayRank:
     async def _read(self) -> None:
         try:
             while line := await self._host.next_status.remote():
-                self._take(msgspec.json.decode(line, type=ChildStatus))
+                take_status(self, line)
             self._end = f"exit status {await self._host.exit_status.remote()}"
         except RayError:
             pass  # the actor died, and the process with it
         finally:
             self.gone.set()
-            self._fail(ServingError(f"the {self.role} process died during its start ({self._end})"))
-
-    def _take(self, status: ChildStatus) -> None:
-        if isinstance(status, ChildFailed):
-            self._fail(ConfigError(status.message) if status.is_config else ServingError(status.message))
-        elif isinstance(status, ChildFinished):
-            self.finished = True
-        elif not self.ready.done():
-            self.ready.set_result(status.limits)
-
-    def _fail(self, error: ServingError) -> None:
-        if not self.ready.done():
-            self.ready.set_exception(error)
+            fail_start(self, ServingError(f"the {self.role} process died during its start ({self._end})"))
 
 
 class RayRanks:

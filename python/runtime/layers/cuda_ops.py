@@ -32,9 +32,8 @@ from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
 from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.kernel_weights import kernel_weights
-from runtime.layers.moe.kernels.few_rows import experts_few_rows
 from runtime.layers.moe.kernels.route import new_tickets, route
-from runtime.layers.moe.kernels.run_experts import run_experts
+from runtime.layers.moe.kernels.run_experts import experts_few_rows, run_experts
 from runtime.layers.moe.router import Router, Routing
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
@@ -18,19 +19,24 @@ def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], dtype: Dty
 
     Source: the safetensors format: u64 header size, JSON header, data; offsets count from the end of the header.
     """
+    with path.open("wb") as out:
+        out.write(file_start((name, dtype, shape, _BYTES[dtype]) for name, shape in shapes.items()))
+        for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
+            assert tensor.shape == shape, f"{name}: {tensor.shape} is not {shape}"
+            out.write(np.ascontiguousarray(_as(tensor, dtype)).data.cast("B"))
+
+
+def file_start(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> bytes:
+    """What precedes the data of a file: of each tensor its name, the format's name of its dtype, its shape, and bytes per number."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, shape in shapes.items():
-        end = offset + int(np.prod(shape, dtype=np.int64)) * _BYTES[dtype]
+    for name, dtype, shape, width in tensors:
+        end = offset + math.prod(shape) * width
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the data for memory mapping
-    with path.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
-            assert tensor.shape == shape, f"{name}: {tensor.shape} is not {shape}"
-            out.write(np.ascontiguousarray(_as(tensor, dtype)).data.cast("B"))
+    return len(text).to_bytes(8, "little") + text
 
 
 def is_whole_safetensors(path: Path) -> bool:

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from runtime.config.quant_config import BLOCK, block_length
+
 DENSE, FP8, MXFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Formats: the activations' dtype; e4m3 with float32 scales of blocks or rows; e2m1 pairs with a scale for 32."""
 
@@ -23,10 +25,8 @@ def scale_layout(rows: int, columns: int, scale: torch.Tensor) -> tuple[int, int
 def _block(size: int, count: int) -> int:
     """The largest power of two up to 128 by which `size` makes `count` blocks; for one block, any that holds it."""
     if count == 1:
-        return max(128, 1 << (size - 1).bit_length())
-    found = next((length for length in (128, 64, 32, 16, 8, 4, 2, 1) if -(-size // length) == count), None)
-    assert found is not None, f"expected scales of blocks of a power of two up to 128; got {count} for {size}"
-    return found
+        return max(BLOCK, 1 << (size - 1).bit_length())
+    return block_length(size, count)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.nn import functional as F
 
-from runtime.config.quant_config import BLOCK
+from runtime.config.quant_config import BLOCK, block_length
 from runtime.layers.quantization.scheme import GemmCaps, LinearPart, Storage, WeightSlot, stacked
 
 E4M3 = torch.float8_e4m3fn
@@ -170,13 +170,8 @@ def common_block(parts: Sequence[LinearPart]) -> tuple[int, int]:
 def block_size(storage: Storage) -> tuple[int, int]:
     """Rows and columns of a block of `storage`."""
     assert storage.scale is not None
-    rows, columns = (_block_length(size, count) for size, count in zip(storage.weight.shape[-2:], storage.scale.shape[-2:], strict=True))
+    rows, columns = (block_length(size, count) for size, count in zip(storage.weight.shape[-2:], storage.scale.shape[-2:], strict=True))
     return rows, columns
-
-
-def _block_length(size: int, count: int) -> int:
-    """The largest power of two up to 128 by which `size` makes `count` blocks."""
-    return next(length for length in (128, 64, 32, 16, 8, 4, 2, 1) if -(-size // length) == count)
 
 
 def _part_scales(part: LinearPart, storage: Storage) -> torch.Tensor:

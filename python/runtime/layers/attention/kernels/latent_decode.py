@@ -18,13 +18,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from runtime.config.kernel_configs import LatentConfig
+from runtime.layers.attention.kernels.split_decode import LN_2
+from runtime.layers.attention.kernels.tile_slots import tile_slots
 
 MAX_SPLITS = 64
 """Most parts of one request."""
 FEW_SPLITS = 16
 MAX_PARTIAL_ROWS = 2048
 """Most rows of partial results of one request: splits times queries times heads."""
-LN_2 = 0.6931471805599453
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,18 +191,6 @@ def _cut(length, splits, TILE: tl.constexpr):
     return tiles, each, tl.cdiv(tiles, each)
 
 
-@triton.jit
-def _slots(pages_ptr, tile, length, TILE: tl.constexpr, PAGE: tl.constexpr):
-    """The slots of one tile of rows, int64 [TILE]; slots past the end are valid but meaningless."""
-    position = tile * TILE + tl.arange(0, TILE)
-    if PAGE % TILE == 0:
-        page = tl.load(pages_ptr + tile * TILE // PAGE, mask=tile * TILE < length, other=0)
-        return page.to(tl.int64) * PAGE + position % PAGE
-    else:
-        page = tl.load(pages_ptr + position // PAGE, mask=position < length, other=0)
-        return page.to(tl.int64) * PAGE + position % PAGE
-
-
 @triton.jit(do_not_specialize=["splits", "tail", "width", "rows"], do_not_specialize_on_alignment=["lens_ptr"])
 def _latent_kernel(
     q_ptr, cache_ptr, pages_ptr, rows_ptr, lens_ptr, mask_ptr, out_ptr, part_ptr, top_ptr, total_ptr, scale, splits, tail, width, rows,
@@ -218,7 +207,7 @@ def _latent_kernel(
     tiles, each, used = _cut(length, splits, TILE)
     first = split * each
     last = tl.minimum(first + each, tiles)
-    slots = _slots(pages, first, length, TILE, PAGE)
+    slots = tile_slots(pages, first, length, TILE, PAGE)
     # Also without work: the next kernel waits for this one, and through it for the end of the previous kernel.
     if PDL:
         gdc_wait()
@@ -241,7 +230,7 @@ def _latent_kernel(
             n = tile * TILE + tl.arange(0, TILE)
             n_in = n < length
             row = cache_ptr + slots[:, None] * (RANK + ROPE)
-            slots = _slots(pages, tile + 1, length, TILE, PAGE)  # one step early: no copy waits for a page
+            slots = tile_slots(pages, tile + 1, length, TILE, PAGE)  # one step early: no copy waits for a page
             latent = tl.load(row + d[None, :], mask=n_in[:, None], other=0.0)
             key = tl.load(row + RANK + r[None, :], mask=n_in[:, None], other=0.0)
             scores = tl.dot(q_rope, tl.trans(key), tl.dot(q_latent, tl.trans(latent))) * scale

@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from runtime.layers.attention.kernels.split_schedule import WorkSchedule, schedule_work, unpack
 from runtime.layers.attention.kernels.split_shape import SplitShape
+from runtime.layers.attention.kernels.tile_slots import tile_slots
 
 MERGED_AT_ONCE = 2
 """Shares that the last program of a scheduled request merges per step."""
@@ -174,18 +175,6 @@ def _cut(length, splits, window, WIDTH: tl.constexpr, TILE: tl.constexpr, ALONE:
 
 
 @triton.jit
-def _slots(pages_ptr, tile, length, TILE: tl.constexpr, PAGE: tl.constexpr):
-    """The slots of one tile of keys, int64 [TILE]; slots past the end are valid but meaningless."""
-    position = tile * TILE + tl.arange(0, TILE)
-    if PAGE % TILE == 0:
-        page = tl.load(pages_ptr + tile * TILE // PAGE, mask=tile * TILE < length, other=0)
-        return page.to(tl.int64) * PAGE + position % PAGE
-    else:
-        page = tl.load(pages_ptr + position // PAGE, mask=position < length, other=0)
-        return page.to(tl.int64) * PAGE + position % PAGE
-
-
-@triton.jit
 def _prefetch(rows_ptr, D: tl.constexpr):
     """Prefetch rows of D 16-bit values into L2, 128 bytes at a time. Later writes to them stay visible."""
     lines = rows_ptr[:, None] + (tl.arange(0, D // 64) * 64)[None, :]
@@ -201,7 +190,7 @@ def _prefetch_share(
 ):  # fmt: skip
     """Prefetch the first tiles of a share into L2."""
     for tile in range(first, tl.minimum(first + PREFETCH, last)):
-        kv_row = (_slots(pages_ptr, tile, length, TILE, PAGE) * NUM_KV + g) * D
+        kv_row = (tile_slots(pages_ptr, tile, length, TILE, PAGE) * NUM_KV + g) * D
         _prefetch(k_ptr + kv_row, D)
         _prefetch(v_ptr + kv_row, D)
 
@@ -227,12 +216,12 @@ def _attend(
         top = tl.where(split == 0, sink, top)
         total += tl.where(split == 0, 1.0, 0.0)
     acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
-    slots = _slots(pages_ptr, first, length, TILE, PAGE)
+    slots = tile_slots(pages_ptr, first, length, TILE, PAGE)
     for tile in range(first, last):
         n = tile * TILE + tl.arange(0, TILE)
         n_in = n < length
         kv_at = (slots * NUM_KV + g)[:, None] * D + d[None, :]
-        slots = _slots(pages_ptr, tile + 1, length, TILE, PAGE)  # one step early: no copy waits for a page
+        slots = tile_slots(pages_ptr, tile + 1, length, TILE, PAGE)  # one step early: no copy waits for a page
         k = tl.load(k_ptr + kv_at, mask=n_in[:, None], other=0.0)
         v = tl.load(v_ptr + kv_at, mask=n_in[:, None], other=0.0)
         visible = n_in[None, :]

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.layers.attention.kernels.split_decode import LN_2, _slots
+from runtime.layers.attention.kernels.split_decode import LN_2
+from runtime.layers.attention.kernels.tile_slots import tile_slots
 
 ROWS, TILE = 64, 32
 """Rows of a program, which are queries times heads of a group; keys of one step."""
@@ -98,7 +99,7 @@ def _prefill_kernel(
         end = tl.cdiv(tl.minimum(length - width + first + TOKENS, length), TILE)
         for tile in range(begin, end):
             n = tile * TILE + tl.arange(0, TILE)
-            kv_at = (_slots(pages, tile, length, TILE, PAGE) * NUM_KV + g)[:, None] * (2 * HALF) + d[None, :]
+            kv_at = (tile_slots(pages, tile, length, TILE, PAGE) * NUM_KV + g)[:, None] * (2 * HALF) + d[None, :]
             n_in = (n < length)[:, None]
             scores = tl.dot(q_low, tl.trans(tl.load(k_ptr + kv_at, mask=n_in, other=0.0)))
             scores = tl.dot(q_high, tl.trans(tl.load(k_ptr + kv_at + HALF, mask=n_in, other=0.0)), scores) * scale

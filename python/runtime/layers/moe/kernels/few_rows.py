@@ -1,6 +1,6 @@
 """Experts for few tokens, as in decoding: two kernels that read each weight of the experts hit once.
 
-On Hopper the kernels of `fragment_rows` take bfloat16 rows; these serve other dtypes and shapes.
+They serve the dtypes and shapes that `fragment_rows` does not.
 
 No sort, no atomics: programs find the experts that are hit in the routing's bit masks, and every token is a column of the
 tensor cores' right operand, zeros where it is not routed to the expert. One graph serves every routing.
@@ -21,7 +21,6 @@ from runtime.layers.gemm.triton_gemm import sum_rows
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.layers.kernels.weight_step import dot_step
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
-from runtime.layers.moe.kernels.fragment_rows import experts_by_fragments, supports
 from runtime.layers.moe.kernels.gate import GatedAct, apply_gate
 from runtime.layers.moe.router import Routing
 
@@ -29,7 +28,7 @@ MAX_ROWS = 64
 """Tokens, at most."""
 
 
-def experts_few_rows(
+def experts_in_triton(
     x: torch.Tensor,
     gate_up: ExpertWeights,
     down: ExpertWeights,
@@ -49,7 +48,7 @@ def experts_few_rows(
         x: [T, hidden] contiguous, T at most 64.
         gate_up: [E, 2 * I, hidden]: the gate's rows, then the up projection's.
         down: [E, hidden, I].
-        configs: the tilings of the two Triton kernels; the second cuts its outputs by 16, as `fragment_rows` does.
+        configs: the tilings of the two kernels.
         out: [T, hidden] contiguous, any float dtype; written whole.
         first: id of the first of these E experts; tokens' other experts are left out.
         add: add to `out` instead of overwriting it.
@@ -66,8 +65,6 @@ def experts_few_rows(
     assert down.shape == (E, hidden, inner), f"expected a down projection {(E, hidden, inner)}; got {down.shape}"
     assert x.is_contiguous(), "expected a contiguous x"
     assert out.is_contiguous(), "expected a contiguous out"
-    if supports(x, gate_up, down, deferred):
-        return experts_by_fragments(x, gate_up, down, routed, act, out, first=first, add=add, deferred=deferred, pdl=pdl)
     slots, block_m = min(E, T * top_k), max(8, triton.next_power_of_2(T))
     h = torch.empty((T * top_k, inner), dtype=x.dtype, device=x.device)
     # Of each slot: the expert, then the index of each token's pair in h, or -1; and last the number of slots.

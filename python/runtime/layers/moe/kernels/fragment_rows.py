@@ -124,7 +124,7 @@ def experts_by_fragments(
     deferred: DeferredNorm | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """`experts_few_rows`, for what the kernels `supports`; `deferred.squares` has hidden / 16 columns.
+    """`experts_in_triton`, for what the kernels `supports`; `deferred.squares` has hidden / 16 columns.
 
     Sums run in an order that the shapes and the routing of all tokens fix.
     """

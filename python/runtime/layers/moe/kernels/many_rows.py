@@ -33,7 +33,7 @@ def experts_many_rows(
     first: int = 0,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """As `experts_few_rows`, for any number of tokens; outputs of experts are rounded to the dtype of x before they are summed.
+    """As `experts_in_triton`, for any number of tokens; outputs of experts are rounded to the dtype of x before they are summed.
 
     Args:
         config: the tilings; with `config.fp8_rows` and FP8 weights, activations are rounded to e4m3 with a scale for each row.

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 
 from runtime.config.expert_tuning import ExpertTuning
+from runtime.config.kernel_configs import StepConfig
+from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.moe.kernels.expert_weights import ExpertWeights
-from runtime.layers.moe.kernels.few_rows import experts_few_rows
+from runtime.layers.moe.kernels.few_rows import experts_in_triton
+from runtime.layers.moe.kernels.fragment_rows import experts_by_fragments, supports
 from runtime.layers.moe.kernels.gate import GatedAct
 from runtime.layers.moe.kernels.many_rows import experts_many_rows
 from runtime.layers.moe.router import Routing
@@ -38,3 +41,23 @@ def run_experts(
     if few is not None:
         return experts_few_rows(x, gate_up, down, routed, act, few, out, first=first, pdl=pdl)
     return experts_many_rows(x, gate_up, down, routed, act, tuning.many_rows(gate_up.format, len(x)), out, first=first, pdl=pdl)
+
+
+def experts_few_rows(
+    x: torch.Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    routed: Routing,
+    act: GatedAct,
+    configs: tuple[StepConfig, StepConfig],
+    out: torch.Tensor,
+    *,
+    first: int = 0,
+    add: bool = False,
+    deferred: DeferredNorm | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """`experts_in_triton`, by tensor core fragments where those kernels can; they do not read `configs`."""
+    if supports(x, gate_up, down, deferred):
+        return experts_by_fragments(x, gate_up, down, routed, act, out, first=first, add=add, deferred=deferred, pdl=pdl)
+    return experts_in_triton(x, gate_up, down, routed, act, configs, out, first=first, add=add, deferred=deferred, pdl=pdl)

@@ -2,7 +2,7 @@
 # Sourced by serve.sh and test.sh. Defines `talon_setup [EXTRA,EXTRA]`, which activates a .venv in the project's root with the package and
 # the named extras.
 #
-# Installs only if pyproject.toml or the extras changed since the last time. Needs python3 >= 3.10 with venv, and a network the first time.
+# Installs only if pyproject.toml, the locks or the extras changed since the last time. Needs python3 >= 3.10 with venv, and a network the first time.
 
 talon_setup() {
   local extras=${1:-} stamp wanted python
@@ -39,6 +39,6 @@ talon_install() {
 
 # Without a GPU the CPU build; the build with CUDA libraries if there is a GPU, or if PyTorch's own index cannot be reached.
 talon_torch() {
-  command -v nvidia-smi >/dev/null || ! talon_install --require-hashes -r requirements/torch-cpu.lock || return 0
+  command -v nvidia-smi >/dev/null || ! talon_install --retries 1 --require-hashes -r requirements/torch-cpu.lock || return 0
   talon_install --require-hashes -r requirements/torch.lock
 }

@@ -274,6 +274,10 @@ class Scheduler:
 
     def _plan(self) -> StepPlan | None:
         """The next step: prompts first, but at most `max_prefill_tokens` of them between two steps with decode rows."""
+        if self.admission.crowded() is not None:
+            while self._in_flight:
+                self._collect()
+            self.admission.make_way()
         enough_prompts = self._prompt_tokens >= self._config.max_prefill_tokens
         starving = enough_prompts and any(req.needs_decode for req in self.admission.running)
         plan = None if starving else self.admission.plan_prompts()

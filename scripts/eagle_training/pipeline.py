@@ -191,7 +191,7 @@ def load_data(plan: Plan) -> list[Conversation]:
 
 def made(plan: Plan) -> dict[str, Any]:
     """The origin of a phase's result: command, commit, machine, seed."""
-    command = " ".join(["python", "scripts/train_eagle.py", *sys.argv[1:]])
+    command = portable(" ".join(["python", "scripts/train_eagle.py", *sys.argv[1:]]))
     return {"command": command, "commit": commit(), "machine": describe(), "seed": plan.seed}
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from eagle_training.conversations import Conversation, ShardFolder
 from eagle_training.estimate import estimate
-from eagle_training.evaluation import Shape, count_drafts
+from eagle_training.evaluation import TRAINED, UNSEEN, Shape, count_drafts
 from eagle_training.head import EagleHead, head_config
 from eagle_training.target import FrozenTarget
 from safetensors.torch import load_file
@@ -35,8 +35,9 @@ def head_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_small_tokenizer(write_model(folder / "model", RAW | {"vocab_size": VOCAB, "eos_token_id": 2, "max_position_embeddings": 512}))
     command = [
         sys.executable, str(ROOT / "scripts" / "train_eagle.py"), "--model-path", str(folder / "model"), "--output", str(folder / "head"),
-        "--device", "cpu", "--threads", "1", "--quick", "--generate-tokens", "2500", "--train-steps", "60", "--batch-tokens", "512",
-        "--max-length", "192", "--draft-vocab-size", "256", "--learning-rate", "0.003", "--hard-share", "1", "--shapes", "3/1/4",
+        "--device", "cpu", "--threads", "1", "--quick", "--engines", "2", "--generate-tokens", "2500",
+        "--train-steps", "60", "--batch-tokens", "512", "--max-length", "192", "--draft-vocab-size", "256", "--learning-rate", "0.003",
+        "--hard-share", "1", "--shapes", "3/1/4",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -48,8 +49,7 @@ def test_one_command_leaves_a_whole_head(head_folder: Path) -> None:
         assert (head_folder / name).is_file(), name
     rows = json.loads((head_folder / "evaluation.json").read_text())
     assert [(row["set"], row["shape"], row["dtype"]) for row in rows] == [
-        ("held-out", "3/1/4", "float32"),
-        ("hand-made", "3/1/4", "float32"),
+        (name, "3/1/4", "float32") for name in ("held-out", UNSEEN, TRAINED, "hand-made")
     ]
     assert all(row["iterations"] > 0 for row in rows)
     card = (head_folder / "README.md").read_text()

@@ -118,8 +118,7 @@ class Scheduler:
 
     def run(self) -> None:
         """Serve until drained. Raises the worker's error if steps fail repeatedly."""
-        timeout = self._config.watchdog_timeout
-        with HeartbeatThread(lambda: self._send(self.heartbeat()), lambda: self._moved_at, timeout):
+        with HeartbeatThread(lambda: self._send(self.heartbeat()), lambda: self._moved_at, self._config.watchdog_timeout):
             while not self.drained:
                 self.step(IDLE_WAIT)
         self._send(DrainReq())
@@ -303,7 +302,8 @@ class Scheduler:
         """Hand the step to the worker; False if that failed, which ends its requests."""
         self._steps += 1
         batch = StepPlan.batch_of(plans, self._steps)
-        self._prompt_tokens = 0 if any(plan.decodes for plan in plans) else self._prompt_tokens + max(len(batch.token_ids), batch.pad_tokens)
+        tokens = max(len(section.token_ids) for section in batch.sections or [batch])
+        self._prompt_tokens = 0 if any(plan.decodes for plan in plans) else self._prompt_tokens + tokens
         try:
             pending = self._worker.submit(batch)
         except Exception as error:  # `_step_failed` answers the requests, and raises if steps fail repeatedly

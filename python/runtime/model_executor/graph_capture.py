@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -118,7 +118,8 @@ def capture_all(runners: Sequence[Capturable]) -> list[CaptureReport]:
         return []
     graphs = GraphPool() if any(runner.uses_cuda_graphs for runner in wanted) else None
     total = sum(len(runner.sizes) for runner in wanted)
-    with frozen_gc(), tqdm(total=total, desc="Capturing graphs", unit="graph", disable=graphs is None) as bar:
+    bar = tqdm(total=total, desc="Capturing graphs", unit="graph", disable=graphs is None)
+    with frozen_gc() if graphs is not None else nullcontext(), bar:
         for runner in wanted:
             bar.set_postfix_str(runner.report.name)
             runner.capture(graphs if graphs is not None and runner.uses_cuda_graphs else CallPool(), bar.update)

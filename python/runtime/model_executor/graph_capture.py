@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -99,16 +99,21 @@ class Capturable(Protocol):
 
 
 @contextmanager
-def frozen_gc():
-    """Disable garbage collection: during capture it may free tensors of the recording stream, and it is slow."""
-    gc.collect()
-    gc.freeze()
+def paused_gc(freeze: bool):
+    """Disable garbage collection: during capture it may free tensors of the recording stream, and it is slow.
+
+    `freeze` speeds up the collections that torch starts itself before it records a CUDA graph.
+    """
+    if freeze:
+        gc.collect()
+        gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
+        if freeze:
+            gc.unfreeze()
 
 
 def capture_all(runners: Sequence[Capturable]) -> list[CaptureReport]:
@@ -119,7 +124,7 @@ def capture_all(runners: Sequence[Capturable]) -> list[CaptureReport]:
     graphs = GraphPool() if any(runner.uses_cuda_graphs for runner in wanted) else None
     total = sum(len(runner.sizes) for runner in wanted)
     bar = tqdm(total=total, desc="Capturing graphs", unit="graph", disable=graphs is None)
-    with frozen_gc() if graphs is not None else nullcontext(), bar:
+    with paused_gc(freeze=graphs is not None), bar:
         for runner in wanted:
             bar.set_postfix_str(runner.report.name)
             runner.capture(graphs if graphs is not None and runner.uses_cuda_graphs else CallPool(), bar.update)

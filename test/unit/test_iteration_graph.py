@@ -25,7 +25,7 @@ from unit.predicting import VOCAB, plain, speculating
 from unit.storm import SIZES, Storm, same_life
 from unit.test_eagle_worker import MIXED
 from unit.test_invariants import NoHostCalls, NoHostReads, unwatched_plan
-from unit.tiny import tiny_speculative
+from unit.tiny import tiny_runtime, tiny_speculative
 
 PROMPTS = {r: np.random.default_rng(r).integers(0, VOCAB, 4 + 3 * r).tolist() for r in (1, 2, 3)}
 GREEDY, WARM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.9)
@@ -92,11 +92,13 @@ def test_drafts_pause_above_a_batch_size_through_iteration_graphs(tmp_path: Path
 
 
 def test_hot_depths_are_those_with_graphs_of_all_sizes() -> None:
-    fixed = tiny_speculative("", num_steps=5)
+    fixed = tiny_runtime(tiny_speculative("", num_steps=5), iteration_graph=True)
     assert hot_depths([5, 3, 1, 0], fixed) == [5, 3, 0]
-    assert hot_depths([7, 5, 3, 1, 0], tiny_speculative("", num_steps=7, depths=(0, 1, 3, 5, 7))) == [3, 0]
+    auto = tiny_speculative("", num_steps=7, depths=(0, 1, 3, 5, 7))
+    assert hot_depths([7, 5, 3, 1, 0], tiny_runtime(auto, iteration_graph=True)) == [3, 0]
     assert hot_depths([5], fixed) == [5]
-    assert hot_depths([0], None) == [0]
+    assert hot_depths([0], tiny_runtime(iteration_graph=True)) == [0]
+    assert hot_depths([0], tiny_runtime()) == hot_depths([0], tiny_runtime(iteration_graph=True, tp_size=2)) == []
 
 
 def test_log_probabilities_are_those_of_three_graphs(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from runtime.batch import PAD_ROW
-from runtime.config.runtime_config import SpeculativeConfig
+from runtime.config.runtime_config import RuntimeConfig
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.model_executor.accepter import Accepter
@@ -68,9 +68,14 @@ class IterationStages:
         return all(model.backend.caps.plan_on_device for model in models)
 
 
-def hot_depths(depths: Iterable[int], config: SpeculativeConfig | None) -> list[int]:
-    """Those depths of the table that have graphs of all batch sizes: 0, the usual one, and a fixed one."""
-    hot = {0, USUAL_STEPS} | ({config.num_steps} if config is not None and not config.depths else set())
+def hot_depths(depths: Iterable[int], config: RuntimeConfig) -> list[int]:
+    """Those depths of the table that have graphs of all batch sizes: 0, the usual one, and a fixed one. None where iteration graphs are
+    not wanted, or where ranks exchange between the passes.
+    """
+    if not config.graphs.iteration_graph or config.parallel.tp_size > 1:
+        return []
+    drafts = config.speculative
+    hot = {0, USUAL_STEPS} | ({drafts.num_steps} if drafts is not None and not drafts.depths else set())
     return sorted(hot & set(depths), reverse=True)
 
 

@@ -179,18 +179,15 @@ def make_parts(
     verify = {depth: make_verify_runner(target, spec, depth, batches, make) for depth, batches in depths.items()}
     drafter.attach(DraftSetup(target, inputs, depths, context.requests, make))
     limits = {depth: batches.running for depth, batches in depths.items()}
-    verifier, accepter = Verifier(target, verify), Accepter(target, make_policy(context, spec))
-    stages = IterationStages(target, inputs, drafter, verifier, accepter)
+    verifier = Verifier(target, verify)
+    stages = (target, inputs, drafter, verifier, Accepter(target, make_policy(context, spec)))
+    graphs = IterationGraphs(IterationStages(*stages), hot_depths(depths, context.config), graph_options(context, runner, ()))
     return WorkerParts(
-        target=target,
-        inputs=inputs,
-        drafter=drafter,
-        verifier=verifier,
-        accepter=accepter,
+        *stages,
         depths=DepthControl(limits, context.running + 1, verifier, {depth: batches.least for depth, batches in depths.items()}),
         monitor=AcceptanceMonitor(max(depths), adaptive=context.group.size == 1),
         grammars=GrammarRows(config.vocab_size, context.device),
-        iterations=IterationGraphs(stages, hot_depths(depths, context.config), graph_options(context, runner, ())),
+        iterations=graphs,
         # Routers of attention groups keep masks of all groups' tokens, not of a rank's own.
         experts=ExpertCounter(model.sparse_mlps if context.exchange is None else []),
     )

@@ -33,7 +33,7 @@ SGLANG_FLAGS = re.findall(
     """
     model-path tokenizer-path served-model-name host port api-key admin-api-key dtype kv-cache-dtype quantization context-length
     trust-remote-code load-format revision device tp-size nnodes node-rank dist-init-addr dist-timeout
-    dp-size ep-size mem-fraction-static max-running-requests max-queued-requests
+    dp-size enable-dp-attention ep-size mem-fraction-static max-running-requests max-queued-requests
     max-total-tokens chunked-prefill-size max-prefill-tokens schedule-policy schedule-conservativeness page-size disable-radix-cache
     disable-overlap-schedule enable-mixed-chunk attention-backend sampling-backend grammar-backend speculative-algorithm
     speculative-draft-model-path speculative-num-steps speculative-eagle-topk speculative-num-draft-tokens speculative-token-map
@@ -51,7 +51,7 @@ OUR_FLAGS = re.findall(
     speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins allowed-hosts
     download-dir log-level-http api-key-file uds ssl-keyfile ssl-certfile ssl-keyfile-password
     distributed-executor-backend log-format log-slow-requests otlp-traces-endpoint
-    speculative-draft-model-quantization
+    speculative-draft-model-quantization disable-iteration-graph
     """,
 )
 
@@ -70,6 +70,7 @@ LLAMA = ModelFacts(
     vocab_size=128256,
     head_dim=128,
 )
+TWO_GROUPS = {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True, "device": "cpu", "attention_backend": "torch_native"}
 TWO_NODES = {
     "tp_size": 4, "nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:29500", "device": "cpu", "attention_backend": "torch_native"
 }  # fmt: skip
@@ -334,7 +335,16 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"distributed_executor_backend": "ray"}, CPU, ["--distributed-executor-backend ray", "--tp-size"]),
         ({**TWO_NODES, "distributed_executor_backend": "ray"}, CPU, ["--node-rank must be 0"]),
         ({"dist_timeout": 0.0}, CPU, ["--dist-timeout"]),
-        ({"dp_size": 4}, HOPPER, ["--dp-size"]),
+        ({"dp_size": 4}, HOPPER, ["--dp-size 4", "--enable-dp-attention"]),
+        ({"dp_size": 0}, HOPPER, ["--dp-size must divide", "got 0"]),
+        ({"tp_size": 4, "dp_size": 3, "enable_dp_attention": True}, CPU, ["--dp-size must divide --tp-size 4", "got 3"]),
+        ({"tp_size": 4, "enable_dp_attention": True}, CPU, ["--enable-dp-attention has no effect", "--dp-size"]),
+        ({**TWO_GROUPS, "enable_mixed_chunk": True}, CPU, ["--enable-mixed-chunk", "--enable-dp-attention"]),
+        (
+            {**TWO_GROUPS, "speculative_algorithm": "NGRAM", "speculative_num_steps": "auto"},
+            CPU,
+            ["--speculative-num-steps auto", "--enable-dp-attention"],
+        ),
         ({"ep_size": 2}, HOPPER, ["--ep-size must divide --tp-size 1", "got 2"]),
         ({"tp_size": 4, "ep_size": 3}, CPU, ["--ep-size must divide --tp-size 4", "got 3"]),
         ({"attention_backend": "fa3"}, CPU, ["fa3", "torch_native"]),
@@ -348,6 +358,7 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"cuda_graph_bs": (1, 2)}, CPU, ["--cuda-graph-bs"]),
         ({"cuda_graph_max_bs": 8}, CPU, ["--cuda-graph-max-bs"]),
         ({"disable_cuda_graph": True, "cuda_graph_bs": (1,)}, HOPPER, ["--disable-cuda-graph"]),
+        ({"disable_cuda_graph": True, "disable_iteration_graph": True}, HOPPER, ["--disable-iteration-graph", "nothing is captured"]),
         ({"cuda_graph_bs": (0, 2)}, HOPPER, ["--cuda-graph-bs"]),
         ({"cuda_graph_bs": (1, 64), "cuda_graph_max_bs": 32}, HOPPER, ["--cuda-graph-max-bs", "64"]),
         ({"sampling_backend": "flashinfer"}, HOPPER, ["--sampling-backend", "pytorch"]),
@@ -470,6 +481,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "cuda_graph_max_bs": ({"cuda_graph_max_bs": 24}, lambda c: c.graphs.cuda_graph_bs[-1], 24),
     "disable_cuda_graph": ({"disable_cuda_graph": True}, lambda c: c.graphs.cuda_graph_bs, ()),
     "disable_cuda_graph_padding": ({"disable_cuda_graph_padding": True}, lambda c: c.graphs.cuda_graph_padding, False),
+    "disable_iteration_graph": ({"disable_iteration_graph": True}, lambda c: c.graphs.iteration_graph, False),
     "disable_radix_cache": ({"disable_radix_cache": True}, lambda c: c.cache.radix_cache, False),
     "disable_overlap_schedule": ({"disable_overlap_schedule": True}, lambda c: c.scheduler.overlap, False),
     "enable_mixed_chunk": ({"enable_mixed_chunk": True}, lambda c: c.scheduler.mixed_chunk, True),
@@ -517,6 +529,8 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "tp_size": (
         {"tp_size": 4, "device": "cpu", "attention_backend": "torch_native"}, lambda c: (c.parallel.tp_size, c.device.cpu_threads), (4, 4)
     ),
+    "dp_size": (TWO_GROUPS, lambda c: c.parallel.dp_size, 2),
+    "enable_dp_attention": (TWO_GROUPS, lambda c: c.parallel.enable_dp_attention, True),
     "ep_size": (
         {"tp_size": 4, "ep_size": 2, "device": "cpu", "attention_backend": "torch_native"}, lambda c: c.parallel.ep_size, 2
     ),
@@ -525,7 +539,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "reasoning_parser": ({"reasoning_parser": "none"}, lambda c: c.model.reasoning_parser, "none"),
 }  # fmt: skip
 REFUSED = {
-    "download_dir", "trust_remote_code", "dp_size"
+    "download_dir", "trust_remote_code"
 }  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from runtime.model_executor.grammar_rows import GrammarRows
 from runtime.model_executor.graph_capture import capture_all
 from runtime.model_executor.graph_runner import Forward, GraphOptions, GraphRunner, RunnerSpec
 from runtime.model_executor.input_buffers import InputBuffers
+from runtime.model_executor.iteration_graph import IterationGraphs, IterationStages, hot_depths
 from runtime.model_executor.memory_plan import MIB, Budget, MemoryPlan, plan_memory
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.request_rows import RequestRows
@@ -84,7 +85,7 @@ def build_worker(
     model_config = replace(model_config, max_context_len=config.model.context_length)  # some rotary tables depend on it
     model = load_model(context, model_config, config.model.model_path, config.model.load_format, config.model.quantization)
     drafter = make_drafter(context, model)
-    costs = group.agree(step_bytes(model, drafter))
+    costs = group.agree(step_bytes(model, drafter) if context.exchange is None else None)
     depths = make_depths(context, drafter, costs, with_plain)
     parts = make_parts(context, model, model_config, drafter, depths)
     parts.depths.costs = costs if any(batches.least > 1 for batches in depths.values()) else None
@@ -99,7 +100,7 @@ def build_worker(
     if group.size > 1:
         context.info.exchange_micros = group.exchange_micros
         context.info.ranks = group.gather(RankInfo(group.rank, socket.gethostname(), str(context.device), context.info.memory_mib))
-    return Worker(parts, make_limits(context, plan, parts.target, drafter.spec), context.info, followers)
+    return Worker(parts, make_limits(context, plan, parts.target, drafter.spec), context.info, group, context.exchange, followers)
 
 
 # ---- load
@@ -110,8 +111,10 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
     with context.timed("load_weights"):
         ops, why = select_ops(context.device, context.dtype, context.timings)
         log.info("block operations: %s", why)
-        ep_size, kv_dtype = context.config.parallel.ep_size, context.kv_dtype
-        model = build_model(config, ops, context.dtype, context.device, quantization, context.group, ep_size, kv_dtype)
+        shared = context.attention_group, context.config.parallel.ep_size, context.kv_dtype, context.exchange
+        model = build_model(config, ops, context.dtype, context.device, quantization, *shared)
+        if context.exchange is not None and not model.sparse_mlps:
+            raise ConfigError(f"--enable-dp-attention: {config.architecture} has no experts for the groups to share. Leave it out.")
         check_equal_shards(context, model)
         model.load(model_weights(context, model.expected_weights(), folder, load_format))
     kind, seconds = f" with {quantization} linears" if quantization else "", context.info.startup_seconds["load_weights"]
@@ -177,23 +180,25 @@ def make_parts(
     drafter.attach(DraftSetup(target, inputs, depths, context.requests, make))
     limits = {depth: batches.running for depth, batches in depths.items()}
     verifier = Verifier(target, verify)
+    stages = (target, inputs, drafter, verifier, Accepter(target, make_policy(context, spec)))
+    graphs = IterationGraphs(IterationStages(*stages), hot_depths(depths, context.config), graph_options(context, runner, ()))
     return WorkerParts(
-        target=target,
-        inputs=inputs,
-        drafter=drafter,
-        verifier=verifier,
-        accepter=Accepter(target, make_policy(context, spec)),
+        *stages,
         depths=DepthControl(limits, context.running + 1, verifier, {depth: batches.least for depth, batches in depths.items()}),
         monitor=AcceptanceMonitor(max(depths), adaptive=context.group.size == 1),
         grammars=GrammarRows(config.vocab_size, context.device),
-        experts=ExpertCounter(model.sparse_mlps),
+        iterations=graphs,
+        # Routers of attention groups keep masks of all groups' tokens, not of a rank's own.
+        experts=ExpertCounter(model.sparse_mlps if context.exchange is None else []),
     )
 
 
 def make_runner(context: WorkerContext, model: DecoderModel, config: ModelConfig) -> ModelRunner:
     """The target's runner; on a GPU short prompts will have graphs."""
     attention, sizes = context.config.device.attention_backend, list[int]()
-    if context.device.type == "cuda" and context.replay != "none" and backend_class(attention).caps.cuda_graph:
+    # Attention groups run their prompts in one pass, so that all of them exchange tokens as often.
+    wanted = context.replay != "none" and context.exchange is None
+    if context.device.type == "cuda" and wanted and backend_class(attention).caps.cuda_graph:
         sizes = prompt_cost(context, model).sizes(min(context.extend_tokens, context.config.model.context_length))
     return ModelRunner(model, config, attention, context.dtype, context.device, sizes, context.config.device.tuning, context.group)
 
@@ -211,7 +216,7 @@ def make_target(context: WorkerContext, runner: ModelRunner, spec: DrafterSpec) 
     pages = 2 * reach // page_table.page_size + 2
     capacity = 6 * context.extend_tokens + (64 + 3 * pages + reach) * context.requests + 3 * page_table.max_pages
     # Drafts that are looked up in the text need the text on every rank.
-    reads = context.group.rank == 0 or spec.needs_history
+    reads = context.attention_group.rank == 0 or spec.needs_history
     return TargetModel(runner, rows, page_table, StagingRing(capacity, context.device), spec.aux_layers, reads)
 
 
@@ -335,7 +340,7 @@ def _reserve(model: ModelPasses) -> dict[str, int]:
 
 def model_passes(context: WorkerContext, parts: WorkerParts) -> list[ModelPasses]:
     """The target, with graphs for short prompts, and the drafter's models."""
-    graphs = [*add_short_prompts(context, parts.target), *parts.verifier.runners.values()]
+    graphs = [*add_short_prompts(context, parts.target), *parts.verifier.runners.values(), *parts.iterations.runners.values()]
     return [ModelPasses(parts.target.runner, graphs, parts.drafter.spec.shape.num_draft_tokens), *parts.drafter.models()]
 
 
@@ -431,6 +436,7 @@ def make_limits(context: WorkerContext, plan: MemoryPlan, target: TargetModel, s
         needs_history=spec.needs_history,
         mixed=mixed,
         cost_model=CostModel(prompt_cost(context, model).saturating_tokens if on_gpu else CPU.saturating_tokens, mixed_from),
+        groups=config.parallel.dp_size,
     )
     log.info("admission: at most %d requests at once, %d tokens of KV, %d tokens a prompt step", limits.max_running_requests,
              limits.max_total_tokens, limits.max_extend_tokens)  # fmt: skip

@@ -12,7 +12,9 @@ import torch
 from msgspec import structs
 
 from runtime.batch import BatchResult, Int32, Pending, ScheduleBatch, StepStats, WorkerLimits, no_ints
+from runtime.distributed.parallel_group import ParallelGroup
 from runtime.errors import RanksDiffer
+from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.accepter import Accepter
 from runtime.model_executor.depth import DepthControl
@@ -20,11 +22,12 @@ from runtime.model_executor.depth_controller import Observed
 from runtime.model_executor.device_queue import DeviceQueue, Finish
 from runtime.model_executor.drafter import Drafter
 from runtime.model_executor.expert_counter import ExpertCounter
-from runtime.model_executor.followers import Followers, SharedPending
+from runtime.model_executor.followers import Followers, GroupsPending, SharedPending
 from runtime.model_executor.grammar_rows import GrammarRows, GrammarStep
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
 from runtime.model_executor.input_buffers import InputBuffers
-from runtime.model_executor.iteration import Accepted, AcceptResult, DraftCaps, Iteration, VerifyResult
+from runtime.model_executor.iteration import Accepted, DraftCaps, Iteration, VerifyResult
+from runtime.model_executor.iteration_graph import IterationGraphs
 from runtime.model_executor.profiler import Profiler, span
 from runtime.model_executor.results import LogprobCopy, copy_logprobs, join
 from runtime.model_executor.staging import HostCopy
@@ -44,6 +47,7 @@ class WorkerParts:
         depths: chooses the depth of each iteration.
         monitor: counts acceptance.
         grammars: masks what grammars forbid.
+        iterations: run whole iterations as one graph.
         experts: counts the experts that decode passes hit.
     """
 
@@ -55,17 +59,16 @@ class WorkerParts:
     depths: DepthControl
     monitor: AcceptanceMonitor
     grammars: GrammarRows
+    iterations: IterationGraphs
     experts: ExpertCounter
 
 
 @dataclass(frozen=True, slots=True)
 class DecodesPending:
-    """Tokens of an iteration on their way to the host: int64 [live, D], the accept lengths where D > 1, and with several ranks
-    whether they differ.
-    """
+    """The live rows of `AcceptResult.emitted` on their way to the host, and with several ranks whether they differ."""
 
     iteration: Iteration
-    tokens: HostCopy
+    emitted: HostCopy
     logprobs: LogprobCopy | None
     stats: StepStats
     checked: bool = False
@@ -74,12 +77,12 @@ class DecodesPending:
     @property
     def ranks_differ(self) -> bool:
         """Whether the ranks committed different tokens before this iteration. Waits for it."""
-        return self.checked and bool(self.tokens.wait()[-1].any())
+        return self.checked and bool(self.emitted.wait()[-1].any())
 
     def wait(self) -> BatchResult:
         """Wait for them."""
-        tokens, *rest = self.tokens.wait()
-        lens = rest[0] if tokens.shape[1] > 1 else np.ones(len(tokens), dtype=np.int32)
+        emitted, D = self.emitted.wait()[0], self.stats.draft_tokens + 1
+        tokens, lens = emitted[:, :D], emitted[:, D] if D > 1 else np.ones(len(emitted), dtype=np.int32)
         keep = np.arange(tokens.shape[1])[None] < lens[:, None]
         return BatchResult(
             token_ids=tokens[keep].astype(np.int32),
@@ -90,19 +93,30 @@ class DecodesPending:
 
 
 def send_to_host(
-    target: TargetModel, iteration: Iteration, result: AcceptResult, verified: VerifyResult, hit: torch.Tensor | None = None
+    target: TargetModel,
+    iteration: Iteration,
+    emitted: torch.Tensor,
+    verified: VerifyResult,
+    path: torch.Tensor | None = None,
+    hit: torch.Tensor | None = None,
 ) -> DecodesPending:
-    """Start the copies of what an iteration emits, on a rank that reads results; `hit`: of `ExpertCounter.sample`."""
-    live, D = iteration.live, result.tokens.shape[1]
-    lens, tokens = result.accept_lens[:live], result.tokens[:live]
+    """Start the copies of what an iteration emits, on a rank that reads results.
+
+    Args:
+        emitted, path: of its `AcceptResult`.
+        hit: of `ExpertCounter.sample`.
+    """
+    live, D = iteration.live, verified.tokens.shape[1]
+    emitted = emitted[:live]
     index = None
-    if result.path is not None:
-        index = (torch.arange(live, device=tokens.device)[:, None] * D + result.path[:live]).flatten()
+    if path is not None:
+        index = (torch.arange(live, device=emitted.device)[:, None] * D + path[:live]).flatten()
     logprobs, reads, agreement = None, target.reads_results, target.agreement
     if iteration.top_logprobs >= 0:
         logits = verified.all_logits(live * D)
-        logprobs = copy_logprobs(logits, tokens.flatten(), iteration.top_logprobs, index, iteration.mask) if reads else None
-    wanted = [tokens, *([lens] if D > 1 else []), *([agreement.differs] if agreement.active else [])] if reads else []
+        tokens = emitted[:, :D].flatten()
+        logprobs = copy_logprobs(logits, tokens, iteration.top_logprobs, index, iteration.mask) if reads else None
+    wanted = [emitted, *([agreement.differs] if agreement.active else [])] if reads else []
     stats = StepStats(verified.graph, iteration.size, D - 1, iteration.depth)
     experts = HostCopy(hit) if hit is not None and reads else None
     return DecodesPending(iteration, HostCopy(*wanted), logprobs, stats, agreement.active, experts)
@@ -122,13 +136,29 @@ class Worker:
     Attributes:
         parts: for checks and tests that look inside; read only.
         runners: the graph runners of decode steps, deepest first.
+        iteration_runners: those of whole iterations, which replay where all `runners` of their depth do.
     """
 
-    def __init__(self, parts: WorkerParts, limits: WorkerLimits, info: WorkerInfo, followers: Followers | None = None) -> None:
-        """`followers`: the other ranks of the model, on rank 0 of several."""
+    def __init__(
+        self,
+        parts: WorkerParts,
+        limits: WorkerLimits,
+        info: WorkerInfo,
+        group: ParallelGroup,
+        exchange: TokenExchange | None = None,
+        followers: Followers | None = None,
+    ) -> None:
+        """
+        Args:
+            group: the ranks that share the model.
+            exchange: between attention groups; None where there is one.
+            followers: the other ranks of the model, on rank 0 of several.
+        """
         self.parts, self._limits, self._info, self._followers = parts, limits, info, followers
+        self._group, self._exchange = group, exchange
         runners = parts.verifier.runners
         self.runners = tuple(r for depth in runners for r in (runners[depth], *parts.drafter.runners(depth)))
+        self.iteration_runners = tuple(parts.iterations.runners.values())
         self._queue = DeviceQueue(self._step if followers is None else self._timed_step, parts.target.device)
         self._step_seconds, self._token_checks = 0.0, 0
         self._read_at = 0.0  # when the last step was read
@@ -141,17 +171,28 @@ class Worker:
 
     @property
     def all_runners(self) -> tuple[GraphRunner, ...]:
-        """All graph runners: `runners`, and that of short prompts."""
-        return (*self.runners, *self.parts.target.prompt_runners)
+        """All graph runners: `runners`, `iteration_runners`, and that of short prompts."""
+        return (*self.runners, *self.iteration_runners, *self.parts.target.prompt_runners)
 
     def submit(self, batch: ScheduleBatch) -> Pending:
         """Queue one step and return at once."""
-        if self.parts.target.runner.model.context.group.rank == 0:
+        if self._group.rank == 0:
             batch.depth = self.parts.depths.choose_for(batch)
+            for section in batch.sections:
+                section.depth = batch.depth
+        # A batch without sections runs in all attention groups alike.
+        own = batch.sections[self._exchange.group.rank] if self._exchange is not None and batch.sections else batch
         if self._followers is None:
-            return self._queue.submit(batch)
+            return self._queue.submit(own)
         self._followers.run(batch, tuple(runner.mode.value for runner in self.all_runners))
-        return SharedPending(self._queue.submit(batch), batch.step, self._followers.wait)
+        shared = SharedPending(self._queue.submit(own), batch.step, self._followers.wait)
+        return GroupsPending(shared, self._followers) if batch.sections else shared
+
+    @property
+    def answering_group(self) -> int | None:
+        """The attention group whose results this rank sends to rank 0; None where it sends none."""
+        leads = self._exchange is not None and self._group.rank > 0 and self.parts.target.runner.model.context.group.rank == 0
+        return self._exchange.group.rank if self._exchange is not None and leads else None
 
     def set_run(self, modes: Sequence[str]) -> None:
         """How the following steps run, on a rank that follows another: the mode of each of `all_runners`."""
@@ -168,6 +209,7 @@ class Worker:
         if self._followers is None:
             return info
         exchanges = self.parts.target.runner.model.context.group.exchange_seconds
+        exchanges += 0.0 if self._exchange is None else self._exchange.group.exchange_seconds
         share = round(exchanges / max(self._step_seconds, exchanges), 4) if exchanges else None
         return structs.replace(info, token_checks=self._token_checks, exchange_share=share)
 
@@ -212,9 +254,11 @@ class Worker:
     # ---- a step: launches work and returns how to read its result; outside graphs but for the runners' functions
 
     def _step(self, batch: ScheduleBatch) -> Finish:
-        target, live = self.parts.target, batch.num_decodes
+        target, live = self.parts.target, batch.num_decodes or batch.pad_decodes
         depth = batch.depth
-        size = self.parts.verifier.padded_size(depth, live) if live else 0
+        size = self.parts.verifier.padded_size(depth, batch.pad_decodes or live) if live else 0
+        if self._exchange is not None:
+            self._exchange.rows = batch.pad_tokens
         chunk_rows, rows = target.stage_rows(batch, size)
         self.parts.drafter.admit(batch.new_rows)
         self.parts.grammars.admit(batch.new_rows)
@@ -224,7 +268,13 @@ class Worker:
         if live:
             iteration = self._begin(batch, rows, depth)
             grammar = iteration.grammar
-            prompts, decodes = self._iterate(batch, chunks, first, iteration)
+            if chunks is None and self.parts.iterations.serves(iteration):
+                with span("iteration"):
+                    emitted, verified = self.parts.iterations.run(iteration)
+                    hit = self.parts.experts.sample(live * (depth + 1))
+                    decodes = send_to_host(target, iteration, emitted, verified, hit=hit)
+            else:
+                prompts, decodes = self._iterate(batch, chunks, first, iteration)
         elif chunks is not None:
             extend, prompts = self._sample_next(batch, chunks, first, target.run(chunks)[0])
             self.parts.drafter.follow_prompt(extend)
@@ -241,11 +291,10 @@ class Worker:
         return extend, prompts
 
     def _begin(self, batch: ScheduleBatch, rows: torch.Tensor, depth: int) -> Iteration:
-        """An iteration of the decode rows, int64 [size]. Rows and KV lengths go into the inputs that all runners share."""
+        """An iteration of the decode rows, int64 [size], which go into the inputs that all runners share."""
         parts, first, size = self.parts, batch.num_prompts, len(rows)
-        host_rows, kv_lens = batch.rows[first:], parts.inputs.kv_lens(size)
+        host_rows = batch.rows[first:]
         parts.inputs.rows(size).copy_(rows)
-        torch.index_select(parts.target.rows.kv_lens, 0, rows, out=kv_lens)
         bounds = np.zeros(size, dtype=np.int32)
         bounds[: len(host_rows)] = batch.len_bounds[first:]
         is_sample, precedes_sample = parts.monitor.next_iteration(batch.num_decodes)
@@ -255,7 +304,7 @@ class Worker:
         grammar = parts.grammars.step(host_rows, size)
         replays = first == 0 and depth > 0 and grammar is None and parts.verifier.has_graph(depth, size)
         return Iteration(
-            *(depth, host_rows, rows, kv_lens, bounds, needs, k, is_sample and replays, precedes_sample, grammar),
+            *(depth, host_rows, rows, parts.inputs.kv_lens(size), bounds, needs, k, is_sample and replays, precedes_sample, grammar),
             caps=self._caps(host_rows, depth, size),
             greedy=None if parts.depths.controller is None else parts.target.rows.greedy(host_rows),
             started=time.perf_counter(),
@@ -264,7 +313,7 @@ class Worker:
     def _caps(self, host_rows: Int32, depth: int, size: int) -> DraftCaps | None:
         """The caps of these rows, if one is below `depth`."""
         caps = self.parts.target.rows.draft_caps(host_rows)
-        if not depth or caps.min() >= depth:
+        if not depth or caps.min(initial=depth) >= depth:
             return None
         padded = np.zeros(size, dtype=np.int32)
         padded[: len(caps)] = caps
@@ -277,6 +326,7 @@ class Worker:
         """Propose, verify, accept, commit, follow. Prompt chunks run in the pass that verifies."""
         target, drafter, verifier = self.parts.target, self.parts.drafter, self.parts.verifier
         extend, prompts = None, None
+        torch.index_select(target.rows.kv_lens, 0, iteration.rows, out=iteration.kv_lens)
         with span("draft_decode"):
             draft = drafter.propose(iteration)
         if iteration.grammar is not None:
@@ -292,7 +342,7 @@ class Worker:
                 extend, prompts = self._sample_next(batch, chunks, first, states)
             iteration = masked(iteration)
             result = self.parts.accepter.accept(iteration, draft, verified, window)
-            decodes = send_to_host(target, iteration, result, verified, hit)
+            decodes = send_to_host(target, iteration, result.emitted(), verified, result.path, hit)
             if iteration.grammar is not None:
                 self.parts.grammars.follow(iteration.grammar, result.tokens[: iteration.live], result.accept_lens[: iteration.live])
             target.agreement.commit(result.tokens[: iteration.live], result.accept_lens[: iteration.live])

@@ -193,7 +193,8 @@ def make_parts(
 def make_runner(context: WorkerContext, model: DecoderModel, config: ModelConfig) -> ModelRunner:
     """The target's runner; on a GPU short prompts will have graphs."""
     attention, sizes = context.config.device.attention_backend, list[int]()
-    if context.device.type == "cuda" and context.replay != "none" and backend_class(attention).caps.cuda_graph:
+    narrow = context.kv_dtype is not None  # a captured pass cannot widen the keys of a whole prompt
+    if context.device.type == "cuda" and context.replay != "none" and not narrow and backend_class(attention).caps.cuda_graph:
         sizes = prompt_cost(context, model).sizes(min(context.extend_tokens, context.config.model.context_length))
     return ModelRunner(model, config, attention, context.dtype, context.device, sizes, context.config.device.tuning, context.group)
 

@@ -148,7 +148,9 @@ class ServerArgs:
     distributed_executor_backend: Literal["mp", "ray"] = _flag(DEVICE, "mp")
     """What starts the ranks: the server of each node (mp), or Ray actors from node 0 alone (needs talon-runtime[ray])."""
     dp_size: int = _flag(DEVICE, 1, "N", "--data-parallel-size", "--dp")
-    """Copies of the model; only 1 is supported."""
+    """Attention groups of --enable-dp-attention, a divisor of --tp-size; whole copies of a model are servers of their own."""
+    enable_dp_attention: bool = _flag(DEVICE, False)
+    """Let each of --dp-size groups of ranks hold attention and the KV cache of its own requests; all ranks share the experts."""
     ep_size: int = _flag(DEVICE, 1, "N", "--expert-parallel-size", "--ep")
     """Groups of the tensor-parallel ranks that a sparse model's experts are placed on, a divisor of --tp-size."""
     cpu_threads: int | None = _flag(DEVICE, None, "N")

@@ -196,8 +196,9 @@ def make_parts(
 def make_runner(context: WorkerContext, model: DecoderModel, config: ModelConfig) -> ModelRunner:
     """The target's runner; on a GPU short prompts will have graphs."""
     attention, sizes = context.config.device.attention_backend, list[int]()
-    # Attention groups run their prompts in one pass, so that all of them exchange tokens as often.
-    wanted = context.replay != "none" and context.exchange is None
+    # Attention groups run their prompts in one pass, so that all of them exchange tokens as often; a captured pass cannot widen
+    # the keys of a whole prompt.
+    wanted = context.replay != "none" and context.exchange is None and context.kv_dtype is None
     if context.device.type == "cuda" and wanted and backend_class(attention).caps.cuda_graph:
         sizes = prompt_cost(context, model).sizes(min(context.extend_tokens, context.config.model.context_length))
     return ModelRunner(model, config, attention, context.dtype, context.device, sizes, context.config.device.tuning, context.group)

@@ -254,9 +254,9 @@ class Worker:
     # ---- a step: launches work and returns how to read its result; outside graphs but for the runners' functions
 
     def _step(self, batch: ScheduleBatch) -> Finish:
-        target, live = self.parts.target, batch.num_decodes or batch.pad_decodes
-        depth = batch.depth
-        size = self.parts.verifier.padded_size(depth, batch.pad_decodes or live) if live else 0
+        target, depth = self.parts.target, batch.depth
+        most = max(batch.num_decodes, batch.pad_decodes)
+        size = self.parts.verifier.padded_size(depth, most) if most else 0
         if self._exchange is not None:
             self._exchange.rows = batch.pad_tokens
         chunk_rows, rows = target.stage_rows(batch, size)
@@ -265,13 +265,13 @@ class Worker:
         chunks = target.stage_chunks(batch, chunk_rows) if batch.num_prompts else None
         first = self.parts.grammars.step(batch.rows[: batch.num_prompts], batch.num_prompts, batch.next_tokens < 0)
         prompts, decodes, grammar = None, None, None
-        if live:
+        if most:
             iteration = self._begin(batch, rows, depth)
             grammar = iteration.grammar
             if chunks is None and self.parts.iterations.serves(iteration):
                 with span("iteration"):
                     emitted, verified = self.parts.iterations.run(iteration)
-                    hit = self.parts.experts.sample(live * (depth + 1))
+                    hit = self.parts.experts.sample(iteration.live * (depth + 1))
                     decodes = send_to_host(target, iteration, emitted, verified, hit=hit)
             else:
                 prompts, decodes = self._iterate(batch, chunks, first, iteration)

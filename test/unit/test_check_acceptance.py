@@ -93,8 +93,11 @@ def test_where_drafting_pauses_graphs_with_drafts_and_without_are_compared(
     (tmp_path / "prompts.jsonl").write_text("\n".join(f"number {i} of them" for i in range(7)))
     assert check_acceptance.main([*command, "--speculative-disable-by-batch-size", "2"]) == 0
     out = capsys.readouterr().out
-    runs = {name: int(count) for name, count in re.findall(r"^([a-zK=0 ]+): (\d+) replays$", out, re.MULTILINE)}
-    assert list(runs) == ["verify", "draft decode", "draft extend", "target decode", "draft extend K=0"]
+    runs = {name: int(count) for name, count in re.findall(r"^([a-zK=03 ]+): (\d+) replays$", out, re.MULTILINE)}
+    assert list(runs) == [
+        *("verify", "draft decode", "draft extend", "target decode", "draft extend K=0"),
+        *("iteration K=3", "iteration K=0"),
+    ]
     assert min(runs.values()) > 3
 
 
@@ -110,7 +113,7 @@ def test_prompts_too_few_for_a_pause_run_more_than_once(command: list[str], coun
     flags = ["--speculative-disable-by-batch-size", "2", "--num-prompts", str(count)]
     assert check_acceptance.main([*command, *flags]) == 0
     runs = [int(count) for count in re.findall(r": (\d+) replays$", capsys.readouterr().out, re.MULTILINE)]
-    assert len(runs) == 5
+    assert len(runs) == 7
     assert min(runs) > 3
 
 

@@ -92,4 +92,4 @@ class AttentionGroups:
         stats.num_queue_reqs = sum(load.num_queue_reqs for load in loads)
         stats.num_used_tokens = sum(load.num_used_tokens for load in loads)
         stats.pages_total, stats.pages_free = sum(pool.num_pages for pool in pools), sum(pool.available for pool in pools)
-        stats.max_total_num_tokens = self._limits.max_total_tokens * len(loads)
+        stats.max_total_num_tokens = self._limits.server_tokens

@@ -28,6 +28,7 @@ class DrafterSpec:
         prefix_lookahead: 1 where draft KV at a position also depends on the next token, else 0.
         needs_history: whether every `RowInit` must carry its history.
         overlap: whether drafts can be proposed before the last step is read on the host.
+        capturable: whether `propose` and `follow` only launch work, so that a graph can record them.
         aux_layers: layers of the target whose states are features, instead of the last hidden states.
         feature_width: width of the target's states that `follow` reads at each window position; 0 for none.
         to_target, to_draft: int64 [Vd] and [V], maps between the vocabularies; None where they are the same.
@@ -37,6 +38,7 @@ class DrafterSpec:
     prefix_lookahead: int = 0
     needs_history: bool = False
     overlap: bool = True
+    capturable: bool = False
     aux_layers: tuple[int, ...] = ()
     feature_width: int = 0
     to_target: torch.Tensor | None = None
@@ -150,7 +152,7 @@ class NoDrafter(Drafter):
     """Plain decoding: windows of one token."""
 
     def __init__(self) -> None:
-        self.spec = DrafterSpec(NO_DRAFTS)
+        self.spec = DrafterSpec(NO_DRAFTS, capturable=True)
         self._target: TargetModel
 
     def attach(self, setup: DraftSetup) -> None:

@@ -178,7 +178,7 @@ def measure(server: Server, label: str, kinds: Sequence[str] | None, seconds: fl
     ours.send(None)
     sent = ours.recv()
     child.join()
-    shares = {name: statistics.quantiles(times, n=100, method="inclusive") for name, times in (("health", healths), ("ttft", firsts))}
+    shares = {name: statistics.quantiles(times * 2, n=100, method="inclusive") for name, times in (("health", healths), ("ttft", firsts))}
     figures = {f"{name}_p{at}_ms": round(cuts[at - 1], 1) for name, cuts in shares.items() for at in (50, 99)}
     return {
         "neighbours": label, "seconds": seconds, **figures, "health_most_ms": round(max(healths), 1), "good_requests": len(firsts),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -10,7 +13,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from process.fake import dummy_model, serving
+from process.fake import ENV, ROOT, dummy_model, serving
 from process.test_ranks import FLAGS, PATIENCE
 
 
@@ -34,3 +37,17 @@ def test_two_ray_actors_serve_and_leave_nothing(tmp_path: Path, monkeypatch: pyt
         assert any('"error"' in event for event in stream.events), server.text()
         assert server.process.wait(PATIENCE) == 1
         assert psutil.wait_procs(ranks, timeout=PATIENCE)[1] == []
+
+
+def test_the_example_answers_a_data_set_with_ray_data(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    prompts = ["The capital of France is", "Once upon a time", "Water boils at"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    flags = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), "--gpus", "0", "--max-tokens", "4"]
+    command = [sys.executable, str(ROOT / "examples" / "ray_data.py"), *flags]
+    done = subprocess.run(command, env={**ENV, "RAY_USAGE_STATS_ENABLED": "0"}, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for file in (tmp_path / "out").iterdir() for line in file.read_text().splitlines()]
+    assert sorted(row["prompt"] for row in rows) == sorted(prompts)
+    assert all(row["answer"] for row in rows)

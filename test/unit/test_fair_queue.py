@@ -150,6 +150,7 @@ def test_a_short_prompt_goes_before_the_long_one_of_another_client() -> None:
     short = harness.ask("short", [2 + i % 20 for i in range(30)], client="good", max_new_tokens=2, ignore_eos=True)
     harness.step(7)
     assert ends_of(harness) == ["short"], "two chunks, two tokens and the steps in flight"
+    assert all(len(batch.extend_lens) <= 1 for batch in harness.worker.batches), "it shares no step with the long one"
     harness.run_until_idle()
     assert ends_of(harness) == ["short", "long", "same"]
     for request in (long, same, short):

@@ -84,8 +84,12 @@ class Admission:
         budget = PrefillBudget.start(config.chunked_prefill_size, config.max_prefill_tokens, self._limits, prompts)
         plan, decodes = StepPlan(), self._piggyback(budget)
         if prefilling and len(self._rows.keys() | self.queue.clients) > 1:
+            budget.left = min(budget.left, self._limits.cost_model.saturating_tokens or budget.left)
             self._admit(plan, budget, prefilling)
-            prefilling.sort(key=lambda req: not req.overtook)
+            # Prompts that overtake others run without them: their first token takes the time of a short step.
+            prefilling = (
+                [req for req in prefilling if req.overtook] if plan.chunks else sorted(prefilling, key=lambda req: not req.overtook)
+            )
         for req in prefilling:
             _add_chunk(plan, budget, req)
         self._admit(plan, budget)

@@ -567,6 +567,12 @@ def test_forced_acceptance_allows_no_grammars() -> None:
     assert resolve(forced, HOPPER, LLAMA, DRAFT).scheduler.grammar_backend == "none"
 
 
+def test_attention_groups_draft_at_one_depth() -> None:
+    config = resolve(args(**TWO_GROUPS, **EAGLE), CPU, LLAMA, DRAFT).speculative
+    assert config is not None
+    assert (config.num_steps, config.depths) == (3, ())
+
+
 def test_every_flag_is_configured_or_refused() -> None:
     assert {flag.name for flag in flags()} == {*SAME_NAME, *OTHER_NAME, *REFUSED}
 

@@ -38,8 +38,8 @@ VARIANTS = {
 """What the requests of an iteration need of the sampler, by the name of the captured variant."""
 MOST_REQUESTS = 64
 """The largest batch with iteration graphs: with more requests the time between graphs is less than 1 % of an iteration."""
-OTHER_LAUNCHES = 60
-"""Kernels beside those of the models: inputs, schedules, acceptance and sampling."""
+OTHER_LAUNCHES = 100
+"""Kernels beside those of the models, about: inputs, schedules, acceptance and sampling."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,7 +254,7 @@ def in_process(
     speed = READ_BYTES_PER_SECOND.get(slug(record.data["machine"]))
     for backend in backends:
         setup = setups(served, [backend], ["on"])[-1]
-        limit = [] if backend == "torch_native" else ["--disable-iteration-graph", "--cuda-graph-max-bs", str(max(concurrencies))]
+        limit = [] if backend == "torch_native" else ["--cuda-graph-max-bs", str(max(concurrencies))]
         order = {"flags": [*setup.flags, *limit], "concurrencies": concurrencies, "lens": lens, "overlaps": overlaps, "rounds": rounds}
         for row in apart(NAME, order):
             labelled = {**setup.labels, "loop": "in-process", **row}

@@ -203,6 +203,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=numbers, default=[1, 32])
     parser.add_argument("--context", type=int, default=1000, help="prompt tokens of each request")
     parser.add_argument("--steps", type=int, default=60, help="timed steps per run; the faster of two runs counts")
+    parser.add_argument("--flags", type=str.split, default=[], help="more flags of every process, in one argument")
     add_model(parser)
     args = parse_or_answer(parser, measure)
     record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)
@@ -210,7 +211,8 @@ def main() -> None:
     batches, context, steps = ([1, 2], 16, 4) if args.quick else (args.batch_sizes, args.context, args.steps)
     for mode in args.modes:
         for backend in ["torch_native"] if args.quick else args.backends:
-            order = {"flags": server_flags(served, mode, backend, max(batches)), "batches": batches, "context": context, "steps": steps}
+            flags = [*server_flags(served, mode, backend, max(batches)), *args.flags]
+            order = {"flags": flags, "batches": batches, "context": context, "steps": steps}
             for row in apart(NAME, order):
                 labels = {"model": served.name, "mode": mode, "backend": backend}
                 record.add({**labels, **row, **roof(served, mode, row, speed)})

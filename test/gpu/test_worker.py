@@ -195,7 +195,7 @@ def test_iteration_graphs_equal_graphs_one_by_one_bit_for_bit(
     for whole in (True, False):
         worker = build(setup, "cuda", spec, whole)
         driver = Driver(worker)
-        driver.prefill(PROMPTS, sampling=sampling, room=128)
+        driver.prefill(PROMPTS, sampling=sampling, room=64)
         for rows in (list(PROMPTS), [2, 5], [1, 3, 7], list(PROMPTS), [7]):
             for _ in range(4):
                 driver.decode(rows)

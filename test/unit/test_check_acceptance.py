@@ -91,7 +91,7 @@ def test_where_drafting_pauses_graphs_with_drafts_and_without_are_compared(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompts.jsonl").write_text("\n".join(f"number {i} of them" for i in range(7)))
-    assert check_acceptance.main([*command, "--speculative-disable-by-batch-size", "2"]) == 0
+    assert check_acceptance.main([*command, "--speculative-disable-by-batch-size", "2", "--enable-iteration-graph"]) == 0
     out = capsys.readouterr().out
     runs = {name: int(count) for name, count in re.findall(r"^([a-zK=03 ]+): (\d+) replays$", out, re.MULTILINE)}
     assert list(runs) == [
@@ -110,7 +110,7 @@ def test_every_depth_that_a_controller_may_choose_is_compared(command: list[str]
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_prompts_too_few_for_a_pause_run_more_than_once(command: list[str], count: int, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--speculative-disable-by-batch-size", "2", "--num-prompts", str(count)]
+    flags = ["--speculative-disable-by-batch-size", "2", "--enable-iteration-graph", "--num-prompts", str(count)]
     assert check_acceptance.main([*command, *flags]) == 0
     runs = [int(count) for count in re.findall(r": (\d+) replays$", capsys.readouterr().out, re.MULTILINE)]
     assert len(runs) == 7

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.errors import ConfigError
 from runtime.model_executor import build as worker_build
@@ -30,6 +31,14 @@ from unit.tiny import tiny_runtime, tiny_speculative
 PROMPTS = {r: np.random.default_rng(r).integers(0, VOCAB, 4 + 3 * r).tolist() for r in (1, 2, 3)}
 GREEDY, WARM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.9)
 FILTERED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
+
+
+class NoHostTensors(TorchDispatchMode):
+    """Fails where a tensor is made of a Python value, as `tensor[0] = 0` does: a capture cannot copy it to a GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "lift_fresh" not in str(func), "a tensor of the host"
+        return func(*args, **(kwargs or {}))
 
 
 def build(tmp_path: Path, algorithm: str | None = "EAGLE", whole: bool = True, sizes: Sequence[int] = (1, 2, 4), **spec: Any) -> Any:
@@ -163,20 +172,25 @@ def test_prompts_beside_decode_rows_run_as_three_graphs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "sampling"), [("EAGLE", GREEDY), ("EAGLE", WARM), ("EAGLE", FILTERED), ("DFLASH", WARM), (None, FILTERED)]
 )
-def test_an_iteration_graph_reads_nothing_from_the_device(
+def test_an_iteration_graph_reads_nothing_from_the_device_and_brings_nothing_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str | None, sampling: SamplingParams
 ) -> None:
     worker = build(tmp_path, algorithm)
     driver = Driver(worker)
     driver.prefill(PROMPTS, sampling=sampling)
     unwatched_plan(monkeypatch)
-    run = IterationGraphs.run
+    run, forward = IterationGraphs.run, IterationGraphs._forward
 
     def watched(self: IterationGraphs, iteration: Iteration) -> Any:
         with NoHostReads(), NoHostCalls():
             return run(self, iteration)
 
+    def captured(self: IterationGraphs, *args: Any) -> Any:
+        with NoHostTensors():
+            return forward(self, *args)
+
     monkeypatch.setattr(IterationGraphs, "run", watched)
+    monkeypatch.setattr(IterationGraphs, "_forward", captured)
     for rows in ([1, 2, 3], [2, 1], [3]):
         driver.decode(rows)
     assert replays(worker) == 3

@@ -97,8 +97,7 @@ class Scheduler:
         self._worker = worker
         self._eos_ids = eos_ids
         self._receive = receive
-        self._send = send
-        self._clock = clock
+        self._send, self._clock = send, clock
         self.limits = worker.limits
         self.stats = SchedulerStats(startup_seconds=worker.info().startup_seconds)
         self.groups = AttentionGroups(config, cache.radix_cache, self.limits, self.stats, clock)
@@ -274,10 +273,11 @@ class Scheduler:
 
     def _plan(self) -> list[StepPlan]:
         """The next step by group, or []: prompts first, but at most `max_prefill_tokens` of them between two steps with decode rows."""
-        enough_prompts = self._prompt_tokens >= self._config.max_prefill_tokens
-        starving = enough_prompts and any(req.needs_decode for req in self.groups.running)
-        plans = [] if starving else self.groups.plan_prompts()
-        return plans or self._plan_decode()
+        while self.groups.crowded and self._in_flight:
+            self._collect()
+        self.groups.make_way()
+        starving = self._prompt_tokens >= self._config.max_prefill_tokens and any(req.needs_decode for req in self.groups.running)
+        return ([] if starving else self.groups.plan_prompts()) or self._plan_decode()
 
     def _plan_decode(self) -> list[StepPlan]:
         """One decode step of all requests; without enough pages, some are retracted. [] where none decodes."""

@@ -150,7 +150,7 @@ class IterationGraphs:
             verified = stages.verifier.run(iteration, window)
             result = stages.accepter.accept(iteration, draft, verified, window)
             stages.drafter.follow(iteration, Accepted(result, draft.tokens, verified.features))
-        lens_by_row[PAD_ROW] = 0  # all rows were committed, padding too
+        lens_by_row[PAD_ROW].zero_()  # all rows were committed, padding too
         result.emitted(outputs["emitted"])
 
 

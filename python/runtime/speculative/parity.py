@@ -79,7 +79,7 @@ def check_parity(worker: Worker) -> None:
         return
     raise ConfigError(
         f"graphs of {culprit} do not compute what the same passes compute eagerly (see the table in the log); "
-        "start with --disable-cuda-graph, --disable-iteration-graph, or turn one runner's graphs off"
+        "start with --disable-cuda-graph, without --enable-iteration-graph, or turn one runner's graphs off"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -46,7 +47,13 @@ def test_the_example_answers_a_data_set_with_ray_data(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     flags = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), "--gpus", "0", "--max-tokens", "4"]
     command = [sys.executable, str(ROOT / "examples" / "ray_data.py"), *flags]
-    done = subprocess.run(command, env={**ENV, "RAY_USAGE_STATS_ENABLED": "0"}, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command,
+        env={**ENV, "PYTHONPATH": os.pathsep.join([ENV["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]), "RAY_USAGE_STATS_ENABLED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for file in (tmp_path / "out").iterdir() for line in file.read_text().splitlines()]
     assert sorted(row["prompt"] for row in rows) == sorted(prompts)

@@ -82,17 +82,17 @@ class Admission:
             return None
         config, prompts = self._config, len(prefilling) + len(self.queue)
         budget = PrefillBudget.start(config.chunked_prefill_size, config.max_prefill_tokens, self._limits, prompts)
-        plan, decodes = StepPlan(), self._piggyback(budget)
+        plan, decodes, overtaking = StepPlan(), self._piggyback(budget), False
         if prefilling and len(self._rows.keys() | self.queue.clients) > 1:
             budget.left = min(budget.left, self._limits.cost_model.saturating_tokens or budget.left)
             self._admit(plan, budget, prefilling)
             # Prompts that overtake others run without them: their first token takes the time of a short step.
-            prefilling = (
-                [req for req in prefilling if req.overtook] if plan.chunks else sorted(prefilling, key=lambda req: not req.overtook)
-            )
+            ahead = [req for req in prefilling if req.overtook]
+            prefilling, overtaking = (ahead, True) if ahead or plan.chunks else (prefilling, False)
         for req in prefilling:
             _add_chunk(plan, budget, req)
-        self._admit(plan, budget)
+        if not overtaking:
+            self._admit(plan, budget)
         if not plan.chunks:
             return None
         if decodes and self._limits.cost_model.piggyback_pays(plan.prompt_tokens):

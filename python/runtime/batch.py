@@ -228,12 +228,14 @@ class StepStats:
         padded_size: requests that the graph was captured for; B - E when eager.
         draft_tokens: drafts verified per request: D - 1; 0 without drafts.
         depth: K; equal to `draft_tokens` but for trees.
+        unfollowed: positions at the end of a row's KV whose draft KV does not exist yet, at most; no prefix cache may hold them.
     """
 
     graph: bool = False
     padded_size: int = 0
     draft_tokens: int = 0
     depth: int = 0
+    unfollowed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

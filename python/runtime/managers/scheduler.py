@@ -364,7 +364,7 @@ class Scheduler:
         for req, (start, end) in zip(plan.decodes, pairwise(starts), strict=True):
             if not req.alive:
                 continue
-            req.decode_collected(end - start, max_accept_len)
+            req.decode_collected(end - start, max_accept_len, ran.unfollowed)
             progress = req.progress
             if pure:
                 progress.decode.add(ran.graph, live, padded)

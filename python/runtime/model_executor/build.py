@@ -199,7 +199,7 @@ def make_target(context: WorkerContext, runner: ModelRunner, spec: DrafterSpec) 
     ops, why = select_sampling(context.device, context.config.device.sampling_backend)
     log.info("sampling: %s", why)
     reach = spec.shape.tokens_per_step
-    positions = context.config.model.context_length + PAGE_LOOKAHEAD_STEPS * reach
+    positions = context.config.model.context_length + PAGE_LOOKAHEAD_STEPS * reach + spec.catch_up
     page_table = PageTable(context.running + 1, positions, context.config.cache.page_size, context.device)
     rows = RequestRows(context.running + 1, runner.config.vocab_size, context.device, ops)
     # A prompt step uploads three numbers per token and five per request; a page takes three: one page per token, or the

@@ -97,7 +97,7 @@ def send_to_host(target: TargetModel, iteration: Iteration, result: AcceptResult
         logits = verified.all_logits(live * D)
         logprobs = copy_logprobs(logits, tokens.flatten(), iteration.top_logprobs, index, iteration.mask) if reads else None
     wanted = [tokens, *([lens] if D > 1 else []), *([agreement.differs] if agreement.active else [])] if reads else []
-    stats = StepStats(verified.graph, iteration.size, D - 1, iteration.depth)
+    stats = StepStats(verified.graph, iteration.size, D - 1, iteration.depth, iteration.unfollowed)
     return DecodesPending(iteration, HostCopy(*wanted), logprobs, stats, agreement.active)
 
 
@@ -236,8 +236,6 @@ class Worker:
         """An iteration of the decode rows, int64 [size]. Rows and KV lengths go into the inputs that all runners share."""
         parts, first, size = self.parts, batch.num_prompts, len(rows)
         host_rows, kv_lens = batch.rows[first:], parts.inputs.kv_lens(size)
-        parts.inputs.rows(size).copy_(rows)
-        torch.index_select(parts.target.rows.kv_lens, 0, rows, out=kv_lens)
         bounds = np.zeros(size, dtype=np.int32)
         bounds[: len(host_rows)] = batch.len_bounds[first:]
         is_sample, precedes_sample = parts.monitor.next_iteration(batch.num_decodes)
@@ -245,12 +243,16 @@ class Worker:
         # for neither side.
         needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
         grammar = parts.grammars.step(host_rows, size)
-        replays = first == 0 and depth > 0 and grammar is None and parts.verifier.has_graph(depth, size)
+        is_sample = is_sample and first == 0 and depth > 0 and grammar is None and parts.verifier.has_graph(depth, size)
+        unfollowed = parts.drafter.before(host_rows, batch.len_bounds[first:], depth, needs, is_sample)
+        parts.inputs.rows(size).copy_(rows)
+        torch.index_select(parts.target.rows.kv_lens, 0, rows, out=kv_lens)
         return Iteration(
-            *(depth, host_rows, rows, kv_lens, bounds, needs, k, is_sample and replays, precedes_sample, grammar),
+            *(depth, host_rows, rows, kv_lens, bounds, needs, k, is_sample, precedes_sample, grammar),
             caps=self._caps(host_rows, depth, size),
             greedy=None if parts.depths.controller is None else parts.target.rows.greedy(host_rows),
             started=time.perf_counter(),
+            unfollowed=unfollowed,
         )
 
     def _caps(self, host_rows: Int32, depth: int, size: int) -> DraftCaps | None:

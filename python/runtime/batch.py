@@ -264,6 +264,22 @@ class BatchResult:
     pooled: dict[int, Float32] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class SpeculationChange:
+    """What an operator sets while the server runs. None leaves a value as it is.
+
+    Attributes:
+        depth: K of the following steps, less where the batch or its requests allow less; -1: as configured.
+        acceptance: synthetic acceptance by draft position, all depths.
+    """
+
+    depth: int | None = None
+    acceptance: tuple[float, ...] | None = None
+
+
+UNCHANGED = SpeculationChange()
+
+
 class Pending(Protocol):
     """A step under way."""
 
@@ -286,6 +302,10 @@ class Worker(Protocol):
 
     def info(self) -> WorkerInfo:
         """What was chosen and measured at start-up, and counters since."""
+        ...
+
+    def change_speculation(self, change: SpeculationChange) -> None:
+        """Apply `change` after all steps that were submitted. Raises `RequestError` where this worker cannot."""
         ...
 
     def start_profile(self, folder: str) -> None:

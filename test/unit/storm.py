@@ -187,7 +187,9 @@ class Storm:
             return fresh, None
         page = self.driver.limits.page_size
         row = int(self.rng.choice(sorted(self.driver.kv)))
-        known = (self.driver.prompts[row][: self.prompt_lens[row]] + self.driver.out[row])[: self.driver.kv[row] - self.driver.unfollowed[row]]
+        known = (self.driver.prompts[row][: self.prompt_lens[row]] + self.driver.out[row])[
+            : self.driver.kv[row] - self.driver.unfollowed[row]
+        ]
         whole = (len(known) - 1) // page * page
         if whole == 0:
             return fresh, None

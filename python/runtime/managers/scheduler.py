@@ -246,6 +246,9 @@ class Scheduler:
                 return structs.replace(self.current_stats(), worker=self._worker.info())
             case "flush_cache":
                 return CacheFlushed(pages=self._flush_cache())
+            case "change_speculation":
+                self._worker.change_speculation(message.speculation)
+                return self.current_stats()
             case "start_profile":
                 self._worker.start_profile(message.folder)
                 return ProfileAt(path=message.folder)

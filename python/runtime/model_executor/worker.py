@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from runtime.batch import BatchResult, Int32, Pending, ScheduleBatch, StepStats, WorkerLimits, no_ints
-from runtime.errors import RanksDiffer
+from runtime.batch import BatchResult, Int32, Pending, ScheduleBatch, SpeculationChange, StepStats, WorkerLimits, no_ints
+from runtime.errors import RanksDiffer, RequestError
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.accepter import Accepter
 from runtime.model_executor.depth import DepthControl
@@ -172,6 +172,18 @@ class Worker:
     def run_between_steps(self, function: Callable[[], T]) -> T:
         """Call `function` on the thread that runs steps, after all steps that were submitted. For checks and tests."""
         return self._queue.run(function)
+
+    def change_speculation(self, change: SpeculationChange) -> None:
+        """Choose depths or accept otherwise, after all steps that were submitted."""
+        if change.acceptance is not None and self._followers is not None:
+            raise RequestError("speculative_synthetic_accept_length cannot change where several ranks share the model.")
+        self._queue.run(lambda: self._change_speculation(change))
+
+    def _change_speculation(self, change: SpeculationChange) -> None:
+        if change.depth is not None:
+            self.parts.depths.fix(change.depth)
+        if change.acceptance is not None:
+            self.parts.accepter.force(change.acceptance)
 
     def start_profile(self, folder: str) -> None:
         """Begin a torch trace."""

@@ -12,14 +12,17 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmark.shapes import CONFIGS
 from runtime.layers.torch_ops import TorchOps
-from runtime.model_executor.weight_loader import DUMMY_STD, INDEX
+from runtime.model_executor.weight_loader import DUMMY_STD, FP8_SCALES, INDEX
 from runtime.model_files.safetensors_writer import file_start
 from runtime.model_files.synthetic_tokenizer import write_synthetic_tokenizer
+from runtime.models.decoder import DecoderModel
+from runtime.models.mtp import MtpDraft
 from runtime.models.registry import build_model, load_hf_config
 
 SHARD_BYTES = 2 << 30
@@ -56,11 +59,11 @@ def stored_as(name: str, shape: tuple[int, ...], names: Iterable[str]) -> Stored
         return CODES
     if name.endswith("_scales"):
         return CODE_SCALE
-    if name.endswith("weight_scale_inv"):
+    if name.endswith(FP8_SCALES):
         return FP8_SCALE
     if name.endswith("e_score_correction_bias"):
         return WIDE
-    if name + "_scale_inv" in names:
+    if any(name.removesuffix(".weight") + scale in names for scale in FP8_SCALES):
         return FP8
     return ONES if len(shape) == 1 and "norm" in name else NORMAL
 
@@ -79,30 +82,53 @@ def pools() -> dict[str, memoryview]:
         "codes": codes,
         "code_scale": torch.full((POOL_BYTES,), MXFP4_SCALE, dtype=torch.uint8),
     }
-    return {kind: memoryview(tensor.view(torch.uint8).numpy()).cast("B") for kind, tensor in filled.items()}
+    return {kind: memoryview(tensor.view(torch.uint8).numpy().data).cast("B") for kind, tensor in filled.items()}
+
+
+def target_of(folder: Path) -> DecoderModel:
+    """The model of `folder`/config.json, without weights."""
+    return build_model(load_hf_config(folder), TorchOps(), torch.bfloat16, torch.device("meta"))
 
 
 def expected(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that the model of `folder`/config.json wants."""
-    return build_model(load_hf_config(folder), TorchOps(), torch.bfloat16, torch.device("meta")).expected_weights()
+    """Name and shape of every tensor of the checkpoint: those of the model, and of the layer for multi-token prediction if it has one."""
+    model = target_of(folder)
+    return model.expected_weights() | ({} if model.config.mtp is None else MtpDraft(model).expected_weights())
 
 
-def write(shape: Path, folder: Path, layers: int | None = None) -> Path:
-    """Write config.json, tokenizer and weights of a shape.
+def stored_bytes(wanted: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Bytes of every tensor in the file."""
+    return {name: _bytes(shape, stored_as(name, shape, wanted.keys())) for name, shape in wanted.items()}
+
+
+def read_config(shape: Path) -> dict[str, Any]:
+    """The config.json of a shape."""
+    return json.loads((shape / "config.json").read_text(encoding="utf-8"))
+
+
+def write_config(shape: Path, folder: Path, changes: Mapping[str, Any]) -> Path:
+    """Write the config.json and a tokenizer of a shape, with `changes` to its fields; returns `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = read_config(shape)
+    text = config.get("text_config", config)
+    text |= changes
+    if text.get("layer_types"):
+        text["layer_types"] = text["layer_types"][: text["num_hidden_layers"]]
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    write_synthetic_tokenizer(folder, text["vocab_size"])
+    return folder
+
+
+def write(shape: Path, folder: Path, changes: Mapping[str, Any] | None = None) -> Path:
+    """Write config.json, tokenizer and weights of a shape; returns `folder`.
 
     Args:
         shape: a folder with its config.json.
         folder: where the checkpoint goes; created.
-        layers: only the first so many layers; None for all.
+        changes: fields of config.json with other values.
     """
     started = time.perf_counter()
-    folder.mkdir(parents=True, exist_ok=True)
-    config = json.loads((shape / "config.json").read_text(encoding="utf-8"))
-    if layers is not None:
-        config["num_hidden_layers"] = layers
-        config |= {"layer_types": config["layer_types"][:layers]} if config.get("layer_types") else {}
-    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    write_synthetic_tokenizer(folder, config.get("text_config", config)["vocab_size"])
+    write_config(shape, folder, changes or {})
     wanted = expected(folder)
     forms = {name: stored_as(name, size, wanted.keys()) for name, size in wanted.items()}
     shards = _shards(wanted, forms)
@@ -162,7 +188,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.replace:
         shutil.rmtree(args.folder, ignore_errors=True)
-    write(CONFIGS / args.shape, args.folder, args.layers)
+    write(CONFIGS / args.shape, args.folder, {} if args.layers is None else {"num_hidden_layers": args.layers})
 
 
 if __name__ == "__main__":

@@ -46,7 +46,6 @@ SCRIPTS = {
     "grammar": "Structured output",
     "moe_kernels": "Kernels of sparse layers",
     "model_matrix": "Sparse and quantised models",
-    "block_drafts": "Blocks of drafts",
 }
 """Titles of the generated pages by script."""
 PAGES = ROOT / "docs" / "benchmarks"

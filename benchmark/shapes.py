@@ -118,20 +118,6 @@ def tiny_model() -> Model:
     return _tiny("tiny", target, head)
 
 
-def tiny_sparse_model() -> Model:
-    """A tiny sparse model with an EAGLE-3 head, for smoke runs on a CPU."""
-    folder = Path(tempfile.gettempdir()) / "talon-benchmark"
-    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    sizes |= {"intermediate_size": 128, "max_position_embeddings": 1024, "torch_dtype": "float32", "bos_token_id": 0, "eos_token_id": 1}
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2}
-    draft = {"draft_vocab_size": 256, "target_hidden_size": 64, "num_hidden_layers": 1}
-    for shape, changes in (("qwen3-30b-a3b", experts), ("qwen3-30b-a3b-eagle3", draft)):
-        config = json.loads((CONFIGS / shape / "config.json").read_text(encoding="utf-8")) | sizes | changes
-        (folder / f"tiny-{shape}").mkdir(parents=True, exist_ok=True)
-        (folder / f"tiny-{shape}" / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    return _tiny("tiny-sparse", folder / "tiny-qwen3-30b-a3b", folder / "tiny-qwen3-30b-a3b-eagle3")
-
-
 def _tiny(name: str, target: Path, head: Path) -> Model:
     flags = ("--model-path", str(target), "--load-format", "dummy", "--device", "cpu", "--max-total-tokens", "4096", *_SEED)
     return Model(name, (*flags, "--max-running-requests", "8", "--cpu-threads", "1"), str(head), None)

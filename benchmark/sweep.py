@@ -18,6 +18,8 @@ KEPT = (
     *("mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "mean_itl_ms", "p99_itl_ms"),
     *("mean_e2e_latency_ms", "accept_length", "per_position_acceptance", "graph_hit_rate", "padding_waste"),
 )
+FACTS = ("exchange_micros",)
+"""Facts of the worker that a row holds, where it has them."""
 
 
 class Roof(Protocol):
@@ -67,7 +69,7 @@ def sweep(record: Record, setups: Sequence[Setup], bursts: Sequence[Burst], roof
             for burst in bursts:
                 figures = bench(server, burst.flags)
                 row: Row = {**setup.labels, **burst.labels, **{name: figures[name] for name in KEPT}, "ready_seconds": server.ready_seconds}
-                row["server_flags"] = " ".join(setup.flags)
+                row |= {"server_flags": " ".join(setup.flags)} | {name: found for name in FACTS if (found := server.facts().get(name))}
                 if roof is not None:
                     row |= roof_share(row, roof, READ_BYTES_PER_SECOND.get(machine.slug(record.data["machine"])))
                 record.add(row)
@@ -81,8 +83,8 @@ def roof_share(row: Row, roof: Roof, bytes_per_second: float | None) -> Row:
     if bytes_per_second is None or not row["mean_tpot_ms"]:
         return {}
     context = row["input_len"] + row["output_len"] / 2
-    steps = row.get("steps", 0)
-    accepted = (row["accept_length"] or 1.0) if steps else 1.0
+    accepted = (row["accept_length"] or 1.0) if row.get("steps", 0) else 1.0
+    steps = row.get("steps", 0) if accepted > 1 else 0  # the depth table may choose not to draft
     least = roof.roof_ms(steps, row["concurrency"], context, bytes_per_second)
     measured = row["mean_tpot_ms"] * accepted
     least /= row.get("tp_size", 1)  # each rank reads its part

@@ -1,4 +1,4 @@
-"""Prints a software bill of materials in CycloneDX's JSON form, made from requirements.lock.
+"""Prints a software bill of materials in CycloneDX's JSON form, of what serve.sh installs on a CPU.
 
 python scripts/sbom.py > sbom.json
 """
@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-LOCK = Path(__file__).resolve().parents[1] / "requirements.lock"
+FOLDER = Path(__file__).resolve().parents[1] / "requirements"
+LOCKS = ("torch-cpu.lock", "serve.lock")
 _PIN = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[A-Za-z0-9.+!]+)")
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 
@@ -31,7 +32,8 @@ def components(lock: str) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Print the document."""
-    document = {"bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1, "components": components(LOCK.read_text(encoding="utf-8"))}
+    lock = "".join((FOLDER / name).read_text(encoding="utf-8") for name in LOCKS)
+    document = {"bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1, "components": components(lock)}
     json.dump(document, sys.stdout, indent=1)
     print()
     return 0

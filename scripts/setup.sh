@@ -2,7 +2,7 @@
 # Sourced by serve.sh and test.sh. Defines `talon_setup [EXTRA,EXTRA]`, which activates a .venv in the project's root with the package and
 # the named extras.
 #
-# Installs only if pyproject.toml or the extras changed since the last time. Needs python3 >= 3.10 with venv, and a network the first time.
+# Installs only if pyproject.toml, the locks or the extras changed since the last time. Needs python3 >= 3.10 with venv, and a network the first time.
 
 talon_setup() {
   local extras=${1:-} stamp wanted python
@@ -21,14 +21,24 @@ talon_setup() {
   source .venv/bin/activate
   # An environment with more extras also satisfies a request for fewer.
   stamp=.venv/talon-setup
-  wanted="$(sha256sum <pyproject.toml | cut -c 1-16) $extras"
+  wanted="$(cat pyproject.toml requirements/*.lock | sha256sum | cut -c 1-16) $extras"
   if [ -e "$stamp" ] && grep -qxF "$wanted" "$stamp"; then
     return 0
   fi
   echo "talon: installing into .venv (takes a few minutes, once)" >&2
-  # The version that the benchmarks name; otherwise pip would install a GPU build of the newest release.
-  python -c 'import torch' 2>/dev/null || python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" || return
-  python -m pip install --quiet --disable-pip-version-check -e ".${extras:+[$extras]}" || return
+  python -c 'import torch' 2>/dev/null || talon_torch || return
+  talon_install --require-hashes -r "requirements/$([ -n "$extras" ] && echo test || echo serve).lock" || return
+  talon_install --no-build-isolation -e . || return
   { grep -s "^$(cut -d ' ' -f 1 <<<"$wanted") " "$stamp" || true; echo "$wanted"; [ -z "$extras" ] || echo "${wanted%% *} "; } >"$stamp.new"
   mv "$stamp.new" "$stamp"
+}
+
+talon_install() {
+  python -m pip install --quiet --disable-pip-version-check --no-deps "$@"
+}
+
+# Without a GPU the CPU build; the build with CUDA libraries if there is a GPU, or if PyTorch's own index cannot be reached.
+talon_torch() {
+  command -v nvidia-smi >/dev/null || ! talon_install --retries 1 --require-hashes -r requirements/torch-cpu.lock || return 0
+  talon_install --require-hashes -r requirements/torch.lock
 }

@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
 # Install clients that test/process/test_clients.py cannot have beside the others into .venv/clients: litellm needs an older openai,
-# instructor an older jiter; and OpenAI's client for Node, where there is npm. Does nothing if this file did not change since the last time.
+# instructor an older jiter; and OpenAI's client for Node, where there is npm. Does nothing if nothing changed since the last time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=.venv/clients
-wanted=$(sha256sum <scripts/setup_clients.sh | cut -c 1-16)
+wanted=$(cat scripts/setup_clients.sh requirements/clients.lock | sha256sum | cut -c 1-16)
 if [ -e "$folder/talon-setup" ] && grep -qxF "$wanted" "$folder/talon-setup"; then
   exit 0
 fi
 .venv/bin/python -m venv "$folder"
-# litellm imports mcp for tools without declaring it. Its later releases need a certifi that PyPI's mirrors may lack.
-"$folder/bin/python" -m pip install --quiet --disable-pip-version-check "litellm==1.106.2" "mcp==2.3.0" "instructor==1.17.0"
+"$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/clients.lock
 # Without a registry of Node packages the rest is tested all the same; the test of OpenAI's client for Node is skipped.
 if command -v npm >/dev/null; then
   timeout 120 npm install --silent --no-audit --no-fund --prefix "$folder" openai@6.49.0 || echo "npm cannot install openai; its test is skipped"

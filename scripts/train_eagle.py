@@ -45,10 +45,13 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--answer-tokens", type=int, default=512, help="maximum answer length (default %(default)s)")
     data.add_argument("--held-out", type=int, default=256, help="number of prompts excluded from training (default %(default)s)")
     data.add_argument("--quantization", choices=("int8",), help="quantisation of the target that writes the text, on a CPU")
+    data.add_argument("--engines", type=int, default=1, help="engines that write text side by side (default %(default)s)")
+    data.add_argument("--kinds-share", type=float, default=0.75, help="share of user turns from prompts.yaml (default %(default)s)")
     data.add_argument("--batch", type=int, help="batch size; default: 512 on cuda, 16 on cpu")
     head = p.add_argument_group("head")
     head.add_argument("--draft-vocab-size", type=int, default=8192, help="default %(default)s")
     head.add_argument("--intermediate-size", type=int, help="default: the target's")
+    head.add_argument("--initial-head", type=Path, help="folder of a trained head of the same model to continue from")
     head.add_argument("--aux-layers", type=int, nargs=3, help="layers whose inputs are the features; default: 2, n/2, n-3")
     course = p.add_argument_group("training")
     course.add_argument("--train-minutes", type=float, default=4.5, help="default %(default)s")
@@ -123,6 +126,7 @@ def main(argv: list[str] | None = None) -> None:
                     tokens=args.generate_tokens,
                     held_out=args.held_out,
                     answer_tokens=args.answer_tokens,
+                    kinds_share=args.kinds_share,
                     round_size=256 if on_cuda else 24,
                     workers=3 if on_cuda else 1,
                 ),
@@ -146,6 +150,8 @@ def main(argv: list[str] | None = None) -> None:
                 prompts=args.prompts,
                 measured_tokens=args.measured_tokens,
                 batch_limit=batch,
+                engines=args.engines,
+                initial_head=args.initial_head,
             ),
             phases,
         )

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmark.record import Record, Row
-from benchmark.shapes import plain_roof_ms
 from benchmark.sweep import names
 from benchmark.tuning.clock import median_us
 from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
@@ -56,7 +55,7 @@ class Case:
     def roof_us(self, rate: float | None) -> float | None:
         """Microseconds to read weights, keys and values at `rate` bytes per second."""
         shape = replace(SHAPE, layers=self.layers)
-        return None if rate is None else plain_roof_ms(shape, self.batch, self.length, rate) * 1e3
+        return None if rate is None else shape.roof_ms(0, self.batch, self.length, rate) * 1e3
 
     def row(self, pdl: bool, us: dict[str, float], choices: dict[str, str], rate: float | None) -> Row:
         """A result row: `us` by the parts of the step, `choices` by GEMM."""

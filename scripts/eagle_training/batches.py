@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from eagle_training.conversations import Conversation
@@ -23,20 +24,22 @@ class Batch:
         ids: int64 [B, L], zero behind the end of a row.
         depth: int32 [B, L]. At a position that sees `n + 1` tokens of an answer, including its own, and predicts the
             next: `n`; elsewhere -1. Pass `i` of a chain trains there if `n >= i`: its base is then the token before the
-            answer or a later one, as in serving.
+            answer or a later one, as in serving. It stays on the CPU.
         tokens: number of tokens without padding.
+        numbers: int64 [B], the rows' places in the list of all rows; empty if there is none.
     """
 
     ids: torch.Tensor
     depth: torch.Tensor
     tokens: int
+    numbers: npt.NDArray[np.int64]
 
     def to(self, device: torch.device) -> Batch:
-        """A copy on `device`."""
-        return Batch(self.ids.to(device, non_blocking=True), self.depth.to(device, non_blocking=True), self.tokens)
+        """The batch with its ids on `device`."""
+        return Batch(self.ids.to(device, non_blocking=True), self.depth, self.tokens, self.numbers)
 
 
-def make_batch(rows: Sequence[Sequence[Conversation]], max_length: int) -> Batch:
+def make_batch(rows: Sequence[Sequence[Conversation]], max_length: int, numbers: Sequence[int] = ()) -> Batch:
     """One row per list of conversations, which are concatenated."""
     lengths = [min(sum(len(c.ids) for c in row), max_length) for row in rows]
     width = -(-max(lengths) // ROUND_TO) * ROUND_TO
@@ -52,27 +55,32 @@ def make_batch(rows: Sequence[Sequence[Conversation]], max_length: int) -> Batch
                 first = at + c.answer_start
                 depth[i, first : first + count] = np.arange(count)
             at += len(part)
-    return Batch(torch.from_numpy(ids), torch.from_numpy(depth), sum(lengths))
+    return Batch(torch.from_numpy(ids), torch.from_numpy(depth), sum(lengths), np.array(numbers, dtype=np.int64))
 
 
-def epoch_batches(
-    conversations: Sequence[Conversation], batch_tokens: int, max_length: int, joined_share: float, seed: int, epoch: int
-) -> list[list[list[Conversation]]]:
-    """The batches of one epoch, each a list of rows of conversations; a padded batch has at most `batch_tokens` tokens.
-
-    `joined_share` of the conversations share rows with others, so that the head also sees long contexts.
-    """
-    rng = np.random.default_rng([seed, epoch])
+def join_rows(conversations: Sequence[Conversation], max_length: int, joined_share: float, seed: int) -> list[list[Conversation]]:
+    """The rows of all epochs: `joined_share` of the conversations share rows, so that the head also sees long contexts."""
+    rng = np.random.default_rng(seed)
     order = [conversations[i] for i in rng.permutation(len(conversations))]
     joined = int(len(order) * joined_share)
-    rows = [*_join(order[:joined], max_length, rng), *([c] for c in order[joined:])]
-    rows.sort(key=lambda row: min(sum(len(c.ids) for c in row), max_length))
-    batches: list[list[list[Conversation]]] = [[]]
-    for row in rows:
-        length = -(-min(sum(len(c.ids) for c in row), max_length) // ROUND_TO) * ROUND_TO
-        if batches[-1] and length * (len(batches[-1]) + 1) > batch_tokens:
+    return [*_join(order[:joined], max_length, rng), *([c] for c in order[joined:])]
+
+
+def row_lengths(rows: Sequence[Sequence[Conversation]], max_length: int) -> npt.NDArray[np.int64]:
+    """The tokens of each row, int64."""
+    return np.array([min(sum(len(c.ids) for c in row), max_length) for row in rows], dtype=np.int64)
+
+
+def epoch_batches(lengths: npt.NDArray[np.int64], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """The batches of one epoch as row numbers, of rows of similar length; a padded batch has at most `batch_tokens` tokens."""
+    rng = np.random.default_rng([seed, epoch])
+    order = rng.permutation(len(lengths))
+    padded = -(-lengths // ROUND_TO) * ROUND_TO
+    batches: list[list[int]] = [[]]
+    for number in order[np.argsort(padded[order], kind="stable")].tolist():
+        if batches[-1] and padded[number] * (len(batches[-1]) + 1) > batch_tokens:
             batches.append([])
-        batches[-1].append(row)
+        batches[-1].append(number)
     return [batches[i] for i in rng.permutation(len(batches)) if batches[i]]
 
 

@@ -62,7 +62,7 @@ def cut_loop(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 
 class ShardFolder:
-    """Conversations in numbered files, written atomically, and notes about how they were made."""
+    """Conversations in numbered files of a folder and its subfolders, written atomically, and notes about how they were made."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -70,7 +70,7 @@ class ShardFolder:
 
     def files(self) -> list[Path]:
         """The shards, sorted by number."""
-        return sorted(self.folder.glob("round-*.npz"))
+        return sorted(self.folder.rglob("round-*.npz"))
 
     def next_number(self) -> int:
         """An unused shard number."""

@@ -17,7 +17,10 @@ from runtime import Engine
 from runtime.model_executor.acceptance import AcceptanceCounters
 from runtime.text.tokenizer import Tokenizer
 
-CHAT_PROMPTS = Path(runtime.__file__).parent / "assets" / "chat_prompts.jsonl"
+ASSETS = Path(runtime.__file__).parent / "assets"
+CHAT_PROMPTS, EVERYDAY = ASSETS / "chat_prompts.jsonl", ASSETS / "everyday_prompts.jsonl"
+UNSEEN, TRAINED = "everyday, unseen kinds", "everyday, trained kinds"
+"""The two sets of `EVERYDAY`: kinds of prompts that `prompts.yaml` lacks, and those that it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,12 @@ class PromptSet:
         return PromptSet(self.name, self.prompts[::step], self.kinds[::step])
 
 
-def read_prompts(name: str, path: Path) -> PromptSet:
-    """Read a file of {"kind", "prompt"} lines."""
+def read_prompts(name: str, path: Path, held_out: bool | None = None) -> PromptSet:
+    """Read a file of {"kind", "prompt"} lines; with `held_out` those whose field of this name has the value."""
     if not path.is_file():
         raise SystemExit(f"{path} is missing; run the generate phase first")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = [row for row in rows if held_out is None or row["held_out"] == held_out]
     return PromptSet(name, [row["prompt"] for row in rows], [row["kind"] for row in rows])
 
 
@@ -145,14 +149,15 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def kinds_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Accept lengths of the hand-made prompts by kind, as Markdown; empty if none were measured."""
-    rows = [row for row in rows if len(row["accept_length_by_kind"]) > 1]
-    if not rows:
-        return ""
-    kinds = list(rows[0]["accept_length_by_kind"])
-    lines = ["| steps/topk/draft tokens | device | " + " | ".join(kinds) + " |", "|" + " --- |" * (len(kinds) + 2)]
-    for row in rows:
-        values = " | ".join(f"{row['accept_length_by_kind'][kind]:.2f}" for kind in kinds)
-        lines.append(f"| {row['shape']} | {row['device']} {row['dtype']} | {values} |")
-    return "\n".join(lines)
+def kinds_tables(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Accept lengths by kind, one Markdown table per set with several kinds; empty if there is none."""
+    parts = []
+    for name in dict.fromkeys(row["set"] for row in rows if len(row["accept_length_by_kind"]) > 1):
+        found = [row for row in rows if row["set"] == name]
+        head = [name, *(f"{row['shape']}, {row['device']} {row['dtype']}" for row in found)]
+        lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+        kinds = {kind: [row["accept_length_by_kind"][kind] for row in found] for kind in found[0]["accept_length_by_kind"]}
+        for kind, values in (kinds | {"all": [row["accept_length"] for row in found]}).items():
+            lines.append("| " + " | ".join([kind, *(f"{value:.2f}" for value in values)]) + " |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)

@@ -19,10 +19,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
+from eagle_training.chain_attention import Pair, definition
 from eagle_training.vocabulary import draft_to_target, target_in_draft
 from runtime.models.config import ModelConfig, RopeScaling
 from runtime.models.rotary import build_rope
@@ -89,17 +90,18 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of the chain of passes."""
+    """Attention of the chain of passes; `later` is `chain_attention.definition` or its fast form."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
         self.c = c
+        self.later = definition
         self.q_proj = nn.Linear(2 * c.hidden_size, c.num_q_heads * c.head_dim, bias=False)
         self.k_proj = nn.Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
         self.v_proj = nn.Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
         self.o_proj = nn.Linear(c.num_q_heads * c.head_dim, c.hidden_size, bias=False)
 
-    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, earlier: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, earlier: list[Pair]) -> torch.Tensor:
         """One pass: x [B, L, 2 * hidden] -> [B, L, hidden].
 
         Appends its keys and values [B, G, L, head_dim] to `earlier`, pass 0 first.
@@ -107,27 +109,13 @@ class Attention(nn.Module):
         q, k, v = (proj(x).unflatten(-1, (-1, self.c.head_dim)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos_sin).to(v.dtype), rotate(k, cos_sin).to(v.dtype)
         earlier.append((k, v))
-        out = self._first(q, k, v) if len(earlier) == 1 else self._later(q, earlier)
+        out = self._first(q, k, v) if len(earlier) == 1 else self.later(q, earlier[0], earlier[1:])
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _first(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         groups = self.c.num_q_heads // self.c.num_kv_heads
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def _later(self, q: torch.Tensor, passes: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """Attend causally to pass 0 and to the later passes of the query's own base, with one softmax over both."""
-        (k, v), since = passes[0], passes[1:]
-        B, G, L, size = k.shape
-        grouped = q.reshape(B, G, -1, L, size) * size**-0.5  # [B, G, R, L, size]
-        beyond = torch.ones((L, L), dtype=torch.bool, device=q.device).triu(1)
-        first = (grouped.flatten(2, 3) @ k.transpose(-1, -2)).view(B, G, -1, L, L).float().masked_fill(beyond, -torch.inf)
-        own = torch.stack([(grouped * key[:, :, None]).sum(-1) for key, _ in since], dim=-1).float()
-        weights = torch.cat([first, own], dim=-1).softmax(-1).to(v.dtype)
-        out = (weights[..., :L].flatten(2, 3) @ v).view(B, G, -1, L, size)
-        for j, (_, value) in enumerate(since):
-            out = out + weights[..., L + j, None] * value[:, :, None]
-        return out.flatten(1, 2)
 
 
 class Mlp(nn.Module):
@@ -155,9 +143,7 @@ class MidLayer(nn.Module):
         self.self_attn = Attention(c)
         self.mlp = Mlp(c)
 
-    def forward(
-        self, embeds: torch.Tensor, h: torch.Tensor, cos_sin: torch.Tensor, earlier: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> torch.Tensor:
+    def forward(self, embeds: torch.Tensor, h: torch.Tensor, cos_sin: torch.Tensor, earlier: list[Pair]) -> torch.Tensor:
         """embeds [B, L, hidden] (normed) and the float32 stream h -> the stream after the block."""
         x = torch.cat([embeds, self.hidden_norm(h)], dim=-1)
         h = h + self.self_attn(x, cos_sin, earlier)
@@ -207,6 +193,27 @@ class EagleHead(nn.Module):
             self.lm_head.weight.copy_(target_head[torch.from_numpy(self.vocabulary).to(target_head.device)])
             self.norm.weight.copy_(final_norm)
 
+    def continue_from(self, folder: Path, target_head: torch.Tensor) -> None:
+        """Take the weights of a trained head of the same target; what it lacks starts without effect.
+
+        A wider MLP keeps its new inputs and gets zeros as new outputs. A row of the LM head for a token that the trained
+        head does not draft is the target's, scaled to the trained rows.
+        """
+        old = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+        known = (old.pop("d2t").long() + torch.arange(len(old["lm_head.weight"]))).tolist()
+        rows = {token: row for row, token in enumerate(known)}
+        trained = old["lm_head.weight"]
+        base = target_head.detach().float().cpu()
+        scale = (trained * base[known]).sum() / base[known].square().sum()
+        old["lm_head.weight"] = torch.stack([trained[rows[t]] if t in rows else base[t] * scale for t in self.vocabulary.tolist()])
+        old["fc.weight"] = old["fc.weight"] / self.feature_scale.cpu()
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name.endswith("down_proj.weight"):
+                    parameter.zero_()
+                corner = tuple(slice(0, size) for size in old[name].shape)
+                parameter[corner].copy_(old[name])
+
     def unroll(self, ids: torch.Tensor, features: torch.Tensor, passes: int) -> Iterator[torch.Tensor]:
         """The residual stream after each pass, by base.
 
@@ -221,7 +228,7 @@ class EagleHead(nn.Module):
         L = ids.shape[1]
         h = self.fc(features * self.feature_scale).float()
         embeds = self.midlayer.input_layernorm(F.embedding(ids, self.embed))
-        earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
+        earlier: list[Pair] = []
         for i in range(passes):
             ahead = F.pad(embeds[:, i + 1 :], (0, 0, 0, min(i + 1, L)))
             h = self.midlayer(ahead, h, self.cos_sin[i : i + L], earlier)

@@ -1,4 +1,4 @@
-"""Cross-entropy against the target's distribution; the LM head's GEMM and its gradient run in chunks of rows."""
+"""Cross-entropy against the target's distribution; the LM heads' GEMMs and the gradient run in chunks of rows."""
 
 from __future__ import annotations
 
@@ -13,25 +13,60 @@ CHUNK = 8192
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """The target's distribution at N positions.
+    """The target at N positions; its distribution over the draft's vocabulary is computed where it is needed.
 
     Attributes:
-        probs: [N, Vd], the distribution over the draft's vocabulary; rows sum to one.
-        best: int64 [N], the draft id of the most likely token, -1 if the draft has none.
+        hidden: [N, H], the target's states after its final norm.
+        weight: [Vd, H], the rows of the target's LM head for the draft's vocabulary.
+        best: int64 [N], the draft id of the target's most likely token, -1 if the draft has none.
+        cap: the target's limit on its logits; 0 for none.
     """
 
-    probs: torch.Tensor
+    hidden: torch.Tensor
+    weight: torch.Tensor
     best: torch.Tensor
+    cap: float = 0.0
 
     def rows(self, index: torch.Tensor) -> Teacher:
         """The rows of `index`, int64 [n]."""
-        return Teacher(self.probs[index], self.best[index])
+        return Teacher(self.hidden[index], self.weight, self.best[index], self.cap)
+
+    def scores(self, rows: slice) -> torch.Tensor:
+        """Logits over the draft's vocabulary, [n, Vd], float32."""
+        scores = product(self.hidden[rows], self.weight)
+        return (scores / self.cap).tanh() * self.cap if self.cap else scores
 
 
-@torch.no_grad()
-def teach(scores: torch.Tensor, vocabulary: torch.Tensor, to_draft: torch.Tensor, dtype: torch.dtype) -> Teacher:
-    """The teacher from logits float32 [N, V], with `vocabulary` int64 [Vd] and `to_draft` int64 [V], in `dtype`."""
-    return Teacher(scores[:, vocabulary].softmax(-1).to(dtype), to_draft[scores.argmax(-1)])
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` in float32, summed and kept so on CUDA."""
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return (x @ weight.T).float()
+
+
+def compare(
+    scores: torch.Tensor, taught: torch.Tensor, best: torch.Tensor, hard_share: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss of each row of logits, the most likely ids, and the loss's gradient by `scores`.
+
+    Args:
+        scores: [n, Vd], the draft's logits.
+        taught: float32 [n, Vd], the target's.
+        best, hard_share: see `cross_entropy`.
+
+    Returns:
+        float32 [n], int64 [n], and [n, Vd] in the dtype of `scores`.
+    """
+    if scores.is_cuda:
+        from eagle_training.loss_kernel import compare_rows
+
+        return compare_rows(scores, taught, best, hard_share)
+    counted = (best >= 0).float()[:, None]
+    log_probs = scores.float().log_softmax(-1)
+    wanted = taught.softmax(-1) * (1.0 - hard_share)
+    wanted.scatter_add_(1, best.clamp(min=0)[:, None], torch.full_like(counted, hard_share))
+    losses = -(wanted * log_probs * counted).sum(-1)
+    return losses, scores.argmax(-1), ((log_probs.exp() - wanted) * counted).to(scores.dtype)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -47,17 +82,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         narrow = weight.to(dtype)
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
-            piece, best = x[rows].to(dtype), teacher.best[rows]
-            counted = (best >= 0).float()[:, None]
-            scores = (piece @ narrow.T).float()
-            guesses[rows] = scores.argmax(-1)
-            log_probs = scores.log_softmax(-1)
-            wanted = teacher.probs[rows].float() * (1.0 - hard_share)
-            wanted.scatter_add_(1, best.clamp(min=0)[:, None], torch.full_like(counted, hard_share))
-            total -= (wanted * log_probs * counted).sum()
-            slope = ((log_probs.exp_() - wanted) * counted).to(dtype)
+            piece = x[rows].to(dtype)
+            losses, guesses[rows], slope = compare(piece @ narrow.T, teacher.scores(rows), teacher.best[rows], hard_share)
+            total += losses.sum()
             grad_x[rows] = (slope @ narrow).to(x.dtype)
-            grad_weight += (slope.T @ piece).to(weight.dtype)
+            grad_weight += product(slope.T, piece.T).to(weight.dtype)
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.mark_non_differentiable(guesses)
         return total, guesses

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eagle_training.evaluation import kinds_table, table
+from eagle_training.evaluation import kinds_tables, table
 
 SAME = ("shape", "set", "device", "dtype")
 """Fields that two measured rows must share to be compared."""
@@ -56,13 +56,14 @@ def _acceptance(evaluation: Sequence[Mapping[str, Any]]) -> str:
         "bonus token included. "
         "Rate of a position: accepted drafts among those whose predecessors were accepted. The target wrote the "
         "held-out prompts, which "
-        'are excluded from training; the hand-made prompts are not from the model. "Without loops" excludes answers '
+        "are excluded from training; the everyday and hand-made prompts are not from the model, and of the unseen kinds "
+        'no prompt was used in training. "Without loops" excludes answers '
         "that end in a loop, "
         "which any draft predicts well"
     )
     text += f": {loops}." if loops else ": there were none."
-    kinds = kinds_table(evaluation)
-    return text + "\n\n" + table(evaluation) + (f"\n\nHand-made prompts by kind:\n\n{kinds}" if kinds else "")
+    kinds = kinds_tables(evaluation)
+    return text + "\n\n" + table(evaluation) + (f"\n\nAccept length by kind:\n\n{kinds}" if kinds else "")
 
 
 def _repeat(evaluation: Sequence[Mapping[str, Any]]) -> str:
@@ -83,7 +84,8 @@ def _repeat(evaluation: Sequence[Mapping[str, Any]]) -> str:
         where = dict.fromkeys(f"{row['machine']}, commit {row['commit']}" for row in rows if "machine" in row)
         places += [f"{device} {dtype}: {place}" for place in where]
     return (
-        "Held-out prompts are in `held_out.jsonl`, hand-made prompts in the package's `assets/chat_prompts.jsonl`, the "
+        "Held-out prompts are in `held_out.jsonl`, everyday and hand-made prompts in the package's "
+        "`assets/everyday_prompts.jsonl` and `assets/chat_prompts.jsonl`, the "
         "figures in "
         f"`evaluation.json`. Measured on: {'; '.join(places) or 'not noted'}. To repeat:\n\n```\n" + "\n".join(commands) + "\n```"
     )
@@ -94,9 +96,9 @@ def _data(run: Mapping[str, Any]) -> str:
     if "conversations" not in data:  # trained from another head's data
         return ""
     return (
-        "## Data\n\nWritten by the target: user turns that continue the chat template, partly after a short opener, "
-        "then answers, "
-        f"greedy and at temperatures up to 1. {data['conversations']:,} conversations with {data['answer_tokens']:,} "
+        "## Data\n\nUser turns from templates of many kinds, and turns that the target writes itself as it continues the "
+        "chat template; some with a system prompt, some with a follow-up. The target's answers are "
+        f"greedy or at temperatures from 0.2 to 1. {data['conversations']:,} conversations with {data['answer_tokens']:,} "
         "answer tokens "
         f"({data['greedy_share']:.0%} of them greedy), and {data['held_out']} held-out prompts; loops are cut to two "
         "turns. "
@@ -150,7 +152,7 @@ def _made(phase: Mapping[str, Any]) -> str:
 
 def _limits() -> str:
     return (
-        "## Limits\n\nThe head was trained on the target's answers to short single questions, mostly in English. "
+        "## Limits\n\nThe head was trained on the target's answers to one or two short turns, mostly in English. "
         "Longer contexts, other "
         "languages and other system prompts lower acceptance, but never change the output: every draft is verified."
     )

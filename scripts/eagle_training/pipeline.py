@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,10 +19,10 @@ from benchmark.machine import commit, describe, portable
 from eagle_training.batches import make_batch
 from eagle_training.conversations import Conversation, ShardFolder
 from eagle_training.curves import draw_curves
-from eagle_training.evaluation import CHAT_PROMPTS, Shape, measure, read_prompts, table
+from eagle_training.evaluation import CHAT_PROMPTS, EVERYDAY, TRAINED, UNSEEN, Shape, measure, read_prompts, table
 from eagle_training.head import EagleHead, head_config
 from eagle_training.model_card import SAME, model_card
-from eagle_training.synthesis import Amount, enough, synthesize, train_tokens
+from eagle_training.synthesis import Amount, enough, key_of, synthesize, train_tokens
 from eagle_training.target import FrozenTarget
 from eagle_training.trainer import Course, Trainer
 from eagle_training.vocabulary import answer_counts, coverage, pick_vocabulary
@@ -35,6 +36,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SHOWN_SIZES = (4096, 6144, 8192, 10240, 12288, 16384)
 CONTEXT = 2048
 """Context length of the engines: longer than any conversation here, with little KV."""
+KV_TOKENS = 768
+"""Tokens of KV per running request, on CUDA."""
 MEASURED_TOGETHER = 256
 HAND_MADE = 80
 HELD_OUT = "held_out.jsonl"
@@ -58,6 +61,8 @@ class Plan:
         shapes: the measured shapes.
         prompts: maximum number of held-out prompts.
         measured_tokens: maximum length of measured answers.
+        engines: number of engines that write text side by side.
+        initial_head: folder of a head to continue from, or None.
     """
 
     source: ModelSource
@@ -77,6 +82,8 @@ class Plan:
     prompts: int
     measured_tokens: int
     batch_limit: int
+    engines: int
+    initial_head: Path | None
 
     def engine_options(self, sizes: Sequence[int], most: int) -> dict[str, Any]:
         """Options of an `Engine` for the target with at most `most` running requests; `sizes` are captured batch sizes,
@@ -95,6 +102,7 @@ class Plan:
         }
         if self.device == "cuda":
             options["cuda_graph_bs"] = (*(size for size in sizes if size < most), most)
+            options["max_total_tokens"] = max(most * KV_TOKENS, 2 * CONTEXT)  # several engines share a device
         elif self.threads is not None:
             options["cpu_threads"] = self.threads
         return options
@@ -130,23 +138,55 @@ def run(plan: Plan, phases: Sequence[str]) -> None:
 
 def generate(plan: Plan, notes: Notes) -> None:
     """Write conversations until there are enough, and the held-out prompts next to the head."""
-    shards = ShardFolder(plan.work / "data")
-    if not enough(shards, plan.amount):
-        options = plan.engine_options((64, 128, 192, 256, 320, 384, 448, 512, 640, 768), plan.batch_limit)
-        with Engine(**options, **({"quantization": plan.quantization} if plan.quantization else {})) as engine:
-            synthesize(engine, Tokenizer.load(plan.source.tokenizer_folder), plan.amount, shards)
-        shards.put_note(made=made(plan))
-    conversations = shards.load()
+    if plan.engines == 1:
+        write_part(plan, 0)
+    else:
+        context = multiprocessing.get_context("spawn")
+        parts = [context.Process(target=write_part, args=(plan, part)) for part in range(plan.engines)]
+        for process in parts:
+            process.start()
+        for process in parts:
+            process.join()
+        if failed := sum(process.exitcode != 0 for process in parts):
+            print(f"{failed} of {plan.engines} engines failed; the text of the others is used")
+    conversations = load_data(plan)
+    written = [ShardFolder(folder).note for folder in data_folder(plan).iterdir()]
+    seconds = max(note["seconds"] for note in written)
     greedy = train_tokens([c for c in conversations if c.temperature == 0.0])
     tokens = train_tokens(conversations)
     held_out = list(dict.fromkeys(c.prompt for c in conversations if c.held_out))
     facts = {"conversations": sum(not c.held_out for c in conversations), "answer_tokens": tokens,
-             "greedy_share": greedy / max(tokens, 1), "held_out": len(held_out), "seconds": shards.note["seconds"]}  # fmt: skip
-    notes.put("data", shards.note["made"] | facts)
+             "greedy_share": greedy / max(tokens, 1), "held_out": len(held_out), "seconds": seconds}  # fmt: skip
+    notes.put("data", max((note["made"] for note in written), key=len) | facts)
     lines = [json.dumps({"kind": "held-out", "prompt": prompt}, ensure_ascii=False) for prompt in held_out]
     (plan.output / HELD_OUT).write_text("\n".join([*lines, ""]), encoding="utf-8")
     print(f"data: {facts['conversations']} conversations, {tokens} answer tokens ({facts['greedy_share']:.0%} greedy), "
           f"{len(held_out)} prompts held out, {facts['seconds']:.0f} s")  # fmt: skip
+
+
+def data_folder(plan: Plan) -> Path:
+    """The folder of the parts, one per engine."""
+    return plan.work / "data"
+
+
+def write_part(plan: Plan, part: int) -> None:
+    """Write one engine's part of the text; the first part has the held-out prompts."""
+    amount = dataclasses.replace(
+        plan.amount, part=part, tokens=plan.amount.tokens // plan.engines, held_out=0 if part else plan.amount.held_out
+    )
+    shards = ShardFolder(data_folder(plan) / f"part-{part}")
+    if not enough(shards, amount):
+        options = plan.engine_options((64, 128, 192, 256, 320, 384, 448, 512, 640, 768), plan.batch_limit)
+        with Engine(**options, **({"quantization": plan.quantization} if plan.quantization else {})) as engine:
+            synthesize(engine, Tokenizer.load(plan.source.tokenizer_folder), amount, shards)
+        shards.put_note(made=made(plan))
+
+
+def load_data(plan: Plan) -> list[Conversation]:
+    """All conversations, without those for training whose prompt is held out."""
+    conversations = ShardFolder(data_folder(plan)).load()
+    held_out = {key_of(c.prompt) for c in conversations if c.held_out}
+    return [c for c in conversations if c.held_out or key_of(c.prompt) not in held_out]
 
 
 def made(plan: Plan) -> dict[str, Any]:
@@ -160,11 +200,11 @@ def made(plan: Plan) -> dict[str, Any]:
 
 def train(plan: Plan, notes: Notes) -> None:
     """Train on the data in the work folder, or resume training, and export the head."""
-    conversations = ShardFolder(plan.work / "data").load()
+    conversations = load_data(plan)
     train_set = [c for c in conversations if not c.held_out]
     held_out = [c for c in conversations if c.held_out][:ESTIMATED]
     if not train_set or not held_out:
-        raise SystemExit(f"{plan.work / 'data'} has no training or no held-out conversations; run the generate phase first")
+        raise SystemExit(f"{data_folder(plan)} has no training or no held-out conversations; run the generate phase first")
     if plan.device == "cpu" and plan.threads:
         torch.set_num_threads(plan.threads)
     target = load_target(plan)
@@ -173,14 +213,16 @@ def train(plan: Plan, notes: Notes) -> None:
     trainer = Trainer(head, target, train_set, held_out, plan.course, plan.work / f"seed-{plan.seed}")
     if trainer.resume():
         print(f"resuming at step {trainer.progress.step}")
-    else:
+    elif plan.initial_head is None:
         trainer.calibrate()
-    trainer.run()
+    trainer.run(lambda: head.export(plan.output, target.aux_layers))
     weights = head.export(plan.output, target.aux_layers)
     p = trainer.progress
     settings = dataclasses.asdict(plan.course) | {"amp": str(plan.course.amp).removeprefix("torch.")}
     hidden = ("seed", "save_seconds", "log_steps", "checks", "steps", "seconds")
     settings = {name: value for name, value in settings.items() if name not in hidden}
+    if plan.initial_head is not None:
+        settings["initial_head"] = plan.initial_head.name
     notes.put("training", made(plan) | {"steps": p.step, "tokens": p.tokens, "seconds": p.seconds, "settings": settings})
     notes.put("head", head_facts(head, target.aux_layers, weights))
     figures = {"history": p.history, "checks": p.checks}
@@ -223,6 +265,8 @@ def make_head(plan: Plan, target: FrozenTarget, vocabulary: np.ndarray, train_se
     config = head_config(target.config, plan.intermediate_size or target.config.intermediate_size, len(vocabulary))
     head = EagleHead(config, target.embed, vocabulary, feature_size(target, train_set, plan.course)).to(target.device)
     head.init_weights(target.model.lm_head.weight, target.model.final_norm.weight, torch.Generator().manual_seed(plan.seed))
+    if plan.initial_head is not None:
+        head.continue_from(plan.initial_head, target.model.lm_head.weight)
     return head
 
 
@@ -232,7 +276,7 @@ def feature_size(target: FrozenTarget, conversations: Sequence[Conversation], co
     most = max(1, course.batch_tokens // course.max_length)
     batch = make_batch(rows[:most] or [[conversations[0]]], course.max_length).to(target.device)
     features, _ = target.run(batch.ids)
-    answers = features.flatten(0, 1)[batch.depth.flatten() >= 0].float()
+    answers = features.flatten(0, 1)[(batch.depth.flatten() >= 0).to(target.device)].float()
     return answers.square().mean(0).sqrt().clamp(min=1e-3)
 
 
@@ -253,7 +297,13 @@ def evaluate(plan: Plan, notes: Notes) -> None:
     """Measure acceptance with the server; rows of other devices in evaluation.json are kept."""
     every = max(1, -(-HAND_MADE // plan.prompts))  # a quick run uses fewer
     hand_made = read_prompts("hand-made", CHAT_PROMPTS).every(every)
-    sets = [read_prompts("held-out", plan.output / HELD_OUT).first(plan.prompts), hand_made]
+    unseen, trained = (
+        read_prompts(name, EVERYDAY, held_out).every(max(1, -(-count // plan.prompts)))
+        for name, held_out, count in ((UNSEEN, True, 96), (TRAINED, False, 80))
+    )
+    sets = [unseen, trained, hand_made]
+    if (plan.output / HELD_OUT).is_file():  # a head from elsewhere has no such file
+        sets.insert(0, read_prompts("held-out", plan.output / HELD_OUT).first(plan.prompts))
     rows = []
     for shape in plan.shapes:
         rows += measure(

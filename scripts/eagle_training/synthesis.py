@@ -1,9 +1,10 @@
-"""Training text that the model writes itself: user turns that continue the chat template, then answers to them."""
+"""Training text: user turns of many kinds and such as the model writes itself, and the model's answers to them."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -13,11 +14,17 @@ import numpy as np
 from tqdm import tqdm
 
 from eagle_training.conversations import Conversation, ShardFolder, cut_loop, loop_period
+from eagle_training.kinds import PromptKinds, Turn, is_held_out_kind
 from eagle_training.openers import draw_openers
 from runtime.text.tokenizer import Tokenizer
 
 USER_TEMPERATURES = (0.7, 0.85, 1.0)
-ANSWER_TEMPERATURES = (0.3, 0.6, 0.8, 1.0)
+ANSWER_TEMPERATURES = (0.2, 0.4, 0.7, 1.0)
+ANSWER_LIMITS, LIMIT_SHARES = (64, 128, 256, 512), (0.1, 0.2, 0.4, 0.3)
+LONGEST_FIRST = 256
+"""First answers of at most this many tokens get a follow-up."""
+OWN_TEXTS, SHORTEST_OWN_TEXT, LONGEST_OWN_TEXT = 2048, 200, 600
+"""How many answers are kept as texts to ask about, and their lengths in characters."""
 TOP_P = 0.95
 SENTINEL = "@@the user's turn@@"
 SHORTEST_PROMPT, SHORTEST_ANSWER = 8, 6
@@ -40,8 +47,10 @@ class Amount:
         seed: seed of all random choices.
         seconds: time after which no round starts; running rounds finish.
         tokens: number of training answer tokens after which to stop.
-        held_out: number of prompts for evaluation.
-        sampled_share: share of prompts that get a sampled answer in addition to the greedy one.
+        held_out: number of self-written prompts for evaluation.
+        greedy_share: share of greedy answers; the others are sampled at temperatures from 0.2 to 1.
+        kinds_share: share of user turns of `prompts.yaml`; the model writes the others itself.
+        part: number of this engine, where several write at the same time.
         round_size: user turns per round.
         workers: concurrent rounds, so that the last requests of a round do not leave the device idle.
     """
@@ -52,9 +61,22 @@ class Amount:
     held_out: int
     user_tokens: int = 128
     answer_tokens: int = 512
-    sampled_share: float = 0.35
+    greedy_share: float = 0.5
+    kinds_share: float = 0.75
+    part: int = 0
     round_size: int = 256
     workers: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One answer to write: to a turn, or to its follow-up after the text `answer`; `limit` is its largest length."""
+
+    turn: Turn
+    held_out: bool
+    temperature: float
+    limit: int
+    answer: str | None = None
 
 
 def user_prefix(tokenizer: Tokenizer) -> list[int]:
@@ -76,31 +98,48 @@ class Synthesizer:
 
     def __init__(self, engine: Generator, tokenizer: Tokenizer, amount: Amount, known: Sequence[Conversation] = ()) -> None:
         self._engine, self._tokenizer, self._amount = engine, tokenizer, amount
+        self._kinds = PromptKinds()
         self._prefix = user_prefix(tokenizer)
         self._seen = {key_of(c.prompt) for c in known}
         self._held_out = len({c.prompt for c in known if c.held_out})
+        self._texts: deque[str] = deque(maxlen=OWN_TEXTS)
         self._lock = threading.Lock()
 
     def round(self, number: int) -> list[Conversation]:
-        """New user turns and their answers."""
-        rng = np.random.default_rng([self._amount.seed, number])
-        chosen = [(prompt, self._claim(prompt)) for prompt in self._user_turns(rng)]
-        prompts = [(prompt, place == "held out") for prompt, place in chosen if place != "known"]
-        jobs = [(prompt, held_out, 0.0) for prompt, held_out in prompts]
-        for prompt, held_out in prompts:
-            if not held_out and rng.random() < self._amount.sampled_share:
-                jobs.append((prompt, False, float(rng.choice(ANSWER_TEMPERATURES))))
-        return self._answers(jobs, rng)
+        """New user turns, their answers, and the answers to follow-ups."""
+        rng = np.random.default_rng([self._amount.seed, self._amount.part, number])
+        with self._lock:
+            texts = list(self._texts)
+        drawn = int(self._amount.round_size * self._amount.kinds_share)
+        turns = [self._kinds.draw(rng, texts) for _ in range(drawn)]
+        jobs = [self._job(turn, rng) for turn in turns if self._claim(turn.prompt, False) == "train"]
+        for prompt in self._user_turns(self._amount.round_size - drawn, rng):
+            place = self._claim(prompt, True)
+            if place == "held out":
+                jobs.append(Job(Turn(prompt), True, 0.0, self._amount.answer_tokens))
+            elif place == "train":
+                jobs.append(self._job(self._kinds.around(prompt, rng, texts), rng))
+        first = self._answer(jobs, rng)
+        again = [
+            self._job(job.turn, rng, text)
+            for job, (talk, text) in zip(jobs, first, strict=True)
+            if job.turn.follow_up is not None and not job.held_out and 0 < talk.answer_tokens < min(job.limit, LONGEST_FIRST)
+        ]
+        return [talk for talk, _ in first + self._answer(again, rng) if talk.held_out or talk.answer_tokens >= SHORTEST_ANSWER]
 
-    def _user_turns(self, rng: np.random.Generator) -> list[str]:
-        openers = draw_openers(self._amount.round_size, rng)
+    def _job(self, turn: Turn, rng: np.random.Generator, answer: str | None = None) -> Job:
+        temperature = 0.0 if rng.random() < self._amount.greedy_share else float(rng.choice(ANSWER_TEMPERATURES))
+        limit = min(int(rng.choice(ANSWER_LIMITS, p=LIMIT_SHARES)), self._amount.answer_tokens)
+        return Job(turn, False, temperature, limit, answer)
+
+    def _user_turns(self, count: int, rng: np.random.Generator) -> list[str]:
+        openers = draw_openers(count, rng)
         sampling = [
             {"temperature": float(t), "top_p": TOP_P, "max_new_tokens": self._amount.user_tokens, "seed": int(rng.integers(1 << 62))}
             for t in rng.choice(USER_TEMPERATURES, len(openers))
         ]
-        outputs = self._engine.generate(
-            input_ids=[self._prefix + self._tokenizer.encode_plain(o) for o in openers], sampling_params=sampling
-        )
+        ids = [self._prefix + self._tokenizer.encode_plain(o) for o in openers]
+        outputs = self._engine.generate(input_ids=ids, sampling_params=sampling) if ids else []
         turns = []
         for opener, output in zip(openers, outputs, strict=True):
             text = (opener + output["text"]).strip()
@@ -108,32 +147,41 @@ class Synthesizer:
                 turns.append(text)
         return turns
 
-    def _claim(self, prompt: str) -> str:
+    def _claim(self, prompt: str, may_be_held_out: bool) -> str:
         key = key_of(prompt)
         with self._lock:
-            if not key or key in self._seen:
+            if not key or key in self._seen or is_held_out_kind(prompt):
                 return "known"
             self._seen.add(key)
-            if self._held_out < self._amount.held_out:
+            if may_be_held_out and self._held_out < self._amount.held_out:
                 self._held_out += 1
                 return "held out"
         return "train"
 
-    def _answers(self, jobs: list[tuple[str, bool, float]], rng: np.random.Generator) -> list[Conversation]:
-        prompts = [self._tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt, _, _ in jobs]
-        sampling = [
-            {"temperature": t, "max_new_tokens": self._amount.answer_tokens, "seed": int(rng.integers(1 << 62))} for _, _, t in jobs
-        ]
+    def _answer(self, jobs: Sequence[Job], rng: np.random.Generator) -> list[tuple[Conversation, str]]:
+        """The conversation of each job, and the text of its answer; the loop of an answer for training is cut."""
+        prompts = [self._tokenizer.encode_chat(job.turn.messages(job.answer)) for job in jobs]
+        sampling = [{"temperature": job.temperature, "max_new_tokens": job.limit, "seed": int(rng.integers(1 << 62))} for job in jobs]
         outputs = self._engine.generate(input_ids=prompts, sampling_params=sampling) if jobs else []
         found = []
-        for (prompt, held_out, temperature), ids, output in zip(jobs, prompts, outputs, strict=True):
+        for job, ids, output in zip(jobs, prompts, outputs, strict=True):
             answer = np.array(output["output_ids"], dtype=np.int32)
-            if not held_out:
+            if not job.held_out:
+                looping = loop_period(answer)[0] > 0
                 answer = cut_loop(answer)
-            if held_out or len(answer) >= SHORTEST_ANSWER:
-                whole = np.concatenate([np.array(ids, dtype=np.int32), answer])
-                found.append(Conversation(whole, len(ids), temperature, prompt, held_out))
+                if not looping and len(output["text"]) >= SHORTEST_OWN_TEXT:
+                    with self._lock:
+                        self._texts.append(own_text(output["text"]))
+            whole = np.concatenate([np.array(ids, dtype=np.int32), answer])
+            found.append((Conversation(whole, len(ids), job.temperature, job.turn.prompt, job.held_out), output["text"].strip()))
         return found
+
+
+def own_text(text: str) -> str:
+    """The whole sentences at the beginning of an answer, as a text to ask about."""
+    start = text.strip()[:LONGEST_OWN_TEXT]
+    whole, stop, _ = start.rpartition(". ")
+    return whole + stop.strip() if stop else start
 
 
 def enough(shards: ShardFolder, amount: Amount) -> bool:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,15 @@ import msgspec
 import torch
 from tqdm import tqdm
 
-from eagle_training.batches import Batch, epoch_batches, make_batch
+from eagle_training.batches import Batch, epoch_batches, join_rows, make_batch, row_lengths
+from eagle_training.chain_attention import chain_attention, kernel_agrees
 from eagle_training.conversations import Conversation
 from eagle_training.estimate import estimate
+from eagle_training.features import FeatureCache, Seen
 from eagle_training.head import EagleHead
-from eagle_training.loss import cross_entropy, teach
+from eagle_training.loss import Teacher, cross_entropy
 from eagle_training.target import FrozenTarget
 
-TEACH_ROWS = 8192
-"""Positions per chunk of logits over the target's whole vocabulary."""
 BETAS = (0.9, 0.95)
 NORM_SCALES = (1.0, 0.5, 0.3, 0.2, 0.1, 0.05)
 CALIBRATION_ROWS = 16
@@ -45,7 +45,7 @@ class Course:
         warmup: share of the training in which the learning rate rises.
         pass_decay: weight of a pass's loss relative to the previous pass.
         hard_share: see `loss.cross_entropy`.
-        joined_share: see `batches.epoch_batches`.
+        joined_share: see `batches.join_rows`.
         amp: dtype of GEMMs.
         save_seconds: seconds between checkpoints.
         checks: number of held-out estimates during training.
@@ -98,12 +98,17 @@ class Trainer:
         folder: Path,
     ) -> None:  # fmt: skip
         self.head, self.target, self.course, self.folder = head, target, course, folder
-        self._train, self._held_out = train, held_out
+        self._rows, self._held_out = join_rows(train, course.max_length, course.joined_share, course.seed), held_out
+        self._lengths = row_lengths(self._rows, course.max_length)
+        self.seen = FeatureCache(target, self._lengths)
         self.progress = Progress()
         vocabulary = torch.from_numpy(head.vocabulary).to(target.device)
         to_draft = torch.full((target.config.vocab_size,), -1, dtype=torch.int64, device=target.device)
         to_draft[vocabulary] = torch.arange(len(vocabulary), device=target.device)
-        self._vocabulary, self._to_draft = vocabulary, to_draft
+        self._to_draft, self._target_rows = to_draft, target.model.lm_head.weight[vocabulary].to(course.amp)
+        attention, c = head.midlayer.self_attn, head.config
+        if kernel_agrees(c.num_q_heads, c.num_kv_heads, c.head_dim, target.device, course.amp):
+            attention.later = chain_attention
         decayed = [p for p in head.parameters() if p.dim() == 2]
         plain = [p for p in head.parameters() if p.dim() != 2]
         self.optimizer = torch.optim.AdamW(
@@ -122,32 +127,27 @@ class Trainer:
         c = self.course
         for group in self.optimizer.param_groups:
             group["lr"] = c.learning_rate * rate_at(self._done(), c.warmup)
-        features, hidden = self.target.run(batch.ids)
-        loss, shares = self._loss(batch, features, hidden)
+        loss, shares = self._loss(batch, self.seen.get(batch))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), c.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach(), shares
 
-    def _loss(self, batch: Batch, features: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        c, head = self.course, self.head
-        places = torch.nonzero(batch.depth.flatten() >= 0).flatten()  # positions whose next token is trained
-        depth = batch.depth.flatten()[places]
-        teacher = [
-            teach(self.target.logits(rows), self._vocabulary, self._to_draft, c.amp)
-            for rows in hidden.flatten(0, 1)[places].split(TEACH_ROWS)
-        ]
-        probs, best = torch.cat([t.probs for t in teacher]), torch.cat([t.best for t in teacher])
-        total, weights, shares = torch.zeros((), device=probs.device), 0.0, []
-        amp = torch.autocast(self.target.device.type, c.amp, enabled=c.amp != torch.float32)
+    def _loss(self, batch: Batch, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
+        c, head, device = self.course, self.head, self.target.device
+        depth = batch.depth.flatten()
+        hidden, best = seen.hidden.flatten(0, 1), self._to_draft[seen.best.flatten()]
+        total, weights, shares = torch.zeros((), device=device), 0.0, []
+        amp = torch.autocast(device.type, c.amp, enabled=c.amp != torch.float32)
         with amp:
-            for i, h in enumerate(head.unroll(batch.ids, features, c.passes)):
-                taught = torch.nonzero(depth >= i).flatten()
-                rows = h.flatten(0, 1)[places[taught] - i - 1]
-                lesson = type(teacher[0])(probs[taught], best[taught])
+            for i, h in enumerate(head.unroll(batch.ids, seen.features, c.passes)):
+                # Positions whose next token is trained; found on the CPU, where nothing waits for the device.
+                places = torch.nonzero(depth >= i).flatten().to(device, non_blocking=True)
+                rows = h.flatten(0, 1)[places - i - 1]
+                lesson = Teacher(hidden[places].to(c.amp), self._target_rows, best[places], self.target.config.final_softcap)
                 summed, guesses = cross_entropy(head.norm(rows), head.lm_head.weight, lesson, c.hard_share, c.amp)
-                weight, count = c.pass_decay**i, max(len(taught), 1)
+                weight, count = c.pass_decay**i, max(len(places), 1)
                 total = total + weight * summed / count
                 weights += weight
                 shares.append((guesses == lesson.best).float().sum() / count)
@@ -161,21 +161,21 @@ class Trainer:
         distribution.
         """
         batch = next(self._batches())
-        few = Batch(batch.ids[:CALIBRATION_ROWS], batch.depth[:CALIBRATION_ROWS], 0)
+        few = Batch(batch.ids[:CALIBRATION_ROWS], batch.depth[:CALIBRATION_ROWS], 0, batch.numbers[:CALIBRATION_ROWS])
         self.progress.index -= 1
-        features, hidden = self.target.run(few.ids)
+        seen = self.seen.get(few)
         weight = self.head.norm.weight
         whole = weight.clone()
         losses = {}
         for scale in NORM_SCALES:
             weight.copy_(whole * scale)
-            losses[scale] = float(self._loss(few, features, hidden)[0])
+            losses[scale] = float(self._loss(few, seen)[0])
         weight.copy_(whole * min(losses, key=losses.__getitem__))
 
     # ---- the run
 
-    def run(self) -> None:
-        """Train from the current state to the end."""
+    def run(self, saved_too: Callable[[], object] = lambda: None) -> None:
+        """Train from the current state to the end; `saved_too` runs with each checkpoint."""
         p, c = self.progress, self.course
         total = c.steps or max(int(c.seconds), 1)
         losses: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -198,6 +198,7 @@ class Trainer:
                     self.check()
                 if time.monotonic() - saved > c.save_seconds:
                     self.save()
+                    saved_too()
                     saved = time.monotonic()
                 clock = time.monotonic()
         if losses:
@@ -220,10 +221,11 @@ class Trainer:
     def _batches(self) -> Iterator[Batch]:
         p, c = self.progress, self.course
         while True:
-            batches = epoch_batches(self._train, c.batch_tokens, c.max_length, c.joined_share, c.seed, p.epoch)
+            batches = epoch_batches(self._lengths, c.batch_tokens, c.seed, p.epoch)
             while p.index < len(batches):
                 p.index += 1
-                batch = make_batch(batches[p.index - 1], c.max_length)
+                numbers = batches[p.index - 1]
+                batch = make_batch([self._rows[number] for number in numbers], c.max_length, numbers)
                 if bool((batch.depth >= 0).any()):
                     yield batch.to(self.target.device)
             p.epoch, p.index = p.epoch + 1, 0

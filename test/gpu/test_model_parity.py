@@ -5,28 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from runtime.batch import ForwardMode
+from gpu.one_request import DEVICE, LENGTH, PARTS, OneRequest, errors
 from runtime.errors import ConfigError
-from runtime.layers.attention.base import plan_pass
 from runtime.layers.backend_selection import select_ops
-from runtime.layers.forward_batch import ForwardBatch
-from runtime.mem_cache.kv_pool import PageTable
-from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.weight_loader import safetensors_weights
 from runtime.models.registry import build_model, load_hf_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-DEVICE = torch.device("cuda")
 BACKENDS = ["fa3", "flashinfer"]
 VOCAB = 1003
 """No multiple of any tile."""
-LENGTH, PAGE = 181, 16
-PASSES = [(100, 0), (57, 0), (4, 4), (4, 4), *[(1, 1)] * 16]
-"""Tokens and row width of each pass: two chunks of a prompt, verify windows, decode steps."""
 WORSE = 1.5
 """How much larger our mean error may be than that of `transformers`."""
 COMMON: dict[str, Any] = {
@@ -93,61 +84,23 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return Checkpoint(request.param, tmp_path_factory.mktemp("model"))
 
 
-class OneRequest:
-    """Our model in bfloat16 over scattered pages of request row 2."""
-
-    def __init__(self, folder: Path, backend: str) -> None:
-        config, dtype = load_hf_config(str(folder)), torch.bfloat16
-        model = build_model(config, select_ops(DEVICE, dtype)[0], dtype, DEVICE)
-        model.load(safetensors_weights(str(folder), DEVICE, progress=False))
-        self.table = PageTable(3, 256, PAGE, DEVICE)
-        pages = np.random.default_rng(0).permutation(64)[: self.table.max_pages] + 1
-        self.table.pages[2] = torch.from_numpy(pages.astype(np.int32))
-        self.runner = ModelRunner(model, config, backend, dtype, DEVICE)
-        self.runner.allocate(64, self.table, 4, 4, 1)
-        self.ids: list[int] = []
-
-    def logits(self, ids: torch.Tensor, start: int, width: int) -> torch.Tensor:
-        """Logits of the tokens `ids`, which begin at position `start`; width 0 is a chunk of a prompt."""
-        n = len(ids)
-        positions, rows = torch.arange(start, start + n, device=DEVICE), torch.full((n,), 2, device=DEVICE)
-        mode = {0: ForwardMode.EXTEND, 1: ForwardMode.DECODE}.get(width, ForwardMode.TARGET_VERIFY)
-        batch = ForwardBatch(
-            mode=mode,
-            batch_size=1,
-            tokens_per_req=width,
-            input_ids=ids.to(DEVICE),
-            positions=positions,
-            out_cache_loc=self.table.slots(rows, positions),
-            req_pool_indices=rows[:1],
-            seq_lens=torch.tensor([start + n], dtype=torch.int32, device=DEVICE),
-            qo_indptr=torch.tensor([0, n], dtype=torch.int32, device=DEVICE),
-            seq_len_bounds=np.array([start + n], dtype=np.int32),
-            extend_lens=np.array([n], dtype=np.int32) if width == 0 else None,
-        )
-        plan_pass(self.runner.backend, batch)
-        return self.runner.model.logits(self.runner.model.forward(batch)[0]).double()
-
-
-def errors(got: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Relative error of each position's logits."""
-    return (got - exact).norm(dim=1) / exact.norm(dim=1)
+def one_request(folder: Path, backend: str) -> OneRequest:
+    """The model of a folder in bfloat16."""
+    dtype = torch.bfloat16
+    model = build_model(load_hf_config(str(folder)), select_ops(DEVICE, dtype)[0], dtype, DEVICE)
+    model.load(safetensors_weights(str(folder), DEVICE, progress=False))
+    return OneRequest(model, backend, dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logits_of_prompts_windows_and_decode_steps_follow_transformers(checkpoint: Checkpoint, backend: str) -> None:
     if (checkpoint.name, backend) == ("gpt-oss", "flashinfer"):
         with pytest.raises(ConfigError, match="Attention backend flashinfer does not support attention sinks"):
-            OneRequest(checkpoint.folder, backend)
+            one_request(checkpoint.folder, backend)
         return
-    request, parts, start = OneRequest(checkpoint.folder, backend), [], 0
-    with torch.inference_mode():
-        for count, width in PASSES:
-            parts.append(request.logits(checkpoint.ids[start : start + count], start, width))
-            start += count
-    assert start == LENGTH
-    ours, theirs = errors(torch.cat(parts), checkpoint.exact), errors(checkpoint.theirs, checkpoint.exact)
+    got = one_request(checkpoint.folder, backend).all_logits(checkpoint.ids)
+    ours, theirs = errors(got, checkpoint.exact), errors(checkpoint.theirs, checkpoint.exact)
     print(f"{backend}: mean error {ours.mean():.2e}, transformers {theirs.mean():.2e}; largest {ours.max():.2e} and {theirs.max():.2e}")
     assert theirs.mean() < 0.05, "the reference itself is off: the model is too wild for the comparison"
-    for part in (slice(0, 157), slice(157, 165), slice(165, LENGTH)):
+    for part in PARTS:
         assert ours[part].mean() <= WORSE * theirs.mean(), f"positions {part.start} to {part.stop}"

@@ -66,8 +66,7 @@ def kill(model: Path, victim: Victim, phase: Phase, rng: random.Random) -> Round
         process.send_signal(signal.SIGKILL)
         noticed = _gone(children) - started if victim == "http" else _said(server, f"the {victim} process died") - started
         status = server.process.wait(PATIENCE)
-        _, alive = psutil.wait_procs(children, timeout=2.0)
-        return Round(status, round(noticed, 3), len(alive), len(server.folders()))
+        return Round(status, round(noticed, 3), sum(map(_runs, children)), len(server.folders()))
 
 
 def _reach(server: Server, phase: Phase, rng: random.Random) -> list[psutil.Process]:
@@ -102,8 +101,16 @@ def _said(server: Server, text: str) -> float:
 
 
 def _gone(children: list[psutil.Process]) -> float:
-    psutil.wait_procs(children, timeout=PATIENCE)
+    _wait(lambda: not any(map(_runs, children)))
     return time.monotonic()
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether a process has not ended. An orphan that ended is a zombie until process 1 reaps it, which may take seconds."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _wait(true: Any) -> None:

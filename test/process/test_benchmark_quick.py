@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
     ("script", "flags", "rows"),
     [
         ("serving_matrix", ["--modes", "eagle"], 2),
-        ("model_matrix", ["--modes", "eagle"], 2),
-        ("block_drafts", [], 2),
+        ("model_matrix", ["--modes", "drafts", "--models", "qwen3-30b-a3b,qwen3-30b-a3b-fp8,gpt-oss-20b,gpt-oss-120b,mimo-7b"], 5),
+        ("model_matrix", ["--modes", "drafts", "--models", "glm-4.7-flash,gemma-4-31b,minimax-m2.5"], 3),
+        ("model_matrix", ["--modes", "drafts", "--models", "deepseek-v3-8-layers,deepseek-v3-4-layers"], 2),
         ("draft_extend_graph", [], 4),
         ("draft_extend_graph", ["--in-process"], 8),
         ("crossover", [], 6),

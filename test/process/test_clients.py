@@ -16,8 +16,6 @@ import anthropic
 import client_script as script
 import llm
 import openai
-import pydantic_ai
-import pydantic_ai.messages as parts
 import pytest
 from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
 from browser import Page, find
@@ -27,8 +25,12 @@ from langchain_core.messages import convert_to_messages
 from langchain_openai import ChatOpenAI
 from llm.default_plugins.openai_models import Chat
 from llm.parts import ToolCallPart, ToolResultPart
-from pydantic_ai.models.openai import OpenAIChatModel
-from pydantic_ai.providers.openai import OpenAIProvider
+
+if sys.version_info >= (3, 11):
+    import pydantic_ai
+    import pydantic_ai.messages as parts
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
 
 HERE = Path(__file__).parent
 OTHERS = Path(sys.prefix) / "clients"
@@ -194,6 +196,7 @@ def test_langchain(server: Embedded) -> None:
     server.quiet()
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="pydantic-ai needs Python 3.11")
 def test_pydantic_ai(server: Embedded) -> None:
     model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{server.url}/v1", api_key="none"))
     settings: Any = {"temperature": 0, "max_tokens": 80}

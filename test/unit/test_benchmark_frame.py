@@ -22,6 +22,7 @@ from benchmark import (
     client_agreement,
     crossover,
     draft_extend_graph,
+    layer_times,
     machine,
     modes,
     phases,
@@ -37,8 +38,9 @@ from benchmark import (
 from benchmark.chat_text import chat_text
 from benchmark.engine_loop import Served
 from benchmark.markdown import cell, change, percent, table
+from benchmark.model_bytes import roof_of
 from benchmark.record import RESULTS, Record
-from benchmark.step_bytes import ModelRoof, StepBytes
+from benchmark.step_bytes import Experts, ModelRoof, StepBytes
 from benchmark.sweep import random_ids, roof_share
 
 from runtime.bench.datasets import embedded_prompts
@@ -89,20 +91,47 @@ def test_roof_share_is_per_iteration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "draft", "plain", "drafts"),
+    ("target", "algorithm", "draft", "plain", "drafts"),
     [
-        ("llama-3-8b", "llama-3-8b-eagle", [284, 3807], [543, 7477]),
-        ("qwen3-30b-a3b", "qwen3-30b-a3b-eagle3", [693, 1640], [642, 2741]),
-        ("qwen3-30b-a3b-fp8", "qwen3-30b-a3b-eagle3", [1230, 3060], [1157, 5141]),
-        ("gpt-oss-20b", "gpt-oss-20b-eagle3", [1153, 5745], [1288, 11466]),
+        ("llama-3-8b", "EAGLE", "llama-3-8b-eagle", [284, 3807], [543, 7476]),
+        ("qwen3-30b-a3b-fp8", "EAGLE3", "qwen3-30b-a3b-eagle3", [1229, 3060], [1154, 5137]),
+        ("gpt-oss-20b", "EAGLE3", "gpt-oss-20b-eagle3", [1153, 5739], [1280, 11417]),
+        ("glm-4.7-flash", "MTP", None, [597, 1696], [569, 2674]),
+        ("mimo-7b", "MTP", None, [304, 3940], [663, 8689]),
     ],
 )
-def test_roof_counts_distinct_experts_and_small_weights(target: str, draft: str, plain: list[int], drafts: list[int]) -> None:
-    """Tokens per second at concurrency 1 and 16, context 1500 and accept length 2.5."""
-    folder = shapes.CONFIGS / target
-    roof = ModelRoof(StepBytes.of_target(folder), StepBytes.of_draft(shapes.CONFIGS / draft, folder))
+def test_roof_counts_the_bytes_of_a_checkpoint(target: str, algorithm: str, draft: str | None, plain: list[int], drafts: list[int]) -> None:
+    """Tokens per second at concurrency 1 and 16, context 1500, three drafts and accept length 2.5."""
+    hot_tokens = 32000 if target == "mimo-7b" else None
+    roof = roof_of(shapes.CONFIGS / target, algorithm, None if draft is None else shapes.CONFIGS / draft, hot_tokens)
     assert [round(1000 * c / roof.roof_ms(0, c, 1500, 4.32e12)) for c in (1, 16)] == plain
     assert [round(2500 * c / roof.roof_ms(3, c, 1500, 4.32e12)) for c in (1, 16)] == drafts
+
+
+def test_ranks_read_replicated_weights_and_latent_rows_each() -> None:
+    roof = StepBytes(100.0, Experts(8, 2, 10.0, 1), full_kv=4.0, whole=20.0, shared_kv=True)
+    assert roof.of_ranks(2).read(1, 1, 3) == roof.read(1, 1, 3) + 20 + 4 * 3
+
+
+def test_block_draft_runs_once_per_iteration() -> None:
+    target, draft = StepBytes(100.0, None, 0.0), StepBytes(10.0, None, 0.0, first=1.0)
+    assert ModelRoof(target, draft).bytes(3, 1, 0) == 131
+    assert ModelRoof(target, draft, one_pass=True).bytes(15, 1, 0) == 111
+
+
+def test_layer_times_extrapolate_by_bytes_and_exchanges() -> None:
+    part = layer_times.Part(ms=0.12, exchanges=2, bytes={2: 100.0, 8: 120.0})
+    assert part.on(8, 2, 0.01, 0.02) == pytest.approx(0.1 * (120 / 8) / (100 / 2) + 0.04)
+    shared = {"mode": "plain", "concurrency": 1, "steps": 0, "tp_size": 2, "input_len": 1000, "output_len": 1000, "accept_length": None}
+    shared |= {"exchange_micros": {"8192": "2.5 / 7.3", "32768": "2.9 / 8.0"}}
+    rows = [
+        shared | {"model": name, "iteration_ms": ms, "roof_ms": roof}
+        for name, ms, roof in ((layer_times.MORE, 1.3, 0.7), (layer_times.FEWER, 0.9, 0.5))
+    ]
+    text = layer_times.summary(rows)
+    assert "| plain, c=1 | 0.100 | 0.050 | 50% | 2.9 |" in text
+    assert "assumptions" in text
+    assert layer_times.summary(rows[:1]) == ""
 
 
 def test_random_checkpoint_loads_into_its_model(tmp_path: Path) -> None:

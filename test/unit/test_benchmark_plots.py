@@ -144,14 +144,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "moe_kernels": [{"shape": s, "rows": r, "roof_share": 0.8} for s in ("qwen3-30b-a3b", "gpt-oss-20b") for r in (1, 16, 8192)],
     "model_matrix": [
         {"model": "gpt-oss-20b", "mode": mode, "concurrency": c, "output_throughput": 90.0 * c}
-        for mode in ("plain", "eagle")
+        for mode in ("plain", "accept-2.5")
         for c in (1, 16)
     ],
     "memory_limits": [{"case": "8b-plain", "unused": 0.01, "graphs": [graph("target decode")]}, {"case": "bad", "error": "out of memory"}],
-    "block_drafts": [
-        {"mode": mode, "concurrency": 1, "output_throughput": speed, "roof_share": 0.9}
-        for mode, speed in (("plain", 63.0), ("accept-3", 170.0))
-    ],
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,13 @@ THOUGHTLESS = (
 @pytest.mark.parametrize("opening", ["", "<think>\n"])
 @pytest.mark.parametrize("parts", [False, True])
 def test_continuing_a_thought_that_the_template_removes(tmp_path: Path, opening: str, parts: bool) -> None:
-    tokenizer = _tokenizer(tmp_path, THOUGHTLESS)
     thought = "<think>\nLet me <|im_end|>"
     content = [{"type": "text", "text": thought}] if parts else thought
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]
     template = THOUGHTLESS.replace("m.content.split", "m.content[0].text.split" if parts else "m.content.split").replace("OPENING", opening)
     options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
-    ids = tokenizer.encode_chat(chat, chat_template=template, **options)
+    tokenizer = _tokenizer(tmp_path, template)
+    ids = tokenizer.encode_chat(chat, **options)
     assert tokenizer.decode(ids, skip_special_tokens=False) == f"<|im_start|>user\nq<|im_end|><|im_start|>assistant\n{thought}"
     assert [i for i in ids if i in tokenizer.special_ids] == [1, 2, 1], "the message makes no control token"
 
@@ -138,13 +139,12 @@ def test_messages_never_make_control_tokens(chatml: Tokenizer, texts: list[str])
 def test_adjacent_texts_never_join_to_a_control_token(
     tmp_path_factory: pytest.TempPathFactory, first: str, second: str, template: str
 ) -> None:
-    tokenizer = _cached_tokenizer(tmp_path_factory)
+    tokenizer = _cached_tokenizer(tmp_path_factory, template)
     parts = template is not LLAMA3
     content: Any = [{"type": "text", "text": first}, {"type": "text", "text": second}] if parts else first
     harmless: Any = [{"type": "text", "text": "x"}] if parts else "x"
     made, expected = (
-        [i for i in tokenizer.encode_chat([{"role": "user", "content": c}], chat_template=template) if i in tokenizer.special_ids]
-        for c in (content, harmless)
+        [i for i in tokenizer.encode_chat([{"role": "user", "content": c}]) if i in tokenizer.special_ids] for c in (content, harmless)
     )
     assert made == expected
 
@@ -152,10 +152,10 @@ def test_adjacent_texts_never_join_to_a_control_token(
 _CACHE: dict[str, Tokenizer] = {}
 
 
-def _cached_tokenizer(factory: pytest.TempPathFactory) -> Tokenizer:
-    if "it" not in _CACHE:
-        _CACHE["it"] = _tokenizer(factory.mktemp("joined"))
-    return _CACHE["it"]
+def _cached_tokenizer(factory: pytest.TempPathFactory, template: str) -> Tokenizer:
+    if template not in _CACHE:
+        _CACHE[template] = _tokenizer(factory.mktemp("joined"), template)
+    return _CACHE[template]
 
 
 def test_text_around_a_spelled_control_token_is_encoded_whole(chatml: Tokenizer) -> None:
@@ -204,11 +204,29 @@ def test_bad_template_is_a_400_without_internals(chatml: Tokenizer, template: st
     assert caught.value.status == 400
 
 
-def test_loops_without_output_hit_the_time_limit(chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+DOUBLING = "{% set s = namespace(t='x' * 65536) %}{% for i in range(40) %}{% set s.t = s.t ~ s.t %}{% endfor %}{{ s.t | length }}"
+
+
+@pytest.mark.parametrize("template", [DOUBLING, "{{ 'x' | center(10 ** 10) }}", "{{ '%0999999999d' % 1 }}"])
+def test_a_template_of_a_request_has_little_memory(chatml: Tokenizer, template: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(RequestError, match="needs more than 512 MiB") as caught:
+        _render(chatml, template)
+    assert caught.value.param == "chat_template"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+
+
+def test_a_template_of_a_request_renders_as_the_models_own(chatml: Tokenizer) -> None:
+    options: dict[str, Any] = {"template_kwargs": {"enable_thinking": False}, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    for chat in CHATS:
+        assert chatml.encode_chat(chat, chat_template=CHATML, **options) == chatml.encode_chat(chat, **options)
+
+
+def test_loops_without_output_hit_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.2)
     nested = "{% set r = range(90000) | list %}{% for a in r %}{% for b in r %}{% set check_time = 1 %}{% endfor %}{% endfor %}"
     with pytest.raises(RequestError, match="takes more than"):
-        _render(chatml, nested)
+        _tokenizer(tmp_path, nested).render_chat(CHATS[0])
 
 
 def test_loop_variables_work_under_the_time_limit(chatml: Tokenizer) -> None:

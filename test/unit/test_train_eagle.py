@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 import torch
 import train_eagle
-from eagle_training.batches import epoch_batches, make_batch
+from eagle_training.batches import epoch_batches, join_rows, make_batch, row_lengths
+from eagle_training.chain_attention import chain_attention, definition, kernel_agrees
 from eagle_training.conversations import Conversation, ShardFolder, cut_loop, loop_period
 from eagle_training.estimate import estimate, walk
-from eagle_training.evaluation import count_drafts
+from eagle_training.evaluation import EVERYDAY, count_drafts
+from eagle_training.features import see
 from eagle_training.head import EagleHead, config_json, head_config
-from eagle_training.loss import Teacher, cross_entropy, teach
-from eagle_training.synthesis import Amount, Synthesizer, enough, synthesize, user_prefix
+from eagle_training.kinds import PromptKinds, Turn, is_held_out_kind
+from eagle_training.loss import Teacher, cross_entropy
+from eagle_training.synthesis import Amount, Synthesizer, enough, own_text, synthesize, user_prefix
 from eagle_training.target import FrozenTarget
 from eagle_training.trainer import Course, Trainer, rate_at
 from eagle_training.vocabulary import answer_counts, coverage, draft_to_target, pick_vocabulary, target_in_draft
@@ -249,7 +252,8 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_the_definition(chunk: i
     scores = torch.randn(11, 20, generator=g) * 2
     vocabulary = torch.tensor([0, 3, 4, 9, 15, 19])
     to_draft = torch.full((20,), -1).scatter(0, vocabulary, torch.arange(6))
-    lesson = teach(scores, vocabulary, to_draft, torch.float32)
+    hidden, head = torch.eye(11), scores[:, vocabulary].T
+    lesson = Teacher(hidden, head, to_draft[scores.argmax(-1)])
     loss, guesses = cross_entropy(x * 1.5, weight, lesson, 0.25, torch.float32, chunk)
     (loss * 3).backward()
     mine = (x.grad, weight.grad)
@@ -270,11 +274,36 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_the_definition(chunk: i
 
 def test_what_the_draft_cannot_say_teaches_nothing() -> None:
     x = torch.randn(3, 4, requires_grad=True)
-    loss, _ = cross_entropy(x, torch.randn(5, 4), Teacher(torch.full((3, 5), 0.2), torch.full((3,), -1)), 0.5, torch.float32)
+    loss, _ = cross_entropy(x, torch.randn(5, 4), Teacher(torch.randn(3, 4), torch.randn(5, 4), torch.full((3,), -1)), 0.5, torch.float32)
     loss.backward()
     assert loss.item() == 0.0
     assert x.grad is not None
     assert not x.grad.any()
+
+
+# ---- attention of later passes
+
+
+@pytest.mark.parametrize("own", [1, 3])
+def test_chain_attention_computes_the_definition_and_its_gradients(own: int) -> None:
+    g = torch.Generator().manual_seed(own)
+    q = torch.randn((2, 6, 21, 16), generator=g, requires_grad=True)
+    tensors = [torch.randn((2, 3, 21, 16), generator=g, requires_grad=True) for _ in range(2 * own + 2)]
+    pairs = list(zip(tensors[::2], tensors[1::2], strict=True))
+    wanted = torch.randn(q.shape, generator=g)
+    found = []
+    for attention in (definition, chain_attention):
+        out = attention(q, pairs[0], pairs[1:])
+        found.append([out, *torch.autograd.grad(out, [q, *tensors], wanted)])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_attention_kernel_is_used_where_it_agrees(tmp_path: Path, target: FrozenTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernel_agrees(4, 2, 16, CPU, torch.float32)
+    assert make_trainer(target, tmp_path, 2).head.midlayer.self_attn.later is chain_attention
+    monkeypatch.setattr("eagle_training.chain_attention._flash_backward", lambda grad, q, k, v, *rest: (q, k, v))
+    assert not kernel_agrees(4, 2, 16, CPU, torch.float32)
 
 
 # ---- batches
@@ -291,14 +320,15 @@ def random_talks(count: int, seed: int = 0, longest: int = 60) -> list[Conversat
 
 def test_an_epoch_holds_every_conversation_once_within_the_batch() -> None:
     conversations = random_talks(50)
-    batches = epoch_batches(conversations, 512, 128, 0.3, seed=1, epoch=0)
-    assert sorted(c.prompt for batch in batches for row in batch for c in row) == sorted(c.prompt for c in conversations)
-    assert any(len(row) > 1 for batch in batches for row in batch)
-    assert all(make_batch(batch, 128).ids.numel() <= 512 for batch in batches)
-    again = epoch_batches(conversations, 512, 128, 0.3, seed=1, epoch=0)
-    names = [[[c.prompt for c in row] for row in batch] for batch in batches]
-    assert names == [[[c.prompt for c in row] for row in batch] for batch in again]
-    assert names != [[[c.prompt for c in row] for row in b] for b in epoch_batches(conversations, 512, 128, 0.3, seed=1, epoch=1)]
+    rows = join_rows(conversations, 128, 0.3, seed=1)
+    assert sorted(c.prompt for row in rows for c in row) == sorted(c.prompt for c in conversations)
+    assert any(len(row) > 1 for row in rows)
+    lengths = row_lengths(rows, 128)
+    batches = epoch_batches(lengths, 512, seed=1, epoch=0)
+    assert sorted(number for batch in batches for number in batch) == list(range(len(rows)))
+    assert all(make_batch([rows[number] for number in batch], 128).ids.numel() <= 512 for batch in batches)
+    assert epoch_batches(lengths, 512, seed=1, epoch=0) == batches
+    assert epoch_batches(lengths, 512, seed=1, epoch=1) != batches
 
 
 def test_depth_counts_answer_tokens_seen_where_one_more_follows() -> None:
@@ -378,13 +408,13 @@ def make_trainer(target: FrozenTarget, folder: Path, steps: int, seed: int = 0) 
 
 def test_the_loss_falls_and_acceptance_rises(tmp_path: Path, target: FrozenTarget) -> None:
     trainer = make_trainer(target, tmp_path, 60)
-    talks = trainer._train
+    talks = [c for row in trainer._rows for c in row]
     batch = make_batch([[c] for c in talks], 64)
-    seen = target.run(batch.ids)
+    seen = see(target, batch)
 
     def now() -> tuple[float, float]:
         with torch.no_grad():
-            loss, _ = trainer._loss(batch, *seen)
+            loss, _ = trainer._loss(batch, seen)
         return loss.item(), estimate(trainer.head, target, talks, 3, 512, torch.float32).mean_accept_len
 
     loss, accept_len = now()
@@ -400,10 +430,39 @@ def test_calibration_lowers_the_first_loss_and_takes_no_batch(tmp_path: Path, ta
     with torch.no_grad():
         trainer.head.norm.weight.mul_(30.0)
         batch = next(fresh._batches())
-        before = trainer._loss(batch, *target.run(batch.ids))[0].item()
+        before = trainer._loss(batch, see(target, batch))[0].item()
         trainer.calibrate()
-        assert trainer._loss(batch, *target.run(batch.ids))[0].item() < before
+        assert trainer._loss(batch, see(target, batch))[0].item() < before
     assert torch.equal(next(trainer._batches()).ids, batch.ids)
+
+
+def test_the_targets_states_are_computed_once(tmp_path: Path, target: FrozenTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(target, tmp_path, 60)
+    first = [(batch, trainer.seen.get(batch)) for batch, _ in zip(trainer._batches(), range(4), strict=False)]
+    monkeypatch.setattr(target, "run", lambda ids: pytest.fail("the states must come from memory"))
+    for batch, seen in first:
+        again, inside = trainer.seen.get(batch), batch.depth >= 0
+        for name in ("features", "hidden", "best"):
+            assert torch.equal(getattr(again, name)[inside], getattr(seen, name)[inside]), name
+
+
+def test_a_head_continues_from_a_narrower_one_with_another_vocabulary(tmp_path: Path, target: FrozenTarget) -> None:
+    size = torch.rand(3 * WIDTH, generator=torch.Generator().manual_seed(8)) + 0.5
+    old = make_head(target, feature_size=size)
+    old.export(tmp_path, AUX, torch.float32)
+    vocabulary = np.sort(np.concatenate([old.vocabulary[5:], np.setdiff1d(np.arange(VOCAB), old.vocabulary)[:5]]))
+    new = EagleHead(head_config(target.config, 96, 40), target.embed, vocabulary, torch.ones(3 * WIDTH))
+    new.init_weights(target.model.lm_head.weight, target.model.final_norm.weight, torch.Generator().manual_seed(5))
+    new.continue_from(tmp_path, target.model.lm_head.weight)
+    ids = torch.randint(0, VOCAB, (2, 15), generator=torch.Generator().manual_seed(5))
+    features, _ = target.run(ids)
+    shared = np.intersect1d(old.vocabulary, vocabulary)
+    for mine, theirs in zip(new.unroll(ids, features, 2), old.unroll(ids, features, 2), strict=True):
+        torch.testing.assert_close(mine[:, :10], theirs[:, :10], rtol=1e-4, atol=1e-4)
+        columns = [torch.from_numpy(np.searchsorted(head.vocabulary, shared)) for head in (new, old)]
+        torch.testing.assert_close(
+            new.logits(mine[:, :10])[..., columns[0]], old.logits(theirs[:, :10])[..., columns[1]], rtol=1e-3, atol=1e-3
+        )
 
 
 def test_a_run_that_was_cut_off_ends_with_the_same_weights(tmp_path: Path, target: FrozenTarget) -> None:
@@ -556,13 +615,17 @@ def test_prompts_are_new_and_held_out_ones_stay_out(tmp_path: Path, tokenizer: T
     assert len(held_out) == 5
     assert all(c.temperature == 0.0 for c in held_out)
     assert not {c.prompt for c in held_out} & {c.prompt for c in train}
-    greedy = [c.prompt for c in made if c.temperature == 0.0]
-    assert len(greedy) == len(set(greedy))
-    assert {c.prompt for c in train if c.temperature > 0} <= set(greedy)
-    assert any(c.temperature > 0 for c in train)
+    assert {round(c.temperature, 3) for c in train} >= {0.0, 0.2, 1.0}
     assert sum(c.answer_tokens for c in train) >= 2500
-    for c in made[:10]:
+    for c in held_out:
         assert c.ids[: c.answer_start].tolist() == tokenizer.encode_chat([{"role": "user", "content": c.prompt}])
+    firsts, again = [c for c in train if c.prompt.strip() in tokenizer.decode(c.ids[: c.answer_start].tolist())], []
+    for c in firsts:
+        text = tokenizer.decode(c.ids[: c.answer_start].tolist())
+        again += [c] if "the answer" in text.split(c.prompt.strip())[-1] else []
+    assert 0 < len(again) < len(firsts) / 2, "some conversations have a second turn, after the first answer"
+    singles = [c.prompt for c in firsts if not any(c is one for one in again)]
+    assert len(singles) == len(set(singles))
     assert enough(shards, amount)
     assert not enough(shards, dataclasses.replace(amount, tokens=10**6))
 
@@ -580,4 +643,44 @@ def test_synthesis_goes_on_where_it_was_cut_off(tmp_path: Path, tokenizer: Token
     assert sum(c.held_out for c in later) == 3
     assert shards.note["seconds"] > seconds
     maker = Synthesizer(engine, tokenizer, amount, later)
-    assert all(maker._claim(prompt) == "known" for prompt in first)
+    assert all(maker._claim(prompt, True) == "known" for prompt in first)
+
+
+def test_turns_are_of_many_kinds_and_of_none_that_is_held_out() -> None:
+    kinds, rng = PromptKinds(), np.random.default_rng(0)
+    turns = [kinds.draw(rng, ["The river was high."]) for _ in range(4000)]
+    prompts = [turn.prompt for turn in turns]
+    assert len(set(prompts)) > 3200
+    assert len(kinds.names) >= 12
+    assert any("The river was high." in prompt for prompt in prompts)
+    assert not any("{own}" in prompt or "{thing" in prompt for prompt in prompts)
+    assert sum(map(is_held_out_kind, prompts)) < 10
+    assert 0.15 < np.mean([turn.system is not None for turn in turns]) < 0.35
+    assert 0.2 < np.mean([turn.follow_up is not None for turn in turns]) < 0.4
+    assert [turn.prompt for turn in (kinds.draw(np.random.default_rng(3)) for _ in range(2))] == [
+        kinds.draw(np.random.default_rng(3)).prompt
+    ] * 2
+
+
+def test_held_out_kinds_are_recognised_and_have_no_templates() -> None:
+    rows = [json.loads(line) for line in EVERYDAY.read_text(encoding="utf-8").splitlines()]
+    unseen = {row["kind"] for row in rows if row["held_out"]}
+    assert len(unseen) >= 6
+    assert not unseen & set(PromptKinds().names)
+    assert {row["kind"] for row in rows if not row["held_out"]} <= set(PromptKinds().names)
+    for kind in unseen:
+        assert sum(row["kind"] == kind for row in rows) == 16
+        assert any(is_held_out_kind(row["prompt"]) for row in rows if row["kind"] == kind), kind
+
+
+def test_a_turn_becomes_a_chat_with_its_system_prompt_and_follow_up() -> None:
+    turn = Turn("Hi", "Be kind.", "Why?")
+    assert [(m["role"], m["content"]) for m in turn.messages("Hello.")] == [
+        ("system", "Be kind."), ("user", "Hi"), ("assistant", "Hello."), ("user", "Why?"),
+    ]  # fmt: skip
+    assert turn.messages() == turn.messages("Hello.")[:2]
+
+
+@pytest.mark.parametrize(("text", "kept"), [("One. Two. Thr", "One. Two."), ("No end", "No end"), ("  A b c. ", "A b c.")])
+def test_own_texts_end_with_a_sentence(text: str, kept: str) -> None:
+    assert own_text(text) == kept

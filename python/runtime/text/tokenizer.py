@@ -17,6 +17,7 @@ from runtime.text.byte_alphabet import token_to_bytes
 from runtime.text.chat_template import ChatTemplate, Message, Rendered
 from runtime.text.control_tokens import ControlTokens
 from runtime.text.decode_stream import ByteStream, StreamDecoder, WindowStream
+from runtime.text.request_template import render_apart
 from runtime.text.tokenizer_files import TokenizerFiles, flatten_component
 
 _BRACKETED = re.compile(r"[<\[{].*[>\]}]", re.DOTALL)
@@ -201,21 +202,18 @@ class Tokenizer:
         Raises:
             RequestError: there is no template, or it rejects the messages, or it takes too long, or the prompt is too long.
         """
-        return self._encode_rendered(self._template_for(chat_template).render(messages, **options), bound or BoundedEncoding())
+        return self._encode_rendered(self._render(messages, chat_template, options), bound or BoundedEncoding())
 
     def render_chat(self, messages: Sequence[Message], *, chat_template: str | None = None, **options: Any) -> str:
         """Return the text of a conversation, with the arguments of `encode_chat`."""
-        return self._template_for(chat_template).render(messages, **options).plain
+        return self._render(messages, chat_template, options).plain
 
-    def _template_for(self, chat_template: str | None) -> ChatTemplate:
+    def _render(self, messages: Sequence[Message], chat_template: str | None, options: dict[str, Any]) -> Rendered:
         if chat_template is not None:
-            try:
-                return self._compile(chat_template)
-            except ConfigError as error:
-                raise RequestError(str(error), "chat_template") from error
+            return render_apart(chat_template, self._files.named_tokens, self._control_tokens, messages, options)
         if self._template is None:
             raise RequestError("This model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.")
-        return self._template
+        return self._template.render(messages, **options)
 
     def _compile(self, source: str) -> ChatTemplate:
         return ChatTemplate(source, self._files.named_tokens, self._control_tokens)

@@ -1,0 +1,93 @@
+"""Renders a chat template that came with a request: in a process of its own, which may use little memory and time."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from runtime.errors import ConfigError, RequestError
+from runtime.text.chat_template import ChatTemplate, Rendered
+from runtime.text.control_tokens import ControlTokens
+from runtime.text.template_sandbox import MAX_SECONDS
+from runtime.text.tool_prompt import Message
+
+MAX_MIB = 512
+"""Address space of the process."""
+_FIELD = "chat_template"
+_COMMAND = (sys.executable, "-m", "runtime.text.request_template")
+
+
+class TemplateJob(msgspec.Struct, frozen=True):
+    """What the process reads: the arguments of `ChatTemplate` and of its `render`."""
+
+    source: str
+    named_tokens: dict[str, str]
+    special: frozenset[str]
+    soft: frozenset[str]
+    messages: list[Any]
+    options: dict[str, Any]
+
+    def run(self) -> Rendered:
+        """Compile and render. Raises `RequestError` if the template fails."""
+        try:
+            template = ChatTemplate(self.source, self.named_tokens, ControlTokens(self.special, self.soft))
+        except ConfigError as error:
+            raise RequestError(str(error), _FIELD) from error
+        return template.render(self.messages, **self.options)
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """What the process writes in place of a text: the error of the request."""
+
+    message: str
+    param: str | None
+
+
+def render_apart(
+    source: str, named_tokens: Mapping[str, str], control: ControlTokens, messages: Sequence[Message], options: Mapping[str, Any]
+) -> Rendered:
+    """Compile `source` and render a conversation as `ChatTemplate` does. Blocks; call it from a thread.
+
+    Raises:
+        RequestError: the template fails, or needs more memory or time than it may use.
+    """
+    job = TemplateJob(source, dict(named_tokens), control.special, control.soft, list(messages), dict(options))
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # and none of this process's secrets
+    seconds = MAX_SECONDS + 3.0
+    try:
+        done = subprocess.run(
+            _COMMAND, input=msgspec.msgpack.encode(job), capture_output=True, env=environment, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RequestError(f"The chat template takes more than {MAX_SECONDS:.0f} s for these messages.", _FIELD) from error
+    if done.returncode != 0:
+        raise RequestError(f"The chat template needs more than {MAX_MIB} MiB or {MAX_SECONDS:.0f} s for these messages.", _FIELD)
+    answer = msgspec.msgpack.decode(done.stdout, type=tuple[str, str] | Refusal)
+    if isinstance(answer, Refusal):
+        raise RequestError(answer.message, answer.param)
+    return Rendered(*answer)
+
+
+def main() -> None:
+    """Read a job from stdin, write its text and mark to stdout; running out of memory or time is a non-zero exit status."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MIB << 20, MAX_MIB << 20))
+    seconds = int(MAX_SECONDS) + 2
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=TemplateJob)
+    answer: tuple[str, str] | Refusal
+    try:
+        rendered = job.run()
+        answer = (rendered.text, rendered.mark)
+    except RequestError as error:
+        answer = Refusal(str(error), error.param)
+    sys.stdout.buffer.write(msgspec.msgpack.encode(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Models of every family with the layer shapes of published ones, but few layers and experts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmark.shapes import CONFIGS
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A target's config.json, what drafts for it, and the backends that serve it."""
+
+    config: Config
+    algorithm: str
+    draft: Config | None = None
+    steps: int = 3
+    backends: tuple[str, ...] = ("fa3", "flashinfer")
+
+    def write(self, folder: Path) -> tuple[Path, dict[str, Any]]:
+        """Write the configs; returns the target's folder and the options of an engine that drafts."""
+        options: dict[str, Any] = {"speculative_algorithm": self.algorithm, "speculative_num_steps": self.steps}
+        for name, config in (("target", self.config), ("draft", self.draft)):
+            if config is not None:
+                (folder / name).mkdir()
+                (folder / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        if self.draft is not None:
+            options |= {"speculative_draft_model_path": str(folder / "draft"), "speculative_draft_load_format": "dummy"}
+        return folder / "target", options
+
+
+def _read(shape: str, **changes: Any) -> Config:
+    return json.loads((CONFIGS / shape / "config.json").read_text(encoding="utf-8")) | changes
+
+
+def _gemma(sparse: bool) -> Config:
+    config = _read("gemma-4-31b")
+    text = config["text_config"] | {"num_hidden_layers": 6, "layer_types": config["text_config"]["layer_types"][:6], "vocab_size": VOCAB}
+    if sparse:
+        text |= {"hidden_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2}
+        text |= {"intermediate_size": 2112, "enable_moe_block": True, "num_experts": 32, "top_k_experts": 8, "moe_intermediate_size": 704}
+    return config | {"text_config": text}
+
+
+VOCAB = 32768
+FEW: Config = {"num_hidden_layers": 4, "vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+QWEN: Config = FEW | {"num_experts": 32}
+DRAFT: Config = {"vocab_size": VOCAB, "draft_vocab_size": 8192, "bos_token_id": 1, "eos_token_id": 2}
+DRAFT["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+FP8: Config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+GLM: Config = FEW | {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "hidden_size": 2048, "num_attention_heads": 20,
+    "num_key_value_heads": 20, "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+    "intermediate_size": 10240, "first_k_dense_replace": 1, "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.8, "rope_theta": 1000000,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "num_nextn_predict_layers": 1, "torch_dtype": "bfloat16",
+    "num_hidden_layers": 3,
+}  # fmt: skip
+DEEPSEEK: Config = GLM | {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "intermediate_size": 18432,
+    "n_routed_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4,
+    "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6, "rope_theta": 10000, "max_position_embeddings": 163840,
+    "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096},
+    "quantization_config": FP8, "num_hidden_layers": 2,
+}  # fmt: skip
+MIMO: Config = FEW | {
+    "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "intermediate_size": 11008, "rope_theta": 640000, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768,
+    "attention_bias": True, "tie_word_embeddings": False, "num_nextn_predict_layers": 1, "torch_dtype": "bfloat16", "hidden_act": "silu",
+}  # fmt: skip
+MINIMAX: Config = FEW | {
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 3072, "num_attention_heads": 48,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 1536, "num_local_experts": 32, "num_experts_per_tok": 8,
+    "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer", "rotary_dim": 64,
+    "rope_theta": 5000000, "rms_norm_eps": 1e-6, "max_position_embeddings": 196608, "tie_word_embeddings": False, "hidden_act": "silu",
+    "torch_dtype": "bfloat16", "quantization_config": FP8,
+}  # fmt: skip
+_QWEN_DRAFT = _read("qwen3-30b-a3b-eagle3", **DRAFT)
+_MINIMAX_DRAFT = _QWEN_DRAFT | {"hidden_size": 3072, "target_hidden_size": 3072, "num_attention_heads": 48, "num_key_value_heads": 8}
+_MINIMAX_DRAFT |= {"intermediate_size": 9216}
+_BLOCK = _read("gemma-4-31b-dflash", vocab_size=VOCAB, num_hidden_layers=2)
+_BLOCK["dflash_config"] = _BLOCK["dflash_config"] | {"target_layer_ids": [1, 3, 4]}
+LATENT_BACKENDS = ("fa3", "flashinfer")
+
+FAMILIES: dict[str, Family] = {
+    "qwen3-moe": Family(_read("qwen3-30b-a3b", **QWEN), "EAGLE3", _QWEN_DRAFT),
+    "qwen3-moe-fp8": Family(_read("qwen3-30b-a3b-fp8", **QWEN), "EAGLE3", _QWEN_DRAFT, backends=("fa3",)),
+    "gpt-oss": Family(
+        _read("gpt-oss-20b", **FEW, layer_types=["sliding_attention", "full_attention"] * 2),
+        "EAGLE3",
+        _read("gpt-oss-20b-eagle3", **DRAFT),
+        backends=("fa3",),
+    ),
+    "minimax-fp8": Family(MINIMAX, "EAGLE3", _MINIMAX_DRAFT, backends=("fa3",)),
+    "mimo": Family(MIMO, "MTP"),
+    "glm": Family(GLM, "MTP", backends=LATENT_BACKENDS),
+    "deepseek-fp8": Family(DEEPSEEK, "MTP", backends=LATENT_BACKENDS),
+    "gemma-4": Family(_gemma(sparse=False), "DFLASH", _BLOCK, steps=15, backends=("fa3",)),
+    "gemma-4-sparse": Family(_gemma(sparse=True), "DFLASH", _BLOCK | {"hidden_size": 2816}, steps=15, backends=("fa3",)),
+}

@@ -57,7 +57,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     change_builds(monkeypatch, tune)
     flags = [
         "--model-path", str(target), "--load-format", "dummy", "--device", "cpu", "--random-seed", "0", "--cpu-threads", "1",
-        "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "24",
+        "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "24", "--speculative-num-steps", "3",
     ]  # fmt: skip
     return [*flags, "--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(head)]
 
@@ -95,7 +95,9 @@ def test_where_drafting_pauses_graphs_with_drafts_and_without_are_compared(
     out = capsys.readouterr().out
     runs = {name: int(count) for name, count in re.findall(r"^([a-zK=0 ]+): (\d+) replays$", out, re.MULTILINE)}
     assert list(runs) == ["verify", "draft decode", "draft extend", "target decode", "draft extend K=0"]
-    assert min(runs.values()) > 3
+    *every_step, catch_up = runs.values()
+    assert min(every_step) > 3
+    assert catch_up > 1, "once for eight steps"
 
 
 def test_every_depth_that_a_controller_may_choose_is_compared(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +113,8 @@ def test_prompts_too_few_for_a_pause_run_more_than_once(command: list[str], coun
     assert check_acceptance.main([*command, *flags]) == 0
     runs = [int(count) for count in re.findall(r": (\d+) replays$", capsys.readouterr().out, re.MULTILINE)]
     assert len(runs) == 5
-    assert min(runs) > 3
+    assert min(runs[:-1]) > 3
+    assert runs[-1] > 1, "once for eight steps"
 
 
 def test_no_prompt_is_turned_away_for_want_of_a_place_to_wait(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -805,7 +805,7 @@ def test_auto_takes_several_depths_and_no_default_batch_limit(machine: MachineFa
     for spec in map(spec_of, found):
         assert spec.depths == (0, 1, 2, 3, 5, 7)
         assert (spec.num_steps, spec.topk, spec.num_draft_tokens, spec.disable_by_batch_size) == (7, 1, 8, None)
-    fixed = spec_of(resolve(args(**EAGLE, speculative_synthetic_accept_length="2.5"), machine, LLAMA, DRAFT))
+    fixed = spec_of(resolve(args(**EAGLE, speculative_num_steps=3, speculative_synthetic_accept_length="2.5"), machine, LLAMA, DRAFT))
     assert fixed.depths == ()
     assert spec_of(found[1]).synthetic_accept == fixed.synthetic_accept[:1] * 7, "a depth accepts what it accepts when it is fixed"
 

@@ -51,7 +51,7 @@ from runtime.managers.req import Req
 from runtime.managers.step_plan import InFlightStep, StepPlan
 from runtime.managers.telemetry.heartbeat import HeartbeatThread
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
-from runtime.managers.telemetry.spec_stats import SpecStats
+from runtime.managers.telemetry.spec_stats import ContextAcceptance, SpecStats
 from runtime.managers.telemetry.stats_log import StatsLog
 
 log = logging.getLogger(__name__)
@@ -260,7 +260,7 @@ class Scheduler:
             raise CacheBusy(len(self._reqs))
         while self._in_flight:  # steps whose requests have all ended
             self._collect()
-        self.stats.spec = SpecStats()
+        self.stats.spec, self.stats.spec_by_context = SpecStats(), ContextAcceptance()
         self._stats_log = StatsLog(self.current_stats, self._clock())
         return self.admission.kv_pages.flush()
 
@@ -361,6 +361,7 @@ class Scheduler:
         if pure:
             stats.decode.add(ran.graph, live, padded)
         if max_accept_len > 1:
+            stats.spec_depth = ran.depth
             stats.spec_paused_steps_total += not ran.depth
             depths, depth = stats.spec_depth_steps_total, str(ran.depth)
             depths[depth] = depths.get(depth, 0) + 1
@@ -376,6 +377,7 @@ class Scheduler:
                 progress.spec = spec = progress.spec or SpecStats()
                 spec.add(end - start, drafts, max_accept_len, depth)
                 stats.spec.add(end - start, drafts, max_accept_len, depth)
+                stats.spec_by_context.add(end - start, req.kv_len)
             self._emit(req, tokens[start:end], start, result)
         self.admission.new_token_ratio.decay()
 

@@ -8,7 +8,9 @@ them.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,14 +22,15 @@ from benchmark.markdown import Result, cell, pick, provenance, table
 from benchmark.record import Record
 from benchmark.sweep import arguments, names, numbers
 from runtime import Engine
-from runtime.bench.datasets import embedded_prompts
+from runtime.bench.datasets import ASSETS, embedded_prompts
 from runtime.bench.metrics import verified_tokens
 from runtime.config.speculative import EMBEDDED_DRAFT
 from runtime.text.tokenizer import Tokenizer
 
 NAME = "embedded_speculation"
-KEYS = ("device", "dtype", "quantization", "speculation", "batch")
+KEYS = ("device", "dtype", "quantization", "speculation", "batch", "text")
 OFF, AUTO = "off", "auto"
+CHAT, EVERYDAY = "chat", "everyday"
 CONTEXT = 1024
 NEVER_PAUSED = 1 << 16
 """A batch size that never occurs."""
@@ -90,17 +93,29 @@ def speculation(shape: str, head: str = str(EMBEDDED_DRAFT)) -> dict[str, Any]:
     }
 
 
-def chat_prompts(engine: Engine) -> list[list[int]]:
-    """The hand-made chat prompts as token ids, each a user turn."""
+def chat_prompts(engine: Engine, text: str = CHAT) -> list[list[int]]:
+    """The hand-made chat prompts or the everyday ones as token ids, each a user turn; everyday kinds take turns."""
     tokenizer = Tokenizer.load(engine.config.model.tokenizer_path)
-    return [tokenizer.encode_chat([{"role": "user", "content": line["prompt"]}]) for line in embedded_prompts()]
+    lines = embedded_prompts() if text == CHAT else everyday_prompts()
+    return [tokenizer.encode_chat([{"role": "user", "content": line["prompt"]}]) for line in lines]
+
+
+def everyday_prompts() -> list[dict[str, Any]]:
+    """The everyday prompts, the first of each kind, then the second, and so on."""
+    lines = [json.loads(line) for line in (ASSETS / "everyday_prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    seen: Counter[str] = Counter()
+    ranks = []
+    for line in lines:
+        ranks.append(seen[line["kind"]])
+        seen[line["kind"]] += 1
+    return [line for _, line in sorted(zip(ranks, lines, strict=True), key=lambda pair: pair[0])]
 
 
 def measure(
-    engines: Mapping[str, Engine], batches: Sequence[int], prompts: int, new_tokens: int, bursts: int = 1
+    engines: Mapping[str, Engine], batches: Sequence[int], prompts: int, new_tokens: int, bursts: int = 1, text: str = CHAT
 ) -> dict[tuple[str, int], Tally]:
     """All servers answer the same prompts greedily, `batch` at a time, taking turns burst by burst."""
-    asked = chat_prompts(next(iter(engines.values())))
+    asked = chat_prompts(next(iter(engines.values())), text)
     sampling = {"temperature": 0.0, "max_new_tokens": new_tokens}
     tallies = {(shape, batch): Tally() for batch in batches for shape in engines}
     for engine in engines.values():  # warm-up: touch memory pages, start threads
@@ -132,7 +147,8 @@ def kinds(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         weights = "int8" if row["quantization"] == "int8" else row["dtype"]
-        found.setdefault(f"{row['device']}, {weights}", []).append(row)
+        text = f", {row['text']} prompts" if row.get("text") else ""
+        found.setdefault(f"{row['device']}, {weights}{text}", []).append(row)
     return found
 
 
@@ -186,6 +202,7 @@ def main() -> None:
     parser.add_argument("--shapes", type=names, default=["3/1/4"], help="comma-separated: auto, or steps/topk/draft tokens[/largest batch]")
     parser.add_argument("--batch", type=numbers, default=[1, 2, 4, 8, 16], help="batch sizes")
     parser.add_argument("--prompts", type=int, default=16, help="minimum number of prompts per batch size")
+    parser.add_argument("--text", choices=(CHAT, EVERYDAY), default=CHAT, help="hand-made chat prompts, or everyday prompts of 16 kinds")
     parser.add_argument("--bursts", type=int, default=1, help="minimum number of bursts per batch size; raise it on a GPU")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -201,9 +218,10 @@ def main() -> None:
         common = _options(args, quantization)
         with servers([OFF, *args.shapes], common, args.head) as engines:
             chosen = engines[OFF].config.device
-            tallies = measure(engines, args.batch, args.prompts, args.new_tokens, args.bursts)
+            tallies = measure(engines, args.batch, args.prompts, args.new_tokens, args.bursts, args.text)
         for (shape, batch), tally in tallies.items():
             labels = {"device": chosen.device, "dtype": chosen.dtype, "quantization": quantization, "speculation": shape, "batch": batch}
+            labels |= {"text": EVERYDAY} if args.text == EVERYDAY else {}
             record.add(labels | {"new_tokens": args.new_tokens, "threads": chosen.cpu_threads} | tally.figures())
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))

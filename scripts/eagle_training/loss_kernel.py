@@ -1,8 +1,9 @@
 """The Triton kernel of `loss.compare`: both softmaxes, the loss and its gradient in one pass over a row of logits."""
 
-from __future__ import annotations
+# pyright: reportIndexIssue=false
+# A kernel is launched as kernel[grid](...), which only Triton's own types explain.
 
-from typing import Any
+from __future__ import annotations
 
 import torch
 import triton
@@ -12,9 +13,8 @@ WARPS = 8
 
 
 @triton.jit
-def _compare(
-    scores: Any, taught: Any, best: Any, losses: Any, guesses: Any, hard_share: Any, width: tl.constexpr, block: tl.constexpr
-) -> None:  # fmt: skip
+def _compare(scores, taught, best, losses, guesses, hard_share, width: tl.constexpr, block: tl.constexpr):
+    """One program: one row."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, block)
     inside = cols < width

@@ -191,7 +191,7 @@ def load_data(plan: Plan) -> list[Conversation]:
 
 def made(plan: Plan) -> dict[str, Any]:
     """The origin of a phase's result: command, commit, machine, seed."""
-    command = " ".join(["python", "scripts/train_eagle.py", *sys.argv[1:]])
+    command = portable(" ".join(["python", "scripts/train_eagle.py", *sys.argv[1:]]))
     return {"command": command, "commit": commit(), "machine": describe(), "seed": plan.seed}
 
 
@@ -304,17 +304,15 @@ def evaluate(plan: Plan, notes: Notes) -> None:
     sets = [unseen, trained, hand_made]
     if (plan.output / HELD_OUT).is_file():  # a head from elsewhere has no such file
         sets.insert(0, read_prompts("held-out", plan.output / HELD_OUT).first(plan.prompts))
-    rows = []
-    for shape in plan.shapes:
-        rows += measure(
-            plan.engine_options((1, 2, 4, 8, 16, 32, 64, 128), MEASURED_TOGETHER), plan.output, shape, sets, plan.measured_tokens
-        )
-        print(table(rows[-len(sets) :]), flush=True)
-    where = {"machine": describe()["device"], "commit": commit()}
-    rows = [row | where for row in rows]
     file = plan.output / "evaluation.json"
-    others = [row for row in _rows(file) if (row["device"], row["dtype"]) != (rows[0]["device"], rows[0]["dtype"])]
-    file.write_text(json.dumps(others + rows, indent=1) + "\n", encoding="utf-8")
+    others = [row for row in _rows(file) if (row["device"], row["dtype"]) != (plan.device, plan.dtype)]
+    where, rows = {"machine": describe()["device"], "commit": commit()}, []
+    for shape in plan.shapes:
+        options = plan.engine_options((1, 2, 4, 8, 16, 32, 64, 128), MEASURED_TOGETHER)
+        found = measure(options, plan.output, shape, sets, plan.measured_tokens)
+        print(table(found), flush=True)
+        rows += [row | where for row in found]
+        file.write_text(json.dumps(others + rows, indent=1) + "\n", encoding="utf-8")
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:

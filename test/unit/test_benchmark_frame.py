@@ -22,6 +22,7 @@ from benchmark import (
     client_agreement,
     crossover,
     draft_extend_graph,
+    embedded_speculation,
     layer_times,
     machine,
     modes,
@@ -569,3 +570,11 @@ def test_check_fails_on_a_stale_table_without_writing(tmp_path: Path, capsys: py
     assert report.main(flags) == 0
     assert report.main([*flags, "--check"]) == 0
     assert "differs" in capsys.readouterr().out
+
+
+def test_everyday_prompts_alternate_between_kinds_and_have_rows_of_their_own() -> None:
+    lines = embedded_speculation.everyday_prompts()
+    count = len({line["kind"] for line in lines})
+    assert len({line["kind"] for line in lines[:count]}) == count >= 16
+    row = {"device": "cpu", "dtype": "float32", "quantization": "int8", "batch": 1}
+    assert list(embedded_speculation.kinds([row, row | {"text": "everyday"}])) == ["cpu, int8", "cpu, int8, everyday prompts"]

@@ -129,8 +129,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "embedded_gpu": [{"system": "transformers", "dtype": "bfloat16", "tokens_per_second": 30.0}],
     "embedded_speculation": [
-        {"device": "cpu", "dtype": "float32", "quantization": "int8", "speculation": s, "batch": b, "tokens_per_second": 1.0}
-        for s in ("off", "3/1/4") for b in (1, 2)
+        {"device": "cpu", "dtype": "float32", "quantization": "int8", "speculation": s, "batch": b, "tokens_per_second": 1.0} | text
+        for s in ("off", "3/1/4") for b in (1, 2) for text in ({}, {"text": "everyday"})
     ],
     "lossless": [{"shape": "3/1/4", "dtype": "float32", "prompts": 8, "accept_length": 2.0, "differences": []}],
     "drift_alarm": [

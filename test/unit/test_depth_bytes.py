@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from runtime.model_executor.depth import DepthControl, choose_depth, depths_by_bytes
@@ -46,6 +48,23 @@ def test_the_table_serves_every_batch_from_the_least_batch_of_each_depth() -> No
     assert chosen == [3 if size >= least[3] else 1 if size >= least[1] else 0 for size in range(1, 65)]
     assert min(table[3].captured) >= least[3]
     assert table[0].captured == SIZES
+
+
+def test_measured_sharing_of_experts_moves_the_least_batches() -> None:
+    table = depths_by_bytes(3, QWEN3_30B, None, 64, SIZES, True)
+    control = DepthControl({d: b.running for d, b in table.items()}, 65, None, {d: b.least for d, b in table.items()})
+    start = dict(control.least)
+    control.correct(0.5)
+    assert control.least == start, "a dense model, or another way to choose"
+    control.costs = QWEN3_30B
+    control.correct(0.95)
+    assert control.least == start, "too little to count"
+    control.correct(0.5)
+    assert control.least == least_batches(replace(QWEN3_30B, spread=0.5), (0, 1, 3), 64)
+    assert (start[3], control.least[3]) == (7, 11)
+    control.correct(0.0)
+    assert control.least == start, "smaller batches have no graphs"
+    assert replace(QWEN3_30B, spread=0.5).distinct(9) == pytest.approx(QWEN3_30B.distinct(5))
 
 
 def test_a_depth_that_never_pays_stays_unused() -> None:

@@ -88,13 +88,14 @@ def test_graph_runs_and_acceptance_drift_are_exported() -> None:
     acceptance = AcceptanceStats(counts, counts, counts, [Drift(1, 0.25, 0.75, -9.0)])
     runs = [RunnerRuns("verify", 7, 2)]
     metrics = Metrics("m")
-    samples = scraped(metrics, structs.replace(STATS, worker=WorkerInfo(acceptance=acceptance, graph_runs=runs)))
+    samples = scraped(metrics, structs.replace(STATS, worker=WorkerInfo(acceptance=acceptance, graph_runs=runs, distinct_experts=14.5)))
+    assert samples["talon:distinct_experts", ()] == 14.5
     assert samples["talon:spec_drifted_positions", ()] == 1
     assert samples["talon:spec_drift", (("position", "1"),)] == -0.5
     assert samples["talon:runner_runs_total", (("kind", "replayed"), ("runner", "verify"))] == 7
     well = scraped(metrics, structs.replace(STATS, worker=WorkerInfo(acceptance=structs.replace(acceptance, drift=[]))))
     assert well["talon:spec_drifted_positions", ()] == 0
-    assert not any(name == "talon:spec_drift" for name, _ in well)
+    assert not {"talon:spec_drift", "talon:distinct_experts"} & {name for name, _ in well}
 
 
 def test_before_the_first_heartbeat_there_are_no_gauges_and_no_failure() -> None:

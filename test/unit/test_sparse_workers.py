@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from runtime.errors import ConfigError
+from runtime.layers.moe.router import Router, Routing
+from runtime.layers.torch_ops import TorchOps
+from runtime.model_executor import expert_counter
+from runtime.model_executor.expert_counter import ExpertCounter
 from runtime.models.config import ModelConfig, MoeConfig
 from unit.driver import Driver
 from unit.predicting import model_config, plain, speculating
@@ -63,6 +68,48 @@ def test_several_ranks_generate_the_text_of_one(tmp_path: Path, name: str, size:
     with ranks(size, build) as worker:
         assert texts(worker)[0] == expected
         assert not worker.parts.target.agreement.differs.item()
+
+
+@pytest.mark.parametrize(("requests", "shape"), [(1, None), (3, None), (3, CHAIN)])
+def test_distinct_experts_of_decode_passes_are_counted_without_padding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: int, shape: dict[str, Any] | None
+) -> None:
+    monkeypatch.setattr(expert_counter, "EVERY", 1)
+    seen, route = list[list[set[int]]](), TorchOps.route
+
+    def spy(ops: TorchOps, x: torch.Tensor, router: Router) -> Routing:
+        routing = route(ops, x, router)
+        seen.append([set(ids) for ids in routing.ids.tolist()])
+        return routing
+
+    monkeypatch.setattr(TorchOps, "route", spy)
+    model = sparse_config()
+    worker = plain(model=model) if shape is None else speculating(tmp_path, "EAGLE3", model=model, **shape)
+    driver = Driver(worker)
+    driver.generate(dict(list(PROMPTS.items())[:requests]), 2)
+    assert (found := worker.info().distinct_experts) is not None
+    tokens = requests * (1 if shape is None else shape["num_steps"] + 1)
+    last = [set[int]().union(*layer[:tokens]) for layer in seen[-2:]]
+    assert worker.parts.experts.sample(tokens) == sum(map(len, last))
+    assert 2 <= found <= min(8, 2 * tokens)
+    if requests == 1 and shape is None:
+        assert found == 2, "top_k, whatever padding chooses"
+
+
+def test_spread_says_how_independently_tokens_choose() -> None:
+    counter = ExpertCounter(plain(model=sparse_config()).parts.target.runner.model.sparse_mlps)
+    counter.add(1, 4)
+    assert (counter.mean, counter.spread) == (2.0, None)
+    counter.add(4, 4)
+    assert counter.spread == 0.0, "all tokens chose alike"
+    counter.add(4, 16)
+    assert (counter.mean, counter.spread) == (4.0, 0.5)
+
+
+def test_dense_models_have_no_distinct_experts() -> None:
+    worker = plain()
+    Driver(worker).generate(PROMPTS, 4)
+    assert worker.info().distinct_experts is None
 
 
 def test_int8_experts_are_shared_too(tmp_path: Path) -> None:

@@ -94,7 +94,8 @@ class CudaOps:
 
     def route(self, x: torch.Tensor, router: Router) -> Routing:
         """The experts of each row of `x`."""
-        return route(x, router.weight, router.rule, self._tickets, router.bias, router.correction_bias, pdl=self.pdl)
+        masks = router.kept_masks(len(x))
+        return route(x, router.weight, router.rule, self._tickets, router.bias, router.correction_bias, masks=masks, pdl=self.pdl)
 
     def experts(self, x: torch.Tensor, experts: Experts, routing: Routing, in_prompt: bool = False) -> torch.Tensor:
         """The weighted sum of the outputs of each row's experts, [T, hidden] in the dtype of `x`."""

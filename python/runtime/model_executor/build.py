@@ -28,6 +28,7 @@ from runtime.model_executor.depth import DepthBatches, DepthControl, depths_by_b
 from runtime.model_executor.depth_bytes import StepBytes
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, ModelPasses, NoDrafter
 from runtime.model_executor.dry_run import measure_activations, sample_padding
+from runtime.model_executor.expert_counter import ExpertCounter
 from runtime.model_executor.followers import Followers
 from runtime.model_executor.grammar_rows import GrammarRows
 from runtime.model_executor.graph_capture import capture_all
@@ -83,8 +84,10 @@ def build_worker(
     model_config = replace(model_config, max_context_len=config.model.context_length)  # some rotary tables depend on it
     model = load_model(context, model_config, config.model.model_path, config.model.load_format, config.model.quantization)
     drafter = make_drafter(context, model)
-    depths = make_depths(context, drafter, group.agree(step_bytes(model, drafter)), with_plain)
+    costs = group.agree(step_bytes(model, drafter))
+    depths = make_depths(context, drafter, costs, with_plain)
     parts = make_parts(context, model, model_config, drafter, depths)
+    parts.depths.costs = costs if any(batches.least > 1 for batches in depths.values()) else None
     autotune(context, parts, depths)
     activations = measure_activations(context, parts)
     models = model_passes(context, parts)
@@ -183,6 +186,7 @@ def make_parts(
         depths=DepthControl(limits, context.running + 1, verifier, {depth: batches.least for depth, batches in depths.items()}),
         monitor=AcceptanceMonitor(max(depths), adaptive=context.group.size == 1),
         grammars=GrammarRows(config.vocab_size, context.device),
+        experts=ExpertCounter(model.sparse_mlps),
     )
 
 

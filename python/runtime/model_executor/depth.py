@@ -21,6 +21,8 @@ USUAL_STEPS = 3
 """The depth that has graphs of all batch sizes, as depth 0 has."""
 MOST_DRAFTED = {5: 64, 7: 32}
 """The largest batch of deep windows: with more requests they take longer than shallow ones for any acceptance."""
+SPREAD_STEP = 0.1
+"""A change of `StepBytes.spread` by so much counts."""
 THIN = 1.4
 """Other depths have graphs of batch sizes that grow by at least this factor."""
 
@@ -173,6 +175,7 @@ class DepthControl:
         limits: by depth, the largest batch that it serves.
         least: by depth, the smallest one; 1 where it is not given.
         controller: None where the batch size decides.
+        costs: what iterations of a sparse model read, where the bytes decide; None elsewhere.
     """
 
     def __init__(
@@ -183,8 +186,9 @@ class DepthControl:
             rows: number of request rows.
             sizes: batch sizes by depth, for the controller.
         """
-        self.limits, self.least, self._sizes = dict(limits), dict(least or {}), sizes
+        self.limits, self.least, self._captured, self._sizes = dict(limits), dict(least or {}), dict(least or {}), sizes
         self.controller: DepthController | None = None
+        self.costs: StepBytes | None = None
         self._forced: int | None = None
         self._fixed: int | None = None
         self._turn: int | None = None
@@ -195,6 +199,19 @@ class DepthControl:
     def deepest(self) -> int:
         """K at full depth."""
         return max(self.limits)
+
+    def correct(self, spread: float) -> None:
+        """Take note of how independently tokens choose experts, `StepBytes.spread`, as measured.
+
+        Where they share experts, a batch has to be larger before a window of drafts hits few more than one token does. No
+        depth serves smaller batches than at the start, for which it has no graphs.
+        """
+        if self.costs is None or abs(spread - self.costs.spread) < SPREAD_STEP:
+            return
+        self.costs = replace(self.costs, spread=spread)
+        found = least_batches(self.costs, self.limits, max(self.limits.values()))
+        self.least = {depth: max(found[depth], self._captured.get(depth, 1)) for depth in self.limits}
+        log.info("tokens share experts (spread %.2f); depths from so many requests on: %s", spread, self.least)
 
     def choose(self, batch_size: int) -> int:
         """The depth of an iteration of `batch_size` requests, without a controller."""

@@ -21,6 +21,7 @@ class StepBytes:
         fixed: of the target, without routed experts.
         expert: one expert of every sparse layer together.
         draft: one pass of the draft.
+        spread: how independently tokens choose experts, 0 to 1; neighbouring tokens of a text share some.
     """
 
     fixed: int
@@ -28,13 +29,11 @@ class StepBytes:
     num_experts: int
     top_k: int
     draft: int
+    spread: float = 1.0
 
     def distinct(self, tokens: int) -> float:
-        """Expected number of experts that so many tokens hit in one layer, where each is routed at random.
-
-        Text hits fewer: neighbouring tokens share experts.
-        """
-        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** tokens)
+        """Expected number of experts that so many tokens hit in one layer."""
+        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** (1 + self.spread * (tokens - 1)))
 
     def total(self, requests: int, depth: int) -> float:
         """Bytes of an iteration."""

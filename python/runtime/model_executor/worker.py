@@ -19,6 +19,7 @@ from runtime.model_executor.depth import DepthControl
 from runtime.model_executor.depth_controller import Observed
 from runtime.model_executor.device_queue import DeviceQueue, Finish
 from runtime.model_executor.drafter import Drafter
+from runtime.model_executor.expert_counter import ExpertCounter
 from runtime.model_executor.followers import Followers, SharedPending
 from runtime.model_executor.grammar_rows import GrammarRows, GrammarStep
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
@@ -43,6 +44,7 @@ class WorkerParts:
         depths: chooses the depth of each iteration.
         monitor: counts acceptance.
         grammars: masks what grammars forbid.
+        experts: counts the experts that decode passes hit.
     """
 
     target: TargetModel
@@ -53,6 +55,7 @@ class WorkerParts:
     depths: DepthControl
     monitor: AcceptanceMonitor
     grammars: GrammarRows
+    experts: ExpertCounter
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class DecodesPending:
     logprobs: LogprobCopy | None
     stats: StepStats
     checked: bool = False
+    experts: HostCopy | None = None
 
     @property
     def ranks_differ(self) -> bool:
@@ -85,8 +89,10 @@ class DecodesPending:
         )
 
 
-def send_to_host(target: TargetModel, iteration: Iteration, result: AcceptResult, verified: VerifyResult) -> DecodesPending:
-    """Start the copies of what an iteration emits, on a rank that reads results."""
+def send_to_host(
+    target: TargetModel, iteration: Iteration, result: AcceptResult, verified: VerifyResult, hit: torch.Tensor | None = None
+) -> DecodesPending:
+    """Start the copies of what an iteration emits, on a rank that reads results; `hit`: of `ExpertCounter.sample`."""
     live, D = iteration.live, result.tokens.shape[1]
     lens, tokens = result.accept_lens[:live], result.tokens[:live]
     index = None
@@ -98,7 +104,8 @@ def send_to_host(target: TargetModel, iteration: Iteration, result: AcceptResult
         logprobs = copy_logprobs(logits, tokens.flatten(), iteration.top_logprobs, index, iteration.mask) if reads else None
     wanted = [tokens, *([lens] if D > 1 else []), *([agreement.differs] if agreement.active else [])] if reads else []
     stats = StepStats(verified.graph, iteration.size, D - 1, iteration.depth, iteration.unfollowed)
-    return DecodesPending(iteration, HostCopy(*wanted), logprobs, stats, agreement.active)
+    experts = HostCopy(hit) if hit is not None and reads else None
+    return DecodesPending(iteration, HostCopy(*wanted), logprobs, stats, agreement.active, experts)
 
 
 def masked(iteration: Iteration) -> Iteration:
@@ -154,7 +161,8 @@ class Worker:
     def info(self) -> WorkerInfo:
         """What was chosen and measured at start-up, and how steps ran since."""
         runs = [runner.runs() for runner in self.all_runners]
-        info = structs.replace(self._info, graph_runs=runs, acceptance=self.parts.monitor.stats())
+        acceptance, experts = self.parts.monitor.stats(), self.parts.experts.mean
+        info = structs.replace(self._info, graph_runs=runs, acceptance=acceptance, distinct_experts=experts)
         if (controller := self.parts.depths.controller) is not None:
             info = structs.replace(info, depth=controller.info())
         if self._followers is None:
@@ -288,16 +296,17 @@ class Worker:
         if iteration.grammar is not None:
             iteration.grammar.verify(draft)
         with span("verify"):
-            window = verifier.fill(iteration, draft)
+            window, hit = verifier.fill(iteration, draft), None
             if chunks is None:
                 verified = verifier.run(iteration, window)
+                hit = self.parts.experts.sample(iteration.live * draft.width)
             else:
                 states, window_states = target.run(chunks, window, iteration.live)
                 verified = verifier.result_of(iteration, window_states)
                 extend, prompts = self._sample_next(batch, chunks, first, states)
             iteration = masked(iteration)
             result = self.parts.accepter.accept(iteration, draft, verified, window)
-            decodes = send_to_host(target, iteration, result, verified)
+            decodes = send_to_host(target, iteration, result, verified, hit)
             if iteration.grammar is not None:
                 self.parts.grammars.follow(iteration.grammar, result.tokens[: iteration.live], result.accept_lens[: iteration.live])
             target.agreement.commit(result.tokens[: iteration.live], result.accept_lens[: iteration.live])
@@ -322,6 +331,8 @@ class Worker:
         decoded = None if decodes is None else decodes.wait()
         if decodes is not None and decoded is not None:
             self._observe(decodes.iteration, decoded, with_prompts=prompts is not None)
+        if decodes is not None and decodes.experts is not None:
+            self._count_experts(decodes.iteration.live * (decodes.stats.draft_tokens + 1), int(decodes.experts.wait()[0][0]))
         result = join(None if prompts is None else prompts.wait(), decoded)
         self._read_at = time.perf_counter()
         self.parts.drafter.observe(batch.rows, result)
@@ -329,6 +340,12 @@ class Worker:
             if grammar is not None:
                 result.grammar_errors.update(grammar.errors(offset))
         return result
+
+    def _count_experts(self, tokens: int, hit: int) -> None:
+        """Take note of the experts that a pass hit, and correct what depths cost by it."""
+        self.parts.experts.add(tokens, hit)
+        if (spread := self.parts.experts.spread) is not None:
+            self.parts.depths.correct(spread)
 
     def _observe(self, iteration: Iteration, decoded: BatchResult, with_prompts: bool) -> None:
         """Count acceptance, and tell the depth controller what the iteration accepted and how long it took.

@@ -8,9 +8,10 @@ import torch
 
 from runtime.layers.activation import Activation
 from runtime.layers.linear import Partition
+from runtime.layers.moe.definition import WORD
 from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.mlp import SharedExpert, SparseMlp
-from runtime.layers.moe.router import Router, RoutingRule
+from runtime.layers.moe.router import KEPT_ROWS, Router, RoutingRule
 from runtime.layers.ops import BlockOps
 from runtime.models.config import MoeConfig
 from runtime.models.expert_weights import ExpertNames, ExpertPlacement, stacked_weights
@@ -69,7 +70,8 @@ class SparseParts:
         weight = tensor(names.router + ".weight", (m.num_experts, self.hidden))
         bias = tensor(names.router + ".bias", (m.num_experts,)) if m.bias else None
         correction = tensor(names.correction_bias, (m.num_experts,), torch.float32) if m.scoring == "sigmoid" else None
-        return Router(weight, rule, bias, correction)
+        kept = torch.zeros((KEPT_ROWS, -(-m.num_experts // WORD)), dtype=torch.int32, device=weight.device)
+        return Router(weight, rule, bias, correction, kept)
 
     def experts(self, names: ExpertNames, activation: Activation) -> Experts:
         """This rank's part of the routed experts."""

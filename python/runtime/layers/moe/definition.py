@@ -33,7 +33,8 @@ def route(x: torch.Tensor, router: Router) -> Routing:
         weights = weights.softmax(dim=1)
     elif rule.renormalize:
         weights = weights / (weights.sum(dim=1, keepdim=True) + TINY)
-    return Routing(ids.to(torch.int32), weights * rule.scaling, masks_of(ids, router.num_experts))
+    masks, kept = masks_of(ids, router.num_experts), router.kept_masks(len(x))
+    return Routing(ids.to(torch.int32), weights * rule.scaling, masks if kept is None else kept.copy_(masks))
 
 
 def masks_of(ids: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -7,6 +7,9 @@ from typing import Literal
 
 import torch
 
+KEPT_ROWS = 256
+"""Tokens of a pass whose masks a router keeps."""
+
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
@@ -28,12 +31,18 @@ class Router:
         weight: [E, hidden] in the model's dtype.
         bias: [E] in the model's dtype, or None.
         correction_bias: float32 [E], added to sigmoid scores for the choice only, or None.
+        kept: int32 [rows, ⌈E / 32⌉]: `Routing.masks` of the last pass of at most so many tokens lie here, or None.
     """
 
     weight: torch.Tensor
     rule: RoutingRule
     bias: torch.Tensor | None = None
     correction_bias: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+
+    def kept_masks(self, tokens: int) -> torch.Tensor | None:
+        """Where the masks of a pass of `tokens` lie; None where they are not kept."""
+        return None if self.kept is None or tokens > len(self.kept) else self.kept[:tokens]
 
     @property
     def num_experts(self) -> int:

@@ -165,6 +165,9 @@ class _SchedulerCollector:
             runs.add_metric([self._model, run.runner, "replayed"], float(run.replayed))
             runs.add_metric([self._model, run.runner, "eager"], float(run.eager))
         yield runs
+        if worker.distinct_experts is not None:
+            help_text = "Experts of a sparse layer that recent decode passes hit, the mean over layers and passes."
+            yield self._gauge("talon:distinct_experts", help_text, {(): worker.distinct_experts})
         if worker.acceptance is not None:
             drift = worker.acceptance.drift
             help_text = "Draft positions where graphs and the eager sample accept differently; 0 is normal."

@@ -34,6 +34,7 @@ def route(
     bias: torch.Tensor | None = None,
     correction_bias: torch.Tensor | None = None,
     *,
+    masks: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> Routing:
     """Choose experts for each row of x.
@@ -44,6 +45,7 @@ def route(
         tickets: from `new_tickets`: the program that ends last for a block of tokens makes the choice.
         bias: [E], added to the logits.
         correction_bias: float32 [E], added to the scores for the choice only.
+        masks: int32 [T, ⌈E / 32⌉] for `Routing.masks`; allocated where it is None.
         pdl: as in `triton_gemm`.
     """
     (T, K), E = x.shape, weight.shape[0]
@@ -61,7 +63,7 @@ def route(
     routed = Routing(
         torch.empty((T, top_k), dtype=torch.int32, device=device),
         torch.empty((T, top_k), dtype=torch.float32, device=device),
-        torch.empty((T, words), dtype=torch.int32, device=device),
+        torch.empty((T, words), dtype=torch.int32, device=device) if masks is None else masks,
     )
     if T == 0:
         return routed

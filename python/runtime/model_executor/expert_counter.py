@@ -1,0 +1,65 @@
+"""How many distinct experts decode passes hit, read from the routers' masks without waiting for the device."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from runtime.layers.moe.definition import WORD
+from runtime.layers.moe.mlp import SparseMlp
+
+EVERY = 16
+"""One of so many decode passes is counted."""
+RECENT = 64
+"""Counted passes that figures are the mean of."""
+
+
+class ExpertCounter:
+    """Distinct experts per layer and pass, padding left out. Empty for a dense model; the same on every rank."""
+
+    def __init__(self, mlps: Sequence[SparseMlp]) -> None:
+        self._routers = [mlp.router for mlp in mlps]
+        self._passes = 0
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
+
+    def sample(self, tokens: int) -> torch.Tensor | None:
+        """Experts hit by the first `tokens` of the pass just launched, summed over layers: int64 [1] on the device.
+
+        None for passes that are not counted: most, and those of more tokens than routers keep masks of.
+        """
+        self._passes += 1
+        kept = [router.kept_masks(tokens) for router in self._routers]
+        masks = [mask for mask in kept if mask is not None]
+        if not masks or (self._passes - 1) % EVERY:
+            return None
+        places = torch.arange(WORD, dtype=torch.int32, device=masks[0].device)
+        hit = (torch.stack(masks)[..., None] >> places) & 1
+        return hit.amax(dim=1).sum().reshape(1)
+
+    def add(self, tokens: int, experts: int) -> None:
+        """Take note of one sample that was read."""
+        self._recent.append((tokens, experts / len(self._routers)))
+
+    @property
+    def mean(self) -> float | None:
+        """Distinct experts of a layer, the mean of the last counted passes; None before the first."""
+        return sum(hit for _, hit in self._recent) / len(self._recent) if self._recent else None
+
+    @property
+    def spread(self) -> float | None:
+        """How independently tokens choose, from the last counted passes: 1 where each is routed at random, 0 where all choose alike.
+
+        None before the first pass of several tokens.
+        """
+        found = [self._spread(tokens, hit) for tokens, hit in self._recent if tokens > 1]
+        return sum(found) / len(found) if found else None
+
+    def _spread(self, tokens: int, hit: float) -> float:
+        rule, total = self._routers[0].rule, self._routers[0].num_experts
+        if rule.top_k >= total or hit >= total:
+            return 1.0
+        independent = math.log(1 - hit / total) / math.log(1 - rule.top_k / total)
+        return min(max((independent - 1) / (tokens - 1), 0.0), 1.0)

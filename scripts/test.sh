@@ -14,4 +14,5 @@ pyright python
 lint-imports
 # Two workers, one file of tests at a time each; -n 0 runs all tests in one process. One torch thread per process: tests run real servers
 # side by side on two cores. Files keep their order, so that the long ones under test/process start first.
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# Tests start interpreters, which would compile every module again without the files of PYTHONDONTWRITEBYTECODE.
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE= python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

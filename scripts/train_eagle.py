@@ -89,6 +89,10 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"--phases {args.phases}: the value must list {', '.join(PHASES)}, or be {COMPARE}")
     if (phases == [COMPARE]) != (args.other_seed is not None):
         raise SystemExit(f"--phases {COMPARE} requires --other-seed FOLDER, and --other-seed requires --phases {COMPARE}")
+    if args.initial_head is not None and not (args.initial_head / "model.safetensors").is_file():
+        raise SystemExit(f"--initial-head {args.initial_head}: there is no model.safetensors")
+    if args.engines < 1 or not 0.0 <= args.kinds_share <= 1.0:
+        raise SystemExit("--engines must be at least 1, and --kinds-share from 0 to 1")
     if args.other_seed is not None:
         from eagle_training.pipeline import compare
 

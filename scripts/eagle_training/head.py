@@ -198,8 +198,16 @@ class EagleHead(nn.Module):
 
         A wider MLP keeps its new inputs and gets zeros as new outputs. A row of the LM head for a token that the trained
         head does not draft is the target's, scaled to the trained rows.
+
+        Raises:
+            SystemExit: its tensors do not fit into this head.
         """
         old = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+        for name, parameter in self.named_parameters():
+            known_size = old[name].shape if name in old else ()
+            sizes = list(zip(known_size, parameter.shape, strict=False))
+            if len(known_size) != parameter.dim() or any(a > b for a, b in sizes if name != "lm_head.weight"):
+                raise SystemExit(f"--initial-head {folder}: {name} {list(known_size)} does not fit into {list(parameter.shape)}")
         known = (old.pop("d2t").long() + torch.arange(len(old["lm_head.weight"]))).tolist()
         rows = {token: row for row, token in enumerate(known)}
         trained = old["lm_head.weight"]

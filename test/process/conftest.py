@@ -16,6 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from warm_start import cold_start, warm_start
+
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 240.0
 
@@ -41,10 +43,24 @@ class Embedded:
         return state
 
 
+@pytest.fixture(scope="session", autouse=True)
+def programs_start_warm() -> Iterator[None]:
+    """Servers and benchmarks start as forks of a process that has imported them."""
+    with warm_start():
+        yield
+
+
+@pytest.fixture
+def programs_start_cold() -> Iterator[None]:
+    """Programs start with an interpreter of their own, as a user starts them."""
+    with cold_start():
+        yield
+
+
 @pytest.fixture(scope="session")
 def embedded() -> Iterator[Embedded]:
     """The default server, started as a user would start it, for the whole session."""
-    with serve_embedded() as server:
+    with cold_start(), serve_embedded() as server:
         yield server
 
 

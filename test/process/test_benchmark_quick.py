@@ -59,6 +59,7 @@ def test_quick_run_writes_rows_and_a_table(script: str, flags: list[str], rows: 
     assert not any(row.get("failed") for row in result["rows"])
 
 
+@pytest.mark.usefixtures("programs_start_cold")
 def test_terminated_benchmark_stops_its_server(tmp_path: Path) -> None:
     command = [sys.executable, "-u", "-m", "benchmark.repeat", "--quick", "--out", str(tmp_path), "--modes", "eagle", "--rounds", "50"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"}

@@ -13,6 +13,8 @@ import pytest
 
 from process.fake import ENV, dummy_model, serving
 
+pytestmark = pytest.mark.usefixtures("programs_start_cold")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -18,7 +18,7 @@ from runtime.entrypoints.collector import freeze_gc
 def nothing_frozen() -> Iterator[None]:
     gc.unfreeze()
     yield
-    gc.unfreeze()
+    gc.freeze()
 
 
 def test_freezing_excludes_present_objects_and_no_later_ones() -> None:

@@ -465,6 +465,16 @@ def test_a_head_continues_from_a_narrower_one_with_another_vocabulary(tmp_path: 
         )
 
 
+def test_a_wider_head_and_wrong_values_are_refused(tmp_path: Path, target: FrozenTarget) -> None:
+    make_head(target).export(tmp_path, AUX, torch.float32)
+    narrow = EagleHead(head_config(target.config, 64, 40), target.embed, make_head(target).vocabulary, torch.ones(3 * WIDTH))
+    with pytest.raises(SystemExit, match=r"midlayer\.mlp\.\w+\.weight \[80, 64\] does not fit"):
+        narrow.continue_from(tmp_path, target.model.lm_head.weight)
+    for flags, why in ((["--initial-head", str(tmp_path / "none")], "no model.safetensors"), (["--engines", "0"], "at least 1")):
+        with pytest.raises(SystemExit, match=why):
+            train_eagle.main(["--output", str(tmp_path), *flags])
+
+
 def test_a_run_that_was_cut_off_ends_with_the_same_weights(tmp_path: Path, target: FrozenTarget) -> None:
     whole = make_trainer(target, tmp_path / "whole", 12)
     whole.run()

@@ -1,0 +1,274 @@
+"""Starts the project's programs as forks of a process that has imported them, which saves each of them seconds of imports.
+
+`WarmStart` runs such a process. Its `Popen` replaces `subprocess.Popen`: `python -m runtime.launch_server` and the other programs of
+`is_ours` begin as a fork, everything else as usual. What they start in turn begins as a fork of themselves. They remain processes of
+their own, children of the one that starts them, with the command line, environment, folder and file descriptors asked for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import setproctitle
+
+IMPORTED = (
+    "runtime", "runtime.bench_serving", "runtime.entrypoints.child", "runtime.entrypoints.http.server", "runtime.managers.scheduler",
+    "runtime.model_executor.build", "runtime.models.registry", "runtime.speculative.build", "benchmark.sweep", "benchmark.picture",
+)  # fmt: skip
+TEST = Path(__file__).resolve().parent
+OURS = ("runtime.", "benchmark.", "process.")
+READ_AT_START = ("OMP_", "MKL_", "MALLOC_", "LD_", "PYTHON", "CUDA_", "TORCH")
+"""Variables that an interpreter or a library reads once, when it starts."""
+READ_BY_US = ("PYTHONPATH", "PYTHONUNBUFFERED")
+_PR_SET_CHILD_SUBREAPER = 36
+_HIGH_FD = 512
+
+
+@dataclass(frozen=True)
+class Program:
+    """A Python program to run: a module or a file, its arguments, and the process that it wants.
+
+    `fds`: the descriptors that it has when it starts.
+    """
+
+    module: str
+    file: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    folder: str
+    new_session: bool
+    unbuffered: bool
+    fds: tuple[int, ...] = ()
+
+    def run(self) -> object:
+        """Run it as `__main__` and return what it exits with."""
+        os.chdir(self.folder)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        paths = [path for path in self.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+        first = self.folder if self.module else str(Path(self.file).parent)
+        sys.path[:] = dict.fromkeys([first, *paths, *sys.path])
+        sys.argv = [self.module or self.file, *self.arguments]
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            stream = open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+            if self.unbuffered and number > 0:
+                stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        try:
+            if self.module:
+                sys.modules.pop(self.module, None)
+                runpy.run_module(self.module, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(self.file, run_name="__main__")
+        except SystemExit as end:
+            return end.code
+        return 0
+
+
+def program_of(command: Sequence[str], environment: Mapping[str, str], folder: str, new_session: bool) -> Program | None:
+    """The program of ours that `command` runs; None for any other command."""
+    words, environment = [str(word) for word in command], dict(environment)
+    if words[0] == "/usr/bin/env":
+        words.pop(0)
+        while "=" in words[0]:
+            name, _, value = words.pop(0).partition("=")
+            environment[name] = value
+    if words.pop(0) != sys.executable or not words or _differs_at_start(environment):
+        return None
+    unbuffered = bool(environment.get("PYTHONUNBUFFERED"))
+    if words[0] == "-u":
+        unbuffered, _ = True, words.pop(0)
+    if words[0] == "-m" and words[1].startswith(OURS):
+        return Program(words[1], "", tuple(words[2:]), environment, folder, new_session, unbuffered)
+    if Path(words[0]).parent == TEST / "process":
+        return Program("", words[0], tuple(words[1:]), environment, folder, new_session, unbuffered)
+    return None
+
+
+def _differs_at_start(environment: Mapping[str, str]) -> bool:
+    def read(variables: Mapping[str, str]) -> dict[str, str]:
+        return {name: value for name, value in variables.items() if name.startswith(READ_AT_START) and name not in READ_BY_US}
+
+    return read(environment) != read(os.environ)
+
+
+class ForkedPopen(subprocess.Popen[Any]):
+    """`subprocess.Popen` that forks this process for programs of ours."""
+
+    def _execute_child(
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any, *rest: Any
+    ) -> None:
+        shell, pipes, new_session = rest[2], rest[3:9], rest[14]
+        program = None
+        if not (shell or executable or preexec_fn or isinstance(args, (str, bytes))):
+            program = program_of(args, os.environ if env is None else env, os.path.abspath(cwd or "."), new_session)
+        if program is None:
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)  # type: ignore[misc]
+            return
+        stdin, stdout, stderr = (theirs if theirs >= 0 else own for own, theirs in enumerate((pipes[0], pipes[3], pipes[5])))
+        self.pid = self._start(program, {0: stdin, 1: stdout, 2: stderr} | {fd: fd for fd in pass_fds})
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _start(self, program: Program, fds: Mapping[int, int]) -> int:
+        """Start `program` with descriptors `fds`, theirs to ours; return its process id."""
+        return fork(lambda: become(program, fds))
+
+
+def fork(main: Callable[[], object]) -> int:
+    """Run `main` in a child, which exits with what it returns as Python does; return its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    atexit._clear()
+    status: object = 1
+    try:
+        status = main()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
+        with contextlib.suppress(BaseException):
+            threading._shutdown()  # type: ignore[attr-defined]
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(BaseException):
+                stream.flush()
+        os._exit(0 if status is None else status & 255 if isinstance(status, int) else 1)
+
+
+def become(program: Program, fds: Mapping[int, int]) -> object:
+    """Run `program` in this process, a fresh fork, with no other descriptors than `fds`."""
+    gc.freeze()  # what the parent left behind is not ours to close
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGABRT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if program.new_session:
+        os.setsid()
+    _take(fds)
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    return program.run()
+
+
+def _take(fds: Mapping[int, int]) -> None:
+    """Make `fds` the only open descriptors, under their names."""
+    high = {name: fcntl.fcntl(fd, fcntl.F_DUPFD, _HIGH_FD) for name, fd in fds.items()}
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd not in high.values():
+            with contextlib.suppress(OSError):
+                os.close(fd)
+    for name, fd in high.items():
+        os.dup2(fd, name)
+        os.close(fd)
+
+
+class WarmStart:
+    """The process that has imported everything, as long as it is open."""
+
+    def __init__(self) -> None:
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = os.pathsep.join([str(TEST.parent / "python"), str(TEST), str(TEST.parent), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, "-c", "from warm_start import main; main()", str(theirs.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path})
+        theirs.close()
+        self._lock = threading.Lock()
+        start = self.start
+
+        class Popen(ForkedPopen):
+            """`subprocess.Popen` that forks the warm process."""
+
+            def _start(self, program: Program, fds: Mapping[int, int]) -> int:
+                return start(program, fds)
+
+        self.Popen = Popen
+
+    def start(self, program: Program, fds: Mapping[int, int]) -> int:
+        """Start `program` as a child of this process; return its process id."""
+        program = Program(**{**vars(program), "fds": tuple(fds)})
+        prctl = ctypes.CDLL(None).prctl
+        with self._lock:
+            prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the program is an orphan for a moment, and becomes our child
+            try:
+                socket.send_fds(self._ours, [pickle.dumps(program)], list(fds.values()))
+                return int(self._ours.recv(64))
+            finally:
+                prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+    def close(self) -> None:
+        """End the process; what it started goes on."""
+        self._ours.close()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def warm_start() -> Iterator[WarmStart]:
+    """`subprocess.Popen` forks a warm process."""
+    usual, warm = subprocess.Popen, WarmStart()
+    subprocess.Popen = warm.Popen  # type: ignore[misc]
+    try:
+        yield warm
+    finally:
+        subprocess.Popen = usual  # type: ignore[misc]
+        warm.close()
+
+
+@contextlib.contextmanager
+def cold_start() -> Iterator[None]:
+    """`subprocess.Popen` starts an interpreter, as it does without `warm_start`."""
+    forking, subprocess.Popen = subprocess.Popen, ForkedPopen.__base__  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        subprocess.Popen = forking  # type: ignore[misc]
+
+
+def main() -> None:
+    """The warm process: start what it is asked for until the socket closes."""
+    asked = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    setproctitle.setproctitle("warm start")  # finds the place of the title, which is lost with the first environment
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    while True:
+        order, fds, *_ = socket.recv_fds(asked, 1 << 20, 64)
+        if not order:
+            asked.close()
+            return
+        program: Program = pickle.loads(order)
+        mine, its = os.pipe()
+        between = os.fork()
+        if not between:  # ends at once, so that its child becomes the child of the process that asked
+            pid = fork(lambda program=program, fds=fds: become(program, dict(zip(program.fds, fds, strict=True))))
+            os.write(its, str(pid).encode())
+            os._exit(0)
+        os.close(its)
+        os.waitpid(between, 0)
+        asked.send(os.read(mine, 64))
+        for fd in (mine, *fds):
+            os.close(fd)

@@ -85,6 +85,7 @@ class WorkerLimits:
         needs_history: whether every `RowInit` must carry its history.
         mixed: whether a batch may hold prompt chunks and decode rows.
         cost_model: what steps cost on the device.
+        groups: attention groups, each of which holds `max_total_tokens` and `max_running_requests`, and runs steps of its own.
     """
 
     max_total_tokens: int
@@ -100,6 +101,7 @@ class WorkerLimits:
     needs_history: bool = False
     mixed: bool = False
     cost_model: CostModel = CostModel()
+    groups: int = 1
 
     @property
     def max_request_len(self) -> int:
@@ -165,6 +167,8 @@ class ScheduleBatch:
         prompt_logprobs: bool [E]. Whether log-probabilities of the chunk's prompt tokens are wanted too.
         pooling: by index of the chunk: what its hidden states are reduced to.
         depth: K of the decode rows, which `Worker.submit` chooses.
+        sections: with several attention groups the part of each, and nothing beside it; [] for one group.
+        pad_decodes, pad_tokens: decode rows and prompt tokens of the largest section, to which this one is padded; 0 for one group.
     """
 
     step: int
@@ -182,6 +186,25 @@ class ScheduleBatch:
     prompt_logprobs: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
     pooling: dict[int, Pooling] = field(default_factory=dict)
     depth: int = 0
+    sections: list[ScheduleBatch] = field(default_factory=list)
+    pad_decodes: int = 0
+    pad_tokens: int = 0
+
+    @classmethod
+    def of_groups(cls, sections: list[ScheduleBatch]) -> ScheduleBatch:
+        """The step of several attention groups, which all run passes of one size.
+
+        Where only others have prompts, a section gets a prompt of one token in the padding row.
+        """
+        decodes, tokens = max(each.num_decodes for each in sections), max(len(each.token_ids) for each in sections)
+        for each in sections:
+            each.pad_decodes, each.pad_tokens = decodes, tokens
+            if tokens and not each.num_prompts:
+                zero, one = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.int32)
+                each.rows, each.len_bounds, each.top_logprobs = zero + PAD_ROW, zero, -one
+                each.prefix_lens, each.extend_lens, each.token_ids, each.next_tokens = zero, one, zero, zero
+                each.prompt_logprobs = zero > 0
+        return cls(sections[0].step, no_ints(), no_ints(), no_ints(), sections=sections)
 
     @property
     def size(self) -> int:
@@ -253,6 +276,7 @@ class BatchResult:
         grammar_errors: by index in the batch, why a request's grammar cannot be followed; its tokens have no meaning.
         pooled: by index in the batch: what `pooling` asked for, float32 [hidden] or [labels]; of `mean` the sum over the
             chunk's tokens.
+        sections: with several attention groups the result of each, and nothing beside it.
     """
 
     token_ids: Int32
@@ -262,6 +286,7 @@ class BatchResult:
     stats: StepStats = StepStats()
     grammar_errors: dict[int, str] = field(default_factory=dict)
     pooled: dict[int, Float32] = field(default_factory=dict)
+    sections: list[BatchResult] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

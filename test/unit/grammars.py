@@ -120,7 +120,7 @@ def serve(
     for turn in range(20000):
         before_turn(turn, inbox)
         scheduler.step()
-        scheduler.admission.kv_pages.check()
+        scheduler.groups.check()
         if scheduler.idle and not inbox:
             return served, scheduler
     raise AssertionError("the scheduler does not come to rest")

@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from runtime.batch import BatchResult
+from runtime.distributed.parallel_group import ALONE, split_ranks
+from runtime.distributed.step_messages import GroupResult, RankCodec
 from runtime.model_executor.follow import follow
 from runtime.model_executor.followers import Followers
 
@@ -52,6 +55,20 @@ class ThreadGroup:
         self.meeting.barrier.wait()
         return values
 
+    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.gather(x.clone()))
+
+    def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
+        return self.all_reduce(x).chunk(self.size)[self.rank]
+
+    def split(self, parts: int) -> tuple[Any, Any]:
+        found = []
+        for lists in split_ranks(self.size, parts):
+            own = next(ranks for ranks in lists if self.rank in ranks)
+            meeting = self.gather(Meeting(len(own)))[own[0]]
+            found.append(ThreadGroup(own.index(self.rank), len(own), meeting) if len(own) > 1 else ALONE)
+        return found[0], found[1]
+
     def agree(self, value: T) -> T:
         return self.gather(value)[0]
 
@@ -63,6 +80,24 @@ class ThreadGroup:
         out = torch.cat(self.gather(x.clone()), dim=1)
         assert out.shape[1] == columns
         return out
+
+
+class QueueResults:
+    """Carries the results of attention groups to rank 0."""
+
+    def __init__(self, groups: int) -> None:
+        self.queues = [queue.Queue[bytes]() for _ in range(groups - 1)]
+
+    def send(self, result: GroupResult) -> None:
+        self.queues[result.group - 1].put(RankCodec().encode(result))
+
+    def receive(self, step: int) -> list[BatchResult]:
+        found = [RankCodec().decode_result(one.get(timeout=PATIENCE)) for one in self.queues]
+        assert {result.step for result in found} == {step}
+        return [result.result for result in found]
+
+    def close(self) -> None:
+        pass
 
 
 class QueueLink:
@@ -88,22 +123,27 @@ class QueueEnd:
 
 
 @contextmanager
-def ranks(size: int, build: Callable[..., Any], change: Callable[[int, Any], None] = lambda rank, worker: None) -> Iterator[Any]:
-    """Rank 0's worker; the others follow it. `build(group=, followers=)` builds each; `change` may spoil one."""
-    meeting, link = Meeting(size), QueueLink(size)
+def ranks(
+    size: int, build: Callable[..., Any], change: Callable[[int, Any], None] = lambda rank, worker: None, groups: int = 1
+) -> Iterator[Any]:
+    """Rank 0's worker; the others follow it. `build(group=, followers=)` builds each; `change` may spoil one.
+
+    groups: attention groups that `build` makes.
+    """
+    meeting, link, results = Meeting(size), QueueLink(size), QueueResults(groups)
     groups = [ThreadGroup(rank, size, meeting) for rank in range(size)]
 
     def serve(rank: int) -> None:
         worker = build(group=groups[rank], followers=None)
         change(rank, worker)
         try:
-            follow(worker, QueueEnd(link.queues[rank - 1]), rank)
+            follow(worker, QueueEnd(link.queues[rank - 1]), rank, results)
         finally:
             worker.close()
 
     with ThreadPoolExecutor(size) as pool:
         others = [pool.submit(serve, rank) for rank in range(1, size)]
-        worker = build(group=groups[0], followers=Followers(link, lambda: None))
+        worker = build(group=groups[0], followers=Followers(link, lambda: None, results))
         try:
             yield worker
         except BaseException:

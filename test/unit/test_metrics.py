@@ -15,7 +15,7 @@ from runtime.managers.messages import Finish
 from runtime.managers.telemetry.decode_stats import DecodeStats
 from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.telemetry.progress import Progress
-from runtime.managers.telemetry.scheduler_stats import SchedulerStats
+from runtime.managers.telemetry.scheduler_stats import GroupLoad, SchedulerStats
 from runtime.managers.telemetry.spec_stats import SpecStats
 from runtime.worker_info import AcceptanceCounts, AcceptanceStats, Drift, RunnerRuns, WorkerInfo
 
@@ -96,6 +96,15 @@ def test_graph_runs_and_acceptance_drift_are_exported() -> None:
     well = scraped(metrics, structs.replace(STATS, worker=WorkerInfo(acceptance=structs.replace(acceptance, drift=[]))))
     assert well["talon:spec_drifted_positions", ()] == 0
     assert not {"talon:spec_drift", "talon:distinct_experts"} & {name for name, _ in well}
+
+
+def test_requests_are_exported_by_attention_group() -> None:
+    metrics = Metrics("m")
+    assert "talon:group" not in metrics.render(SchedulerStats())[0].decode()
+    text = metrics.render(SchedulerStats(groups=[GroupLoad(1, 0, 32), GroupLoad(4, 2, 96)]))[0].decode()
+    assert 'talon:group_running_reqs{group="1",model_name="m"} 4.0' in text
+    assert 'talon:group_queue_reqs{group="1",model_name="m"} 2.0' in text
+    assert 'talon:group_used_tokens{group="0",model_name="m"} 32.0' in text
 
 
 def test_before_the_first_heartbeat_there_are_no_gauges_and_no_failure() -> None:

@@ -95,7 +95,7 @@ class Harness:
         for _ in range(count):
             self.now += 0.01
             self.scheduler.step()
-            self.scheduler.admission.kv_pages.check()
+            self.scheduler.groups.check()
 
     def run_until_idle(self, most: int = 5000) -> None:
         for _ in range(most):
@@ -132,10 +132,10 @@ class Harness:
         """No row or page is in use, and a flush frees all pages."""
         scheduler = self.scheduler
         assert scheduler.idle
-        assert not scheduler.admission.queue
-        assert not scheduler.admission.running
-        assert scheduler.admission.free_rows == self.limits.max_running_requests
-        kv_pages = scheduler.admission.kv_pages
+        assert not scheduler.groups.only.queue
+        assert not scheduler.groups.only.running
+        assert scheduler.groups.only.free_rows == self.limits.max_running_requests
+        kv_pages = scheduler.groups.only.kv_pages
         assert kv_pages.own_pages == 0
         assert kv_pages.used == 0
         kv_pages.flush()
@@ -314,7 +314,7 @@ def test_a_mixed_step_never_causes_a_retraction(overlap: bool) -> None:
     harness = Harness(limits, schedule_conservativeness=0.0, chunked_prefill_size=4, max_prefill_tokens=64)
     first = harness.ask("first", [1, 2], max_new_tokens=24, ignore_eos=True)
     harness.step(8)
-    second = harness.ask("second", [7] * (32 - harness.scheduler.admission.kv_pages.used - 4), max_new_tokens=2, ignore_eos=True)
+    second = harness.ask("second", [7] * (32 - harness.scheduler.groups.only.kv_pages.used - 4), max_new_tokens=2, ignore_eos=True)
     while sum(tokens for tokens, _ in steps_of(harness)[1:]) < len(second.input_ids):
         harness.step()
         assert harness.scheduler.stats.num_retracted_requests_total == 0
@@ -538,7 +538,7 @@ def test_a_retracted_request_goes_before_those_that_wait() -> None:
     asked = [harness.ask(f"r{i}", [i] * 6, max_new_tokens=50, ignore_eos=True) for i in range(4)]
     while harness.scheduler.stats.num_retracted_requests_total == 0:
         harness.step()
-    waiting = [req.rid for req in harness.scheduler.admission.queue]
+    waiting = [req.rid for req in harness.scheduler.groups.only.queue]
     harness.run_until_idle()
     assert waiting == ["r1", "r2", "r3"]
     for req in asked:
@@ -691,7 +691,7 @@ def test_an_abort_frees_everything_within_one_step_wherever_the_request_is(steps
     harness.inbox.append(AbortReq(rid="b"))
     harness.inbox.append(AbortReq(rid="a"))
     harness.step()
-    assert harness.scheduler.admission.kv_pages.used == 0
+    assert harness.scheduler.groups.only.kv_pages.used == 0
     assert [harness.finish(rid).reason for rid in ("a", "b")] == ["abort", "abort"]
     harness.run_until_idle()
     harness.check_empty()
@@ -778,7 +778,7 @@ def test_kv_of_a_failed_step_is_not_reused() -> None:
     harness.ask("a", list(range(20)), max_new_tokens=5)
     harness.run_until_idle()
     assert harness.finish("a").status == 500
-    assert harness.scheduler.admission.kv_pages.cache.total_pages == 0
+    assert harness.scheduler.groups.only.kv_pages.cache.total_pages == 0
 
 
 def test_output_kv_of_a_failed_request_is_not_cached() -> None:
@@ -787,7 +787,7 @@ def test_output_kv_of_a_failed_request_is_not_cached() -> None:
     harness.ask("a", list(range(20)), max_new_tokens=50, ignore_eos=True)
     harness.run_until_idle()
     assert harness.finish("a").status == 500
-    assert harness.scheduler.admission.kv_pages.cache.total_pages == 20  # the prompt, published before the failure
+    assert harness.scheduler.groups.only.kv_pages.cache.total_pages == 20  # the prompt, published before the failure
 
 
 def test_an_abort_caches_no_kv_of_an_unread_step() -> None:
@@ -799,7 +799,7 @@ def test_an_abort_caches_no_kv_of_an_unread_step() -> None:
     harness.inbox.append(AbortReq(rid="a"))
     harness.worker.fail_wait = lambda batch: (_ for _ in ()).throw(Injected())
     harness.run_until_idle()
-    assert harness.scheduler.admission.kv_pages.cache.total_pages == 8
+    assert harness.scheduler.groups.only.kv_pages.cache.total_pages == 8
 
 
 @pytest.mark.parametrize("where", ["fail_submit", "fail_wait"])
@@ -913,7 +913,7 @@ def test_the_cache_is_flushed_only_when_idle() -> None:
     assert refused.status == 409
     harness.inbox.append(AbortReq(all=True))  # leaves a step in flight whose requests have all ended
     assert control(harness, "flush_cache") == CacheFlushed(pages=4)
-    assert harness.scheduler.admission.kv_pages.allocator.available == 512
+    assert harness.scheduler.groups.only.kv_pages.allocator.available == 512
 
 
 def test_flushing_the_cache_restarts_the_acceptance_figures() -> None:

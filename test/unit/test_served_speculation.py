@@ -64,7 +64,7 @@ def serve(
         if turn in aborted:
             inbox.append(AbortReq(rid=aborted[turn]))
         scheduler.step()
-        scheduler.admission.kv_pages.check()
+        scheduler.groups.check()
         check(scheduler)
         if scheduler.idle and not inbox:
             return texts, scheduler
@@ -149,7 +149,7 @@ def test_kv_of_both_models_is_that_of_a_prefill_behind_prefixes_aborts_and_retra
     behind_prefixes: set[str] = set()
 
     def check(scheduler: Scheduler) -> None:
-        for req in scheduler.admission.running[-2:]:
+        for req in scheduler.groups.only.running[-2:]:
             if req.kv_len == 0:
                 continue
             known, pages = req.ids[: req.kv_len + 1].tolist(), torch.from_numpy(req.pages.ids.astype(np.int64))

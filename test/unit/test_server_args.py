@@ -33,7 +33,7 @@ SGLANG_FLAGS = re.findall(
     """
     model-path tokenizer-path served-model-name host port api-key admin-api-key dtype kv-cache-dtype quantization context-length
     trust-remote-code load-format revision device tp-size nnodes node-rank dist-init-addr dist-timeout
-    dp-size ep-size mem-fraction-static max-running-requests max-queued-requests
+    dp-size enable-dp-attention ep-size mem-fraction-static max-running-requests max-queued-requests
     max-total-tokens chunked-prefill-size max-prefill-tokens schedule-policy schedule-conservativeness page-size disable-radix-cache
     disable-overlap-schedule enable-mixed-chunk attention-backend sampling-backend grammar-backend speculative-algorithm
     speculative-draft-model-path speculative-num-steps speculative-eagle-topk speculative-num-draft-tokens speculative-token-map
@@ -70,6 +70,7 @@ LLAMA = ModelFacts(
     vocab_size=128256,
     head_dim=128,
 )
+TWO_GROUPS = {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True, "device": "cpu", "attention_backend": "torch_native"}
 TWO_NODES = {
     "tp_size": 4, "nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:29500", "device": "cpu", "attention_backend": "torch_native"
 }  # fmt: skip
@@ -334,7 +335,16 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"distributed_executor_backend": "ray"}, CPU, ["--distributed-executor-backend ray", "--tp-size"]),
         ({**TWO_NODES, "distributed_executor_backend": "ray"}, CPU, ["--node-rank must be 0"]),
         ({"dist_timeout": 0.0}, CPU, ["--dist-timeout"]),
-        ({"dp_size": 4}, HOPPER, ["--dp-size"]),
+        ({"dp_size": 4}, HOPPER, ["--dp-size 4", "--enable-dp-attention"]),
+        ({"dp_size": 0}, HOPPER, ["--dp-size must divide", "got 0"]),
+        ({"tp_size": 4, "dp_size": 3, "enable_dp_attention": True}, CPU, ["--dp-size must divide --tp-size 4", "got 3"]),
+        ({"tp_size": 4, "enable_dp_attention": True}, CPU, ["--enable-dp-attention has no effect", "--dp-size"]),
+        ({**TWO_GROUPS, "enable_mixed_chunk": True}, CPU, ["--enable-mixed-chunk", "--enable-dp-attention"]),
+        (
+            {**TWO_GROUPS, "speculative_algorithm": "NGRAM", "speculative_num_steps": "auto"},
+            CPU,
+            ["--speculative-num-steps auto", "--enable-dp-attention"],
+        ),
         ({"ep_size": 2}, HOPPER, ["--ep-size must divide --tp-size 1", "got 2"]),
         ({"tp_size": 4, "ep_size": 3}, CPU, ["--ep-size must divide --tp-size 4", "got 3"]),
         ({"attention_backend": "fa3"}, CPU, ["fa3", "torch_native"]),
@@ -517,6 +527,8 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "tp_size": (
         {"tp_size": 4, "device": "cpu", "attention_backend": "torch_native"}, lambda c: (c.parallel.tp_size, c.device.cpu_threads), (4, 4)
     ),
+    "dp_size": (TWO_GROUPS, lambda c: c.parallel.dp_size, 2),
+    "enable_dp_attention": (TWO_GROUPS, lambda c: c.parallel.enable_dp_attention, True),
     "ep_size": (
         {"tp_size": 4, "ep_size": 2, "device": "cpu", "attention_backend": "torch_native"}, lambda c: c.parallel.ep_size, 2
     ),
@@ -525,7 +537,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "reasoning_parser": ({"reasoning_parser": "none"}, lambda c: c.model.reasoning_parser, "none"),
 }  # fmt: skip
 REFUSED = {
-    "download_dir", "trust_remote_code", "dp_size"
+    "download_dir", "trust_remote_code"
 }  # fmt: skip
 
 

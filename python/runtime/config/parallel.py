@@ -26,10 +26,27 @@ def check_parallel(args: ServerArgs) -> None:
         raise ConfigError("--nnodes and --dist-init-addr HOST:PORT belong together: give the address of node 0 to all nodes, or neither.")
     if args.ep_size < 1 or args.tp_size % args.ep_size:
         raise ConfigError(f"--ep-size must divide --tp-size {args.tp_size}, whose ranks share the experts; got {args.ep_size}.")
+    _check_groups(args)
     if args.dist_init_addr is not None:
         _check_address(args.dist_init_addr)
     if args.distributed_executor_backend == "ray":
         _check_ray(args)
+
+
+def _check_groups(args: ServerArgs) -> None:
+    if args.dp_size < 1 or (args.tp_size % args.dp_size and args.enable_dp_attention):
+        raise ConfigError(f"--dp-size must divide --tp-size {args.tp_size}, whose ranks it groups; got {args.dp_size}.")
+    if args.enable_dp_attention and args.dp_size == 1:
+        raise ConfigError("--enable-dp-attention has no effect with one group. Give --dp-size, or leave it out.")
+    if args.dp_size > 1 and not args.enable_dp_attention:
+        raise ConfigError(
+            f"--dp-size {args.dp_size} without --enable-dp-attention is not supported. Start one server per copy behind sglang-router; "
+            "docs/operations.md shows how."
+        )
+    if args.enable_dp_attention and args.enable_mixed_chunk:
+        raise ConfigError("--enable-mixed-chunk is not possible with --enable-dp-attention: all groups run one kind of pass. Leave it out.")
+    if args.enable_dp_attention and args.speculative_num_steps == "auto":
+        raise ConfigError("--speculative-num-steps auto is not possible with --enable-dp-attention. Give a number.")
 
 
 def _check_ray(args: ServerArgs) -> None:
@@ -52,6 +69,7 @@ def resolve_parallel(args: ServerArgs, device: DeviceConfig, machine: MachineFac
     config = ParallelConfig(
         tp_size=args.tp_size,
         dp_size=args.dp_size,
+        enable_dp_attention=args.enable_dp_attention,
         ep_size=args.ep_size,
         nnodes=args.nnodes,
         node_rank=args.node_rank,

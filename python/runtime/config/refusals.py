@@ -8,7 +8,6 @@ from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
 
 UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
-    "dp_size": ((1,), "Start one server per copy behind sglang-router; docs/operations.md shows how."),
     "sampling_backend": ((None, "triton", "pytorch"), "Use triton or pytorch, or leave the flag out."),
 }
 """Flags of SGLang that exist here to be refused: the accepted values, and why the others are not."""

@@ -109,6 +109,7 @@ class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How many devices share the work: tensor, data and expert parallel ranks; and the nodes that hold them.
 
+    `dp_size` attention groups of consecutive ranks serve requests of their own; it is 1 unless `enable_dp_attention`.
     Node `node_rank` of `nnodes` holds `tp_size / nnodes` ranks in a row. Node 0 listens at `dist_init_addr`, HOST:PORT.
     `dist_timeout` is how many seconds ranks wait for each other at start-up. `executor`: what starts the ranks, processes
     of each node's server ("mp") or Ray on all nodes.
@@ -116,6 +117,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     tp_size: int = 1
     dp_size: int = 1
+    enable_dp_attention: bool = False
     ep_size: int = 1
     nnodes: int = 1
     node_rank: int = 0

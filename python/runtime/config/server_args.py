@@ -148,7 +148,9 @@ class ServerArgs:
     distributed_executor_backend: Literal["mp", "ray"] = _flag(DEVICE, "mp")
     """What starts the ranks: the server of each node (mp), or Ray actors from node 0 alone (needs talon-runtime[ray])."""
     dp_size: int = _flag(DEVICE, 1, "N", "--data-parallel-size", "--dp")
-    """Copies of the model; only 1 is supported."""
+    """Attention groups of --enable-dp-attention, a divisor of --tp-size; whole copies of a model are servers of their own."""
+    enable_dp_attention: bool = _flag(DEVICE, False)
+    """Let each of --dp-size groups of ranks hold attention and the KV cache of its own requests; all ranks share the experts."""
     ep_size: int = _flag(DEVICE, 1, "N", "--expert-parallel-size", "--ep")
     """Groups of the tensor-parallel ranks that a sparse model's experts are placed on, a divisor of --tp-size."""
     cpu_threads: int | None = _flag(DEVICE, None, "N")
@@ -195,7 +197,8 @@ class ServerArgs:
     """Format of the draft model's weights; default: dummy with a dummy model unless it is a GGUF file, else auto."""
     speculative_num_steps: int | Literal["auto"] | None = _flag(SPECULATION, None, "K")
     """Depth of the drafts, K; auto: each iteration runs at the depth, 0 to 7, that gives the most tokens per second. Default:
-    auto for chains; D - 1 if D is given, all masked tokens of a DFLASH draft's blocks, 3 for trees; embedded model: 3, on a GPU 4."""
+    auto for chains; D - 1 if D is given, all masked tokens of a DFLASH draft's blocks, 3 for trees and attention groups; embedded
+    model: 3, on a GPU 4."""
     speculative_eagle_topk: int | None = _flag(SPECULATION, None, "N")
     """Branches per draft node; default: 1, a chain."""
     speculative_num_draft_tokens: int | None = _flag(SPECULATION, None, "D")

@@ -76,7 +76,7 @@ REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("enable-multimodal", "mm-", "image-processor", "allowed-media", "limit-mm", "enable-mm-", "media-url"), "the server reads text only"),
     (("moe-", "deepep-", "ep-", "eplb-", "enable-eplb", "enable-deepep", "expert-", "elastic-ep", "init-expert", "kt-"),
      "the ranks of --tp-size share the experts; --ep-size places whole experts on them"),
-    (("enable-dp-", "attn-dp-size", "attention-data-parallel-size", "enable-dp-lm-head"), "put a router in front of several servers"),
+    (("enable-dp-", "attn-dp-size", "attention-data-parallel-size"), "the groups of --enable-dp-attention follow from --dp-size"),
     (("nccl-init-addr", "dist-timeout", "nccl-port"), "give the address of the first node as --dist-init-addr"),
     (("attn-cp", "attention-context", "dcp-", "decode-context", "enable-prefill-cp", "cp-"), "the context is not spread over devices"),
     (("mamba-", "linear-attn", "enable-linear", "max-mamba", "dsa-", "dsv4-", "dllm-"), "models of this kind are not supported"),

@@ -82,6 +82,18 @@ class ParallelGroup(Protocol):
         """[N, own] of every rank side by side: [N, `columns`], where rank r holds `Shard(r, size).of(columns)`."""
         ...
 
+    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, columns] of every rank one after the other, [size * N, columns]; N is the same on all ranks."""
+        ...
+
+    def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """[size * N, columns] of every rank -> [N, columns], the sum over all ranks of this rank's rows; may reuse the storage."""
+        ...
+
+    def split(self, parts: int) -> tuple[ParallelGroup, ParallelGroup]:
+        """Of `parts` equal groups of consecutive ranks this rank's, and the group of those in its place in each. At start-up only."""
+        ...
+
     def agree(self, value: T) -> T:
         """Rank 0's `value`: every measured choice that ranks must share goes through here. At start-up only."""
         ...
@@ -113,6 +125,18 @@ class SingleProcess:
         """`x` itself."""
         return x
 
+    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` itself."""
+        return x
+
+    def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` itself."""
+        return x
+
+    def split(self, parts: int) -> tuple[ParallelGroup, ParallelGroup]:
+        """This process twice."""
+        return self, self
+
     def agree(self, value: T) -> T:
         """`value` itself."""
         return value
@@ -142,6 +166,12 @@ class Shard:
         each, more = divmod(size // self.unit, self.count)
         start = self.index * each + min(self.index, more)
         return slice(start * self.unit, (start + each + (self.index < more)) * self.unit)
+
+
+def split_ranks(size: int, parts: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The ranks of `parts` equal groups of consecutive ranks, and of the groups of those in the same place in each."""
+    each = size // parts
+    return [list(range(i * each, (i + 1) * each)) for i in range(parts)], [list(range(i, size, each)) for i in range(each)]
 
 
 WHOLE = Shard()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from runtime.distributed.parallel_group import FusedExchange, Shard
+from runtime.distributed.parallel_group import ALONE, FusedExchange, ParallelGroup, Shard, split_ranks
 from runtime.distributed.rendezvous import Rendezvous
 
 T = TypeVar("T")
@@ -26,15 +26,29 @@ class TorchGroup:
         exchange_seconds: time spent in exchanges within steps so far, on a CPU.
     """
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, size: int, timeout: float) -> None:
-        """Join the group and wait for the other ranks."""
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, start: dist.ProcessGroup, steps: dist.ProcessGroup) -> None:
+        """`start`, `steps`: what calls at start-up and within steps go through."""
+        self.rank, self.size, self._start, self._steps = rank, size, start, steps
         self.exchange_seconds = 0.0
         self.fused: FusedExchange | None = None
         self.exchange_micros: dict[str, str] = {}
+
+    @classmethod
+    def join(cls, rendezvous: Rendezvous, rank: int, size: int, timeout: float) -> TorchGroup:
+        """Join the group and wait for the other ranks."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", rendezvous.interface)
         dist.init_process_group("gloo", init_method=rendezvous.url, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
-        self._steps = dist.new_group(backend="gloo", timeout=timedelta(seconds=EXCHANGE_SECONDS))
+        whole = [list(range(size))]
+        return cls(rank, size, subgroup(whole, "gloo", timeout), subgroup(whole, "gloo", EXCHANGE_SECONDS))
+
+    def split(self, parts: int) -> tuple[ParallelGroup, ParallelGroup]:
+        """This rank's group of consecutive ranks, and that of the ranks in its place."""
+        groups, places = (self._sub(lists) for lists in split_ranks(self.size, parts))
+        return groups, places
+
+    def _sub(self, lists: list[list[int]]) -> ParallelGroup:
+        own, steps = next(ranks for ranks in lists if self.rank in ranks), subgroup(lists, "gloo", EXCHANGE_SECONDS)
+        return TorchGroup(own.index(self.rank), len(own), steps, steps) if len(own) > 1 else ALONE
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in float32 and the storage of `x` where it has that type."""
@@ -54,14 +68,33 @@ class TorchGroup:
         self.exchange_seconds += time.perf_counter() - started
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
+    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of every rank, one after the other."""
+        started = time.perf_counter()
+        rows = torch.empty((self.size * len(x), *x.shape[1:]), dtype=x.dtype)
+        dist.all_gather(list(rows.chunk(self.size)), x.contiguous(), group=self._steps)
+        self.exchange_seconds += time.perf_counter() - started
+        return rows
+
+    def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the sum over all ranks."""
+        return self.all_reduce(x).chunk(self.size)[self.rank]
+
     def agree(self, value: T) -> T:
         """Rank 0's `value`."""
         values = [value]
-        dist.broadcast_object_list(values, src=0)
+        dist.broadcast_object_list(values, group_src=0, group=self._start)
         return values[0]
 
     def gather(self, value: T) -> list[T]:
         """The `value` of every rank."""
         values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self._start)
         return values  # type: ignore[return-value]
+
+
+def subgroup(lists: list[list[int]], backend: str, seconds: float) -> dist.ProcessGroup:
+    """The group of this rank among `lists`, which hold every rank once; calls wait so many seconds. All ranks call it together."""
+    group, _ = dist.new_subgroups_by_enumeration(lists, timedelta(seconds=seconds), backend=backend)
+    assert isinstance(group, dist.ProcessGroup), "every rank is in a list"
+    return group

@@ -12,6 +12,7 @@ import torch
 from msgspec import structs
 
 from runtime.config.runtime_config import RuntimeConfig
+from runtime.distributed.group_results import ResultPusher, ResultSocket
 from runtime.distributed.parallel_group import ParallelGroup
 from runtime.distributed.rank_place import RankPlace
 from runtime.distributed.rank_watch import RankBeat, RankWatch
@@ -36,10 +37,13 @@ STEP_SECONDS = 7.0
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
-    """Where rank 0 listens: for signs of life, and for readers of steps on other hosts ("" where there are none)."""
+    """Where rank 0 listens: for signs of life, for readers of steps on other hosts, and for results of other attention groups; ""
+    where there are none.
+    """
 
     watch: str
     steps: str
+    results: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +79,16 @@ def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, opt
     by_ring = 0 if place.ring is None else len(place.ring.wake)
     by_socket = parallel.tp_size - 1 - by_ring
     publisher = StepPublisher(meeting.bind.format(name="steps")) if by_socket else None
-    group.agree((config, Sockets(watch.address, publisher.address if publisher else ""), options))
+    results = ResultSocket(meeting.bind.format(name="results"), parallel.dp_size - 1) if parallel.dp_size > 1 else None
+    sockets = Sockets(watch.address, publisher.address if publisher else "", results.address if results else "")
+    group.agree((config, sockets, options))
     senders = list[StepSender]()
     if place.ring is not None:
         senders.append(RingWriter(place.ring, EXCHANGE_SECONDS))
     if publisher is not None:
         publisher.await_readers(by_socket, parallel.dist_timeout)
         senders.append(publisher)
-    followers = Followers(SenderList(*senders), watch.close)
+    followers = Followers(SenderList(*senders), watch.close, results)
     worker = _build(config, model_config, group, options, followers)
     if config.device.device == "cuda":  # on a CPU an exchange gives up by itself, and steps may be slow
         stuck.wait = followers.wait
@@ -98,7 +104,7 @@ def follow_rank_0(config: RuntimeConfig, model_config: ModelConfig, place: RankP
         RankFailed: a step failed on this rank.
     """
     group = join(config, place)
-    leader, sockets, options = group.agree((config, Sockets("", ""), BuildOptions()))
+    leader, sockets, options = group.agree((config, Sockets("", "", ""), BuildOptions()))
     config = with_own_files(leader, config)
     receiver: StepReceiver = StepSubscriber(sockets.steps) if place.ring is None else RingReader(place.ring, place.rank - 1)
     worker = _build(config, model_config, group, options)
@@ -109,7 +115,7 @@ def follow_rank_0(config: RuntimeConfig, model_config: ModelConfig, place: RankP
     beat.start()
     ready()
     try:
-        follow(worker, receiver, place.rank)
+        follow(worker, receiver, place.rank, ResultPusher(sockets.results) if worker.answering_group is not None else None)
     except RankFailed as error:
         beat.close(str(error))
         raise
@@ -122,7 +128,7 @@ def follow_rank_0(config: RuntimeConfig, model_config: ModelConfig, place: RankP
 def join(config: RuntimeConfig, place: RankPlace) -> ParallelGroup:
     """Meet the other ranks."""
     parallel = config.parallel
-    group = TorchGroup(place.rendezvous, place.rank, parallel.tp_size, parallel.dist_timeout)
+    group = TorchGroup.join(place.rendezvous, place.rank, parallel.tp_size, parallel.dist_timeout)
     if config.device.device == "cpu":
         return group
     from runtime.layers.cuda_group import CudaGroup

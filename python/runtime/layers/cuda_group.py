@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from runtime.distributed.parallel_group import Shard
-from runtime.distributed.torch_group import TorchGroup
+from runtime.distributed.parallel_group import ALONE, ParallelGroup, Shard, split_ranks
+from runtime.distributed.torch_group import TorchGroup, subgroup
 from runtime.layers.kernels import cuda_driver
 from runtime.layers.kernels.graph_timer import replay_times
 from runtime.layers.kernels.push_exchange import MOST_BYTES, PushExchange
@@ -38,10 +38,13 @@ class CudaGroup:
 
     exchange_seconds = 0.0
 
-    def __init__(self, control: TorchGroup, device: torch.device, one_host: bool, timeout: float) -> None:
-        """All ranks call it together, each with its own `device`, which is torch's current one."""
+    def __init__(
+        self, control: TorchGroup, device: torch.device, one_host: bool, timeout: float, nccl: dist.ProcessGroup | None = None
+    ) -> None:
+        """All ranks call it together, each with its own `device`, which is torch's current one. `nccl`: of some of the ranks."""
         self.rank, self.size, self._control = control.rank, control.size, control
-        self._nccl = dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout))
+        self._device, self._timeout = device, timeout
+        self._nccl = nccl or dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout))
         dist.all_reduce(torch.zeros(1, device=device), group=self._nccl)  # makes the communicator: not inside a capture
         self.exchange_micros: dict[str, str] = {}
         self.fused = self._make_fused(device) if one_host else None
@@ -58,6 +61,30 @@ class CudaGroup:
         parts = torch.empty((self.size, *padded.shape), dtype=x.dtype, device=x.device)
         dist.all_gather_into_tensor(parts, padded, group=self._nccl)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
+    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of every rank, one after the other, by NCCL."""
+        rows = torch.empty((self.size * len(x), *x.shape[1:]), dtype=x.dtype, device=x.device)
+        dist.all_gather_into_tensor(rows, x.contiguous(), group=self._nccl)
+        return rows
+
+    def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the sum over all ranks, by NCCL."""
+        rows = torch.empty((len(x) // self.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        dist.reduce_scatter_tensor(rows, x.contiguous(), group=self._nccl)
+        return rows
+
+    def split(self, parts: int) -> tuple[ParallelGroup, ParallelGroup]:
+        """This rank's group of consecutive ranks, and that of the ranks in its place; their sums go through NCCL."""
+        controls = self._control.split(parts)
+        groups, places = (self._sub(lists, control) for lists, control in zip(split_ranks(self.size, parts), controls, strict=True))
+        return groups, places
+
+    def _sub(self, lists: list[list[int]], control: ParallelGroup) -> ParallelGroup:
+        nccl = subgroup(lists, "nccl", self._timeout)
+        if not isinstance(control, TorchGroup):
+            return ALONE
+        return CudaGroup(control, self._device, one_host=False, timeout=self._timeout, nccl=nccl)
 
     def agree(self, value: T) -> T:
         """Rank 0's `value`."""

@@ -60,10 +60,9 @@ class Admission:
         """Rows that no request has."""
         return len(self._free_rows)
 
-    @property
-    def queue_is_full(self) -> bool:
-        """Whether one more request would wait too many; requests that get a row at once do not count."""
-        return len(self.queue) - len(self._free_rows) >= self._config.max_queued_requests
+    def offer(self, req: Req) -> policy.GroupOffer:
+        """What this group has for a new request."""
+        return policy.GroupOffer(self._cached_len(req), len(self.running) + len(self.queue))
 
     def enqueue(self, req: Req) -> None:
         """Let `req` wait for a row."""

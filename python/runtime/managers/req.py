@@ -62,6 +62,7 @@ class Req:
 
     Attributes:
         seq: order of arrival.
+        group: the attention group that it runs in.
         total_limit: the length at which the request ends.
         stop_ids: tokens that end it.
         most_drafts: drafts of a window that it takes at most.
@@ -88,7 +89,7 @@ class Req:
         self.stop_ids = frozenset(sampling.stop_token_ids).union(() if endless else eos_ids)
         self.grammar: Grammar | None = None
         self.phase = Phase.WAITING
-        self.row = 0
+        self.row = self.group = 0
         self.pages = RequestPages(request.cache_salt)
         self.kv_len = self.kv_bound = self.emits_in_flight = self.unfollowed = 0
         self.retracted = self.was_admitted = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from runtime.batch import WorkerLimits
@@ -17,6 +18,25 @@ LPM_QUEUE_LIMIT = 128
 """A longer queue is served in order of arrival: matching every prompt against the cache would cost too much."""
 SHARED_PREFIX_TOKENS = 32
 """A prompt waits for one that is being prefilled if it can then reuse at least this many more tokens."""
+REQUEST_TOKENS = 128
+"""A request goes to an attention group with one request more for at least this many more cached tokens."""
+
+
+# ---- attention groups
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOffer:
+    """What an attention group has for a request: a cached prefix of so many tokens, beside so many requests."""
+
+    cached_len: int
+    requests: int
+
+
+def best_group(offers: Iterable[GroupOffer]) -> int:
+    """The group for a request, which stays there: a prefix against the load; of equal groups the first."""
+    gains = [offer.cached_len - REQUEST_TOKENS * offer.requests for offer in offers]
+    return gains.index(max(gains))
 
 
 # ---- admission

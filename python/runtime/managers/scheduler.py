@@ -28,6 +28,7 @@ from runtime.errors import (
 )
 from runtime.managers import schedule_policy as policy
 from runtime.managers.admission import Admission
+from runtime.managers.attention_groups import AttentionGroups
 from runtime.managers.grammar_queue import GrammarQueue
 from runtime.managers.messages import (
     AbortReq,
@@ -95,12 +96,10 @@ class Scheduler:
         self._config = config
         self._worker = worker
         self._eos_ids = eos_ids
-        self._receive = receive
-        self._send = send
-        self._clock = clock
+        self._receive, self._send, self._clock = receive, send, clock
         self.limits = worker.limits
         self.stats = SchedulerStats(startup_seconds=worker.info().startup_seconds)
-        self.admission = Admission(config, cache.radix_cache, self.limits, self.stats, clock)
+        self.groups = AttentionGroups(config, cache.radix_cache, self.limits, self.stats, clock)
         self._grammars = GrammarQueue(compiler)
         self._stats_log = StatsLog(self.current_stats, clock())
         self._reqs: dict[str, Req] = {}
@@ -117,8 +116,7 @@ class Scheduler:
 
     def run(self) -> None:
         """Serve until drained. Raises the worker's error if steps fail repeatedly."""
-        timeout = self._config.watchdog_timeout
-        with HeartbeatThread(lambda: self._send(self.heartbeat()), lambda: self._moved_at, timeout):
+        with HeartbeatThread(lambda: self._send(self.heartbeat()), lambda: self._moved_at, self._config.watchdog_timeout):
             while not self.drained:
                 self.step(IDLE_WAIT)
         self._send(DrainReq())
@@ -144,8 +142,8 @@ class Scheduler:
         self._receive_all(self._patience(wait))
         self._queue_compiled()
         self._expire()
-        plan = self._plan()
-        overlaps = plan is not None and self._submit(plan) and plan.overlaps
+        plans = self._plan()
+        overlaps = bool(plans) and self._submit(plans) and self._overlap
         while len(self._in_flight) > overlaps:
             self._collect()
         self._stats_log.tick(self._clock())
@@ -175,7 +173,7 @@ class Scheduler:
                 self._end_all(reqs, Finish(reason="abort", message="The request was aborted."))
             case StopReq():
                 if (req := self._reqs.pop(message.rid, None)) is not None:
-                    self.admission.remove(req, keep=True)
+                    self.groups.of(req).remove(req, keep=True)
             case ControlReq():
                 self._send(ControlReply(call_id=message.call_id, result=self._control(message)))
             case DrainReq():
@@ -205,7 +203,7 @@ class Scheduler:
                 raise problem
             if (grammar := request.sampling.grammar) is not None:
                 self._grammars.check(grammar)
-            if self.admission.queue_is_full or len(self._grammars) >= self._config.max_queued_requests:
+            if self.groups.queue_is_full or len(self._grammars) >= self._config.max_queued_requests:
                 raise QueueFull(self._config.max_queued_requests)
         except ServingError as error:
             self.stats.num_aborted_requests_total += 1
@@ -216,7 +214,7 @@ class Scheduler:
         req = Req(request, prompt, self._arrivals, self._eos_ids, self.limits.max_context_len, self._clock())
         self._reqs[request.rid] = req
         if grammar is None:
-            self.admission.enqueue(req)
+            self.groups.place(req)
         else:
             self._grammars.add(req, grammar)
 
@@ -226,7 +224,7 @@ class Scheduler:
             return
         for req, error in self._grammars.take():
             if error is None:
-                self.admission.enqueue(req)
+                self.groups.place(req)
             else:
                 self._end(req, failure(error))
         self._send_replies()
@@ -262,7 +260,7 @@ class Scheduler:
             self._collect()
         self.stats.spec, self.stats.spec_by_context = SpecStats(), ContextAcceptance()
         self._stats_log = StatsLog(self.current_stats, self._clock())
-        return self.admission.kv_pages.flush()
+        return self.groups.flush()
 
     def _expire(self) -> None:
         """End the requests that wait or run for longer than the time-outs allow."""
@@ -275,40 +273,46 @@ class Scheduler:
 
     # ---- planning
 
-    def _plan(self) -> StepPlan | None:
-        """The next step: prompts first, but at most `max_prefill_tokens` of them between two steps with decode rows."""
+    def _plan(self) -> list[StepPlan]:
+        """The next step by group, or []: prompts first, but at most `max_prefill_tokens` of them between two steps with decode rows."""
         enough_prompts = self._prompt_tokens >= self._config.max_prefill_tokens
-        starving = enough_prompts and any(req.needs_decode for req in self.admission.running)
-        plan = None if starving else self.admission.plan_prompts()
-        plan = plan or self._plan_decode()
-        if plan is not None:
-            plan.overlaps = self._overlap
-        return plan
+        starving = enough_prompts and any(req.needs_decode for req in self.groups.running)
+        plans = [] if starving else self.groups.plan_prompts()
+        return plans or self._plan_decode()
 
-    def _plan_decode(self) -> StepPlan | None:
-        """One decode step of all requests; without enough pages, some are retracted."""
-        plan, admission = StepPlan(), self.admission
-        while not admission.add_decodes(plan, [req for req in admission.running if req.needs_decode]):
+    def _plan_decode(self) -> list[StepPlan]:
+        """One decode step of all requests; without enough pages, some are retracted. [] where none decodes."""
+        plans = [self._plan_group_decode(group) for group in self.groups]
+        if len(plans) > 1:  # results that one group waited for may have ended requests of another
+            for plan in plans:
+                plan.decodes = [req for req in plan.decodes if req.alive]
+        return plans if any(plan.decodes for plan in plans) else []
+
+    def _plan_group_decode(self, group: Admission) -> StepPlan:
+        plan = StepPlan()
+        while not group.add_decodes(plan, [req for req in group.running if req.needs_decode]):
             if self._in_flight:
                 self._collect()  # its results may end requests and free their pages
             else:
-                admission.retract_youngest()
-        return plan if plan.decodes else None
+                group.retract_youngest()
+        return plan
 
     # ---- submitting
 
-    def _submit(self, plan: StepPlan) -> bool:
+    def _submit(self, plans: list[StepPlan]) -> bool:
         """Hand the step to the worker; False if that failed, which ends its requests."""
         self._steps += 1
-        batch = plan.batch(self._steps)
-        self._prompt_tokens = 0 if plan.decodes else self._prompt_tokens + len(batch.token_ids)
+        batch = StepPlan.batch_of(plans, self._steps)
+        tokens = max(len(section.token_ids) for section in batch.sections or [batch])
+        self._prompt_tokens = 0 if any(plan.decodes for plan in plans) else self._prompt_tokens + tokens
         try:
             pending = self._worker.submit(batch)
         except Exception as error:  # `_step_failed` answers the requests, and raises if steps fail repeatedly
-            self._step_failed(plan.reqs, error)
+            self._step_failed(plans, error)
             return False
-        plan.mark_submitted(self.limits.max_accept_len)
-        self._in_flight.append(InFlightStep(plan, pending))
+        for plan in plans:
+            plan.mark_submitted(self.limits.max_accept_len)
+        self._in_flight.append(InFlightStep(plans, pending))
         return True
 
     # ---- collecting
@@ -316,12 +320,17 @@ class Scheduler:
     def _collect(self) -> None:
         """Read the oldest step in flight and send its tokens."""
         step = self._in_flight.popleft()
-        plan = step.plan
         try:
             result = step.pending.wait()
         except Exception as error:  # as in `_submit`
-            self._step_failed(plan.reqs, error)
+            self._step_failed(step.plans, error)
             return
+        for plan, section in zip(step.plans, result.sections or [result], strict=True):
+            self._apply(plan, section)
+        self._send_replies()
+
+    def _apply(self, plan: StepPlan, result: BatchResult) -> None:
+        """Apply what a step of one group emitted."""
         for index, reason in result.grammar_errors.items():
             if (req := plan.reqs[index]).alive and (spec := req.request.sampling.grammar) is not None:
                 self._end(req, failure(GrammarError(spec.kind, reason)), keep=False)
@@ -329,7 +338,6 @@ class Scheduler:
         self._apply_chunks(plan, result, tokens, starts)
         if plan.decodes:
             self._apply_decodes(plan, result, tokens, starts[len(plan.chunks) :])
-        self._send_replies()
 
     def _apply_chunks(self, plan: StepPlan, result: BatchResult, tokens: list[int], starts: list[int]) -> None:
         """Apply the results of the prompt chunks; `starts[i]` and `starts[i + 1]` bound the tokens of chunk i."""
@@ -351,7 +359,7 @@ class Scheduler:
                 continue
             self._emit(req, tokens[starts[index] : starts[index + 1]], starts[index], result)
             if req.alive:
-                self.admission.kv_pages.publish(req.pages, req.ids, req.kv_len)
+                self.groups.of(req).kv_pages.publish(req.pages, req.ids, req.kv_len)
 
     def _apply_decodes(self, plan: StepPlan, result: BatchResult, tokens: list[int], starts: list[int]) -> None:
         """Apply the results of the decode rows; `starts` as in `_apply_chunks`."""
@@ -361,10 +369,7 @@ class Scheduler:
         if pure:
             stats.decode.add(ran.graph, live, padded)
         if max_accept_len > 1:
-            stats.spec_depth = ran.depth
-            stats.spec_paused_steps_total += not ran.depth
-            depths, depth = stats.spec_depth_steps_total, str(ran.depth)
-            depths[depth] = depths.get(depth, 0) + 1
+            stats.count_depth(ran.depth)
         for req, (start, end) in zip(plan.decodes, pairwise(starts), strict=True):
             if not req.alive:
                 continue
@@ -379,7 +384,7 @@ class Scheduler:
                 stats.spec.add(end - start, drafts, max_accept_len, depth)
                 stats.spec_by_context.add(end - start, req.kv_len)
             self._emit(req, tokens[start:end], start, result)
-        self.admission.new_token_ratio.decay()
+        self.groups.of(plan.decodes[0]).new_token_ratio.decay()
 
     def _emit(self, req: Req, tokens: list[int], start: int, result: BatchResult) -> None:
         """Commit `tokens`, which begin at entry `start` of the result, and reply if that is due."""
@@ -407,7 +412,7 @@ class Scheduler:
     def _end(self, req: Req, finish: Finish, keep: bool = True) -> None:
         """Free the row and pages of `req`, and reply for the last time; with `keep`, its committed KV stays cached."""
         del self._reqs[req.rid]
-        self.admission.remove(req, keep)
+        self.groups.of(req).remove(req, keep)
         self.stats.num_aborted_requests_total += finish.reason == "abort"
         self._replies.append(tokens_out(req, finish))
 
@@ -417,12 +422,12 @@ class Scheduler:
                 self._end(req, finish, keep)
         self._send_replies()
 
-    def _step_failed(self, reqs: Iterable[Req], error: Exception) -> None:
+    def _step_failed(self, plans: Iterable[StepPlan], error: Exception) -> None:
         """End the requests of a failed step; raise if too many steps failed, or if no later one can work."""
         if isinstance(error, ServerFault):
             raise error
         log.error("a forward step failed", exc_info=error)
-        self._end_all(reqs, failure(StepFailed()), keep=False)
+        self._end_all([req for plan in plans for req in plan.reqs], failure(StepFailed()), keep=False)
         self.stats.num_failed_steps_total += 1
         now = self._clock()
         self._failures.append(now)
@@ -435,12 +440,9 @@ class Scheduler:
 
     def current_stats(self) -> SchedulerStats:
         """The statistics with their gauges up to date. Any thread may call it."""
-        stats, kv_pages = self.stats, self.admission.kv_pages
-        stats.num_running_reqs, stats.num_queue_reqs = len(self.admission.running), len(self.admission.queue) + len(self._grammars)
-        stats.pages_total, stats.pages_free = kv_pages.num_pages, kv_pages.available
-        stats.num_used_tokens = kv_pages.used * kv_pages.page_size
-        stats.max_total_num_tokens = self.limits.max_total_tokens
-        return stats
+        self.groups.measure(self.stats)
+        self.stats.num_queue_reqs += len(self._grammars)
+        return self.stats
 
     def heartbeat(self) -> Heartbeat:
         """A sign of life, with the statistics. Called on the heartbeat thread."""

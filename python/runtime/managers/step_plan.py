@@ -69,14 +69,12 @@ class StepPlan:
         decodes: the requests that decode.
         new_rows: requests that have a row since this step.
         writes: changes of the page table.
-        overlaps: whether the next step may be submitted before this one is read.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
     decodes: list[Req] = field(default_factory=list)
     new_rows: list[RowInit] = field(default_factory=list)
     writes: PageWrites = field(default_factory=PageWrites)
-    overlaps: bool = False
 
     @property
     def reqs(self) -> list[Req]:
@@ -111,6 +109,12 @@ class StepPlan:
             batch.pooling = {i: pooling for i, chunk in enumerate(chunks) if (pooling := chunk.pooling) is not None}
         return batch
 
+    @classmethod
+    def batch_of(cls, plans: Sequence[StepPlan], step: int) -> ScheduleBatch:
+        """The arrays for the worker of one plan, or of one for each attention group."""
+        batches = [plan.batch(step) for plan in plans]
+        return batches[0] if len(batches) == 1 else ScheduleBatch.of_groups(batches)
+
     def mark_submitted(self, max_accept_len: int) -> None:
         """Account for the step in its requests: the worker has it."""
         for chunk in self.chunks:
@@ -122,9 +126,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A submitted step whose result was not read yet."""
+    """A submitted step whose result was not read yet: a plan for each attention group."""
 
-    plan: StepPlan
+    plans: Sequence[StepPlan]
     pending: Pending
 
 

@@ -84,7 +84,7 @@ def build_worker(
     model_config = replace(model_config, max_context_len=config.model.context_length)  # some rotary tables depend on it
     model = load_model(context, model_config, config.model.model_path, config.model.load_format, config.model.quantization)
     drafter = make_drafter(context, model)
-    costs = group.agree(step_bytes(model, drafter))
+    costs = group.agree(step_bytes(model, drafter) if context.exchange is None else None)
     depths = make_depths(context, drafter, costs, with_plain)
     parts = make_parts(context, model, model_config, drafter, depths)
     parts.depths.costs = costs if any(batches.least > 1 for batches in depths.values()) else None
@@ -99,7 +99,7 @@ def build_worker(
     if group.size > 1:
         context.info.exchange_micros = group.exchange_micros
         context.info.ranks = group.gather(RankInfo(group.rank, socket.gethostname(), str(context.device), context.info.memory_mib))
-    return Worker(parts, make_limits(context, plan, parts.target, drafter.spec), context.info, followers)
+    return Worker(parts, make_limits(context, plan, parts.target, drafter.spec), context.info, group, context.exchange, followers)
 
 
 # ---- load
@@ -110,8 +110,10 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
     with context.timed("load_weights"):
         ops, why = select_ops(context.device, context.dtype, context.timings)
         log.info("block operations: %s", why)
-        ep_size, kv_dtype = context.config.parallel.ep_size, context.kv_dtype
-        model = build_model(config, ops, context.dtype, context.device, quantization, context.group, ep_size, kv_dtype)
+        shared = context.attention_group, context.config.parallel.ep_size, context.kv_dtype, context.exchange
+        model = build_model(config, ops, context.dtype, context.device, quantization, *shared)
+        if context.exchange is not None and not model.sparse_mlps:
+            raise ConfigError(f"--enable-dp-attention: {config.architecture} has no experts for the groups to share. Leave it out.")
         check_equal_shards(context, model)
         model.load(model_weights(context, model.expected_weights(), folder, load_format))
     kind, seconds = f" with {quantization} linears" if quantization else "", context.info.startup_seconds["load_weights"]
@@ -186,14 +188,17 @@ def make_parts(
         depths=DepthControl(limits, context.running + 1, verifier, {depth: batches.least for depth, batches in depths.items()}),
         monitor=AcceptanceMonitor(max(depths), adaptive=context.group.size == 1),
         grammars=GrammarRows(config.vocab_size, context.device),
-        experts=ExpertCounter(model.sparse_mlps),
+        # Routers of attention groups keep masks of all groups' tokens, not of a rank's own.
+        experts=ExpertCounter(model.sparse_mlps if context.exchange is None else []),
     )
 
 
 def make_runner(context: WorkerContext, model: DecoderModel, config: ModelConfig) -> ModelRunner:
     """The target's runner; on a GPU short prompts will have graphs."""
     attention, sizes = context.config.device.attention_backend, list[int]()
-    if context.device.type == "cuda" and context.replay != "none" and backend_class(attention).caps.cuda_graph:
+    # Attention groups run their prompts in one pass, so that all of them exchange tokens as often.
+    wanted = context.replay != "none" and context.exchange is None
+    if context.device.type == "cuda" and wanted and backend_class(attention).caps.cuda_graph:
         sizes = prompt_cost(context, model).sizes(min(context.extend_tokens, context.config.model.context_length))
     return ModelRunner(model, config, attention, context.dtype, context.device, sizes, context.config.device.tuning, context.group)
 
@@ -211,7 +216,7 @@ def make_target(context: WorkerContext, runner: ModelRunner, spec: DrafterSpec) 
     pages = 2 * reach // page_table.page_size + 2
     capacity = 6 * context.extend_tokens + (64 + 3 * pages + reach) * context.requests + 3 * page_table.max_pages
     # Drafts that are looked up in the text need the text on every rank.
-    reads = context.group.rank == 0 or spec.needs_history
+    reads = context.attention_group.rank == 0 or spec.needs_history
     return TargetModel(runner, rows, page_table, StagingRing(capacity, context.device), spec.aux_layers, reads)
 
 
@@ -432,6 +437,7 @@ def make_limits(context: WorkerContext, plan: MemoryPlan, target: TargetModel, s
         needs_history=spec.needs_history,
         mixed=mixed,
         cost_model=CostModel(prompt_cost(context, model).saturating_tokens if on_gpu else CPU.saturating_tokens, mixed_from),
+        groups=config.parallel.dp_size,
     )
     log.info("admission: at most %d requests at once, %d tokens of KV, %d tokens a prompt step", limits.max_running_requests,
              limits.max_total_tokens, limits.max_extend_tokens)  # fmt: skip

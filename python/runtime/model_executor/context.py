@@ -15,6 +15,7 @@ from runtime.config.device_tuning import CPU
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.gemm.timings import GemmTimings
+from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.worker_info import WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -26,11 +27,13 @@ class WorkerContext:
     """Decisions made before the first weight is loaded.
 
     Attributes:
-        running: most requests that run together.
+        running: most requests that run together, of one attention group.
         sizes: batch sizes to capture.
         replay: how captured sizes are replayed.
         timings: of GEMM kernels.
         group: the ranks that share the model.
+        attention_group: those of them that share attention and all else but the experts: `group` unless there are several such groups.
+        exchange: between attention groups; None where there is one.
         info: filled stage by stage.
     """
 
@@ -42,6 +45,8 @@ class WorkerContext:
     replay: ReplayKind
     timings: GemmTimings
     group: ParallelGroup = ALONE
+    attention_group: ParallelGroup = ALONE
+    exchange: TokenExchange | None = None
     info: WorkerInfo = field(default_factory=WorkerInfo)
 
     @property
@@ -84,8 +89,11 @@ def make_context(
     captured = list(config.graphs.cuda_graph_bs) if sizes is None else sizes
     kind: ReplayKind = replay if replay is not None else ("cuda" if captured and device.type == "cuda" else "none")
     default = max(captured, default=CPU.max_running_requests) if kind == "cuda" else CPU.max_running_requests
-    running = config.scheduler.max_running_requests or default
+    wanted, groups = config.scheduler.max_running_requests, config.parallel.dp_size
+    running = default if wanted is None else -(-wanted // groups)
     if captured and running > max(captured) and kind == "cuda":
         log.warning("batches above %d requests have no graph and run eagerly; raise --cuda-graph-max-bs to %d", max(captured), running)
     timings = timings or GemmTimings(config.device.tuning, group)
-    return WorkerContext(config, device, getattr(torch, config.device.dtype), running, captured, kind, timings, group)
+    attention, across = group.split(groups) if groups > 1 else (group, None)
+    exchange = None if across is None else TokenExchange(across)
+    return WorkerContext(config, device, getattr(torch, config.device.dtype), running, captured, kind, timings, group, attention, exchange)

@@ -219,6 +219,9 @@ class DepthControl:
 
     def choose_for(self, batch: ScheduleBatch) -> int:
         """The depth of the decode rows of a step; 0 where there are none. Called once for each step, in order."""
+        if batch.sections:  # the largest attention group decides for all
+            most = max(section.num_decodes for section in batch.sections)
+            return self.choose(most) if most else 0
         if len(self.limits) == 1:
             return self.deepest if batch.num_decodes else 0
         self._admit(batch.new_rows)

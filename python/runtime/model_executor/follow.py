@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from runtime.batch import Pending
+from runtime.distributed.group_results import ResultSender
 from runtime.distributed.step_links import StepReceiver
-from runtime.distributed.step_messages import Close, RankCodec, Reset, RunStep, SetRun
+from runtime.distributed.step_messages import Answer, Close, GroupResult, RankCodec, Reset, RunStep, SetRun
 from runtime.errors import RankFailed
 from runtime.model_executor.worker import Worker
 
 
-def follow(worker: Worker, receiver: StepReceiver, rank: int) -> None:
-    """Run steps until rank 0 sends no more. Nothing is read from the device here, so rank 0 is never waited for on the host.
+def follow(worker: Worker, receiver: StepReceiver, rank: int, results: ResultSender | None = None) -> None:
+    """Run steps until rank 0 sends no more.
+
+    Nothing is read from the device here, so rank 0 is never waited for on the host; but the first rank of another attention
+    group reads a step when rank 0 asks for its result, which it does behind the next step where steps overlap.
 
     Raises:
         RankFailed: a step failed on this rank.
     """
-    codec = RankCodec()
+    codec, group, unread = RankCodec(), worker.answering_group, deque[Pending]()
     while not isinstance(message := codec.decode(receiver.receive()), Close):
         match message:
             case RunStep(batch):
-                try:
-                    worker.submit(batch).wait()
-                except Exception as error:
-                    raise RankFailed(rank, batch.step, error) from error
+                with _failing(rank, batch.step):
+                    pending = worker.submit(batch)
+                    if group is not None and batch.sections:
+                        unread.append(pending)
+                    else:
+                        pending.wait()
+            case Answer(step):
+                if group is not None:
+                    assert results is not None, "every other group has a link to rank 0"
+                    with _failing(rank, step):
+                        results.send(GroupResult(step, group, unread.popleft().wait()))
             case SetRun(modes):
                 worker.set_run(modes)
             case Reset():
                 worker.reset()
+
+
+@contextmanager
+def _failing(rank: int, step: int) -> Iterator[None]:
+    """Within, what is raised becomes the failure of this rank in that step."""
+    try:
+        yield
+    except Exception as error:
+        raise RankFailed(rank, step, error) from error

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from runtime.batch import BatchResult, Pending, ScheduleBatch
+from runtime.batch import BatchResult, Pending, ScheduleBatch, no_ints
+from runtime.distributed.group_results import ResultReceiver
 from runtime.distributed.step_links import StepSender
-from runtime.distributed.step_messages import Close, RankCodec, Reset, RunStep, SetRun
+from runtime.distributed.step_messages import Answer, Close, RankCodec, Reset, RunStep, SetRun
 from runtime.errors import RankFailed, ServerFault
 
 
@@ -41,13 +42,14 @@ class Followers:
 
     Args:
         ended: called after the last message was sent.
+        results: of the other attention groups; None where there is one group.
 
     Attributes:
         wait: the step that rank 0 waits for.
     """
 
-    def __init__(self, sender: StepSender, ended: Callable[[], None]) -> None:
-        self._sender, self._ended = sender, ended
+    def __init__(self, sender: StepSender, ended: Callable[[], None], results: ResultReceiver | None = None) -> None:
+        self._sender, self._ended, self._results = sender, ended, results
         self.wait = StepWait()
         self._codec = RankCodec()
         self._set = SetRun(())
@@ -59,9 +61,16 @@ class Followers:
             self._set = wanted
             self._sender.send(self._codec.encode(wanted))
         # A compiled grammar stays in its process: the other ranks compile the text that comes with the sampling parameters.
-        if any(init.grammar is not None for init in batch.new_rows):
-            batch = replace(batch, new_rows=[replace(init, grammar=None) for init in batch.new_rows])
-        self._sender.send(self._codec.encode(RunStep(batch)))
+        self._sender.send(self._codec.encode(RunStep(_without_grammars(batch))))
+
+    def ask(self, step: int) -> None:
+        """Have the other attention groups send the results of a step."""
+        self._sender.send(self._codec.encode(Answer(step)))
+
+    def answers(self, step: int) -> list[BatchResult]:
+        """Wait for them, in the order of the groups."""
+        assert self._results is not None, "there is one attention group"
+        return self._results.receive(step)
 
     def reset(self) -> None:
         """Have them forget every request."""
@@ -71,7 +80,16 @@ class Followers:
         """Let them end."""
         self._sender.send(self._codec.encode(Close()))
         self._sender.close()
+        if self._results is not None:
+            self._results.close()
         self._ended()
+
+
+def _without_grammars(batch: ScheduleBatch) -> ScheduleBatch:
+    sections = [_without_grammars(section) for section in batch.sections]
+    if any(init.grammar is not None for init in batch.new_rows):
+        return replace(batch, new_rows=[replace(init, grammar=None) for init in batch.new_rows])
+    return replace(batch, sections=sections) if sections else batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +109,18 @@ class SharedPending:
             raise
         except Exception as error:
             raise RankFailed(0, self.step, error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsPending:
+    """A step of several attention groups. The others send their results when rank 0 wants them, behind the next step."""
+
+    own: SharedPending
+    followers: Followers
+
+    def wait(self) -> BatchResult:
+        """Wait for the results of all groups."""
+        self.followers.ask(self.own.step)
+        own = self.own.wait()
+        with self.own.waiting.of(self.own.step):
+            return BatchResult(no_ints(), no_ints(), sections=[own, *self.followers.answers(self.own.step)])

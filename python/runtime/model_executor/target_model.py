@@ -193,6 +193,8 @@ class TargetModel:
         next_tokens = torch.where(ends, sampled, chunks.given)
         self.rows.kv_lens[rows] = chunks.batch.seq_lens
         self.rows.last_tokens[rows] = next_tokens
+        if batch.rows[0] == PAD_ROW:  # a prompt of padding is not kept
+            self.rows.kv_lens[PAD_ROW] = 0
         if needs.penalised:
             self.rows.count(rows, next_tokens[:, None], ends[:, None])
         self.agreement.commit(next_tokens[:, None], ends.to(torch.int32))

@@ -12,7 +12,9 @@ import torch
 from msgspec import structs
 
 from runtime.batch import BatchResult, Int32, Pending, ScheduleBatch, SpeculationChange, StepStats, WorkerLimits, no_ints
+from runtime.distributed.parallel_group import ParallelGroup
 from runtime.errors import RanksDiffer, RequestError
+from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.accepter import Accepter
 from runtime.model_executor.depth import DepthControl
@@ -20,7 +22,7 @@ from runtime.model_executor.depth_controller import Observed
 from runtime.model_executor.device_queue import DeviceQueue, Finish
 from runtime.model_executor.drafter import Drafter
 from runtime.model_executor.expert_counter import ExpertCounter
-from runtime.model_executor.followers import Followers, SharedPending
+from runtime.model_executor.followers import Followers, GroupsPending, SharedPending
 from runtime.model_executor.grammar_rows import GrammarRows, GrammarStep
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
 from runtime.model_executor.input_buffers import InputBuffers
@@ -124,9 +126,23 @@ class Worker:
         runners: the graph runners of decode steps, deepest first.
     """
 
-    def __init__(self, parts: WorkerParts, limits: WorkerLimits, info: WorkerInfo, followers: Followers | None = None) -> None:
-        """`followers`: the other ranks of the model, on rank 0 of several."""
+    def __init__(
+        self,
+        parts: WorkerParts,
+        limits: WorkerLimits,
+        info: WorkerInfo,
+        group: ParallelGroup,
+        exchange: TokenExchange | None = None,
+        followers: Followers | None = None,
+    ) -> None:
+        """
+        Args:
+            group: the ranks that share the model.
+            exchange: between attention groups; None where there is one.
+            followers: the other ranks of the model, on rank 0 of several.
+        """
         self.parts, self._limits, self._info, self._followers = parts, limits, info, followers
+        self._group, self._exchange = group, exchange
         runners = parts.verifier.runners
         self.runners = tuple(r for depth in runners for r in (runners[depth], *parts.drafter.runners(depth)))
         self._queue = DeviceQueue(self._step if followers is None else self._timed_step, parts.target.device)
@@ -146,12 +162,23 @@ class Worker:
 
     def submit(self, batch: ScheduleBatch) -> Pending:
         """Queue one step and return at once."""
-        if self.parts.target.runner.model.context.group.rank == 0:
+        if self._group.rank == 0:
             batch.depth = self.parts.depths.choose_for(batch)
+            for section in batch.sections:
+                section.depth = batch.depth
+        # A batch without sections runs in all attention groups alike.
+        own = batch.sections[self._exchange.group.rank] if self._exchange is not None and batch.sections else batch
         if self._followers is None:
-            return self._queue.submit(batch)
+            return self._queue.submit(own)
         self._followers.run(batch, tuple(runner.mode.value for runner in self.all_runners))
-        return SharedPending(self._queue.submit(batch), batch.step, self._followers.wait)
+        shared = SharedPending(self._queue.submit(own), batch.step, self._followers.wait)
+        return GroupsPending(shared, self._followers) if batch.sections else shared
+
+    @property
+    def answering_group(self) -> int | None:
+        """The attention group whose results this rank sends to rank 0; None where it sends none."""
+        leads = self._exchange is not None and self._group.rank > 0 and self.parts.target.runner.model.context.group.rank == 0
+        return self._exchange.group.rank if self._exchange is not None and leads else None
 
     def set_run(self, modes: Sequence[str]) -> None:
         """How the following steps run, on a rank that follows another: the mode of each of `all_runners`."""
@@ -168,6 +195,7 @@ class Worker:
         if self._followers is None:
             return info
         exchanges = self.parts.target.runner.model.context.group.exchange_seconds
+        exchanges += 0.0 if self._exchange is None else self._exchange.group.exchange_seconds
         share = round(exchanges / max(self._step_seconds, exchanges), 4) if exchanges else None
         return structs.replace(info, token_checks=self._token_checks, exchange_share=share)
 
@@ -224,9 +252,11 @@ class Worker:
     # ---- a step: launches work and returns how to read its result; outside graphs but for the runners' functions
 
     def _step(self, batch: ScheduleBatch) -> Finish:
-        target, live = self.parts.target, batch.num_decodes
+        target, live = self.parts.target, batch.num_decodes or batch.pad_decodes
         depth = batch.depth
-        size = self.parts.verifier.padded_size(depth, live) if live else 0
+        size = self.parts.verifier.padded_size(depth, batch.pad_decodes or live) if live else 0
+        if self._exchange is not None:
+            self._exchange.rows = batch.pad_tokens
         chunk_rows, rows = target.stage_rows(batch, size)
         self.parts.drafter.admit(batch.new_rows)
         self.parts.grammars.admit(batch.new_rows)
@@ -278,7 +308,7 @@ class Worker:
     def _caps(self, host_rows: Int32, depth: int, size: int) -> DraftCaps | None:
         """The caps of these rows, if one is below `depth`."""
         caps = self.parts.target.rows.draft_caps(host_rows)
-        if not depth or caps.min() >= depth:
+        if not depth or caps.min(initial=depth) >= depth:
             return None
         padded = np.zeros(size, dtype=np.int32)
         padded[: len(caps)] = caps

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from runtime.errors import ConfigError
 from runtime.models.config import FullAttention, ModelConfig, MoeConfig
 from runtime.models.hf_config import ConfigFields, decoder_config, sliding_windows
 from runtime.models.rope_fields import read_rope
@@ -107,6 +108,8 @@ def _with_experts(parts: ModelParts, prefix: str, dense: GatedMlp) -> DenseBesid
     from runtime.models.expert_weights import ExpertNames
     from runtime.models.sparse import SparseNames
 
+    if parts.context.exchange is not None:
+        raise ConfigError("--enable-dp-attention: experts beside a dense MLP, as in Gemma 4, are not shared between attention groups.")
     config, tensor = parts.config, parts.weights.tensor
     assert config.moe is not None, "a dense model"
     names = SparseNames(ExpertNames(prefix + "experts."), prefix + "router.proj")

@@ -16,6 +16,7 @@ from runtime.layers.attention.row_norms import RowNorms
 from runtime.layers.linear import Partition
 from runtime.layers.mlp import GatedMlp
 from runtime.layers.moe.mlp import SparseMlp
+from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps
 from runtime.layers.quantization.dense import DENSE
@@ -37,10 +38,11 @@ class ModelContext:
     Attributes:
         dtype: of weights and activations; the residual stream is float32.
         scheme: how the weights of linear layers are stored.
-        group: the ranks that share the model.
+        group: the ranks that share the model, or attention and all else but the experts.
         quant: says which layers the scheme does not apply to; None where it applies to all.
         ep_size: groups of ranks that the experts of a sparse model are placed on; 1 cuts every expert between all ranks.
         kv_dtype: of a KV cache with scales; None for one in `dtype`.
+        exchange: between attention groups, which share the experts; None where there is one group.
     """
 
     ops: BlockOps
@@ -51,6 +53,7 @@ class ModelContext:
     quant: QuantConfig | None = None
     ep_size: int = 1
     kv_dtype: torch.dtype | None = None
+    exchange: TokenExchange | None = None
 
     def for_draft(self, quant: QuantConfig | None) -> ModelContext:
         """The context of a draft head whose own weights are stored as `quant` says: in 16 bits where it is None, or as
@@ -172,7 +175,7 @@ class ModelParts:
         """The sparse MLP of these tensors."""
         c, context = self.config, self.context
         assert c.moe is not None, "the model is dense"
-        mlp = SparseParts(self.weights, context.ops, c.hidden_size, c.moe, context.ep_size).mlp(names, activation)
+        mlp = SparseParts(self.weights, context.ops, c.hidden_size, c.moe, context.ep_size, context.exchange).mlp(names, activation)
         self.sparse_mlps.append(mlp)
         return mlp
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from runtime.distributed.parallel_group import ParallelGroup
+    from runtime.layers.moe.token_exchange import TokenExchange
     from runtime.layers.ops import BlockOps
     from runtime.models.block import Block, DecoderBlock
     from runtime.models.decoder import DecoderModel
@@ -122,6 +123,7 @@ def build_model(
     group: ParallelGroup | None = None,
     ep_size: int = 1,
     kv_dtype: torch.dtype | None = None,
+    exchange: TokenExchange | None = None,
 ) -> DecoderModel:
     """A model with weights allocated and not yet loaded.
 
@@ -131,6 +133,7 @@ def build_model(
         group: the ranks that share the model; None for this process alone.
         ep_size: groups of these ranks that the experts of a sparse model are placed on.
         kv_dtype: of a KV cache with scales; None for one in `dtype`.
+        exchange: between attention groups, which share the experts of a sparse model; None where there is one group.
 
     Raises:
         ConfigError: the architecture or the quantisation is not supported, or the experts cannot be placed.
@@ -146,5 +149,5 @@ def build_model(
     family = family_of(config.architecture, "the model")
     quant = with_flag(config.quant, quantization)
     scheme = quant_scheme(quantization, quant, device)
-    context = ModelContext(ops, dtype, device, scheme, group or ALONE, quant, ep_size, kv_dtype)
+    context = ModelContext(ops, dtype, device, scheme, group or ALONE, quant, ep_size, kv_dtype, exchange)
     return DecoderModel(config, context, family.block)

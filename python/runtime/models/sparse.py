@@ -12,6 +12,7 @@ from runtime.layers.moe.definition import WORD
 from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.mlp import SharedExpert, SparseMlp
 from runtime.layers.moe.router import KEPT_ROWS, Router, RoutingRule
+from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.layers.ops import BlockOps
 from runtime.models.config import MoeConfig
 from runtime.models.expert_weights import ExpertNames, ExpertPlacement, stacked_weights
@@ -50,13 +51,19 @@ class SparseNames:
 
 @dataclass(frozen=True, slots=True)
 class SparseParts:
-    """Makes the parts of a model's sparse MLPs. `ep_size`: groups of ranks that the experts are placed on."""
+    """Makes the parts of a model's sparse MLPs.
+
+    Attributes:
+        ep_size: groups of ranks that the experts are placed on.
+        exchange: between attention groups, which share the experts; None where there is one group.
+    """
 
     weights: WeightTable
     ops: BlockOps
     hidden: int
     moe: MoeConfig
     ep_size: int = 1
+    exchange: TokenExchange | None = None
 
     def mlp(self, names: SparseNames, activation: Activation = Activation.SILU) -> SparseMlp:
         """The sparse MLP of these tensors."""
@@ -76,7 +83,10 @@ class SparseParts:
     def experts(self, names: ExpertNames, activation: Activation) -> Experts:
         """This rank's part of the routed experts."""
         m, group = self.moe, self.weights.group
-        placement = ExpertPlacement.of(m.num_experts, group.rank, group.size, self.ep_size)
+        rank, ranks = group.rank, group.size
+        if self.exchange is not None:
+            rank, ranks = self.exchange.group.rank * ranks + rank, self.exchange.group.size * ranks
+        placement = ExpertPlacement.of(m.num_experts, rank, ranks, self.ep_size)
         stacked = stacked_weights(self.weights, names, placement, self.hidden, m.intermediate_size, m.bias)
         inner = placement.shard.of(m.intermediate_size)
         return Experts(
@@ -91,6 +101,7 @@ class SparseParts:
             activation=activation,
             scheme=stacked.scheme,
             group=group,
+            exchange=self.exchange,
         )
 
     def shared(self, names: SparseNames) -> SharedExpert:

@@ -125,8 +125,8 @@ def load_draft(context: WorkerContext, config: SpeculativeConfig, target: Decode
     draft: DraftModel
     if config.algorithm == "STANDALONE":
         quantization = "int8" if draft_config.model.quant is None and context.config.model.quantization == "int8" else None
-        ops, group = target.context.ops, context.group
-        model = build_model(draft_config.model, ops, context.dtype, context.device, quantization, group, kv_dtype=context.kv_dtype)
+        ops, shared = target.context.ops, {"group": context.attention_group, "kv_dtype": context.kv_dtype, "exchange": context.exchange}
+        model = build_model(draft_config.model, ops, context.dtype, context.device, quantization, **shared)
         draft = StandaloneDraft(model)
     elif config.algorithm == "EAGLE3":
         draft = LlamaForCausalLMEagle3(draft_config, target)

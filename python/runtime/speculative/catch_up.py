@@ -16,6 +16,7 @@ from runtime.batch import PAD_ROW, ForwardMode, Int32, RowInit
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor.graph_runner import GraphRunner, RunnerSpec
 from runtime.model_executor.input_buffers import INPUTS, BufferSpec, InputBuffers
+from runtime.model_executor.iteration import Iteration
 from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.window import fill_window
 
@@ -69,6 +70,7 @@ class CatchUp:
 
     def __init__(self, target: TargetModel, inputs: InputBuffers, held: HeldStates, runner: GraphRunner) -> None:
         self.runner, self._target, self._inputs, self.held = runner, target, inputs, held
+        self._in_step = target.runner.model.context.exchange is not None
         self._behind = np.zeros(len(target.rows.kv_lens), dtype=np.int32)
         # Passes of `WIDTH` tokens per request may be larger than all others.
         inputs.declare(INPUTS, inputs.max_requests, inputs.max_requests * WIDTH)
@@ -96,20 +98,33 @@ class CatchUp:
         Returns:
             The positions at the end of a row's KV that the draft will not have followed after the iteration, at most.
         """
+        if self._in_step:
+            return 0
         behind = self._behind[rows]
         most = int(behind.max(initial=0))
         if most and (depth or most == WIDTH):
-            self._run(rows, bounds, behind, variant, eager)
+            self._run(rows, bounds, behind, variant, eager, self.runner.size_for(len(rows)))
             self._behind[rows] = most = 0
         if depth == 0:
             self._behind[rows] += 1
             most += 1
         return most
 
-    def _run(self, rows: Int32, bounds: Int32, behind: Int32, variant: str, eager: bool) -> None:
+    def add(self, iteration: Iteration, tokens: torch.Tensor, states: torch.Tensor, variant: str) -> None:
+        """Store what an iteration without drafts leaves; arguments as for `HeldStates.add`.
+
+        Attention groups share the experts of a draft, so they follow at once and in windows of one size.
+        """
+        self.held.add(iteration.rows, iteration.kv_lens, tokens, states)
+        if self._in_step:
+            live = iteration.live
+            one = np.ones(live, dtype=np.int32)
+            bounds = iteration.bounds[:live] + 1
+            self._run(iteration.host_rows, bounds, one, variant, iteration.precedes_eager_sample, iteration.size)
+
+    def _run(self, rows: Int32, bounds: Int32, behind: Int32, variant: str, eager: bool, size: int) -> None:
         """One window per row that is behind; the others take part as padding."""
         runner, inputs, live = self.runner, self._inputs, len(rows)
-        size = runner.size_for(live)
         batch, padded, lens = runner.batch(size), np.full(size, PAD_ROW, dtype=np.int32), np.ones(size, dtype=np.int32)
         padded[:live], lens[:live] = np.where(behind > 0, rows, PAD_ROW), np.maximum(behind, 1)
         batch.seq_len_bounds[:] = WIDTH

@@ -149,7 +149,7 @@ class DFlashWorker(Drafter):
         """Store keys and values of the whole window, rejected positions included; of a step without drafts only the states."""
         if iteration.depth == 0:
             assert self.catch_up is not None, "depth 0 is in the table"
-            self.catch_up.held.add(iteration.rows, iteration.kv_lens, accepted.window[:, 0], accepted.features)
+            self.catch_up.add(iteration, accepted.window[:, 0], accepted.features, "")
             return
         runner = self.graphs[iteration.depth].extend
         batch = runner.batch(iteration.size)

@@ -201,7 +201,7 @@ class EagleWorker(Drafter):
         if iteration.depth == 0:
             assert self.catch_up is not None, "depth 0 is in the table"
             tokens = (result.tokens if self.model.lookahead else accepted.window)[:, 0]
-            self.catch_up.held.add(iteration.rows, iteration.kv_lens, tokens, accepted.features)
+            self.catch_up.add(iteration, tokens, accepted.features, self._variant(iteration.needs))
             return
         runner = self.graphs[iteration.depth].extend
         batch, inputs, D = runner.batch(iteration.size), runner.inputs(iteration.size), result.tokens.shape[1]

@@ -63,6 +63,6 @@ class NgramDrafter(Drafter):
 
     def observe(self, rows: Int32, result: BatchResult) -> None:
         """Append what each request emitted to its text."""
-        parts = np.split(result.token_ids, result.accept_lens.cumsum()[:-1])
+        parts = np.split(result.token_ids, result.accept_lens.cumsum())[:-1]
         for row, tokens in zip(rows.tolist(), parts, strict=True):
             self._histories[row].extend(tokens)

@@ -28,7 +28,7 @@ _NAMES_BY_REASON = {
     "this server does prefill and decoding itself": (
         "bootstrap_host", "bootstrap_pair_key", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank", "kv_hints",
     ),
-    "this server has one copy of the model": ("data_parallel_rank", "routed_dp_rank"),
+    "this server chooses where a request runs": ("data_parallel_rank", "routed_dp_rank"),
     "this server does not implement it yet": (
         "annotations", "custom_logit_processor", "custom_params", "include_obfuscation", "input_embeds",
         "max_thinking_tokens", "refusal", "require_reasoning", "session_params",

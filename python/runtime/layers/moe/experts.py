@@ -8,6 +8,7 @@ import torch
 
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.activation import Activation
+from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.scheme import QuantScheme, Storage
 
@@ -25,6 +26,7 @@ class Experts:
         first: id of the first of them.
         total: experts of all ranks.
         size: (hidden, I) of the weights on this rank.
+        exchange: brings the tokens of other attention groups; None where all ranks have the same tokens.
     """
 
     gate_up: Storage
@@ -38,6 +40,7 @@ class Experts:
     activation: Activation = Activation.SILU
     scheme: QuantScheme = DENSE
     group: ParallelGroup = ALONE
+    exchange: TokenExchange | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:

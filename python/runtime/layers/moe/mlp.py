@@ -64,19 +64,26 @@ class SparseMlp:
     def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
         """`stream + mlp(norm(stream))`, perhaps in the same storage."""
         x = self._ops.norm(stream.h, norm, norm.weight.dtype)
-        routing = self._ops.route(x, self.router)
+        tokens = x if self.experts.exchange is None else self.experts.exchange.gather(x)
+        routing = self._ops.route(tokens, self.router)
         beside = None if self.shared is None else self._shared(x, self.shared, stream, norm)
+        if self.experts.exchange is not None:
+            part = self._ops.experts(tokens, self.experts, routing, stream.in_prompt)
+            part = self.experts.exchange.scatter_sum(part, len(x))
+            total = self.experts.group.all_reduce(part if beside is None else part.add_(beside))
+            return Stream(stream.h.add_(total), in_prompt=stream.in_prompt)
         return self._ops.experts_add(x, self.experts, routing, stream, next_norm, beside)
 
     def warmup_runs(self, norm: RMSNorm, rows: Iterable[int]) -> list[Callable[[], object]]:
         """Runs over so many rows each, for compiling kernels; without the other ranks, which compile in another order."""
-        return [partial(self._warm_up, norm, count) for count in rows]
+        groups = 1 if self.experts.exchange is None else self.experts.exchange.group.size
+        return [partial(self._warm_up, norm, groups * count) for count in rows]
 
     def _warm_up(self, norm: RMSNorm, rows: int) -> None:
         h = torch.zeros((rows, self.experts.size[0]), device=norm.weight.device)
         x = self._ops.norm(h, norm, norm.weight.dtype)
         routing = self._ops.route(x, self.router)
-        if self.experts.group.size > 1:
+        if self.experts.group.size > 1 or self.experts.exchange is not None:
             self._ops.experts(x, self.experts, routing)
             return
         for next_norm in (norm, None):

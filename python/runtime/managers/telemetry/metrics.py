@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from runtime.managers.generation import GenerationUpdate
-from runtime.managers.telemetry.scheduler_stats import SchedulerStats
+from runtime.managers.telemetry.scheduler_stats import GroupLoad, SchedulerStats
 from runtime.worker_info import WorkerInfo
 
 TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
@@ -55,6 +55,12 @@ RATES: tuple[tuple[str, str, Callable[[SchedulerStats], float | None]], ...] = (
     ("talon:padding_waste", "Share of computed decode rows that were padding.", lambda s: s.decode.padding_waste),
 )
 """Gauges that are absent before the first step."""
+GROUP_GAUGES: tuple[tuple[str, str, Callable[[GroupLoad], float]], ...] = (
+    ("talon:group_running_reqs", "Requests that take part in steps, by attention group.", lambda g: g.num_running_reqs),
+    ("talon:group_queue_reqs", "Requests that wait for a row or for memory, by attention group.", lambda g: g.num_queue_reqs),
+    ("talon:group_used_tokens", "KV slots that running requests need, by attention group.", lambda g: g.num_used_tokens),
+)
+"""Gauges of a server with --enable-dp-attention."""
 
 
 class Metrics:
@@ -139,6 +145,8 @@ class _SchedulerCollector:
         for name, help_text, rate in RATES:
             if (share := rate(stats)) is not None:
                 yield self._gauge(name, help_text, {(): share})
+        for name, help_text, load in GROUP_GAUGES if stats.groups else ():
+            yield self._gauge(name, help_text, {(str(i),): load(group) for i, group in enumerate(stats.groups)}, "group")
         rates = {(str(i),): rate for i, rate in enumerate(stats.spec.accept_rate_by_position)}
         yield self._depths(stats)
         help_text = "Share of verify steps that accepted this draft."

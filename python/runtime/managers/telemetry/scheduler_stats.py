@@ -10,11 +10,20 @@ from runtime.managers.telemetry.spec_stats import ContextAcceptance, SpecStats
 from runtime.worker_info import WorkerInfo
 
 
+class GroupLoad(msgspec.Struct, frozen=True):
+    """What one attention group holds at this moment, in the words of `SchedulerStats`."""
+
+    num_running_reqs: int
+    num_queue_reqs: int
+    num_used_tokens: int
+
+
 class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
     """Gauges of this moment, and counters since the start. Times are in seconds.
 
     Attributes:
         num_used_tokens: KV slots that running requests need.
+        groups: the load of each attention group; [] without --enable-dp-attention.
         queue_time_sum, queue_time_count: waiting time of all admitted requests, and their number.
         extend_steps, mixed_steps: steps with prompt tokens, and those of them that also held decode rows.
         spec_paused_steps_total: decode steps without drafts because the batch was too large; not counted in `spec`.
@@ -51,6 +60,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
     spec_by_context: ContextAcceptance = msgspec.field(default_factory=ContextAcceptance)
     spec_depth: int = 0
     startup_seconds: dict[str, float] = {}
+    groups: list[GroupLoad] = []
     worker: WorkerInfo | None = None
 
     @property
@@ -75,12 +85,19 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
         self.queue_time_sum += progress.queue_seconds
         self.queue_time_count += 1
 
+    def count_depth(self, depth: int) -> None:
+        """Count a step with decode rows by the depth of its drafts."""
+        self.spec_depth = depth
+        self.spec_paused_steps_total += not depth
+        self.spec_depth_steps_total[str(depth)] = self.spec_depth_steps_total.get(str(depth), 0) + 1
+
     def figures(self) -> dict[str, object]:
         """All figures, by the names that /get_server_info uses."""
         decode, spec = self.decode, self.spec
-        parts = ("decode", "spec", "spec_by_context", "worker")
+        parts = ("decode", "spec", "spec_by_context", "worker", "groups")
         own = {name: value for name, value in msgspec.structs.asdict(self).items() if name not in parts}
         return own | {
+            "groups": msgspec.to_builtins(self.groups),
             "worker": {} if self.worker is None else msgspec.to_builtins(self.worker),
             "token_usage": self.token_usage,
             "cache_hit_rate": self.cache_hit_rate,

@@ -22,6 +22,7 @@ from runtime.check_acceptance import EMBEDDED_PROMPTS, Options, Session, read_pr
 from runtime.config.flag_parser import parse
 from runtime.entrypoints.prepare import prepare
 from runtime.model_executor.drift_alarm import DriftAlarm, SampleSchedule
+from runtime.speculative.parity import eagerly
 from runtime.text.tokenizer import Tokenizer
 
 NAME = "drift_alarm"
@@ -89,7 +90,8 @@ def live(run: Session) -> dict[str, Any]:
             found.update(alarm=seen, drift=str(drifts[0]), requests=iteration.live)
 
     monitor.add, monitor.without_sample = add, nullcontext  # the check itself takes no sample
-    run.run()
+    with eagerly(worker.iteration_runners):
+        run.run()
     monitor.add, extend.run = count, replay
     return found
 

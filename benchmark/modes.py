@@ -24,8 +24,8 @@ from benchmark.trace import GPU_EVENTS, KINDS, OTHER_KIND, alone, covered, load
 NAME = "modes"
 KEYS = ("model", "mode", "backend", "graphs", "overlap", "batch")
 STEPS = 3
-VARIANTS = (("on", "on"), ("on", "off"), ("off", "on"))
-"""(graphs, overlap) of each way to run; the first is traced."""
+VARIANTS = (("on", "on"), ("one by one", "on"), ("on", "off"), ("off", "on"))
+"""(graphs, overlap) of each way to run; "one by one": without iteration graphs. The first two are traced."""
 TRACED_STEPS = 12
 TOP = 16
 IDLE = "GPU idle"
@@ -51,8 +51,11 @@ def measure(flags: Sequence[str], batches: Sequence[int], context: int, steps: i
     config, worker = build(flags)
     rows = []
     for graphs, overlap in VARIANTS:
-        for runner in worker.runners:
-            runner.mode = RunMode.REPLAY if graphs == "on" else RunMode.EAGER
+        if graphs == "one by one" and not worker.iteration_runners:
+            continue
+        for runner in (*worker.runners, *worker.iteration_runners):
+            replays = graphs == "on" or (graphs == "one by one" and runner not in worker.iteration_runners)
+            runner.mode = RunMode.REPLAY if replays else RunMode.EAGER
         for batch in batches:
             loop = EngineLoop(config, worker, overlap == "on")
             loop.start(batch, context, 8 * (2 * steps + TRACED_STEPS + 40))
@@ -61,7 +64,7 @@ def measure(flags: Sequence[str], batches: Sequence[int], context: int, steps: i
             seconds = min(loop.run(steps), loop.run(steps))
             row = {"graphs": graphs, "overlap": overlap, "batch": batch, "context": context, "step_ms": seconds * 1e3,
                    "tokens_per_request_and_step": (loop.tokens - before) / (2 * steps * batch)}  # fmt: skip
-            if (graphs, overlap) == VARIANTS[0]:
+            if (graphs, overlap) in VARIANTS[:2]:
                 row |= traced(loop, worker, seconds)
             loop.stop()
             rows.append(row)
@@ -137,8 +140,12 @@ def render(result: Result) -> str:
 
 def summary(result: Result) -> str:
     """Step times: one row per model, mode and backend, one column per batch size and way to run."""
-    rows, names = result["rows"], {("on", "on"): "as served", ("on", "off"): "without overlap", ("off", "on"): "without graphs"}
-    columns = [(batch, *variant) for batch in sorted({row["batch"] for row in rows}) for variant in VARIANTS]
+    rows = result["rows"]
+    names = dict(zip(VARIANTS, ("as served", "without iteration graphs", "without overlap", "without graphs"), strict=True))
+    measured = {(row["batch"], row["graphs"], row["overlap"]) for row in rows}
+    columns = [
+        (batch, *variant) for batch in sorted({row["batch"] for row in rows}) for variant in VARIANTS if (batch, *variant) in measured
+    ]
     lines = []
     for model, mode, backend in dict.fromkeys((row["model"], row["mode"], row["backend"]) for row in rows):
         found = [
@@ -166,7 +173,9 @@ def _steps(rows: Sequence[Row]) -> str:
 
 
 def _steady(row: Row) -> str:
-    return f"{row['model']}, {row['mode']}, {row['backend']}, batch {row['batch']}"
+    return f"{row['model']}, {row['mode']}, {row['backend']}, batch {row['batch']}" + (
+        ", without iteration graphs" if row["graphs"] == "one by one" else ""
+    )
 
 
 def plot(result: Result, file: Path) -> None:
@@ -194,6 +203,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=numbers, default=[1, 32])
     parser.add_argument("--context", type=int, default=1000, help="prompt tokens of each request")
     parser.add_argument("--steps", type=int, default=60, help="timed steps per run; the faster of two runs counts")
+    parser.add_argument("--flags", type=str.split, default=[], help="more flags of every process, in one argument")
     add_model(parser)
     args = parse_or_answer(parser, measure)
     record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)
@@ -201,7 +211,8 @@ def main() -> None:
     batches, context, steps = ([1, 2], 16, 4) if args.quick else (args.batch_sizes, args.context, args.steps)
     for mode in args.modes:
         for backend in ["torch_native"] if args.quick else args.backends:
-            order = {"flags": server_flags(served, mode, backend, max(batches)), "batches": batches, "context": context, "steps": steps}
+            flags = [*server_flags(served, mode, backend, max(batches)), *args.flags]
+            order = {"flags": flags, "batches": batches, "context": context, "steps": steps}
             for row in apart(NAME, order):
                 labels = {"model": served.name, "mode": mode, "backend": backend}
                 record.add({**labels, **row, **roof(served, mode, row, speed)})

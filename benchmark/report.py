@@ -33,6 +33,7 @@ SCRIPTS = {
     "verify_exact": "Acceptance rules with sampling",
     "cpu_serving": "The embedded model on a CPU",
     "faults": "Faults",
+    "abuse": "Beside the worst requests",
     "client_agreement": "bench_serving against SGLang's client",
     "repeat": "Repeatability",
     "modes": "Graphs, overlap and attention backends",

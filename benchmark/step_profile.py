@@ -1,4 +1,4 @@
-"""One EAGLE iteration by phase: eager, with the draft-decode graph only, and with both draft graphs.
+"""One EAGLE iteration by phase, without iteration graphs: eager, with the draft-decode graph only, and with both draft graphs.
 
 Host time is what the host spends in a phase. GPU time is the sum of the kernels launched in the phase. A kernel that is
 launched early waits for the one before it, and the wait counts, so GPU phases add up to more than the iteration. The
@@ -36,7 +36,8 @@ PHASES = ("draft_decode", "verify", "accept", "draft_extend", "plan", "sample")
 def flags(served: Model, backend: str, concurrency: int) -> list[str]:
     """The flags of one process."""
     found = [*served.target_flags, *served.eagle_flags("2.5", STEPS), "--attention-backend", backend, "--disable-radix-cache"]
-    return found if backend == "torch_native" else [*found, "--cuda-graph-max-bs", str(max(concurrency, 8))]
+    graphs = ("--cuda-graph-max-bs", str(max(concurrency, 8)))
+    return found if backend == "torch_native" else [*found, *graphs]
 
 
 def measure(

@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "python"), str(ROOT)]
 
-from eagle_training.evaluation import TRAINED, UNSEEN  # noqa: E402
+from eagle_training.model_card import unseen_kinds  # noqa: E402
 
 from runtime.config.speculative import EMBEDDED_DRAFT  # noqa: E402
 
@@ -25,33 +25,35 @@ DOCS = ROOT / "docs" / "train.md"
 BEGIN, END = "<!-- acceptance: scripts/install_head.py -->\n", "<!-- acceptance: end -->\n"
 FILES = ("config.json", "model.safetensors", "README.md", "evaluation.json", "training.json", "run.json", "held_out.jsonl", "curves.png")
 MOST_BYTES = 24_000_000
-USED = {UNSEEN: "no", TRAINED: "other prompts of the kind"}
 
 
-def acceptance(rows: list[dict[str, Any]]) -> str:
+def acceptance(rows: list[dict[str, Any]], run: dict[str, Any]) -> str:
     """The accept lengths of one device by kind, as Markdown; a GPU's where it was measured."""
     device = "cuda" if any(row["device"] == "cuda" for row in rows) else "cpu"
     rows = [row for row in rows if row["device"] == device]
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    lines = ["| kind of prompt | trained on | " + " | ".join(shapes) + " |", "| --- | --- |" + " --- |" * len(shapes)]
+    lines = ["| kind of prompt | " + " | ".join(shapes) + " |", "| --- |" + " --- |" * len(shapes)]
     for name in dict.fromkeys(row["set"] for row in rows):
         found = {row["shape"]: row for row in rows if row["set"] == name}
-        kinds = next(iter(found.values()))["accept_length_by_kind"]
-        for kind in kinds if len(kinds) > 1 else ():
-            values = [f"{found[shape]['accept_length_by_kind'][kind]:.2f}" for shape in shapes]
-            lines.append("| " + " | ".join([kind, USED.get(name, "no"), *values]) + " |")
-        values = [f"{found[shape]['accept_length']:.2f} ({found[shape]['accept_length_without_loops']:.2f})" for shape in shapes]
-        lines.append("| " + " | ".join([f"**{name}**", "", *values]) + " |")
-    where = f"{rows[0]['machine']}, {rows[0]['dtype']}, commit {rows[0]['commit']}"
+        kinds = list(next(iter(found.values()))["accept_length_by_kind"])
+        cells = {
+            kind: {shape: f"{row['accept_length_by_kind'][kind]:.2f}" for shape, row in found.items()}
+            for kind in (kinds if len(kinds) > 1 else ())
+        }
+        cells[f"**{name}**"] = {
+            shape: f"{row['accept_length']:.2f} ({row['accept_length_without_loops']:.2f})" for shape, row in found.items()
+        }
+        lines += ["| " + " | ".join([kind, *(values.get(shape, "-") for shape in shapes)]) + " |" for kind, values in cells.items()]
+    where = "; ".join(dict.fromkeys(f"{row['machine']}, {row['dtype']}, commit {row['commit']}" for row in rows))
     how = f"Greedy answers of at most {rows[0]['new_tokens']} tokens; in brackets without answers that end in a loop."
-    return "\n".join([*lines, "", f"{how} {where}.", ""])
+    return "\n".join([*lines, "", f"{how} {unseen_kinds(run)}", f"Measured on: {where}.", ""])
 
 
 def page() -> str:
     """docs/train.md with the table of the head that is there."""
     before, _, rest = DOCS.read_text(encoding="utf-8").partition(BEGIN)
-    table = acceptance(json.loads((EMBEDDED_DRAFT / "evaluation.json").read_text(encoding="utf-8")))
-    return before + BEGIN + table + END + rest.partition(END)[2]
+    rows, run = (json.loads((EMBEDDED_DRAFT / name).read_text(encoding="utf-8")) for name in ("evaluation.json", "run.json"))
+    return before + BEGIN + acceptance(rows, run) + END + rest.partition(END)[2]
 
 
 def install(results: Path) -> None:

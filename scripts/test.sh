@@ -12,7 +12,7 @@ ruff check python test benchmark scripts
 ruff format --check python test benchmark scripts
 pyright python
 lint-imports
-# Two workers, one file of tests at a time each; -n 0 runs all tests in one process. One torch thread per process: tests run real servers
-# side by side on two cores. Files keep their order, so that the long ones under test/process start first.
-# Tests start interpreters, which would compile every module again without the files of PYTHONDONTWRITEBYTECODE.
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE= python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# Three workers, because tests often wait for servers, with one file of tests at a time each; -n 0 runs all tests in one process. One torch
+# thread per process: tests run real servers side by side on two cores. Files keep their order, so that the long ones under test/process
+# start first. PYTHONDONTWRITEBYTECODE would make every interpreter that a test starts compile all modules again.
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE= python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

@@ -104,6 +104,16 @@ class WorkerLimits:
     groups: int = 1
 
     @property
+    def server_tokens(self) -> int:
+        """KV slots of all attention groups."""
+        return self.max_total_tokens * self.groups
+
+    @property
+    def server_requests(self) -> int:
+        """Requests that run together in all attention groups."""
+        return self.max_running_requests * self.groups
+
+    @property
     def max_request_len(self) -> int:
         """Prompt and output tokens of one request that runs alone: the context, or less where KV holds less.
 

@@ -168,11 +168,16 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
             eager = session.run()
             plain = None if speculative.synthetic_accept is not None else session.plain_texts()
         before = [runner.replayed for runner in worker.all_runners]
-        graphs = session.run()
+        with eagerly(worker.iteration_runners):
+            graphs = session.run()
+        whole = session.run() if worker.iteration_runners else graphs
     print(side_by_side(eager.counters, graphs.counters))
     replays = [runner.replayed - first for runner, first in zip(worker.all_runners, before, strict=True)]
     lossless = plain is None or report_plain(plain, [*eager.tokens, *graphs.tokens], TIES[config.device.dtype])
     status = report_parity(worker, eager, graphs, replays)
+    if whole != graphs:
+        print("acceptance or text differs where one graph runs a whole iteration")
+        status = DIFFERENT
     return status if lossless else DIFFERENT
 
 

@@ -19,8 +19,8 @@ from runtime.text.tokenizer import Tokenizer
 
 ASSETS = Path(runtime.__file__).parent / "assets"
 CHAT_PROMPTS, EVERYDAY = ASSETS / "chat_prompts.jsonl", ASSETS / "everyday_prompts.jsonl"
-UNSEEN, TRAINED = "everyday, unseen kinds", "everyday, trained kinds"
-"""The two sets of `EVERYDAY`: kinds of prompts that `prompts.yaml` lacks, and those that it has."""
+NO_TEMPLATES, TEMPLATES = "everyday, kinds without templates", "everyday, kinds with templates"
+"""The two sets of `EVERYDAY`: kinds of prompts that `prompts.yaml` and so the training text lack, and those that it has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ def model_card(run: Mapping[str, Any], evaluation: Sequence[Mapping[str, Any]]) 
             `other_seeds` if heads with other seeds were compared.
         evaluation: rows of `evaluation.measure`, with the commit and machine that `pipeline` adds.
     """
-    measured = [_acceptance(evaluation), _repeat(evaluation)]
+    measured = [_acceptance(run, evaluation), _repeat(evaluation)]
     parts = [_head(run), _use(), *measured, _data(run), _training(run), _seeds(run, evaluation), _limits()]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -43,7 +43,16 @@ def _use() -> str:
     )
 
 
-def _acceptance(evaluation: Sequence[Mapping[str, Any]]) -> str:
+def unseen_kinds(run: Mapping[str, Any]) -> str:
+    """Whether the kinds of prompts that have no templates were kept out of the training text."""
+    if "kinds_share" not in run.get("data", {}):
+        return "The head was trained on prompts of any kind that the model wrote itself, and on no templates."
+    if "initial_head" in run.get("training", {}).get("settings", {}):
+        return "No prompt of the kinds without templates was used in this training; the head that it continues may have seen some."
+    return "No prompt of the kinds without templates was used in training."
+
+
+def _acceptance(run: Mapping[str, Any], evaluation: Sequence[Mapping[str, Any]]) -> str:
     if not evaluation:
         return "## Acceptance\n\nNot measured yet."
     loops = "; ".join(
@@ -56,8 +65,8 @@ def _acceptance(evaluation: Sequence[Mapping[str, Any]]) -> str:
         "bonus token included. "
         "Rate of a position: accepted drafts among those whose predecessors were accepted. The target wrote the "
         "held-out prompts, which "
-        "are excluded from training; the everyday and hand-made prompts are not from the model, and of the unseen kinds "
-        'no prompt was used in training. "Without loops" excludes answers '
+        f"are excluded from training; the everyday and hand-made prompts are not from the model. {unseen_kinds(run)} "
+        '"Without loops" excludes answers '
         "that end in a loop, "
         "which any draft predicts well"
     )
@@ -95,10 +104,17 @@ def _data(run: Mapping[str, Any]) -> str:
     data = run.get("data", {})
     if "conversations" not in data:  # trained from another head's data
         return ""
+    turns = (
+        "User turns that the target writes itself as it continues the chat template, and its answers, greedy and at temperatures up to 1."
+    )
+    if "kinds_share" in data:
+        turns = (
+            "User turns from templates of many kinds, and turns that the target writes itself as it continues the chat "
+            "template; some with a system prompt, some with a follow-up. The target's answers are greedy or at "
+            "temperatures from 0.2 to 1."
+        )
     return (
-        "## Data\n\nUser turns from templates of many kinds, and turns that the target writes itself as it continues the "
-        "chat template; some with a system prompt, some with a follow-up. The target's answers are "
-        f"greedy or at temperatures from 0.2 to 1. {data['conversations']:,} conversations with {data['answer_tokens']:,} "
+        f"## Data\n\n{turns} {data['conversations']:,} conversations with {data['answer_tokens']:,} "
         "answer tokens "
         f"({data['greedy_share']:.0%} of them greedy), and {data['held_out']} held-out prompts; loops are cut to two "
         "turns. "
@@ -152,7 +168,7 @@ def _made(phase: Mapping[str, Any]) -> str:
 
 def _limits() -> str:
     return (
-        "## Limits\n\nThe head was trained on the target's answers to one or two short turns, mostly in English. "
+        "## Limits\n\nThe head was trained on the target's answers to short turns, mostly in English. "
         "Longer contexts, other "
         "languages and other system prompts lower acceptance, but never change the output: every draft is verified."
     )

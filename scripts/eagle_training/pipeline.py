@@ -19,7 +19,7 @@ from benchmark.machine import commit, describe, portable
 from eagle_training.batches import make_batch
 from eagle_training.conversations import Conversation, ShardFolder
 from eagle_training.curves import draw_curves
-from eagle_training.evaluation import CHAT_PROMPTS, EVERYDAY, TRAINED, UNSEEN, Shape, measure, read_prompts, table
+from eagle_training.evaluation import CHAT_PROMPTS, EVERYDAY, NO_TEMPLATES, TEMPLATES, Shape, measure, read_prompts, table
 from eagle_training.head import EagleHead, head_config
 from eagle_training.model_card import SAME, model_card
 from eagle_training.synthesis import Amount, enough, key_of, synthesize, train_tokens
@@ -156,7 +156,8 @@ def generate(plan: Plan, notes: Notes) -> None:
     tokens = train_tokens(conversations)
     held_out = list(dict.fromkeys(c.prompt for c in conversations if c.held_out))
     facts = {"conversations": sum(not c.held_out for c in conversations), "answer_tokens": tokens,
-             "greedy_share": greedy / max(tokens, 1), "held_out": len(held_out), "seconds": seconds}  # fmt: skip
+             "greedy_share": greedy / max(tokens, 1), "held_out": len(held_out), "seconds": seconds,
+             "kinds_share": plan.amount.kinds_share}  # fmt: skip
     notes.put("data", max((note["made"] for note in written), key=len) | facts)
     lines = [json.dumps({"kind": "held-out", "prompt": prompt}, ensure_ascii=False) for prompt in held_out]
     (plan.output / HELD_OUT).write_text("\n".join([*lines, ""]), encoding="utf-8")
@@ -299,7 +300,7 @@ def evaluate(plan: Plan, notes: Notes) -> None:
     hand_made = read_prompts("hand-made", CHAT_PROMPTS).every(every)
     unseen, trained = (
         read_prompts(name, EVERYDAY, held_out).every(max(1, -(-count // plan.prompts)))
-        for name, held_out, count in ((UNSEEN, True, 96), (TRAINED, False, 80))
+        for name, held_out, count in ((NO_TEMPLATES, True, 96), (TEMPLATES, False, 80))
     )
     sets = [unseen, trained, hand_made]
     if (plan.output / HELD_OUT).is_file():  # a head from elsewhere has no such file

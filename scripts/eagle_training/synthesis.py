@@ -20,7 +20,7 @@ from runtime.text.tokenizer import Tokenizer
 
 USER_TEMPERATURES = (0.7, 0.85, 1.0)
 ANSWER_TEMPERATURES = (0.2, 0.4, 0.7, 1.0)
-ANSWER_LIMITS, LIMIT_SHARES = (64, 128, 256, 512), (0.1, 0.2, 0.4, 0.3)
+ANSWER_LIMITS, LIMIT_SHARES = (64, 128, 256, 512), (0.05, 0.15, 0.3, 0.5)
 LONGEST_FIRST = 256
 """First answers of at most this many tokens get a follow-up."""
 OWN_TEXTS, SHORTEST_OWN_TEXT, LONGEST_OWN_TEXT = 2048, 200, 600

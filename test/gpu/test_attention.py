@@ -35,6 +35,7 @@ class World:
 
     kind: Kind
     layers: tuple[AttentionSpec, ...]
+    slow_layers: tuple[AttentionSpec, ...]
     fast: AttentionBackend
     slow: AttentionBackend
     pages: PageTable
@@ -65,25 +66,32 @@ def plain(head_dim: int, page_size: int, width: int, window: int = -1, steps: in
 
 
 def make_world(name: str, kind: Kind, seed: int = 0) -> World:
+    """With "fa3 8-bit", keys and values are in e4m3, with scales."""
     torch.manual_seed(seed)
     device = torch.device("cuda")
     table = PageTable(kind.batch + 1, MAX_LEN, kind.page_size, device)
     num_pages = kind.batch * table.max_pages
-    kv = KVSpec("gqa", kind.kv_heads, kind.head_dim, kind.head_dim, kind.dtype)
-    pool = KVPool([kv] * 2, num_pages, kind.page_size, device)
-    reference = KVPool([replace(kv, dtype=torch.float32)] * 2, num_pages, kind.page_size, device)
-    for cache, copy in zip((*pool.k, *pool.v), (*reference.k, *reference.v), strict=True):
-        cache.normal_()
-        copy.copy_(cache)
+    scaled = name == "fa3 8-bit"
+    scales = torch.tensor([0.25, 2.0] if scaled else [1.0, 1.0], device=device)
+    wide = KVSpec("gqa", kind.kv_heads, kind.head_dim, kind.head_dim, torch.float32)
+    kv = replace(wide, dtype=torch.float8_e4m3fn if scaled else kind.dtype, scaled=scaled)
+    pool, reference = (KVPool([spec] * 2, num_pages, kind.page_size, device) for spec in (kv, wide))
+    for caches, copies, scale in zip((pool.k, pool.v), (reference.k, reference.v), scales, strict=True):
+        for cache, copy in zip(caches, copies, strict=True):
+            cache.copy_(copy.normal_() / scale)
+            copy.copy_(cache).mul_(scale)
+    layers = tuple(AttentionSpec(i, kind.num_q_heads, kv, kind.head_dim**-0.5, kind.windows[i], 0.0, sinks(kind)) for i in range(2))
     shape = AttentionShape(
-        layers=tuple(AttentionSpec(i, kind.num_q_heads, kv, kind.head_dim**-0.5, kind.windows[i], 0.0, sinks(kind)) for i in range(2)),
+        layers=tuple(replace(layer, kv_scales=scales) for layer in layers) if scaled else layers,
         max_batch_size=kind.batch,
         max_tokens_per_req=kind.width,
         max_steps=kind.steps,
         max_context_len=MAX_LEN,
+        dtype=kind.dtype,
     )
-    fast, slow = build_backend(name.split()[0], shape, pool, table), build_backend("torch_native", shape, reference, table)
-    world = World(kind, shape.layers, fast, slow, table, np.random.default_rng(seed))
+    plain_shape = replace(shape, layers=tuple(replace(layer, kv=wide) for layer in layers))
+    fast, slow = build_backend(name.split()[0], shape, pool, table), build_backend("torch_native", plain_shape, reference, table)
+    world = World(kind, shape.layers, plain_shape.layers, fast, slow, table, np.random.default_rng(seed))
     shuffle(world)
     return world
 
@@ -165,7 +173,7 @@ def check(world: World, batch: ForwardBatch, q: torch.Tensor, got: list[torch.Te
 
 
 def compare(world: World, batch: ForwardBatch, q: torch.Tensor, layer: int, out: torch.Tensor) -> None:
-    where, want = f"layer {layer}, pass {batch.step}", world.slow.forward(q.float(), world.layers[layer], batch).double()
+    where, want = f"layer {layer}, pass {batch.step}", world.slow.forward(q.float(), world.slow_layers[layer], batch).double()
     assert torch.isfinite(out).all(), f"{where}: not finite"
     per_token = (out.double() - want).norm(dim=1) / want.norm(dim=1)
     worst = per_token.max()
@@ -203,6 +211,9 @@ LENGTHS = ([1020, 129, 2040, 700, 5, 257], [2288, 2290, 2279, 2272, 2291, 2288, 
         ("fa3 split", 256, 16, 1, -1),
         ("fa3 split", 256, 64, 5, -1),
         ("fa3 split", 128, 64, 9, -1),
+        ("fa3 8-bit", 128, 64, 4, -1),
+        ("fa3 8-bit", 64, 16, 1, 100),
+        ("fa3 8-bit", 256, 16, 2, -1),
         ("flashinfer", 128, 1, 1, -1),
         ("flashinfer", 128, 16, 4, -1),
         ("flashinfer", 64, 64, 4, -1),
@@ -253,7 +264,7 @@ def prompts(rows: list[int], prefixes: list[int], queries: list[int]) -> Forward
     )
 
 
-@pytest.mark.parametrize(("name", "page_size"), [("fa3", 1), ("fa3", 64), ("flashinfer", 16)])
+@pytest.mark.parametrize(("name", "page_size"), [("fa3", 1), ("fa3", 64), ("fa3 8-bit", 16), ("flashinfer", 16)])
 def test_a_ragged_extend_sees_its_prefix(name: str, page_size: int) -> None:
     world = make_world(name, plain(128, page_size, 1))
     batch = prompts([3, 1, 7, 2, 5], [0, 5, 700, 0, 63], [1, 300, 17, 64, 129])
@@ -378,7 +389,8 @@ def test_prompts_queued_behind_a_busy_device_keep_their_plans(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "page_size", "tail"), [("fa3", 16, 4), ("fa3", 1, 64), ("fa3 split", 16, 4), ("fa3 split", 1, 64), ("flashinfer", 16, 4)]
+    ("name", "page_size", "tail"),
+    [("fa3", 16, 4), ("fa3", 1, 64), ("fa3 split", 16, 4), ("fa3 split", 1, 64), ("fa3 8-bit", 16, 4), ("flashinfer", 16, 4)],
 )
 def test_a_tree_mask_hides_branches_in_a_captured_pass(name: str, page_size: int, tail: int) -> None:
     width = 4

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from gpu.family_shapes import FAMILIES, VOCAB
 from gpu.one_request import DEVICE, LENGTH, PARTS, OneRequest, errors
@@ -15,31 +16,46 @@ from runtime.layers.backend_selection import select_ops
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.weight_loader import dummy_weights
 from runtime.models.decoder import DecoderModel
+from runtime.models.mtp import MtpDraft
 from runtime.models.registry import build_model, load_hf_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 WORSE = 1.5
-"""How much larger our mean error may be than that of the torch operations in bfloat16."""
+"""How much larger our median error may be than that of the torch operations in bfloat16."""
 CASES = [(name, backend) for name, family in FAMILIES.items() for backend in family.backends]
-PROMPTS = [17, 64, 130, 300]
+PROMPTS = [17, 64, 130, 300, 5, 90, 33, 257, 128, 71]
+"""Lengths; so many requests that sparse models draft."""
 NEAR = 0.15
 """Difference of two log-probabilities that rounding may turn around."""
 COMMON: dict[str, Any] = {
-    "load_format": "dummy", "random_seed": 1, "context_length": 1024, "max_total_tokens": 8192, "max_running_requests": 8,
-    "cuda_graph_max_bs": 8, "disable_radix_cache": True, "log_level": "info",
+    "random_seed": 1, "context_length": 1024, "max_total_tokens": 16384, "max_running_requests": 16, "cuda_graph_max_bs": 16,
+    "disable_radix_cache": True, "log_level": "info",
 }  # fmt: skip
+TAME = {"q_norm": 0.15, "down_proj": 0.2, "w2": 0.2, "o_proj": 0.5}
+"""Factors of weights. With weights of equal size, attention of heads with normed queries looks at one token, and a change of experts by
+rounding changes the whole answer: the definition in bfloat16 would be as far from the one in float32 as any mistake."""
+
+
+def random_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Weights in the forms of a checkpoint, the same for every dtype of the model."""
+    generator = torch.Generator(DEVICE).manual_seed(7)
+    weights = {}
+    for name, tensor in dummy_weights(shapes, torch.bfloat16, DEVICE, seed=3):
+        factor = next((factor for part, factor in TAME.items() if part in name), 1.0)
+        if tensor.dtype is torch.uint8:  # exponents of 4-bit blocks
+            tensor = tensor - 3 if factor < 1 and name.endswith("_scales") else tensor
+        elif tensor.dtype is not torch.float8_e4m3fn:
+            if tensor.dim() == 1:  # norms are ones and biases zeros, which would hide a swapped one
+                tensor = tensor + torch.randn(tensor.shape, device=DEVICE, generator=generator).to(tensor.dtype) * 0.1
+            tensor = tensor * factor
+        weights[name] = tensor.contiguous()
+    return weights
 
 
 def random_model(folder: Path, torch_ops: bool, dtype: torch.dtype) -> DecoderModel:
-    """The model of `folder`, with random weights that are the same for every `dtype`."""
+    """The model of `folder` with random weights."""
     model = build_model(load_hf_config(str(folder)), TorchOps() if torch_ops else select_ops(DEVICE, dtype)[0], dtype, DEVICE)
-    generator = torch.Generator(DEVICE).manual_seed(7)
-    weights = []
-    for name, tensor in dummy_weights(model.expected_weights(), torch.bfloat16, DEVICE, seed=3):
-        if tensor.dim() == 1 and tensor.is_floating_point():  # norms are ones and biases zeros, which would hide a swapped one
-            tensor = tensor + torch.randn(tensor.shape, device=DEVICE, generator=generator).to(tensor.dtype) * 0.1
-        weights.append((name, tensor))
-    model.load(weights)
+    model.load(random_weights(model.expected_weights()).items())
     return model
 
 
@@ -50,17 +66,16 @@ def test_logits_of_prompts_windows_and_decode_steps_follow_the_definition(name: 
     exact = OneRequest(random_model(folder, True, torch.float32), "torch_native", torch.float32).all_logits(ids)
     theirs = errors(OneRequest(random_model(folder, True, torch.bfloat16), "torch_native", torch.bfloat16).all_logits(ids), exact)
     ours = errors(OneRequest(random_model(folder, False, torch.bfloat16), backend, torch.bfloat16).all_logits(ids), exact)
-    print(
-        f"FIGURE {name} {backend}: mean error {ours.mean():.2e}, torch {theirs.mean():.2e}; largest {ours.max():.2e} and {theirs.max():.2e}"
-    )
-    assert theirs.mean() < 0.1, "the reference itself is off: the model is too wild for the comparison"
-    for part in PARTS:
-        assert ours[part].mean() <= WORSE * theirs.mean(), f"positions {part.start} to {part.stop}"
+    print(f"{name} {backend}: median error {ours.median():.2e}, torch {theirs.median():.2e}; mean {ours.mean():.1e}, {theirs.mean():.1e}")
+    assert theirs.median() < 0.1, "the reference itself is off: the model is too wild for the comparison"
+    for part in PARTS:  # medians: where rounding changes an expert, the error is large in both
+        assert ours[part].median() <= WORSE * theirs.median(), f"positions {part.start} to {part.stop}"
 
 
 @pytest.mark.parametrize(("name", "backend"), CASES)
 def test_greedy_text_with_drafts_is_that_of_plain_decoding(name: str, backend: str, tmp_path: Path) -> None:
     folder, drafts = FAMILIES[name].write(tmp_path)
+    save(folder, with_mtp=FAMILIES[name].algorithm == "MTP")
     g = torch.Generator().manual_seed(11)
     prompts = [torch.randint(3, VOCAB, (length,), generator=g).tolist() for length in PROMPTS]
     plain = generate(folder, prompts, attention_backend=backend)
@@ -70,6 +85,13 @@ def test_greedy_text_with_drafts_is_that_of_plain_decoding(name: str, backend: s
         if differ:  # the rounding of another number of rows may choose the other of two tokens that are about as likely
             first, second = (entry[0] for entry in one["meta_info"]["output_top_logprobs"][differ[0]][:2])
             assert first - second < NEAR, f"token {differ[0]}: {first} against {second}"
+
+
+def save(folder: Path, with_mtp: bool) -> None:
+    """Write random weights beside the config."""
+    model = build_model(load_hf_config(str(folder)), TorchOps(), torch.bfloat16, torch.device("meta"))
+    shapes = model.expected_weights() | (MtpDraft(model).expected_weights() if with_mtp else {})
+    save_file({name: tensor.cpu() for name, tensor in random_weights(shapes).items()}, folder / "model.safetensors")
 
 
 def generate(folder: Path, prompts: list[list[int]], **options: Any) -> list[Any]:

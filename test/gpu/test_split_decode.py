@@ -34,14 +34,22 @@ class Case:
     k: torch.Tensor
     v: torch.Tensor
     workspace: SplitWorkspace
+    kv_scales: torch.Tensor | None = None
 
     def run(
         self, causal: bool = True, window: int = -1, lse: torch.Tensor | None = None, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         D = self.shape.head_dim
         return split_attention(
-            self.q, self.k, self.v, self.keys, self.shape, self.workspace, D**-0.5, causal=causal, window=window, sinks=sinks, lse=lse
-        )
+            self.q, self.k, self.v, self.keys, self.shape, self.workspace, D**-0.5, causal=causal, window=window, sinks=sinks, lse=lse,
+            kv_scales=self.kv_scales,
+        )  # fmt: skip
+
+    def in_8_bits(self) -> Case:
+        """The same keys and values, divided by scales and stored in e4m3."""
+        scales = torch.tensor([0.25, 2.0], device=DEVICE)
+        k, v = ((cache.float() / scale).to(torch.float8_e4m3fn) for cache, scale in zip((self.k, self.v), scales, strict=True))
+        return replace(self, k=k, v=v, kv_scales=scales)
 
 
 def make_case(
@@ -81,7 +89,11 @@ def definition(case: Case, causal: bool, window: int, sinks: torch.Tensor | None
     for b, length in enumerate(keys.seq_lens.tolist()):
         positions = torch.arange(length)
         at = keys.pages.cpu()[int(keys.rows[b]), positions // keys.page_size].long(), positions % keys.page_size
-        k, v = (cache.cpu()[at].double().repeat_interleave(group, 1) for cache in (case.k, case.v))
+        scales = (1.0, 1.0) if case.kv_scales is None else case.kv_scales.tolist()
+        k, v = (
+            cache.cpu()[at].double().repeat_interleave(group, 1) * s
+            for cache, s in zip((case.k.float(), case.v.float()), scales, strict=True)
+        )
         for w in range(W):
             mine = length - W + w
             seen = ((positions <= mine) | (not causal)) & ((positions >= mine - window) | (window < 0))
@@ -144,6 +156,20 @@ def test_a_sink_counts_once_in_every_query(sms: int, width: int, window: int, co
     case = make_case([width, width + 20, 160, 347], width, 16, (16, 2, 64), sms, config)
     sinks = (torch.arange(16) / 4 - 1).to(DEVICE, DTYPE)
     assert_close(case.run(window=window, sinks=sinks), definition(case, True, window, sinks)[0])
+
+
+@pytest.mark.parametrize("config", [SMALL, SCHEDULED], ids=["static", "scheduled"])
+@pytest.mark.parametrize(
+    ("heads", "width", "window"), [((4, 2, 64), 1, -1), ((8, 2, 128), 4, 20), ((8, 1, 128), 16, -1), ((3, 1, 256), 4, -1)]
+)
+def test_keys_and_values_in_8_bits_are_multiplied_by_their_scales(
+    heads: tuple[int, int, int], width: int, window: int, config: SplitConfig
+) -> None:
+    case = make_case([width, width + 20, 160, 347], width, 16, heads, config=config).in_8_bits()
+    assert case.k.dtype is torch.float8_e4m3fn
+    want = definition(case, True, window)[0]
+    error = (case.run(window=window).cpu().double() - want).abs().max() / want.abs().max()
+    assert error < 4e-3, f"off by {error:.1e}"
 
 
 def test_one_program_a_head_when_the_batch_fills_the_device() -> None:

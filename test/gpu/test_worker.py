@@ -56,12 +56,12 @@ class Setup:
         return f"{self.target}-{self.draft}-page{self.page}-{self.dtype}" + (f"-window{self.window}" if self.window >= 0 else "")
 
 
-def build(setup: str | Setup, replay: Literal["cuda", "eager"], spec: SpeculativeConfig | None = None) -> Any:
-    """`setup`: a backend alone for target and draft."""
+def build(setup: str | Setup, replay: Literal["cuda", "eager"], spec: SpeculativeConfig | None = None, whole: bool = False) -> Any:
+    """`setup`: a backend alone for target and draft; `whole`: with iteration graphs."""
     one = Setup(setup, setup) if isinstance(setup, str) else setup
     config = tiny_runtime(
         spec, device="cuda", dtype=one.dtype, attention_backend=one.target, sampling_backend="triton", page_size=one.page,
-        max_total_tokens=8192, chunked_prefill_size=one.chunk, context_length=4 * one.chunk,
+        max_total_tokens=8192, chunked_prefill_size=one.chunk, context_length=4 * one.chunk, iteration_graph=whole,
     )  # fmt: skip
     family = {} if one.window < 0 else {"architecture": "MistralForCausalLM", "window": (one.window,) * 3}
     model = tiny_model(dtype=one.dtype, max_context_len=4 * one.chunk, **SHAPE, **family)
@@ -174,6 +174,43 @@ def test_replay_equals_eager_where_drafting_pauses_and_resumes(
     assert all(torch.equal(a[1:], b[1:]) for a, b in zip(runs[0][2], runs[1][2], strict=True))
 
 
+WARM = SamplingParams(temperature=1.0, max_new_tokens=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("setup", "algorithm"),
+    [
+        *((Setup("fa3", "fa3"), algorithm) for algorithm in (None, "EAGLE", "EAGLE3", "STANDALONE")),
+        (Setup("fa3", "fa3", page=1, dtype="float16", window=20), "EAGLE3"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sampling", [GREEDY, WARM, SAMPLED], ids=["greedy", "sampled", "filtered"])
+def test_iteration_graphs_equal_graphs_one_by_one_bit_for_bit(
+    tmp_path: Path, setup: Setup, algorithm: str | None, sampling: SamplingParams
+) -> None:
+    """Padded batches, and with drafts also batches above a size at which drafting pauses."""
+    spec = structs.replace(speculation(tmp_path, algorithm, setup.draft, 1), disable_by_batch_size=3) if algorithm else None
+    runs: list[tuple[Any, ...]] = []
+    for whole in (True, False):
+        worker = build(setup, "cuda", spec, whole)
+        driver = Driver(worker)
+        driver.prefill(PROMPTS, sampling=sampling, room=64)
+        for rows in (list(PROMPTS), [2, 5], [1, 3, 7], list(PROMPTS), [7]):
+            for _ in range(4):
+                driver.decode(rows)
+        kept = [worker.parts.target.runner.kv_pool, *(model.runner.kv_pool for model in worker.parts.drafter.models())]
+        tensors = [t.clone() for pool in kept for t in (*pool.k, *pool.v)]
+        if algorithm:
+            tensors += [t.clone() for t in vars(worker.parts.drafter.state).values() if isinstance(t, torch.Tensor)]
+        assert sum(runner.replayed for runner in worker.iteration_runners) == (20 if whole else 0)
+        verify = worker.parts.verifier.runners
+        assert all(runner.sizes == verify[depth].sizes for depth, runner in worker.parts.iterations.runners.items())
+        runs.append((driver.out, np.concatenate(driver.accepts).tolist(), tensors))
+    assert runs[0][:2] == runs[1][:2]
+    assert all(torch.equal(a[1:], b[1:]) for a, b in zip(runs[0][2], runs[1][2], strict=True))
+
+
 def replays_of_prompts(worker: Any) -> int:
     return {run.runner: run.replayed for run in worker.info().graph_runs}["short prompts"]
 
@@ -248,10 +285,10 @@ def test_a_perfect_draft_is_accepted_whole_under_graphs(tmp_path: Path, setup: S
         torch.testing.assert_close(a.flatten(0, 1)[slots], b.flatten(0, 1)[slots], rtol=0, atol=5e-2)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "whole"), [("fa3", False), ("fa3", True), ("flashinfer", False)])
 @pytest.mark.parametrize(("algorithm", "topk"), [(None, 1), ("EAGLE", 1), ("EAGLE3", 4)])
 def test_nothing_is_compiled_once_a_first_request_was_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, algorithm: str | None, topk: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, whole: bool, algorithm: str | None, topk: int
 ) -> None:
     import triton
 
@@ -260,7 +297,7 @@ def test_nothing_is_compiled_once_a_first_request_was_answered(
     for one in gc.get_objects():
         if isinstance(one, triton.runtime.JITFunction):
             one.device_caches.clear()  # what tests before this one compiled, a server would have to
-    worker = build(backend, "cuda", speculation(tmp_path, algorithm, backend, topk) if algorithm else None)
+    worker = build(backend, "cuda", speculation(tmp_path, algorithm, backend, topk) if algorithm else None, whole)
     Driver(worker).generate({1: PROMPTS[1]}, 6)  # as the server does before it says that it is ready
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **said: compiled.append(said["repr"]))
@@ -275,14 +312,14 @@ def test_nothing_is_compiled_once_a_first_request_was_answered(
     assert not compiled, "a kernel of another batch size or alignment: the server stands still while it is compiled"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "whole"), [("fa3", False), ("fa3", True), ("flashinfer", False)])
 @pytest.mark.parametrize(("algorithm", "topk"), [(None, 1), ("EAGLE", 1), ("EAGLE3", 4), ("STANDALONE", 1), ("NGRAM", 1)])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_steady_iteration_never_waits_for_the_device(
-    tmp_path: Path, backend: str, algorithm: str | None, topk: int, sampling: SamplingParams
+    tmp_path: Path, backend: str, whole: bool, algorithm: str | None, topk: int, sampling: SamplingParams
 ) -> None:
     spec = speculation(tmp_path, algorithm, backend, topk) if algorithm else None
-    driver = Driver(build(backend, "cuda", spec))
+    driver = Driver(build(backend, "cuda", spec, whole))
     driver.prefill(PROMPTS, sampling=sampling)
     for _ in range(3):
         driver.decode(list(PROMPTS))

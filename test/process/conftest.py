@@ -9,12 +9,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from warm_start import cold_start, warm_start
 
@@ -45,8 +46,8 @@ class Embedded:
 
 @pytest.fixture(scope="session", autouse=True)
 def programs_start_warm() -> Iterator[None]:
-    """Servers and benchmarks start as forks of a process that has imported them."""
-    with warm_start():
+    """Servers and benchmarks start as forks of a process that has imported them, except on a GPU: CUDA does not survive a fork."""
+    with nullcontext() if torch.cuda.is_available() else warm_start():
         yield
 
 

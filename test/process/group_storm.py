@@ -1,4 +1,4 @@
-"""Random arrivals, idle groups, aborts and long prompts against a server of attention groups on the CPU: no hang, and one group's text.
+"""Random arrivals, idle groups, aborts and long prompts against a server of attention groups: no hang, and the text of one group.
 
     PYTHONPATH=python:test python -m process.group_storm --seconds 600 --groups 4
 
@@ -164,13 +164,13 @@ class Traffic:
         return {"prompt": self.texts.prompts[index], **wanted}
 
 
-def storm(seconds: float, groups: int = 4, seed: int = 0) -> dict[str, Any]:
+def storm(seconds: float, groups: int = 4, seed: int = 0, device: str = "cpu") -> dict[str, Any]:
     """Serve and ask for so many seconds, then kill a process of the server."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as temp:
         model = checkpoint(Path(temp) / "tiny")
         texts = Texts.of(model, 24, rng)
-        flags = [f"--{name}={groups}" for name in ("tp-size", "dp-size", "ep-size")] + FLAGS
+        flags = [f"--{name}={groups}" for name in ("tp-size", "dp-size", "ep-size")] + [*FLAGS, f"--device={device}"]
         with serving(model, *flags, behaviour="well", program=rank_faults.__file__) as server:
             traffic = Traffic(server, texts)
             traffic.run(seconds, rng)
@@ -190,8 +190,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
-    outcome = storm(args.seconds, args.groups, args.seed)
+    outcome = storm(args.seconds, args.groups, args.seed, args.device)
     print(json.dumps(outcome))
     return 1 if outcome["wrong"] else 0
 

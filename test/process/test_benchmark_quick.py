@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("step_profile", ["--graphs", "both"], 1),
         ("cpu_serving", ["--prompts", "2"], 4),
         ("faults", [], 5),
+        ("abuse", [], 2),
         ("client_agreement", ["--servers", "timed,mock"], 4),
         ("repeat", ["--modes", "eagle", "--rounds", "2"], 2),
         ("modes", ["--modes", "plain"], 6),

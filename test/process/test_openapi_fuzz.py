@@ -37,7 +37,7 @@ def test_every_answer_is_documented(server: fake.Server, mode: GenerationMode) -
         if mode is GenerationMode.NEGATIVE and not operation.body:
             continue  # nothing to get wrong
 
-        @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
         @given(operation.as_strategy(generation_mode=mode))
         def fuzz(case: schemathesis.Case) -> None:
             case.call_and_validate(checks=CHECKS, timeout=30)

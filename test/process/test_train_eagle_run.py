@@ -13,7 +13,7 @@ import pytest
 import torch
 from eagle_training.conversations import Conversation, ShardFolder
 from eagle_training.estimate import estimate
-from eagle_training.evaluation import TRAINED, UNSEEN, Shape, count_drafts
+from eagle_training.evaluation import NO_TEMPLATES, TEMPLATES, Shape, count_drafts
 from eagle_training.head import EagleHead, head_config
 from eagle_training.target import FrozenTarget
 from safetensors.torch import load_file
@@ -49,7 +49,7 @@ def test_one_command_leaves_a_whole_head(head_folder: Path) -> None:
         assert (head_folder / name).is_file(), name
     rows = json.loads((head_folder / "evaluation.json").read_text())
     assert [(row["set"], row["shape"], row["dtype"]) for row in rows] == [
-        (name, "3/1/4", "float32") for name in ("held-out", UNSEEN, TRAINED, "hand-made")
+        (name, "3/1/4", "float32") for name in ("held-out", NO_TEMPLATES, TEMPLATES, "hand-made")
     ]
     assert all(row["iterations"] > 0 for row in rows)
     card = (head_folder / "README.md").read_text()

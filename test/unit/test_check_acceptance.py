@@ -91,13 +91,15 @@ def test_where_drafting_pauses_graphs_with_drafts_and_without_are_compared(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompts.jsonl").write_text("\n".join(f"number {i} of them" for i in range(7)))
-    assert check_acceptance.main([*command, "--speculative-disable-by-batch-size", "2"]) == 0
+    assert check_acceptance.main([*command, "--speculative-disable-by-batch-size", "2", "--enable-iteration-graph"]) == 0
     out = capsys.readouterr().out
-    runs = {name: int(count) for name, count in re.findall(r"^([a-zK=0 ]+): (\d+) replays$", out, re.MULTILINE)}
-    assert list(runs) == ["verify", "draft decode", "draft extend", "target decode", "draft extend K=0"]
-    *every_step, catch_up = runs.values()
-    assert min(every_step) > 3
-    assert catch_up > 1, "once for eight steps"
+    runs = {name: int(count) for name, count in re.findall(r"^([a-zK=03 ]+): (\d+) replays$", out, re.MULTILINE)}
+    assert list(runs) == [
+        *("verify", "draft decode", "draft extend", "target decode", "draft extend K=0"),
+        *("iteration K=3", "iteration K=0"),
+    ]
+    assert runs.pop("draft extend K=0") > 1, "once for eight steps"
+    assert min(runs.values()) > 3
 
 
 def test_every_depth_that_a_controller_may_choose_is_compared(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,12 +111,12 @@ def test_every_depth_that_a_controller_may_choose_is_compared(command: list[str]
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_prompts_too_few_for_a_pause_run_more_than_once(command: list[str], count: int, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--speculative-disable-by-batch-size", "2", "--num-prompts", str(count)]
+    flags = ["--speculative-disable-by-batch-size", "2", "--enable-iteration-graph", "--num-prompts", str(count)]
     assert check_acceptance.main([*command, *flags]) == 0
     runs = [int(count) for count in re.findall(r": (\d+) replays$", capsys.readouterr().out, re.MULTILINE)]
-    assert len(runs) == 5
-    assert min(runs[:-1]) > 3
-    assert runs[-1] > 1, "once for eight steps"
+    assert len(runs) == 7
+    assert runs.pop(4) > 1, "once for eight steps"
+    assert min(runs) > 3
 
 
 def test_no_prompt_is_turned_away_for_want_of_a_place_to_wait(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:

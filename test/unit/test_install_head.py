@@ -7,7 +7,7 @@ from pathlib import Path
 
 import install_head
 import pytest
-from eagle_training.evaluation import TRAINED, UNSEEN
+from eagle_training.evaluation import NO_TEMPLATES, TEMPLATES
 
 ROW = {"device": "cuda", "dtype": "bfloat16", "machine": "a GPU", "commit": "abc", "new_tokens": 256}
 
@@ -16,8 +16,8 @@ def rows() -> list[dict[str, object]]:
     found = []
     for shape, more in (("3/1/4", 0.0), ("5/1/6", 0.5)):
         for name, kinds in (
-            (UNSEEN, {"recipes": 2.5, "travel": 2.3}),
-            (TRAINED, {"code": 2.6, "lists": 2.4}),
+            (NO_TEMPLATES, {"recipes": 2.5, "travel": 2.3}),
+            (TEMPLATES, {"code": 2.6, "lists": 2.4}),
             ("held-out", {"held-out": 2.7}),
         ):
             lengths = {kind: length + more for kind, length in kinds.items()}
@@ -51,8 +51,8 @@ def test_a_head_and_its_table_are_installed(tmp_path: Path, places: tuple[Path, 
     text = docs.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
-    lines = ["| recipes | no | 2.50 | 3.00 |", "| lists | other prompts of the kind | 2.40 | 2.90 |"]
-    lines.append(f"| **{UNSEEN}** |  | 2.40 (2.20) | 2.90 (2.70) |")
+    lines = ["| recipes | 2.50 | 3.00 |", "| lists | 2.40 | 2.90 |"]
+    lines.append(f"| **{NO_TEMPLATES}** | 2.40 (2.20) | 2.90 (2.70) |")
     for line in lines:
         assert line in text.splitlines()
     install_head.main(["--check"])

@@ -9,13 +9,24 @@ from test_http_server import run
 from runtime.config.flag_parser import from_fields
 from runtime.config.resolve import check
 from runtime.errors import ConfigError
-from runtime.managers.telemetry.scheduler_stats import SchedulerStats
+from runtime.managers.telemetry.scheduler_stats import GroupLoad, SchedulerStats
 from runtime.managers.telemetry.spec_stats import SpecStats
 
 BUSY = SchedulerStats(
     num_running_reqs=4, num_queue_reqs=2, num_used_tokens=300, pages_total=100, pages_free=75, spec=SpecStats(4, 12, 8, [4, 3, 1])
 )
 ORIGIN = "https://app.example"
+
+
+def test_the_load_of_attention_groups_is_reported_one_by_one() -> None:
+    async def case() -> None:
+        grouped = SchedulerStats(num_running_reqs=3, num_queue_reqs=1, groups=[GroupLoad(3, 0, 40), GroupLoad(0, 1, 0)])
+        async with front(ScriptedScheduler(stats=grouped)) as f:
+            first, second = (await f.client.get("/get_load")).json()
+            assert first == {"dp_rank": 0, "num_reqs": 3, "num_waiting_reqs": 0, "num_tokens": 40}
+            assert second == {"dp_rank": 1, "num_reqs": 1, "num_waiting_reqs": 1, "num_tokens": 0}
+
+    run(case())
 
 
 def test_load_is_reported_to_routers() -> None:

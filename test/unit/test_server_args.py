@@ -51,7 +51,7 @@ OUR_FLAGS = re.findall(
     speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins allowed-hosts
     download-dir log-level-http api-key-file uds ssl-keyfile ssl-certfile ssl-keyfile-password
     distributed-executor-backend log-format log-slow-requests otlp-traces-endpoint
-    speculative-draft-model-quantization
+    speculative-draft-model-quantization enable-iteration-graph
     """,
 )
 
@@ -358,6 +358,7 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"cuda_graph_bs": (1, 2)}, CPU, ["--cuda-graph-bs"]),
         ({"cuda_graph_max_bs": 8}, CPU, ["--cuda-graph-max-bs"]),
         ({"disable_cuda_graph": True, "cuda_graph_bs": (1,)}, HOPPER, ["--disable-cuda-graph"]),
+        ({"disable_cuda_graph": True, "enable_iteration_graph": True}, HOPPER, ["--enable-iteration-graph", "nothing is captured"]),
         ({"cuda_graph_bs": (0, 2)}, HOPPER, ["--cuda-graph-bs"]),
         ({"cuda_graph_bs": (1, 64), "cuda_graph_max_bs": 32}, HOPPER, ["--cuda-graph-max-bs", "64"]),
         ({"sampling_backend": "flashinfer"}, HOPPER, ["--sampling-backend", "pytorch"]),
@@ -480,6 +481,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "cuda_graph_max_bs": ({"cuda_graph_max_bs": 24}, lambda c: c.graphs.cuda_graph_bs[-1], 24),
     "disable_cuda_graph": ({"disable_cuda_graph": True}, lambda c: c.graphs.cuda_graph_bs, ()),
     "disable_cuda_graph_padding": ({"disable_cuda_graph_padding": True}, lambda c: c.graphs.cuda_graph_padding, False),
+    "enable_iteration_graph": ({"enable_iteration_graph": True}, lambda c: c.graphs.iteration_graph, True),
     "disable_radix_cache": ({"disable_radix_cache": True}, lambda c: c.cache.radix_cache, False),
     "disable_overlap_schedule": ({"disable_overlap_schedule": True}, lambda c: c.scheduler.overlap, False),
     "enable_mixed_chunk": ({"enable_mixed_chunk": True}, lambda c: c.scheduler.mixed_chunk, True),

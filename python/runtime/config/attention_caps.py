@@ -70,6 +70,7 @@ ATTENTION_CAPS = {
         sinks=True,
         non_causal=True,
         mixed_heads=True,
+        scaled_kv=True,
     ),
     "flashinfer": AttentionCaps(
         dtypes=_HALF, head_dims=frozenset({64, 128, 256}), kv_kinds=_BOTH, latent_dims=_LATENT, plan_on_device=False, self_check=True

@@ -22,7 +22,14 @@ def check_graphs(args: ServerArgs) -> None:
 
 def resolve_graphs(args: ServerArgs, device: DeviceConfig) -> GraphConfig:
     """Choose the batch sizes to capture; none if the device or the attention backend cannot capture."""
-    return GraphConfig(cuda_graph_bs=_sizes(args, device), cuda_graph_padding=not args.disable_cuda_graph_padding)
+    sizes = _sizes(args, device)
+    if args.enable_iteration_graph and device.device == "cuda" and not sizes:
+        raise ConfigError("--enable-iteration-graph has no effect: nothing is captured. Leave it out.")
+    return GraphConfig(
+        cuda_graph_bs=sizes,
+        cuda_graph_padding=not args.disable_cuda_graph_padding,
+        iteration_graph=args.enable_iteration_graph,
+    )
 
 
 def default_graph_sizes(largest: int) -> tuple[int, ...]:
@@ -51,7 +58,7 @@ def _no_graphs(args: ServerArgs, device: DeviceConfig) -> str:
     """Why nothing is captured, or an empty text."""
     if device.device == "cpu":
         # Command lines written for a GPU may turn off what a CPU does not have.
-        for name in ("disable_cuda_graph", "disable_draft_extend_cuda_graph", "disable_draft_decode_cuda_graph"):
+        for name in ("disable_cuda_graph", "disable_draft_extend_cuda_graph", "disable_draft_decode_cuda_graph", "enable_iteration_graph"):
             if getattr(args, name):
                 log.warning("%s: no effect, there are no graphs on a CPU", flag_of(name))
         return "CUDA graphs need CUDA, and this server runs on a CPU"

@@ -100,10 +100,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Which batch sizes are captured (none: all steps run eagerly), and whether smaller batches are padded to them."""
+    """Which batch sizes are captured (none: all steps run eagerly), whether smaller batches are padded to them, and whether one graph
+    runs a whole iteration where that is possible.
+    """
 
     cuda_graph_bs: tuple[int, ...]
     cuda_graph_padding: bool
+    iteration_graph: bool = False
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,6 +59,16 @@ class AttentionGroups:
             req.group = policy.best_group(group.offer(req) for group in self._groups)
         self.of(req).enqueue(req)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether a request has to make way for one of another client; see `make_way`."""
+        return any(group.crowded() is not None for group in self._groups)
+
+    def make_way(self) -> None:
+        """Retract the request of each group that has to make way. No step may be in flight if there is one."""
+        for group in self._groups:
+            group.make_way()
+
     def plan_prompts(self) -> list[StepPlan]:
         """The next prompt step, a plan for each group; [] where no group has one."""
         plans = [group.plan_prompts() for group in self._groups]
@@ -82,4 +92,4 @@ class AttentionGroups:
         stats.num_queue_reqs = sum(load.num_queue_reqs for load in loads)
         stats.num_used_tokens = sum(load.num_used_tokens for load in loads)
         stats.pages_total, stats.pages_free = sum(pool.num_pages for pool in pools), sum(pool.available for pool in pools)
-        stats.max_total_num_tokens = self._limits.max_total_tokens * len(loads)
+        stats.max_total_num_tokens = self._limits.server_tokens

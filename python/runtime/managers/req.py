@@ -65,6 +65,9 @@ class Req:
         group: the attention group that it runs in.
         total_limit: the length at which the request ends.
         stop_ids: tokens that end it.
+        made_way: whether it waits again because another client had fewer rows.
+        overtook: whether it went before longer prompts of other clients.
+        overtaken: tokens of the prompts that went before this one, which had begun.
         most_drafts: drafts of a window that it takes at most.
         grammar: what the output follows, once it is compiled; None for free text.
         prefill_len: tokens to prefill: the prompt, and after a retraction also the output so far.
@@ -92,7 +95,8 @@ class Req:
         self.row = self.group = 0
         self.pages = RequestPages(request.cache_salt)
         self.kv_len = self.kv_bound = self.emits_in_flight = self.unfollowed = 0
-        self.retracted = self.was_admitted = False
+        self.retracted = self.made_way = self.overtook = self.was_admitted = False
+        self.overtaken = 0
         self.unsent: list[int] = []
         self.progress = Progress(self.prompt_len)
         self.top_logprobs = request.top_logprobs
@@ -170,7 +174,7 @@ class Req:
 
     def admit(self, row: int, pages: RequestPages, prefix_len: int, now: float) -> None:
         """Start prefilling in `row`; `prefix_len` tokens have KV already."""
-        self.phase, self.row, self.pages, self.retracted = Phase.PREFILLING, row, pages, False
+        self.phase, self.row, self.pages, self.retracted, self.made_way = Phase.PREFILLING, row, pages, False, False
         self.unfollowed = 0
         self.kv_len = self.kv_bound = prefix_len
         self.prefill_len = self.length

@@ -94,8 +94,7 @@ class Scheduler:
         compiler: GrammarCompiler | None = None,
     ) -> None:
         self._config = config
-        self._worker = worker
-        self._eos_ids = eos_ids
+        self._worker, self._eos_ids = worker, eos_ids
         self._receive, self._send, self._clock = receive, send, clock
         self.limits = worker.limits
         self.stats = SchedulerStats(startup_seconds=worker.info().startup_seconds)
@@ -275,10 +274,11 @@ class Scheduler:
 
     def _plan(self) -> list[StepPlan]:
         """The next step by group, or []: prompts first, but at most `max_prefill_tokens` of them between two steps with decode rows."""
-        enough_prompts = self._prompt_tokens >= self._config.max_prefill_tokens
-        starving = enough_prompts and any(req.needs_decode for req in self.groups.running)
-        plans = [] if starving else self.groups.plan_prompts()
-        return plans or self._plan_decode()
+        while self.groups.crowded and self._in_flight:
+            self._collect()
+        self.groups.make_way()
+        starving = self._prompt_tokens >= self._config.max_prefill_tokens and any(req.needs_decode for req in self.groups.running)
+        return ([] if starving else self.groups.plan_prompts()) or self._plan_decode()
 
     def _plan_decode(self) -> list[StepPlan]:
         """One decode step of all requests; without enough pages, some are retracted. [] where none decodes."""

@@ -119,7 +119,7 @@ class TokenizerManager:
         self._seeds = random.Random(config.model.random_seed)
         self.encoder = PromptEncoder(tokenizer, self.max_context_len, config.scheduler.max_queued_tokens)
         scheduler = config.scheduler
-        self._room = Room(limits.max_running_requests, scheduler.max_queued_requests, limits.max_total_tokens, scheduler.max_queued_tokens)
+        self._room = Room(limits.server_requests, scheduler.max_queued_requests, limits.server_tokens, scheduler.max_queued_tokens)
         self._idle = asyncio.Event()
         self._idle.set()
 

@@ -34,6 +34,7 @@ from runtime.model_executor.grammar_rows import GrammarRows
 from runtime.model_executor.graph_capture import capture_all
 from runtime.model_executor.graph_runner import Forward, GraphOptions, GraphRunner, RunnerSpec
 from runtime.model_executor.input_buffers import InputBuffers
+from runtime.model_executor.iteration_graph import IterationGraphs, IterationStages, hot_depths
 from runtime.model_executor.memory_plan import MIB, Budget, MemoryPlan, plan_memory
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.request_rows import RequestRows
@@ -179,15 +180,14 @@ def make_parts(
     drafter.attach(DraftSetup(target, inputs, depths, context.requests, make))
     limits = {depth: batches.running for depth, batches in depths.items()}
     verifier = Verifier(target, verify)
+    stages = (target, inputs, drafter, verifier, Accepter(target, make_policy(context, spec)))
+    graphs = IterationGraphs(IterationStages(*stages), hot_depths(depths, context.config), graph_options(context, runner, ()))
     return WorkerParts(
-        target=target,
-        inputs=inputs,
-        drafter=drafter,
-        verifier=verifier,
-        accepter=Accepter(target, make_policy(context, spec)),
+        *stages,
         depths=DepthControl(limits, context.running + 1, verifier, {depth: batches.least for depth, batches in depths.items()}),
         monitor=AcceptanceMonitor(max(depths), adaptive=context.group.size == 1),
         grammars=GrammarRows(config.vocab_size, context.device),
+        iterations=graphs,
         # Routers of attention groups keep masks of all groups' tokens, not of a rank's own.
         experts=ExpertCounter(model.sparse_mlps if context.exchange is None else []),
     )
@@ -196,8 +196,9 @@ def make_parts(
 def make_runner(context: WorkerContext, model: DecoderModel, config: ModelConfig) -> ModelRunner:
     """The target's runner; on a GPU short prompts will have graphs."""
     attention, sizes = context.config.device.attention_backend, list[int]()
-    # Attention groups run their prompts in one pass, so that all of them exchange tokens as often.
-    wanted = context.replay != "none" and context.exchange is None
+    # Attention groups run their prompts in one pass, so that all of them exchange tokens as often; a captured pass cannot widen
+    # the keys of a whole prompt.
+    wanted = context.replay != "none" and context.exchange is None and context.kv_dtype is None
     if context.device.type == "cuda" and wanted and backend_class(attention).caps.cuda_graph:
         sizes = prompt_cost(context, model).sizes(min(context.extend_tokens, context.config.model.context_length))
     return ModelRunner(model, config, attention, context.dtype, context.device, sizes, context.config.device.tuning, context.group)
@@ -341,7 +342,7 @@ def _reserve(model: ModelPasses) -> dict[str, int]:
 
 def model_passes(context: WorkerContext, parts: WorkerParts) -> list[ModelPasses]:
     """The target, with graphs for short prompts, and the drafter's models."""
-    graphs = [*add_short_prompts(context, parts.target), *parts.verifier.runners.values()]
+    graphs = [*add_short_prompts(context, parts.target), *parts.verifier.runners.values(), *parts.iterations.runners.values()]
     return [ModelPasses(parts.target.runner, graphs, parts.drafter.spec.shape.num_draft_tokens), *parts.drafter.models()]
 
 

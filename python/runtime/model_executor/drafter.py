@@ -29,6 +29,7 @@ class DrafterSpec:
         prefix_lookahead: 1 where draft KV at a position also depends on the next token, else 0.
         needs_history: whether every `RowInit` must carry its history.
         overlap: whether drafts can be proposed before the last step is read on the host.
+        capturable: whether `propose` and `follow` only launch work, so that a graph can record them.
         aux_layers: layers of the target whose states are features, instead of the last hidden states.
         feature_width: width of the target's states that `follow` reads at each window position; 0 for none.
         catch_up: tokens per request of the window in which the drafter follows steps without drafts; 0 for none.
@@ -39,6 +40,7 @@ class DrafterSpec:
     prefix_lookahead: int = 0
     needs_history: bool = False
     overlap: bool = True
+    capturable: bool = False
     aux_layers: tuple[int, ...] = ()
     feature_width: int = 0
     catch_up: int = 0
@@ -168,7 +170,7 @@ class NoDrafter(Drafter):
     """Plain decoding: windows of one token."""
 
     def __init__(self) -> None:
-        self.spec = DrafterSpec(NO_DRAFTS)
+        self.spec = DrafterSpec(NO_DRAFTS, capturable=True)
         self._target: TargetModel
 
     def attach(self, setup: DraftSetup) -> None:

@@ -84,7 +84,7 @@ def accept_padding(parts: WorkerParts, depth: int, count: int) -> None:
     iteration = Iteration(depth, zeros, rows, kv_lens, zeros, SamplingNeeds.every(count), MAX_TOP_LOGPROBS)
     draft, verified = parts.drafter.propose(iteration), parts.verifier.latest(iteration)
     result = parts.accepter.decide(iteration, draft, verified)
-    pending = send_to_host(parts.target, iteration, result, verified)
+    pending = send_to_host(parts.target, iteration, result.emitted(), verified)
     if parts.target.reads_results:
         pending.wait()
     greedy = Iteration(depth, zeros[:0], rows, kv_lens, zeros, SamplingNeeds(True, True, False, [], [], []))

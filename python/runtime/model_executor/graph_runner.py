@@ -41,12 +41,14 @@ class RunMode(Enum):
     """How a runner runs. The eager modes are references that graphs are compared with.
 
     REPLAY replays the graph of a padded size, or runs eagerly at its own size where there is none. EAGER_PADDED runs
-    eagerly over the inputs that a graph would read. EAGER runs eagerly without padding.
+    eagerly over the inputs that a graph would read. EAGER runs eagerly without padding. RECORDED runs as part of a larger
+    graph while that is captured, and is not counted.
     """
 
     REPLAY = "replay"
     EAGER_PADDED = "eager padded"
     EAGER = "eager"
+    RECORDED = "recorded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class RunnerSpec:
         tree_tail: keys that the tree mask covers; 0 for causal passes.
         variants: names of the function's variants, each captured for every size.
         launches: approximate number of kernels per run; each takes device memory in every graph.
+        fallback: how sizes run that have no graph, for warnings.
     """
 
     name: str
@@ -75,6 +78,7 @@ class RunnerSpec:
     tree_tail: int = 0
     variants: tuple[str, ...] = ("",)
     launches: int = 0
+    fallback: str = "eagerly and slower"
 
     def shape(self, size: int) -> tuple[int, int]:
         """Requests and tokens of a pass of `size`."""
@@ -195,7 +199,7 @@ class GraphRunner:
         outputs = self._outputs_for(requests, tokens)
         replay = self._replays.get((requests, tokens, variant))
         if replay is None or eager or forward is not None or self.mode is not RunMode.REPLAY:
-            self.run_eagerly += 1
+            self.run_eagerly += self.mode is not RunMode.RECORDED
             (forward or self._forward)(batch, outputs, variant)
             return outputs, False
         self.replayed += 1
@@ -286,8 +290,8 @@ class GraphRunner:
         if dropped:
             what, remedy = self._dropped_texts()
             log.warning(
-                "%s: no graph for %s %s; they run eagerly and slower. Lower --mem-fraction-static%s.",
-                *(self.spec.name, what, dropped, remedy),
+                "%s: no graph for %s %s; they run %s. Lower --mem-fraction-static%s.",
+                *(self.spec.name, what, dropped, self.spec.fallback, remedy),
             )
 
     def _dropped_texts(self) -> tuple[str, str]:

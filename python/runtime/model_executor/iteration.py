@@ -133,6 +133,14 @@ class AcceptResult:
     tokens: torch.Tensor
     path: torch.Tensor | None = None
 
+    def emitted(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """What the host reads, written to `out` where given: int64 [size, D + 1], the tokens and then the accept length, or the tokens
+        alone where D = 1.
+        """
+        if self.tokens.shape[1] == 1:
+            return self.tokens if out is None else out.copy_(self.tokens)
+        return torch.cat([self.tokens, self.accept_lens.to(torch.int64)[:, None]], dim=1, out=out)
+
 
 @dataclass(frozen=True, slots=True)
 class Accepted:

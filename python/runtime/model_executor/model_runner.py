@@ -74,6 +74,7 @@ class ModelRunner:
             max_prompt=max(self.prompt_sizes, default=0),
             tuning=self._tuning,
             choices=self._choices,
+            dtype=self.dtype,
         )
         if not self._checked:
             check_backend(self.attention, shape, page_table.page_size, self.device)

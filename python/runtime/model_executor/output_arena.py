@@ -8,7 +8,8 @@ Outputs of one arena are never alive at the same time. Each `ModelRunner` has on
               short prompts                        the step has sampled, and the draft has followed over the prompt
     draft     draft decode of every depth          the step has accepted: it reads draft probabilities after verify
 
-A step runs either short prompts or one verify pass. Draft-extend has no outputs. All work is on one stream, so the next
+A step runs either short prompts or one verify pass. Draft-extend has no outputs. An iteration graph writes the outputs of
+its passes here, and its result to an arena of its own. All work is on one stream, so the next
 pass never overwrites what an earlier copy still reads.
 """
 

@@ -26,7 +26,8 @@ from runtime.model_executor.followers import Followers, GroupsPending, SharedPen
 from runtime.model_executor.grammar_rows import GrammarRows, GrammarStep
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
 from runtime.model_executor.input_buffers import InputBuffers
-from runtime.model_executor.iteration import Accepted, AcceptResult, DraftCaps, Iteration, VerifyResult
+from runtime.model_executor.iteration import Accepted, DraftCaps, Iteration, VerifyResult
+from runtime.model_executor.iteration_graph import IterationGraphs
 from runtime.model_executor.profiler import Profiler, span
 from runtime.model_executor.results import LogprobCopy, copy_logprobs, join
 from runtime.model_executor.staging import HostCopy
@@ -46,6 +47,7 @@ class WorkerParts:
         depths: chooses the depth of each iteration.
         monitor: counts acceptance.
         grammars: masks what grammars forbid.
+        iterations: run whole iterations as one graph.
         experts: counts the experts that decode passes hit.
     """
 
@@ -57,17 +59,16 @@ class WorkerParts:
     depths: DepthControl
     monitor: AcceptanceMonitor
     grammars: GrammarRows
+    iterations: IterationGraphs
     experts: ExpertCounter
 
 
 @dataclass(frozen=True, slots=True)
 class DecodesPending:
-    """Tokens of an iteration on their way to the host: int64 [live, D], the accept lengths where D > 1, and with several ranks
-    whether they differ.
-    """
+    """The live rows of `AcceptResult.emitted` on their way to the host, and with several ranks whether they differ."""
 
     iteration: Iteration
-    tokens: HostCopy
+    emitted: HostCopy
     logprobs: LogprobCopy | None
     stats: StepStats
     checked: bool = False
@@ -76,12 +77,12 @@ class DecodesPending:
     @property
     def ranks_differ(self) -> bool:
         """Whether the ranks committed different tokens before this iteration. Waits for it."""
-        return self.checked and bool(self.tokens.wait()[-1].any())
+        return self.checked and bool(self.emitted.wait()[-1].any())
 
     def wait(self) -> BatchResult:
         """Wait for them."""
-        tokens, *rest = self.tokens.wait()
-        lens = rest[0] if tokens.shape[1] > 1 else np.ones(len(tokens), dtype=np.int32)
+        emitted, D = self.emitted.wait()[0], self.stats.draft_tokens + 1
+        tokens, lens = emitted[:, :D], emitted[:, D] if D > 1 else np.ones(len(emitted), dtype=np.int32)
         keep = np.arange(tokens.shape[1])[None] < lens[:, None]
         return BatchResult(
             token_ids=tokens[keep].astype(np.int32),
@@ -92,19 +93,30 @@ class DecodesPending:
 
 
 def send_to_host(
-    target: TargetModel, iteration: Iteration, result: AcceptResult, verified: VerifyResult, hit: torch.Tensor | None = None
+    target: TargetModel,
+    iteration: Iteration,
+    emitted: torch.Tensor,
+    verified: VerifyResult,
+    path: torch.Tensor | None = None,
+    hit: torch.Tensor | None = None,
 ) -> DecodesPending:
-    """Start the copies of what an iteration emits, on a rank that reads results; `hit`: of `ExpertCounter.sample`."""
-    live, D = iteration.live, result.tokens.shape[1]
-    lens, tokens = result.accept_lens[:live], result.tokens[:live]
+    """Start the copies of what an iteration emits, on a rank that reads results.
+
+    Args:
+        emitted, path: of its `AcceptResult`.
+        hit: of `ExpertCounter.sample`.
+    """
+    live, D = iteration.live, verified.tokens.shape[1]
+    emitted = emitted[:live]
     index = None
-    if result.path is not None:
-        index = (torch.arange(live, device=tokens.device)[:, None] * D + result.path[:live]).flatten()
+    if path is not None:
+        index = (torch.arange(live, device=emitted.device)[:, None] * D + path[:live]).flatten()
     logprobs, reads, agreement = None, target.reads_results, target.agreement
     if iteration.top_logprobs >= 0:
         logits = verified.all_logits(live * D)
-        logprobs = copy_logprobs(logits, tokens.flatten(), iteration.top_logprobs, index, iteration.mask) if reads else None
-    wanted = [tokens, *([lens] if D > 1 else []), *([agreement.differs] if agreement.active else [])] if reads else []
+        tokens = emitted[:, :D].flatten()
+        logprobs = copy_logprobs(logits, tokens, iteration.top_logprobs, index, iteration.mask) if reads else None
+    wanted = [emitted, *([agreement.differs] if agreement.active else [])] if reads else []
     stats = StepStats(verified.graph, iteration.size, D - 1, iteration.depth, iteration.unfollowed)
     experts = HostCopy(hit) if hit is not None and reads else None
     return DecodesPending(iteration, HostCopy(*wanted), logprobs, stats, agreement.active, experts)
@@ -124,6 +136,7 @@ class Worker:
     Attributes:
         parts: for checks and tests that look inside; read only.
         runners: the graph runners of decode steps, deepest first.
+        iteration_runners: those of whole iterations, which replay where all `runners` of their depth do.
     """
 
     def __init__(
@@ -145,6 +158,7 @@ class Worker:
         self._group, self._exchange = group, exchange
         runners = parts.verifier.runners
         self.runners = tuple(r for depth in runners for r in (runners[depth], *parts.drafter.runners(depth)))
+        self.iteration_runners = tuple(parts.iterations.runners.values())
         self._queue = DeviceQueue(self._step if followers is None else self._timed_step, parts.target.device)
         self._step_seconds, self._token_checks = 0.0, 0
         self._read_at = 0.0  # when the last step was read
@@ -157,8 +171,8 @@ class Worker:
 
     @property
     def all_runners(self) -> tuple[GraphRunner, ...]:
-        """All graph runners: `runners`, and that of short prompts."""
-        return (*self.runners, *self.parts.target.prompt_runners)
+        """All graph runners: `runners`, `iteration_runners`, and that of short prompts."""
+        return (*self.runners, *self.iteration_runners, *self.parts.target.prompt_runners)
 
     def submit(self, batch: ScheduleBatch) -> Pending:
         """Queue one step and return at once."""
@@ -252,9 +266,9 @@ class Worker:
     # ---- a step: launches work and returns how to read its result; outside graphs but for the runners' functions
 
     def _step(self, batch: ScheduleBatch) -> Finish:
-        target, live = self.parts.target, batch.num_decodes or batch.pad_decodes
-        depth = batch.depth
-        size = self.parts.verifier.padded_size(depth, batch.pad_decodes or live) if live else 0
+        target, depth = self.parts.target, batch.depth
+        most = max(batch.num_decodes, batch.pad_decodes)
+        size = self.parts.verifier.padded_size(depth, most) if most else 0
         if self._exchange is not None:
             self._exchange.rows = batch.pad_tokens
         chunk_rows, rows = target.stage_rows(batch, size)
@@ -263,10 +277,16 @@ class Worker:
         chunks = target.stage_chunks(batch, chunk_rows) if batch.num_prompts else None
         first = self.parts.grammars.step(batch.rows[: batch.num_prompts], batch.num_prompts, batch.next_tokens < 0)
         prompts, decodes, grammar = None, None, None
-        if live:
+        if most:
             iteration = self._begin(batch, rows, depth)
             grammar = iteration.grammar
-            prompts, decodes = self._iterate(batch, chunks, first, iteration)
+            if chunks is None and self.parts.iterations.serves(iteration):
+                with span("iteration"):
+                    emitted, verified = self.parts.iterations.run(iteration)
+                    hit = self.parts.experts.sample(iteration.live * (depth + 1))
+                    decodes = send_to_host(target, iteration, emitted, verified, hit=hit)
+            else:
+                prompts, decodes = self._iterate(batch, chunks, first, iteration)
         elif chunks is not None:
             extend, prompts = self._sample_next(batch, chunks, first, target.run(chunks)[0])
             self.parts.drafter.follow_prompt(extend)
@@ -283,9 +303,9 @@ class Worker:
         return extend, prompts
 
     def _begin(self, batch: ScheduleBatch, rows: torch.Tensor, depth: int) -> Iteration:
-        """An iteration of the decode rows, int64 [size]. Rows and KV lengths go into the inputs that all runners share."""
+        """An iteration of the decode rows, int64 [size], which go into the inputs that all runners share."""
         parts, first, size = self.parts, batch.num_prompts, len(rows)
-        host_rows, kv_lens = batch.rows[first:], parts.inputs.kv_lens(size)
+        host_rows = batch.rows[first:]
         bounds = np.zeros(size, dtype=np.int32)
         bounds[: len(host_rows)] = batch.len_bounds[first:]
         is_sample, precedes_sample = parts.monitor.next_iteration(batch.num_decodes)
@@ -296,9 +316,8 @@ class Worker:
         is_sample = is_sample and first == 0 and depth > 0 and grammar is None and parts.verifier.has_graph(depth, size)
         unfollowed = parts.drafter.before(host_rows, batch.len_bounds[first:], depth, needs, is_sample)
         parts.inputs.rows(size).copy_(rows)
-        torch.index_select(parts.target.rows.kv_lens, 0, rows, out=kv_lens)
         return Iteration(
-            *(depth, host_rows, rows, kv_lens, bounds, needs, k, is_sample, precedes_sample, grammar),
+            *(depth, host_rows, rows, parts.inputs.kv_lens(size), bounds, needs, k, is_sample, precedes_sample, grammar),
             caps=self._caps(host_rows, depth, size),
             greedy=None if parts.depths.controller is None else parts.target.rows.greedy(host_rows),
             started=time.perf_counter(),
@@ -321,6 +340,7 @@ class Worker:
         """Propose, verify, accept, commit, follow. Prompt chunks run in the pass that verifies."""
         target, drafter, verifier = self.parts.target, self.parts.drafter, self.parts.verifier
         extend, prompts = None, None
+        torch.index_select(target.rows.kv_lens, 0, iteration.rows, out=iteration.kv_lens)
         with span("draft_decode"):
             draft = drafter.propose(iteration)
         if iteration.grammar is not None:
@@ -336,7 +356,7 @@ class Worker:
                 extend, prompts = self._sample_next(batch, chunks, first, states)
             iteration = masked(iteration)
             result = self.parts.accepter.accept(iteration, draft, verified, window)
-            decodes = send_to_host(target, iteration, result, verified, hit)
+            decodes = send_to_host(target, iteration, result.emitted(), verified, result.path, hit)
             if iteration.grammar is not None:
                 self.parts.grammars.follow(iteration.grammar, result.tokens[: iteration.live], result.accept_lens[: iteration.live])
             target.agreement.commit(result.tokens[: iteration.live], result.accept_lens[: iteration.live])

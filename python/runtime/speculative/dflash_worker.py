@@ -59,7 +59,8 @@ class DFlashWorker(Drafter):
     def __init__(self, model: DFlashDraftModel, runner: ModelRunner, config: SpeculativeConfig) -> None:
         self.model, self.runner, self._config = model, runner, config
         shape = TreeShape(config.num_steps, 1, config.num_draft_tokens)
-        self.spec = DrafterSpec(shape=shape, aux_layers=model.aux_layers, feature_width=model.input_width, catch_up=WIDTH)
+        aux, width = model.aux_layers, model.input_width
+        self.spec = DrafterSpec(shape=shape, capturable=True, aux_layers=aux, feature_width=width, catch_up=WIDTH)
         self.graphs: dict[int, BlockRunners] = {}
         self.catch_up: CatchUp | None = None
         self._target: TargetModel

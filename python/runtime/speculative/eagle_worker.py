@@ -64,6 +64,7 @@ class EagleWorker(Drafter):
         self.spec = DrafterSpec(
             shape=TreeShape(config.num_steps, config.topk, config.num_draft_tokens),
             prefix_lookahead=model.lookahead,
+            capturable=config.topk == 1,
             aux_layers=model.aux_layers,
             feature_width=model.input_width,
             catch_up=WIDTH,

@@ -66,15 +66,20 @@ def check_parity(worker: Worker) -> None:
         return
     with eagerly(worker.all_runners):
         eager = run_scratch(worker)
-    graphs = run_scratch(worker)
+    with eagerly(worker.iteration_runners):
+        graphs = run_scratch(worker)
+        culprit = "" if graphs == eager else _culprit(worker, eager)
+    if worker.iteration_runners and not culprit:
+        graphs = run_scratch(worker)
+        culprit = "" if graphs == eager else "whole iterations"
     log.info("acceptance of %d prompts, eager and through graphs:\n%s", PROMPTS, side_by_side(eager.counters, graphs.counters))
     if unreached := not_compared(eager.counters):
         log.warning("acceptance parity: %s; python -m runtime.check_acceptance compares with prompts of your own", unreached)
-    if graphs == eager:
+    if not culprit:
         return
     raise ConfigError(
-        f"graphs of {_culprit(worker, eager)} do not compute what the same passes compute eagerly (see the table in the log); "
-        "start with --disable-cuda-graph, or turn one runner's graphs off"
+        f"graphs of {culprit} do not compute what the same passes compute eagerly (see the table in the log); "
+        "start with --disable-cuda-graph, without --enable-iteration-graph, or turn one runner's graphs off"
     )
 
 

@@ -111,7 +111,7 @@ class AdminApi:
             "version": __version__,
             "status": "ready" if self.manager.health.ready() else self.manager.health.reason,
             "open_requests": self.manager.open_requests,
-            "max_total_num_tokens": self.manager.limits.max_total_tokens,
+            "max_total_num_tokens": self.manager.limits.server_tokens,
             "max_context_len": self.manager.max_context_len,
             "limits": msgspec.to_builtins(self.manager.limits),
             "avg_spec_accept_length": stats.spec.accept_length,

@@ -19,7 +19,7 @@ SECTIONS = ("core", "spec", "queues", "all")
 
 
 class RankLoad(BaseModel):
-    """One entry of /get_load; Talon has one rank."""
+    """One entry of /get_load: the server, or one attention group."""
 
     dp_rank: int
     num_reqs: int
@@ -28,7 +28,7 @@ class RankLoad(BaseModel):
 
 
 class Load(BaseModel):
-    """The load of one rank. Rates are shares between 0 and 1."""
+    """The load of the server. Rates are shares between 0 and 1."""
 
     timestamp: float
     dp_rank: int
@@ -68,11 +68,18 @@ class LoadApi:
         self._stats = stats
 
     async def get_load(self) -> Response:
-        """Requests and tokens of each rank, as routers ask for them."""
+        """Requests and tokens of the server, or of each attention group, as routers ask for them."""
         stats = await self._stats() or SchedulerStats()
-        waiting = stats.num_queue_reqs
-        load = RankLoad(dp_rank=0, num_reqs=stats.num_running_reqs + waiting, num_waiting_reqs=waiting, num_tokens=stats.num_used_tokens)
-        return json_response([load.model_dump()])
+        loads = [
+            RankLoad(
+                dp_rank=rank,
+                num_reqs=load.num_running_reqs + load.num_queue_reqs,
+                num_waiting_reqs=load.num_queue_reqs,
+                num_tokens=load.num_used_tokens,
+            )
+            for rank, load in enumerate(stats.groups or [stats])
+        ]
+        return json_response([load.model_dump() for load in loads])
 
     async def loads(self, dp_rank: str = "0", include: str = "all", format: str = "json") -> Response:
         """The load of each rank. `include` names sections, separated by commas: core, spec, queues, all."""
@@ -96,7 +103,7 @@ class LoadApi:
         return json_response({**head, "loads": [load]})
 
     def _load(self, stats: SchedulerStats, wanted: set[str]) -> Load:
-        rows = self._manager.limits.max_running_requests
+        rows = self._manager.limits.server_requests
         load = Load(
             timestamp=_now().timestamp(),
             dp_rank=0,
@@ -104,7 +111,7 @@ class LoadApi:
             num_waiting_reqs=stats.num_queue_reqs,
             num_used_tokens=stats.num_used_tokens,
             num_total_tokens=stats.num_used_tokens,
-            max_total_num_tokens=self._manager.limits.max_total_tokens,
+            max_total_num_tokens=self._manager.limits.server_tokens,
             max_running_requests=rows,
             token_usage=stats.token_usage,
             gen_throughput=stats.gen_throughput,

@@ -58,6 +58,7 @@ class AttentionShape:
             `max_tokens_per_req`.
         tuning: measured values of the GPU.
         choices: kernels that were timed at start-up, where a backend has several; one object for the life of a model.
+        dtype: of queries over KV in 8 bits.
     """
 
     layers: tuple[AttentionSpec, ...]
@@ -68,6 +69,7 @@ class AttentionShape:
     max_prompt: int = 0
     tuning: DeviceTuning = H200
     choices: KernelChoices = field(default_factory=KernelChoices)
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import torch
 from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 
 from runtime.config.attention_caps import ATTENTION_CAPS
+from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionShape, AttentionSpec
 from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
 from runtime.layers.attention.kernels.split_decode import SplitKeys, SplitWorkspace, split_attention, warm_up
@@ -49,6 +50,7 @@ class _ExtendPlan:
         cu_seqlens_q: int32 [B + 1].
         max_queries: the most queries of a request.
         pages: int32 [rows, cols], a view of the page table.
+        requests: queries of each request, and an upper bound of its keys, on the host.
     """
 
     rows: torch.Tensor
@@ -56,6 +58,7 @@ class _ExtendPlan:
     cu_seqlens_q: torch.Tensor
     max_queries: int
     pages: torch.Tensor
+    requests: list[tuple[int, int]]
 
 
 class FlashAttention:
@@ -65,18 +68,29 @@ class FlashAttention:
     row numbers, and computes the tile schedule once for all layers. Fixed-width passes of the batch sizes in
     `DeviceTuning.split_kv_batches` run by split-KV attention. A tree pass is full attention to the keys before the tail,
     then the tail under the mask.
+
+    FA3 reads no 8-bit cache with 16-bit queries. With one, all fixed-width passes run by split-KV attention, and a ragged pass
+    converts the keys and values of one request after the other.
     """
 
     caps = ATTENTION_CAPS["fa3"]
 
     def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> None:
         self._shape, self._pool, self._table = shape, kv_pool, page_table
-        self._dtype, self._device = kv_pool.k[0].dtype, kv_pool.k[0].device
+        self._device, self._scaled = kv_pool.k[0].device, shape.layers[0].kv.scaled
+        self._dtype = shape.dtype if self._scaled else kv_pool.k[0].dtype
+        if self._scaled and not supports(shape.max_tokens_per_req, shape.num_q_heads, shape.num_kv_heads):
+            raise ConfigError(
+                f"--kv-cache-dtype fp8_e4m3 is not possible with {shape.max_tokens_per_req} draft tokens and {shape.num_q_heads} query "
+                f"heads for {shape.num_kv_heads} KV heads. Lower --speculative-num-draft-tokens, or use auto."
+            )
         self._fixed: dict[tuple[int, int, int, int], _FixedPlan] = {}
         self._plan: _FixedPlan | _ExtendPlan | None = None
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._pdl = torch.cuda.get_device_capability(self._device)[0] >= 9
         self._workspace = self._split_workspace()
+        pages = page_table.max_pages if self._scaled else 0
+        self._wide = torch.empty((2, pages, *kv_pool.k[0].shape[1:]), dtype=self._dtype, device=self._device)
         # FA3 takes sinks in bfloat16 alone, the type of published ones.
         self._sinks = {layer.layer_id: None if layer.sinks is None else layer.sinks.to(torch.bfloat16) for layer in shape.layers}
         self._kinds = sorted({(layer.window, layer.causal) for layer in shape.layers})
@@ -102,6 +116,7 @@ class FlashAttention:
                 causal=causal,
                 window=window,
                 sinks=sinks,
+                scaled=self._scaled,
                 pdl=self._pdl,
             )
             for shape in one_of_each_kernel(shapes)
@@ -145,6 +160,7 @@ class FlashAttention:
             cu_seqlens_q=batch.qo_indptr,
             max_queries=int(batch.extend_lens.max()),
             pages=self._table.pages[:, : min(max(cols, 1), self._table.max_pages)],
+            requests=list(zip(batch.extend_lens.tolist(), batch.seq_len_bounds.tolist(), strict=True)),
         )
 
     def _fixed_plan(self, batch: ForwardBatch, num_steps: int) -> _FixedPlan:
@@ -166,7 +182,7 @@ class FlashAttention:
     def _split_shape(self, size: int, width: int) -> SplitShape | None:
         """The kind of pass for split-KV attention; None if FA3 runs it."""
         shape = self._shape
-        timed = shape.tuning.split_wins(size) and width <= shape.tuning.split_kv_width
+        timed = self._scaled or (shape.tuning.split_wins(size) and width <= shape.tuning.split_kv_width)
         if not timed or not supports(width, shape.num_q_heads, shape.num_kv_heads):
             return None
         config = shape.tuning.split_config(shape.head_dim, size)
@@ -225,7 +241,8 @@ class FlashAttention:
         keys = TailKeys(self._table.pages, at.rows, at.seq_lens[batch.step], self._table.page_size, tail)
         in_bits = plan.split is not None
         return merge_tree_tail(
-            q, k_cache, v_cache, keys, batch.tree_mask, layer.scale, out, lse, lse_in_bits=in_bits, sinks=layer.sinks
+            q, k_cache, v_cache, keys, batch.tree_mask, layer.scale, out, lse, lse_in_bits=in_bits, sinks=layer.sinks,
+            kv_scales=layer.kv_scales,
         )  # fmt: skip
 
     def _split(
@@ -243,16 +260,39 @@ class FlashAttention:
         return split_attention(
             q.contiguous(), self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], keys, shape, self._workspace,
             layer.scale, causal=layer.causal and lse is None, window=layer.window if lse is None else -1,
-            sinks=layer.sinks if lse is None else None, lse=lse, pdl=self._pdl,
+            sinks=layer.sinks if lse is None else None, lse=lse, kv_scales=layer.kv_scales, pdl=self._pdl,
         )  # fmt: skip
 
     def _extend(self, q: torch.Tensor, layer: AttentionSpec, plan: _ExtendPlan) -> torch.Tensor:
+        if layer.kv_scales is not None:
+            return self._extend_widened(q, layer, layer.kv_scales, plan)
         return flash_attn_with_kvcache(
             q, self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], cache_seqlens=plan.seq_lens,
             page_table=plan.pages, cache_batch_idx=plan.rows, cu_seqlens_q=plan.cu_seqlens_q,
             max_seqlen_q=plan.max_queries, softmax_scale=layer.scale, causal=layer.causal,
             window_size=_window_size(layer.window, layer.causal), num_splits=0, sinks=self._sinks[layer.layer_id],
         )  # fmt: skip
+
+    def _extend_widened(self, q: torch.Tensor, layer: AttentionSpec, scales: torch.Tensor, plan: _ExtendPlan) -> torch.Tensor:
+        outs, start = [], 0
+        for i, (queries, keys) in enumerate(plan.requests):
+            count = min(-(-keys // self._table.page_size), plan.pages.shape[1])
+            pages = plan.pages[:, :count].index_select(0, plan.rows[i : i + 1])
+            for cache, scale, wide in zip((self._pool.k, self._pool.v), scales, self._wide, strict=True):
+                stored = cache[layer.layer_id].view(torch.uint8).index_select(0, pages[0])  # torch indexes no 8-bit floats
+                wide[:count].copy_(stored.view(torch.float8_e4m3fn)).mul_(scale)
+            k, v = self._wide[:, :count]
+            in_order = torch.arange(count, dtype=torch.int32, device=self._device)[None]
+            bounds = plan.cu_seqlens_q[i : i + 2]
+            outs.append(
+                flash_attn_with_kvcache(
+                    q[start : start + queries], k, v, cache_seqlens=plan.seq_lens[i : i + 1], page_table=in_order,
+                    cu_seqlens_q=bounds - bounds[:1], max_seqlen_q=queries, softmax_scale=layer.scale, causal=layer.causal,
+                    window_size=_window_size(layer.window, layer.causal), num_splits=0, sinks=self._sinks[layer.layer_id],
+                )
+            )  # fmt: skip
+            start += queries
+        return torch.cat(outs)
 
 
 def _window_size(window: int, causal: bool) -> tuple[int, int]:

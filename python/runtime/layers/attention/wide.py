@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from runtime.config.attention_caps import ATTENTION_CAPS
+from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionShape, AttentionSpec
 from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
 from runtime.layers.attention.kernels.split_decode import SplitKeys, SplitWorkspace, split_attention, warm_up
@@ -35,6 +36,8 @@ class WideAttention:
     caps = ATTENTION_CAPS["fa3"]
 
     def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> None:
+        if shape.layers[0].kv.scaled:
+            raise ConfigError(f"--kv-cache-dtype fp8_e4m3 is not possible with heads of {shape.head_dim}. Use auto.")
         self._shape, self._pool, self._table = shape, kv_pool, page_table
         self._dtype, self._device = kv_pool.k[0].dtype, kv_pool.k[0].device
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count

@@ -79,6 +79,7 @@ def split_attention(
     window: int = -1,
     sinks: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """Attend. Bit for bit, a result depends only on the request's own data, on `shape` and on the schedule.
@@ -95,6 +96,7 @@ def split_attention(
         window: keys that a query sees before its own; -1 for all. With `lse` it requires `causal`.
         sinks: [H], a score per head that takes part in the softmax and has no value. Requires `causal`.
         lse: float32 [B * W, H] contiguous; receives the base-2 log-sum-exp.
+        kv_scales: float32 [2], factors of stored keys and values: caches in e4m3, which are converted in registers.
         pdl: start before the previous kernel has ended and prefetch keys (programmatic dependent launch, Hopper). Row
             numbers, lengths and the page table are read before the wait: a kernel without early start must run between
             the kernels that write them and this one.
@@ -118,10 +120,11 @@ def split_attention(
         "WINDOW": window >= 0, "LSE": lse is not None, "PDL": pdl,
     }  # fmt: skip
     _split_kernel[(shape.parts, shape.programs, 1) if config.scheduled else (shape.parts, splits, shape.batch)](
-        q, k_cache, v_cache, sinks, keys.pages, keys.rows, keys.seq_lens, items, arrived, out, lse,
+        q, k_cache, v_cache, kv_scales, sinks, keys.pages, keys.rows, keys.seq_lens, items, arrived, out, lse,
         workspace.out, workspace.top, workspace.total, scale / LN_2, splits, window, keys.pages.stride(0), space, **shared,
         BLOCK_M=shape.block_rows, PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES, SCHEDULED=config.scheduled,
-        SINKS=sinks is not None, AT_ONCE=MERGED_AT_ONCE, num_warps=config.num_warps, num_stages=config.stages, **launch,
+        SINKS=sinks is not None, SCALED=kv_scales is not None, AT_ONCE=MERGED_AT_ONCE, num_warps=config.num_warps,
+        num_stages=config.stages, **launch,
     )  # fmt: skip
     if splits > 1 and not config.scheduled:
         padded = triton.next_power_of_2(splits)
@@ -142,11 +145,13 @@ def warm_up(
     window: int,
     sinks: bool,
     causal: bool = True,
+    scaled: bool = False,
     pdl: bool,
 ) -> None:
-    """Run a pass of `shape` over zeros, to compile its kernels."""
+    """Run a pass of `shape` over zeros, to compile its kernels; `scaled`: over a cache in e4m3."""
     q = torch.zeros((shape.batch * shape.width, shape.num_q_heads, shape.head_dim), dtype=dtype, device=device)
-    cache = torch.zeros((1, page_size, shape.num_kv_heads, shape.head_dim), dtype=dtype, device=device)
+    stored = torch.float8_e4m3fn if scaled else dtype
+    cache = torch.zeros((1, page_size, shape.num_kv_heads, shape.head_dim), dtype=stored, device=device)
     pages = torch.zeros((1, shape.width), dtype=torch.int32, device=device)
     rows = torch.zeros(shape.batch, dtype=torch.int32, device=device)
     lens = torch.full((shape.batch,), shape.width, dtype=torch.int32, device=device)
@@ -156,7 +161,8 @@ def warm_up(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if tree else None
     split_attention(
         q, cache, cache, SplitKeys(pages, rows, lens, page_size, schedule), shape, SplitWorkspace([shape], device), 1.0,
-        causal=causal and not tree, window=window, sinks=q.new_zeros(shape.num_q_heads) if sinks and not tree else None, lse=lse, pdl=pdl,
+        causal=causal and not tree, window=window, sinks=q.new_zeros(shape.num_q_heads) if sinks and not tree else None, lse=lse,
+        kv_scales=torch.ones(2, device=device) if scaled else None, pdl=pdl,
     )  # fmt: skip
 
 
@@ -197,9 +203,9 @@ def _prefetch_share(
 
 @triton.jit
 def _attend(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, pages_ptr, b, g, m, length, split, first, last, scale, window,
+    q_ptr, k_ptr, v_ptr, scales_ptr, sinks_ptr, pages_ptr, b, g, m, length, split, first, last, scale, window,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Rows `m` of request `b` against tiles `first` to `last` of head `g`: sums of values, largest scores, sums of weights.
 
@@ -216,6 +222,8 @@ def _attend(
         top = tl.where(split == 0, sink, top)
         total += tl.where(split == 0, 1.0, 0.0)
     acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+    if SCALED:
+        scale *= tl.load(scales_ptr)
     slots = tile_slots(pages_ptr, first, length, TILE, PAGE)
     for tile in range(first, last):
         n = tile * TILE + tl.arange(0, TILE)
@@ -224,6 +232,8 @@ def _attend(
         slots = tile_slots(pages_ptr, tile + 1, length, TILE, PAGE)  # one step early: no copy waits for a page
         k = tl.load(k_ptr + kv_at, mask=n_in[:, None], other=0.0)
         v = tl.load(v_ptr + kv_at, mask=n_in[:, None], other=0.0)
+        if SCALED:
+            k, v = k.to(q.dtype), v.to(q.dtype)
         visible = n_in[None, :]
         if CAUSAL:
             visible = n[None, :] <= tl.minimum(position, length - 1)[:, None]
@@ -237,6 +247,8 @@ def _attend(
         total = total * shrink + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
         top = higher
+    if SCALED:
+        acc *= tl.load(scales_ptr + 1)
     return acc, top, total
 
 
@@ -284,15 +296,15 @@ def _gather(
 @triton.jit(
     do_not_specialize=["splits", "window", "pages_stride", "space"],
     # the lengths of draft passes have any alignment
-    do_not_specialize_on_alignment=["sinks_ptr", "pages_ptr", "rows_ptr", "lens_ptr", "items_ptr", "arrived_ptr", "lse_ptr"],
+    do_not_specialize_on_alignment=["scales_ptr", "sinks_ptr", "pages_ptr", "rows_ptr", "lens_ptr", "items_ptr", "arrived_ptr", "lse_ptr"],
 )
 def _split_kernel(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, pages_ptr, rows_ptr, lens_ptr, items_ptr, arrived_ptr, out_ptr, lse_ptr, part_ptr, top_ptr, total_ptr,
-    scale, splits, window, pages_stride, space,
+    q_ptr, k_ptr, v_ptr, scales_ptr, sinks_ptr, pages_ptr, rows_ptr, lens_ptr, items_ptr, arrived_ptr, out_ptr, lse_ptr,
+    part_ptr, top_ptr, total_ptr, scale, splits, window, pages_stride, space,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr,
     ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, PREFETCH: tl.constexpr, SCHEDULED: tl.constexpr, SINKS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    SCALED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program: all queries of one request, or some rows of them, against one KV head's share of the keys.
 
@@ -330,8 +342,8 @@ def _split_kernel(
                 gdc_wait()
         if split < used:
             acc, top, total = _attend(
-                q_ptr, k_ptr, v_ptr, sinks_ptr, pages, b, g, m, length, split, first, last, scale, window,
-                WIDTH, GROUP, NUM_KV, D, TILE, WINDOW, BLOCK_M, PAGE, CAUSAL, SINKS,
+                q_ptr, k_ptr, v_ptr, scales_ptr, sinks_ptr, pages, b, g, m, length, split, first, last, scale, window,
+                WIDTH, GROUP, NUM_KV, D, TILE, WINDOW, BLOCK_M, PAGE, CAUSAL, SINKS, SCALED,
             )  # fmt: skip
             if used == 1:
                 _finish(out_ptr, lse_ptr, b, g, m, acc, top, total, WIDTH, GROUP, NUM_KV, D, LSE)

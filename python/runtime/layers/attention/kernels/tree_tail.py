@@ -46,6 +46,7 @@ def merge_tree_tail(
     prefix_lse: torch.Tensor,
     lse_in_bits: bool,
     sinks: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend to the tail and merge with `prefix_out` in place.
 
@@ -59,6 +60,7 @@ def merge_tree_tail(
         prefix_lse: float32, its log-sum-exp, a [B * W, H] view with any strides.
         lse_in_bits: whether `prefix_lse` is a base-2 logarithm.
         sinks: [H], a score per head that takes part in the softmax and has no value; the prefix has not counted it.
+        kv_scales: as in `split_attention`.
 
     Returns:
         `prefix_out`, now over all visible keys. The merge is the one of split softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
@@ -68,24 +70,24 @@ def merge_tree_tail(
     width, group = T // B, H // G
     block_m = min(max(triton.next_power_of_2(width * group), 16), 64)
     _tail_kernel[(B, G, triton.cdiv(width * group, block_m))](
-        q, k_cache, v_cache, sinks, keys.pages, keys.rows, keys.seq_lens, mask, prefix_out, prefix_lse,
+        q, k_cache, v_cache, kv_scales, sinks, keys.pages, keys.rows, keys.seq_lens, mask, prefix_out, prefix_lse,
         scale, width, keys.tail, keys.page_size, keys.pages.stride(0), prefix_lse.stride(0), prefix_lse.stride(1), H,
         GROUP=group, NUM_KV=G, D=D, BLOCK_D=max(triton.next_power_of_2(D), 16), BLOCK_M=block_m,
         BLOCK_N=max(triton.next_power_of_2(keys.tail), 16), LSE_SCALE=LN_2 if lse_in_bits else 1.0,
-        SINKS=sinks is not None, num_warps=4,
+        SINKS=sinks is not None, SCALED=kv_scales is not None, num_warps=4,
     )  # fmt: skip
     return prefix_out
 
 
 @triton.jit(
     do_not_specialize=["width", "tail", "page_size", "pages_stride", "lse_stride_t", "lse_stride_h"],
-    do_not_specialize_on_alignment=["sinks_ptr"],
+    do_not_specialize_on_alignment=["scales_ptr", "sinks_ptr"],
 )
 def _tail_kernel(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, pages_ptr, rows_ptr, lens_ptr, mask_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, scales_ptr, sinks_ptr, pages_ptr, rows_ptr, lens_ptr, mask_ptr, out_ptr, lse_ptr,
     scale, width, tail, page_size, pages_stride, lse_stride_t, lse_stride_h, num_heads,
     GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, LSE_SCALE: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_N: tl.constexpr, LSE_SCALE: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Program (b, g, block): up to 64 queries of request b against the tail of KV head g."""
     b = tl.program_id(0)
@@ -111,6 +113,9 @@ def _tail_kernel(
     kv_in = key_in[:, None] & d_in[None, :]
     k = tl.load(k_ptr + kv_at, mask=kv_in, other=0.0)
     v = tl.load(v_ptr + kv_at, mask=kv_in, other=0.0)
+    if SCALED:
+        k = (k.to(tl.float32) * tl.load(scales_ptr)).to(q.dtype)
+        v = (v.to(tl.float32) * tl.load(scales_ptr + 1)).to(q.dtype)
 
     scores = tl.dot(q, tl.trans(k)) * scale
     visible = (((bits[:, None] >> n[None, :].to(tl.int64)) & 1) == 1) & key_in[None, :]

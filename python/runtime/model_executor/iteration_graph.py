@@ -1,0 +1,172 @@
+"""Iteration graphs: propose, verify, process logits, accept, commit and follow of one iteration as one captured graph.
+
+The function that is captured calls the same drafter, verifier and accepter as an iteration of three graphs. Their passes
+become part of the one graph, and so do their attention schedules, which are computed on the device. Host work is left at
+its two ends: the upload of request rows before it, and the copy of the result after it.
+
+Iterations that need more run as three graphs: `serves` says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from runtime.batch import PAD_ROW
+from runtime.config.runtime_config import RuntimeConfig
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.sampling_tables import SamplingNeeds
+from runtime.model_executor.accepter import Accepter
+from runtime.model_executor.depth import USUAL_STEPS
+from runtime.model_executor.drafter import Drafter
+from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, Outputs, RunMode, RunnerSpec
+from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
+from runtime.model_executor.iteration import Accepted, Iteration, VerifyResult
+from runtime.model_executor.target_model import TargetModel
+from runtime.model_executor.verification import Verifier
+
+VARIANTS = {
+    "greedy": SamplingNeeds(True, True, False, [], [], []),
+    "sampled": SamplingNeeds(False, False, False, [], [], []),
+    "filtered": SamplingNeeds(False, False, True, [], [], []),
+}
+"""What the requests of an iteration need of the sampler, by the name of the captured variant."""
+MOST_REQUESTS = 64
+"""The largest batch with iteration graphs: with more requests the time between graphs is less than 1 % of an iteration."""
+OTHER_LAUNCHES = 100
+"""Kernels beside those of the models, about: inputs, schedules, acceptance and sampling."""
+
+
+@dataclass(frozen=True, slots=True)
+class IterationStages:
+    """What runs an iteration. Attributes as in `WorkerParts`."""
+
+    target: TargetModel
+    inputs: InputBuffers
+    drafter: Drafter
+    verifier: Verifier
+    accepter: Accepter
+
+    def runners(self, depth: int) -> list[GraphRunner]:
+        """The graph runners of an iteration that is not one graph."""
+        return [self.verifier.runners[depth], *self.drafter.runners(depth)]
+
+    def sizes(self, depth: int) -> list[int]:
+        """Batch sizes that an iteration graph can have: those that all its passes have graphs of."""
+        sizes = set.intersection(*(set(runner.sizes) for runner in self.runners(depth)))
+        return sorted(size for size in sizes if size <= MOST_REQUESTS)
+
+    @property
+    def plans_on_device(self) -> bool:
+        """Whether no attention backend plans on the host."""
+        models = [self.target.runner, *(model.runner for model in self.drafter.models())]
+        return all(model.backend.caps.plan_on_device for model in models)
+
+
+def hot_depths(depths: Iterable[int], config: RuntimeConfig) -> list[int]:
+    """Those depths of the table that have graphs of all batch sizes: 0, the usual one, and a fixed one. None where iteration graphs are
+    not wanted, or where ranks exchange between the passes.
+    """
+    if not config.graphs.iteration_graph or config.parallel.tp_size > 1:
+        return []
+    drafts = config.speculative
+    hot = {0, USUAL_STEPS} | ({drafts.num_steps} if drafts is not None and not drafts.depths else set())
+    return sorted(hot & set(depths), reverse=True)
+
+
+class IterationGraphs:
+    """Owner of one graph runner per depth.
+
+    Attributes:
+        runners: by depth; empty where iterations always run as three graphs.
+    """
+
+    def __init__(self, stages: IterationStages, depths: Sequence[int], options: GraphOptions) -> None:
+        """`options`: how they are captured, at `depths` where everything can be captured together."""
+        self._stages = stages
+        capturable = stages.drafter.spec.capturable and (stages.plans_on_device or not options.cuda)
+        sizes = {depth: stages.sizes(depth) for depth in depths} if capturable else {}
+        self.runners = {depth: self._make_runner(depth, own, options) for depth, own in sizes.items() if own}
+
+    # ---- outside the graph
+
+    def serves(self, iteration: Iteration) -> bool:
+        """Whether there is a graph for this iteration: decode rows alone, all greedy or all sampled, without grammars, penalties, biases,
+        minimum lengths or draft caps, and no eager sample.
+        """
+        runner, depth = self.runners.get(iteration.depth), iteration.depth
+        if runner is None or iteration.size not in runner.sizes or _variant(iteration.needs) is None:
+            return False
+        eager = iteration.eager_sample or iteration.precedes_eager_sample
+        replays = all(part.mode is RunMode.REPLAY for part in (runner, *self._stages.runners(depth)))
+        return replays and not eager and iteration.grammar is None and iteration.caps is None
+
+    def run(self, iteration: Iteration) -> tuple[torch.Tensor, VerifyResult]:
+        """Run an iteration whose rows are in the inputs.
+
+        Returns:
+            `AcceptResult.emitted`, and the target's outputs. Valid until the next iteration.
+        """
+        runner, variant = self.runners[iteration.depth], _variant(iteration.needs)
+        assert variant is not None, "serves comes before run"
+        batch = runner.batch(iteration.size)
+        batch.seq_len_bounds[:] = iteration.bounds + batch.tokens_per_req
+        outputs, _ = runner.run(batch, variant)
+        return outputs["emitted"], replace(self._stages.verifier.latest(iteration), graph=True)
+
+    def _make_runner(self, depth: int, sizes: list[int], options: GraphOptions) -> GraphRunner:
+        runners = self._stages.runners(depth)
+        D = runners[0].spec.width
+        spec = RunnerSpec(
+            name=f"iteration K={depth}",
+            mode=runners[0].spec.mode,
+            width=D,
+            outputs=(BufferSpec("emitted", "req", torch.int64, 0, (D + 1 if D > 1 else 1,)),),
+            num_steps=0,
+            variants=tuple(VARIANTS),
+            launches=OTHER_LAUNCHES + sum(runner.spec.launches for runner in runners),
+            fallback="as several graphs",
+        )
+        own = replace(options, sizes=sizes, max_size=sizes[-1], arena=None)  # its outputs live beside those of its passes
+        return GraphRunner(spec, partial(self._forward, depth), self._stages.inputs, [], own)
+
+    # ---- inside the graph
+
+    def _forward(self, depth: int, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
+        stages, size = self._stages, batch.batch_size
+        rows, kv_lens = stages.inputs.rows(size), stages.inputs.kv_lens(size)
+        lens_by_row = stages.target.rows.kv_lens
+        torch.index_select(lens_by_row, 0, rows, out=kv_lens)
+        bounds = batch.seq_len_bounds - batch.tokens_per_req
+        iteration = Iteration(depth, np.full(size, PAD_ROW, dtype=np.int32), rows, kv_lens, bounds, VARIANTS[variant])
+        with _recorded(stages.runners(depth)):
+            draft = stages.drafter.propose(iteration)
+            window = stages.verifier.fill(iteration, draft)
+            verified = stages.verifier.run(iteration, window)
+            result = stages.accepter.accept(iteration, draft, verified, window)
+            stages.drafter.follow(iteration, Accepted(result, draft.tokens, verified.features))
+        lens_by_row[PAD_ROW].zero_()  # all rows were committed, padding too
+        result.emitted(outputs["emitted"])
+
+
+def _variant(needs: SamplingNeeds) -> str | None:
+    """The captured variant that does what the sampler has to do; None if there is none."""
+    return next((name for name, own in VARIANTS.items() if own == needs), None)
+
+
+@contextmanager
+def _recorded(runners: Sequence[GraphRunner]) -> Iterator[None]:
+    """Within, `runners` run as part of a larger graph."""
+    modes = [runner.mode for runner in runners]
+    for runner in runners:
+        runner.mode = RunMode.RECORDED
+    try:
+        yield
+    finally:
+        for runner, mode in zip(runners, modes, strict=True):
+            runner.mode = mode

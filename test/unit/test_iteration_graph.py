@@ -1,0 +1,223 @@
+"""One graph per iteration computes what three graphs compute, bit for bit, and leaves to them what it does not cover."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runtime.errors import ConfigError
+from runtime.model_executor import build as worker_build
+from runtime.model_executor import iteration_graph
+from runtime.model_executor.depth import DepthBatches
+from runtime.model_executor.graph_runner import GraphOptions, RunMode
+from runtime.model_executor.iteration import DraftCaps, Iteration
+from runtime.model_executor.iteration_graph import IterationGraphs, hot_depths
+from runtime.sampling_params import SamplingParams
+from runtime.speculative.parity import check_parity, eagerly
+from unit.driver import Driver, EveryNth
+from unit.predicting import VOCAB, plain, speculating
+from unit.storm import SIZES, Storm, same_life
+from unit.test_eagle_worker import MIXED
+from unit.test_invariants import NoHostCalls, NoHostReads, unwatched_plan
+from unit.tiny import tiny_runtime, tiny_speculative
+
+PROMPTS = {r: np.random.default_rng(r).integers(0, VOCAB, 4 + 3 * r).tolist() for r in (1, 2, 3)}
+GREEDY, WARM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.9)
+FILTERED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
+
+
+class NoHostTensors(TorchDispatchMode):
+    """Fails where a tensor is made of a Python value, as `tensor[0] = 0` does: a capture cannot copy it to a GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "lift_fresh" not in str(func), "a tensor of the host"
+        return func(*args, **(kwargs or {}))
+
+
+def build(tmp_path: Path, algorithm: str | None = "EAGLE", whole: bool = True, sizes: Sequence[int] = (1, 2, 4), **spec: Any) -> Any:
+    """A worker whose iterations are one graph each, or three; None: without drafts."""
+    runtime = {"iteration_graph": whole}
+    if algorithm is None:
+        return plain("eager", list(sizes), **runtime)
+    return speculating(tmp_path, algorithm, "eager", list(sizes), runtime=runtime, **spec)
+
+
+def replays(worker: Any) -> int:
+    """Iterations that were one graph."""
+    return sum(runner.replayed for runner in worker.iteration_runners)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sampling"),
+    [
+        *(("EAGLE", sampling) for sampling in (GREEDY, WARM, FILTERED)),
+        *((algorithm, FILTERED) for algorithm in (None, "EAGLE3", "STANDALONE", "DFLASH")),
+    ],
+)
+def test_a_life_is_the_same_through_one_graph_and_three(tmp_path: Path, algorithm: str | None, sampling: SamplingParams) -> None:
+    """Requests end, are aborted and are retracted, in padded batches of many sizes; stale inputs, outputs and rows are poisoned."""
+    worker = build(tmp_path, algorithm, sizes=SIZES)
+    life = Storm(worker, 3, (sampling,)).run(3)
+    same_life(Storm(build(tmp_path, algorithm, False, SIZES), 3, (sampling,)).run(3), life)
+    assert replays(worker) > 0
+    assert not any(runner.replayed or runner.run_eagerly for runner in worker.runners), "no iteration needs three graphs"
+    assert worker.parts.target.rows.kv_lens[0] == 0, "the padding row stays empty"
+
+
+@pytest.mark.parametrize(("algorithm", "samplings"), [("EAGLE", (GREEDY,)), ("EAGLE", MIXED), ("STANDALONE", (WARM,))])
+def test_changes_of_depth_and_of_the_number_of_graphs_keep_every_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, samplings: tuple[SamplingParams, ...]
+) -> None:
+    """Depth 1 has no iteration graphs, and neither have batches with penalties, nor of greedy and sampled requests."""
+    monkeypatch.setattr(worker_build, "make_depths", lambda *args: {depth: DepthBatches(40, 40, SIZES, SIZES) for depth in (5, 3, 1, 0)})
+    lives = []
+    for whole in (False, True):
+        worker = build(tmp_path, algorithm, whole, SIZES, num_steps=5)
+        with worker.parts.depths.in_turn():
+            lives.append(Storm(worker, 7, samplings).run(4))
+    same_life(*lives)
+    assert set(worker.parts.iterations.runners) == {0, 3, 5}
+    assert len(samplings) > 1 or all(runner.replayed for runner in worker.iteration_runners)
+
+
+def test_drafts_pause_above_a_batch_size_through_iteration_graphs(tmp_path: Path) -> None:
+    texts = []
+    for whole in (False, True):
+        worker = build(tmp_path, whole=whole, disable_by_batch_size=2)
+        driver = Driver(worker)
+        driver.prefill(PROMPTS, sampling=WARM)
+        for rows in ([1, 2], [1, 2, 3], [2, 3], [3, 2, 1], [1]):
+            driver.decode(rows)
+        texts.append(driver.out)
+    assert texts[0] == texts[1]
+    assert [(runner.spec.name, runner.replayed) for runner in worker.iteration_runners] == [("iteration K=3", 3), ("iteration K=0", 2)]
+
+
+def test_hot_depths_are_those_with_graphs_of_all_sizes() -> None:
+    fixed = tiny_runtime(tiny_speculative("", num_steps=5), iteration_graph=True)
+    assert hot_depths([5, 3, 1, 0], fixed) == [5, 3, 0]
+    auto = tiny_speculative("", num_steps=7, depths=(0, 1, 3, 5, 7))
+    assert hot_depths([7, 5, 3, 1, 0], tiny_runtime(auto, iteration_graph=True)) == [3, 0]
+    assert hot_depths([5], fixed) == [5]
+    assert hot_depths([0], tiny_runtime(iteration_graph=True)) == [0]
+    assert hot_depths([0], tiny_runtime()) == hot_depths([0], tiny_runtime(iteration_graph=True, tp_size=2)) == []
+
+
+def test_log_probabilities_are_those_of_three_graphs(tmp_path: Path) -> None:
+    drivers = []
+    for whole in (False, True):
+        driver = Driver(build(tmp_path, whole=whole))
+        driver.generate(PROMPTS, 12, sampling=FILTERED, logprobs=3)
+        drivers.append(driver)
+    assert replays(drivers[1].worker) == len(drivers[1].results)
+    for a, b in zip(*(driver.results for driver in drivers), strict=True):
+        for name in ("chosen", "top_ids", "top"):
+            np.testing.assert_array_equal(getattr(a.logprobs, name), getattr(b.logprobs, name))
+
+
+def test_eager_samples_are_compared_with_iteration_graphs(tmp_path: Path) -> None:
+    expected = Driver(build(tmp_path, whole=False)).generate(PROMPTS, 40)
+    worker = build(tmp_path)
+    worker.parts.monitor.schedule = EveryNth(4)
+    driver = Driver(worker)
+    assert driver.generate(PROMPTS, 40) == expected
+    stats: Any = worker.info().acceptance
+    count = len(driver.results)
+    assert replays(worker) == count - count // 4 - (count + 1) // 4, "all but the samples and the iterations before them"
+    assert min(stats.eager_sample.iterations, stats.graph.iterations) > 0
+
+
+def test_what_iteration_graphs_do_not_cover_runs_as_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = build(tmp_path)
+    graphs, seen, serves = worker.parts.iterations, list[Iteration](), IterationGraphs.serves
+    monkeypatch.setattr(IterationGraphs, "serves", lambda self, iteration: seen.append(iteration) or serves(self, iteration))
+    Driver(worker).generate(PROMPTS, 4)
+    one = seen[-1]
+    assert serves(graphs, one)
+    caps = DraftCaps(np.ones(3), torch.ones(4, dtype=torch.int64))
+    changes: list[dict[str, Any]] = [
+        *({"needs": replace(one.needs, **{name: [0]})} for name in ("penalised", "biased", "min_length", "constrained")),
+        {"needs": replace(one.needs, all_greedy=False)},
+        {"eager_sample": True}, {"precedes_eager_sample": True}, {"caps": caps}, {"grammar": object()},
+        {"depth": 1}, {"bounds": np.zeros(3, dtype=np.int32)},
+    ]  # fmt: skip
+    assert [change for change in changes if serves(graphs, replace(one, **change))] == []
+    for runner in worker.all_runners:
+        with eagerly([runner]):
+            assert not serves(graphs, one), "a part that is to run eagerly does"
+    assert all(runner.mode is RunMode.REPLAY for runner in worker.all_runners), "capture leaves no mode behind"
+
+
+def test_prompts_beside_decode_rows_run_as_three_graphs(tmp_path: Path) -> None:
+    texts = []
+    for whole in (False, True):
+        worker = speculating(tmp_path, replay="eager", sizes=[1, 2, 4], runtime={"iteration_graph": whole, "mixed_chunk": True})
+        driver = Driver(worker)
+        driver.prefill({1: PROMPTS[1]})
+        driver.decode([1])
+        driver.prefill({2: PROMPTS[2]}, chunk=3, along=lambda: [1])
+        driver.decode([1, 2])
+        texts.append(driver.out)
+    assert texts[0] == texts[1]
+    assert replays(worker) == 2
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sampling"), [("EAGLE", GREEDY), ("EAGLE", WARM), ("EAGLE", FILTERED), ("DFLASH", WARM), (None, FILTERED)]
+)
+def test_an_iteration_graph_reads_nothing_from_the_device_and_brings_nothing_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str | None, sampling: SamplingParams
+) -> None:
+    worker = build(tmp_path, algorithm)
+    driver = Driver(worker)
+    driver.prefill(PROMPTS, sampling=sampling)
+    unwatched_plan(monkeypatch)
+    run, forward = IterationGraphs.run, IterationGraphs._forward
+
+    def watched(self: IterationGraphs, iteration: Iteration) -> Any:
+        with NoHostReads(), NoHostCalls():
+            return run(self, iteration)
+
+    def captured(self: IterationGraphs, *args: Any) -> Any:
+        with NoHostTensors():
+            return forward(self, *args)
+
+    monkeypatch.setattr(IterationGraphs, "run", watched)
+    monkeypatch.setattr(IterationGraphs, "_forward", captured)
+    for rows in ([1, 2, 3], [2, 1], [3]):
+        driver.decode(rows)
+    assert replays(worker) == 3
+
+
+def test_all_passes_of_an_iteration_must_have_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not build(tmp_path, whole=False).iteration_runners
+    assert not build(tmp_path, draft_extend_graph=False).iteration_runners
+    assert not build(tmp_path, topk=3, num_draft_tokens=7).iteration_runners, "a tree"
+    assert not build(tmp_path, "NGRAM").iteration_runners, "drafts are looked up on the host"
+    monkeypatch.setattr(iteration_graph, "MOST_REQUESTS", 2)
+    worker = build(tmp_path)
+    assert [runner.sizes for runner in worker.iteration_runners] == [[1, 2]]
+    on_gpu = IterationGraphs(worker.parts.iterations._stages, [3], GraphOptions(cuda=True))
+    assert not on_gpu.runners, "torch_native plans on the host"
+
+
+def test_the_check_at_start_up_finds_a_faulty_iteration_graph(tmp_path: Path) -> None:
+    worker = build(tmp_path)
+    check_parity(worker)
+    (runner,) = worker.iteration_runners
+    for key, replay in list(runner._replays.items()):
+
+        def forgetful(replay: Any = replay) -> None:
+            replay()
+            worker.parts.drafter.state.tokens.zero_()
+
+        runner._replays[key] = forgetful
+    with pytest.raises(ConfigError, match="graphs of whole iterations do not"):
+        check_parity(worker)

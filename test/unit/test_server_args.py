@@ -339,6 +339,11 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"dp_size": 0}, HOPPER, ["--dp-size must divide", "got 0"]),
         ({"tp_size": 4, "dp_size": 3, "enable_dp_attention": True}, CPU, ["--dp-size must divide --tp-size 4", "got 3"]),
         ({"tp_size": 4, "enable_dp_attention": True}, CPU, ["--enable-dp-attention has no effect", "--dp-size"]),
+        (
+            {**TWO_GROUPS, "speculative_algorithm": "NGRAM", "speculative_disable_by_batch_size": 4},
+            CPU,
+            ["--speculative-disable-by-batch-size", "--enable-dp-attention", "one depth"],
+        ),
         ({**TWO_GROUPS, "enable_mixed_chunk": True}, CPU, ["--enable-mixed-chunk", "--enable-dp-attention"]),
         (
             {**TWO_GROUPS, "speculative_algorithm": "NGRAM", "speculative_num_steps": "auto"},
@@ -565,6 +570,12 @@ def test_a_grammar_backend_that_is_not_installed_is_refused(monkeypatch: pytest.
 def test_forced_acceptance_allows_no_grammars() -> None:
     forced = args(**{**EAGLE, "speculative_synthetic_accept_length": "0.9,0.5,0.1"})
     assert resolve(forced, HOPPER, LLAMA, DRAFT).scheduler.grammar_backend == "none"
+
+
+def test_attention_groups_draft_at_one_depth() -> None:
+    config = resolve(args(**TWO_GROUPS, **EAGLE), CPU, LLAMA, DRAFT).speculative
+    assert config is not None
+    assert (config.num_steps, config.depths) == (3, ())
 
 
 def test_every_flag_is_configured_or_refused() -> None:

@@ -109,6 +109,9 @@ def resolve_speculative(
         return None
     algorithm = _algorithm(args, model)
     path, draft_format = draft or (None, model.load_format)
+    if args.enable_dp_attention and args.speculative_num_steps is None and args.speculative_num_draft_tokens is None:
+        # A depth controller reads the results of one attention group only.
+        args = replace(args, speculative_num_steps=_default_steps(args, device.device, args.speculative_eagle_topk or 1))
     shape = _draft_shape(args, device.device)
     max_batch = args.speculative_disable_by_batch_size
     if path == str(EMBEDDED_DRAFT) and not shape.depths:

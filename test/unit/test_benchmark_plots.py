@@ -99,6 +99,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "step_profile": [
         served(overlap=o, graphs=g, host_us={"verify": 1.0}, gpu_us={"verify": 2.0}) for o in ("on", "off") for g in step_profile.GRAPHS
     ],
+    "depth_curve": [
+        served(speculation=s, acceptance=a, concurrency=c, output_len=128)
+        for s, a in (("off", None), ("auto", "1.2"), ("auto", "2.5"), ("K=3", "2.5")) for c in (1, 4)
+    ],
     "crossover": [served(speculation=s, text="random", concurrency=c) for s in ("off", "2.5", "real") for c in (1, 4)],
     "capture": [
         {"mode": "plain", "backend": "fa3", "ready_seconds": 9.0, "startup_seconds": {"load_weights": 2.0}, "graphs": [graph("verify")]},
@@ -113,6 +117,11 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"system": "Talon", "quantization": "none", "batch": 8, "tokens_per_second": None},
     ],
     "faults": [{"what": "queue full", "value": 1.0, "bound": 20.0, "unit": "ms"}],
+    "abuse": [
+        {"neighbours": who, "health_p50_ms": 1.0, "health_p99_ms": 9.0, "health_most_ms": 10.0, "ttft_p50_ms": 50.0, "ttft_p99_ms": late}
+        | {"good_requests": 100, "failed": 0}
+        for who, late in (("well-behaved", 90.0), ("worst requests", 150.0))
+    ],
     "client_agreement": [
         {"server": "mock", "backend": "vllm", "load": "4 at a time", "difference": {"mean_ttft_ms": -0.4}, "repeat": {"mean_itl_ms": None}},
         {"server": "mock", "backend": "vllm", "load": "6 a second", "difference": None, "repeat": {"mean_ttft_ms": 1.5}},

@@ -21,12 +21,13 @@ JSON = st.recursive(
 )
 
 
-def expected(value: Any) -> tuple[int, int]:
-    """Commas and containers."""
+def expected(value: Any) -> tuple[int, int, int]:
+    """Commas, colons and containers."""
     if not isinstance(value, (list, dict)):
-        return 0, 0
+        return 0, 0, 0
     inner = [expected(one) for one in (value.values() if isinstance(value, dict) else value)]
-    return sum(commas for commas, _ in inner) + max(0, len(value) - 1), sum(count for _, count in inner) + 1
+    commas, colons, containers = map(sum, zip((0, 0, 0), *inner, strict=True))
+    return commas + max(0, len(value) - 1), colons + len(value) * isinstance(value, dict), containers + 1
 
 
 @given(value=JSON, ascii_only=st.booleans(), seed=st.integers(0, 99))
@@ -37,7 +38,7 @@ def test_a_body_in_any_chunks_is_counted_as_json_reads_it(value: Any, ascii_only
         end = start + rng.randint(1, 5)
         price.feed(raw[start:end])
         start = end
-    assert (price.commas, price.containers, price.bytes) == (*expected(orjson.loads(raw)), len(raw))
+    assert (price.commas, price.colons, price.containers, price.bytes) == (*expected(orjson.loads(raw)), len(raw))
 
 
 def test_bodies_of_many_values_are_refused_before_they_are_parsed() -> None:
@@ -47,6 +48,7 @@ def test_bodies_of_many_values_are_refused_before_they_are_parsed() -> None:
                 b"[" + b"[]," * (2 << 20) + b"[]]",
                 b'{"messages": [{"role": "user", "content": [' + b'{"type":"text","text":""},' * 200_000 + b"1]}]}",
                 b'{"prompt": [' + b"1," * (2 << 20) + b"1]}",
+                b'{"prompt": "a"' + b"".join(b',"%d":1' % i for i in range(200_000)) + b"}",
             ):
                 answer = await f.client.post("/v1/completions", content=raw)
                 assert answer.status_code == 413

@@ -113,6 +113,37 @@ def test_huge_texts_do_not_keep_others_waiting() -> None:
     asyncio.run(check())
 
 
+def test_many_short_texts_leave_the_event_loop_to_others(tmp_path: Path) -> None:
+    async def check() -> None:
+        encoder, turns = PromptEncoder(Tokenizer.load(write_small_tokenizer(tmp_path)), 4096, 4096), 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        for _ in range(1000):
+            await encoder.encode("short")
+        task.cancel()
+        assert turns >= 25
+        encoder.close()
+
+    asyncio.run(check())
+
+
+def test_the_texts_of_one_call_have_one_limit() -> None:
+    async def check() -> None:
+        async with front(max_queued_tokens=20_000) as f:
+            assert (await f.post("/tokenize", {"prompt": ["ab " * 2000] * 3})).status_code == 200
+            answer = await f.post("/tokenize", {"prompt": ["ab " * 2000] * 4})
+            assert answer.status_code == 400
+            assert "--max-queued-tokens" in answer.json()["error"]["message"]
+
+    asyncio.run(check())
+
+
 def test_a_text_to_tokenise_has_a_limit_of_its_own() -> None:
     async def check() -> None:
         async with front(max_queued_tokens=20_000) as f:

@@ -231,6 +231,15 @@ def test_progress_is_that_of_the_last_message(stream: bool) -> None:
     assert shown.progress.decode.shares() == {"graph_hit_rate": 0.5, "padding_waste": 0.25}
 
 
+def test_a_reply_with_many_log_probabilities_is_a_message_of_its_own() -> None:
+    bench = Bench()
+    for rid in "abc":
+        bench.begin(rid)
+    long = b"x" * 3000
+    bench.feed(out(long, 3000, rid="a", logprobs=True), out(b"y", 1, rid="b", logprobs=True), out(long, 3000, rid="c", logprobs=True))
+    assert [[one.rid for one in batch.outs] for batch in bench.sent if isinstance(batch, TextOutBatch)] == [["a"], ["c"], ["b"]]
+
+
 def test_requests_of_one_batch_do_not_mix() -> None:
     bench = Bench()
     bench.begin("a", stop=("x",))

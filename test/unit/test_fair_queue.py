@@ -136,3 +136,53 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
     harness.run_until_idle()
     assert (harness.finish("runs").status, "--request-timeout" in harness.finish("runs").message) == (504, True)
     assert harness.finish("waits").reason == "length"
+
+
+def ends_of(harness: Harness) -> list[str]:
+    return [out.rid for m in harness.sent if isinstance(m, TokensOutBatch) for out in m.outs if out.finish is not None]
+
+
+def test_a_short_prompt_goes_before_the_long_one_of_another_client() -> None:
+    harness = Harness(limits_of(max_context_len=400), chunked_prefill_size=16)
+    long = harness.ask("long", [2 + i % 30 for i in range(300)], client="flood", max_new_tokens=2, ignore_eos=True)
+    same = harness.ask("same", [9, 8, 7], client="flood", max_new_tokens=2, ignore_eos=True)
+    harness.step(2)
+    short = harness.ask("short", [2 + i % 20 for i in range(30)], client="good", max_new_tokens=2, ignore_eos=True)
+    harness.step(7)
+    assert ends_of(harness) == ["short"], "two chunks, two tokens and the steps in flight"
+    harness.run_until_idle()
+    assert ends_of(harness) == ["short", "long", "same"]
+    for request in (long, same, short):
+        harness.check_answer(request)
+
+
+def test_a_long_prompt_is_overtaken_by_no_more_tokens_than_it_has() -> None:
+    harness = Harness(limits_of(max_total_tokens=4096, max_context_len=400), chunked_prefill_size=16)
+    harness.ask("long", [2 + i % 30 for i in range(300)], client="flood", max_new_tokens=2, ignore_eos=True)
+    harness.step(2)
+    for i in range(40):
+        harness.ask(f"short{i}", [2 + (i + j) % 20 for j in range(30)], client="good", max_new_tokens=1, ignore_eos=True)
+    harness.run_until_idle()
+    assert ends_of(harness).index("long") <= 10
+
+
+def test_a_client_with_many_rows_makes_way_for_one_with_few() -> None:
+    harness = Harness(limits_of(max_running_requests=4))
+    flood = [harness.ask(f"flood{i}", [i + 2, 5, 7], client="flood", max_new_tokens=100, ignore_eos=True) for i in range(8)]
+    harness.step(6)
+    good = [harness.ask(f"good{i}", [20 + i, 5, 7], client="good", max_new_tokens=8, ignore_eos=True) for i in range(2)]
+    harness.step(30)
+    assert ends_of(harness) == ["good0", "good1"]
+    harness.run_until_idle()
+    assert harness.scheduler.stats.num_retracted_requests_total == 2
+    for request in (*flood, *good):
+        harness.check_answer(request)
+
+
+def test_clients_with_equal_shares_are_not_retracted() -> None:
+    harness = Harness(limits_of(max_running_requests=4))
+    asked = [harness.ask(f"{i}", [i + 2, 5, 7], client=f"c{i % 2}", max_new_tokens=40, ignore_eos=True) for i in range(12)]
+    harness.run_until_idle()
+    assert harness.scheduler.stats.num_retracted_requests_total == 0
+    for request in asked:
+        harness.check_answer(request)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.managers import messages as io
-from runtime.managers.ipc import AsyncInbox, BadFrame, Codec, Inbox, Outbox, address
+from runtime.managers.ipc import LARGE_FRAME, AsyncInbox, BadFrame, Codec, Inbox, Outbox, address
 from runtime.managers.telemetry.decode_stats import DecodeStats
 from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
@@ -111,6 +111,33 @@ def test_an_asyncio_loop_reads_while_it_does_other_things(tmp_path: Path) -> Non
         return message, turns
 
     assert asyncio.run(main()) == (FROM_SCHEDULER[-1], 3)
+
+
+def test_other_tasks_run_between_large_frames(tmp_path: Path) -> None:
+    async def main() -> int:
+        inbox: AsyncInbox[io.ToTokenizer] = AsyncInbox(tmp_path, "tokenizer", io.ToTokenizer)
+        outbox, turns = Outbox(tmp_path, "tokenizer"), 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        large = io.ControlReply(call_id="x" * (LARGE_FRAME + 1), result=io.CacheFlushed(pages=0))
+        for _ in range(11):
+            outbox.send(large)
+        await inbox.receive()
+        await asyncio.sleep(0.2)  # the others arrive
+        task, before = asyncio.create_task(other()), turns
+        for _ in range(10):
+            await inbox.receive()
+        task.cancel()
+        outbox.close()
+        inbox.close()
+        return turns - before
+
+    assert asyncio.run(main()) >= 9
 
 
 def test_an_address_too_long_for_a_socket_is_refused_by_name(tmp_path: Path) -> None:

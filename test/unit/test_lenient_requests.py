@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,6 +15,9 @@ from test_http_server import run
 from runtime.config.flag_parser import from_fields
 from runtime.config.model_facts import ModelFacts
 from runtime.config.served_model import resolve_model
+from runtime.entrypoints.http import body_route
+from runtime.entrypoints.http.body_schema import BodySchema
+from runtime.entrypoints.openai.protocol import CompletionBody
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
@@ -70,6 +75,14 @@ def test_fields_that_change_nothing_are_accepted(path: str, body: dict[str, Any]
             assert answer.status_code == 200, answer.text
 
     run(case())
+
+
+def test_the_names_of_unknown_fields_are_looked_up_no_further_than_they_are_shown() -> None:
+    class Endless(BodySchema):
+        def unknown(self, value: object, node: Any = None, path: str = "") -> Iterator[str]:
+            return map(str, count())
+
+    assert len(body_route._unknown(Endless(CompletionBody), {})) == body_route.MAX_NAMED
 
 
 def test_strict_request_fields_refuses_unknown_fields() -> None:

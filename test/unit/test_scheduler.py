@@ -185,6 +185,7 @@ def test_a_storm_answers_each_request_as_if_alone_and_leaks_nothing(seed: int) -
         stream_interval=rng.choice([1, 3]),
     )
     prompts, asked, gone = storm_prompts(rng), [], set()
+    clients = "abcd" if seed % 2 else "a"
     for i in range(24):
         fields: dict[str, Any] = {"max_new_tokens": rng.choice([1, 2, 8, 30, 500]), "ignore_eos": rng.random() < 0.4}
         if rng.random() < 0.2:
@@ -194,6 +195,7 @@ def test_a_storm_answers_each_request_as_if_alone_and_leaks_nothing(seed: int) -
         if rng.random() < 0.2:
             fields["stop"] = ("x",)
         fields |= {"cache_salt": rng.choice(["", "", "other"]), "priority": rng.choice([0, 0, 1])}
+        fields["client"] = clients[rng.randrange(len(clients))]
         asked.append(harness.ask(f"r{i}", next(prompts), rng.randrange(3), rng.random() < 0.6, **fields))
         harness.step(rng.choice([0, 0, 1, 4]))
         if rng.random() < 0.25:

@@ -156,7 +156,7 @@ async def _price(manager: TokenizerManager, call: Call) -> tuple[CallCost, list[
                 prompt_logprobs=call.prompt_logprobs,
             )
         )
-        await asyncio.sleep(0)  # many short prompts must not keep other requests waiting
+        await asyncio.sleep(0)  # many prompts must not keep other requests waiting
     manager.check_room(cost)
     return cost, priced
 

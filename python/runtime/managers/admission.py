@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 from runtime.batch import WorkerLimits
 from runtime.config.runtime_config import SchedulerConfig
+from runtime.managers import fair_share
 from runtime.managers import schedule_policy as policy
 from runtime.managers.fair_queue import FairQueue
 from runtime.managers.new_token_ratio import NewTokenRatio
@@ -54,6 +56,8 @@ class Admission:
         self._stats = stats
         self._clock = clock
         self._free_rows = list(range(limits.max_running_requests, 0, -1))
+        self._rows: Counter[str] = Counter()  # by client
+        self._short_of_pages = False
 
     @property
     def free_rows(self) -> int:
@@ -79,6 +83,9 @@ class Admission:
         config, prompts = self._config, len(prefilling) + len(self.queue)
         budget = PrefillBudget.start(config.chunked_prefill_size, config.max_prefill_tokens, self._limits, prompts)
         plan, decodes = StepPlan(), self._piggyback(budget)
+        if prefilling and len(self._rows.keys() | self.queue.clients) > 1:
+            self._admit(plan, budget, prefilling)
+            prefilling.sort(key=lambda req: not req.overtook)
         for req in prefilling:
             _add_chunk(plan, budget, req)
         self._admit(plan, budget)
@@ -96,11 +103,18 @@ class Admission:
         budget.reserve(len(reqs) * self._limits.tokens_per_step)
         return reqs
 
-    def _admit(self, plan: StepPlan, budget: PrefillBudget) -> None:
-        """Admit waiting requests in order while rows, pages and the budget last. One without pages blocks the rest."""
+    def _admit(self, plan: StepPlan, budget: PrefillBudget, prefilling: Sequence[Req] = ()) -> None:
+        """Admit waiting requests in order while rows, pages and the budget last. One without pages blocks the rest.
+
+        With `prefilling` only those that overtake these prompts.
+        """
         if not self.queue or not self._free_rows or budget.left == 0:
             return
-        ordered = self.queue.ordered(lambda reqs: policy.order(reqs, self._config.schedule_policy, self._cached_len))
+        ordered: Iterable[Req]
+        if prefilling:
+            ordered = [req for req in self.queue.heads() if fair_share.overtakes(req, prefilling)]
+        else:
+            ordered = self.queue.ordered(lambda reqs: policy.order(reqs, self._config.schedule_policy, self._cached_len))
         unfinished = [other for other in self.running if other.kv_len < other.prefill_len]
         reserved: int | None = None
         for req in ordered:
@@ -114,8 +128,13 @@ class Admission:
                 return
             if reserved is None:
                 reserved = sum(map(self._missing_pages, self.running))
-            if not self._allocate_row(plan, req, reserved):
+            self._short_of_pages = not self._allocate_row(plan, req, reserved)
+            if self._short_of_pages:
                 return
+            if prefilling:
+                req.overtook = True
+                for other in prefilling:
+                    other.overtaken += req.length
             reserved += self._missing_pages(req)
             unfinished.append(req)
             _add_chunk(plan, budget, req)
@@ -144,6 +163,7 @@ class Admission:
         if first_time:
             self._stats.admitted(req.progress)
         self.running.append(req)
+        self._rows[req.request.client] += 1
         plan.new_rows.append(req.row_init(self._limits.needs_history))
         plan.writes.add([req.row], [0], [pages.count], pages.ids.copy())
         return True
@@ -172,12 +192,27 @@ class Admission:
         """Take the row and pages of one request; it goes to the front of the queue and resumes from where it was."""
         assert len(self.running) > 1, "a request that fits alone does not fit alone"
         req = policy.youngest(self.running)
+        self._retract(req)
+        self.new_token_ratio.reset()
+        log.info("KV cache is full: retracted a request of %d tokens; %d are running", req.length, len(self.running))
+
+    def crowded(self) -> Req | None:
+        """The request that has to make way for the first waiting one, if there is one."""
+        if not self.queue or (self._free_rows and not self._short_of_pages):
+            return None
+        return fair_share.to_retract(self.queue, self.running, self._rows)
+
+    def make_way(self) -> None:
+        """Retract the request that `crowded` names; no step may be in flight."""
+        if (req := self.crowded()) is not None:
+            req.made_way = True
+            self._retract(req)
+
+    def _retract(self, req: Req) -> None:
         self._free(req, keep=True)
         req.retract()
         self.enqueue(req)
-        self.new_token_ratio.reset()
         self._stats.num_retracted_requests_total += 1
-        log.info("KV cache is full: retracted a request of %d tokens; %d are running", req.length, len(self.running))
 
     def remove(self, req: Req, keep: bool) -> None:
         """End `req`, waiting or running; with `keep`, its committed KV stays in the prefix cache."""
@@ -192,9 +227,11 @@ class Admission:
 
         A step in flight may still write there: before any step submitted from now on, and only past `kv_len`.
         """
-        self.kv_pages.close(req.pages, req.ids, min(req.kv_len, req.length - 1) if keep else 0)
+        self.kv_pages.close(req.pages, req.ids, req.cacheable_len if keep else 0)
         self.running.remove(req)
         self._free_rows.append(req.row)
+        self._rows[req.request.client] -= 1
+        self._rows += Counter()  # without clients that have none
 
 
 def _add_chunk(plan: StepPlan, budget: PrefillBudget, req: Req) -> None:

@@ -59,6 +59,16 @@ class AttentionGroups:
             req.group = policy.best_group(group.offer(req) for group in self._groups)
         self.of(req).enqueue(req)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether a request has to make way for one of another client; see `make_way`."""
+        return any(group.crowded() is not None for group in self._groups)
+
+    def make_way(self) -> None:
+        """Retract the request of each group that has to make way. No step may be in flight if there is one."""
+        for group in self._groups:
+            group.make_way()
+
     def plan_prompts(self) -> list[StepPlan]:
         """The next prompt step, a plan for each group; [] where no group has one."""
         plans = [group.plan_prompts() for group in self._groups]

@@ -25,6 +25,9 @@ from runtime.text.decode_stream import StreamDecoder
 from runtime.text.stop_finder import StopFinder
 from runtime.text.tokenizer import Tokenizer
 
+MAX_CELLS = 4096
+"""A reply with more log-probabilities is a message of its own: decoding it takes the HTTP process milliseconds."""
+
 
 @dataclass(slots=True)
 class _Open:
@@ -72,7 +75,10 @@ class DetokenizerManager:
             self._open[message.rid] = _Open(message.stream, text, StopFinder(message.stop))
         elif isinstance(message, TokensOutBatch):
             outs = [shown for out in message.outs if (shown := self._step(out)) is not None]
-            if outs:
+            large = [out for out in outs if _cells(out) > MAX_CELLS]
+            for out in large:
+                self._to_tokenizer(TextOutBatch(outs=[out]))
+            if outs := [out for out in outs if _cells(out) <= MAX_CELLS] if large else outs:
                 self._to_tokenizer(TextOutBatch(outs=outs))
         elif not isinstance(message, DrainReq):
             self._to_tokenizer(message)
@@ -118,6 +124,11 @@ class DetokenizerManager:
         if out.finish is not None:
             shown.append(request.stops.push(request.text.finish()) + request.stops.flush())
         return "".join(shown), len(out.token_ids)
+
+
+def _cells(out: TextOut) -> int:
+    """Log-probabilities in one reply, about."""
+    return sum(len(part.top) * (1 + len(part.top[-1])) for part in (out.logprobs, out.prompt_logprobs) if part is not None and part.top)
 
 
 def _with_text(out: TokensOut, text: str, used: int, finish: Finish | None) -> TextOut:

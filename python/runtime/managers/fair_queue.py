@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 
 from runtime.managers import schedule_policy as policy
@@ -24,8 +24,8 @@ class FairQueue:
     """Start-time fair queueing by client (Goyal et al. 1996, doi:10.1145/248156.248171).
 
     A request costs its longest possible length in tokens. A client that was idle starts at the current virtual time, so it
-    neither saves up time nor waits behind the queue of another. Retracted requests come first, then higher priorities,
-    as far as they count between clients.
+    neither saves up time nor waits behind the queue of another. Requests that were retracted for want of memory come first,
+    then higher priorities, as far as they count between clients.
     """
 
     def __init__(self) -> None:
@@ -67,6 +67,21 @@ class FairQueue:
             lane.start += req.total_limit
         self.remove(req)
 
+    @property
+    def clients(self) -> KeysView[str]:
+        """The clients that wait."""
+        return self._lanes.keys()
+
+    def heads(self) -> list[Req]:
+        """The first request of each client, in turn."""
+        heads = [lane.reqs[0] for lane in self._lanes.values()]
+        return sorted(heads, key=lambda req: _key(req, self._lanes[req.request.client].start))
+
+    def precedes(self, req: Req, client: str) -> bool:
+        """Whether the waiting `req` was given less than another client, which has requests that run."""
+        lane = self._lanes.get(client)
+        return self._lanes[req.request.client].start < (lane.start if lane is not None else self._finished.get(client, 0.0))
+
     def ordered(self, order: Order) -> Iterator[Req]:
         """The order of admission; `order` arranges the requests of one client."""
         if len(self._lanes) == 1:
@@ -85,4 +100,8 @@ class FairQueue:
 def _push(heads: list[tuple[tuple[bool, int, float, int], Iterator[Req], Req]], reqs: Iterator[Req], start: float) -> None:
     req = next(reqs, None)
     if req is not None:
-        heapq.heappush(heads, ((not req.retracted, -req.shared_priority, start, req.seq), reqs, req))
+        heapq.heappush(heads, (_key(req, start), reqs, req))
+
+
+def _key(req: Req, start: float) -> tuple[bool, int, float, int]:
+    return (not req.retracted or req.made_way, -req.shared_priority, start, req.seq)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
@@ -62,6 +63,10 @@ def address(folder: str | os.PathLike[str], name: EndName) -> str:
     return f"ipc://{path}"
 
 
+LARGE_FRAME = 1 << 16
+"""Other tasks of the event loop have a turn before a larger frame is decoded, bytes."""
+
+
 class Inbox(Generic[M]):
     """The inbox of a process: a bound PULL socket, read by one thread.
 
@@ -105,7 +110,10 @@ class AsyncInbox(Generic[M]):
     async def receive(self) -> M:
         """Wait for the next message. Invalid frames are logged and skipped."""
         while True:
-            message = self._codec.decode_or_log(await self._socket.recv())
+            frame = await self._socket.recv()
+            if len(frame) > LARGE_FRAME:
+                await asyncio.sleep(0)  # a frame that is there already does not suspend, and this one takes milliseconds to decode
+            message = self._codec.decode_or_log(frame)
             if message is not None:
                 return message
 

@@ -20,6 +20,8 @@ LONG_TEXT = 2048
 """Texts of at least this many characters are tokenised in a thread, so they do not block the event loop."""
 HUGE_TEXT = 65536
 """Texts of at least this many characters have a thread of their own, so they do not keep shorter ones waiting."""
+MIN_CHARS = 64
+"""A shorter text costs as much as one of so many characters."""
 
 
 class PromptEncoder:
@@ -36,6 +38,7 @@ class PromptEncoder:
         self._max_context_len = max_context_len
         self._max_tokens = max_tokens
         self._max_chars = max_context_len * tokenizer.longest_token
+        self._on_loop = 0  # characters tokenised on the event loop since it had a turn
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._huge = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize-huge")
 
@@ -71,6 +74,10 @@ class PromptEncoder:
         began, request = time.monotonic(), CURRENT_REQUEST.get()
         if characters < LONG_TEXT:
             done = encode()
+            self._on_loop += max(characters, MIN_CHARS)
+            if self._on_loop > LONG_TEXT:  # many short texts of one call must not keep other requests waiting
+                self._on_loop = 0
+                await asyncio.sleep(0)
         else:
             threads = self._threads if characters < HUGE_TEXT else self._huge
             done = await asyncio.get_running_loop().run_in_executor(threads, encode)

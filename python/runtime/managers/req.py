@@ -65,10 +65,14 @@ class Req:
         group: the attention group that it runs in.
         total_limit: the length at which the request ends.
         stop_ids: tokens that end it.
+        made_way: whether it waits again because another client had fewer rows.
+        overtook: whether it went before longer prompts of other clients.
+        overtaken: tokens of the prompts that went before this one, which had begun.
         most_drafts: drafts of a window that it takes at most.
         grammar: what the output follows, once it is compiled; None for free text.
         prefill_len: tokens to prefill: the prompt, and after a retraction also the output so far.
         emits_in_flight: steps in flight that emit at least one token of it.
+        unfollowed: positions at the end of its KV whose draft KV does not exist yet, at most.
         unsent: tokens that the detokenizer does not have yet.
         pooled: float64, the sum of what the prompt chunks of a pooling request gave so far.
         progress: the counts that replies carry; messages share this instance, so `send` must encode before it returns.
@@ -90,8 +94,9 @@ class Req:
         self.phase = Phase.WAITING
         self.row = self.group = 0
         self.pages = RequestPages(request.cache_salt)
-        self.kv_len = self.kv_bound = self.emits_in_flight = 0
-        self.retracted = self.was_admitted = False
+        self.kv_len = self.kv_bound = self.emits_in_flight = self.unfollowed = 0
+        self.retracted = self.made_way = self.overtook = self.was_admitted = False
+        self.overtaken = 0
         self.unsent: list[int] = []
         self.progress = Progress(self.prompt_len)
         self.top_logprobs = request.top_logprobs
@@ -125,6 +130,11 @@ class Req:
     def remaining(self) -> int:
         """Output tokens up to the length limit."""
         return self.total_limit - self.length
+
+    @property
+    def cacheable_len(self) -> int:
+        """Positions whose KV, the draft's included, a prefix cache may hold."""
+        return max(min(self.kv_len - self.unfollowed, self.length - 1), 0)
 
     @property
     def alive(self) -> bool:
@@ -164,7 +174,8 @@ class Req:
 
     def admit(self, row: int, pages: RequestPages, prefix_len: int, now: float) -> None:
         """Start prefilling in `row`; `prefix_len` tokens have KV already."""
-        self.phase, self.row, self.pages, self.retracted = Phase.PREFILLING, row, pages, False
+        self.phase, self.row, self.pages, self.retracted, self.made_way = Phase.PREFILLING, row, pages, False, False
+        self.unfollowed = 0
         self.kv_len = self.kv_bound = prefix_len
         self.prefill_len = self.length
         if not self.was_admitted:
@@ -183,9 +194,10 @@ class Req:
             self.phase = Phase.DECODING
             self.emits_in_flight += 1
 
-    def decode_collected(self, accept_len: int, max_accept_len: int) -> None:
-        """A decode step committed KV of `accept_len` tokens."""
+    def decode_collected(self, accept_len: int, max_accept_len: int, unfollowed: int) -> None:
+        """A decode step committed KV of `accept_len` tokens; `unfollowed` as in `StepStats`."""
         self.kv_len += accept_len
+        self.unfollowed = unfollowed
         self.kv_bound -= max_accept_len - accept_len
         self.emits_in_flight -= 1
 

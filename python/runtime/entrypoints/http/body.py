@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Interval, Len
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -68,17 +68,23 @@ class Body(BaseModel):
     """A JSON object. null counts as left out; unknown fields are ignored; types are never converted."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    _refused_here: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Note which refused fields this body lacks."""
+        cls._refused_here = frozenset(REFUSED.keys() - cls.model_fields.keys())
 
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        given = {name: value for name, value in data.items() if value is not None}
-        for name in given.keys() & REFUSED.keys() - cls.model_fields.keys():
-            if given[name] not in HARMLESS.get(name, ()):
-                raise PydanticCustomError("unsupported", "{field} is not supported", {"field": name, "why": REFUSED[name]})
-        return given
+        if not cls._refused_here.isdisjoint(data):
+            for name in cls._refused_here & data.keys():
+                if data[name] is not None and data[name] not in HARMLESS.get(name, ()):
+                    raise PydanticCustomError("unsupported", "{field} is not supported", {"field": name, "why": REFUSED[name]})
+        return {name: value for name, value in data.items() if value is not None} if None in data.values() else data
 
 
 LogitBias = Annotated[

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine
-from itertools import islice
 from typing import Any, get_type_hints
 from urllib.parse import quote
 
@@ -75,7 +74,12 @@ class _ParsedRequest(Request):
 
 def _unknown(schema: BodySchema, value: object) -> list[str]:
     """Names of unknown fields, fit for a header."""
-    return list(islice(dict.fromkeys(quote(name[:MAX_NAME_CHARS]) or '""' for name in schema.unknown(value)), MAX_NAMED))
+    names: dict[str, None] = {}
+    for name in schema.unknown(value):
+        names[quote(name[:MAX_NAME_CHARS]) or '""'] = None
+        if len(names) == MAX_NAMED:
+            break
+    return list(names)
 
 
 def _log_once(path: str, names: list[str], logged: set[str]) -> None:

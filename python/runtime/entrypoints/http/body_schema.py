@@ -22,6 +22,7 @@ class BodySchema:
     def __init__(self, model: type[BaseModel]) -> None:
         self._root: Json = {**model.model_json_schema(), "description": ""}
         self._definitions: Json = self._root.get("$defs", {})
+        self._known_forms: dict[int, list[Json]] = {}
 
     def refusal(self, errors: Sequence[Any]) -> RequestError:
         """The error for the client, from pydantic's errors without the leading "body" in each `loc`."""
@@ -71,7 +72,13 @@ class BodySchema:
         return left[0] if len(left) == 1 else node
 
     def _forms(self, node: Json) -> list[Json]:
-        """The alternatives of a node, null left out."""
+        """The alternatives of a node, null left out. Kept by node: a body may have thousands of values of one node."""
+        found = self._known_forms.get(id(node))
+        if found is None:
+            found = self._known_forms[id(node)] = self._find_forms(node)
+        return found
+
+    def _find_forms(self, node: Json) -> list[Json]:
         while "$ref" in node:
             node = self._definitions[node["$ref"].rpartition("/")[2]]
         if "anyOf" in node:

@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from runtime.entrypoints.http.rendering import off_loop
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.native.protocol import DetokenizeBody, TokenizeBody
 from runtime.entrypoints.openai.messages import Message, rendered_messages
@@ -29,10 +30,21 @@ class TokenApi:
         elif isinstance(body.prompt, str):
             tokens = await self._manager.encoder.encode_any(body.prompt, body.add_special_tokens)
         else:
-            tokens = [await self._manager.encoder.encode_any(text, body.add_special_tokens) for text in body.prompt or ()]
+            tokens = await self._ids_of(body.prompt or [], body.add_special_tokens)
         count = [len(ids) for ids in tokens] if isinstance(body.prompt, list) else len(tokens)
         answer = {"tokens": tokens, "count": count, "max_model_len": self._manager.max_context_len}
-        return json_response({**answer, "token_strs": self._token_strs(tokens)} if body.return_token_strs else answer)
+        total = sum(count) if isinstance(count, list) else count
+        return await off_loop(
+            total, lambda: json_response({**answer, "token_strs": self._token_strs(tokens)} if body.return_token_strs else answer)
+        )
+
+    async def _ids_of(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of several texts, which have one limit together."""
+        done: list[list[int]] = []
+        for text in texts:
+            done.append(await self._manager.encoder.encode_any(text, add_special_tokens))
+            self._manager.new_cost().check_tokens(sum(map(len, done)), "prompt")
+        return done
 
     def _token_strs(self, tokens: Any) -> Any:
         """The text of every token, in the shape of `tokens`."""

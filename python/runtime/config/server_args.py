@@ -180,7 +180,7 @@ class ServerArgs:
     disable_cuda_graph_padding: bool = _flag(GRAPHS, False)
     """Replay a graph only for exactly the batch size it was captured for."""
     enable_iteration_graph: bool = _flag(GRAPHS, False)
-    """Replay the graphs of draft decode, verify and draft extend one by one instead of one graph for all of them."""
+    """Replay one graph per iteration, where it covers one, instead of those of draft decode, verify and draft extend one by one."""
     cuda_graph_max_bs: int | None = _flag(GRAPHS, None, "N", "--cuda-graph-max-bs-decode")
     """Largest captured batch size; default: 256, or --max-running-requests if that is smaller."""
     cuda_graph_bs: tuple[int, ...] | None = _flag(GRAPHS, None, "N", "--cuda-graph-bs-decode")
@@ -199,7 +199,8 @@ class ServerArgs:
     """Format of the draft model's weights; default: dummy with a dummy model unless it is a GGUF file, else auto."""
     speculative_num_steps: int | Literal["auto"] | None = _flag(SPECULATION, None, "K")
     """Depth of the drafts, K; auto: each iteration runs at the depth, 0 to 7, that gives the most tokens per second. Default:
-    D - 1 if a chain's D is given, all masked tokens of a DFLASH draft's blocks, else 3 (embedded model: 4 on a GPU)."""
+    auto for chains; D - 1 if D is given, all masked tokens of a DFLASH draft's blocks, 3 for trees and attention groups; embedded
+    model: 3, on a GPU 4."""
     speculative_eagle_topk: int | None = _flag(SPECULATION, None, "N")
     """Branches per draft node; default: 1, a chain."""
     speculative_num_draft_tokens: int | None = _flag(SPECULATION, None, "D")

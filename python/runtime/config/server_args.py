@@ -180,7 +180,7 @@ class ServerArgs:
     disable_cuda_graph_padding: bool = _flag(GRAPHS, False)
     """Replay a graph only for exactly the batch size it was captured for."""
     enable_iteration_graph: bool = _flag(GRAPHS, False)
-    """Replay the graphs of draft decode, verify and draft extend one by one instead of one graph for all of them."""
+    """Replay one graph per iteration, where it covers one, instead of those of draft decode, verify and draft extend one by one."""
     cuda_graph_max_bs: int | None = _flag(GRAPHS, None, "N", "--cuda-graph-max-bs-decode")
     """Largest captured batch size; default: 256, or --max-running-requests if that is smaller."""
     cuda_graph_bs: tuple[int, ...] | None = _flag(GRAPHS, None, "N", "--cuda-graph-bs-decode")

@@ -28,6 +28,7 @@ SCRIPTS = {
     "draft_extend_graph": "The draft-extend graph",
     "step_profile": "One iteration in detail",
     "crossover": "Where speculation stops paying off",
+    "depth_curve": "The chosen depth against fixed ones",
     "capture": "Start-up",
     "verify_exact": "Acceptance rules with sampling",
     "cpu_serving": "The embedded model on a CPU",

@@ -261,12 +261,14 @@ class StepStats:
         padded_size: requests that the graph was captured for; B - E when eager.
         draft_tokens: drafts verified per request: D - 1; 0 without drafts.
         depth: K; equal to `draft_tokens` but for trees.
+        unfollowed: positions at the end of a row's KV whose draft KV does not exist yet, at most; no prefix cache may hold them.
     """
 
     graph: bool = False
     padded_size: int = 0
     draft_tokens: int = 0
     depth: int = 0
+    unfollowed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +299,22 @@ class BatchResult:
     sections: list[BatchResult] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class SpeculationChange:
+    """What an operator sets while the server runs. None leaves a value as it is.
+
+    Attributes:
+        depth: K of the following steps, less where the batch or its requests allow less; -1: as configured.
+        acceptance: synthetic acceptance by draft position, all depths.
+    """
+
+    depth: int | None = None
+    acceptance: tuple[float, ...] | None = None
+
+
+UNCHANGED = SpeculationChange()
+
+
 class Pending(Protocol):
     """A step under way."""
 
@@ -319,6 +337,10 @@ class Worker(Protocol):
 
     def info(self) -> WorkerInfo:
         """What was chosen and measured at start-up, and counters since."""
+        ...
+
+    def change_speculation(self, change: SpeculationChange) -> None:
+        """Apply `change` after all steps that were submitted. Raises `RequestError` where this worker cannot."""
         ...
 
     def start_profile(self, folder: str) -> None:

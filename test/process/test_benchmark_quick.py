@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("draft_extend_graph", [], 4),
         ("draft_extend_graph", ["--in-process"], 8),
         ("crossover", [], 6),
+        ("depth_curve", [], 12),
         ("verify_exact", [], 3),
         ("capture", ["--modes", "eagle"], 1),
         ("step_profile", ["--graphs", "both"], 1),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from runtime.batch import BatchResult, Logprobs, Pending, RowInit, ScheduleBatch, Worker
 from runtime.pooling import Pooling
@@ -55,6 +56,7 @@ class Driver:
         self.out: dict[int, list[int]] = {}
         self.prompts: dict[int, list[int]] = {}
         self.pages: dict[int, list[int]] = {}
+        self.unfollowed: dict[int, int] = {}
         self.accepts: list[np.ndarray] = []
         self.results: list[BatchResult] = []
         self.held: dict[int, list[int]] = {}
@@ -154,12 +156,20 @@ class Driver:
         for r, n in zip(rows, result.accept_lens.tolist(), strict=True):
             if r in self.kv:
                 self.kv[r] += n
+                self.unfollowed[r] = result.stats.unfollowed
                 self.out[r].extend(result.token_ids[at : at + n].tolist())
             at += n
 
     def decode(self, rows: Sequence[int], slack: int = 0, logprobs: int = -1) -> BatchResult:
         """One step for `rows`, submitted and read."""
         return self.collect(self.launch(rows, slack, logprobs), rows)
+
+    @torch.inference_mode()
+    def catch_up(self) -> None:
+        """Let the draft follow steps without drafts, as before a step with some."""
+        rows, bounds = np.array(list(self.kv), dtype=np.int32), np.array(list(self.kv.values()), dtype=np.int32)
+        parts = self.worker.parts  # type: ignore[attr-defined]
+        self.worker.run_between_steps(lambda: parts.drafter.before(rows, bounds, 1, parts.target.rows.needs(rows), False))  # type: ignore[attr-defined]
 
     def release(self, row: int) -> None:
         """Give a row and its pages back."""
@@ -198,6 +208,7 @@ class Driver:
         chosen = sampling if isinstance(sampling, SamplingParams) else sampling[row]
         history = np.array(prompt, dtype=np.int32) if chosen.penalised or self.limits.needs_history else None
         self.prompts[row] = list(prompt)
+        self.unfollowed[row] = 0
         if prompt_len is None:
             self.out[row] = []
         seed = chosen.seed if chosen.seed is not None else row

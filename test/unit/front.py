@@ -109,7 +109,7 @@ class ScriptedScheduler:
             self.manager.handle(ControlReply(call_id=message.call_id, result=self._perform(message)))
 
     def _perform(self, call: ControlReq) -> SchedulerStats | CacheFlushed | ProfileAt:
-        if call.what == "stats":
+        if call.what in ("stats", "change_speculation"):
             return self.stats
         return CacheFlushed(pages=0) if call.what == "flush_cache" else ProfileAt(path=call.folder or "trace.json")
 

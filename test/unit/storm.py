@@ -187,7 +187,9 @@ class Storm:
             return fresh, None
         page = self.driver.limits.page_size
         row = int(self.rng.choice(sorted(self.driver.kv)))
-        known = (self.driver.prompts[row][: self.prompt_lens[row]] + self.driver.out[row])[: self.driver.kv[row]]
+        known = (self.driver.prompts[row][: self.prompt_lens[row]] + self.driver.out[row])[
+            : self.driver.kv[row] - self.driver.unfollowed[row]
+        ]
         whole = (len(known) - 1) // page * page
         if whole == 0:
             return fresh, None
@@ -237,8 +239,12 @@ class Storm:
             self.driver.release(row)
 
     def _kv(self, row: int) -> list[torch.Tensor]:
-        slots = torch.from_numpy(self.driver.slots(row, self.driver.kv[row]))
-        return [t.flatten(0, 1)[slots].clone() for pool in pools(self.worker) for t in (*pool.k, *pool.v)]
+        """All committed KV of the target, and all that the draft followed."""
+        target, *drafts = pools(self.worker)
+        kv_len = self.driver.kv[row]
+        lens = [kv_len, *(kv_len - self.driver.unfollowed[row] for _ in drafts)]
+        slots = [torch.from_numpy(self.driver.slots(row, length)) for length in lens]
+        return [t.flatten(0, 1)[at].clone() for at, pool in zip(slots, (target, *drafts), strict=True) for t in (*pool.k, *pool.v)]
 
     def living(self) -> list[torch.Tensor]:
         """KV of every request that is alive, and what its row goes on from."""

@@ -43,7 +43,7 @@ FIELDS = (
     "request_throughput "
     "input_throughput output_throughput total_throughput concurrency accept_length per_position_acceptance "
     "graph_hit_rate "
-    "padding_waste max_output_tokens_per_s max_concurrent_requests request_goodput commit device"
+    "padding_waste steps_by_depth accept_length_by_context max_output_tokens_per_s max_concurrent_requests request_goodput commit device"
 )
 
 
@@ -484,8 +484,9 @@ def test_acceptance_uses_answers_if_all_report_it() -> None:
 def test_server_totals_exclude_steps_before_the_run() -> None:
     def info(scale: int, **means: float) -> dict[str, Any]:
         totals = {"spec_verify_steps_total": 10, "spec_accepted_tokens_total": 15, "spec_accepted_by_position": [8, 7]}
+        totals |= {"spec_depth_steps_total": {"0": 2 * scale, "3": 10 * scale, "5": 4}}  # scaled already
         totals |= {"decode_steps": 12, "graph_steps_total": 9, "live_rows_total": 30, "padded_rows_total": 10}
-        scaled = {k: [n * scale for n in v] if isinstance(v, list) else v * scale for k, v in totals.items()}
+        scaled = {k: [n * scale for n in v] if isinstance(v, list) else v if isinstance(v, dict) else v * scale for k, v in totals.items()}
         return {"internal_states": [{**scaled, **means}]}
 
     figures = metrics.acceptance([], info(3), info(5, avg_spec_accept_length=9.0))
@@ -493,6 +494,7 @@ def test_server_totals_exclude_steps_before_the_run() -> None:
     assert figures["per_position_acceptance"] == pytest.approx([0.8, 0.7])
     assert figures["graph_hit_rate"] == pytest.approx(0.75)
     assert figures["padding_waste"] == pytest.approx(0.25)
+    assert figures["steps_by_depth"] == {"0": 4, "3": 20}
 
 
 def test_failures_are_grouped_by_error() -> None:

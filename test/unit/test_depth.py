@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.batch import ScheduleBatch
+from runtime.batch import ScheduleBatch, SpeculationChange
+from runtime.errors import RequestError
 from runtime.layers.linear import Linear
 from runtime.managers.messages import GenerateReq
 from runtime.model_executor import build
@@ -203,6 +204,28 @@ def test_runners_that_are_left_out_capture_nothing(
     driver = Driver(worker)
     driver.generate(PROMPTS, 24, room=160)
     assert worker.info().depth.chosen["7"] == 0, "other depths have graphs"
+
+
+def test_depth_and_acceptance_change_while_running(tmp_path: Path) -> None:
+    worker: Any = speculating(tmp_path, "EAGLE", "eager", [1, 2, 4], **AUTO, synthetic_accept=(0.0,) * 7)
+    driver = Driver(worker)
+    driver.prefill(PROMPTS, sampling={**dict.fromkeys(PROMPTS, GREEDY), 2: SamplingParams(speculative_num_steps=2)}, room=160)
+    rows = list(PROMPTS)
+    for depth, runs_at in ((3, 3), (0, 0), (7, 7)):
+        worker.change_speculation(SpeculationChange(depth=depth))
+        results = [driver.decode(rows) for _ in range(3)]
+        assert {result.stats.depth for result in results} == {runs_at}
+        assert {int(n) for result in results for n in result.accept_lens} == {1}
+    assert driver.decode([2]).stats.depth == 2, "the request's own limit holds"
+    worker.change_speculation(SpeculationChange(acceptance=(1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)))
+    assert driver.decode(rows).accept_lens.tolist() == [3, 3, 3]
+    worker.change_speculation(SpeculationChange(depth=-1))
+    assert sum(driver.decode(rows).stats.depth != 7 for _ in range(20)) > 0, "the controller chooses again"
+    with pytest.raises(RequestError, match="must be auto, or one of 0, 1, 2, 3, 5, 7; got 4"):
+        worker.change_speculation(SpeculationChange(depth=4))
+    real: Any = speculating(tmp_path, "EAGLE")
+    with pytest.raises(RequestError, match="--speculative-synthetic-accept-length"):
+        real.change_speculation(SpeculationChange(acceptance=(0.5, 0.5, 0.5)))
 
 
 # ---- requests that take fewer drafts

@@ -231,6 +231,7 @@ def test_prompt_lookup_searches_only_the_request_of_the_row(tmp_path: Path) -> N
 
 def check_draft_from_scratch(tmp_path: Path, worker: Any, driver: Driver, algorithm: str, spec: dict[str, Any], page: int) -> None:
     """Everything that the draft has of each request, against one prefill of all its text on a fresh worker."""
+    driver.catch_up()
     for row, text in driver.prompts.items():
         if row not in driver.kv:
             continue
@@ -323,6 +324,7 @@ def test_draft_state_equals_a_prefill_of_the_whole_text(
 
 def check_first_states(driver: Driver, fresh: Any, sampling: SamplingParams) -> None:
     """That the draft of each request of `driver`'s worker goes on from what a prefill of all its text leaves in the worker `fresh`."""
+    driver.catch_up()
     for row, prompt in driver.prompts.items():
         left: list[tuple[torch.Tensor, ...]] = []
         reference = Driver(fresh, before=lambda row=row, left=left: left.append(first_state(fresh, row)))

@@ -15,7 +15,9 @@ import httpx
 import pytest
 from front import Front, ScriptedScheduler, front, make_manager, until
 from pydantic import BaseModel
+from tiny import tiny_speculative
 
+from runtime.batch import SpeculationChange
 from runtime.entrypoints.http import connection, limits, sse
 from runtime.entrypoints.http.auth import ADMIN_PATHS, OPEN_PATHS, PROBE_PATHS
 from runtime.entrypoints.http.page import ChatPage
@@ -590,6 +592,29 @@ def test_profiles_go_to_the_servers_folder() -> None:
             assert calls == [("start_profile", "/traces"), *[("start_profile", "/traces"), ("stop_profile", "")] * 2]
         async with front() as f:
             assert "--profile" in error_of(await f.post("/start_profile", {}))["message"]
+
+    run(check())
+
+
+def test_depth_and_synthetic_acceptance_are_set_while_the_server_runs() -> None:
+    spec = tiny_speculative("", num_steps=7, num_draft_tokens=8, depths=(0, 1, 3, 7), synthetic_accept=(0.5,) * 7)
+
+    async def check() -> None:
+        async with front(speculative=spec) as f:
+            for state in ({"speculative_num_steps": 3}, {"speculative_num_steps": "auto"}, {"speculative_synthetic_accept_length": 2.5}):
+                assert (await f.post("/set_internal_state", {"server_args": state})).json() == {"success": True}
+            depth, auto, accept = [call.speculation for call in f.scheduler.calls]
+            assert (depth, auto) == (SpeculationChange(3), SpeculationChange(-1))
+            assert accept.acceptance is not None
+            assert sum(rate**i for i, rate in enumerate(accept.acceptance[:4])) == pytest.approx(2.5)
+            for state, param in (
+                ({"speculative_num_steps": -1}, "server_args.speculative_num_steps"),
+                ({"speculative_synthetic_accept_length": "9"}, "speculative_synthetic_accept_length"),
+            ):
+                refused = await f.post("/set_internal_state", {"server_args": state})
+                assert (refused.status_code, error_of(refused)["param"]) == (400, param)
+        async with front() as f:
+            assert "--speculative-algorithm" in error_of(await f.post("/set_internal_state", {"server_args": {}}))["message"]
 
     run(check())
 

@@ -170,6 +170,16 @@ def test_steps_are_counted_by_depth() -> None:
     assert {labels[0][1]: n for (name, labels), n in samples.items() if name == "talon:spec_depth_steps_total"} == {"0": 2, "3": 5}
 
 
+def test_accept_length_is_told_by_context_length() -> None:
+    stats = SchedulerStats(spec_depth=3)
+    for context, accept_len in ((0, 1), (1023, 3), (1024, 4), (70_000, 2)):
+        stats.spec_by_context.add(accept_len, context)
+    assert stats.figures()["spec_accept_length_by_context"] == {"0": 2.0, "1024": 4.0, "65536": 2.0}
+    samples = scraped(Metrics("m"), stats)
+    assert samples["talon:spec_accept_length_by_context", (("context", "1024"),)] == 4.0
+    assert samples["talon:spec_depth", ()] == 3
+
+
 def test_rates_without_a_step_are_none() -> None:
     spec, decode = SpecStats(), DecodeStats()
     assert spec.accept_length is spec.accept_rate is decode.graph_hit_rate is decode.padding_waste is None

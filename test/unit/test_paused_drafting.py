@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from runtime.batch import StepStats
 from runtime.entrypoints.native.meta_info import meta_info
@@ -20,10 +21,11 @@ from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.spec_stats import SpecStats
 from runtime.sampling_params import SamplingParams
+from runtime.speculative import catch_up, dflash_worker, eagle_worker
 from runtime.speculative.parity import check_parity, run_scratch
 from unit.driver import GREEDY, Driver, EveryNth
 from unit.predicting import VOCAB, exact_product, model_config, plain, speculating
-from unit.storm import SIZES, Storm, same_life
+from unit.storm import SIZES, Storm, draft_state, pools, same_life
 from unit.test_eagle_worker import MIXED, SMALL, check_distribution, check_draft_from_scratch, check_first_states, check_logprobs
 from unit.test_served_speculation import CONTEXT, asked, prompts, serve
 
@@ -141,6 +143,63 @@ def test_draft_kv_is_complete_after_steps_without_drafts(tmp_path: Path, kind: s
         driver.decode(rows)
     driver.prefill({5: PROMPTS[5]}, chunk=6, along=lambda: [1, 2, 3])
     check_draft_from_scratch(tmp_path, worker, driver, algorithm, spec, page)
+
+
+def draft_of(driver: Driver) -> list[torch.Tensor]:
+    """All that the draft knows of the requests: its KV, and what it goes on from."""
+    state, rows = draft_state(driver.worker), sorted(driver.kv)
+    own = [] if state is None else [t[rows] for t in (state.hidden, state.tokens, state.scores, state.probs)]
+    slots = [torch.from_numpy(driver.slots(row, driver.kv[row])) for row in rows]
+    return own + [t.flatten(0, 1)[at] for at in slots for pool in pools(driver.worker)[1:] for t in (*pool.k, *pool.v)]
+
+
+@pytest.mark.parametrize("kind", DRAFTED)
+@pytest.mark.parametrize("sampling", [GREEDY, WARM])
+@pytest.mark.parametrize("replay", [None, "eager"])
+def test_following_several_steps_together_gives_the_bits_of_following_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, sampling: SamplingParams, replay: str | None
+) -> None:
+    """With rows that wait for different numbers of positions, and with full ones."""
+    monkeypatch.setattr(Linear, "__call__", exact_product)
+
+    def life(width: int) -> tuple[list[torch.Tensor], list[list[int]], list[int]]:
+        for module in (catch_up, eagle_worker, dflash_worker):
+            monkeypatch.setattr(module, "WIDTH", width)
+        worker = pausing(tmp_path, kind, 1, replay, [1, 2, 4] if replay else None, page_size=4)
+        driver, lags = Driver(worker), []
+        driver.prefill({1: PROMPTS[1], 2: PROMPTS[2]}, sampling=sampling, room=120)
+        for rows in ([1, 2], [2, 1], [1], [1, 2], [1, 2]):
+            driver.decode(rows)
+        driver.prefill({3: PROMPTS[3]}, sampling=sampling, room=120)
+        for _ in range(10):
+            lags.append(driver.decode([3, 1, 2]).stats.unfollowed)
+        driver.catch_up()
+        return draft_of(driver), [driver.decode([row]).accept_lens.tolist() for row in (1, 2, 3)], lags
+
+    (each, accepted, few), (together, its_accepted, many) = life(1), life(8)
+    assert all(torch.equal(a, b) for a, b in zip(each, together, strict=True))
+    assert accepted == its_accepted
+    assert set(few) == {1}
+    assert many == [5, 6, 7, 8, 1, 2, 3, 4, 5, 6]
+
+
+def test_the_prefix_cache_holds_no_position_that_the_draft_did_not_follow(tmp_path: Path) -> None:
+    worker = pausing(tmp_path, "chain", 1, page_size=1, context_length=CONTEXT, max_running_requests=8)
+    texts_of = {"0": (PROMPTS[5], 13), "1": (PROMPTS[2], 30)}
+    asks = [
+        GenerateReq(rid=rid, input_ids=ids, sampling=SamplingParams(temperature=0.0, max_new_tokens=n, ignore_eos=True), seed=1)
+        for rid, (ids, n) in texts_of.items()
+    ]
+    behind = list[int]()
+
+    def watch(scheduler: Scheduler) -> None:
+        behind.extend(req.kv_len - req.cacheable_len for req in scheduler.groups.running if req.rid == "0")
+
+    texts, scheduler = serve(worker, asks, {}, check=watch, page_size=1)
+    text = PROMPTS[5] + texts["0"]
+    cached = scheduler.groups.only.kv_pages.cached_len(np.array(text, dtype=np.int32), "")
+    assert max(behind) == 8
+    assert cached == len(text) - 1 - (behind[-1] % 8 + 1)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DRAFTED if kind not in ("standalone", "dflash")])
@@ -368,10 +427,11 @@ def test_the_eager_sample_has_drafts_and_an_eager_predecessor(tmp_path: Path) ->
     by_name = {runner.spec.name: runner for runner in worker.runners}
     monitor = worker.parts.monitor
     monitor.schedule = EveryNth(512, after=510)
-    assert by_name["draft extend K=0"].run_eagerly == 0
     driver.decode(list(PROMPTS))
-    assert by_name["draft extend K=0"].run_eagerly == 1
+    assert by_name["target decode"].run_eagerly == 1
+    assert by_name["draft extend K=0"].run_eagerly == 0
     driver.decode([1, 2])
+    assert by_name["draft extend K=0"].run_eagerly == 1
     assert monitor.stats().eager_sample.iterations == 2
     monitor.schedule = EveryNth(512, after=511)
     result = driver.decode(list(PROMPTS))

@@ -96,8 +96,13 @@ def test_bad_preferred_parameters_are_refused(text: str, words: str) -> None:
 
 def test_details_of_drafts_and_of_the_cache_come_when_asked_for() -> None:
     spec = {
-        "spec_accept_rate": 8 / 12, "spec_accept_length": 3.0, "spec_num_correct_drafts": 8, "spec_num_proposed_drafts": 12,
+        "spec_accept_rate": 8 / 12, "spec_accept_length": 3.0, "spec_accept_rate_by_position": [1.0, 0.75, 0.25],
+        "spec_num_correct_drafts": 8, "spec_num_proposed_drafts": 12,
         "spec_num_draft_positions": 12, "spec_verify_ct": 4, "spec_correct_drafts_histogram": [0, 1, 2, 1],
+    }  # fmt: skip
+    usage = {
+        "verify_steps": 4, "drafted_tokens": 12, "accepted_tokens": 8, "accept_length": 3.0, "accept_rate": 8 / 12,
+        "accept_rate_by_position": [1.0, 0.75, 0.25], "mean_depth": 3.0,
     }  # fmt: skip
     asked = {"return_cached_tokens_details": True, "return_spec_tokens_details": True}
 
@@ -114,6 +119,10 @@ def test_details_of_drafts_and_of_the_cache_come_when_asked_for() -> None:
                 assert text[-1]["sglext"] == whole["sglext"]
                 two = (await f.post(path, {**body, "n": 2, "return_spec_tokens_details": True})).json()
                 assert two["sglext"] == {"spec_tokens_details": [spec, spec]}
-                assert "sglext" not in (await f.post(path, body)).json()
+                assert text[-1]["usage"]["speculative"] == whole["usage"]["speculative"] == usage
+                assert two["usage"]["speculative"] == {**usage, "verify_steps": 8, "drafted_tokens": 24, "accepted_tokens": 16}
+                quiet = (await f.post(path, body)).json()
+                assert "sglext" not in quiet
+                assert "speculative" not in quiet["usage"]
 
     run(case())

@@ -22,7 +22,7 @@ from runtime.config.quant_config import QuantConfig
 from runtime.config.resolve import check, resolve
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.config.server_args import ServerArgs
-from runtime.config.speculative import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS, with_embedded_draft
+from runtime.config.speculative import AUTO_DEPTHS, EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS, with_embedded_draft
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.entrypoints import prepare
 from runtime.errors import ConfigError
@@ -444,7 +444,7 @@ def test_an_option_that_cannot_take_effect_is_refused_by_name(given: dict[str, o
 def test_without_a_draft_model_the_checkpoints_own_layer_drafts(algorithm: str) -> None:
     model, asked = replace(LLAMA, has_mtp=True), {"model_path": "m", "speculative_algorithm": algorithm}
     spec = spec_of(resolve(args(**asked, speculative_token_map=__file__), HOPPER, model))
-    assert (spec.algorithm, spec.draft_model_path, spec.num_steps, spec.token_map) == ("MTP", None, 3, __file__)
+    assert (spec.algorithm, spec.draft_model_path, spec.depths, spec.token_map) == ("MTP", None, AUTO_DEPTHS, __file__)
     tree = spec_of(resolve(args(**asked, speculative_eagle_topk=4), HOPPER, model))
     assert (tree.algorithm, tree.topk) == ("MTP", 4)
 
@@ -499,7 +499,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     ),
     "speculative_num_steps": (TREE, lambda c: spec_of(c).num_steps, 5),
     "speculative_eagle_topk": (TREE, lambda c: spec_of(c).topk, 4),
-    "speculative_num_draft_tokens": (TREE, lambda c: spec_of(c).num_draft_tokens, 8),
+    "speculative_num_draft_tokens": ({**TREE, "speculative_num_draft_tokens": 9}, lambda c: spec_of(c).num_draft_tokens, 9),
     "speculative_token_map": ({"speculative_token_map": __file__}, lambda c: spec_of(c).token_map, __file__),
     "speculative_accept_threshold_single": (
         {"speculative_accept_threshold_single": 0.5}, lambda c: spec_of(c).accept_threshold_single, 0.5
@@ -605,10 +605,30 @@ def test_check_refuses_what_no_machine_can_do() -> None:
 def test_eagle_has_sglangs_defaults() -> None:
     config = resolve(args(**EAGLE), HOPPER, LLAMA, DRAFT).speculative
     assert config is not None
-    assert (config.num_steps, config.topk, config.num_draft_tokens) == (3, 1, 4)
     assert (config.attention_backend, config.draft_decode_graph, config.draft_extend_graph) == ("fa3", True, True)
     assert (config.draft_model_path, config.draft_load_format) == DRAFT
     assert (config.accept_threshold_single, config.accept_threshold_acc, config.synthetic_accept) == (1.0, 1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "shape", "depths"),
+    [
+        ({}, (7, 1, 8), AUTO_DEPTHS),
+        ({"speculative_eagle_topk": 1}, (7, 1, 8), AUTO_DEPTHS),
+        ({"speculative_synthetic_accept_length": "2.5"}, (7, 1, 8), AUTO_DEPTHS),
+        ({"speculative_synthetic_accept_length": "0.9,0.5,0.1"}, (3, 1, 4), ()),
+        ({"speculative_num_steps": 3}, (3, 1, 4), ()),
+        ({"speculative_num_draft_tokens": 4}, (3, 1, 4), ()),
+        ({"speculative_eagle_topk": 2}, (3, 2, 11), ()),
+        ({"speculative_draft_model_path": str(EMBEDDED_DRAFT)}, (4, 1, 5), ()),
+    ],
+)
+def test_a_chain_without_a_number_of_steps_chooses_its_depth(
+    given: dict[str, object], shape: tuple[int, int, int], depths: tuple[int, ...]
+) -> None:
+    asked = {**EAGLE, **given}
+    config = spec_of(resolve(args(**asked), HOPPER, LLAMA, (asked["speculative_draft_model_path"], "auto")))
+    assert ((config.num_steps, config.topk, config.num_draft_tokens), config.depths) == (shape, depths)
 
 
 def test_a_chain_verifies_one_token_more_than_it_drafts(caplog: pytest.LogCaptureFixture) -> None:
@@ -810,7 +830,7 @@ def test_auto_takes_several_depths_and_no_default_batch_limit(machine: MachineFa
     for spec in map(spec_of, found):
         assert spec.depths == (0, 1, 2, 3, 5, 7)
         assert (spec.num_steps, spec.topk, spec.num_draft_tokens, spec.disable_by_batch_size) == (7, 1, 8, None)
-    fixed = spec_of(resolve(args(**EAGLE, speculative_synthetic_accept_length="2.5"), machine, LLAMA, DRAFT))
+    fixed = spec_of(resolve(args(**EAGLE, speculative_num_steps=3, speculative_synthetic_accept_length="2.5"), machine, LLAMA, DRAFT))
     assert fixed.depths == ()
     assert spec_of(found[1]).synthetic_accept == fixed.synthetic_accept[:1] * 7, "a depth accepts what it accepts when it is fixed"
 

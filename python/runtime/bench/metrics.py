@@ -170,7 +170,8 @@ def acceptance(records: Sequence[RequestRecord], before: Mapping[str, Any] | Non
         before, after: the server's information before and after the run; None if it has none.
 
     Returns:
-        accept_length, per_position_acceptance, graph_hit_rate, padding_waste; None for an unknown figure.
+        accept_length, per_position_acceptance, graph_hit_rate, padding_waste, steps_by_depth, accept_length_by_context; None for an
+        unknown figure.
     """
     state = _state(after)
     figures: Figures = {
@@ -178,6 +179,8 @@ def acceptance(records: Sequence[RequestRecord], before: Mapping[str, Any] | Non
         "per_position_acceptance": state.get("per_position_acceptance"),
         "graph_hit_rate": state.get("graph_hit_rate"),
         "padding_waste": state.get("padding_waste"),
+        "steps_by_depth": None,
+        "accept_length_by_context": state.get("spec_accept_length_by_context") or None,
     }
     for known in (_from_totals(_state(before), state), _from_answers([record for record in records if record.success])):
         figures |= {name: value for name, value in known.items() if value is not None}
@@ -194,7 +197,9 @@ def _from_totals(before: Mapping[str, Any], after: Mapping[str, Any]) -> Figures
     delta = {name: _difference(before.get(key), after.get(key)) for name, key in COUNTERS.items()}
     steps, by_position = delta["steps"], delta["by_position"]
     rows = (delta["rows"] or 0) + (delta["padding"] or 0)
+    old, depths = before.get("spec_depth_steps_total") or {}, after.get("spec_depth_steps_total") or {}
     return {
+        "steps_by_depth": {k: n - old.get(k, 0) for k, n in sorted(depths.items()) if n > old.get(k, 0)} or None,
         "accept_length": 1 + delta["accepted"] / steps if steps and delta["accepted"] is not None else None,
         "per_position_acceptance": [count / steps for count in by_position] if steps and by_position else None,
         "graph_hit_rate": delta["graphs"] / delta["decodes"] if delta["decodes"] and delta["graphs"] is not None else None,

@@ -65,6 +65,10 @@ def _totals(figures: Figures) -> list[str]:
     if figures["per_position_acceptance"]:
         shares = " ".join(f"{share:.3f}" for share in figures["per_position_acceptance"])
         lines.append(f"{'Acceptance by position:':<40} {shares}")
+    tables = (("Decode steps by draft depth:", "steps_by_depth"), ("Accept length by context from:", "accept_length_by_context"))
+    for title, name in tables:
+        if by := figures[name]:
+            lines.append(f"{title:<40} {', '.join(f'{key}: {value:.4g}' for key, value in by.items())}")
     optional = (("Graph hit rate:", "graph_hit_rate"), ("Padding waste:", "padding_waste"))
     return lines + [_row(label, figures[name]) for label, name in optional if isinstance(figures[name], int | float)]
 

@@ -199,7 +199,8 @@ class ServerArgs:
     """Format of the draft model's weights; default: dummy with a dummy model unless it is a GGUF file, else auto."""
     speculative_num_steps: int | Literal["auto"] | None = _flag(SPECULATION, None, "K")
     """Depth of the drafts, K; auto: each iteration runs at the depth, 0 to 7, that gives the most tokens per second. Default:
-    D - 1 if a chain's D is given, all masked tokens of a DFLASH draft's blocks, else 3 (embedded model: 4 on a GPU)."""
+    auto for chains; D - 1 if D is given, all masked tokens of a DFLASH draft's blocks, 3 for trees and attention groups; embedded
+    model: 3, on a GPU 4."""
     speculative_eagle_topk: int | None = _flag(SPECULATION, None, "N")
     """Branches per draft node; default: 1, a chain."""
     speculative_num_draft_tokens: int | None = _flag(SPECULATION, None, "D")

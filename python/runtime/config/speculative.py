@@ -35,8 +35,9 @@ int8, drafts gave 1.24 times the tokens at batch size 2, 0.93 to 1.02 times at 4
 times at 8, the largest measured.
 """
 DEFAULT_STEPS = 3
+"""Default depth of trees, and of chains whose acceptance is forced by position."""
 AUTO_DEPTHS = (0, 1, 2, 3, 5, 7)
-"""Depths of `--speculative-num-steps auto`."""
+"""Depths of `--speculative-num-steps auto`, the default of chains."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def _check_draft_source(args: ServerArgs, algorithm: str) -> None:
 def _draft_shape(args: ServerArgs, device: DeviceKind) -> _DraftShape:
     topk = args.speculative_eagle_topk or 1
     asked = args.speculative_num_draft_tokens
-    if args.speculative_num_steps == "auto":
+    if args.speculative_num_steps == "auto" or _is_auto_by_default(args, topk):
         return _auto_shape(args, topk)
     steps = args.speculative_num_steps or _default_steps(args, device, topk)
     if topk > 1:
@@ -203,6 +204,16 @@ def _draft_shape(args: ServerArgs, device: DeviceKind) -> _DraftShape:
     if asked is not None and asked != steps + 1:
         log.warning("speculative num draft tokens %d, not %d: a chain of %d steps verifies one token more", steps + 1, asked, steps)
     return _DraftShape(steps, 1, steps + 1)
+
+
+def _is_auto_by_default(args: ServerArgs, topk: int) -> bool:
+    """Whether nothing that was given asks for one depth. The embedded model's own depth was measured."""
+    fixed = (args.speculative_num_steps, args.speculative_num_draft_tokens)
+    by_position = "," in (args.speculative_synthetic_accept_length or "")
+    groups = args.enable_dp_attention
+    return (
+        not groups and topk == 1 and fixed == (None, None) and not by_position and args.speculative_draft_model_path != str(EMBEDDED_DRAFT)
+    )
 
 
 def _auto_shape(args: ServerArgs, topk: int) -> _DraftShape:

@@ -227,7 +227,7 @@ class Admission:
 
         A step in flight may still write there: before any step submitted from now on, and only past `kv_len`.
         """
-        self.kv_pages.close(req.pages, req.ids, min(req.kv_len, req.length - 1) if keep else 0)
+        self.kv_pages.close(req.pages, req.ids, req.cacheable_len if keep else 0)
         self.running.remove(req)
         self._free_rows.append(req.row)
         self._rows[req.request.client] -= 1

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from runtime.batch import UNCHANGED, SpeculationChange
 from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.pooling import Pooling
@@ -80,7 +81,7 @@ class StopReq(Message, frozen=True, kw_only=True):
     rid: str
 
 
-ControlCall = Literal["stats", "flush_cache", "start_profile", "stop_profile"]
+ControlCall = Literal["stats", "flush_cache", "change_speculation", "start_profile", "stop_profile"]
 
 
 class ControlReq(Message, frozen=True, kw_only=True):
@@ -89,6 +90,7 @@ class ControlReq(Message, frozen=True, kw_only=True):
     call_id: str
     what: ControlCall
     folder: str = ""
+    speculation: SpeculationChange = UNCHANGED
 
 
 class DrainReq(Message, frozen=True, kw_only=True):

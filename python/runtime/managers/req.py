@@ -72,6 +72,7 @@ class Req:
         grammar: what the output follows, once it is compiled; None for free text.
         prefill_len: tokens to prefill: the prompt, and after a retraction also the output so far.
         emits_in_flight: steps in flight that emit at least one token of it.
+        unfollowed: positions at the end of its KV whose draft KV does not exist yet, at most.
         unsent: tokens that the detokenizer does not have yet.
         pooled: float64, the sum of what the prompt chunks of a pooling request gave so far.
         progress: the counts that replies carry; messages share this instance, so `send` must encode before it returns.
@@ -93,7 +94,7 @@ class Req:
         self.phase = Phase.WAITING
         self.row = self.group = 0
         self.pages = RequestPages(request.cache_salt)
-        self.kv_len = self.kv_bound = self.emits_in_flight = 0
+        self.kv_len = self.kv_bound = self.emits_in_flight = self.unfollowed = 0
         self.retracted = self.made_way = self.overtook = self.was_admitted = False
         self.overtaken = 0
         self.unsent: list[int] = []
@@ -129,6 +130,11 @@ class Req:
     def remaining(self) -> int:
         """Output tokens up to the length limit."""
         return self.total_limit - self.length
+
+    @property
+    def cacheable_len(self) -> int:
+        """Positions whose KV, the draft's included, a prefix cache may hold."""
+        return max(min(self.kv_len - self.unfollowed, self.length - 1), 0)
 
     @property
     def alive(self) -> bool:
@@ -169,6 +175,7 @@ class Req:
     def admit(self, row: int, pages: RequestPages, prefix_len: int, now: float) -> None:
         """Start prefilling in `row`; `prefix_len` tokens have KV already."""
         self.phase, self.row, self.pages, self.retracted, self.made_way = Phase.PREFILLING, row, pages, False, False
+        self.unfollowed = 0
         self.kv_len = self.kv_bound = prefix_len
         self.prefill_len = self.length
         if not self.was_admitted:
@@ -187,9 +194,10 @@ class Req:
             self.phase = Phase.DECODING
             self.emits_in_flight += 1
 
-    def decode_collected(self, accept_len: int, max_accept_len: int) -> None:
-        """A decode step committed KV of `accept_len` tokens."""
+    def decode_collected(self, accept_len: int, max_accept_len: int, unfollowed: int) -> None:
+        """A decode step committed KV of `accept_len` tokens; `unfollowed` as in `StepStats`."""
         self.kv_len += accept_len
+        self.unfollowed = unfollowed
         self.kv_bound -= max_accept_len - accept_len
         self.emits_in_flight -= 1
 

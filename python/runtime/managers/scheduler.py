@@ -52,7 +52,7 @@ from runtime.managers.req import Req
 from runtime.managers.step_plan import InFlightStep, StepPlan
 from runtime.managers.telemetry.heartbeat import HeartbeatThread
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
-from runtime.managers.telemetry.spec_stats import SpecStats
+from runtime.managers.telemetry.spec_stats import ContextAcceptance, SpecStats
 from runtime.managers.telemetry.stats_log import StatsLog
 
 log = logging.getLogger(__name__)
@@ -94,10 +94,8 @@ class Scheduler:
         compiler: GrammarCompiler | None = None,
     ) -> None:
         self._config = config
-        self._worker = worker
-        self._eos_ids = eos_ids
-        self._receive = receive
-        self._send, self._clock = send, clock
+        self._worker, self._eos_ids = worker, eos_ids
+        self._receive, self._send, self._clock = receive, send, clock
         self.limits = worker.limits
         self.stats = SchedulerStats(startup_seconds=worker.info().startup_seconds)
         self.groups = AttentionGroups(config, cache.radix_cache, self.limits, self.stats, clock)
@@ -245,6 +243,9 @@ class Scheduler:
                 return structs.replace(self.current_stats(), worker=self._worker.info())
             case "flush_cache":
                 return CacheFlushed(pages=self._flush_cache())
+            case "change_speculation":
+                self._worker.change_speculation(message.speculation)
+                return self.current_stats()
             case "start_profile":
                 self._worker.start_profile(message.folder)
                 return ProfileAt(path=message.folder)
@@ -256,7 +257,7 @@ class Scheduler:
             raise CacheBusy(len(self._reqs))
         while self._in_flight:  # steps whose requests have all ended
             self._collect()
-        self.stats.spec = SpecStats()
+        self.stats.spec, self.stats.spec_by_context = SpecStats(), ContextAcceptance()
         self._stats_log = StatsLog(self.current_stats, self._clock())
         return self.groups.flush()
 
@@ -368,13 +369,11 @@ class Scheduler:
         if pure:
             stats.decode.add(ran.graph, live, padded)
         if max_accept_len > 1:
-            stats.spec_paused_steps_total += not ran.depth
-            depths, depth = stats.spec_depth_steps_total, str(ran.depth)
-            depths[depth] = depths.get(depth, 0) + 1
+            stats.count_depth(ran.depth)
         for req, (start, end) in zip(plan.decodes, pairwise(starts), strict=True):
             if not req.alive:
                 continue
-            req.decode_collected(end - start, max_accept_len)
+            req.decode_collected(end - start, max_accept_len, ran.unfollowed)
             progress = req.progress
             if pure:
                 progress.decode.add(ran.graph, live, padded)
@@ -383,6 +382,7 @@ class Scheduler:
                 progress.spec = spec = progress.spec or SpecStats()
                 spec.add(end - start, drafts, max_accept_len, depth)
                 stats.spec.add(end - start, drafts, max_accept_len, depth)
+                stats.spec_by_context.add(end - start, req.kv_len)
             self._emit(req, tokens[start:end], start, result)
         self.groups.of(plan.decodes[0]).new_token_ratio.decay()
 

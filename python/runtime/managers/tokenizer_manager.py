@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from runtime.batch import WorkerLimits
+from runtime.batch import UNCHANGED, SpeculationChange, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.errors import InvalidField, ServerDraining, ServingError, SlowReader, WorkerDied
 from runtime.managers.client import CURRENT
@@ -50,7 +50,6 @@ from runtime.sampling_params import SamplingParams
 from runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
 R = TypeVar("R")
 
 MAX_UNREAD = 4096
@@ -292,6 +291,10 @@ class TokenizerManager:
         """Empty the prefix cache; returns the pages that were in it. Status 409 while requests run."""
         return (await self._call("flush_cache", CacheFlushed)).pages
 
+    async def change_speculation(self, change: SpeculationChange) -> None:
+        """Draft otherwise from now on."""
+        await self._call("change_speculation", SchedulerStats, speculation=change)
+
     async def start_profile(self, folder: str) -> None:
         """Start a trace of the scheduler process."""
         await self._call("start_profile", ProfileAt, folder)
@@ -304,14 +307,14 @@ class TokenizerManager:
         finally:
             self._trace_calls -= 1
 
-    async def _call(self, what: ControlCall, expected: type[R], folder: str = "") -> R:
+    async def _call(self, what: ControlCall, expected: type[R], folder: str = "", speculation: SpeculationChange = UNCHANGED) -> R:
         """Make one call to the scheduler; raises its error with its status."""
         if not self.health.alive():
             raise WorkerDied(self.health.dead or "scheduler")
         call_id = f"call-{next(self._serial)}"
         reply = self._calls[call_id] = asyncio.get_running_loop().create_future()
         try:
-            self._send(ControlReq(call_id=call_id, what=what, folder=folder))
+            self._send(ControlReq(call_id=call_id, what=what, folder=folder, speculation=speculation))
             result = await reply
         finally:
             self._calls.pop(call_id, None)

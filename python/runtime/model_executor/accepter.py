@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from runtime.errors import RequestError
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.kernels.argmax import argmax
 from runtime.layers.logits_processors import LogitsContext, process_logits
@@ -51,6 +53,17 @@ class Accepter:
 
     def __init__(self, target: TargetModel, policy: AcceptPolicy) -> None:
         self._target, self._policy = target, policy
+
+    def force(self, acceptance: Sequence[float]) -> None:
+        """Replace synthetic acceptance, in place because graphs hold its address.
+
+        Raises:
+            RequestError: drafts are accepted by their tokens.
+        """
+        if (forced := self._policy.synthetic) is None:
+            why = "needs a server that was started with --speculative-synthetic-accept-length."
+            raise RequestError(f"speculative_synthetic_accept_length {why}", "speculative_synthetic_accept_length")
+        forced.copy_(torch.tensor(acceptance, dtype=forced.dtype))
 
     def accept(self, iteration: Iteration, draft: DraftWindow, verified: VerifyResult, window: ForwardBatch) -> AcceptResult:
         """Decide, move accepted KV to the front of its window (trees), and set the rows."""

@@ -209,7 +209,7 @@ def make_target(context: WorkerContext, runner: ModelRunner, spec: DrafterSpec) 
     ops, why = select_sampling(context.device, context.config.device.sampling_backend)
     log.info("sampling: %s", why)
     reach = spec.shape.tokens_per_step
-    positions = context.config.model.context_length + PAGE_LOOKAHEAD_STEPS * reach
+    positions = context.config.model.context_length + PAGE_LOOKAHEAD_STEPS * reach + spec.catch_up
     page_table = PageTable(context.running + 1, positions, context.config.cache.page_size, context.device)
     rows = RequestRows(context.running + 1, runner.config.vocab_size, context.device, ops)
     # A prompt step uploads three numbers per token and five per request; a page takes three: one page per token, or the
@@ -318,6 +318,7 @@ def _drop_depths(parts: WorkerParts, reservations: Mapping[str, int]) -> None:
     """Leave out the graphs of deep windows that memory does not allow; no iteration runs at these depths then."""
     runners = {depth: [parts.verifier.runners[depth], *parts.drafter.runners(depth)] for depth in parts.depths.limits}
     graph_bytes = {depth: sum(reservations[runner.spec.name] for runner in own) for depth, own in runners.items()}
+    log.info("graphs by depth, MiB: %s", ", ".join(f"K={depth} {size / MIB:.0f}" for depth, size in sorted(graph_bytes.items())))
     free = torch.cuda.mem_get_info()[0] if parts.target.device.type == "cuda" else 0
     for depth in depths_to_drop(graph_bytes, int(free * MOST_GRAPH_SHARE)):
         log.warning("no graphs of depth %d: they would take %.0f MiB", depth, graph_bytes[depth] / MIB)

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from runtime.batch import RowInit, ScheduleBatch
+from runtime.errors import InvalidField
 from runtime.model_executor.depth_bytes import LADDER, StepBytes, least_batches
 from runtime.model_executor.depth_controller import DecodeRows, DepthController
 from runtime.sampling_params import MAX_DRAFT_STEPS
@@ -189,6 +190,7 @@ class DepthControl:
         self.controller: DepthController | None = None
         self.costs: StepBytes | None = None
         self._forced: int | None = None
+        self._fixed: int | None = None
         self._turn: int | None = None
         self._caps = np.full(rows, MAX_DRAFT_STEPS, dtype=np.int32)
         self._greedy = np.zeros(rows, dtype=np.bool_)
@@ -231,7 +233,11 @@ class DepthControl:
             self._turn += 1
             return serving[self._turn % len(serving)]
         most_wanted = int(self._caps[rows].max())
+        if self._fixed is not None:
+            most_wanted = min(most_wanted, self._fixed)
         serving = [depth for depth in serving if depth <= most_wanted] or [min(serving)]
+        if self._fixed is not None:
+            return max(serving)
         if self.controller is None or self._sizes is None or len(serving) == 1:
             return max(serving)
         kv_tokens = int(batch.len_bounds[batch.num_prompts :].sum())
@@ -246,6 +252,17 @@ class DepthControl:
     def _admit(self, new_rows: Sequence[RowInit]) -> None:
         for init in new_rows:
             self._caps[init.row], self._greedy[init.row] = init.sampling.most_drafts, init.sampling.greedy
+
+    def fix(self, depth: int) -> None:
+        """From now on run at `depth`, or the largest below it that the batch and its requests allow; -1: as before that.
+
+        Raises:
+            RequestError: the table has no such depth.
+        """
+        if depth >= 0 and depth not in self.limits:
+            depths = ", ".join(map(str, sorted(self.limits)))
+            raise InvalidField("speculative_num_steps", depth, f"auto, or one of {depths}")
+        self._fixed = depth if depth >= 0 else None
 
     @contextmanager
     def forced(self, depth: int | None) -> Iterator[None]:

@@ -10,6 +10,7 @@ import torch
 
 from runtime.batch import BatchResult, Int32, RowInit
 from runtime.layers.gemm.gemm import Gemm
+from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.model_executor.depth import DepthBatches
 from runtime.model_executor.draft_window import NO_DRAFTS, DraftWindow, TreeShape
 from runtime.model_executor.graph_runner import Forward, GraphRunner, RunnerSpec
@@ -31,6 +32,7 @@ class DrafterSpec:
         capturable: whether `propose` and `follow` only launch work, so that a graph can record them.
         aux_layers: layers of the target whose states are features, instead of the last hidden states.
         feature_width: width of the target's states that `follow` reads at each window position; 0 for none.
+        catch_up: tokens per request of the window in which the drafter follows steps without drafts; 0 for none.
         to_target, to_draft: int64 [Vd] and [V], maps between the vocabularies; None where they are the same.
     """
 
@@ -41,6 +43,7 @@ class DrafterSpec:
     capturable: bool = False
     aux_layers: tuple[int, ...] = ()
     feature_width: int = 0
+    catch_up: int = 0
     to_target: torch.Tensor | None = None
     to_draft: torch.Tensor | None = None
 
@@ -105,7 +108,7 @@ class Drafter(Protocol):
         ...
 
     def follow(self, iteration: Iteration, accepted: Accepted) -> None:
-        """Bring the draft's state to the end of the committed tokens."""
+        """Bring the draft's state to the end of the committed tokens; after K = 0 at the latest in `before` of a later iteration."""
         ...
 
     def follow_prompt(self, extend: ExtendPass) -> None:
@@ -119,6 +122,21 @@ class Drafter(Protocol):
 
     def admit(self, new_rows: Sequence[RowInit]) -> None:
         """Requests took rows."""
+
+    def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds, eager: bool) -> int:
+        """An iteration is about to start: its inputs are not filled yet.
+
+        Args:
+            rows: int32 [live].
+            bounds: int32 [live], upper bounds of their KV lengths.
+            depth: K.
+            needs: what the sampler has to do.
+            eager: run no graph.
+
+        Returns:
+            Positions at the end of a row's KV that the draft will not have followed after the iteration, at most.
+        """
+        return 0
 
     def observe(self, rows: Int32, result: BatchResult) -> None:
         """A step of `rows`, int32 [B], was read on the host."""

@@ -47,6 +47,7 @@ class Iteration:
         caps: None where every request takes all drafts.
         greedy: bool [live], which requests are greedy; None where the depth is fixed.
         started: when it was submitted to the device, in seconds.
+        unfollowed: positions at the end of a row's KV that the draft will not have followed after it, at most.
     """
 
     depth: int
@@ -63,6 +64,7 @@ class Iteration:
     caps: DraftCaps | None = None
     greedy: npt.NDArray[np.bool_] | None = None
     started: float = 0.0
+    unfollowed: int = 0
 
     @property
     def live(self) -> int:

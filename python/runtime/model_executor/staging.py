@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-DEPTH = 6
+DEPTH = 8
 """Most uploads in flight. A slot is reused after its copy has run. In practice that never waits: a step uploads at
-most three times, and one step is queued ahead."""
+most four times, and one step is queued ahead."""
 ALIGNMENT = 4
 """Align arrays to 4 values, 16 bytes: Triton recompiles a kernel for a different pointer alignment."""
 MOST_ARRAYS = 32

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from runtime.batch import BatchResult, Int32, Pending, ScheduleBatch, StepStats, WorkerLimits, no_ints
+from runtime.batch import BatchResult, Int32, Pending, ScheduleBatch, SpeculationChange, StepStats, WorkerLimits, no_ints
 from runtime.distributed.parallel_group import ParallelGroup
-from runtime.errors import RanksDiffer
+from runtime.errors import RanksDiffer, RequestError
 from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.accepter import Accepter
@@ -117,7 +117,7 @@ def send_to_host(
         tokens = emitted[:, :D].flatten()
         logprobs = copy_logprobs(logits, tokens, iteration.top_logprobs, index, iteration.mask) if reads else None
     wanted = [emitted, *([agreement.differs] if agreement.active else [])] if reads else []
-    stats = StepStats(verified.graph, iteration.size, D - 1, iteration.depth)
+    stats = StepStats(verified.graph, iteration.size, D - 1, iteration.depth, iteration.unfollowed)
     experts = HostCopy(hit) if hit is not None and reads else None
     return DecodesPending(iteration, HostCopy(*wanted), logprobs, stats, agreement.active, experts)
 
@@ -223,6 +223,18 @@ class Worker:
         """Call `function` on the thread that runs steps, after all steps that were submitted. For checks and tests."""
         return self._queue.run(function)
 
+    def change_speculation(self, change: SpeculationChange) -> None:
+        """Choose depths or accept otherwise, after all steps that were submitted."""
+        if change.acceptance is not None and self._followers is not None:
+            raise RequestError("speculative_synthetic_accept_length cannot change where several ranks share the model.")
+        self._queue.run(lambda: self._change_speculation(change))
+
+    def _change_speculation(self, change: SpeculationChange) -> None:
+        if change.depth is not None:
+            self.parts.depths.fix(change.depth)
+        if change.acceptance is not None:
+            self.parts.accepter.force(change.acceptance)
+
     def start_profile(self, folder: str) -> None:
         """Begin a torch trace."""
         self._queue.run(lambda: self._profiler.start(folder))
@@ -294,7 +306,6 @@ class Worker:
         """An iteration of the decode rows, int64 [size], which go into the inputs that all runners share."""
         parts, first, size = self.parts, batch.num_prompts, len(rows)
         host_rows = batch.rows[first:]
-        parts.inputs.rows(size).copy_(rows)
         bounds = np.zeros(size, dtype=np.int32)
         bounds[: len(host_rows)] = batch.len_bounds[first:]
         is_sample, precedes_sample = parts.monitor.next_iteration(batch.num_decodes)
@@ -302,12 +313,15 @@ class Worker:
         # for neither side.
         needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
         grammar = parts.grammars.step(host_rows, size)
-        replays = first == 0 and depth > 0 and grammar is None and parts.verifier.has_graph(depth, size)
+        is_sample = is_sample and first == 0 and depth > 0 and grammar is None and parts.verifier.has_graph(depth, size)
+        unfollowed = parts.drafter.before(host_rows, batch.len_bounds[first:], depth, needs, is_sample)
+        parts.inputs.rows(size).copy_(rows)
         return Iteration(
-            *(depth, host_rows, rows, parts.inputs.kv_lens(size), bounds, needs, k, is_sample and replays, precedes_sample, grammar),
+            *(depth, host_rows, rows, parts.inputs.kv_lens(size), bounds, needs, k, is_sample, precedes_sample, grammar),
             caps=self._caps(host_rows, depth, size),
             greedy=None if parts.depths.controller is None else parts.target.rows.greedy(host_rows),
             started=time.perf_counter(),
+            unfollowed=unfollowed,
         )
 
     def _caps(self, host_rows: Int32, depth: int, size: int) -> DraftCaps | None:

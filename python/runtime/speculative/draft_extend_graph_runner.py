@@ -8,6 +8,7 @@ there before it is read. The LM head runs on each request's last accepted positi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -40,14 +41,16 @@ def draft_extend_spec(full: TreeShape, shape: TreeShape, feature: int, dtype: to
     )
 
 
-def draft_extend_forward(draft: DraftModel, rows: RequestRows, state: DraftState, inputs: InputBuffers) -> Forward:
-    """The function that the graph records."""
+def draft_extend_forward(
+    draft: DraftModel, rows: RequestRows, state: DraftState, inputs: InputBuffers, states: Callable[[ForwardBatch], torch.Tensor]
+) -> Forward:
+    """The function that the graph records; `states` gives the target's hidden states of a batch."""
 
     def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
         index, D = batch.req_pool_indices, batch.tokens_per_req
         accepted = inputs.named("accept_lens", batch.batch_size).to(torch.int64)
         last = torch.arange(batch.batch_size, device=accepted.device) * D + accepted - 1
-        hidden = draft.forward(replace(batch, hidden_states=inputs.named("features", batch.num_tokens)), last)
+        hidden = draft.forward(replace(batch, hidden_states=states(batch)), last)
         if draft.lookahead:
             positions = inputs.kv_lens(batch.batch_size).to(torch.int64) + accepted + 1 if variant == SAMPLED else None
             state.hidden[index] = hidden

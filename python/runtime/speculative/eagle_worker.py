@@ -14,13 +14,15 @@ target's page table, so its KV length is always the target's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from runtime.batch import Int32, RowInit
 from runtime.config.runtime_config import SpeculativeConfig
 from runtime.layers.attention.base import plan_pass
+from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.model_executor.depth import DepthBatches
 from runtime.model_executor.draft_window import DraftWindow, TreeShape
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, ModelPasses
@@ -31,6 +33,7 @@ from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.target_model import ExtendPass, TargetModel
 from runtime.model_executor.window import fill_window
 from runtime.models.draft_head import DraftModel
+from runtime.speculative.catch_up import WIDTH, CatchUp, HeldStates, catch_up_spec
 from runtime.speculative.draft_decode_graph_runner import GREEDY, SAMPLED, DraftPasses, draft_decode_spec
 from runtime.speculative.draft_extend_graph_runner import draft_extend_forward, draft_extend_spec
 from runtime.speculative.draft_state import DraftState, first_guesses
@@ -52,7 +55,8 @@ class EagleWorker(Drafter):
     Attributes:
         runner: weights, KV pool and attention backend of the draft.
         state: hidden states and first guesses, by request row.
-        graphs: by depth.
+        graphs: by depth, from 1 on.
+        catch_up: follows steps without drafts; None where all have some.
     """
 
     def __init__(self, model: DraftModel, runner: ModelRunner, config: SpeculativeConfig) -> None:
@@ -63,11 +67,13 @@ class EagleWorker(Drafter):
             capturable=config.topk == 1,
             aux_layers=model.aux_layers,
             feature_width=model.input_width,
+            catch_up=WIDTH,
             to_target=model.to_target,
             to_draft=model.to_draft,
         )
         self.state: DraftState
         self.graphs: dict[int, DraftRunners] = {}
+        self.catch_up: CatchUp | None = None
         self._target: TargetModel
 
     # ---- build
@@ -78,8 +84,19 @@ class EagleWorker(Drafter):
         self._target, self._depths = target, setup.depths
         rows = len(target.rows.kv_lens)
         self.state = DraftState(rows, topk, model.hidden_width, model.vocab_size, model.hidden_dtype, target.device)
-        self.runner.allocate(1, target.page_table, setup.requests, self.spec.max_width, self._plans)
-        self.graphs = {depth: self._make_runners(setup, depth, batches) for depth, batches in setup.depths.items()}
+        self.runner.allocate(1, target.page_table, setup.requests, self._width, self._plans)
+        self.graphs = {depth: self._make_runners(setup, depth, batches) for depth, batches in setup.depths.items() if depth}
+        if 0 in setup.depths:
+            self.catch_up = self._make_catch_up(setup)
+
+    def _make_catch_up(self, setup: DraftSetup) -> CatchUp:
+        target, inputs, model = setup.target, setup.inputs, self.model
+        held = HeldStates(len(target.rows.kv_lens), model.input_width, self.runner.dtype, inputs)
+        forward = draft_extend_forward(model, target.rows, self.state, inputs, held.states)
+        variants = (GREEDY, SAMPLED) if self.spec.shape.topk == 1 else (GREEDY,)
+        spec = catch_up_spec(variants, model.kernel_launches)
+        runner = setup.make_runner(spec, forward, self.runner, setup.depths[0], self._config.draft_extend_graph)
+        return CatchUp(target, inputs, held, runner)
 
     def _make_runners(self, setup: DraftSetup, depth: int, batches: DepthBatches) -> DraftRunners:
         full, shape, model, config = self.spec.shape, self.spec.shape.at_depth(depth), self.model, self._config
@@ -89,8 +106,14 @@ class EagleWorker(Drafter):
             spec = draft_decode_spec(shape, full.num_steps, model.vocab_size, launches, passes)
             decode = setup.make_runner(spec, drafting.forward, self.runner, batches, config.draft_decode_graph)
         spec = draft_extend_spec(full, shape, model.input_width, self.runner.dtype, launches)
-        forward = draft_extend_forward(model, rows, self.state, setup.inputs)
+        inputs = setup.inputs
+        forward = draft_extend_forward(model, rows, self.state, inputs, lambda batch: inputs.named("features", batch.num_tokens))
         return DraftRunners(drafting, decode, setup.make_runner(spec, forward, self.runner, batches, config.draft_extend_graph))
+
+    @property
+    def _width(self) -> int:
+        """Tokens per request of the draft's widest pass."""
+        return max(self.spec.max_width, WIDTH if 0 in self._depths else 0)
 
     @property
     def _plans(self) -> int:
@@ -105,11 +128,13 @@ class EagleWorker(Drafter):
 
     def models(self) -> list[ModelPasses]:
         """The draft model."""
-        graphs = [runner for depth in self.graphs for runner in self.runners(depth)]
-        return [ModelPasses(self.runner, graphs, self.spec.max_width, self._plans)]
+        graphs = [runner for depth in self._depths for runner in self.runners(depth)]
+        return [ModelPasses(self.runner, graphs, self._width, self._plans)]
 
     def runners(self, depth: int) -> list[GraphRunner]:
         """Draft-decode, where there is one, and draft-extend."""
+        if depth == 0:
+            return [] if self.catch_up is None else [self.catch_up.runner]
         found = self.graphs[depth]
         return [found.extend] if found.decode is None else [found.decode, found.extend]
 
@@ -121,14 +146,25 @@ class EagleWorker(Drafter):
             if depth:
                 runs += backend.warmup_runs(batches.tuned, shape.topk, shape.topk > 1)
             if batches.tuned:
-                runs += backend.warmup_runs(batches.tuned, shape.num_draft_tokens, tree=False)
+                runs += backend.warmup_runs(batches.tuned, shape.num_draft_tokens if depth else WIDTH, tree=False)
         return runs
 
     def reset(self) -> None:
         """Forget every request."""
         self.state.reset()
+        if self.catch_up is not None:
+            self.catch_up.reset()
 
     # ---- steps; outside graphs but for the runners' functions
+
+    def admit(self, new_rows: Sequence[RowInit]) -> None:
+        """Nothing waits for the draft in these rows."""
+        if self.catch_up is not None:
+            self.catch_up.admit(new_rows)
+
+    def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds, eager: bool) -> int:
+        """Follow steps without drafts, if it is time."""
+        return 0 if self.catch_up is None else self.catch_up.before(rows, bounds, depth, self._variant(needs), eager)
 
     def propose(self, iteration: Iteration) -> DraftWindow:
         """Run draft-decode."""
@@ -142,7 +178,7 @@ class EagleWorker(Drafter):
         batch.seq_len_bounds[:] = iteration.bounds + topk
         torch.add(iteration.kv_lens, topk, out=batch.seq_lens)
         forward = None if grammar is None else runners.passes.constrained(grammar)
-        outputs, _ = runner.run(batch, self._variant(iteration), iteration.eager_sample, forward)
+        outputs, _ = runner.run(batch, self._variant(iteration.needs), iteration.eager_sample, forward)
         if topk == 1:
             return DraftWindow(outputs["tokens"], probs=outputs["probs"])
         return DraftWindow(outputs["tokens"], outputs["parents"], outputs["depths"], outputs["mask"])
@@ -155,14 +191,20 @@ class EagleWorker(Drafter):
             return select(begin(*passes.first_guesses(rows, grammar)), last, self.spec.shape)
         token, probs = state.tokens[rows, 0], state.probs[rows]
         if grammar is not None:
-            positions = None if self._variant(iteration) == GREEDY else iteration.kv_lens.to(torch.int64) + 1
+            positions = None if self._variant(iteration.needs) == GREEDY else iteration.kv_lens.to(torch.int64) + 1
             token, guessed = passes.guess(state.hidden[rows], rows, positions, last[:, None][:, :0], grammar)
             probs = probs if guessed is None else guessed
         return DraftWindow(torch.stack([last, token], dim=1), probs=probs[:, None])
 
     def follow(self, iteration: Iteration, accepted: Accepted) -> None:
-        """Run draft-extend over the whole window, rejected positions included."""
-        runner, result = self.graphs[iteration.depth].extend, accepted.result
+        """Run draft-extend over the whole window, rejected positions included; of a step without drafts only store what it reads."""
+        result = accepted.result
+        if iteration.depth == 0:
+            assert self.catch_up is not None, "depth 0 is in the table"
+            tokens = (result.tokens if self.model.lookahead else accepted.window)[:, 0]
+            self.catch_up.add(iteration, tokens, accepted.features, self._variant(iteration.needs))
+            return
+        runner = self.graphs[iteration.depth].extend
         batch, inputs, D = runner.batch(iteration.size), runner.inputs(iteration.size), result.tokens.shape[1]
         batch.seq_len_bounds[:] = iteration.bounds + D
         tokens = result.tokens if self.model.lookahead else accepted.window
@@ -173,7 +215,7 @@ class EagleWorker(Drafter):
             first = torch.arange(iteration.size, device=features.device)[:, None] * D
             features = features[(first + result.path).flatten()]
         inputs["features"].copy_(features)
-        runner.run(batch, self._variant(iteration), iteration.precedes_eager_sample)
+        runner.run(batch, self._variant(iteration.needs), iteration.precedes_eager_sample)
 
     def follow_prompt(self, extend: ExtendPass) -> None:
         """Run the draft over prompt chunks.
@@ -195,8 +237,8 @@ class EagleWorker(Drafter):
             positions = None if extend.needs.all_greedy else batch.seq_lens.to(torch.int64) + 1
             first_guesses(state, self.model, hidden, self._target.rows.tables, rows, positions)
 
-    def _variant(self, iteration: Iteration) -> str:
-        return GREEDY if iteration.needs.all_greedy or self.spec.shape.topk > 1 else SAMPLED
+    def _variant(self, needs: SamplingNeeds) -> str:
+        return GREEDY if needs.all_greedy or self.spec.shape.topk > 1 else SAMPLED
 
 
 def restricting(iteration: Iteration) -> GrammarStep | None:

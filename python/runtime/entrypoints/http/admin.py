@@ -10,11 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime import __version__
+from runtime.batch import SpeculationChange
+from runtime.config.speculative import DEFAULT_STEPS
+from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.entrypoints.http.page import ChatPage
 from runtime.entrypoints.http.responses import json_response, status_response
 from runtime.entrypoints.http.sse import until_gone
-from runtime.entrypoints.native.protocol import AbortBody, ProfileBody
-from runtime.errors import QueueFull, RequestError, ServingError
+from runtime.entrypoints.native.protocol import AbortBody, ProfileBody, StateBody
+from runtime.errors import ConfigError, QueueFull, RequestError, ServingError
 from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.managers.tokenizer_manager import TokenizerManager
@@ -154,6 +157,20 @@ class AdminApi:
     async def flush_cache(self) -> Response:
         """Forget all cached prefixes and restart the acceptance figures; 409 while requests run."""
         return json_response({"success": True, "flushed_pages": await self.manager.flush_cache()})
+
+    async def set_internal_state(self, body: StateBody) -> Response:
+        """Draft at another depth, or with another synthetic acceptance, from the next step on."""
+        given, config = body.server_args, self.manager.config.speculative
+        if config is None:
+            raise RequestError("The server drafts nothing. Start it with --speculative-algorithm.", "server_args")
+        depth, accept, acceptance = given.speculative_num_steps, given.speculative_synthetic_accept_length, None
+        if accept is not None:
+            try:
+                acceptance = synthetic_acceptance(str(accept), config.num_steps, DEFAULT_STEPS if config.depths else None)
+            except ConfigError as error:
+                raise RequestError(str(error), "speculative_synthetic_accept_length") from error
+        await self.manager.change_speculation(SpeculationChange(-1 if depth == "auto" else depth, acceptance))
+        return json_response({"success": True})
 
     async def abort_request(self, body: AbortBody) -> Response:
         """End one request by its `rid`, or all with `abort_all`. An unknown `rid` is not an error."""

@@ -18,7 +18,7 @@ from runtime.managers.client import CURRENT, Client
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 PROBE_PATHS = frozenset({"/health_generate", "/metrics"})
-ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/start_profile", "/stop_profile"})
+ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/set_internal_state", "/start_profile", "/stop_profile"})
 
 
 class KeyGate:

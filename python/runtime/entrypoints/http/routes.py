@@ -110,6 +110,7 @@ def _add_posts(app: FastAPI, admin: AdminApi, tokens: TokenApi) -> None:
         ("/detokenize", tokens.detokenize, Detokenized),
         ("/v1/detokenize", tokens.detokenize, Detokenized),
         ("/abort_request", admin.abort_request, Done),
+        ("/set_internal_state", admin.set_internal_state, Done),
         ("/start_profile", admin.start_profile, ProfileStarted),
         ("/stop_profile", admin.stop_profile, ProfileWritten),
     ):

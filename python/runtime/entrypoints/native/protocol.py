@@ -24,7 +24,7 @@ from runtime.entrypoints.http.body import (
 from runtime.entrypoints.openai.messages import Messages
 from runtime.entrypoints.openai.protocol import ModelName, TemplateKwargs
 from runtime.errors import InvalidField, RequestError
-from runtime.sampling_params import MAX_TOKENS, NO_DEFAULTS, MinNewTokens, SamplingDefaults, SamplingParams
+from runtime.sampling_params import MAX_DRAFT_STEPS, MAX_TOKENS, NO_DEFAULTS, MinNewTokens, SamplingDefaults, SamplingParams
 
 DEFAULT_NEW_TOKENS = 128
 
@@ -176,6 +176,19 @@ class AbortBody(Body):
         if not self.abort_all and not self.rid:
             raise RequestError("rid is required unless abort_all is true.", "rid")
         return self
+
+
+class InternalState(Body):
+    """What `StateBody` may set. Fields are named like the flags."""
+
+    speculative_num_steps: Annotated[int, Field(ge=0, le=MAX_DRAFT_STEPS)] | Literal["auto"] | None = None
+    speculative_synthetic_accept_length: float | str | None = None
+
+
+class StateBody(Body):
+    """A body of /set_internal_state, as SGLang's clients send it."""
+
+    server_args: InternalState
 
 
 class ProfileBody(Body):

@@ -47,7 +47,7 @@ class ChatApi:
         cells = sum(len(each.token_ids) for each in answers) * (2 + body.top)
         choices = await off_loop(cells, lambda: [encoded(self._choice(body, index, each)) for index, each in enumerate(answers)])
         counts = chat.counts()
-        shown = {"choices": choices, "usage": counts.usage(), **counts.extension(body)}
+        shown = {"choices": choices, "usage": counts.usage(body), **counts.extension(body)}
         answer = {**self._model.head(chat.name, "chat.completion"), **shown}
         return {**answer, "prompt_token_ids": chat.prompt_ids} if body.return_token_ids else answer
 

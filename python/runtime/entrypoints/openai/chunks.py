@@ -24,7 +24,7 @@ class Chunks:
         chunk = {**self._head, "choices": [shown], **more}
         if self._options.include_usage and self._options.continuous_usage_stats:
             counts = self._counts()
-            chunk.update(counts.extension(self._body), usage=counts.usage())
+            chunk.update(counts.extension(self._body), usage=counts.usage(self._body))
         elif self._options.include_usage:
             chunk["usage"] = None
         return event(chunk)
@@ -35,5 +35,5 @@ class Chunks:
         extension = counts.extension(self._body)
         last = event({**self._head, "choices": [], **extension}) if extension else b""
         if self._options.include_usage:
-            last += event({**self._head, "choices": [], "usage": counts.usage()})
+            last += event({**self._head, "choices": [], "usage": counts.usage(self._body)})
         return last + DONE

@@ -74,7 +74,7 @@ class CompletionApi:
             for choice in candidates[: body.n]:
                 choices.append(encoded(self._choice(body, prompt, generation, choice, len(choices))))
         counts = counter.counts()
-        return {**self._model.head(name, "text_completion"), "choices": choices, "usage": counts.usage(), **counts.extension(body)}
+        return {**self._model.head(name, "text_completion"), "choices": choices, "usage": counts.usage(body), **counts.extension(body)}
 
     def _choice(self, body: CompletionBody, prompt: int, generation: Generation, choice: Choice, index: int) -> Json:
         assert choice.last is not None

@@ -27,15 +27,16 @@ class TokenCounts:
     spec: tuple[SpecStats, ...] = ()
     reasoning_tokens: int | None = None
 
-    def usage(self) -> dict[str, Any]:
-        """The counts as OpenAI's `usage`."""
-        thought = self.reasoning_tokens
+    def usage(self, body: OpenAIBody | None = None) -> dict[str, Any]:
+        """The counts as OpenAI's `usage`, with `speculative` if `body` asks for it."""
+        thought, told = self.reasoning_tokens, body is not None and body.return_spec_tokens_details and self.spec
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             **({} if thought is None else {"completion_tokens_details": {"reasoning_tokens": thought}}),
+            **({"speculative": speculative_usage(SpecStats.total(self.spec))} if told else {}),
         }
 
     def extension(self, body: OpenAIBody) -> dict[str, Any]:
@@ -83,11 +84,25 @@ class UsageCounter:
         return self.counts().usage()
 
 
+def speculative_usage(spec: SpecStats) -> dict[str, Any]:
+    """Acceptance of all choices of a call together."""
+    return {
+        "verify_steps": spec.verify_steps,
+        "drafted_tokens": spec.draft_tokens,
+        "accepted_tokens": spec.accepted_tokens,
+        "accept_length": spec.accept_length,
+        "accept_rate": spec.accept_rate,
+        "accept_rate_by_position": spec.accept_rate_by_position,
+        "mean_depth": spec.draft_positions / spec.verify_steps,
+    }
+
+
 def _spec_details(spec: SpecStats) -> dict[str, Any]:
     reached = [spec.verify_steps, *spec.accepted_by_position, 0]
     return {
         "spec_accept_rate": spec.accept_rate,
         "spec_accept_length": spec.accept_length,
+        "spec_accept_rate_by_position": spec.accept_rate_by_position,
         "spec_num_correct_drafts": spec.accepted_tokens,
         "spec_num_proposed_drafts": spec.draft_tokens,
         "spec_num_draft_positions": spec.draft_positions,

@@ -30,6 +30,7 @@ GAUGES: tuple[Figure, ...] = (
     ("sglang:cache_hit_rate", "Share of prompt tokens found in the prefix cache, 0 to 1.", lambda s: s.cache_hit_rate),
     ("sglang:gen_throughput", "Tokens generated per second, over the last second.", lambda s: s.gen_throughput),
     ("sglang:num_used_tokens", "KV slots that running requests need.", lambda s: s.num_used_tokens),
+    ("talon:spec_depth", "Draft depth of the latest step with decode rows.", lambda s: s.spec_depth),
     ("talon:pages_total", "KV pages of the server.", lambda s: s.pages_total),
     ("talon:pages_free", "KV pages that are free, or cached and not in use.", lambda s: s.pages_free),
 )
@@ -150,6 +151,9 @@ class _SchedulerCollector:
         yield self._depths(stats)
         help_text = "Share of verify steps that accepted this draft."
         yield self._gauge("talon:spec_accept_rate_by_position", help_text, rates, "position")
+        by_context = {(start,): length for start, length in stats.spec_by_context.accept_lengths().items()}
+        help_text = "Mean tokens per verify step behind a context of so many tokens or more, up to the next class."
+        yield self._gauge("talon:spec_accept_length_by_context", help_text, by_context, "context")
         phases = {(phase,): seconds for phase, seconds in stats.startup_seconds.items()}
         yield self._gauge("talon:startup_seconds", "Duration of each phase of the start.", phases, "phase")
         if stats.worker is not None:

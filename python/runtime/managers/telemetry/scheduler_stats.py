@@ -6,7 +6,7 @@ import msgspec
 
 from runtime.managers.telemetry.decode_stats import DecodeStats
 from runtime.managers.telemetry.progress import Progress
-from runtime.managers.telemetry.spec_stats import SpecStats
+from runtime.managers.telemetry.spec_stats import ContextAcceptance, SpecStats
 from runtime.worker_info import WorkerInfo
 
 
@@ -29,7 +29,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
         spec_paused_steps_total: decode steps without drafts because the batch was too large; not counted in `spec`.
         spec_depth_steps_total: steps with decode rows, by the depth of their drafts; empty without speculation.
         decode: steps without prompt tokens.
-        spec: all drafts.
+        spec, spec_by_context: all drafts.
+        spec_depth: depth of the latest step with decode rows.
         startup_seconds: duration of each phase of the start.
         worker: what the worker reports about itself; None in heartbeats.
     """
@@ -56,6 +57,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
     spec_depth_steps_total: dict[str, int] = {}
     decode: DecodeStats = msgspec.field(default_factory=DecodeStats)
     spec: SpecStats = msgspec.field(default_factory=SpecStats)
+    spec_by_context: ContextAcceptance = msgspec.field(default_factory=ContextAcceptance)
+    spec_depth: int = 0
     startup_seconds: dict[str, float] = {}
     groups: list[GroupLoad] = []
     worker: WorkerInfo | None = None
@@ -82,10 +85,17 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
         self.queue_time_sum += progress.queue_seconds
         self.queue_time_count += 1
 
+    def count_depth(self, depth: int) -> None:
+        """Count a step with decode rows by the depth of its drafts."""
+        self.spec_depth = depth
+        self.spec_paused_steps_total += not depth
+        self.spec_depth_steps_total[str(depth)] = self.spec_depth_steps_total.get(str(depth), 0) + 1
+
     def figures(self) -> dict[str, object]:
         """All figures, by the names that /get_server_info uses."""
         decode, spec = self.decode, self.spec
-        own = {name: value for name, value in msgspec.structs.asdict(self).items() if name not in ("decode", "spec", "worker", "groups")}
+        parts = ("decode", "spec", "spec_by_context", "worker", "groups")
+        own = {name: value for name, value in msgspec.structs.asdict(self).items() if name not in parts}
         return own | {
             "groups": msgspec.to_builtins(self.groups),
             "worker": {} if self.worker is None else msgspec.to_builtins(self.worker),
@@ -105,5 +115,6 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
             "avg_spec_accept_length": spec.accept_length,
             "spec_accept_rate": spec.accept_rate,
             "per_position_acceptance": spec.accept_rate_by_position,
+            "spec_accept_length_by_context": self.spec_by_context.accept_lengths(),
             **decode.shares(),
         }

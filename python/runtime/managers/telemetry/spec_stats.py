@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable
+
 import msgspec
+
+CONTEXTS = (0, 1024, 4096, 16384, 65536)
+"""Acceptance is told apart by context length; tokens from which on each class begins."""
+
+
+class ContextAcceptance(msgspec.Struct):
+    """Verify steps and accepted drafts by context length, an entry for each of `CONTEXTS`."""
+
+    verify_steps: list[int] = msgspec.field(default_factory=lambda: [0] * len(CONTEXTS))
+    accepted_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * len(CONTEXTS))
+
+    def add(self, accept_len: int, context: int) -> None:
+        """Count one verify step behind `context` tokens."""
+        at = bisect_right(CONTEXTS, context) - 1
+        self.verify_steps[at] += 1
+        self.accepted_tokens[at] += accept_len - 1
+
+    def accept_lengths(self) -> dict[str, float]:
+        """Mean tokens of a verify step, by the beginning of each class that has some."""
+        counts = zip(CONTEXTS, self.verify_steps, self.accepted_tokens, strict=True)
+        return {str(start): 1.0 + accepted / steps for start, steps, accepted in counts if steps}
 
 
 class SpecStats(msgspec.Struct, array_like=True):
@@ -53,6 +77,18 @@ class SpecStats(msgspec.Struct, array_like=True):
             _difference(self.skipped_by_position, earlier.skipped_by_position),
         )
 
+    @classmethod
+    def total(cls, several: Iterable[SpecStats]) -> SpecStats:
+        """The sum over the choices of a call."""
+        total = cls()
+        for one in several:
+            total.verify_steps += one.verify_steps
+            total.draft_tokens += one.draft_tokens
+            total.accepted_tokens += one.accepted_tokens
+            total.accepted_by_position = _sum(total.accepted_by_position, one.accepted_by_position)
+            total.skipped_by_position = _sum(total.skipped_by_position, one.skipped_by_position)
+        return total
+
     @property
     def accept_length(self) -> float | None:
         """Mean tokens that a verify step commits, bonus included; None before the first one.
@@ -78,6 +114,11 @@ class SpecStats(msgspec.Struct, array_like=True):
             return []
         skipped = self.skipped_by_position or [0] * len(self.accepted_by_position)
         return [count / max(self.verify_steps - less, 1) for count, less in zip(self.accepted_by_position, skipped, strict=True)]
+
+
+def _sum(first: list[int], second: list[int]) -> list[int]:
+    """Entry by entry; an empty list holds zeros."""
+    return [a + b for a, b in zip(first, second, strict=True)] if first and second else [*(first or second)]
 
 
 def _difference(now: list[int], before: list[int]) -> list[int]:

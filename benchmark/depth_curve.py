@@ -1,0 +1,184 @@
+"""Throughput by concurrency without drafts, at fixed depths, and at the depth that the controller chooses.
+
+One server drafts, another does not. Acceptance is synthetic and set while the server runs; K is the fixed depth or auto. In the
+rows with an arrow acceptance changes twice during one burst, after each third of its tokens, and the fixed depths do not run.
+Fixed depths run at one acceptance; their throughput at another follows from the same iteration time (`estimate`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmark import picture, plots
+from benchmark.markdown import Result, provenance, table
+from benchmark.record import Record, Row
+from benchmark.server import Server, bench
+from benchmark.shapes import Model
+from benchmark.sweep import KEPT, Burst, add_model, arguments, names, numbers, random_ids, served_model
+from runtime.config.speculative import DEFAULT_STEPS
+from runtime.config.synthetic_acceptance import synthetic_acceptance
+
+NAME = "depth_curve"
+KEYS = ("model", "speculation", "acceptance", "concurrency", "output_len")
+OFF, AUTO, ARROW = "off", "auto", " → "
+CHANGING = ARROW.join(("3.5", "1.2", "3.5"))
+POLL = 0.05
+"""Seconds between two looks at the tokens written so far."""
+
+
+def drafting(served: Model) -> tuple[str, ...]:
+    """Flags of the server that drafts: any depth."""
+    flags = served.eagle_flags("2.5")
+    shape = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
+    return tuple(flag for before, flag in zip(("", *flags), flags, strict=False) if not {before, flag} & set(shape))
+
+
+def set_state(server: Server, **state: Any) -> None:
+    """Set acceptance or depth of a running server."""
+    server.post("/set_internal_state", {"server_args": {f"speculative_{name}": value for name, value in state.items()}})
+
+
+def measure(server: Server, record: Record, labels: Row, burst: Burst) -> None:
+    """One burst, and the steps that it took at each depth."""
+    before = counters(server)
+    acceptance = labels["acceptance"] or ""
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(bench, server, burst.flags)
+        if ARROW in acceptance:
+            total = burst.labels["num_prompts"] * burst.labels["output_len"]
+            for part, length in enumerate(acceptance.split(ARROW)):
+                while (
+                    not running.done()
+                    and counters(server)["generation_tokens_total"] - before["generation_tokens_total"] < part * total / 3
+                ):
+                    time.sleep(POLL)
+                set_state(server, synthetic_accept_length=length)
+        figures = running.result()
+    depths = {k: n - before["spec_depth_steps_total"].get(k, 0) for k, n in counters(server)["spec_depth_steps_total"].items()}
+    record.add({**labels, **burst.labels, **{name: figures[name] for name in KEPT}, "steps_by_depth": depths})
+    print(f"  {figures['output_throughput']:.1f} tok/s, steps by depth {depths}", flush=True)
+
+
+def counters(server: Server) -> dict[str, Any]:
+    """The scheduler's counters."""
+    return server.get("/get_server_info")["internal_states"][0]
+
+
+def run(record: Record, served: Model, args: argparse.Namespace) -> None:
+    """All points: without drafts first."""
+    common = (*served.target_flags, "--disable-radix-cache")
+    bursts = [random_ids(c, args.input_len, args.output_len) for c in args.concurrency]
+    changing = [random_ids(c, args.input_len, 4 * args.output_len) for c in args.changing]
+    with Server([*common, *(() if args.quick else ("--attention-backend", "fa3"))]) as server:
+        for burst in [*bursts, *changing]:
+            measure(server, record, {"model": served.name, "speculation": OFF, "acceptance": None}, burst)
+    with Server([*common, *drafting(served), *(() if args.quick else ("--attention-backend", "fa3"))]) as server:
+        for label, state, length, loads in points(args, bursts, changing):
+            set_state(server, num_steps=state)
+            if ARROW not in length:
+                set_state(server, synthetic_accept_length=length)
+            for burst in loads:
+                measure(server, record, {"model": served.name, "speculation": label, "acceptance": length}, burst)
+
+
+def points(args: argparse.Namespace, bursts: Sequence[Burst], changing: Sequence[Burst]) -> Iterator[tuple[str, Any, str, Sequence[Burst]]]:
+    """Name, depth, acceptance and loads of each series with drafts."""
+    for length in args.accept_lengths:
+        yield AUTO, AUTO, length, bursts
+    for depth in args.fixed:
+        yield f"K={depth}", depth, args.fixed_at, bursts
+    yield AUTO, AUTO, CHANGING, changing
+
+
+# ---- what is shown
+
+
+def expected(depth: int, length: str) -> float:
+    """Tokens that a window of `depth` drafts commits where the mean accept length at the usual depth is `length`."""
+    (rate,) = synthetic_acceptance(length, 1, DEFAULT_STEPS)
+    return sum(rate**i for i in range(depth + 1))
+
+
+def estimate(row: Row, length: str) -> float:
+    """Output tokens per second of a fixed depth at another acceptance: iterations take the same time and commit more or fewer."""
+    depth, more = int(row["speculation"].removeprefix("K=")), row["output_len"] - 1
+    tpot = row["mean_tpot_ms"] * expected(depth, row["acceptance"]) / expected(depth, length)
+    return row["output_throughput"] * (row["mean_ttft_ms"] + more * row["mean_tpot_ms"]) / (row["mean_ttft_ms"] + more * tpot)
+
+
+def curves(rows: Sequence[Row], length: str) -> dict[str, list[tuple[int, float]]]:
+    """Output tokens per second by concurrency, of each series, at one acceptance."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    wanted = {row["output_len"] for row in rows if row["acceptance"] == length}
+    for row in rows:
+        name, known = row["speculation"], row["acceptance"]
+        fixed = name.startswith("K=") and ARROW not in length
+        if row["output_len"] in wanted and (name == OFF or fixed or known == length):
+            value = estimate(row, length) if fixed and known != length else row["output_throughput"]
+            found.setdefault(name, []).append((row["concurrency"], value))
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def render(result: Result) -> str:
+    """What the controller's choice gives, as a share of no drafts and of the best fixed depth."""
+    rows = result["rows"]
+    columns = sorted({row["concurrency"] for row in rows})
+    lines: list[list[Any]] = []
+    for length in dict.fromkeys(row["acceptance"] for row in rows if row["speculation"] == AUTO):
+        by = {name: dict(points) for name, points in curves(rows, length).items()}
+        auto, plain = by[AUTO], by.get(OFF, {})
+        best = {c: max(found) for c in auto if (found := [points[c] for name, points in by.items() if name != AUTO and c in points])}
+        lines.append([f"{length}: auto, tok/s", *map(auto.get, columns)])
+        lines.append([f"{length}: auto / no drafts", *(auto[c] / plain[c] if c in auto and c in plain else None for c in columns)])
+        if any(name.startswith("K=") for name in by):
+            lines.append([f"{length}: auto / best fixed depth", *(auto[c] / best[c] if c in best else None for c in columns)])
+    return f"{table(['accept length', *(f'c={c}' for c in columns)], lines)}\n\n{provenance(result)}"
+
+
+def summary(result: Result) -> str:
+    """The same table."""
+    return render(result).split("\n\n")[0]
+
+
+def plot(result: Result, file: Any) -> None:
+    """A panel per accept length."""
+    rows = result["rows"]
+    lengths = dict.fromkeys(row["acceptance"] for row in rows if row["speculation"] == AUTO and ARROW not in row["acceptance"])
+    panels = [plots.lines(curves(rows, length), f"accept length {length}", "concurrency", "output tokens/s") for length in lengths]
+    models = ", ".join(dict.fromkeys(row["model"] for row in rows))
+    picture.draw(result, file, f"No drafts, fixed depths and the controller's choice: {models}", panels, columns=2)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = arguments(__doc__)
+    parser.add_argument("--concurrency", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
+    parser.add_argument("--accept-lengths", type=names, default=["1.2", "1.6", "2.5", "3.5"])
+    parser.add_argument("--fixed", type=numbers, default=[1, 2, 3, 5, 7], help="fixed depths (default %(default)s)")
+    parser.add_argument("--fixed-at", default="2.5", help="accept length at which fixed depths run (default %(default)s)")
+    parser.add_argument("--changing", type=numbers, default=[16, 64], help="concurrencies at which acceptance changes during the burst")
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=128)
+    add_model(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, record and plot."""
+    args = parse()
+    record = Record(NAME, KEYS, args.out, args.quick)
+    served = served_model(args)
+    if args.quick:
+        args.concurrency, args.accept_lengths, args.fixed, args.changing = [1, 2], ["1.2", "3.5"], [1, 3], [2]
+        args.input_len, args.output_len = 16, 8
+    run(record, served, args)
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+
+
+if __name__ == "__main__":
+    main()

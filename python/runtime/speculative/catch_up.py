@@ -1,0 +1,141 @@
+"""Catch-up: the draft follows the positions of several steps without drafts in one window.
+
+A step without drafts stores what the draft has to read of its one position: the token, and the target's states. Before the next
+step with drafts, and at the latest after `WIDTH` steps, the draft runs over all stored positions together. It computes what it
+would have computed step by step; until then its KV and first guesses are behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from runtime.batch import PAD_ROW, ForwardMode, Int32, RowInit
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.model_executor.graph_runner import GraphRunner, RunnerSpec
+from runtime.model_executor.input_buffers import INPUTS, BufferSpec, InputBuffers
+from runtime.model_executor.iteration import Iteration
+from runtime.model_executor.target_model import TargetModel
+from runtime.model_executor.window import fill_window
+
+WIDTH = 8
+"""Positions that a row holds, and tokens per request of the window."""
+PAD_SLOT = 0
+"""Where window positions without a token are written."""
+
+
+def catch_up_spec(variants: tuple[str, ...], launches: int, num_steps: int = 1) -> RunnerSpec:
+    """The runner over windows of held positions, which its function reads itself. Input: `accept_lens` int32 [B], how many they are."""
+    inputs = (BufferSpec("accept_lens", "req", torch.int32, 1),)
+    return RunnerSpec("draft extend K=0", ForwardMode.DRAFT_EXTEND, WIDTH, (), inputs, num_steps, 0, variants, launches)
+
+
+class HeldStates:
+    """Owner of the positions that wait for the draft, by request row: position p is at index p % `WIDTH`. Row 0 is padding."""
+
+    def __init__(self, rows: int, width: int, dtype: torch.dtype, inputs: InputBuffers) -> None:
+        """`width`: of the target's states at one position; `inputs`: hold the KV lengths that windows begin at."""
+        self._inputs = inputs
+        self._tokens = torch.zeros((rows, WIDTH), dtype=torch.int64, device=inputs.device)
+        self._states = torch.zeros((rows, WIDTH, width), dtype=dtype, device=inputs.device)
+
+    def add(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, states: torch.Tensor) -> None:
+        """Store one position of each row. rows int64 [B], positions int32 [B], tokens int64 [B], states [B, width]. In the graph."""
+        at = rows * WIDTH + positions % WIDTH
+        self._tokens.view(-1).index_copy_(0, at, tokens)
+        self._states.flatten(0, 1).index_copy_(0, at, states.to(self._states.dtype))
+
+    def tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """int64 [B, WIDTH]: the tokens of windows of `rows`, int64 [B]. In the graph."""
+        return self._tokens[self._window(rows)]
+
+    def states(self, batch: ForwardBatch) -> torch.Tensor:
+        """[B * WIDTH, width]: the states of the windows of a batch. In the graph."""
+        return self._states[self._window(batch.req_pool_indices)].flatten(0, 1)
+
+    def _window(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        starts = self._inputs.kv_lens(len(rows))
+        return rows[:, None], (starts[:, None] + torch.arange(WIDTH, device=starts.device)) % WIDTH
+
+
+class CatchUp:
+    """Knows how many positions the draft is behind in each row, and runs the window over them.
+
+    Attributes:
+        held: the positions to follow.
+        runner: over windows of `WIDTH` of them.
+    """
+
+    def __init__(self, target: TargetModel, inputs: InputBuffers, held: HeldStates, runner: GraphRunner) -> None:
+        self.runner, self._target, self._inputs, self.held = runner, target, inputs, held
+        self._in_step = target.runner.model.context.exchange is not None
+        self._behind = np.zeros(len(target.rows.kv_lens), dtype=np.int32)
+        # Passes of `WIDTH` tokens per request may be larger than all others.
+        inputs.declare(INPUTS, inputs.max_requests, inputs.max_requests * WIDTH)
+
+    def admit(self, new_rows: Sequence[RowInit]) -> None:
+        """Requests took rows, whose prompts the draft follows at once."""
+        self._behind[[init.row for init in new_rows]] = 0
+
+    def reset(self) -> None:
+        """Forget every request."""
+        self._behind[:] = 0
+
+    # ---- before an iteration, outside any graph
+
+    def before(self, rows: Int32, bounds: Int32, depth: int, variant: str, eager: bool) -> int:
+        """Run the window if an iteration of `rows` needs it, and count the position that it will store.
+
+        Args:
+            rows: int32 [live].
+            bounds: int32 [live], upper bounds of their KV lengths.
+            depth: of the iteration.
+            variant: of the runner.
+            eager: run the window eagerly.
+
+        Returns:
+            The positions at the end of a row's KV that the draft will not have followed after the iteration, at most.
+        """
+        if self._in_step:
+            return 0
+        behind = self._behind[rows]
+        most = int(behind.max(initial=0))
+        if most and (depth or most == WIDTH):
+            self._run(rows, bounds, behind, variant, eager, self.runner.size_for(len(rows)))
+            self._behind[rows] = most = 0
+        if depth == 0:
+            self._behind[rows] += 1
+            most += 1
+        return most
+
+    def add(self, iteration: Iteration, tokens: torch.Tensor, states: torch.Tensor, variant: str) -> None:
+        """Store what an iteration without drafts leaves; arguments as for `HeldStates.add`.
+
+        Attention groups share the experts of a draft, so they follow at once and in windows of one size.
+        """
+        self.held.add(iteration.rows, iteration.kv_lens, tokens, states)
+        if self._in_step:
+            live = iteration.live
+            one = np.ones(live, dtype=np.int32)
+            bounds = iteration.bounds[:live] + 1
+            self._run(iteration.host_rows, bounds, one, variant, iteration.precedes_eager_sample, iteration.size)
+
+    def _run(self, rows: Int32, bounds: Int32, behind: Int32, variant: str, eager: bool, size: int) -> None:
+        """One window per row that is behind; the others take part as padding."""
+        runner, inputs, live = self.runner, self._inputs, len(rows)
+        batch, padded, lens = runner.batch(size), np.full(size, PAD_ROW, dtype=np.int32), np.ones(size, dtype=np.int32)
+        padded[:live], lens[:live] = np.where(behind > 0, rows, PAD_ROW), np.maximum(behind, 1)
+        batch.seq_len_bounds[:] = WIDTH
+        batch.seq_len_bounds[:live] += np.where(behind > 0, bounds - behind, 0)
+        padded_d, lens_d = self._target.staging.upload(padded, lens)
+        starts = inputs.kv_lens(size)
+        inputs.rows(size).copy_(padded_d)
+        torch.index_select(self._target.rows.kv_lens, 0, inputs.rows(size), out=starts)
+        starts.sub_(lens_d).clamp_(min=0)  # padding has no KV
+        fill_window(batch, self._target.page_table, starts, self.held.tokens(inputs.rows(size)))
+        unused = torch.arange(WIDTH, device=lens_d.device) >= lens_d[:, None]
+        batch.out_cache_loc.view(size, WIDTH).masked_fill_(unused, PAD_SLOT)
+        runner.inputs(size)["accept_lens"].copy_(lens_d)
+        runner.run(batch, variant, eager)

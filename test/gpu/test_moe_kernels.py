@@ -189,6 +189,27 @@ def test_routing_matches_the_definition(name: str, rows: int) -> None:
     assert torch.equal(again.weights, found.weights)
 
 
+@pytest.mark.parametrize("parts", [1, 64, 128])
+@pytest.mark.parametrize("rows", [1, 9, 64])
+def test_routing_applies_a_deferred_norm(rows: int, parts: int) -> None:
+    from runtime.layers.gemm.deferred_norm import RowScale
+    from runtime.layers.moe.kernels.route import new_tickets, route
+    from runtime.layers.moe.router import RoutingRule
+
+    experts, columns, rule = 128, 1024, RoutingRule(8, "softmax", True)
+    h = torch.randn((rows, columns), device=DEVICE) * 3
+    gain = torch.rand(columns, device=DEVICE) + 0.5
+    weight = (torch.randn((experts, columns), device=DEVICE) * columns**-0.5).to(DTYPE)
+    scaled, squares = (h * gain).to(DTYPE), h.square().view(rows, parts, -1).sum(2)
+    normed = torch.full((rows, columns), float("nan"), dtype=DTYPE, device=DEVICE)
+    found = route(scaled, weight, rule, new_tickets(DEVICE), norm=RowScale(squares, 1e-6), normed=normed)
+    want = scaled.double() * torch.rsqrt(h.double().square().mean(1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(normed.double(), want, rtol=1e-2 if DTYPE is torch.bfloat16 else 2e-3, atol=1e-3)
+    plain = route(normed, weight, rule, new_tickets(DEVICE))
+    assert torch.equal(found.ids, plain.ids), "the router reads what the experts read"
+    assert torch.equal(found.weights, plain.weights)
+
+
 def _scores(x, weight, scoring, bias, correction) -> tuple[torch.Tensor, torch.Tensor]:
     logits = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
     scores = {"softmax": lambda: logits.softmax(dim=1), "sigmoid": logits.sigmoid, "topk_softmax": lambda: logits}[scoring.scoring]()

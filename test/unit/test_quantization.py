@@ -274,7 +274,7 @@ def test_a_stack_dequantizes_like_its_layers(scheme: Any) -> None:
 def test_mxfp4_stands_for_what_transformers_unpacks() -> None:
     generator = torch.Generator().manual_seed(2)
     blocks = torch.randint(0, 256, (6, 64, 5, 16), dtype=torch.uint8, generator=generator)
-    scales = torch.randint(110, 130, (6, 64, 5), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(110, 129, (6, 64, 5), dtype=torch.uint8, generator=generator)
     expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)  # it returns [E, in, out]
     scheme = Mxfp4()
     for columns in (slice(0, 160), slice(64, 128)):
@@ -296,6 +296,14 @@ def test_mxfp4_slices_must_keep_their_scales_whole() -> None:
     storage = scheme.allocate(64, 64, torch.float32, CPU)
     with pytest.raises(ConfigError, match="columns, 16 to 80, cut an mxfp4 scale"):
         scheme.places(LinearPart("e", (64, 160), (slice(0, 64), slice(16, 80)), 0), storage)
+
+
+def test_mxfp4_scales_that_kernels_cannot_represent_are_refused() -> None:
+    scheme = Mxfp4()
+    places = scheme.places(LinearPart("e", (2, 64), (slice(0, 2), slice(0, 64)), 0), scheme.allocate(2, 64, torch.float32, CPU))
+    places["e.weight_scales"].put(torch.full((2, 2), 128, dtype=torch.uint8))
+    with pytest.raises(ConfigError, match=r"tensor e\.weight_scales holds the mxfp4 scale 129; at most 128 is supported"):
+        places["e.weight_scales"].put(torch.full((2, 2), 129, dtype=torch.uint8))
 
 
 # ---- which layers

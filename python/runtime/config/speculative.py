@@ -210,10 +210,7 @@ def _is_auto_by_default(args: ServerArgs, topk: int) -> bool:
     """Whether nothing that was given asks for one depth. The embedded model's own depth was measured."""
     fixed = (args.speculative_num_steps, args.speculative_num_draft_tokens)
     by_position = "," in (args.speculative_synthetic_accept_length or "")
-    groups = args.enable_dp_attention
-    return (
-        not groups and topk == 1 and fixed == (None, None) and not by_position and args.speculative_draft_model_path != str(EMBEDDED_DRAFT)
-    )
+    return topk == 1 and fixed == (None, None) and not by_position and args.speculative_draft_model_path != str(EMBEDDED_DRAFT)
 
 
 def _auto_shape(args: ServerArgs, topk: int) -> _DraftShape:

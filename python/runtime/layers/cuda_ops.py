@@ -32,7 +32,7 @@ from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
 from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.kernel_weights import kernel_weights
-from runtime.layers.moe.kernels.route import new_tickets, route
+from runtime.layers.moe.kernels.route import FEW_ROWS, new_tickets, route
 from runtime.layers.moe.kernels.run_experts import experts_few_rows, run_experts
 from runtime.layers.moe.router import Router, Routing
 from runtime.layers.norm import RMSNorm
@@ -96,6 +96,20 @@ class CudaOps:
         """The experts of each row of `x`."""
         masks = router.kept_masks(len(x))
         return route(x, router.weight, router.rule, self._tickets, router.bias, router.correction_bias, masks=masks, pdl=self.pdl)
+
+    def norm_route(self, stream: Stream, norm: RMSNorm, router: Router) -> tuple[torch.Tensor, Routing]:
+        """`norm(h)` [T, hidden] in the model's dtype and its experts; of few rows the router's kernel applies a deferred norm."""
+        deferred, rows = stream.deferred, len(stream.h)
+        if deferred is None or rows > FEW_ROWS:
+            x = self.norm(stream.h, norm, norm.weight.dtype)
+            return x, self.route(x, router)
+        assert stream.norm is norm, "the deferred norm is another one"
+        x, scale = torch.empty_like(deferred.scaled), RowScale(deferred.squares, norm.eps)
+        routed = route(
+            deferred.scaled, router.weight, router.rule, self._tickets, router.bias, router.correction_bias,
+            masks=router.kept_masks(rows), norm=scale, normed=x, pdl=self.pdl,
+        )  # fmt: skip
+        return x, routed
 
     def experts(self, x: torch.Tensor, experts: Experts, routing: Routing, in_prompt: bool = False) -> torch.Tensor:
         """The weighted sum of the outputs of each row's experts, [T, hidden] in the dtype of `x`."""

@@ -100,6 +100,10 @@ class BlockOps(Protocol):
         """The experts of each row of `x` [T, hidden], in the model's dtype. Source: `layers/moe/definition.py`."""
         ...
 
+    def norm_route(self, stream: Stream, norm: RMSNorm, router: Router) -> tuple[torch.Tensor, Routing]:
+        """`norm(h)` [T, hidden] in the model's dtype, and the experts of each of its rows."""
+        ...
+
     def experts(self, x: torch.Tensor, experts: Experts, routing: Routing, in_prompt: bool = False) -> torch.Tensor:
         """The weighted sum of the outputs of each row's experts that this rank holds: [T, hidden] in float32 or the model's dtype.
 

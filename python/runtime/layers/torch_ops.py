@@ -58,6 +58,11 @@ class TorchOps:
         """The experts of each row of `x`."""
         return route(x, router)
 
+    def norm_route(self, stream: Stream, norm: RMSNorm, router: Router) -> tuple[torch.Tensor, Routing]:
+        """`norm(h)` [T, hidden] in the model's dtype, and its experts."""
+        x = self.norm(stream.h, norm, norm.weight.dtype)
+        return x, self.route(x, router)
+
     def experts(self, x: torch.Tensor, experts: Experts, routing: Routing, in_prompt: bool = False) -> torch.Tensor:
         """The weighted sum of the outputs of each row's experts, float32 [T, hidden]."""
         return run_experts(x, experts, routing, in_prompt)

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.linear import Linear
 from runtime.layers.moe.experts import Experts
@@ -63,15 +64,15 @@ class SparseMlp:
 
     def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
         """`stream + mlp(norm(stream))`, perhaps in the same storage."""
-        x = self._ops.norm(stream.h, norm, norm.weight.dtype)
-        tokens = x if self.experts.exchange is None else self.experts.exchange.gather(x)
-        routing = self._ops.route(tokens, self.router)
-        beside = None if self.shared is None else self._shared(x, self.shared, stream, norm)
         if self.experts.exchange is not None:
-            part = self._ops.experts(tokens, self.experts, routing, stream.in_prompt)
+            x = self._ops.norm(stream.h, norm, norm.weight.dtype)
+            tokens = self.experts.exchange.gather(x)
+            part = self._ops.experts(tokens, self.experts, self._ops.route(tokens, self.router), stream.in_prompt)
             part = self.experts.exchange.scatter_sum(part, len(x))
-            total = self.experts.group.all_reduce(part if beside is None else part.add_(beside))
+            total = self.experts.group.all_reduce(part if self.shared is None else part.add_(self._shared(x, self.shared, stream, norm)))
             return Stream(stream.h.add_(total), in_prompt=stream.in_prompt)
+        x, routing = self._ops.norm_route(stream, norm, self.router)
+        beside = None if self.shared is None else self._shared(x, self.shared, stream, norm)
         return self._ops.experts_add(x, self.experts, routing, stream, next_norm, beside)
 
     def warmup_runs(self, norm: RMSNorm, rows: Iterable[int]) -> list[Callable[[], object]]:
@@ -82,8 +83,9 @@ class SparseMlp:
 
     def _warm_up(self, norm: RMSNorm, rows: int) -> None:
         h = torch.zeros((rows, self.experts.size[0]), device=norm.weight.device)
-        x = self._ops.norm(h, norm, norm.weight.dtype)
-        routing = self._ops.route(x, self.router)
+        scaled = DeferredNorm(norm.weight, h.to(norm.weight.dtype), torch.ones((rows, 1), device=h.device))
+        for stream in (Stream(h, norm, scaled), Stream(h)):
+            x, routing = self._ops.norm_route(stream, norm, self.router)
         if self.experts.group.size > 1 or self.experts.exchange is not None:
             self._ops.experts(x, self.experts, routing)
             return

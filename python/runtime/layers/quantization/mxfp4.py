@@ -16,6 +16,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers of the codes 0 to 7; 8 to 15 are their negatives."""
 BIAS = 127
 """A scale byte s stands for 2 ** (s - 127)."""
+LARGEST = 128
+"""Largest scale byte: a kernel multiplies by 2 ** 126 times the scale, which bfloat16 must hold."""
 
 
 class Mxfp4:
@@ -54,6 +56,11 @@ class Mxfp4:
         weight, scale = storage.weight[part.rows], storage.scale[part.rows]
         blocks = weight.unflatten(1, (-1, GROUP // 2))
 
+        def put_scales(found: torch.Tensor) -> None:
+            if found.numel() and (largest := int(found.max())) > LARGEST:
+                raise ConfigError(f"tensor {part.prefix}.weight_scales holds the mxfp4 scale {largest}; at most {LARGEST} is supported")
+            scale.copy_(found)
+
         return {
             part.prefix + ".weight_blocks": WeightSlot(
                 (out, width // GROUP, GROUP // 2),
@@ -61,7 +68,7 @@ class Mxfp4:
                 lambda codes: blocks.copy_(_regroup(codes)),
                 torch.uint8,
             ),
-            part.prefix + ".weight_scales": WeightSlot((out, width // GROUP), (rows, groups), scale.copy_, torch.uint8),
+            part.prefix + ".weight_scales": WeightSlot((out, width // GROUP), (rows, groups), put_scales, torch.uint8),
         }
 
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from runtime.layers.gemm.deferred_norm import RowScale
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.layers.moe.router import Routing, RoutingRule
 
@@ -35,6 +36,8 @@ def route(
     correction_bias: torch.Tensor | None = None,
     *,
     masks: torch.Tensor | None = None,
+    norm: RowScale | None = None,
+    normed: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> Routing:
     """Choose experts for each row of x.
@@ -46,6 +49,7 @@ def route(
         bias: [E], added to the logits.
         correction_bias: float32 [E], added to the scores for the choice only.
         masks: int32 [T, ⌈E / 32⌉] for `Routing.masks`; allocated where it is None.
+        norm: x has still to be multiplied by this, for at most `FEW_ROWS` tokens; `normed` [T, K] receives the product.
         pdl: as in `triton_gemm`.
     """
     (T, K), E = x.shape, weight.shape[0]
@@ -58,6 +62,7 @@ def route(
     splits = max(1, min(4, K // 512)) if few else 1
     blocks = triton.cdiv(T, rows)
     assert blocks <= MAX_BLOCKS, f"expected at most {MAX_BLOCKS * rows} tokens; got {T}"
+    assert norm is None or few, f"expected at most {FEW_ROWS} rows of a deferred norm; got {T}"
     device, top_k = x.device, scoring.top_k
     words = triton.cdiv(E, 32)
     routed = Routing(
@@ -70,23 +75,25 @@ def route(
     logits = torch.empty((splits, T, padded), dtype=torch.float32, device=device)
     _route_kernel[(padded // experts, splits, blocks)](
         x, weight, bias, correction_bias, logits, tickets, routed.ids, routed.weights, routed.masks,
+        None if norm is None else norm.squares, normed, 0 if norm is None else norm.squares.shape[1], 0.0 if norm is None else norm.eps,
         T, K, E, triton.cdiv(triton.cdiv(K, splits), COLUMNS) * COLUMNS, words, scoring.scaling,
         TOP_K=top_k, TOP_PAD=triton.next_power_of_2(top_k), WORDS=triton.next_power_of_2(words), BLOCK_M=rows, BLOCK_E=experts,
         BLOCK_K=COLUMNS if few else COLUMNS // 2, E_PAD=padded, SPLITS=splits,
         SCORING=_SCORINGS[scoring.scoring], RENORMALIZE=scoring.renormalize,
         GROUPS=groups, TOP_GROUPS=scoring.top_groups, BIAS=bias is not None, CORRECTION=correction_bias is not None,
-        PDL=pdl, num_warps=4 if few or experts <= 128 else 8, num_stages=4, **launch_options(pdl),
+        NORM=norm is not None, PDL=pdl, num_warps=4 if few or experts <= 128 else 8, num_stages=4, **launch_options(pdl),
     )  # fmt: skip
     return routed
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "parts"])
 def _route_kernel(
     x_ptr, w_ptr, bias_ptr, correction_ptr, logits_ptr, tickets_ptr, ids_ptr, weights_ptr, masks_ptr,
-    T, K, E, columns, words, scaling,
+    squares_ptr, normed_ptr, parts, eps, T, K, E, columns, words, scaling,
     TOP_K: tl.constexpr, TOP_PAD: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr, E_PAD: tl.constexpr, SPLITS: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BIAS: tl.constexpr, CORRECTION: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BIAS: tl.constexpr, CORRECTION: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: `columns` columns of the logits of `BLOCK_E` experts for `BLOCK_M` tokens; the last of a block of tokens chooses."""
     pdl_sync(PDL)
@@ -96,9 +103,19 @@ def _route_kernel(
     x_rows = x_ptr + m.to(tl.int64)[:, None] * K
     w_rows = w_ptr + tl.minimum(e, E - 1)[:, None] * K
     acc = tl.zeros((BLOCK_E, BLOCK_M), dtype=tl.float32)
+    row_scale = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    if NORM:
+        squares = tl.zeros((BLOCK_M, 64), dtype=tl.float32)
+        for first in range(0, parts, 64):
+            p = first + tl.arange(0, 64)[None, :]
+            squares += tl.load(squares_ptr + m[:, None] * parts + p, mask=(m < T)[:, None] & (p < parts), other=0.0)
+        row_scale = tl.rsqrt(tl.sum(squares, 1) / K + eps)
     for start in range(split * columns, tl.minimum(split * columns + columns, K), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)[None, :]
         x = tl.load(x_rows + k, mask=(m < T)[:, None] & (k < K), other=0.0)
+        if NORM:
+            x = (x.to(tl.float32) * row_scale[:, None]).to(x.dtype)
+            tl.store(normed_ptr + m[:, None] * K + k, x, mask=(m < T)[:, None] & (k < K) & (tl.program_id(0) == 0))
         w = tl.load(w_rows + k, mask=k < K, other=0.0)
         acc = tl.dot(w, tl.trans(x), acc)
     at = logits_ptr + (split * T + m).to(tl.int64) * E_PAD

@@ -78,7 +78,8 @@ class SparseMlp:
     def warmup_runs(self, norm: RMSNorm, rows: Iterable[int]) -> list[Callable[[], object]]:
         """Runs over so many rows each, for compiling kernels; without the other ranks, which compile in another order."""
         groups = 1 if self.experts.exchange is None else self.experts.exchange.group.size
-        return [partial(self._warm_up, norm, groups * count) for count in rows]
+        counts = sorted({count * factor for count in rows for factor in (1, groups)})
+        return [partial(self._warm_up, norm, count) for count in counts]
 
     def _warm_up(self, norm: RMSNorm, rows: int) -> None:
         h = torch.zeros((rows, self.experts.size[0]), device=norm.weight.device)

@@ -176,7 +176,7 @@ def test_a_storm_of_kills_aborts_and_bad_requests_loses_nothing() -> None:
 
 def test_acceptance_on_two_ranks_is_the_same_eager_and_through_graphs(capfd: pytest.CaptureFixture[str]) -> None:
     flags = ["--tp-size", "2", "--device", "cpu", "--quantization", "none", "--cpu-threads", "1", "--max-total-tokens", "8192"]
-    assert check_acceptance.main([*flags, "--num-prompts", "3", "--max-new-tokens", "8"]) == 0
+    assert check_acceptance.main([*flags, "--num-prompts", "3", "--max-new-tokens", "20"]) == 0
     text = capfd.readouterr().out
     assert "the text is that of plain decoding for 3 of 3 prompts" in text
     assert "acceptance and text are the same" in text

@@ -610,6 +610,7 @@ def test_depth_and_synthetic_acceptance_are_set_while_the_server_runs() -> None:
             for state, param in (
                 ({"speculative_num_steps": -1}, "server_args.speculative_num_steps"),
                 ({"speculative_synthetic_accept_length": "9"}, "speculative_synthetic_accept_length"),
+                ({"speculative_synthetic_accept_length": {}}, "server_args.speculative_synthetic_accept_length"),
             ):
                 refused = await f.post("/set_internal_state", {"server_args": state})
                 assert (refused.status_code, error_of(refused)["param"]) == (400, param)

@@ -305,6 +305,7 @@ def test_every_token_is_multiplied_with_the_blocks_matrices_alone(tied: bool) ->
 def test_on_a_cpu_prompts_run_as_they_are(target: TargetModel) -> None:
     class Parts:
         device, replay, extend_tokens, dtype, config, group = CPU, "eager", 64, torch.float32, tiny_runtime(), ALONE
+        exchange = kv_dtype = None
 
     runner = make_runner(Parts(), target.runner.model, target.runner.config)  # type: ignore[arg-type]
     assert runner.prompt_sizes == target.runner.prompt_sizes == []
@@ -323,6 +324,8 @@ def parts_of(**changes: object) -> Any:
         extend_tokens=config.scheduler.chunked_prefill_size,
         config=config,
         group=ALONE,
+        exchange=None,
+        kv_dtype=None,
     )
 
 

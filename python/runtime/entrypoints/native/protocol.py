@@ -182,7 +182,9 @@ class InternalState(Body):
     """What `StateBody` may set. Fields are named like the flags."""
 
     speculative_num_steps: Annotated[int, Field(ge=0, le=MAX_DRAFT_STEPS)] | Literal["auto"] | None = None
-    speculative_synthetic_accept_length: float | str | None = None
+    speculative_synthetic_accept_length: (
+        Annotated[float, Field(ge=1, le=MAX_DRAFT_STEPS + 1)] | Annotated[str, Field(max_length=256)] | None
+    ) = None
 
 
 class StateBody(Body):

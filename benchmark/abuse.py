@@ -197,6 +197,11 @@ def ratio(rows: list[dict[str, Any]], row: dict[str, Any]) -> float | None:
 
 def render(result: Result) -> str:
     """One row per kind of neighbours."""
+    return f"{summary(result)}\n\n{provenance(result)}"
+
+
+def summary(result: Result) -> str:
+    """The table alone."""
     header = [
         "four neighbours",
         "/health p50 ms",
@@ -211,7 +216,7 @@ def render(result: Result) -> str:
     names = ("neighbours", "health_p50_ms", "health_p99_ms", "health_most_ms", "ttft_p50_ms", "ttft_p99_ms")
     rows = result["rows"]
     lines = [[*(row[name] for name in names), ratio(rows, row), row["good_requests"], row["failed"]] for row in rows]
-    return f"{table(header, lines)}\n\n{provenance(result)}"
+    return table(header, lines)
 
 
 def plot(result: Result, file: Path) -> None:

@@ -36,6 +36,8 @@ SHARES = {"calm": 0.2, "storm": 0.6, "kills, one rank": 0.1, "kills, two ranks":
 EMBEDDED = ("--device", "cpu", "--max-total-tokens", "12288", "--random-seed", "1", "--queue-timeout", "300")
 ALL_KILLS = 15.0
 SAMPLE_SECONDS, RECORD_SECONDS = 5.0, 60.0
+RAMP = 0.05
+"""Part of a phase in which its clients come, one after the other: no server meets all of them in one moment."""
 MIB = 1 << 20
 LONG_MINUTES, MOST_SLOPE, MOST_RATIO = 30.0, 10.0, 3.0
 """Bounds of runs as long as that: growth of a process in MiB an hour, and the 99th percentile of good clients against that in calm."""
@@ -113,7 +115,7 @@ async def weather(server: Server, record: Record, phase: str, count: int, hostil
     """One phase without kills; as many clients are hostile as asked, the others good. The row is written once a minute."""
     began, memory, crowd = time.monotonic(), Memory(), clients(server, rng)
     watch = asyncio.create_task(memory.watch(server.pid))
-    crowd.start(count - hostile, hostile)
+    crowd.start(count - hostile, hostile, RAMP * (until - began))
 
     async def figures() -> dict[str, Any]:
         state = (await asyncio.to_thread(server.get, "/get_server_info"))["internal_states"][0]
@@ -171,8 +173,8 @@ def kill(server: Server, victim: str, folder: Path) -> list[str]:
 async def storm(record: Record, flags: Sequence[str], minutes: float, count: int, seed: int) -> None:
     """Run the four phases and record a row each. A phase ends at its share of the whole time, however long the one before took."""
     rng, tiny = random.Random(seed), tiny_model().target_flags
-    ends = [time.monotonic() + share * minutes * 60 for share in itertools.accumulate(SHARES.values())]
     with Server(flags) as server:
+        ends = [time.monotonic() + share * minutes * 60 for share in itertools.accumulate(SHARES.values())]
         await weather(server, record, "calm", count, 0, ends[0], rng)
         await weather(server, record, "storm", count, count // 2, ends[1], rng)
     for phase, more, until in (("kills, one rank", (), ends[2]), ("kills, two ranks", ("--tp-size", "2"), ends[3])):

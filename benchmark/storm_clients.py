@@ -80,11 +80,11 @@ class Clients:
         self._ending = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, good: int, hostile: int) -> None:
-        """Let `good` and `hostile` clients run."""
+    def start(self, good: int, hostile: int, ramp: float = 0.0) -> None:
+        """Let `good` and `hostile` clients run; each begins at a random time within `ramp` seconds."""
         for index in range(good + hostile):
             client = _Client(self._served, f"127.0.1.{index + 1}", self.tally, self._ending, random.Random(self._rng.random()))
-            self._tasks.append(asyncio.create_task(client.run(index < good)))
+            self._tasks.append(asyncio.create_task(client.run(index < good, ramp)))
 
     async def stop(self) -> Tally:
         """Let every client finish what it began."""
@@ -104,8 +104,9 @@ class _Client:
             self._vanish, self._vanish_early, self._read_slowly, self._ask_badly, self._ask_much, self._throw_bomb, self._say_half,
         )  # fmt: skip
 
-    async def run(self, good: bool) -> None:
+    async def run(self, good: bool, ramp: float) -> None:
         """One request after the other until the end."""
+        await asyncio.sleep(self._rng.uniform(0.0, ramp))
         async with self._http:
             while not self._ending.is_set():
                 await (self._be_good() if good else self._be_hostile())
@@ -148,7 +149,8 @@ class _Client:
             return "answered"
         if not last.startswith('data: {"error"'):
             self._tally.wrong.append(f"a stream ended after {last[:200]}")
-        return "cut"
+            return "cut"
+        return "refused" if "--queue-timeout" in last else "cut"  # comments began the stream while it waited
 
     def _prompt(self, least: int, most: int) -> list[int]:
         return [self._rng.randrange(2, self._served.vocabulary) for _ in range(self._rng.randint(least, most))]

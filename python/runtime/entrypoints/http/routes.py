@@ -93,11 +93,13 @@ def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> Non
     ):
         app.add_api_route(path, handler, response_model=answer, responses=_errors(*statuses))
         app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
-    app.add_api_route("/flush_cache", admin.flush_cache, methods=["POST"], response_model=Flushed, responses=_errors(409, 503))
-    for path, handler in (
-        ("/flush_cache", admin.flush_cache), ("/start_profile", admin.begin_profile), ("/stop_profile", admin.end_profile)
-    ):  # fmt: skip
-        app.add_api_route(path, handler, response_model=None, include_in_schema=False)
+    for method in ("GET", "POST"):
+        app.add_api_route("/flush_cache", admin.flush_cache, methods=[method], response_model=Flushed, responses=_errors(409, 503))
+    for path, handler, answer in (
+        ("/start_profile", admin.begin_profile, ProfileStarted),
+        ("/stop_profile", admin.end_profile, ProfileWritten),
+    ):
+        app.add_api_route(path, handler, response_model=answer, responses=_errors(503))
     _add_posts(app, admin, tokens)
     _add_generation(app, manager, manager.tokenizer, model)
     _add_pooling(app, manager, model)
@@ -164,27 +166,3 @@ def _add_body_route(app: FastAPI, path: str, handler: Handler, answer: Any, resp
 def _errors(*statuses: int, form: type[BaseModel] = ErrorBody) -> Responses:
     """What an endpoint may answer besides 200."""
     return {status: {"model": form, "description": ERRORS[status]} for status in sorted((*OF_ALL, *statuses))}
-
-
-def describe(app: FastAPI) -> None:
-    """Make /openapi.json say how keys are sent, and leave out FastAPI's own validation error, which never occurs here."""
-    generate = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        schema = generate()
-        if "security" not in schema:
-            _amend(schema)
-        return schema
-
-    app.openapi = openapi
-
-
-def _amend(schema: dict[str, Any]) -> None:
-    for operations in schema["paths"].values():
-        for operation in operations.values():
-            operation["responses"].pop("422", None)
-    for name in ("HTTPValidationError", "ValidationError"):
-        schema["components"]["schemas"].pop(name, None)
-    anthropic = {"type": "apiKey", "in": "header", "name": "x-api-key"}
-    schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "anthropic": anthropic}
-    schema["security"] = [{}, {"key": []}, {"anthropic": []}]

@@ -51,7 +51,7 @@ OUR_FLAGS = re.findall(
     speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins allowed-hosts
     download-dir log-level-http api-key-file uds ssl-keyfile ssl-certfile ssl-keyfile-password
     distributed-executor-backend log-format log-slow-requests otlp-traces-endpoint
-    speculative-draft-model-quantization enable-iteration-graph
+    speculative-draft-model-quantization enable-iteration-graph speculative-tuning
     """,
 )
 

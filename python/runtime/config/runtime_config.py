@@ -8,6 +8,7 @@ import msgspec
 
 from runtime.config.device_tuning import DeviceTuning, tuning_of
 from runtime.config.machine import Gpu
+from runtime.config.tuning import SpeculativeTuning
 from runtime.log import LogFormat
 from runtime.pooling import PoolingName
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
@@ -154,7 +155,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     `synthetic_accept` holds the probability that each draft position is accepted, given that the positions before it
     were. It overrides the models and serves benchmarks with dummy weights. Steps of more than `disable_by_batch_size`
     requests run without drafts. With `depths` each iteration runs at one of them, as a controller chooses; `num_steps` is
-    then the deepest. Without them the depth is fixed.
+    then the deepest. Without them the depth is fixed. `tuning`: the file that the shape comes from.
     """
 
     algorithm: SpecAlgorithm
@@ -174,6 +175,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     check_parity: bool
     draft_quantization: Literal["fp8"] | None = None
     depths: tuple[int, ...] = ()
+    tuning: SpeculativeTuning | None = None
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

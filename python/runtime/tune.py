@@ -137,6 +137,8 @@ def tune(options: Options, args: ServerArgs) -> SpeculativeTuning:
         chains = bench.chains(worker, sizes, CHAIN_SHARE if trees else 1.0)
     chain = chain_plan(chains.rates())
     print(chains.grid(), flush=True)
+    if left_out := [str(size) for size in sizes if size not in chains.measured]:
+        print(f"{', '.join(left_out)} requests: not measured, the time is over; raise --seconds", flush=True)
     plans = [plan for shape in trees if (plan := bench.tree(args, shape, chains, chain)) is not None]
     best = best_plan(chain, plans, chains.measured)
     depths = tuple(sorted({0, best.shape[0], *best.depths.values()})) if best.shape[1] == 1 else ()

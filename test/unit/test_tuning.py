@@ -74,7 +74,7 @@ def simulated(table: Table, sizes: list[int], acceptance: tuple[float, ...], rou
 @pytest.mark.parametrize(("table", "sizes"), [(FAST, [1, 2, 4, 8, 16, 32, 64, 128, 256]), (SLOW, [1, 2, 4, 8, 16])])
 def test_the_choice_is_within_three_percent_of_the_full_grid(table: Table, sizes: list[int], accept_length: str) -> None:
     acceptance = synthetic_acceptance(accept_length, max(DEPTHS), 3)
-    chains = simulated(table, sizes, acceptance, 6)
+    chains = simulated(table, sizes, acceptance, tune.MOST_ROUNDS)
     plan = chain_plan(chains.rates())
     tokens = {depth: 1 + np.cumprod(acceptance[:depth]).sum() for depth in range(max(DEPTHS) + 1)}
     for size in sizes:
@@ -86,7 +86,7 @@ def test_few_depths_stand_for_many_that_are_equally_good() -> None:
     rates = {
         1: {0: 50.0, 2: 99.5, 3: 100.0},
         2: {0: 90.0, 2: 100.0, 3: 99.0},
-        3: {0: 99.9, 2: 99.5, 3: 80.0},
+        3: {0: 99.9, 2: 99.6, 3: 80.0},
         4: {0: 100.0, 2: 80.0, 3: 60.0},
     }
     plan = chain_plan(rates)
@@ -237,7 +237,7 @@ def test_the_controller_starts_from_the_file(tmp_path: Path) -> None:
         start_controller(worker, CHAIN)
         info = worker.info().depth
         assert info is not None
-        assert info.greedy.rates == pytest.approx([0.7, 0.6, 0.5, 0.5, 0.4], abs=0.02)
+        assert info.greedy.rates == pytest.approx([0.7, 0.6, 0.5, 0.5, 0.4], abs=0.05)
         assert info.milliseconds["1"]["0"] == pytest.approx(10.0)
         assert info.milliseconds["1"]["5"] == pytest.approx(20.0)
         start_controller(worker, msgspec.structs.replace(CHAIN, steps=()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -245,7 +246,8 @@ class Worker:
 
     def stop_profile(self) -> str:
         """End the trace; returns its file."""
-        return self._queue.run(self._profiler.stop)
+        with nullcontext() if self._followers is None else self._followers.pause():
+            return self._queue.run(self._profiler.stop)
 
     def close(self) -> None:
         """Finish what is under way."""

@@ -6,6 +6,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from runtime.entrypoints.http.responses import AnthropicError, ErrorBody
+
+SCHEMAS = "#/components/schemas/{model}"
 BODY_OPTIONAL = ("/start_profile", "/stop_profile")
 
 
@@ -29,9 +32,13 @@ def _amend(schema: dict[str, Any]) -> None:
     schema["paths"]["/v1/loads"]["get"]["responses"]["200"]["content"]["text/plain"] = {"schema": {"type": "string"}}
     for path in BODY_OPTIONAL:
         schema["paths"][path]["post"]["requestBody"]["required"] = False
-    _restore_int64(schema["components"]["schemas"])
+    schemas = schema["components"]["schemas"]
+    _restore_int64(schemas)
     for name in ("HTTPValidationError", "ValidationError"):
-        schema["components"]["schemas"].pop(name, None)
+        schemas.pop(name, None)
+    for form in (ErrorBody, AnthropicError):
+        described = form.model_json_schema(ref_template=SCHEMAS)
+        schemas |= {**described.pop("$defs", {}), form.__name__: described}
     anthropic = {"type": "apiKey", "in": "header", "name": "x-api-key"}
     schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "anthropic": anthropic}
     schema["security"] = [{}, {"key": []}, {"anthropic": []}]

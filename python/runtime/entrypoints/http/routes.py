@@ -14,6 +14,7 @@ from runtime.entrypoints.anthropic.protocol import AnthropicMessage, TokenCount
 from runtime.entrypoints.http.admin import AdminApi
 from runtime.entrypoints.http.body_route import IGNORED_HEADER, BodyRoute
 from runtime.entrypoints.http.loads import LoadApi, Loads, RankLoad
+from runtime.entrypoints.http.openapi import SCHEMAS
 from runtime.entrypoints.http.responses import ANTHROPIC_PATH, AnthropicError, ErrorBody
 from runtime.entrypoints.native.generate import GenerateApi
 from runtime.entrypoints.native.protocol import (
@@ -164,5 +165,6 @@ def _add_body_route(app: FastAPI, path: str, handler: Handler, answer: Any, resp
 
 
 def _errors(*statuses: int, form: type[BaseModel] = ErrorBody) -> Responses:
-    """What an endpoint may answer besides 200."""
-    return {status: {"model": form, "description": ERRORS[status]} for status in sorted((*OF_ALL, *statuses))}
+    """What an endpoint may answer besides 200. `describe` adds the forms to the schema: given as models, each would cost a validator."""
+    content = {"application/json": {"schema": {"$ref": SCHEMAS.format(model=form.__name__)}}}
+    return {status: {"content": content, "description": ERRORS[status]} for status in sorted((*OF_ALL, *statuses))}

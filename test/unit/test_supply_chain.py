@@ -46,7 +46,7 @@ def test_the_locks_of_torch_have_hashes() -> None:
 
 
 def test_setup_installs_nothing_without_hashes() -> None:
-    for script in ("setup.sh", "setup_clients.sh"):
+    for script in ("setup.sh", "setup_clients.sh", "bench_clients.sh"):
         text = (ROOT / "scripts" / script).read_text(encoding="utf-8")
         installs = re.findall(r"(?:talon_install|pip install) .*", text)
         assert installs

@@ -49,20 +49,23 @@ class IterationCost:
         self.points = tuple(points)
         self._fit = _fitted(self.points)
         self._ratios = {depth: self._ratios_at(depth) for depth in sorted({point.depth for point in self.points})}
-        self._table: dict[tuple[int, int], float] = {}
-        self._cells: dict[tuple[int, int], float] = {}
-        self._runs: dict[tuple[int, int], int] = {}
+        self._table: dict[tuple[int, int, int], float] = {}
+        self._cells: dict[tuple[int, int, int], float] = {}
+        self._runs: dict[tuple[int, int, int], int] = {}
         self._sums = np.zeros(5)  # 1, u, u^2, y, u * y of the regression y = scale + u * context
         self._scale, self._context = 1.0, 0.0
         self._unit = self._measured(1, 0) / CONTEXT_UNIT
 
-    def seconds(self, size: int, depth: int, kv_tokens: int = 0) -> float:
-        """The expected time of an iteration of `size` requests, padding included, with `kv_tokens` of context together."""
-        return self._scale * self._at(size, depth) + self._context * self._unit * kv_tokens
+    def seconds(self, size: int, depth: int, kv_tokens: int = 0, width: int = 0) -> float:
+        """The expected time of an iteration of `size` requests, padding included, with `kv_tokens` of context together.
 
-    def observe(self, size: int, depth: int, kv_tokens: int, seconds: float) -> None:
+        `width`: mean tokens of windows that differ; 0 for full ones.
+        """
+        return self._scale * self._at(size, depth, width) + self._context * self._unit * kv_tokens
+
+    def observe(self, size: int, depth: int, kv_tokens: int, seconds: float, width: int = 0) -> None:
         """Learn from the time of one iteration."""
-        expected, base = self.seconds(size, depth, kv_tokens), self._at(size, depth)
+        expected, base = self.seconds(size, depth, kv_tokens, width), self._at(size, depth, width)
         seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
         u, y = self._unit * kv_tokens / base, seconds / base
         self._sums = self._sums * (1 - 1 / MEMORY) + (1.0, u, u * u, y, u * y)
@@ -70,21 +73,21 @@ class IterationCost:
         n, suu, sy = n + PRIOR_SCALE, suu + PRIOR_CONTEXT, sy + PRIOR_SCALE
         context = max((n * suy - su * sy) / (n * suu - su * su), 0.0)
         self._scale, self._context = max((sy - su * context) / n, 1e-3), context
-        key = (size.bit_length(), depth)
+        key = (size.bit_length(), depth, width)
         runs = self._runs[key] = self._runs.get(key, 0) + 1
         cell = self._cells.get(key, 0.0) + max(CELL_RATE, 1 / (runs + FIRST_RUNS)) * math.log(seconds / expected)
         self._cells[key] = min(max(cell, -MOST_CELL), MOST_CELL)
 
-    def _at(self, size: int, depth: int) -> float:
-        return self._measured(size, depth) * math.exp(self._cells.get((size.bit_length(), depth), 0.0))
+    def _at(self, size: int, depth: int, width: int) -> float:
+        return self._measured(size, depth, width) * math.exp(self._cells.get((size.bit_length(), depth, width), 0.0))
 
-    def _measured(self, size: int, depth: int) -> float:
-        """The table as measured at start-up."""
-        if (size, depth) not in self._table:
+    def _measured(self, size: int, depth: int, width: int = 0) -> float:
+        """The table as measured at start-up; of windows that differ the time of full ones without the rows that are left out."""
+        if (size, depth, width) not in self._table:
             ratios = [float(np.interp(math.log2(size), *ratio)) for ratio in self._ratios.values()]
             ratio = float(np.interp(depth, list(self._ratios), ratios))
-            self._table[size, depth] = float(_features(size, depth) @ self._fit) * ratio
-        return self._table[size, depth]
+            self._table[size, depth, width] = float(_features(size, depth, width) @ self._fit) * ratio
+        return self._table[size, depth, width]
 
     def _ratios_at(self, depth: int) -> tuple[list[float], list[float]]:
         """The points of one depth: logarithms of their sizes, and measured times over fitted ones."""
@@ -92,9 +95,9 @@ class IterationCost:
         return [math.log2(p.size) for p in own], [p.seconds / float(_features(p.size, depth) @ self._fit) for p in own]
 
 
-def _features(size: int, depth: int) -> npt.NDArray[np.float64]:
+def _features(size: int, depth: int, width: int = 0) -> npt.NDArray[np.float64]:
     """What a time is made of: launches and weights, rows of the target's pass, draft passes, and rows of those."""
-    return np.array([1.0, size * (depth + 1), depth, depth * size])
+    return np.array([1.0, size * (width or depth + 1), depth, depth * size])
 
 
 def _fitted(points: Sequence[CostPoint]) -> npt.NDArray[np.float64]:

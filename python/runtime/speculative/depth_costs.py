@@ -33,7 +33,7 @@ def start_controller(worker: Worker) -> None:
     started, control = time.perf_counter(), worker.parts.depths
     with worker.parts.monitor.without_sample():
         points = list(measure(worker))
-    control.controller = DepthController(list(control.limits), IterationCost(points))
+    control.controller = DepthController(list(control.limits), IterationCost(points), worker.limits.max_running_requests + 1)
     seconds = time.perf_counter() - started
     worker.info().startup_seconds["measure_depths"] = round(seconds, 3)
     for size in sorted({point.size for point in points}):

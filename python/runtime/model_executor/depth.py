@@ -13,7 +13,8 @@ import numpy as np
 from runtime.batch import Int32, RowInit, ScheduleBatch, no_ints
 from runtime.errors import InvalidField
 from runtime.model_executor.depth_bytes import LADDER, StepBytes, least_batches
-from runtime.model_executor.depth_controller import DecodeRows, DepthController
+from runtime.model_executor.depth_controller import DecodeRows, DepthChooser
+from runtime.model_executor.row_acceptance import RowAcceptance
 from runtime.model_executor.window_widths import allot
 from runtime.sampling_params import MAX_DRAFT_STEPS
 
@@ -180,6 +181,7 @@ class DepthControl:
         limits: by depth, the largest batch that it serves.
         least: by depth, the smallest one; 1 where it is not given.
         controller: None where the batch size decides.
+        rows: acceptance by request row, for the controller.
         costs: what iterations of a sparse model read, where the bytes decide; None elsewhere.
     """
 
@@ -198,7 +200,8 @@ class DepthControl:
             ragged: depths at which windows may differ in width.
         """
         self.limits, self.least, self._captured, self._sizes = dict(limits), dict(least or {}), dict(least or {}), sizes
-        self.controller: DepthController | None = None
+        self.controller: DepthChooser | None = None
+        self.rows = RowAcceptance(rows)
         self.costs: StepBytes | None = None
         self._forced: int | None = None
         self._fixed: int | None = None
@@ -304,8 +307,7 @@ class DepthControl:
             return
         for init in new_rows:
             self._caps[init.row], self._greedy[init.row] = init.sampling.most_drafts, init.sampling.greedy
-            if self.controller is not None:
-                self.controller.rows.admit(init.row)
+            self.rows.admit(init.row)
         self._capped = bool(self._caps.min() < self.deepest)
 
     def fix(self, depth: int) -> None:

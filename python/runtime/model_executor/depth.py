@@ -12,7 +12,7 @@ import numpy as np
 
 from runtime.batch import Int32, RowInit, ScheduleBatch, no_ints
 from runtime.errors import InvalidField
-from runtime.model_executor.depth_controller import DecodeRows, DepthController
+from runtime.model_executor.depth_controller import DecodeRows, DepthChooser
 from runtime.model_executor.window_widths import allot
 from runtime.sampling_params import MAX_DRAFT_STEPS
 
@@ -158,7 +158,7 @@ class DepthControl:
             ragged: depths at which windows may differ in width.
         """
         self.limits, self._sizes = dict(limits), sizes
-        self.controller: DepthController | None = None
+        self.controller: DepthChooser | None = None
         self._forced: int | None = None
         self._fixed: int | None = None
         self._turn: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -245,7 +246,8 @@ class Worker:
 
     def stop_profile(self) -> str:
         """End the trace; returns its file."""
-        return self._queue.run(self._profiler.stop)
+        with nullcontext() if self._followers is None else self._followers.pause():
+            return self._queue.run(self._profiler.stop)
 
     def close(self) -> None:
         """Finish what is under way."""
@@ -279,7 +281,7 @@ class Worker:
         self.parts.drafter.admit(batch.new_rows)
         self.parts.grammars.admit(batch.new_rows)
         chunks = target.stage_chunks(batch, chunk_rows) if batch.num_prompts else None
-        first = self.parts.grammars.step(batch.rows[: batch.num_prompts], batch.num_prompts, batch.next_tokens < 0)
+        first = self.parts.grammars.step(batch.rows[: batch.num_prompts], batch.num_prompts, wanted=batch.next_tokens < 0)
         prompts, decodes, grammar = None, None, None
         if most:
             iteration = self._begin(batch, rows, depth)
@@ -316,7 +318,7 @@ class Worker:
         # The sample is of iterations that would replay a graph: other traffic may be accepted differently, and counts
         # for neither side.
         needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
-        grammar = parts.grammars.step(host_rows, size)
+        grammar = parts.grammars.step(host_rows, size, parts.drafter.spec.shape.at_depth(depth).num_draft_tokens)
         is_sample = is_sample and first == 0 and depth > 0 and grammar is None and parts.verifier.has_graph(depth, size)
         unfollowed = parts.drafter.before(host_rows, batch.len_bounds[first:], depth, needs, is_sample)
         parts.inputs.rows(size).copy_(rows)
@@ -403,7 +405,7 @@ class Worker:
         self.parts.experts.add(tokens, hit)
         controller, spread = self.parts.depths.controller, self.parts.experts.spread
         if controller is not None and spread is not None:
-            controller.cost.correct(spread)
+            controller.correct(spread)
 
     def _observe(self, iteration: Iteration, decoded: BatchResult, with_prompts: bool) -> None:
         """Count acceptance, and tell the depth controller what the iteration accepted and how long it took.

@@ -141,6 +141,7 @@ def _grouped_kernel(
     source = tl.where(pair < pairs, source, 0).to(tl.int64)
     x_rows = x_ptr + source[:, None] * K
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    scale = tl.load(scales) if FP8_ROWS else None
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if FP8_ROWS or TMA:
             k = start + tl.arange(0, BLOCK_K)[None, :]
@@ -152,7 +153,10 @@ def _grouped_kernel(
             else:
                 w = tl.load(w_rows + k, mask=None if EVEN_K else k < K, other=None if EVEN_K else 0.0)
             if FP8_ROWS:
-                acc += tl.dot(w, tl.trans(x)) * tl.load(scales + start // scale_columns)
+                # The next scale is on its way during the multiplication; a load for this one would be waited for in every step.
+                following = tl.load(scales + tl.minimum(start + BLOCK_K, K - 1) // scale_columns)
+                acc += tl.dot(w, tl.trans(x)) * scale
+                scale = following
             else:
                 acc = tl.dot(w, tl.trans(x), acc)
         else:

@@ -48,25 +48,21 @@ def few_rows(x: torch.Tensor, weights: Sequence[torch.Tensor], scale: torch.Tens
 
 
 def many_rows(x: torch.Tensor, weights: Sequence[torch.Tensor], scale: torch.Tensor) -> dict[str, Call]:
-    """GEMMs of e4m3 rows by e4m3 weights, with the quantisation of the rows apart, and what comes before cuBLAS' in bfloat16."""
+    """GEMMs of e4m3 rows by e4m3 weights, which include the quantisation of the rows, and widened weights."""
+    from runtime.layers.gemm.quantized_rows import quantize_rows, quantized_gemm
     from runtime.layers.gemm.widen import widen
-    from runtime.layers.moe.kernels.many_rows import quantize_rows
 
-    rows, row_scale = quantize_rows(x)
-    weight_scale = torch.ones((1, len(weights[0])), device=x.device)
-    group_scale = row_scale[:, None].expand(-1, x.shape[1] // 128)
-    columns_first = group_scale.t().contiguous().t()
+    row_scale = torch.ones(len(weights[0]), device=x.device)
 
-    def torch_rows(call: int) -> object:
-        return torch._scaled_mm(rows, weights[call % len(weights)].t(), scale_a=row_scale[:, None], scale_b=weight_scale, out_dtype=x.dtype)
+    def weight(call: int) -> torch.Tensor:
+        return weights[call % len(weights)]
 
-    def torch_blocks(call: int) -> object:
-        return torch._scaled_mm(rows, weights[call % len(weights)].t(), scale_a=columns_first, scale_b=scale.t(), out_dtype=x.dtype)
-
-    def widened(call: int) -> object:
-        return torch.mm(x, widen(weights[call % len(weights)], scale, x.dtype).t())
-
-    return {"quantize": lambda _: quantize_rows(x), "torch rows": torch_rows, "torch blocks": torch_blocks, "widened": widened}
+    return {
+        "quantize": lambda _: quantize_rows(x, 128),
+        "e4m3 rows": lambda call: quantized_gemm(x, weight(call), row_scale),
+        "e4m3 blocks": lambda call: quantized_gemm(x, weight(call), scale),
+        "widened": lambda call: torch.mm(x, widen(weight(call), scale, x.dtype).t()),
+    }
 
 
 def timed(calls: Mapping[str, Call], count: int) -> dict[str, float | str]:

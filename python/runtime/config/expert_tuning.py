@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -35,6 +36,14 @@ class ExpertTuning:
     def many_rows(self, weights: WeightFormat, rows: int) -> GroupedConfig:
         """The tiling of the grouped GEMM."""
         return next((config for largest, config in self.many[weights] if rows <= largest), self.many[weights][-1][1])
+
+    def without_fp8_rows(self) -> ExpertTuning:
+        """The same with activations in 16 bits for any number of tokens."""
+        many = {
+            kind: tuple((largest, dataclasses.replace(config, fp8_rows=False)) for largest, config in table)
+            for kind, table in self.many.items()
+        }
+        return dataclasses.replace(self, many=many)
 
     def kernel_rows(self, most: int) -> set[int]:
         """Numbers of tokens, up to `most`, that together need every kernel that passes of up to `most` tokens use."""

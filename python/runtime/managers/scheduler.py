@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import pairwise
+from itertools import pairwise, repeat
 
 import numpy as np
 from msgspec import structs
@@ -370,14 +370,14 @@ class Scheduler:
             stats.decode.add(ran.graph, live, padded)
         if max_accept_len > 1:
             stats.count_depth(ran.depth)
-        for req, (start, end) in zip(plan.decodes, pairwise(starts), strict=True):
+        for req, (start, end), most in zip(plan.decodes, pairwise(starts), ran.drafts or repeat(ran.depth, live), strict=True):
             if not req.alive:
                 continue
             req.decode_collected(end - start, max_accept_len, ran.unfollowed)
             progress = req.progress
             if pure:
                 progress.decode.add(ran.graph, live, padded)
-            if depth := min(ran.depth, req.most_drafts):
+            if depth := min(most, req.most_drafts):
                 drafts = ran.draft_tokens if depth == ran.depth else depth
                 progress.spec = spec = progress.spec or SpecStats()
                 spec.add(end - start, drafts, max_accept_len, depth)

@@ -71,12 +71,13 @@ H200_EXPERTS = ExpertTuning(
             (256, GroupedConfig(16, 128, 128, 4, 3)),
             (512, GroupedConfig(32, 128, 64, 4, 4)),
             (2048, GroupedConfig(64, 128, 64, 8, 4, 4)),
-            (1 << 30, GroupedConfig(128, 256, 64, 8, 3, 4)),
+            (1 << 30, GroupedConfig(128, 256, 64, 8, 4, 8)),
         ),
         "fp8": (
             (256, GroupedConfig(16, 64, 128, 4, 4, fp8_rows=True)),
             (512, GroupedConfig(32, 128, 128, 4, 4, fp8_rows=True)),
-            (1 << 30, GroupedConfig(64, 128, 128, 4, 4, 4, fp8_rows=True)),
+            (2048, GroupedConfig(64, 128, 128, 4, 4, 4, fp8_rows=True)),
+            (1 << 30, GroupedConfig(128, 64, 128, 4, 4, 4, fp8_rows=True)),
         ),
         "mxfp4": (
             (256, GroupedConfig(32, 128, 128, 4, 4)),

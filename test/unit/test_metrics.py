@@ -132,6 +132,8 @@ def test_a_request_is_counted_through_its_life() -> None:
     assert samples["sglang:time_to_first_token_seconds_sum", ()] == 0.5
     assert samples["sglang:inter_token_latency_seconds_count", ()] == 3
     assert samples["sglang:inter_token_latency_seconds_sum", ()] == pytest.approx(0.3)
+    buckets = [samples["sglang:inter_token_latency_seconds_bucket", (("le", bound),)] for bound in ("0.08", "0.1", "+Inf")]
+    assert buckets == [0, 3, 3]
     assert samples["sglang:e2e_request_latency_seconds_count", ()] == 1
     assert samples["sglang:queue_time_seconds_sum", ()] == 0.25
 

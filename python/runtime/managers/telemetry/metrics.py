@@ -100,7 +100,8 @@ class Metrics:
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
         """`tokens` more arrived, `seconds` after the previous ones."""
-        self._itl.observe(seconds / tokens, tokens)
+        if tokens:
+            self._itl.observe(seconds / tokens, tokens)
 
     def ended(self, seconds: float, update: GenerationUpdate | None) -> None:
         """It ended, `seconds` after its start; `update` is None if it failed or its client disconnected."""

@@ -34,6 +34,7 @@ SCRIPTS = {
     "cpu_serving": "The embedded model on a CPU",
     "faults": "Faults",
     "abuse": "Beside the worst requests",
+    "storm": "A storm of clients and kills",
     "client_agreement": "bench_serving against SGLang's client",
     "repeat": "Repeatability",
     "modes": "Graphs, overlap and attention backends",

@@ -7,13 +7,14 @@ kills on two. A killed server must end with a failure within its time, leave no 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import signal
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,21 @@ from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record
 from benchmark.server import Server
 from benchmark.shapes import tiny_model
-from benchmark.storm_clients import Clients, Tally
+from benchmark.storm_clients import Clients, Served, Tally
 from benchmark.sweep import arguments
 
 NAME = "storm"
 KEYS = ("phase",)
 SHARES = {"calm": 0.2, "storm": 0.6, "kills, one rank": 0.1, "kills, two ranks": 0.1}
 """What part of --minutes each phase gets."""
-EMBEDDED = ("--device", "cpu", "--max-total-tokens", "12288", "--random-seed", "1")
+EMBEDDED = ("--device", "cpu", "--max-total-tokens", "12288", "--random-seed", "1", "--queue-timeout", "300")
 ALL_KILLS = 15.0
-SAMPLE_SECONDS = 5.0
+SAMPLE_SECONDS, RECORD_SECONDS = 5.0, 60.0
+RAMP = 0.05
+"""Part of a phase in which its clients come, one after the other: no server meets all of them in one moment."""
 MIB = 1 << 20
+LONG_MINUTES, MOST_SLOPE, MOST_RATIO = 30.0, 10.0, 3.0
+"""Bounds of runs as long as that: growth of a process in MiB an hour, and the 99th percentile of good clients against that in calm."""
 
 
 @dataclass
@@ -103,30 +108,37 @@ async def leaks(server: Server) -> dict[str, int]:
 def clients(server: Server, rng: random.Random) -> Clients:
     """Clients that know the model's context length and vocabulary."""
     info = server.get("/get_model_info")
-    return Clients(server.port, info["max_context_len"], info["vocab_size"], random.Random(rng.random()))
+    return Clients(Served(server.port, info["max_context_len"], info["vocab_size"]), random.Random(rng.random()))
 
 
-async def weather(server: Server, phase: str, count: int, hostile: int, seconds: float, rng: random.Random) -> dict[str, Any]:
-    """One phase without kills; as many clients are hostile as asked, the others good."""
+async def weather(server: Server, record: Record, phase: str, count: int, hostile: int, until: float, rng: random.Random) -> None:
+    """One phase without kills; as many clients are hostile as asked, the others good. The row is written once a minute."""
     began, memory, crowd = time.monotonic(), Memory(), clients(server, rng)
     watch = asyncio.create_task(memory.watch(server.pid))
-    crowd.start(count - hostile, hostile)
-    await asyncio.sleep(seconds)
+    crowd.start(count - hostile, hostile, RAMP * (until - began))
+
+    async def figures() -> dict[str, Any]:
+        state = (await asyncio.to_thread(server.get, "/get_server_info"))["internal_states"][0]
+        known = {"clients": count, "retracted_so_far": state["num_retracted_requests_total"], "memory": memory.figures()}
+        return row(phase, crowd.tally, began) | known
+
+    while (left := until - time.monotonic()) > RECORD_SECONDS:
+        await asyncio.sleep(RECORD_SECONDS)
+        record.add(await figures() | {"leaked_requests": None, "leaked_pages": None})
+    await asyncio.sleep(left)
     tally = await crowd.stop()
     watch.cancel()
     cut = tally.ends["cut"]
     tally.wrong += [f"{cut} streams were cut"] if cut else []
-    state = server.get("/get_server_info")["internal_states"][0]
-    retracted = state["num_retracted_requests_total"]
-    return row(phase, tally, began) | await leaks(server) | {"retracted_so_far": retracted, "memory": memory.figures()}
+    record.add(await figures() | await leaks(server))
 
 
-async def kills(phase: str, flags: Sequence[str], count: int, seconds: float, rng: random.Random) -> dict[str, Any]:
+async def kills(phase: str, flags: Sequence[str], count: int, until: float, rng: random.Random) -> dict[str, Any]:
     """Start servers and kill a process of each, until the time is over; in `ALL_KILLS` seconds every victim comes at least once."""
     began, total, killed = time.monotonic(), Tally(), Counter[str]()
     victims = [*(["worker-1"] if "--tp-size" in flags else []), "scheduler", "detokenizer", "http"]
-    least = len(victims) if seconds >= ALL_KILLS else 1
-    while time.monotonic() - began < seconds or len(killed) < least:
+    least = len(victims) if until - began >= ALL_KILLS else 1
+    while time.monotonic() < until or len(killed) < least:
         victim = victims[killed.total() % len(victims)]
         with tempfile.TemporaryDirectory() as folder:
             Path(folder).chmod(0o700)
@@ -141,7 +153,7 @@ async def kills(phase: str, flags: Sequence[str], count: int, seconds: float, rn
         total.ends += tally.ends
         total.done += tally.done
         total.wrong += [*tally.wrong, *wrong]
-    return row(phase, total, began) | {"leaked_requests": 0, "leaked_pages": 0, "killed": dict(killed)}
+    return row(phase, total, began) | {"clients": count, "leaked_requests": 0, "leaked_pages": 0, "killed": dict(killed)}
 
 
 def kill(server: Server, victim: str, folder: Path) -> list[str]:
@@ -159,14 +171,27 @@ def kill(server: Server, victim: str, folder: Path) -> list[str]:
 
 
 async def storm(record: Record, flags: Sequence[str], minutes: float, count: int, seed: int) -> None:
-    """Run the four phases and record a row each."""
+    """Run the four phases and record a row each. A phase ends at its share of the whole time, however long the one before took."""
     rng, tiny = random.Random(seed), tiny_model().target_flags
-    seconds = {phase: share * minutes * 60 for phase, share in SHARES.items()}
     with Server(flags) as server:
-        record.add(await weather(server, "calm", count, 0, seconds["calm"], rng) | {"clients": count})
-        record.add(await weather(server, "storm", count, count // 2, seconds["storm"], rng) | {"clients": count})
-    for phase, more in (("kills, one rank", ()), ("kills, two ranks", ("--tp-size", "2"))):
-        record.add(await kills(phase, [*tiny, *more], min(count, 16), seconds[phase], rng) | {"clients": min(count, 16)})
+        ends = [time.monotonic() + share * minutes * 60 for share in itertools.accumulate(SHARES.values())]
+        await weather(server, record, "calm", count, 0, ends[0], rng)
+        await weather(server, record, "storm", count, count // 2, ends[1], rng)
+    for phase, more, until in (("kills, one rank", (), ends[2]), ("kills, two ranks", ("--tp-size", "2"), ends[3])):
+        record.add(await kills(phase, [*tiny, *more], min(count, 16), until, rng))
+
+
+def failures(rows: Sequence[Mapping[str, Any]], minutes: float) -> list[str]:
+    """What went wrong, in words: lost requests, leaks, and in a long run growth of a process or late answers."""
+    found = [text for one in rows for text in one["wrong"]]
+    found += [f"{one['phase']}: {one[kind]} {kind}" for one in rows for kind in ("leaked_requests", "leaked_pages") if one[kind]]
+    if minutes < LONG_MINUTES:
+        return found
+    calm, stormy = (next(one for one in rows if one["phase"] == phase) for phase in ("calm", "storm"))
+    if stormy["p99_s"] > MOST_RATIO * calm["p99_s"]:
+        found.append(f"good clients wait {stormy['p99_s']} s in storm, {calm['p99_s']} s in calm (99th percentiles)")
+    slopes = {role: figures["slope_mib_per_hour"] for role, figures in stormy["memory"].items()}
+    return found + [f"{role} grows by {slope} MiB an hour" for role, slope in slopes.items() if slope >= MOST_SLOPE]
 
 
 def render(result: Result) -> str:
@@ -187,7 +212,7 @@ def plot(result: Result, file: Path) -> None:
 
 
 def main() -> None:
-    """Run, record and plot; exit 1 if anything was lost or leaked."""
+    """Run, record and plot; exit 1 if anything was lost or leaked, or if a long run shows growth or late answers."""
     parser = arguments(__doc__)
     parser.add_argument("--minutes", type=float, default=3.0, help="length of the whole run")
     parser.add_argument("--clients", type=int, default=16)
@@ -197,9 +222,8 @@ def main() -> None:
     asyncio.run(storm(record, tiny_model().target_flags if args.quick else EMBEDDED, args.minutes, args.clients, args.seed))
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
-    wrong = [text for one in record.rows for text in one["wrong"]]
-    if wrong or any(one["leaked_pages"] or one["leaked_requests"] for one in record.rows):
-        raise SystemExit("\n".join(["something was lost or leaked:", *wrong]))
+    if wrong := failures(record.rows, args.minutes):
+        raise SystemExit("\n".join(["failed:", *wrong]))
 
 
 if __name__ == "__main__":

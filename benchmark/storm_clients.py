@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
-PATIENCE = 300.0
-"""Seconds within which every request must have an answer, a full queue included."""
+PATIENCE = 600.0
+"""Seconds within which every request must have an answer; one that says that the queue is full, or was too slow, is one too."""
 PAUSE = 4.0
 """Hostile clients wait up to so many seconds between their acts; most of these are over sooner than an answer."""
 BOMBS: tuple[dict[str, Any], ...] = (
@@ -62,61 +62,78 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Served:
+    """The server as its clients know it: port, context length, and the number of token ids."""
+
+    port: int
+    longest: int
+    vocabulary: int
+
+
 class Clients:
-    """Clients of one server until `stop`.
+    """Clients of one server until `stop`, each from an address of its own, so that the server can tell them apart."""
 
-    Args:
-        longest: the context length of the model.
-        vocabulary: token ids of prompts are below it.
-    """
-
-    def __init__(self, port: int, longest: int, vocabulary: int, rng: random.Random) -> None:
+    def __init__(self, served: Served, rng: random.Random) -> None:
         self.tally = Tally()
-        self._port, self._longest, self._vocabulary, self._rng = port, longest, vocabulary, rng
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE, limits=limits)
+        self._served, self._rng = served, rng
         self._ending = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._hostile: tuple[Callable[[], Awaitable[str]], ...] = (
-            self._vanish, self._vanish_early, self._read_slowly, self._ask_badly, self._ask_much, self._throw_bomb, self._say_half,
-        )  # fmt: skip
 
-    def start(self, good: int, hostile: int) -> None:
-        """Let `good` and `hostile` clients run."""
-        self._tasks += [asyncio.create_task(self._be_good()) for _ in range(good)]
-        self._tasks += [asyncio.create_task(self._be_hostile()) for _ in range(hostile)]
+    def start(self, good: int, hostile: int, ramp: float = 0.0) -> None:
+        """Let `good` and `hostile` clients run; each begins at a random time within `ramp` seconds."""
+        for index in range(good + hostile):
+            client = _Client(self._served, f"127.0.1.{index + 1}", self.tally, self._ending, random.Random(self._rng.random()))
+            self._tasks.append(asyncio.create_task(client.run(index < good, ramp)))
 
     async def stop(self) -> Tally:
         """Let every client finish what it began."""
         self._ending.set()
         await asyncio.gather(*self._tasks)
-        await self._http.aclose()
         return self.tally
+
+
+class _Client:
+    """One client, good or hostile."""
+
+    def __init__(self, served: Served, address: str, tally: Tally, ending: asyncio.Event, rng: random.Random) -> None:
+        self._served, self._address, self._tally, self._ending, self._rng = served, address, tally, ending, rng
+        transport = httpx.AsyncHTTPTransport(local_address=address, verify=False)
+        self._http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}", timeout=PATIENCE, transport=transport)
+        self._hostile: tuple[Callable[[], Awaitable[str]], ...] = (
+            self._vanish, self._vanish_early, self._read_slowly, self._ask_badly, self._ask_much, self._throw_bomb, self._say_half,
+        )  # fmt: skip
+
+    async def run(self, good: bool, ramp: float) -> None:
+        """One request after the other until the end."""
+        await asyncio.sleep(self._rng.uniform(0.0, ramp))
+        async with self._http:
+            while not self._ending.is_set():
+                await (self._be_good() if good else self._be_hostile())
 
     # ---- good clients
 
     async def _be_good(self) -> None:
-        while not self._ending.is_set():
-            body = {
-                "prompt": self._prompt(8, 96),
-                "max_tokens": 16,
-                "ignore_eos": True,
-                "stream": True,
-                "temperature": self._rng.choice([0, 1]),
-            }
-            began = time.perf_counter()
-            try:
-                end = await self._stream(body)
-            except httpx.TimeoutException:
-                end = "lost"
-                self.tally.wrong.append(f"a good request had no answer within {PATIENCE:g} s")
-            except httpx.HTTPError:
-                end = "cut"
-            self.tally.ends[end] += 1
-            if end == "answered":
-                self.tally.seconds.append(time.perf_counter() - began)
-            else:
-                await asyncio.sleep(1.0)
+        body = {
+            "prompt": self._prompt(8, 96),
+            "max_tokens": 16,
+            "ignore_eos": True,
+            "stream": True,
+            "temperature": self._rng.choice([0, 1]),
+        }
+        began = time.perf_counter()
+        try:
+            end = await self._stream(body)
+        except httpx.TimeoutException:
+            end = "lost"
+            self._tally.wrong.append(f"a good request had no answer within {PATIENCE:g} s")
+        except httpx.HTTPError:
+            end = "cut"
+        self._tally.ends[end] += 1
+        if end == "answered":
+            self._tally.seconds.append(time.perf_counter() - began)
+        else:
+            await asyncio.sleep(1.0)
 
     async def _stream(self, body: dict[str, Any]) -> str:
         last = ""
@@ -124,35 +141,35 @@ class Clients:
             if answer.status_code in (429, 503):
                 return "refused"
             if answer.status_code != 200:
-                self.tally.wrong.append(f"a good request got {answer.status_code}: {(await answer.aread())[:200]!r}")
+                self._tally.wrong.append(f"a good request got {answer.status_code}: {(await answer.aread())[:200]!r}")
                 return "wrong"
             async for line in answer.aiter_lines():
                 last = line or last
         if last == "data: [DONE]":
             return "answered"
         if not last.startswith('data: {"error"'):
-            self.tally.wrong.append(f"a stream ended after {last[:200]}")
-        return "cut"
+            self._tally.wrong.append(f"a stream ended after {last[:200]}")
+            return "cut"
+        return "refused" if "--queue-timeout" in last else "cut"  # comments began the stream while it waited
 
     def _prompt(self, least: int, most: int) -> list[int]:
-        return [self._rng.randrange(2, self._vocabulary) for _ in range(self._rng.randint(least, most))]
+        return [self._rng.randrange(2, self._served.vocabulary) for _ in range(self._rng.randint(least, most))]
 
     # ---- the others
 
     async def _be_hostile(self) -> None:
-        while not self._ending.is_set():
-            act = self._rng.choice(self._hostile)
-            self.tally.done[act.__name__.strip("_")] += 1
-            try:
-                wrong = await act()
-            except httpx.TimeoutException:
-                wrong = f"no answer within {PATIENCE:g} s"
-            except (httpx.HTTPError, OSError):
-                wrong = ""  # the server closed the connection
-                await asyncio.sleep(0.2)
-            await asyncio.sleep(self._rng.uniform(0.0, PAUSE))
-            if wrong:
-                self.tally.wrong.append(f"{act.__name__.strip('_')}: {wrong}")
+        act = self._rng.choice(self._hostile)
+        self._tally.done[act.__name__.strip("_")] += 1
+        try:
+            wrong = await act()
+        except httpx.TimeoutException:
+            wrong = f"no answer within {PATIENCE:g} s"
+        except (httpx.HTTPError, OSError):
+            wrong = ""  # the server closed the connection
+            await asyncio.sleep(0.2)
+        await asyncio.sleep(self._rng.uniform(0.0, PAUSE))
+        if wrong:
+            self._tally.wrong.append(f"{act.__name__.strip('_')}: {wrong}")
 
     async def _vanish(self) -> str:
         """Leave a stream after a few tokens."""
@@ -174,7 +191,7 @@ class Clients:
 
     async def _read_slowly(self) -> str:
         """Ask for a long stream and hardly read it."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 12)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._served.port, limit=1 << 12, local_addr=(self._address, 0))
         try:
             body = json.dumps(
                 {"prompt": self._prompt(4, 50), "max_tokens": 200, "ignore_eos": True, "stream": True, "logprobs": 5}
@@ -199,7 +216,8 @@ class Clients:
 
     async def _ask_much(self) -> str:
         """A prompt of about the context length, or above it."""
-        length = self._rng.choices([self._longest // 8, self._longest - 8, self._longest + 1, 3 * self._longest], [12, 1, 4, 3])[0]
+        longest = self._served.longest
+        length = self._rng.choices([longest // 8, longest - 8, longest + 1, 3 * longest], [12, 1, 4, 3])[0]
         answer = await self._http.post(
             "/v1/completions", json={"prompt": self._prompt(length, length), "max_tokens": 4, "ignore_eos": True}
         )
@@ -212,7 +230,7 @@ class Clients:
 
     async def _say_half(self) -> str:
         """Send a part of a request, wait, and leave."""
-        _, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        _, writer = await asyncio.open_connection("127.0.0.1", self._served.port, local_addr=(self._address, 0))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"[: self._rng.randint(1, 70)])
         await asyncio.sleep(self._rng.uniform(0.1, 5.0))
         writer.close()

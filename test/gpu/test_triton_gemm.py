@@ -126,6 +126,49 @@ def test_scaled_tilings_compute_the_same_gemm(block: tuple[int, int] | None, row
         assert ((half.double() - gated).norm() / gated.norm()) < 1e-2, config
 
 
+@pytest.mark.parametrize("rows", [1, 5, 8, 13, 16])
+@pytest.mark.parametrize("block", [(128, 128), (32, 64), "row", None])
+def test_fragments_compute_the_same_gemm(block: tuple[int, int] | str | None, rows: int) -> None:
+    from runtime.config.kernel_configs import FragmentConfig
+    from runtime.layers.gemm.fragment_gemm import fragment_gemm, supports
+
+    N, K = 1024, 2064  # the last columns are no whole load of a warp
+    x, weight, scale = torch.randn((rows, K), device="cuda").to(BF16), torch.randn((N, K), device="cuda") * 50, None
+    weight = weight.to(BF16 if block is None else torch.float8_e4m3fn)
+    wide = weight.double()
+    if block == "row":
+        scale = torch.rand(N, device="cuda") / 50
+        wide = wide * scale.double()[:, None]
+    elif isinstance(block, tuple):
+        scale = torch.rand((-(-N // block[0]), -(-K // block[1])), device="cuda") / 50
+        wide = wide * scale.double().repeat_interleave(block[0], 0)[:N].repeat_interleave(block[1], 1)[:, :K]
+    if not supports(weight, scale, gated=True):
+        pytest.skip("needs compute capability 9 and NVRTC")
+    small = (x.float() / wide.std().item() * K**-0.5).to(BF16)
+    want, eps, (gate, up) = x.double() @ wide.T, 0.25, (small.double() @ wide.T).chunk(2, dim=1)
+    gated, squares = torch.nn.functional.silu(gate) * up, torch.rand((rows, 150), device="cuda") * K
+    normed = want / (squares.double().sum(1) / K + eps).sqrt()[:, None]
+    gain = torch.randn(N, device="cuda").to(BF16)
+    for config in {*H200.fragment_configs(block is not None, rows), FragmentConfig(4, 2, tall=2)}:
+        for pdl in (False, True):
+            out, parts = torch.full((rows + 1, N), float("nan"), device="cuda"), config.parts(N)
+            fragment_gemm(x, weight, out[:rows], config, weight_scale=scale, pdl=pdl)
+            assert ((out[:rows].double() - want).norm() / want.norm()) < 1e-5, config
+            deferred = DeferredNorm(gain, torch.empty((rows, N), device="cuda", dtype=BF16), torch.empty((rows, parts), device="cuda"))
+            fragment_gemm(x, weight, out[:rows], config, Epilogue(add=True, deferred=deferred), weight_scale=scale, pdl=pdl)
+            assert ((out[:rows].double() - 2 * want).norm() / want.norm()) < 1e-5, config
+            assert torch.equal(deferred.scaled, (out[:rows] * gain.float()).to(BF16)), config
+            exact = out[:rows].double().square().reshape(rows, parts, -1).sum(2)
+            torch.testing.assert_close(deferred.squares.double(), exact, rtol=1e-5, atol=0, msg=str(config))
+            fragment_gemm(x, weight, out[:rows], config, Epilogue(scale=RowScale(squares, eps)), weight_scale=scale, pdl=pdl)
+            assert ((out[:rows].double() - normed).norm() / normed.norm()) < 1e-5, config
+            assert out[rows].isnan().all(), f"{config} writes past its rows"
+            half = torch.full((rows + 1, N // 2), float("nan"), device="cuda", dtype=BF16)
+            fragment_gemm(small, weight, half[:rows], config, Epilogue(silu=True), weight_scale=scale, pdl=pdl)
+            assert ((half[:rows].double() - gated).norm() / gated.norm()) < 1e-2, config
+            assert half[rows].isnan().all(), f"{config} writes past its rows"
+
+
 @pytest.mark.parametrize("block", [128, 64, None])
 def test_widened_weights_are_exact_up_to_rounding(block: int | None) -> None:
     from runtime.layers.gemm.widen import widen

@@ -23,6 +23,7 @@ import httpx
 import psutil
 
 from process.fake import Server, dummy_model, serving
+from process.rank_deaths import runs
 
 Victim = Literal["http", "scheduler", "detokenizer"]
 Phase = Literal["starting", "ready", "prefill", "decode", "draining"]
@@ -66,7 +67,7 @@ def kill(model: Path, victim: Victim, phase: Phase, rng: random.Random) -> Round
         process.send_signal(signal.SIGKILL)
         noticed = _gone(children) - started if victim == "http" else _said(server, f"the {victim} process died") - started
         status = server.process.wait(PATIENCE)
-        return Round(status, round(noticed, 3), sum(map(_runs, children)), len(server.folders()))
+        return Round(status, round(noticed, 3), sum(map(runs, children)), len(server.folders()))
 
 
 def _reach(server: Server, phase: Phase, rng: random.Random) -> list[psutil.Process]:
@@ -101,16 +102,8 @@ def _said(server: Server, text: str) -> float:
 
 
 def _gone(children: list[psutil.Process]) -> float:
-    _wait(lambda: not any(map(_runs, children)))
+    _wait(lambda: not any(map(runs, children)))
     return time.monotonic()
-
-
-def _runs(process: psutil.Process) -> bool:
-    """Whether a process has not ended. An orphan that ended is a zombie until process 1 reaps it, which may take seconds."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _wait(true: Any) -> None:

@@ -1,10 +1,11 @@
-"""A server with the real worker on several ranks, of which rank 1 misbehaves in its sixth iteration.
+"""A server with the real worker on several ranks, one of which misbehaves in its sixth iteration.
 
     python rank_faults.py serve BEHAVIOUR FLAGS...     the server
     python rank_faults.py BEHAVIOUR ROLE FD            its scheduler process and workers, started by the server
 
-BEHAVIOUR is `well`, `diverge` (it commits another token), `oom` (it runs out of memory), `stuck` (it never returns), or `oom-load` (it
-runs out of memory while it loads).
+BEHAVIOUR is `well`, or what the process ROLE does, as FAULT:ROLE: `diverge` (it commits another token), `oom` (it runs out of memory),
+`stuck` (it never returns), `loop` (nor does it let go of its processor), `spin` (as `loop`, before it sends the step to the other ranks),
+or `oom-load` (it runs out of memory while it loads).
 """
 
 from __future__ import annotations
@@ -19,33 +20,44 @@ from process.fake import ENV
 SPOILED = 6
 
 
-def misbehave(behaviour: str) -> None:
-    """Spoil this process, which is rank 1."""
+def misbehave(fault: str) -> None:
+    """Spoil this process."""
     import torch
 
     from runtime.model_executor import build
     from runtime.model_executor.accepter import Accepter
+    from runtime.model_executor.followers import Followers
 
     def no_memory(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("tried to allocate 1.00 GiB")
 
-    if behaviour == "oom-load":
-        build.load_model = no_memory
-    accept, calls = Accepter.accept, [0]
+    def loop() -> None:
+        while True:
+            pass
 
-    def spoiled(self: Accepter, *args: Any) -> Any:
+    if fault == "oom-load":
+        build.load_model = no_memory
+        return
+    owner, name = (Followers, "run") if fault == "spin" else (Accepter, "accept")
+    function, calls = getattr(owner, name), [0]
+
+    def spoiled(*args: Any) -> Any:
         calls[0] += 1
-        result = accept(self, *args)
+        if calls[0] == SPOILED and fault == "spin":
+            loop()
+        result = function(*args)
         if calls[0] == SPOILED:
-            if behaviour == "oom":
+            if fault == "oom":
                 no_memory()
-            if behaviour == "stuck":
+            if fault == "stuck":
                 time.sleep(1000)
-            if behaviour == "diverge":
+            if fault == "loop":
+                loop()
+            if fault == "diverge":
                 result.tokens[0, 0] ^= 1
         return result
 
-    Accepter.accept = spoiled
+    setattr(owner, name, spoiled)
 
 
 def main() -> int:
@@ -57,8 +69,9 @@ def main() -> int:
     from runtime.entrypoints import child
 
     behaviour, role, status_fd = sys.argv[1:]
-    if role == "worker-1":
-        misbehave(behaviour)
+    fault, _, spoiled = behaviour.partition(":")
+    if role == spoiled:
+        misbehave(fault)
     return child.main([role, status_fd])
 
 

@@ -23,13 +23,11 @@ from typing import Any
 import httpx
 import psutil
 
-from process import rank_faults
-from process.fake import Server, dummy_model, serving
+from process.fake import Server, dummy_model
+from process.rank_deaths import PATIENCE, two_ranks
 
-PATIENCE = 60.0
 KILL_SHARE = 0.1
 CLIENTS = 4
-FLAGS = ("--tp-size", "2", "--cpu-threads", "1", "--skip-server-warmup", "--dtype", "float32")
 BAD: tuple[dict[str, Any], ...] = (
     {"prompt": [5], "max_tokens": -1},
     {"prompt": [5], "temperature": "hot"},
@@ -95,9 +93,9 @@ def ask_badly(server: Server, rng: random.Random) -> str:
 
 
 def kill(server: Server, rng: random.Random) -> str:
-    """Kill or stop rank 1, or kill the scheduler; the server must end with a failure and leave nothing."""
+    """Kill or stop one rank; the server must end with a failure and leave nothing."""
     children = psutil.Process(server.process.pid).children(recursive=True)
-    victim, number = rng.choice([("worker-1", signal.SIGKILL), ("worker-1", signal.SIGSTOP), ("talon::scheduler", signal.SIGKILL)])
+    victim, number = rng.choice(("worker-1", "talon::scheduler")), rng.choice((signal.SIGKILL, signal.SIGSTOP))
     server.child(victim).send_signal(number)
     status = server.process.wait(PATIENCE)
     _, alive = psutil.wait_procs(children, timeout=PATIENCE)
@@ -122,7 +120,7 @@ def storm(rounds: int, seed: int = 0, kill_share: float = KILL_SHARE) -> dict[st
         model = dummy_model(Path(temp) / "tiny")
         while done.total() < rounds:
             with ExitStack() as stack:
-                server = stack.enter_context(serving(model, *FLAGS, behaviour="well", program=rank_faults.__file__))
+                server = stack.enter_context(two_ranks(model))
                 traffic, alive = Traffic(server.url, random.Random(rng.random())), True
                 while alive and done.total() < rounds:
                     alive = rng.random() >= kill_share

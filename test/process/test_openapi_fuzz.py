@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+EXAMPLES, FIXED = int(os.environ.get("TALON_FUZZ_EXAMPLES", "40")), "TALON_FUZZ_EXAMPLES" not in os.environ
 CHECKS: Any = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
@@ -37,7 +39,7 @@ def test_every_answer_is_documented(server: fake.Server, mode: GenerationMode) -
         if mode is GenerationMode.NEGATIVE and not operation.body:
             continue  # nothing to get wrong
 
-        @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=EXAMPLES, deadline=None, derandomize=FIXED, suppress_health_check=list(HealthCheck))
         @given(operation.as_strategy(generation_mode=mode))
         def fuzz(case: schemathesis.Case) -> None:
             case.call_and_validate(checks=CHECKS, timeout=30)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import signal
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from process import rank_faults, rank_storm
-from process.fake import Server, dummy_model, serving
+from process import rank_storm
+from process.fake import Server, dummy_model
+from process.rank_deaths import PATIENCE, Place, Role, strike, two_nodes, two_ranks
 from runtime import Engine, check_acceptance
 
-PATIENCE = 60.0
-FLAGS = ("--tp-size", "2", "--cpu-threads", "1", "--skip-server-warmup", "--dtype", "float32")
 PROMPTS = ["The capital of France is", "Once upon a time"]
 
 
@@ -26,27 +22,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return dummy_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-@contextmanager
-def two_ranks(model: Path, behaviour: str = "well", ready: bool = True) -> Iterator[Server]:
-    with serving(model, *FLAGS, behaviour=behaviour, ready=ready, program=rank_faults.__file__) as server:
-        yield server
-
-
 def assert_ended(server: Server, children: list[psutil.Process]) -> None:
     """It failed, and neither processes, files nor shared memory are left."""
     assert server.process.wait(PATIENCE) == 1
     _, alive = psutil.wait_procs(children, timeout=PATIENCE)
     assert alive == []
     assert server.folders() == []
-    assert "Traceback" not in server.text() or "failed in step" in server.text() or "different tokens" in server.text()
-
-
-def assert_stream_fails(server: Server) -> None:
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    stream = server.stream(400)
-    assert stream.join(PATIENCE)
-    assert any('"error"' in event for event in stream.events), server.text()
-    assert_ended(server, children)
+    assert "Traceback" not in server.text() or "failed in step" in server.text()
 
 
 def generate(**options: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -56,9 +38,14 @@ def generate(**options: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         return outputs, engine.get_server_info()["internal_states"][0]
 
 
-def test_the_embedded_model_writes_the_same_text_on_two_ranks() -> None:
-    alone, _ = generate()
-    together, state = generate(tp_size=2)
+@pytest.fixture(scope="module")
+def alone() -> list[dict[str, Any]]:
+    return generate()[0]
+
+
+@pytest.mark.parametrize("draft_ranks", [1, 2])
+def test_the_embedded_model_writes_the_same_text_on_two_ranks(alone: list[dict[str, Any]], draft_ranks: int) -> None:
+    together, state = generate(tp_size=2, speculative_draft_tp_size=draft_ranks)
     assert [o["output_ids"] for o in together] == [o["output_ids"] for o in alone]
     for mine, its in zip(together, alone, strict=True):
         gaps = [
@@ -73,36 +60,33 @@ def test_the_embedded_model_writes_the_same_text_on_two_ranks() -> None:
     assert state["spec_accept_length"] > 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_killed_or_hangs_ends_the_server(model: Path, number: signal.Signals) -> None:
-    with two_ranks(model) as server:
-        children = psutil.Process(server.process.pid).children(recursive=True)
-        stream = server.stream(400)
-        server.child("worker-1").send_signal(number)
-        assert stream.join(PATIENCE)
-        assert any('"error"' in event for event in stream.events), server.text()
-        assert_ended(server, children)
-        assert "worker-1 process died: signal SIGKILL" in server.text() or "rank 1 hangs or is gone" in server.text()
-
-
 @pytest.mark.parametrize(
-    ("behaviour", "words"),
+    ("place", "role", "fault", "words"),
     [
-        ("diverge", "the ranks committed different tokens in step 7, found in step 8"),
-        ("oom", "rank 1 failed in step 7: OutOfMemoryError: tried to allocate 1.00 GiB"),
-        ("stuck", "rank 0 failed in step"),
+        ("host", "worker-1", "SIGKILL", "worker-1 process died: signal SIGKILL"),
+        ("host", "worker-1", "SIGSTOP", "rank 1 hangs or is gone"),
+        ("host", "scheduler", "SIGSTOP", "rank 0 does not answer"),
+        ("host", "worker-1", "loop", "rank 0 failed in step"),
+        ("host", "scheduler", "spin", "does not start: rank 0 has waited 7 s for it"),
+        ("host", "worker-1", "diverge", "the ranks committed different tokens in step 7, found in step 8"),
+        ("host", "worker-1", "oom", "rank 1 failed in step 7: OutOfMemoryError: tried to allocate 1.00 GiB"),
+        ("host", "scheduler", "oom", "rank 0 failed in step 7: OutOfMemoryError: tried to allocate 1.00 GiB"),
+        ("nodes", "worker-1", "SIGSTOP", "rank 1 hangs or is gone"),
+        ("nodes", "scheduler", "SIGSTOP", "rank 0 does not answer"),
     ],
 )
-def test_a_rank_that_misbehaves_is_named_and_ends_the_server(model: Path, behaviour: str, words: str) -> None:
-    with two_ranks(model, behaviour) as server:
-        assert_stream_fails(server)
-        assert words in server.text()
+def test_a_rank_that_is_lost_ends_the_server(model: Path, place: Place, role: Role, fault: str, words: str) -> None:
+    outcome, text = strike(model, place, role, fault)
+    assert outcome.clean, f"{outcome}\n{text}"
+    assert words in text
+    assert "Traceback" not in text or "failed in step" in text or "different tokens" in text
 
 
-def test_a_rank_without_memory_for_its_weights_is_named(model: Path) -> None:
-    with two_ranks(model, "oom-load", ready=False) as server:
+@pytest.mark.parametrize(("role", "rank"), [("scheduler", 0), ("worker-1", 1)])
+def test_a_rank_without_memory_for_its_weights_is_named(model: Path, role: Role, rank: int) -> None:
+    with two_ranks(model, behaviour=f"oom-load:{role}", ready=False) as server:
         assert server.process.wait(PATIENCE) == 1
-        assert "worker-1 failed: OutOfMemoryError" in server.text()
+        assert f"talon: rank {rank} ({role}) failed: OutOfMemoryError: tried to allocate 1.00 GiB" in server.text()
         assert server.folders() == []
 
 
@@ -119,22 +103,6 @@ def test_the_server_ends_cleanly_after_a_signal(model: Path) -> None:
 
 
 # ---- several nodes
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
-@contextmanager
-def two_nodes(model: Path) -> Iterator[tuple[Server, Server]]:
-    """Nodes 0 and 1 on this host, which talk over sockets."""
-    flags = (*FLAGS, "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}", "--random-seed", "3")
-    with (
-        serving(model, *flags, "--node-rank", "1", ready=False, program=rank_faults.__file__, behaviour="well") as other,
-        serving(model, *flags, program=rank_faults.__file__, behaviour="well") as first,
-    ):
-        yield first, other
 
 
 def test_two_nodes_serve_and_end_together(model: Path) -> None:

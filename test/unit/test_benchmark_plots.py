@@ -84,6 +84,9 @@ def graph(runner: str) -> dict[str, Any]:
     return {"runner": runner, "sizes": [1, 2], "seconds": 0.5, "reserved_mib": 100.0, "used_mib": 90.0}
 
 
+GOOD = {"lost": 0, "leaked_pages": 0, "p50_s": 20.0, "p99_s": 30.0}
+GROWTH = {"first_mib": 130.0, "last_mib": 140.0, "slope_mib_per_hour": 0.5}
+
 CHECKOUT = {"ready_seconds": 9.0, "graphs_mib": 700.0, "runs": {"1": {"output_throughput": 400.0}}}
 
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -121,6 +124,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"neighbours": who, "health_p50_ms": 1.0, "health_p99_ms": 9.0, "health_most_ms": 10.0, "ttft_p50_ms": 50.0, "ttft_p99_ms": late}
         | {"good_requests": 100, "failed": 0}
         for who, late in (("well-behaved", 90.0), ("worst requests", 150.0))
+    ],
+    "storm": [
+        {"phase": phase, "minutes": 12.0, "clients": 64, "requests": 900} | GOOD | more
+        for phase, more in (("calm", {"memory": {"http": GROWTH}}), ("kills, one rank", {}))
     ],
     "client_agreement": [
         {"server": "mock", "backend": "vllm", "load": "4 at a time", "difference": {"mean_ttft_ms": -0.4}, "repeat": {"mean_itl_ms": None}},

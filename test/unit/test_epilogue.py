@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from runtime.config.kernel_configs import FragmentConfig
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
+from runtime.layers.gemm.fragment_gemm import fragment_gemm
 from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, wgmma_gemm
 
 ROWS, WEIGHT_ROWS, PARTS = 3, 8, 2
@@ -79,3 +81,19 @@ def test_wgmma_refuses_output_dtypes_that_it_does_not_store(epilogue: Epilogue, 
     x, weight = torch.zeros((ROWS, 64), dtype=BF16), torch.zeros((WEIGHT_ROWS, 64), dtype=BF16)
     with pytest.raises(AssertionError):
         wgmma_gemm(x, weight, out, WgmmaConfig(16), epilogue)
+
+
+@pytest.mark.parametrize(
+    ("rows", "epilogue", "out"),
+    [
+        (17, NO_EPILOGUE, torch.empty((17, WEIGHT_ROWS))),
+        (ROWS, Epilogue(add=True), FULL.to(BF16)),
+        (ROWS, NO_EPILOGUE, FULL.half()),
+        (ROWS, Epilogue(argmax=ARGMAX[:, :, :1]), FULL),
+        (ROWS, Epilogue(add=True, deferred=DEFERRED), FULL),
+    ],
+)
+def test_fragments_refuse_what_they_do_not_compute(rows: int, epilogue: Epilogue, out: torch.Tensor) -> None:
+    x, weight = torch.zeros((rows, 64), dtype=BF16), torch.zeros((WEIGHT_ROWS, 64), dtype=BF16)
+    with pytest.raises(AssertionError):
+        fragment_gemm(x, weight, out, FragmentConfig(4, 2), epilogue)

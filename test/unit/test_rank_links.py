@@ -99,13 +99,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_that_are_alive_are_not_lost_and_silent_ones_are(tmp_path: Path) -> None:
     lost, never = Heard(), Heard()
     watch = RankWatch(f"ipc://{tmp_path}/w", range(1, 3), lost)
-    first, second = (RankBeat(watch.address, rank, never) for rank in (1, 2))
+    told = Heard()
+    first, second = (RankBeat(watch.address, rank, heard) for rank, heard in ((1, told), (2, never)))
     first.start()
     second.start()
     watch.start()
     assert not lost._event.wait(1.0)
     second.close()
     assert lost.wait().startswith("rank 2 hangs or is gone")
+    assert told.wait().startswith("rank 0 ends: rank 2 hangs or is gone")
     first.close()
     watch.close()
     assert never.words == ""

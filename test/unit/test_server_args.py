@@ -51,7 +51,7 @@ OUR_FLAGS = re.findall(
     speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins allowed-hosts
     download-dir log-level-http api-key-file uds ssl-keyfile ssl-certfile ssl-keyfile-password
     distributed-executor-backend log-format log-slow-requests otlp-traces-endpoint
-    speculative-draft-model-quantization enable-iteration-graph
+    speculative-draft-model-quantization enable-iteration-graph speculative-draft-tp-size
     """,
 )
 
@@ -431,6 +431,8 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"enable_mixed_chunk": True, "speculative_algorithm": "NGRAM"}, HOPPER, ["--enable-mixed-chunk", "NGRAM"]),
         ({**EAGLE, "enable_mixed_chunk": True, "speculative_eagle_topk": 2}, HOPPER, ["--enable-mixed-chunk", "tree"]),
         ({**EAGLE, "speculative_draft_attention_backend": "fa3"}, AMPERE, ["--speculative-draft-attention-backend", "8.0"]),
+        ({**EAGLE, "speculative_draft_tp_size": 1}, CPU, ["--speculative-draft-tp-size", "one rank"]),
+        ({**EAGLE, "tp_size": 4, "speculative_draft_tp_size": 2}, CPU, ["--speculative-draft-tp-size", "1 or 4"]),
     ],
 )
 def test_an_option_that_cannot_take_effect_is_refused_by_name(given: dict[str, object], machine: MachineFacts, words: list[str]) -> None:
@@ -496,6 +498,10 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "speculative_draft_load_format": ({}, lambda c: spec_of(c).draft_load_format, DRAFT[1]),
     "speculative_draft_model_quantization": (
         {"speculative_draft_model_quantization": "fp8"}, lambda c: spec_of(c).draft_quantization, "fp8"
+    ),
+    "speculative_draft_tp_size": (
+        {"speculative_draft_tp_size": 1, "tp_size": 2, "nnodes": 2, "dist_init_addr": "10.0.0.1:29500"},
+        lambda c: spec_of(c).draft_tp_size, 1,
     ),
     "speculative_num_steps": (TREE, lambda c: spec_of(c).num_steps, 5),
     "speculative_eagle_topk": (TREE, lambda c: spec_of(c).topk, 4),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from runtime.model_executor.build import build_worker
 from runtime.models.config import FullAttention, ModelConfig
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.build import build_speculative_worker
+from runtime.speculative.draft_group import draft_group
 from unit.driver import GREEDY, Driver
 from unit.predicting import RUNTIME, calm, draft_folder, model_config, teach
 from unit.ranks import Meeting, ThreadGroup, ranks
@@ -93,6 +95,34 @@ def test_two_ranks_generate_the_text_of_one(tmp_path: Path, name: str, sampling:
         if name.startswith("eagle") and "3" not in name:
             assert 1.2 < sharded.mean_accept_len() < 4.0
         assert not worker.parts.target.agreement.differs.item()
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle tree", "eagle3", "standalone", "dflash"])
+def test_drafts_that_each_rank_holds_whole_change_no_text(tmp_path: Path, name: str) -> None:
+    algorithm, shape = DRAFTS[name] or ("", {})
+    expected, _ = texts(builder(tmp_path, (algorithm, shape))(), MIXED)
+    with ranks(2, builder(tmp_path, (algorithm, {**shape, "draft_tp_size": 1}))) as worker:
+        assert texts(worker, MIXED)[0] == expected
+        model = next(iter(worker.parts.drafter.models())).runner.model
+        assert {spec.num_q_heads for spec in model.attention_specs} == {4}, "no block is shared"
+        head = model.model.lm_head if name == "standalone" else worker.parts.target.runner.model.lm_head
+        assert head.is_sharded, "the head is"
+        assert not worker.parts.target.agreement.differs.item()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "fused", "whole"),
+    [(4096, 14336, True, False), (1024, 3072, True, True), (2048, 8192, True, False), (2048, 8192, False, True)],
+)
+def test_small_blocks_of_a_draft_are_faster_whole(hidden: int, inner: int, fused: bool, whole: bool) -> None:
+    model = model_config(hidden_size=hidden, intermediate_size=inner, num_q_heads=hidden // 128, num_kv_heads=8, head_dim=128)
+    group = SimpleNamespace(rank=0, size=2, fused=object() if fused else None)
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), group=group)
+    on_cpu: Any = SimpleNamespace(device=torch.device("cpu"), group=group)
+    assert draft_group(None, model, on_gpu) is (ALONE if whole else group)
+    assert draft_group(None, model, on_cpu) is group
+    assert draft_group(1, model, on_gpu) is ALONE
+    assert draft_group(2, model, on_gpu) is group
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "NGRAM"])

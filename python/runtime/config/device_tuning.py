@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runtime.config.expert_tuning import H200_EXPERTS, ExpertTuning
-from runtime.config.kernel_configs import LatentConfig, SplitConfig, TritonConfig
+from runtime.config.kernel_configs import FragmentConfig, LatentConfig, SplitConfig, TritonConfig
 from runtime.config.machine import Gpu
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ CPU = CpuTuning()
 
 Candidates = tuple[TritonConfig, ...]
 """Configurations of the Triton GEMM that are worth timing against cuBLAS, the likeliest first."""
+FragmentCandidates = tuple[FragmentConfig, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class DeviceTuning:
             holds for any number.
         gemm_candidates: by operation, (largest number of input rows, candidates), ascending.
         scaled_candidates: the same for weights in e4m3, for every operation.
+        fragment_candidates: (largest number of input rows, those for bfloat16 weights, those for e4m3) of the GEMM by fragments, ascending.
         triton_gemm_rows: up to this many rows, a GEMM that was not timed takes the first candidate, above it cuBLAS; and
             the WGMMA GEMM is timed for `linear` alone.
         wgmma_only_rows: above this many rows, Triton's candidates are not timed where the WGMMA GEMM takes the weights.
@@ -77,6 +79,7 @@ class DeviceTuning:
     latent: tuple[tuple[int, LatentConfig], ...]
     gemm_candidates: Mapping[str, tuple[tuple[int, Candidates], ...]]
     scaled_candidates: tuple[tuple[int, Candidates], ...]
+    fragment_candidates: tuple[tuple[int, FragmentCandidates, FragmentCandidates], ...]
     triton_gemm_rows: int
     wgmma_only_rows: int
     experts: ExpertTuning
@@ -103,6 +106,10 @@ class DeviceTuning:
     def scaled_configs(self, rows: int) -> Candidates:
         """The candidates for weights in e4m3 and `rows` rows of input, 1..128."""
         return next(configs for max_rows, configs in self.scaled_candidates if rows <= max_rows)
+
+    def fragment_configs(self, scaled: bool, rows: int) -> FragmentCandidates:
+        """The cuts of the GEMM by fragments for `rows` rows of input, with weights in e4m3 or bfloat16; none for many rows."""
+        return next((found[scaled] for max_rows, *found in self.fragment_candidates if rows <= max_rows), ())
 
 
 _DEEP = TritonConfig(64, 128, 4, 6, swap=True, prefetch=0), TritonConfig(32, 256, 4, 4, swap=True, prefetch=512)
@@ -191,6 +198,15 @@ H200 = DeviceTuning(
         ),
         (64, (TritonConfig(64, 128, 4, 5, swap=True, prefetch=0), TritonConfig(64, 128, 8, 5, swap=True, prefetch=0))),
         (128, (TritonConfig(64, 128, 8, 4, swap=True, prefetch=0), TritonConfig(64, 128, 4, 4, swap=True, prefetch=0))),
+    ),
+    # Warps that hold a block's weights of 2048 or 4096 columns in registers at once, by the compiler's register counts; not measured yet.
+    fragment_candidates=(
+        (8, (FragmentConfig(16, 8), FragmentConfig(8, 8)), (FragmentConfig(8, 4), FragmentConfig(16, 4), FragmentConfig(4, 4))),
+        (
+            16,
+            (FragmentConfig(16, 4), FragmentConfig(8, 4)),
+            (FragmentConfig(8, 4), FragmentConfig(16, 4), FragmentConfig(4, 4), FragmentConfig(8, 2, tall=2)),
+        ),
     ),
     triton_gemm_rows=32,
     wgmma_only_rows=64,

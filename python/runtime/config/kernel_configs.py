@@ -35,6 +35,26 @@ class TritonConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FragmentConfig:
+    """How the GEMM by fragments is cut: blocks of `tall` times 16 weight rows, whose columns `warps` warps share.
+
+    Attributes:
+        batch: loads of a lane in flight, for each of its two rows.
+    """
+
+    warps: int
+    batch: int
+    tall: int = 1
+
+    def parts(self, weight_rows: int) -> int:
+        """How many partial sums of squares a GEMM with `weight_rows` rows of weights writes per row of output."""
+        return -(-weight_rows // (16 * self.tall))
+
+    def __str__(self) -> str:
+        return f"fragments {16 * self.tall} warps {self.warps} batch {self.batch}"
+
+
+@dataclass(frozen=True, slots=True)
 class SplitConfig:
     """How split-KV attention cuts its work.
 

@@ -154,7 +154,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     `synthetic_accept` holds the probability that each draft position is accepted, given that the positions before it
     were. It overrides the models and serves benchmarks with dummy weights. Steps of more than `disable_by_batch_size`
     requests run without drafts. With `depths` each iteration runs at one of them, as a controller chooses; `num_steps` is
-    then the deepest. Without them the depth is fixed.
+    then the deepest. Without them the depth is fixed. `draft_tp_size` is 1, the number of ranks that share the target, or None: by
+    the size of the draft's blocks.
     """
 
     algorithm: SpecAlgorithm
@@ -174,6 +175,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     check_parity: bool
     draft_quantization: Literal["fp8"] | None = None
     depths: tuple[int, ...] = ()
+    draft_tp_size: int | None = None
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -197,6 +197,8 @@ class ServerArgs:
     """fp8 quantizes the layers of a 16-bit draft model; default: as its checkpoint stores them (int8 where the target is int8)."""
     speculative_draft_load_format: FormatChoice | None = _flag(SPECULATION, None)
     """Format of the draft model's weights; default: dummy with a dummy model unless it is a GGUF file, else auto."""
+    speculative_draft_tp_size: int | None = _flag(SPECULATION, None, "N")
+    """Ranks that share the blocks of the draft: 1, each holds them whole, or as many as share the target's; default: as is faster."""
     speculative_num_steps: int | Literal["auto"] | None = _flag(SPECULATION, None, "K")
     """Depth of the drafts, K; auto: each iteration runs at the depth, 0 to 7, that gives the most tokens per second. Default:
     auto for chains; D - 1 if D is given, all masked tokens of a DFLASH draft's blocks, 3 for trees and attention groups; embedded

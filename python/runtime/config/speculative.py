@@ -69,6 +69,7 @@ def check_draft(args: ServerArgs) -> None:
         _refuse(args, "has no effect without --speculative-algorithm. Add that flag, or leave this one out.", *_draft_flags())
     else:
         _check_draft_source(args, args.speculative_algorithm)
+        _check_draft_ranks(args)
 
 
 def with_embedded_draft(args: ServerArgs, embedded: bool) -> ServerArgs:
@@ -141,6 +142,7 @@ def resolve_speculative(
         check_parity=args.speculative_check_parity,
         draft_quantization="fp8" if args.speculative_draft_model_quantization == "fp8" else None,
         depths=shape.depths,
+        draft_tp_size=args.speculative_draft_tp_size,
     )
 
 
@@ -175,6 +177,7 @@ def _check_draft_source(args: ServerArgs, algorithm: str) -> None:
             "has no effect: NGRAM copies from the text so far and has no draft model. Leave it out.",
             *("speculative_draft_model_path", "speculative_draft_load_format", "speculative_draft_attention_backend"),
             *("disable_draft_decode_cuda_graph", "disable_draft_extend_cuda_graph", "speculative_draft_model_quantization"),
+            "speculative_draft_tp_size",
         )
     elif algorithm == "MTP":
         names = ("speculative_draft_model_path", "speculative_draft_load_format", "speculative_draft_model_quantization")
@@ -190,6 +193,18 @@ def _check_draft_source(args: ServerArgs, algorithm: str) -> None:
         raise ConfigError(
             f"--speculative-token-map {token_map} must be a file on this machine in which torch.save wrote a list or a tensor of "
             "token ids. Download a file of the hub first."
+        )
+
+
+def _check_draft_ranks(args: ServerArgs) -> None:
+    if args.speculative_draft_tp_size is None:
+        return
+    if (sharing := args.tp_size // args.dp_size) == 1:
+        raise ConfigError("--speculative-draft-tp-size has no effect where one rank holds the target's blocks. Leave it out.")
+    if args.speculative_draft_tp_size not in (1, sharing):
+        raise ConfigError(
+            f"--speculative-draft-tp-size must be 1 or {sharing}, the ranks that share the target's blocks; "
+            f"got {args.speculative_draft_tp_size}."
         )
 
 

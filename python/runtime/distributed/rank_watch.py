@@ -18,6 +18,10 @@ SILENT_TURNS = 10
 suspended lost none."""
 
 
+TELL_MS = 1000
+"""How long what is said last may take to leave."""
+
+
 class Beat(msgspec.Struct, frozen=True, array_like=True):
     """A rank is alive; or it ends, and says why."""
 
@@ -26,7 +30,8 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankWatch:
-    """Rank 0's end: hears the other ranks, answers each, and calls `lost` with a sentence about the first that is gone.
+    """Rank 0's end: hears the other ranks, answers each, and calls `lost` with a sentence about the first that is gone, of which the
+    others hear too.
 
     Args:
         address: where the other ranks connect.
@@ -37,6 +42,7 @@ class RankWatch:
 
     def __init__(self, address: str, ranks: range, lost: Callable[[str], None], stuck: Callable[[], str] = lambda: "") -> None:
         self._silent = dict.fromkeys(ranks, 0)
+        self._senders = dict[int, bytes]()
         self._lost, self._stuck = lost, stuck
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -64,8 +70,16 @@ class RankWatch:
         while not self._done.wait(PERIOD):
             why = self._hear_all() or self._silent_rank() or self._stuck()
             if why and not self._done.is_set():
+                self._tell(why)
                 self._lost(why)
                 return
+
+    def _tell(self, why: str) -> None:
+        """Let the other ranks end as well, which would otherwise wait for signs of life."""
+        for sender in self._senders.values():
+            self._socket.send_multipart((sender, why.encode()), zmq.NOBLOCK)
+        self._socket.close(linger=TELL_MS)
+        self._context.term()
 
     def _hear_all(self) -> str:
         heard = set[int]()
@@ -78,6 +92,7 @@ class RankWatch:
             if beat.failure:
                 return beat.failure
             heard.add(beat.rank)
+            self._senders[beat.rank] = who
             self._socket.send_multipart((who, b""), zmq.NOBLOCK)
         for rank in self._silent:
             self._silent[rank] = 0 if rank in heard else self._silent[rank] + 1
@@ -89,13 +104,17 @@ class RankWatch:
 
 
 class RankBeat:
-    """The end of another rank: sends signs of life, and calls `lost` when rank 0 answers none of them."""
+    """The end of another rank: sends signs of life, and calls `lost` when rank 0 answers none of them or says that it ends.
 
-    def __init__(self, address: str, rank: int, lost: Callable[[str], None]) -> None:
-        self._rank, self._lost = rank, lost
+    Args:
+        alive: called beside each sign of life.
+    """
+
+    def __init__(self, address: str, rank: int, lost: Callable[[str], None], alive: Callable[[], None] = lambda: None) -> None:
+        self._rank, self._lost, self._alive = rank, lost, alive
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.LINGER, TELL_MS)
         self._socket.connect(address)
         self._failure = ""
         self._done = threading.Event()
@@ -121,9 +140,12 @@ class RankBeat:
         self._send()
         while not self._done.wait(PERIOD):
             self._send()
+            self._alive()
             silent = 0 if self._socket.poll(0) else silent + 1
             while self._socket.poll(0):
-                self._socket.recv()
+                if why := self._socket.recv().decode():
+                    self._lost(f"rank 0 ends: {why}")
+                    return
             if silent >= SILENT_TURNS:
                 self._lost(f"rank 0 does not answer for {SILENT_TURNS * PERIOD:g} s")
                 return

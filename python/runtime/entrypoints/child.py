@@ -70,7 +70,11 @@ class ChildFinished(msgspec.Struct, frozen=True, tag=True):
     """The child was drained and ends. Without this message its end is a failure."""
 
 
-ChildStatus = ChildReady | ChildFailed | ChildFinished
+class ChildAlive(msgspec.Struct, frozen=True, tag=True):
+    """A sign of life of a rank on another node than rank 0's, for the parent there."""
+
+
+ChildStatus = ChildReady | ChildFailed | ChildFinished | ChildAlive
 
 
 class StatusPipe:
@@ -100,8 +104,9 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], N
         status.send(ChildFailed(str(error), is_config=True))
         return 2
     except Exception as error:
-        log.exception("the %s failed", role)
-        status.send(ChildFailed(f"the {role} failed: {type(error).__name__}: {error}", is_config=False))
+        who = f"the {role}" if child.place is None else f"rank {child.place.rank} ({role})"
+        log.exception("%s failed", who)
+        status.send(ChildFailed(f"{who} failed: {type(error).__name__}: {error}", is_config=False))
         return 1
     status.send(ChildFinished())
     if child.place is not None:  # NCCL's watchdog would call std::terminate when another rank ends first
@@ -175,7 +180,9 @@ def serve_rank(child: ChildConfig, status: StatusPipe) -> None:
         status.send(ChildReady())
 
     assert child.place is not None, "a rank needs a place"
-    follow_rank_0(child.config, load_hf_config(child.config.model.model_path), child.place, ready)
+    # The parent on node 0 hears of this rank by rank 0.
+    alive = partial(status.send, ChildAlive()) if child.config.parallel.node_rank else lambda: None
+    follow_rank_0(child.config, load_hf_config(child.config.model.model_path), child.place, ready, alive)
 
 
 def build_worker(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace | None = None) -> Worker:

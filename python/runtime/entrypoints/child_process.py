@@ -16,7 +16,7 @@ from msgspec import structs
 
 from runtime.batch import WorkerLimits
 from runtime.distributed.rank_place import RankPlace, places_on_node
-from runtime.entrypoints.child import ChildConfig, ChildFailed, ChildFinished, ChildStatus, Role
+from runtime.entrypoints.child import ChildAlive, ChildConfig, ChildFailed, ChildFinished, ChildStatus, Role
 from runtime.errors import ConfigError, ServingError
 
 
@@ -27,6 +27,7 @@ class Child(Protocol):
     ready: asyncio.Future[WorkerLimits | None]
     gone: asyncio.Event
     finished: bool
+    beats: int
 
     def describe_end(self) -> str:
         """How it ended, for the log."""
@@ -48,6 +49,8 @@ def take_status(child: Child, line: bytes) -> None:
         fail_start(child, ConfigError(status.message) if status.is_config else ServingError(status.message))
     elif isinstance(status, ChildFinished):
         child.finished = True
+    elif isinstance(status, ChildAlive):
+        child.beats += 1
     elif not child.ready.done():
         child.ready.set_result(status.limits)
 
@@ -65,13 +68,14 @@ class ChildProcess:
         ready: done when the child serves; holds the limits of the scheduler's worker, or the error of the start.
         gone: set when the process has ended.
         finished: whether it has done all its work and ends by itself.
+        beats: `ChildAlive` so far.
     """
 
     def __init__(self, role: Role, command: Sequence[str], config: ChildConfig) -> None:
         self.role: Role = role
         self.ready: asyncio.Future[WorkerLimits | None] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
-        self.finished = False
+        self.finished, self.beats = False, 0
         self._rest = b""
         self._fd, theirs = os.pipe()
         os.set_blocking(self._fd, False)

@@ -14,12 +14,13 @@ from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.child import ChildConfig
 from runtime.entrypoints.child_process import ChildProcess, start_ranks
 from runtime.entrypoints.socket_folder import make_socket_folder
+from runtime.entrypoints.watchdog import DUMP_SECONDS, SHARDED_TURNS, TURN_SECONDS, Watchdog
 
 log = logging.getLogger(__name__)
 
 
 async def run_node(config: RuntimeConfig, command: Sequence[str] | None = None) -> int:
-    """Start the ranks of this node and wait until they have finished, one has died, or a signal comes.
+    """Start the ranks of this node and wait until they have finished, one has died or hangs, or a signal comes.
 
     Args:
         command: what to run instead of this package's worker processes.
@@ -49,6 +50,8 @@ async def _watch(ranks: Sequence[ChildProcess], stop: asyncio.Event) -> int:
     ends = [asyncio.ensure_future(rank.gone.wait()) for rank in ranks]
     stopped = asyncio.ensure_future(stop.wait())
     ready = asyncio.gather(*(rank.ready for rank in ranks))
+    by_role = {rank.role: rank for rank in ranks}
+    watchdog = Watchdog(by_role, SHARDED_TURNS)
     try:
         await asyncio.wait([ready, stopped, *ends], return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
@@ -61,7 +64,12 @@ async def _watch(ranks: Sequence[ChildProcess], stop: asyncio.Event) -> int:
             if dead:
                 return 1
             waiting = [end for end in ends if not end.done()]
-            await asyncio.wait([stopped, *waiting], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([stopped, *waiting], timeout=TURN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not done and (hung := watchdog.turn({role: rank.beats for role, rank in by_role.items()}, writes_trace=False)):
+                log.error("the %s process hangs: no sign of life for %g s; its stacks follow", hung, watchdog.patience * TURN_SECONDS)
+                by_role[hung].dump_stacks()
+                await asyncio.sleep(DUMP_SECONDS)
+                return 1
         return 0
     finally:
         for task in (ready, stopped, *ends):

@@ -14,7 +14,7 @@ from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.child import ChildConfig, Role
 from runtime.entrypoints.child_process import Child, ChildProcess, start_ranks
 from runtime.entrypoints.socket_folder import make_socket_folder
-from runtime.entrypoints.watchdog import SILENT_TURNS, TURN_SECONDS, Watchdog
+from runtime.entrypoints.watchdog import DUMP_SECONDS, SHARDED_TURNS, SILENT_TURNS, TURN_SECONDS, Watchdog
 from runtime.errors import ServerDraining, ServingError
 from runtime.managers.ipc import AsyncInbox, Outbox
 from runtime.managers.messages import ToTokenizer
@@ -33,8 +33,6 @@ T = TypeVar("T")
 
 EXIT_SECONDS = 3.0
 """How long a child may take to exit when it is asked to."""
-DUMP_SECONDS = 1.0
-"""How long a hung child may take to print its stacks."""
 
 
 class Runtime:
@@ -210,12 +208,12 @@ class Runtime:
         # The detokenizer comes first: it forwards the scheduler's heartbeats.
         # Rank 0 watches the other ranks.
         children: dict[Role, Child] = {child.role: child for child in reversed(self._children) if child.role in self.manager.beats}
-        watchdog = Watchdog(children)
+        watchdog = Watchdog(children, SHARDED_TURNS if self.config.parallel.tp_size > 1 else SILENT_TURNS)
         while True:
             await asyncio.sleep(TURN_SECONDS)
             hung = watchdog.turn(self.manager.beats, self.manager.writes_trace)
             if hung is not None:
-                log.error("the %s process hangs: no heartbeat for %g s; its stacks follow", hung, SILENT_TURNS * TURN_SECONDS)
+                log.error("the %s process hangs: no heartbeat for %g s; its stacks follow", hung, watchdog.patience * TURN_SECONDS)
                 self._fail(hung)
                 children[hung].dump_stacks()
                 await asyncio.sleep(DUMP_SECONDS)

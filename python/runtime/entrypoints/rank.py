@@ -32,7 +32,7 @@ from runtime.speculative.build import build_speculative_worker
 
 log = logging.getLogger(__name__)
 STEP_SECONDS = 7.0
-"""The longest that a step may take on GPUs; the largest prompt chunk of a 70B model takes about one."""
+"""The longest that a step may take on GPUs, and its start on any device; the largest prompt chunk of a 70B model takes about one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,13 @@ class BuildOptions:
 
 @dataclass(slots=True)
 class Stuck:
-    """Says when rank 0 waits too long for the device. `wait`: what it waits for, known once there are followers."""
+    """Says when rank 0 takes too long. `waits`: over a step, known once there are followers."""
 
-    wait: StepWait | None = None
+    waits: tuple[StepWait, ...] = ()
 
     def __call__(self) -> str:
         """A sentence, or ""."""
-        return "" if self.wait is None else self.wait.longer_than(STEP_SECONDS)
+        return next(filter(None, (wait.longer_than(STEP_SECONDS) for wait in self.waits)), "")
 
 
 def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, options: BuildOptions = BuildOptions()) -> Worker:
@@ -90,14 +90,17 @@ def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, opt
         senders.append(publisher)
     followers = Followers(SenderList(*senders), watch.close, results)
     worker = _build(config, model_config, group, options, followers)
-    if config.device.device == "cuda":  # on a CPU an exchange gives up by itself, and steps may be slow
-        stuck.wait = followers.wait
+    # On a CPU an exchange gives up by itself, and steps may be slow.
+    stuck.waits = (followers.start, followers.wait) if config.device.device == "cuda" else (followers.start,)
     watch.start()
     return worker
 
 
-def follow_rank_0(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, ready: Callable[[], None]) -> None:
-    """Build the worker of another rank, call `ready`, and run what rank 0 sends until it sends no more.
+def follow_rank_0(
+    config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, ready: Callable[[], None], alive: Callable[[], None]
+) -> None:
+    """Build the worker of another rank, call `ready`, and run what rank 0 sends until it sends no more. `alive` is called from then on,
+    every half second.
 
     Raises:
         ConfigError: as for `lead`.
@@ -111,7 +114,7 @@ def follow_rank_0(config: RuntimeConfig, model_config: ModelConfig, place: RankP
     compiler = make_compiler(config, model_config)
     if compiler is not None:
         worker.parts.grammars.compile = lambda spec: compiler.compile(spec).future.result()
-    beat = RankBeat(sockets.watch, place.rank, _end_process)
+    beat = RankBeat(sockets.watch, place.rank, _end_process, alive)
     beat.start()
     ready()
     try:

@@ -61,7 +61,7 @@ class RayRank:
     def __init__(self, role: Role, host: Any) -> None:
         self.role, self._host = role, host
         self.ready: asyncio.Future[WorkerLimits | None] = asyncio.get_running_loop().create_future()
-        self.gone, self.finished = asyncio.Event(), False
+        self.gone, self.finished, self.beats = asyncio.Event(), False, 0
         self._end = "its Ray actor died"
         self._reader: asyncio.Task[None] | None = None
 

@@ -10,6 +10,7 @@ import torch
 from sgl_kernel import silu_and_mul
 from torch.nn import functional as F
 
+from runtime.config.kernel_configs import FragmentConfig
 from runtime.distributed.parallel_group import FusedExchange, ParallelGroup
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
@@ -17,6 +18,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.autotune import GemmGroup, Run, autotune_gemms, compile_all, group_gemms
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
+from runtime.layers.gemm.fragment_gemm import fragment_gemm
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
 from runtime.layers.gemm.tilings import GemmChoice, default_choice, m_bucket
 from runtime.layers.gemm.timings import GemmTimings
@@ -368,13 +370,17 @@ class CudaOps:
         x: torch.Tensor,
         linear: Linear,
         out: torch.Tensor | None,
-        choice: TritonConfig | WgmmaConfig,
+        choice: TritonConfig | WgmmaConfig | FragmentConfig,
         epilogue: Epilogue,
     ) -> None:
+        x, scale = x.contiguous(), linear.storage.scale
         if isinstance(choice, TritonConfig):
-            triton_gemm(x.contiguous(), linear.weight, out, choice, epilogue, weight_scale=linear.storage.scale, pdl=self.pdl)
+            triton_gemm(x, linear.weight, out, choice, epilogue, weight_scale=scale, pdl=self.pdl)
+        elif isinstance(choice, WgmmaConfig):
+            wgmma_gemm(x, linear.weight, out, choice, epilogue, pdl=self.pdl)
         else:
-            wgmma_gemm(x.contiguous(), linear.weight, out, choice, epilogue, pdl=self.pdl)
+            assert out is not None, "the GEMM by fragments has no argmax"
+            fragment_gemm(x, linear.weight, out, choice, epilogue, weight_scale=scale, pdl=self.pdl)
 
     def _logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None, choice: GemmChoice) -> torch.Tensor:
         if out is None:

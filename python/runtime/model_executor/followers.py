@@ -15,14 +15,19 @@ from runtime.errors import RankFailed, ServerFault
 
 
 class StepWait:
-    """The step that rank 0 waits for, which another thread may ask about."""
+    """The step that rank 0 waits for, or that it starts, which another thread may ask about.
 
-    def __init__(self) -> None:
+    Args:
+        what: the step does not do.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
         self._waits: tuple[int, float] | None = None
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        """Within, rank 0 waits for `step`."""
+        """Within, rank 0 is busy with `step`."""
         self._waits = step, time.monotonic()
         try:
             yield
@@ -30,11 +35,11 @@ class StepWait:
             self._waits = None
 
     def longer_than(self, seconds: float) -> str:
-        """A sentence about a step that is awaited for longer; "" where there is none. Any thread may ask."""
+        """A sentence about a step that takes longer; "" where there is none. Any thread may ask."""
         waits = self._waits
         if waits is None or time.monotonic() - waits[1] <= seconds:
             return ""
-        return f"step {waits[0]} does not end: rank 0 has waited {seconds:g} s for it"
+        return f"step {waits[0]} does not {self._what}: rank 0 has waited {seconds:g} s for it"
 
 
 class Followers:
@@ -45,12 +50,13 @@ class Followers:
         results: of the other attention groups; None where there is one group.
 
     Attributes:
+        start: the step that rank 0 sends and launches.
         wait: the step that rank 0 waits for.
     """
 
     def __init__(self, sender: StepSender, ended: Callable[[], None], results: ResultReceiver | None = None) -> None:
         self._sender, self._ended, self._results = sender, ended, results
-        self.wait = StepWait()
+        self.start, self.wait = StepWait("start"), StepWait("end")
         self._codec = RankCodec()
         self._set = SetRun(())
 

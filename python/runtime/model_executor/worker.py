@@ -184,8 +184,9 @@ class Worker:
         own = batch.sections[self._exchange.group.rank] if self._exchange is not None and batch.sections else batch
         if self._followers is None:
             return self._queue.submit(own)
-        self._followers.run(batch, tuple(runner.mode.value for runner in self.all_runners))
-        shared = SharedPending(self._queue.submit(own), batch.step, self._followers.wait)
+        with self._followers.start.of(batch.step):
+            self._followers.run(batch, tuple(runner.mode.value for runner in self.all_runners))
+            shared = SharedPending(self._queue.submit(own), batch.step, self._followers.wait)
         return GroupsPending(shared, self._followers) if batch.sections else shared
 
     @property

@@ -12,7 +12,6 @@ from runtime.distributed.agreement import Agreement
 from runtime.layers.attention.base import AttentionBackend, AttentionSpec
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
-from runtime.layers.linear import Partition
 from runtime.layers.lm_head import all_logits, greedy
 from runtime.layers.moe.mlp import SparseMlp
 from runtime.layers.ops import Stream
@@ -57,7 +56,7 @@ class DecoderModel:
         if config.tie_embeddings:
             self.lm_head = parts.weights.tied_linear(embedding, self.embed)
         else:
-            self.lm_head = parts.weights.linear({"lm_head": config.vocab_size}, config.hidden_size, partition=Partition.COLUMN)
+            self.lm_head = parts.weights.lm_head(config.vocab_size, config.hidden_size)
         self.attention_specs: tuple[AttentionSpec, ...] = tuple(layer.attention.spec for layer in self.layers)
         self._bound: tuple[KVPool, AttentionBackend] | None = None
 

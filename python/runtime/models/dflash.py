@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch.nn import functional as F
 
+from runtime.distributed.parallel_group import ParallelGroup
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.attention.layer import Attention
@@ -42,8 +43,8 @@ class DFlashDraftModel:
         to_target, to_draft: None: it has the target's vocabulary.
     """
 
-    def __init__(self, config: DraftConfig, target: DecoderModel) -> None:
-        """Allocate the draft beside its target."""
+    def __init__(self, config: DraftConfig, target: DecoderModel, group: ParallelGroup | None = None) -> None:
+        """Allocate the draft beside its target. `group`: the ranks that share the blocks; by default those that share the target's."""
         assert config.block is not None, "the configuration of a DFlash draft"
         self.config, self.block, self.aux_layers = config.model, config.block, config.aux_layers
         self.vocab_size = self.config.vocab_size
@@ -52,7 +53,7 @@ class DFlashDraftModel:
         hidden = self.config.hidden_size
         self.input_width = len(self.aux_layers) * hidden
         self._target = target
-        self._body = body = DraftBody(self.config, target)
+        self._body = body = DraftBody(self.config, target, group=group)
         self.fc = body.parts.weights.linear({"fc": hidden}, self.input_width)
         self._context_norm, self._norm = body.parts.norm("hidden_norm.weight"), body.parts.norm("norm.weight")
         parts = body.parts

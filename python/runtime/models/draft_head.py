@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from runtime.distributed.parallel_group import ParallelGroup
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionBackend, AttentionSpec
 from runtime.layers.forward_batch import ForwardBatch
@@ -110,8 +111,11 @@ class DraftBody:
         ops, dtype, group: the target's.
     """
 
-    def __init__(self, config: ModelConfig, target: DecoderModel, context: ModelContext | None = None) -> None:
-        self.parts = ModelParts(config, context or target.context.for_draft(config.quant))
+    def __init__(
+        self, config: ModelConfig, target: DecoderModel, context: ModelContext | None = None, group: ParallelGroup | None = None
+    ) -> None:
+        """`group`: the ranks that share the head's blocks; by default those that share its target's."""
+        self.parts = ModelParts(config, (context or target.context.for_draft(config.quant)).with_blocks_of(group))
         self.ops: BlockOps = target.context.ops
         self.dtype = target.dtype
         self.group = target.context.group

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from runtime.distributed.parallel_group import ParallelGroup
 from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.lm_head import all_logits, greedy
@@ -36,11 +37,14 @@ class LlamaForCausalLMEagle:
         embed, lm_head: the head's own, or the target's.
     """
 
-    def __init__(self, config: DraftConfig, target: DecoderModel, token_map: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, config: DraftConfig, target: DecoderModel, token_map: torch.Tensor | None = None, group: ParallelGroup | None = None
+    ) -> None:
         """Allocate the head beside its target.
 
         Args:
             token_map: int64 [Vd], the target ids that the head may propose, or None for all.
+            group: the ranks that share the blocks; by default those that share the target's.
         """
         self.config = config.model
         self.aux_layers = config.aux_layers
@@ -49,7 +53,7 @@ class LlamaForCausalLMEagle:
         self.input_width = self.hidden_width = hidden
         self.hidden_dtype = target.dtype
         self._target = target
-        self._body = body = DraftBody(self.config, target)
+        self._body = body = DraftBody(self.config, target, group=group)
         self.fc = body.parts.weights.linear({"fc": hidden}, 2 * hidden)
         self.layers = [body.parts.dense_block(f"layers.{i}.", i, input_norm=i > 0) for i in range(self.config.num_layers)]
         self.attention_specs = tuple(layer.attention.spec for layer in self.layers)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from runtime.distributed.parallel_group import ParallelGroup
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.layers.linear import Linear, Partition
+from runtime.layers.linear import Linear
 from runtime.layers.lm_head import all_logits, greedy
 from runtime.layers.ops import Stream
 from runtime.mem_cache.kv_pool import KVPool
@@ -37,8 +38,8 @@ class LlamaForCausalLMEagle3:
         embed, lm_head: the head's own, or the target's.
     """
 
-    def __init__(self, config: DraftConfig, target: DecoderModel) -> None:
-        """Allocate the head beside its target.
+    def __init__(self, config: DraftConfig, target: DecoderModel, group: ParallelGroup | None = None) -> None:
+        """Allocate the head beside its target. `group`: the ranks that share the block; by default those that share the target's.
 
         Raises:
             ConfigError: more than one layer, or widths that cannot tell the target's hidden states from the head's own.
@@ -57,7 +58,7 @@ class LlamaForCausalLMEagle3:
         self._reduced = self.vocab_size != c.vocab_size
         self._target = target
         self._layout = config.layout
-        self._body = body = DraftBody(c, target)
+        self._body = body = DraftBody(c, target, group=group)
         parts = body.parts
         self.fc = parts.weights.linear({"fc": c.hidden_size}, self.input_width)
         self.layer = parts.dense_block("midlayer.", 0, in_features=2 * c.hidden_size, input_norm=False)
@@ -72,7 +73,7 @@ class LlamaForCausalLMEagle3:
         self.embed = target.embed
         self.lm_head = target.lm_head
         if self._own_head:
-            self.lm_head = parts.weights.linear({"lm_head": self.vocab_size}, c.hidden_size, partition=Partition.COLUMN)
+            self.lm_head = parts.weights.lm_head(self.vocab_size, c.hidden_size)
         self.to_target: torch.Tensor | None = None
         self.to_draft: torch.Tensor | None = None
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional as F
 
+from runtime.distributed.parallel_group import ParallelGroup
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.forward_batch import ForwardBatch
@@ -39,11 +40,12 @@ class MtpDraft:
         lm_head: the target's, or its rows of a token map.
     """
 
-    def __init__(self, target: DecoderModel, token_map: torch.Tensor | None = None) -> None:
+    def __init__(self, target: DecoderModel, token_map: torch.Tensor | None = None, group: ParallelGroup | None = None) -> None:
         """Allocate the layer beside its target.
 
         Args:
             token_map: int64 [Vd], the target ids that the draft may propose, or None for all.
+            group: the ranks that share the layer; by default those that share the target's.
 
         Raises:
             ConfigError: the target's checkpoint holds no such layer.
@@ -57,7 +59,7 @@ class MtpDraft:
         self.input_width = self.hidden_width = hidden
         self.hidden_dtype = target.dtype if names.feeds_normed else torch.float32
         self._target = target
-        self._body = body = DraftBody(self.config, target, target.context)
+        self._body = body = DraftBody(self.config, target, target.context, group)
         parts, prefix = body.parts, names.prefix
         self._token_norm, self._hidden_norm, self._final_norm = (
             parts.norm(f"{prefix}{name}.weight") for name in (names.token_norm, names.hidden_norm, names.final_norm)

@@ -43,6 +43,7 @@ class ModelContext:
         ep_size: groups of ranks that the experts of a sparse model are placed on; 1 cuts every expert between all ranks.
         kv_dtype: of a KV cache with scales; None for one in `dtype`.
         exchange: between attention groups, which share the experts; None where there is one group.
+        head_group: the ranks that share the LM head where each holds the blocks whole; None where `group` does.
     """
 
     ops: BlockOps
@@ -54,6 +55,11 @@ class ModelContext:
     ep_size: int = 1
     kv_dtype: torch.dtype | None = None
     exchange: TokenExchange | None = None
+    head_group: ParallelGroup | None = None
+
+    def with_blocks_of(self, group: ParallelGroup | None) -> ModelContext:
+        """The context of a model whose blocks the ranks of `group` share; as they are for None. The LM head stays shared as it is."""
+        return self if group is None else replace(self, group=group, head_group=self.head_group or self.group)
 
     def for_draft(self, quant: QuantConfig | None) -> ModelContext:
         """The context of a draft head whose own weights are stored as `quant` says: in 16 bits where it is None, or as
@@ -79,7 +85,9 @@ class ModelParts:
         """`weights`: a table to add to; a new one by default."""
         self.config, self.context = config, context
         self.sparse_mlps = list[SparseMlp]()
-        self.weights = weights or WeightTable(context.dtype, context.device, context.scheme, context.group, context.quant)
+        self.weights = weights or WeightTable(
+            context.dtype, context.device, context.scheme, context.group, context.quant, context.head_group
+        )
         self.rope = build_rope(config, context.device)
         self._others = dict[ModelConfig, ModelParts]()
 

@@ -124,6 +124,7 @@ def build_model(
     ep_size: int = 1,
     kv_dtype: torch.dtype | None = None,
     exchange: TokenExchange | None = None,
+    head_group: ParallelGroup | None = None,
 ) -> DecoderModel:
     """A model with weights allocated and not yet loaded.
 
@@ -134,6 +135,7 @@ def build_model(
         ep_size: groups of these ranks that the experts of a sparse model are placed on.
         kv_dtype: of a KV cache with scales; None for one in `dtype`.
         exchange: between attention groups, which share the experts of a sparse model; None where there is one group.
+        head_group: the ranks that share the LM head; `group` by default.
 
     Raises:
         ConfigError: the architecture or the quantisation is not supported, or the experts cannot be placed.
@@ -149,5 +151,5 @@ def build_model(
     family = family_of(config.architecture, "the model")
     quant = with_flag(config.quant, quantization)
     scheme = quant_scheme(quantization, quant, device)
-    context = ModelContext(ops, dtype, device, scheme, group or ALONE, quant, ep_size, kv_dtype, exchange)
+    context = ModelContext(ops, dtype, device, scheme, group or ALONE, quant, ep_size, kv_dtype, exchange, head_group)
     return DecoderModel(config, context, family.block)

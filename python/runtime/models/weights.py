@@ -52,10 +52,21 @@ class WeightTable:
     """Allocates this rank's part of a model's parameters and remembers which checkpoint tensors fill them."""
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, scheme: QuantScheme, group: ParallelGroup, quant: QuantConfig | None = None
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        scheme: QuantScheme,
+        group: ParallelGroup,
+        quant: QuantConfig | None = None,
+        head_group: ParallelGroup | None = None,
     ) -> None:
-        """`quant`: says which layers the scheme does not apply to; None for none."""
+        """
+        Args:
+            quant: says which layers the scheme does not apply to; None for none.
+            head_group: the ranks that share an LM head; `group` by default.
+        """
         self.dtype, self.device, self.group = dtype, device, group
+        self._head_group = head_group or group
         self._scheme, self._quant = scheme, quant
         self._slots: dict[str, list[WeightSlot]] = {}
         self._optional: dict[str, list[WeightSlot]] = {}
@@ -111,6 +122,7 @@ class WeightTable:
         bias: bool = False,
         partition: Partition = Partition.REPLICATED,
         shards: Sequence[Shard] | None = None,
+        group: ParallelGroup | None = None,
     ) -> Linear:
         """A linear layer that fuses several of the checkpoint's, one behind another.
 
@@ -121,8 +133,10 @@ class WeightTable:
             partition: how the group's ranks share the layer.
             shards: which rows of each part this rank holds, where `partition` is COLUMN, or which columns of them all,
                 one entry, where it is ROW; equal shares by default.
+            group: these ranks; the model's by default.
         """
-        own = Shard(self.group.rank, self.group.size)
+        group = group or self.group
+        own = Shard(group.rank, group.size)
         rows = (shards or [own] * len(parts)) if partition is Partition.COLUMN else [WHOLE] * len(parts)
         columns = ((shards or [own])[0] if partition is Partition.ROW else WHOLE).of(in_features)
         pieces, start = list[LinearPart](), 0
@@ -133,20 +147,24 @@ class WeightTable:
         scheme = self.scheme_of(parts)
         storage = scheme.allocate(start, columns.stop - columns.start, self.dtype, self.device, parts=pieces)
         fused_bias = self._bias(pieces, start, partition) if bias else None
-        layer = Linear(storage, fused_bias, scheme, partition, self.group, sum(parts.values()))
+        layer = Linear(storage, fused_bias, scheme, partition, group, sum(parts.values()))
         for piece in pieces:
             for name, slot in scheme.places(piece, storage).items():
                 self.add(name, slot)
         self._tensors += layer.tensors
         return layer
 
+    def lm_head(self, vocab: int, hidden: int) -> Linear:
+        """The LM head `lm_head` [vocab, hidden]: this rank's rows of it."""
+        return self.linear({"lm_head": vocab}, hidden, partition=Partition.COLUMN, group=self._head_group)
+
     def tied_linear(self, name: str, embed: torch.Tensor) -> Linear:
         """The LM head of a model whose head is its embedding `name` [vocab, hidden]: this rank's rows of the same
         tensor, or the scheme's form of them.
         """
         if self.scheme_of([name]).gemm_caps.dense:
-            return Linear.sharded(embed, self.group)
-        layer = self.linear({name: embed.shape[0]}, embed.shape[1], partition=Partition.COLUMN)
+            return Linear.sharded(embed, self._head_group)
+        layer = self.linear({name: embed.shape[0]}, embed.shape[1], partition=Partition.COLUMN, group=self._head_group)
         slot = self._slots[name + ".weight"].pop()
         self.add(name + ".weight", replace(slot, put=lambda rows: slot.put(rows.to(self.dtype))))  # as the embedding holds them
         return layer

@@ -30,6 +30,7 @@ from runtime.models.standalone import StandaloneDraft
 from runtime.models.token_map import load_token_map
 from runtime.speculative.depth_costs import start_controller
 from runtime.speculative.dflash_worker import DFlashWorker
+from runtime.speculative.draft_group import draft_group
 from runtime.speculative.eagle_worker import EagleWorker
 from runtime.speculative.ngram_drafter import NgramDrafter
 from runtime.speculative.parity import check_parity
@@ -103,7 +104,7 @@ def load_block_draft(context: WorkerContext, config: SpeculativeConfig, target: 
         ConfigError: draft and target do not fit, or blocks are smaller than the depth.
     """
     folder, draft_config = _draft_config(config, target)
-    draft = DFlashDraftModel(draft_config, target)
+    draft = DFlashDraftModel(draft_config, target, draft_group(config.draft_tp_size, draft_config.model, target.context))
     check_depth(draft.block.size, config.num_steps)
     draft.load(model_weights(context, draft.expected_weights(), folder, config.draft_load_format))
     log.info("draft: %s, %d layers, blocks of %d tokens", "DFlash", len(draft.layers), config.num_draft_tokens)
@@ -120,18 +121,20 @@ def load_draft(context: WorkerContext, config: SpeculativeConfig, target: Decode
     token_map = load_token_map(config.token_map) if config.token_map else None
     if config.algorithm == "MTP":
         served = context.config.model
-        return _loaded(context, config, MtpDraft(target, token_map), served.model_path, served.load_format)
+        group = draft_group(config.draft_tp_size, target.config, target.context)
+        return _loaded(context, config, MtpDraft(target, token_map, group), served.model_path, served.load_format)
     folder, draft_config = _draft_config(config, target)
+    group = draft_group(config.draft_tp_size, draft_config.model, target.context)
     draft: DraftModel
     if config.algorithm == "STANDALONE":
         quantization = "int8" if draft_config.model.quant is None and context.config.model.quantization == "int8" else None
-        ops, shared = target.context.ops, {"group": context.attention_group, "kv_dtype": context.kv_dtype, "exchange": context.exchange}
-        model = build_model(draft_config.model, ops, context.dtype, context.device, quantization, **shared)
+        shared = {"group": group, "head_group": target.context.group, "kv_dtype": context.kv_dtype, "exchange": context.exchange}
+        model = build_model(draft_config.model, target.context.ops, context.dtype, context.device, quantization, **shared)
         draft = StandaloneDraft(model)
     elif config.algorithm == "EAGLE3":
-        draft = LlamaForCausalLMEagle3(draft_config, target)
+        draft = LlamaForCausalLMEagle3(draft_config, target, group)
     else:
-        draft = LlamaForCausalLMEagle(draft_config, target, token_map)
+        draft = LlamaForCausalLMEagle(draft_config, target, token_map, group)
     return _loaded(context, config, draft, folder, config.draft_load_format)
 
 

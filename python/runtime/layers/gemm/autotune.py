@@ -16,6 +16,7 @@ from triton.runtime.errors import OutOfResources
 
 from runtime.config.device_tuning import DeviceTuning
 from runtime.layers.activation import Activation
+from runtime.layers.gemm.fragment_gemm import supports as fragments_support
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
 from runtime.layers.gemm.tilings import GemmChoice, describe, wgmma_configs
 from runtime.layers.gemm.timings import GemmTimings
@@ -73,13 +74,22 @@ def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int]) -> list[GemmGroup
 def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[GemmChoice, ...]:
     """The choices worth timing, cuBLAS first."""
     linear, rows = group.linears[0], group.rows
+    fragments = tuning.fragment_configs(linear.is_scaled, rows) if _takes_fragments(group) else ()
     if linear.is_scaled:
-        return None, *tuning.scaled_configs(rows)
-    found: tuple[GemmChoice, ...] = tuning.gemm_configs(group.op, rows)
+        return None, *tuning.scaled_configs(rows), *fragments
+    found: tuple[GemmChoice, ...] = (*tuning.gemm_configs(group.op, rows), *fragments)
     if supports(linear.weight, silu=group.op == "gate_up"):
         wgmma = wgmma_configs(group.op, rows, linear.out_features, num_sms, tuning)
         found = wgmma if wgmma and rows > tuning.wgmma_only_rows else (*found, *wgmma)
     return None, *found
+
+
+def _takes_fragments(group: GemmGroup) -> bool:
+    """Whether the GEMM by fragments may be tried: its rows are in bfloat16, and it has no argmax."""
+    linear, gated = group.linears[0], group.op == "gate_up"
+    narrow = linear.weight.dtype if group.norm is None else group.norm.weight.dtype
+    ops = ("linear", "linear_add", "gate_up") if linear.is_scaled else ("linear", "linear_add")
+    return group.op in ops and narrow is torch.bfloat16 and fragments_support(linear.weight, linear.storage.scale, gated)
 
 
 def autotune_gemms(

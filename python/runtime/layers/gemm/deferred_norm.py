@@ -7,6 +7,7 @@ number per row, and a GEMM is linear: the next GEMM multiplies its own sums by i
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -50,3 +51,23 @@ class RowScale:
         """Assert that there is one row of squares per row of the GEMM."""
         assert self.squares.shape[0] == rows, f"expected squares of {rows} rows; got {self.squares.shape[0]}"
         assert self.squares.dtype is torch.float32, f"expected float32 squares; got {self.squares.dtype}"
+
+
+class Norms(ctypes.Structure):
+    """`Norms` in the CUDA sources."""
+
+    _fields_ = (
+        ("squares", ctypes.c_void_p),
+        ("parts", ctypes.c_int),
+        ("eps", ctypes.c_float),
+        ("gain", ctypes.c_void_p),
+        ("scaled", ctypes.c_void_p),
+        ("next_squares", ctypes.c_void_p),
+    )
+
+
+def norms_argument(scale: RowScale | None, deferred: DeferredNorm | None) -> Norms:
+    """A kernel's parameter: the norm before it and the one after it."""
+    read = (scale.squares.data_ptr(), scale.squares.shape[1], scale.eps) if scale is not None else (None, 0, 0.0)
+    tensors = (None, None, None) if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
+    return Norms(*read, *(None if tensor is None else tensor.data_ptr() for tensor in tensors))

@@ -15,7 +15,8 @@ from runtime.config.kernel_configs import TritonConfig
 from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
 from runtime.layers.kernels.argmax_reduce import tile_argmax
 from runtime.layers.kernels.pdl import launch_options
-from runtime.layers.kernels.weight_step import DENSE, FP8, dot_step, scale_layout
+from runtime.layers.kernels.scale_layout import scale_layout
+from runtime.layers.kernels.weight_step import DENSE, FP8, dot_step
 
 MAX_ROWS = 128
 """Above this many rows arithmetic bounds the time, not reading the weights: cuBLAS."""

@@ -6,7 +6,6 @@ The kernel is `wgmma_gemm.cu`. It is compiled when the server starts, for the ti
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
+from runtime.layers.gemm.deferred_norm import norms_argument
 from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
 from runtime.layers.kernels import cuda_driver
 
@@ -130,7 +129,7 @@ def wgmma_gemm(
             cuda_driver.pointer(out),
             cuda_driver.pointer(epilogue.argmax),
             cuda_driver.pointer(bias),
-            _norms(scale, deferred),
+            norms_argument(scale, deferred),
             cuda_driver.int32(M),
             cuda_driver.int32(columns),
             cuda_driver.int32(K),
@@ -160,25 +159,6 @@ def _computed_rows(rows: int) -> int:
 @lru_cache(maxsize=1 << 14)
 def _map(address: int, rows: int, columns: int, dtype: torch.dtype, box_rows: int) -> Any:
     return cuda_driver.tensor_map(address, (columns, rows), dtype, (COLUMNS, box_rows))
-
-
-class _Norms(ctypes.Structure):
-    """`Norms` in the CUDA source."""
-
-    _fields_ = (
-        ("squares", ctypes.c_void_p),
-        ("parts", ctypes.c_int),
-        ("eps", ctypes.c_float),
-        ("gain", ctypes.c_void_p),
-        ("scaled", ctypes.c_void_p),
-        ("next_squares", ctypes.c_void_p),
-    )
-
-
-def _norms(scale: RowScale | None, deferred: DeferredNorm | None) -> _Norms:
-    read = (scale.squares.data_ptr(), scale.squares.shape[1], scale.eps) if scale is not None else (None, 0, 0.0)
-    tensors = (None, None, None) if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
-    return _Norms(*read, *(None if tensor is None else tensor.data_ptr() for tensor in tensors))
 
 
 @cache

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.layers.kernels.weight_step import scale_layout
+from runtime.layers.kernels.scale_layout import scale_layout
 
 ROWS, COLUMNS = 16, 256
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from runtime.config.expert_tuning import WeightFormat
-from runtime.layers.kernels.weight_step import DENSE, FP8, MXFP4, scale_layout
+from runtime.layers.kernels.scale_layout import scale_layout
+from runtime.layers.kernels.weight_step import DENSE, FP8, MXFP4
 
 FORMATS: dict[WeightFormat, int] = {"dense": DENSE.value, "fp8": FP8.value, "mxfp4": MXFP4.value}
 """The constants that kernels know the formats by."""

@@ -1,87 +1,14 @@
-// The experts of a sparse MLP for few tokens, in two kernels that read each weight of the experts hit once.
+// The experts of a sparse MLP for few tokens, in two kernels that read each weight of the experts hit once, by `fragments.cu`.
 //
-// Weights go straight from memory into the fragments of mma.m16n8k16: lane (g, t) of a warp loads 16 bytes of rows g and g + 8, which
-// are LANE_COLUMNS neighbouring columns, and the same columns of token g. An instruction multiplies whichever 16 columns its lanes hold;
-// as weights and tokens agree on the order, the sum over all columns is the same. Tokens of an expert lie side by side, eight to a tile.
+// Tokens of an expert lie side by side, eight to a tile.
 //
-// Constants from the host: FORMAT (0: bfloat16, 1: e4m3 with float32 scales, 2: e2m1 with a scale for 32 columns), ACT (0: SiLU,
-// 1: clamped SwiGLU, 2: GELU), TOP_K, WORDS (of a bit mask of experts), TOKENS (8, 16, 32 or 64: most tokens), BIAS, EARLY, ADD,
-// DEFER, FLOAT_OUT, UP_WARPS, DOWN_WARPS, BATCH (loads of a lane in flight, for each of two rows),
-// TOKENS_EARLY (whether tokens are loaded beside the weights).
+// Constants from the host besides those of `fragments.cu`: TOP_K, WORDS (of a bit mask of experts), TOKENS (8, 16, 32 or 64: most tokens),
+// BIAS, ADD, DEFER, FLOAT_OUT, UP_WARPS, DOWN_WARPS, BATCH (loads of a lane in flight, for each of two rows), TOKENS_EARLY (whether tokens
+// are loaded beside the weights).
 
-typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
-
-constexpr int LANE_COLUMNS = FORMAT == 0 ? 8 : FORMAT == 1 ? 16 : 32;  // in 16 bytes
-constexpr int CHUNK = 4 * LANE_COLUMNS;                               // columns of one load of a warp
 constexpr int TILES = 2;                                              // tiles of eight tokens of one pass over the weights
 constexpr int EARLY_PIECES = TOKENS_EARLY ? LANE_COLUMNS / 8 : 0;      // of the first tile's tokens, loaded beside the weights
 constexpr int HALVES = TOKENS <= 32 ? 1 : 2;                          // tokens of a lane when a warp looks at all of them
-
-__device__ __forceinline__ uint4 stream16(const u8* at) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
-    return v;
-}
-
-__device__ __forceinline__ float of_bf16(u16 bits) { return __uint_as_float((u32)bits << 16); }
-
-__device__ __forceinline__ u16 to_bf16(float x) {
-    u16 bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-    return bits;
-}
-
-__device__ __forceinline__ u32 multiply2(u32 a, u32 b) {
-    u32 out;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-    return out;
-}
-
-__device__ __forceinline__ void mma(float (&sums)[4], u32 g_low, u32 h_low, u32 g_high, u32 h_high, u32 x_low, u32 x_high) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(g_low), "r"(h_low), "r"(g_high), "r"(h_high), "r"(x_low), "r"(x_high));
-}
-
-// Two bytes of e4m3 in the high halves of `t`'s 16-bit words: exponent and mantissa move to their places in bfloat16, and a
-// multiplication by 2^120 mends the bias, of subnormal numbers too.
-__device__ __forceinline__ u32 widen_e4m3(u32 t) { return multiply2((t >> 4 & 0x07F007F0) | (t & 0x80008000), 0x7B807B80); }
-
-// Likewise two e2m1 numbers: in the low, or in the high four bits of those bytes. `factor` holds the scale times 2^126.
-__device__ __forceinline__ u32 widen_low(u32 t, u32 factor) { return multiply2((t >> 2 & 0x01C001C0) | (t << 4 & 0x80008000), factor); }
-__device__ __forceinline__ u32 widen_high(u32 t, u32 factor) { return multiply2((t >> 6 & 0x01C001C0) | (t & 0x80008000), factor); }
-
-__device__ __forceinline__ u32 bytes01(u32 word) { return __byte_perm(word, 0, 0x1404); }
-__device__ __forceinline__ u32 bytes23(u32 word) { return __byte_perm(word, 0, 0x3424); }
-
-// The scale of an e2m1 group, 2^(s - 127), times 2^126, twice: a scale above 128 counts as 128.
-__device__ __forceinline__ u32 group_factor(u8 s) { return ((u32)min((int)s, 128) + 126 << 7) * 0x00010001u; }
-
-struct Weights {  // of one projection
-    const u8* weight;
-    const u8* scale;
-    const u16* bias;
-    int rows, columns;                                       // of one expert
-    int expert_scales, row_scales, scale_rows, scale_columns;  // of e4m3
-};
-
-struct Row {  // one weight row of a lane
-    const u8* at;
-    const u8* scale;
-};
-
-__device__ __forceinline__ long row_bytes(int columns) { return FORMAT == 0 ? 2L * columns : FORMAT == 1 ? columns : columns / 2; }
-
-__device__ __forceinline__ Row row_of(const Weights& w, int expert, int row) {
-    const u8* at = w.weight + ((long)expert * w.rows + row) * row_bytes(w.columns);
-    if (FORMAT == 1) return {at, w.scale + 4L * ((long)expert * w.expert_scales + (long)(row / w.scale_rows) * w.row_scales)};
-    return {at, FORMAT == 2 ? w.scale + ((long)expert * w.rows + row) * (w.columns / 32) : nullptr};
-}
-
-// Eight columns of a token, zeros for none.
-__device__ __forceinline__ uint4 piece_of(const u16* token, int column) {
-    return token == nullptr ? make_uint4(0, 0, 0, 0) : *(const uint4*)(token + column);
-}
 
 // `sums += rows x tokens` over the chunks of 4 * LANE_COLUMNS columns from `first` to `end`. x: the lane's token of each tile, or null.
 __device__ __forceinline__ void multiply(
@@ -103,7 +30,7 @@ __device__ __forceinline__ void multiply(
                 a[i] = stream16(g.at + row_bytes(column));
                 b[i] = stream16(h.at + row_bytes(column));
                 if (FORMAT == 1) {
-                    const int block = column / w.scale_columns;
+                    const int block = scale_block(w, column);
                     scale_a[i] = ((const u32*)g.scale)[block];
                     scale_b[i] = ((const u32*)h.scale)[block];
                 }
@@ -126,47 +53,10 @@ __device__ __forceinline__ void multiply(
                 #pragma unroll
                 for (int j = 0; j < LANE_COLUMNS / 8; j++)
                     tokens[j] = n == 0 && j < EARLY_PIECES ? early[i][j] : in ? piece_of(x[n], column + 8 * j) : make_uint4(0, 0, 0, 0);
-                const u32* xs = (const u32*)tokens;
-                if (FORMAT == 0) {
-                    mma(sums[n], ga[0], hb[0], ga[1], hb[1], xs[0], xs[1]);
-                    mma(sums[n], ga[2], hb[2], ga[3], hb[3], xs[2], xs[3]);
-                } else if (FORMAT == 1) {
-                    float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                    #pragma unroll
-                    for (int j = 0; j < 4; j++)
-                        mma(part, widen_e4m3(bytes01(ga[j])), widen_e4m3(bytes01(hb[j])), widen_e4m3(bytes23(ga[j])),
-                            widen_e4m3(bytes23(hb[j])), xs[2 * j], xs[2 * j + 1]);
-                    const float s = __uint_as_float(__shfl_sync(~0u, scale_a[i], threadIdx.x % 32 & ~3));
-                    const float u = __uint_as_float(__shfl_sync(~0u, scale_b[i], threadIdx.x % 32 & ~3));
-                    sums[n][0] += part[0] * s; sums[n][1] += part[1] * s;
-                    sums[n][2] += part[2] * u; sums[n][3] += part[3] * u;
-                } else {
-                    #pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        const u32 g01 = bytes01(ga[j]), g23 = bytes23(ga[j]), h01 = bytes01(hb[j]), h23 = bytes23(hb[j]);
-                        mma(sums[n], widen_low(g01, factor_a), widen_low(h01, factor_b), widen_low(g23, factor_a), widen_low(h23, factor_b),
-                            xs[2 * j], xs[2 * j + 1]);
-                        mma(sums[n], widen_high(g01, factor_a), widen_high(h01, factor_b), widen_high(g23, factor_a),
-                            widen_high(h23, factor_b), xs[8 + 2 * j], xs[8 + 2 * j + 1]);
-                    }
-                }
+                multiply_piece(sums[n], ga, hb, FORMAT == 2 ? factor_a : scale_a[i], FORMAT == 2 ? factor_b : scale_b[i], tokens);
             }
         }
     }
-}
-
-__device__ __forceinline__ void wait_for_previous() {
-    if (EARLY) asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
-}
-
-__device__ __forceinline__ float activate(float gate, float up, float alpha, float limit) {
-    if (ACT == 1) {
-        gate = fminf(gate, limit);
-        up = fminf(fmaxf(up, -limit), limit);
-        return gate / (1.0f + __expf(-alpha * gate)) * (up + 1.0f);
-    }
-    const float inner = ACT == 2 ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate) : gate;
-    return gate / (1.0f + __expf(-inner)) * up;
 }
 
 struct Routing {

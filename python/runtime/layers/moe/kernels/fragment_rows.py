@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from runtime.layers.gemm.deferred_norm import DeferredNorm
-from runtime.layers.kernels import cuda_driver
+from runtime.layers.kernels import cuda_driver, fragments
+from runtime.layers.kernels.fragments import COLUMNS, Weights, readable, weights_argument
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import GatedAct
 from runtime.layers.moe.router import Routing
@@ -24,8 +25,6 @@ ENOUGH_BLOCKS = 1056
 MOST_TILES = 4
 TOKENS = (8, 16, 32, 64)
 """Most tokens that a kernel is compiled for."""
-COLUMNS = {"dense": 8, "fp8": 16, "mxfp4": 32}
-"""Columns that a lane loads at once; a row is a whole number of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +68,6 @@ class _Variant:
     float_out: bool = False
 
 
-class _Weights(ctypes.Structure):
-    """`Weights` in the CUDA source."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "scale", "bias")),
-        *((name, ctypes.c_int) for name in ("rows", "columns", "expert_scales", "row_scales", "scale_rows", "scale_columns")),
-    )
-
-
 class _Routing(ctypes.Structure):
     """`Routing` in the CUDA source."""
 
@@ -98,17 +88,10 @@ def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, defer
         and hidden % OUTPUTS == 0
         and inner % UP_COLUMNS == 0
         and rows == 2 * inner
-        and all(_readable(weights) for weights in (gate_up, down))
+        and all(readable(w.weight, w.format, w.shape[2], w.scale_layout[3]) for w in (gate_up, down))
         and torch.cuda.get_device_capability(x.device)[0] == 9
         and cuda_driver.available()
     )
-
-
-def _readable(weights: ExpertWeights) -> bool:
-    """Whether lanes can load whole pieces of rows, under one scale."""
-    lane = COLUMNS[weights.format]
-    one_scale = weights.format != "fp8" or weights.scale_layout[3] % (4 * lane) == 0
-    return weights.weight.is_contiguous() and weights.shape[2] % lane == 0 and one_scale
 
 
 def experts_by_fragments(
@@ -169,10 +152,9 @@ def _pieces(down: ExpertWeights, slots: int, warps: int) -> int:
     return max(1, min(warps // slots, chunks // 2))
 
 
-def _weights(weights: ExpertWeights) -> _Weights:
-    tensors = (weights.weight, weights.scale, weights.bias)
-    pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-    return _Weights(*pointers, *weights.shape[1:], *weights.scale_layout)
+def _weights(weights: ExpertWeights) -> Weights:
+    _, rows, columns = weights.shape
+    return weights_argument(weights.weight, weights.scale, weights.bias, (rows, columns), weights.scale_layout)
 
 
 @cache
@@ -194,5 +176,4 @@ def source(variant: _Variant) -> str:
         DEFER=int(v.defer), FLOAT_OUT=int(v.float_out), UP_WARPS=v.cut.up_warps, DOWN_WARPS=v.cut.down_warps, BATCH=v.cut.batch,
         TOKENS_EARLY=int(v.cut.early),
     )  # fmt: skip
-    text = (Path(__file__).parent / "few_rows.cu").read_text(encoding="utf-8")
-    return "\n".join([*(f"#define {name} {value}" for name, value in constants.items()), text])
+    return fragments.source(Path(__file__).with_name("few_rows.cu"), constants)

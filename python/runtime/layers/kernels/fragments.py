@@ -1,0 +1,45 @@
+"""Weights that CUDA kernels read by `fragments.cu`: straight from memory into the fragments of the tensor cores."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+COLUMNS = {"dense": 8, "fp8": 16, "mxfp4": 32}
+"""Columns that a lane loads at once; a row is a whole number of them."""
+
+
+class Weights(ctypes.Structure):
+    """`Weights` in the CUDA source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "scale", "bias")),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "expert_scales", "row_scales", "scale_rows", "scale_columns")),
+    )
+
+
+def weights_argument(
+    weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, shape: tuple[int, int], layout: tuple[int, int, int, int]
+) -> Weights:
+    """A kernel's parameter.
+
+    Args:
+        shape: rows and columns of one matrix.
+        layout: of its scales: scales of a matrix, of a row of blocks, rows and columns of a block.
+    """
+    return Weights(*(None if tensor is None else tensor.data_ptr() for tensor in (weight, scale, bias)), *shape, *layout)
+
+
+def readable(weight: torch.Tensor, kind: str, columns: int, scale_columns: int) -> bool:
+    """Whether lanes can load whole pieces of rows of the format `kind`, under one scale."""
+    lane = COLUMNS[kind]
+    return weight.is_contiguous() and columns % lane == 0 and (kind != "fp8" or scale_columns % (4 * lane) == 0)
+
+
+def source(file: Path, constants: Mapping[str, int]) -> str:
+    """The program of a kernel's file behind `fragments.cu`."""
+    texts = (path.read_text(encoding="utf-8") for path in (Path(__file__).with_name("fragments.cu"), file))
+    return "\n".join([*(f"#define {name} {value}" for name, value in constants.items()), *texts])

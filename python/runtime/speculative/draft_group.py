@@ -1,0 +1,40 @@
+"""Which ranks share the blocks of a draft: those that share its target's, or each rank holds them whole."""
+
+from __future__ import annotations
+
+from runtime.distributed.parallel_group import ALONE, ParallelGroup
+from runtime.models.config import ModelConfig
+from runtime.models.parts import ModelContext
+
+SUM_BYTES = 12e6
+"""Bytes that a GPU reads while a block's output is summed over the ranks by our own kernel: 2.8 us at 4.3 TB/s, on an H200."""
+NCCL_SUM_BYTES = 45e6
+"""The same for a sum by NCCL: 10 us and more."""
+SUMS = 2
+"""Sums of a block: behind attention and behind the MLP."""
+
+
+def draft_group(asked: int | None, draft: ModelConfig, target: ModelContext) -> ParallelGroup:
+    """The ranks that share the blocks of `draft`: with `asked` 1 each rank alone.
+
+    A shared block reads fewer weights and takes two sums, so small blocks are faster whole. The same on every rank. The LM head is
+    shared in any case: its exchange carries one token per row.
+    """
+    group = target.group
+    if asked is None:
+        return ALONE if faster_whole(draft, target) else group
+    return ALONE if asked == 1 else group
+
+
+def faster_whole(draft: ModelConfig, target: ModelContext) -> bool:
+    """Whether a decode pass over a dense block takes less time where each rank reads all of it. On a CPU it never does."""
+    if target.device.type == "cpu" or draft.moe is not None:
+        return False
+    sums = SUMS * (NCCL_SUM_BYTES if target.group.fused is None else SUM_BYTES)
+    return block_bytes(draft) * (1 - 1 / target.group.size) < sums
+
+
+def block_bytes(config: ModelConfig) -> int:
+    """Bytes of the weights of one dense block, about."""
+    attention = 2 * (config.num_q_heads + config.num_kv_heads) * config.head_dim
+    return config.hidden_size * (attention + 3 * config.intermediate_size) * (2 if config.quant is None else 1)

@@ -19,7 +19,8 @@ NAME = "serving_matrix"
 KEYS = ("mode", "backend", "concurrency", "input_len", "output_len")
 STEPS = 3
 ACCEPT_LENGTH = "2.5"
-TITLES = {"plain": "Plain decoding", "eagle": "EAGLE 3/1/4, synthetic accept length 2.5"}
+EAGLE = "EAGLE 3/1/4, synthetic accept length 2.5"
+TITLES = {"plain": "Plain decoding", "eagle": EAGLE, "eagle_whole": f"{EAGLE}, each rank with the whole draft"}
 
 
 def peers(result: Result) -> dict[str, Any]:
@@ -37,7 +38,8 @@ def setups(served: Model, modes: list[str], backends: list[str], tp_size: int = 
     for backend in backends:
         for mode in modes:
             flags = (*served.target_flags, *ranks, "--attention-backend", backend, "--disable-radix-cache")
-            eagle = served.eagle_flags(ACCEPT_LENGTH, STEPS) if mode == "eagle" else ()
+            eagle = () if mode == "plain" else served.eagle_flags(ACCEPT_LENGTH, STEPS)
+            eagle = (*eagle, "--speculative-draft-tp-size", "1") if mode == "eagle_whole" else eagle
             labels = {"mode": mode, "backend": backend, "steps": STEPS if eagle else 0, **({"tp_size": tp_size} if ranks else {})}
             found.append(Setup(labels, (*flags, *eagle)))
     return found

@@ -28,10 +28,8 @@ from benchmark.server import environment  # noqa: E402
 
 TAIL = 25
 """Number of lines shown from each log."""
-KERNEL_TESTS = ("argmax", "attention", "flashinfer_plan", "ops", "sampler", "split_decode", "triton_gemm", "wgmma_gemm")
-"""Tests of kernels spend their time in compilers, so they run side by side; the others measure memory and run alone."""
-SIDE_BY_SIDE = "6"
-"""Processes that run tests of kernels."""
+WORKERS = "10"
+"""Processes that run test/gpu side by side: most tests wait for compilers. Tests that share a slow fixture are a group of one process."""
 
 
 def main(argv: list[str]) -> int:
@@ -75,18 +73,13 @@ def versions() -> dict[str, dict[str, str | None]]:
 
 def run_tests(folder: Path) -> dict[str, Any]:
     """Run test/gpu; the numbers of passed, failed and skipped tests."""
-    kernels = [f"test/gpu/test_{name}.py" for name in KERNEL_TESTS]
-    runs = {"kernels": [*kernels, "-n", SIDE_BY_SIDE], "engine": ["test/gpu", *(f"--ignore={file}" for file in kernels)]}
-    found: dict[str, Any] = {"exit": 0, "seconds": 0.0, "tests": 0, "failures": 0, "errors": 0, "skipped": 0}
-    for name, arguments in runs.items():
-        report = folder / f"pytest-{name}.xml"
-        options = ["-q", "--maxfail=20", "--durations=10", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        code, seconds = _run(["-m", "pytest", *arguments, *options], folder / f"pytest-{name}.log")
-        found["exit"] = found["exit"] or code
-        found["seconds"] = round(found["seconds"] + seconds, 1)
-        for suite in ElementTree.parse(report).getroot().iter("testsuite") if report.is_file() else ():
-            for count in ("tests", "failures", "errors", "skipped"):
-                found[count] += int(suite.get(count, "0"))
+    report = folder / "pytest.xml"
+    options = ["-q", "-n", WORKERS, "--dist", "loadgroup", "--maxfail=20", "--durations=30", "-p", "no:cacheprovider"]
+    code, seconds = _run(["-m", "pytest", "test/gpu", *options, f"--junitxml={report}"], folder / "pytest.log")
+    found: dict[str, Any] = {"exit": code, "seconds": seconds, "tests": 0, "failures": 0, "errors": 0, "skipped": 0}
+    for suite in ElementTree.parse(report).getroot().iter("testsuite") if report.is_file() else ():
+        for count in ("tests", "failures", "errors", "skipped"):
+            found[count] += int(suite.get(count, "0"))
     return found
 
 

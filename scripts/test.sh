@@ -8,11 +8,23 @@ bash scripts/setup_browser.sh
 bash scripts/setup_prometheus.sh
 bash scripts/setup_clients.sh
 
-ruff check python test benchmark scripts
-ruff format --check python test benchmark scripts
-pyright python
-lint-imports
+checks() {
+  local failed=0
+  ruff check python test benchmark scripts || failed=1
+  ruff format --check python test benchmark scripts || failed=1
+  lint-imports || failed=1
+  pyright python || failed=1
+  return $failed
+}
+
+# The checks of the code run beside the tests; what they say follows at the end.
+said=$(mktemp) failed=0
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$said"' EXIT
+checks >"$said" 2>&1 &
 # Three workers, because tests often wait for servers, with one file of tests at a time each; -n 0 runs all tests in one process. One torch
 # thread per process: tests run real servers side by side on two cores. Files keep their order, so that the long ones under test/process
 # start first. PYTHONDONTWRITEBYTECODE would make every interpreter that a test starts compile all modules again.
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE= python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE= python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" || failed=$?
+wait $! || failed=1
+cat "$said"
+exit $failed

@@ -177,6 +177,7 @@ class ScheduleBatch:
         prompt_logprobs: bool [E]. Whether log-probabilities of the chunk's prompt tokens are wanted too.
         pooling: by index of the chunk: what its hidden states are reduced to.
         depth: K of the decode rows, which `Worker.submit` chooses.
+        widths: with `depth`, int32 [padded B - E]: tokens of each window, where they differ; empty where all have `depth` + 1.
         sections: with several attention groups the part of each, and nothing beside it; [] for one group.
         pad_decodes, pad_tokens: decode rows and prompt tokens of the largest section, to which this one is padded; 0 for one group.
     """
@@ -196,6 +197,7 @@ class ScheduleBatch:
     prompt_logprobs: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
     pooling: dict[int, Pooling] = field(default_factory=dict)
     depth: int = 0
+    widths: Int32 = field(default_factory=no_ints)
     sections: list[ScheduleBatch] = field(default_factory=list)
     pad_decodes: int = 0
     pad_tokens: int = 0
@@ -261,6 +263,7 @@ class StepStats:
         padded_size: requests that the graph was captured for; B - E when eager.
         draft_tokens: drafts verified per request: D - 1; 0 without drafts.
         depth: K; equal to `draft_tokens` but for trees.
+        drafts: verified for each decode row, where windows differ in width.
         unfollowed: positions at the end of a row's KV whose draft KV does not exist yet, at most; no prefix cache may hold them.
     """
 
@@ -269,6 +272,7 @@ class StepStats:
     draft_tokens: int = 0
     depth: int = 0
     unfollowed: int = 0
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,12 @@
-"""What the GPU tests share: FlashInfer's modules, compiled before the first test."""
+"""What the GPU tests share: FlashInfer's modules, compiled side by side while tests that need none of them run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,26 +18,41 @@ MODULES = {(dtype, head_dim, w) for dtype, head_dim, masked in KERNELS for w in 
     (BF16, 64, True),
     (FP16, 64, False),
 }
-"""Type, head dimension and whether there is a window, of every module that a test plans with."""
+"""Type, head dimension and whether there is a window, of every module of per-head attention that a test plans with."""
+LATENT_DIMS = (512, 64)
+"""Widths of a latent row and of its rotated part."""
 SIDE_BY_SIDE = 6
 """Modules that compile at once; each runs several compilers, which take one to two GiB."""
 
 
 @pytest.fixture(scope="session", autouse=True)
-def flashinfer_modules(request: pytest.FixtureRequest) -> None:
-    """Compile the modules of the selected tests side by side; otherwise each test would wait for its own."""
-    if torch.cuda.is_available() and any("flashinfer" in item.nodeid for item in request.session.items):
-        pytest.importorskip("flashinfer")
-        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-            list(pool.map(_compile, sorted(MODULES, key=str)))
+def flashinfer_modules(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile the modules of the selected tests in the background; a test that needs one waits for it by FlashInfer's file lock.
+
+    Processes that run tests side by side wait for each other by the same locks, so that each module compiles once.
+    """
+    wanted = torch.cuda.is_available() and any("flashinfer" in item.nodeid for item in request.session.items)
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        for module in _modules(tmp_path_factory.getbasetemp().parent) if wanted and find_spec("flashinfer") else ():
+            pool.submit(_compile, module)
+        yield
 
 
-def _compile(module: tuple[torch.dtype, int, bool]) -> None:
-    from flashinfer.jit.attention import gen_batch_prefill_module
+def _modules(folder: Path) -> list[Any]:
+    """The slowest first. A lock in `folder`: each process writes the modules' sources, unless it finds them written."""
+    from filelock import FileLock
+    from flashinfer.jit.attention import gen_batch_mla_module, gen_batch_prefill_module
+    from flashinfer.utils import determine_mla_backend
 
-    dtype, head_dim, windowed = module
-    spec = gen_batch_prefill_module(
-        "fa2", dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, windowed, use_logits_soft_cap=False, use_fp16_qk_reduction=False
-    )
-    if not spec.is_aot:
-        spec.build(False)
+    options = {"use_logits_soft_cap": False, "use_fp16_qk_reduction": False}
+    with FileLock(folder / "flashinfer-sources.lock"):
+        latent = gen_batch_mla_module(determine_mla_backend(torch.device("cuda")), BF16, BF16, BF16, torch.int32, *LATENT_DIMS, False)
+        return [latent] + [
+            gen_batch_prefill_module("fa2", dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, windowed, **options)
+            for dtype, head_dim, windowed in sorted(MODULES, key=str)
+        ]
+
+
+def _compile(module: Any) -> None:
+    if not module.is_aot:
+        module.build(False)

@@ -22,6 +22,7 @@ from unit.driver import Driver
 GGUF = os.environ.get("GGUF", "")
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.xdist_group("embedded"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(not GGUF, reason="needs the embedded model's file in $GGUF"),
 ]

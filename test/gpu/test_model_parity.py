@@ -14,7 +14,11 @@ from runtime.layers.backend_selection import select_ops
 from runtime.model_executor.weight_loader import safetensors_weights
 from runtime.models.registry import build_model, load_hf_config
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.xdist_group("model_parity"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 BACKENDS = ["fa3", "flashinfer"]
 VOCAB = 1003
 """No multiple of any tile."""

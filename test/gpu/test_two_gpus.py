@@ -59,7 +59,7 @@ def assert_close(mine: list[dict[str, Any]], its: list[dict[str, Any]]) -> None:
     assert same > 64
 
 
-@pytest.mark.parametrize("drafts", ["plain", "chain", "tree", "sampled chain"])
+@pytest.mark.parametrize("drafts", ["plain", "chain", "chain by whole drafts", "tree", "sampled chain"])
 def test_two_gpus_give_the_log_probabilities_of_one(model: Path, drafts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     more: dict[str, Any] = {}
     if drafts != "plain":
@@ -69,6 +69,8 @@ def test_two_gpus_give_the_log_probabilities_of_one(model: Path, drafts: str, mo
         monkeypatch.setitem(SAMPLING, "temperature", 0.01)
         monkeypatch.setitem(SAMPLING, "seed", 3)
     alone, _ = run(model, 1, **more)
+    if drafts != "plain":
+        more["speculative_draft_tp_size"] = 1 if drafts == "chain by whole drafts" else 2
     together, worker = run(model, 2, **more)
     assert_close(together, alone)
     assert worker["token_checks"] > 0
@@ -77,4 +79,4 @@ def test_two_gpus_give_the_log_probabilities_of_one(model: Path, drafts: str, mo
 
 
 def test_graphs_of_two_gpus_compute_what_eager_passes_do(model: Path) -> None:
-    run(model, 2, **eagle(model, speculative_check_parity=True))
+    run(model, 2, **eagle(model, speculative_check_parity=True, speculative_draft_tp_size=2))

@@ -19,7 +19,7 @@ from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, _kernel, _Variant, suppo
 from runtime.layers.kernels.argmax_kernel import argmax_chunks
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("wgmma_gemm"), pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 ROWS = (1, 3, 8, 33, 64, 65, 128)
 N, K = 1072, 2088  # neither is a multiple of a tile, of a box or of a part of one
 WHOLE = [WgmmaConfig(tile) for tile in (16, 48, 224, 256)]

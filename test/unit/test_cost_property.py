@@ -77,7 +77,7 @@ CALLS: dict[str, Callable[[random.Random], Json]] = {
     "/tokenize": lambda rng: {"prompt": rng.choice([text(rng), [text(rng)] * 3])},
     "/detokenize": lambda rng: {"tokens": ids(rng)},
     "/v1/embeddings": lambda rng: {"input": prompt(rng)},
-    "/v1/score": lambda rng: {"query": text(rng), "items": [text(rng)[:9]] * rng.choice([1, 2000]), "label_token_ids": [1]},
+    "/v1/score": lambda rng: {"query": text(rng), "items": [text(rng)[:9]] * rng.choice([1, 1, 1, 50, 200, 2000]), "label_token_ids": [1]},
     "/v1/rerank": lambda rng: {"query": text(rng)[:99], "documents": [text(rng)[:50]] * rng.choice([1, 50])},
     "/v1/responses": lambda rng: {"input": text(rng)},
     "/v1/messages": lambda rng: {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": text(rng)}]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,9 +39,16 @@ CPU = Table({1: 31.5, 2: 48.5, 4: 55.0, 8: 63.2, 16: 94.0}, {1: 46.1, 2: 79.0, 4
 """Of the embedded model on two cores, from the same benchmark's figures."""
 
 
+@functools.cache
 def rates(accept_length: float) -> tuple[float, ...]:
     """Acceptance of each position: that of a chain of three drafts with this accept length."""
     return synthetic_acceptance(str(accept_length), 3)[:1] * max(DEPTHS)
+
+
+@functools.cache
+def expected(accept_length: float, depth: int) -> float:
+    """Tokens per request of an iteration at this depth."""
+    return float(1 + np.cumprod(rates(accept_length)[:depth]).sum())
 
 
 def controller(table: Table, batch: int, rng: np.random.Generator, error: float = 0.03) -> DepthController:
@@ -54,14 +62,15 @@ def run(
 ) -> tuple[float, float, list[int]]:
     """Tokens of all requests, as expected at the depths that were chosen, seconds, and the depth of each iteration."""
     tokens, seconds, depths = 0.0, 0.0, []
+    times = {depth: 1e-3 * table.milliseconds(batch, depth) for depth in DEPTHS}
     rows = DecodeRows(np.full(batch, UNCAPPED), np.ones(batch, dtype=np.bool_), 300 * batch)
     for step in range(iterations):
         depth = control.choose(rows, dict.fromkeys(DEPTHS, batch))
         accepted = rng.random((batch, depth)) < np.array(rates(acceptance(step))[:depth])
         lens = 1 + accepted.cumprod(axis=1).sum(axis=1)
-        took = 1e-3 * table.milliseconds(batch, depth)
+        took = times[depth]
         control.observe(Observed(depth, batch, lens, rows.caps, rows.greedy, rows.kv_tokens, took * (1 + 0.03 * rng.standard_normal())))
-        tokens, seconds = tokens + batch * float(1 + np.cumprod(rates(acceptance(step))[:depth]).sum()), seconds + took
+        tokens, seconds = tokens + batch * expected(acceptance(step), depth), seconds + took
         depths.append(depth)
     return tokens, seconds, depths
 
@@ -71,8 +80,8 @@ def fixed_rate(table: Table, batch: int, acceptance: Callable[[int], float], dep
     counts: dict[float, int] = {}
     for step in range(iterations):
         counts[acceptance(step)] = counts.get(acceptance(step), 0) + 1
-    tokens = sum(n * (1 + np.cumprod(rates(length)[:depth]).sum()) for length, n in counts.items()) * batch
-    return float(tokens / (iterations * 1e-3 * table.milliseconds(batch, depth)))
+    tokens = sum(n * expected(length, depth) for length, n in counts.items()) * batch
+    return tokens / (iterations * 1e-3 * table.milliseconds(batch, depth))
 
 
 def check_against_fixed(table: Table, batch: int, acceptance: Callable[[int], float], iterations: int) -> None:

@@ -127,3 +127,21 @@ def test_a_rank_tells_why_it_ends_and_notices_that_rank_0_is_gone(tmp_path: Path
     beat.start()
     assert alone.wait().startswith("rank 0 does not answer")
     beat.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_pause_of_rank_0_is_excused_until_it_answers_again(tmp_path: Path) -> None:
+    alone = Heard()
+    watch = RankWatch(f"ipc://{tmp_path}/w", range(1, 2), Heard())
+    watch.start()
+    beat = RankBeat(watch.address, 1, alone)
+    beat.start()
+    with watch.pause():
+        watch.close()
+    assert not alone._event.wait(1.0), "rank 0 said that it would be silent"
+    watch = RankWatch(f"ipc://{tmp_path}/w", range(1, 2), Heard())
+    watch.start()
+    assert not alone._event.wait(0.5)
+    watch.close()
+    assert alone.wait().startswith("rank 0 does not answer")
+    beat.close()

@@ -27,6 +27,7 @@ class AttentionCaps:
         mixed_heads: whether layers may differ in heads, head dimension or scale.
         plan_on_device: whether `plan_on_device` does all planning, so that it can be captured with the pass.
         scaled_kv: whether KV caches in 8 bits with a scale for each layer work.
+        ragged_windows: whether a pass over windows of different widths may be captured.
         self_check: whether a small pass is compared with torch_native at start-up; for backends that depend on
             private parts of a package.
     """
@@ -45,6 +46,7 @@ class AttentionCaps:
     mixed_heads: bool = False
     plan_on_device: bool = True
     scaled_kv: bool = False
+    ragged_windows: bool = False
     self_check: bool = False
 
 
@@ -61,6 +63,7 @@ ATTENTION_CAPS = {
         mixed_heads=True,
         plan_on_device=False,
         scaled_kv=True,
+        ragged_windows=True,
     ),
     "fa3": AttentionCaps(
         dtypes=_HALF,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 import zmq
@@ -20,6 +22,14 @@ suspended lost none."""
 
 TELL_MS = 1000
 """How long what is said last may take to leave."""
+
+
+PAUSE = b"\0"
+"""Rank 0's answer while it is about to be silent itself."""
+PAUSE_PERIODS = 3
+"""Turns until all other ranks have heard it."""
+PAUSE_TURNS = 1200
+"""Turns for which it may be silent then: 10 min."""
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True):
@@ -48,6 +58,7 @@ class RankWatch:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.bind(address)
         self._done = threading.Event()
+        self._answer = b""
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
 
     @property
@@ -58,6 +69,16 @@ class RankWatch:
     def start(self) -> None:
         """Begin to expect signs of life."""
         self._thread.start()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Within, this process may be silent, because torch holds the GIL while it writes a trace: the other ranks wait for longer."""
+        self._answer = PAUSE
+        time.sleep(PAUSE_PERIODS * PERIOD)
+        try:
+            yield
+        finally:
+            self._answer = b""
 
     def close(self) -> None:
         """Expect no more."""
@@ -93,7 +114,7 @@ class RankWatch:
                 return beat.failure
             heard.add(beat.rank)
             self._senders[beat.rank] = who
-            self._socket.send_multipart((who, b""), zmq.NOBLOCK)
+            self._socket.send_multipart((who, self._answer), zmq.NOBLOCK)
         for rank in self._silent:
             self._silent[rank] = 0 if rank in heard else self._silent[rank] + 1
         return ""
@@ -136,18 +157,20 @@ class RankBeat:
         self._context.term()
 
     def _run(self) -> None:
-        silent = 0
+        silent, patience = 0, SILENT_TURNS
         self._send()
         while not self._done.wait(PERIOD):
             self._send()
             self._alive()
             silent = 0 if self._socket.poll(0) else silent + 1
             while self._socket.poll(0):
-                if why := self._socket.recv().decode():
-                    self._lost(f"rank 0 ends: {why}")
+                answer = self._socket.recv()
+                patience = PAUSE_TURNS if answer == PAUSE else SILENT_TURNS
+                if answer not in (b"", PAUSE):
+                    self._lost(f"rank 0 ends: {answer.decode()}")
                     return
-            if silent >= SILENT_TURNS:
-                self._lost(f"rank 0 does not answer for {SILENT_TURNS * PERIOD:g} s")
+            if silent >= patience:
+                self._lost(f"rank 0 does not answer for {patience * PERIOD:g} s")
                 return
 
     def _send(self) -> None:

@@ -21,7 +21,7 @@ class ForwardBatch:
     Attributes:
         mode: what the pass does.
         batch_size: B, padding included.
-        tokens_per_req: queries of every request; 0 in a ragged EXTEND, where they differ.
+        tokens_per_req: queries of every request; 0 in ragged passes, where they differ.
         input_ids: int64 [T].
         positions: int64 [T].
         out_cache_loc: int64 [T]. KV slot that each token writes, page * page_size + position % page_size; padding: 0.
@@ -29,7 +29,8 @@ class ForwardBatch:
         seq_lens: int32 [B], on the device.
         qo_indptr: int32 [B + 1], on the device: offsets of each request's queries.
         seq_len_bounds: int32 [B], on the host, upper bounds of `seq_lens`; exact for prompts and if no step is in flight.
-        extend_lens: int32 [B], on the host, ragged EXTEND only: the queries of each request.
+        extend_lens: int32 [B], on the host, ragged passes only: the queries of each request.
+        max_queries: the most queries of a request in a pass over ragged windows, which may be captured; 0 in all others.
         step: index of the pass in a plan of several passes (draft decode: 0..K-2).
         tree_mask: int64 [T], or None for a causal pass. If bit t is set, the query sees the t-th of the last
             `tree_tail` keys of its request. Every query sees all earlier keys.
@@ -48,6 +49,7 @@ class ForwardBatch:
     qo_indptr: torch.Tensor
     seq_len_bounds: npt.NDArray[np.int32]
     extend_lens: npt.NDArray[np.int32] | None = None
+    max_queries: int = 0
     step: int = 0
     tree_mask: torch.Tensor | None = None
     tree_tail: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import repeat
 
 from runtime.batch import StepStats
 from runtime.managers.req import Phase
@@ -26,14 +27,14 @@ def count_decodes(plan: StepPlan, ran: StepStats, accept_lens: Sequence[int], ma
     if max_accept_len > 1:
         stats.count_depth(deepest)
     windows = Counter[tuple[int, int, int, int]]()  # accept length, drafts, depth and context of the requests that took drafts
-    for req, accept_len in zip(plan.decodes, accept_lens, strict=True):
+    for req, accept_len, most in zip(plan.decodes, accept_lens, ran.drafts or repeat(deepest, live), strict=True):
         if req.phase is Phase.ENDED:
             continue
         req.decode_collected(accept_len, max_accept_len, unfollowed)
         progress = req.progress
         if pure:
             progress.decode.add(graph, live, padded)
-        if depth := deepest if deepest <= req.most_drafts else req.most_drafts:
+        if depth := most if most <= req.most_drafts else req.most_drafts:
             drafts = ran.draft_tokens if depth == deepest else depth
             if progress.spec is None:
                 progress.spec = SpecStats()

@@ -41,7 +41,7 @@ from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.short_prompts import PromptCost, ShortPrompts, prompt_forward, prompt_spec
 from runtime.model_executor.staging import StagingRing
 from runtime.model_executor.target_model import TargetModel
-from runtime.model_executor.verification import Verifier, verify_forward, verify_spec
+from runtime.model_executor.verification import make_verifier
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
 from runtime.model_executor.worker import Worker, WorkerParts
 from runtime.models.config import ModelConfig
@@ -176,15 +176,14 @@ def make_parts(
     inputs = InputBuffers(context.requests, max_tokens=context.requests * spec.max_width, device=context.device)
     runner.allocate(1, target.page_table, context.requests, spec.shape.num_draft_tokens, 1)
     make = partial(_make_graph_runner, context, inputs)
-    verify = {depth: make_verify_runner(target, spec, depth, batches, make) for depth, batches in depths.items()}
+    verifier = make_verifier(target, spec.shape, spec.feature_width, depths, inputs, lambda s, forward, own: make(s, forward, runner, own))
     drafter.attach(DraftSetup(target, inputs, depths, context.requests, make))
     limits = {depth: batches.running for depth, batches in depths.items()}
-    verifier = Verifier(target, verify)
     stages = (target, inputs, drafter, verifier, Accepter(target, make_policy(context, spec)))
     graphs = IterationGraphs(IterationStages(*stages), hot_depths(depths, context.config), graph_options(context, runner, ()))
     return WorkerParts(
         *stages,
-        depths=DepthControl(limits, context.running + 1, verifier, {depth: batches.least for depth, batches in depths.items()}),
+        depths=DepthControl(limits, context.running + 1, verifier, {depth: own.least for depth, own in depths.items()}, verifier.ragged),
         monitor=AcceptanceMonitor(max(depths), adaptive=context.group.size == 1),
         grammars=GrammarRows(config.vocab_size, context.device),
         iterations=graphs,
@@ -242,17 +241,6 @@ def graph_options(context: WorkerContext, model: ModelRunner, sizes: Sequence[in
     return GraphOptions(captured, padding, max_size, context.replay == "cuda", model.arena, node_bytes)
 
 
-def make_verify_runner(
-    target: TargetModel, spec: DrafterSpec, depth: int, batches: DepthBatches, make: Callable[..., GraphRunner]
-) -> GraphRunner:
-    """The graph runner of the target's passes over windows at one depth."""
-    model, shape = target.runner, spec.shape.at_depth(depth)
-    name = "target decode" if depth == 0 else "verify" if depth == spec.shape.num_steps else f"verify K={depth}"
-    columns, launches = model.model.lm_head.out_features, model.model.kernel_launches
-    runner_spec = verify_spec(shape, name, columns, spec.feature_width, model.dtype, launches)
-    return make(runner_spec, verify_forward(target), model, batches)
-
-
 def make_policy(context: WorkerContext, spec: DrafterSpec) -> AcceptPolicy:
     """How drafts are accepted."""
     config, thresholds, synthetic = context.config.speculative, LOSSLESS, None
@@ -277,6 +265,7 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
         rows.update(batches.tuned, (size * at_depth.num_draft_tokens for size in batches.tuned))
         if batches.tuned:
             warmup_runs += backend.warmup_runs(batches.tuned, at_depth.num_draft_tokens, tree=at_depth.topk > 1)
+    rows.update(size * runner.spec.width for runner in parts.verifier.ragged_runners for size in runner.sizes)
     if context.device.type == "cuda":
         warmup_runs += model.warmup_runs(sorted(rows | context.config.device.tuning.experts.kernel_rows(context.extend_tokens)))
     with torch.inference_mode(), context.timed("autotune_gemms"):
@@ -316,7 +305,7 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
 
 def _drop_depths(parts: WorkerParts, reservations: Mapping[str, int]) -> None:
     """Leave out the graphs of deep windows that memory does not allow; no iteration runs at these depths then."""
-    runners = {depth: [parts.verifier.runners[depth], *parts.drafter.runners(depth)] for depth in parts.depths.limits}
+    runners = {depth: [*parts.verifier.at_depth(depth), *parts.drafter.runners(depth)] for depth in parts.depths.limits}
     graph_bytes = {depth: sum(reservations[runner.spec.name] for runner in own) for depth, own in runners.items()}
     log.info("graphs by depth, MiB: %s", ", ".join(f"K={depth} {size / MIB:.0f}" for depth, size in sorted(graph_bytes.items())))
     free = torch.cuda.mem_get_info()[0] if parts.target.device.type == "cuda" else 0
@@ -342,7 +331,8 @@ def _reserve(model: ModelPasses) -> dict[str, int]:
 
 def model_passes(context: WorkerContext, parts: WorkerParts) -> list[ModelPasses]:
     """The target, with graphs for short prompts, and the drafter's models."""
-    graphs = [*add_short_prompts(context, parts.target), *parts.verifier.runners.values(), *parts.iterations.runners.values()]
+    verify = [*parts.verifier.runners.values(), *parts.verifier.ragged_runners]
+    graphs = [*add_short_prompts(context, parts.target), *verify, *parts.iterations.runners.values()]
     return [ModelPasses(parts.target.runner, graphs, parts.drafter.spec.shape.num_draft_tokens), *parts.drafter.models()]
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from runtime.batch import RowInit, ScheduleBatch
+from runtime.batch import Int32, RowInit, ScheduleBatch, no_ints
 from runtime.errors import InvalidField
 from runtime.model_executor.depth_bytes import LADDER, StepBytes, least_batches
 from runtime.model_executor.depth_controller import DecodeRows, DepthController
+from runtime.model_executor.window_widths import allot
 from runtime.sampling_params import MAX_DRAFT_STEPS
 
 log = logging.getLogger(__name__)
@@ -167,6 +168,10 @@ class Sizes(Protocol):
         """Whether iterations of `size` requests replay a graph."""
         ...
 
+    def ragged_passes(self, depth: int, live: int) -> list[tuple[int, int]]:
+        """Requests and tokens, padding included, of the passes over windows of different widths, fewest tokens first."""
+        ...
+
 
 class DepthControl:
     """Chooses the depth of each iteration: by the batch size alone, or with a controller.
@@ -179,12 +184,18 @@ class DepthControl:
     """
 
     def __init__(
-        self, limits: Mapping[int, int], rows: int = 0, sizes: Sizes | None = None, least: Mapping[int, int] | None = None
+        self,
+        limits: Mapping[int, int],
+        rows: int = 0,
+        sizes: Sizes | None = None,
+        least: Mapping[int, int] | None = None,
+        ragged: Collection[int] = (),
     ) -> None:
         """
         Args:
             rows: number of request rows.
             sizes: batch sizes by depth, for the controller.
+            ragged: depths at which windows may differ in width.
         """
         self.limits, self.least, self._captured, self._sizes = dict(limits), dict(least or {}), dict(least or {}), sizes
         self.controller: DepthController | None = None
@@ -192,6 +203,7 @@ class DepthControl:
         self._forced: int | None = None
         self._fixed: int | None = None
         self._turn: int | None = None
+        self._ragged, self._capped = set(ragged), False
         self._caps = np.full(rows, MAX_DRAFT_STEPS, dtype=np.int32)
         self._greedy = np.zeros(rows, dtype=np.bool_)
 
@@ -217,14 +229,34 @@ class DepthControl:
         """The depth of an iteration of `batch_size` requests, without a controller."""
         return choose_depth(batch_size, self.limits, self.least) if self._forced is None else self._forced
 
+    def plan(self, batch: ScheduleBatch) -> None:
+        """Set the depth of a step and, where its windows are to differ, their widths. Called once for each step, in order."""
+        batch.depth = self.choose_for(batch)
+        if self._capped and batch.depth in self._ragged and not batch.num_prompts and not batch.sections and self._forced is None:
+            batch.widths = self._by_caps(batch)
+
+    def _by_caps(self, batch: ScheduleBatch) -> Int32:
+        """Windows as wide as each request allows, if a pass over them has fewer tokens than one over full windows."""
+        assert self._sizes is not None
+        depth, live = batch.depth, batch.num_decodes
+        caps = self._caps[batch.rows]
+        if caps.min(initial=depth) >= depth:
+            return no_ints()
+        drafts = int(np.minimum(caps, depth).sum())
+        full = self._sizes.padded_size(depth, live) * (depth + 1)
+        for size, tokens in self._sizes.ragged_passes(depth, live):
+            if size + drafts <= tokens < full:
+                return allot((np.arange(depth) < caps[:, None]).astype(np.float32), size, tokens)
+        return no_ints()
+
     def choose_for(self, batch: ScheduleBatch) -> int:
         """The depth of the decode rows of a step; 0 where there are none. Called once for each step, in order."""
         if batch.sections:  # the largest attention group decides for all
             most = max(section.num_decodes for section in batch.sections)
             return self.choose(most) if most else 0
+        self._admit(batch.new_rows)
         if len(self.limits) == 1:
             return self.deepest if batch.num_decodes else 0
-        self._admit(batch.new_rows)
         rows, live = batch.rows[batch.num_prompts :], batch.num_decodes
         if self._forced is not None or not live:
             return self._forced if live and self._forced is not None else 0
@@ -250,8 +282,11 @@ class DepthControl:
         return {depth: size for depth, size in padded.items() if self._sizes.has_graph(depth, size)} or padded
 
     def _admit(self, new_rows: Sequence[RowInit]) -> None:
+        if not new_rows or not len(self._caps):
+            return
         for init in new_rows:
             self._caps[init.row], self._greedy[init.row] = init.sampling.most_drafts, init.sampling.greedy
+        self._capped = bool(self._caps.min() < self.deepest)
 
     def fix(self, depth: int) -> None:
         """From now on run at `depth`, or the largest below it that the batch and its requests allow; -1: as before that.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from runtime.batch import BatchResult, Pending, ScheduleBatch, no_ints
@@ -47,6 +47,7 @@ class Followers:
 
     Args:
         ended: called after the last message was sent.
+        pause: within, rank 0 may give no sign of life.
         results: of the other attention groups; None where there is one group.
 
     Attributes:
@@ -54,8 +55,14 @@ class Followers:
         wait: the step that rank 0 waits for.
     """
 
-    def __init__(self, sender: StepSender, ended: Callable[[], None], results: ResultReceiver | None = None) -> None:
-        self._sender, self._ended, self._results = sender, ended, results
+    def __init__(
+        self,
+        sender: StepSender,
+        ended: Callable[[], None],
+        results: ResultReceiver | None = None,
+        pause: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._sender, self._ended, self._results, self.pause = sender, ended, results, pause
         self.start, self.wait = StepWait("start"), StepWait("end")
         self._codec = RankCodec()
         self._set = SetRun(())

@@ -58,8 +58,8 @@ class RunnerSpec:
     Attributes:
         name: for logs, metrics and errors.
         mode: of the passes.
-        width: tokens per request, so that a size counts requests; 0 for passes over one request, whose size counts its
-            tokens.
+        width: tokens per request, so that a size counts requests, or their mean in ragged passes; 0 for passes over one request,
+            whose size counts its tokens.
         outputs: results, in the runner's arena.
         inputs: inputs beside those of every batch; the owner fills them before each run.
         num_steps: passes per run, each with its own attention metadata; 0 where nothing attends.
@@ -67,6 +67,7 @@ class RunnerSpec:
         variants: names of the function's variants, each captured for every size.
         launches: approximate number of kernels per run; each takes device memory in every graph.
         fallback: how sizes run that have no graph, for warnings.
+        max_queries: the most tokens of a request in ragged passes; 0 for passes of one width.
     """
 
     name: str
@@ -79,6 +80,7 @@ class RunnerSpec:
     variants: tuple[str, ...] = ("",)
     launches: int = 0
     fallback: str = "eagerly and slower"
+    max_queries: int = 0
 
     def shape(self, size: int) -> tuple[int, int]:
         """Requests and tokens of a pass of `size`."""
@@ -172,9 +174,10 @@ class GraphRunner:
         fitting = (size for size in self._sizes if size == live or (size > live and self._padding))
         return next(fitting, live)
 
-    def batch(self, size: int) -> ForwardBatch:
-        """The persistent inputs of a pass of `size`, padding included."""
-        return self._inputs.view(self.spec.mode, *self.spec.shape(size), self.spec.tree_tail)
+    def batch(self, size: int, tokens: int = 0) -> ForwardBatch:
+        """The persistent inputs of a pass of `size`, padding included; of a ragged pass with `tokens` tokens, where given."""
+        requests, usual = self.spec.shape(size)
+        return self._inputs.view(self.spec.mode, requests, tokens or usual, self.spec.tree_tail, self.spec.max_queries)
 
     def inputs(self, size: int) -> dict[str, torch.Tensor]:
         """The inputs of `spec.inputs` for a pass of `size`, to be filled in place."""
@@ -320,8 +323,9 @@ class GraphRunner:
     def _padding_batch(self, size: int) -> ForwardBatch:
         """A planned batch of padding rows only."""
         batch = self.batch(size)
-        self._inputs.reset(batch.tokens_per_req)
-        batch.seq_len_bounds[:] = batch.tokens_per_req
+        width = batch.num_tokens // batch.batch_size
+        self._inputs.reset(width)
+        batch.seq_len_bounds[:] = width
         self._plan(batch)
         return batch
 

@@ -69,7 +69,7 @@ class InputBuffers:
         self.frozen = False
         self._specs: dict[str, BufferSpec] = {}
         self.tensors: dict[str, torch.Tensor] = {}
-        self._batches: dict[tuple[ForwardMode, int, int, int], ForwardBatch] = {}
+        self._batches: dict[tuple[ForwardMode, int, int, int, int], ForwardBatch] = {}
         self._indptr = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
         self.declare(INPUTS, max_requests, max_tokens)
 
@@ -83,9 +83,11 @@ class InputBuffers:
                 assert not self.frozen, "a graph holds the address of the inputs"
                 self.tensors[spec.name] = torch.zeros(shape, dtype=spec.dtype, device=self.device)
 
-    def view(self, mode: ForwardMode, requests: int, tokens: int, tree_tail: int = 0) -> ForwardBatch:
-        """The batch of `requests` requests with `tokens` tokens together; `tree_tail` > 0 gives it the tree mask."""
-        key = (mode, requests, tokens, tree_tail)
+    def view(self, mode: ForwardMode, requests: int, tokens: int, tree_tail: int = 0, max_queries: int = 0) -> ForwardBatch:
+        """The batch of `requests` requests with `tokens` tokens together; `tree_tail` > 0 gives it the tree mask, `max_queries` > 0
+        makes it ragged.
+        """
+        key = (mode, requests, tokens, tree_tail, max_queries)
         if key not in self._batches:
             self._batches[key] = self._make(*key)
         return self._batches[key]
@@ -113,12 +115,12 @@ class InputBuffers:
         for tensor in self.tensors.values():
             tensor.fill_(math.nan if tensor.is_floating_point() else -1)
 
-    def _make(self, mode: ForwardMode, requests: int, tokens: int, tree_tail: int) -> ForwardBatch:
+    def _make(self, mode: ForwardMode, requests: int, tokens: int, tree_tail: int, max_queries: int) -> ForwardBatch:
         width = tokens // requests
         return ForwardBatch(
             mode=mode,
             batch_size=requests,
-            tokens_per_req=width,
+            tokens_per_req=0 if max_queries else width,
             input_ids=self.named("input_ids", tokens),
             positions=self.named("positions", tokens),
             out_cache_loc=self.named("out_cache_loc", tokens),
@@ -126,6 +128,8 @@ class InputBuffers:
             seq_lens=self.named("seq_lens", requests),
             qo_indptr=(self._indptr[: requests + 1] * width).contiguous(),
             seq_len_bounds=np.full(requests, width, dtype=np.int32),
+            extend_lens=np.full(requests, width, dtype=np.int32) if max_queries else None,
+            max_queries=max_queries,
             tree_mask=self.named("tree_mask", tokens) if tree_tail else None,
             tree_tail=tree_tail,
         )

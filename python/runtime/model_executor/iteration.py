@@ -12,6 +12,7 @@ from runtime.layers.linear import Linear
 from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.layers.token_mask import TokenMask
 from runtime.model_executor.grammar_rows import GrammarStep
+from runtime.model_executor.ragged_windows import RaggedWindows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Iteration:
         grammar: the constrained requests; None where there are none.
         mask: what grammars allow at the positions of the window, once it is known; None where nothing is restricted.
         caps: None where every request takes all drafts.
+        ragged: the windows where they differ in width; None where all have `depth` + 1 tokens.
         greedy: bool [live], which requests are greedy; None where the depth is fixed.
         started: when it was submitted to the device, in seconds.
         unfollowed: positions at the end of a row's KV that the draft will not have followed after it, at most.
@@ -62,6 +64,7 @@ class Iteration:
     grammar: GrammarStep | None = None
     mask: TokenMask | None = None
     caps: DraftCaps | None = None
+    ragged: RaggedWindows | None = None
     greedy: npt.NDArray[np.bool_] | None = None
     started: float = 0.0
     unfollowed: int = 0

@@ -103,7 +103,8 @@ class IterationGraphs:
         if runner is None or iteration.size not in runner.sizes or _variant(iteration.needs) is None:
             return False
         eager = iteration.eager_sample or iteration.precedes_eager_sample
-        replays = all(part.mode is RunMode.REPLAY for part in (runner, *self._stages.runners(depth)))
+        parts = (runner, *self._stages.verifier.at_depth(depth), *self._stages.drafter.runners(depth))
+        replays = all(part.mode is RunMode.REPLAY for part in parts)
         return replays and not eager and iteration.grammar is None and iteration.caps is None
 
     def run(self, iteration: Iteration) -> tuple[torch.Tensor, VerifyResult]:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
 from runtime.batch import ForwardMode
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.model_executor.depth import USUAL_STEPS, DepthBatches, thinned
 from runtime.model_executor.draft_window import DraftWindow, TreeShape
 from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
-from runtime.model_executor.input_buffers import BufferSpec
+from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.iteration import Iteration, VerifyResult
+from runtime.model_executor.ragged_windows import mean_widths
 from runtime.model_executor.target_model import States, TargetModel
 from runtime.model_executor.window import fill_window
+
+MakeRunner = Callable[[RunnerSpec, Forward, DepthBatches], GraphRunner]
+EAGER_STEPS = 8
+"""Eager ragged passes have one of about so many numbers of tokens for each draft."""
+LEAST_REQUESTS = 32
+"""The smallest batch with graphs over ragged windows: with fewer requests reading the weights takes most of a pass."""
 
 
 def verify_spec(shape: TreeShape, name: str, vocab: int, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
@@ -46,6 +55,54 @@ def verify_forward(target: TargetModel) -> Forward:
     return forward
 
 
+def ragged_spec(full: RunnerSpec, mean: int) -> RunnerSpec:
+    """The runner over windows of up to D tokens, `mean` on average, with the outputs of full windows.
+
+    Input: `spread` int64 [B, D], of `RaggedWindows`.
+    """
+    D = full.width
+    outputs = tuple(replace(output, rows="req", tail=(D, *output.tail)) for output in full.outputs)
+    spread = BufferSpec("spread", "req", torch.int64, 0, (D,))
+    return replace(full, name=f"{full.name} W={mean}", width=mean, max_queries=D, outputs=outputs, inputs=(spread,))
+
+
+def ragged_forward(target: TargetModel, inputs: InputBuffers) -> Forward:
+    """The function that the graph over ragged windows records."""
+    model = target.runner.model
+
+    def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
+        hidden, aux = model.forward(batch, target.aux_layers)
+        spread = inputs.named("spread", batch.batch_size).flatten()
+        states = States(hidden[spread], None if aux is None else aux[spread])
+        _write_outputs(target, states, {name: tensor.flatten(0, 1) for name, tensor in outputs.items()})
+
+    return forward
+
+
+def make_verifier(
+    target: TargetModel, shape: TreeShape, feature: int, depths: Mapping[int, DepthBatches], inputs: InputBuffers, make: MakeRunner
+) -> Verifier:
+    """The verifier with a runner for each depth, and runners over ragged windows at the depth that most large batches run at.
+
+    Args:
+        shape: the windows at full depth.
+        feature: width of the states that the drafter reads.
+        make: makes a graph runner of the target's passes.
+    """
+    model, runners, ragged = target.runner.model, dict[int, GraphRunner](), dict[int, dict[int, GraphRunner]]()
+    capable = shape.topk == 1 and model.context.exchange is None and target.runner.backend.caps.ragged_windows
+    usual = USUAL_STEPS if USUAL_STEPS in depths else max(depths)
+    for depth, batches in depths.items():
+        name = "target decode" if depth == 0 else "verify" if depth == shape.num_steps else f"verify K={depth}"
+        spec = verify_spec(shape.at_depth(depth), name, model.lm_head.out_features, feature, target.runner.dtype, model.kernel_launches)
+        runners[depth] = make(spec, verify_forward(target), batches)
+        if capable and depth == usual:
+            large = thinned([size for size in batches.captured if size >= LEAST_REQUESTS])
+            own, forward = replace(batches, captured=large), ragged_forward(target, inputs)
+            ragged[depth] = {mean: make(ragged_spec(spec, mean), forward, own) for mean in mean_widths(depth)}
+    return Verifier(target, runners, ragged)
+
+
 def _write_outputs(target: TargetModel, states: States, outputs: Outputs) -> None:
     target.runner.model.greedy(states.hidden, outputs["tokens"], outputs["logits"], target.agreement)
     if outputs["features"].shape[1]:
@@ -57,10 +114,20 @@ class Verifier:
 
     Attributes:
         runners: by depth.
+        ragged: over ragged windows, by depth and mean width.
     """
 
-    def __init__(self, target: TargetModel, runners: Mapping[int, GraphRunner]) -> None:
-        self._target, self.runners = target, dict(runners)
+    def __init__(self, target: TargetModel, runners: Mapping[int, GraphRunner], ragged: Mapping[int, Mapping[int, GraphRunner]]) -> None:
+        self._target, self.runners, self.ragged = target, dict(runners), dict(ragged)
+
+    @property
+    def ragged_runners(self) -> list[GraphRunner]:
+        """All runners over ragged windows."""
+        return [runner for runners in self.ragged.values() for runner in runners.values()]
+
+    def at_depth(self, depth: int) -> list[GraphRunner]:
+        """The runners of one depth."""
+        return [self.runners[depth], *self.ragged.get(depth, {}).values()]
 
     def padded_size(self, depth: int, live: int) -> int:
         """Requests that an iteration of `live` requests runs with."""
@@ -69,6 +136,17 @@ class Verifier:
     def has_graph(self, depth: int, size: int) -> bool:
         """Whether iterations of `size` requests replay a graph."""
         return size in self.runners[depth].sizes
+
+    def ragged_passes(self, depth: int, live: int) -> list[tuple[int, int]]:
+        """Requests and tokens, padding included, of the ragged passes that `live` requests can run as, fewest tokens first.
+
+        Where full windows replay a graph these are passes that have one too; elsewhere any number of tokens, in few steps.
+        """
+        runners, full = self.ragged.get(depth, {}), self.runners[depth]
+        if not runners or full.size_for(live) in full.sizes:
+            sizes = {mean: runner.size_for(live) for mean, runner in runners.items()}
+            return sorted((size, size * mean) for mean, size in sizes.items() if size in runners[mean].sizes)
+        return [(live, tokens) for tokens in range(live, live * full.spec.width, max(live // EAGER_STEPS, 1))]
 
     # ---- outside any graph
 
@@ -80,12 +158,17 @@ class Verifier:
         if batch.tree_mask is not None:
             assert draft.mask is not None
             batch.tree_mask.copy_(draft.mask.flatten())
+        if (ragged := iteration.ragged) is not None:
+            runner, full = self._runner(iteration), batch
+            batch = runner.batch(iteration.size, ragged.tokens)
+            ragged.fill(batch, full, iteration.kv_lens, iteration.bounds)
+            runner.inputs(iteration.size)["spread"].copy_(ragged.spread)
         return batch
 
     def run(self, iteration: Iteration, batch: ForwardBatch) -> VerifyResult:
         """Run the target over filled inputs."""
         eager = iteration.eager_sample or iteration.precedes_eager_sample
-        outputs, graph = self.runners[iteration.depth].run(batch, eager=eager)
+        outputs, graph = self._runner(iteration).run(batch, eager=eager)
         return self._result(iteration, outputs, graph)
 
     def result_of(self, iteration: Iteration, states: States) -> VerifyResult:
@@ -102,5 +185,14 @@ class Verifier:
         return self._result(iteration, self.runners[iteration.depth].outputs(iteration.size), graph=False)
 
     def _result(self, iteration: Iteration, outputs: Outputs, graph: bool) -> VerifyResult:
-        tokens, head = outputs["tokens"].view(iteration.size, -1), self._target.runner.model.lm_head
-        return VerifyResult(outputs["logits"], tokens, outputs["features"], graph, head)
+        logits, features = outputs["logits"], outputs["features"]
+        if iteration.ragged is not None:
+            logits, features = logits.flatten(0, 1), features.flatten(0, 1)
+        return VerifyResult(logits, outputs["tokens"].view(iteration.size, -1), features, graph, self._target.runner.model.lm_head)
+
+    def _runner(self, iteration: Iteration) -> GraphRunner:
+        """The runner of an iteration's verify pass; of an eager ragged pass any that takes its widths."""
+        if iteration.ragged is None:
+            return self.runners[iteration.depth]
+        runners = self.ragged[iteration.depth]
+        return runners.get(iteration.ragged.tokens // iteration.size, next(iter(runners.values())))

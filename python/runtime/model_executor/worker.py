@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -29,6 +30,7 @@ from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.iteration import Accepted, DraftCaps, Iteration, VerifyResult
 from runtime.model_executor.iteration_graph import IterationGraphs
 from runtime.model_executor.profiler import Profiler, span
+from runtime.model_executor.ragged_windows import RaggedWindows
 from runtime.model_executor.results import LogprobCopy, copy_logprobs, join
 from runtime.model_executor.staging import HostCopy
 from runtime.model_executor.target_model import Chunks, ExtendPass, PromptsPending, States, TargetModel
@@ -117,7 +119,8 @@ def send_to_host(
         tokens = emitted[:, :D].flatten()
         logprobs = copy_logprobs(logits, tokens, iteration.top_logprobs, index, iteration.mask) if reads else None
     wanted = [emitted, *([agreement.differs] if agreement.active else [])] if reads else []
-    stats = StepStats(verified.graph, iteration.size, D - 1, iteration.depth, iteration.unfollowed)
+    drafts = () if iteration.ragged is None or iteration.caps is None else tuple(iteration.caps.host.tolist())
+    stats = StepStats(verified.graph, iteration.size, D - 1, iteration.depth, iteration.unfollowed, drafts)
     experts = HostCopy(hit) if hit is not None and reads else None
     return DecodesPending(iteration, HostCopy(*wanted), logprobs, stats, agreement.active, experts)
 
@@ -136,6 +139,7 @@ class Worker:
     Attributes:
         parts: for checks and tests that look inside; read only.
         runners: the graph runners of decode steps, deepest first.
+        ragged_runners: of verify passes over ragged windows.
         iteration_runners: those of whole iterations, which replay where all `runners` of their depth do.
     """
 
@@ -158,7 +162,7 @@ class Worker:
         self._group, self._exchange = group, exchange
         runners = parts.verifier.runners
         self.runners = tuple(r for depth in runners for r in (runners[depth], *parts.drafter.runners(depth)))
-        self.iteration_runners = tuple(parts.iterations.runners.values())
+        self.iteration_runners, self.ragged_runners = tuple(parts.iterations.runners.values()), tuple(parts.verifier.ragged_runners)
         self._queue = DeviceQueue(self._step if followers is None else self._timed_step, parts.target.device)
         self._step_seconds, self._token_checks = 0.0, 0
         self._read_at = 0.0  # when the last step was read
@@ -171,13 +175,13 @@ class Worker:
 
     @property
     def all_runners(self) -> tuple[GraphRunner, ...]:
-        """All graph runners: `runners`, `iteration_runners`, and that of short prompts."""
-        return (*self.runners, *self.iteration_runners, *self.parts.target.prompt_runners)
+        """All graph runners: `runners`, `ragged_runners`, `iteration_runners`, and that of short prompts."""
+        return (*self.runners, *self.ragged_runners, *self.iteration_runners, *self.parts.target.prompt_runners)
 
     def submit(self, batch: ScheduleBatch) -> Pending:
         """Queue one step and return at once."""
         if self._group.rank == 0:
-            batch.depth = self.parts.depths.choose_for(batch)
+            self.parts.depths.plan(batch)
             for section in batch.sections:
                 section.depth = batch.depth
         # A batch without sections runs in all attention groups alike.
@@ -242,7 +246,8 @@ class Worker:
 
     def stop_profile(self) -> str:
         """End the trace; returns its file."""
-        return self._queue.run(self._profiler.stop)
+        with nullcontext() if self._followers is None else self._followers.pause():
+            return self._queue.run(self._profiler.stop)
 
     def close(self) -> None:
         """Finish what is under way."""
@@ -269,7 +274,7 @@ class Worker:
     def _step(self, batch: ScheduleBatch) -> Finish:
         target, depth = self.parts.target, batch.depth
         most = max(batch.num_decodes, batch.pad_decodes)
-        size = self.parts.verifier.padded_size(depth, most) if most else 0
+        size = len(batch.widths) or (self.parts.verifier.padded_size(depth, most) if most else 0)
         if self._exchange is not None:
             self._exchange.rows = batch.pad_tokens
         chunk_rows, rows = target.stage_rows(batch, size)
@@ -319,15 +324,18 @@ class Worker:
         parts.inputs.rows(size).copy_(rows)
         return Iteration(
             *(depth, host_rows, rows, parts.inputs.kv_lens(size), bounds, needs, k, is_sample, precedes_sample, grammar),
-            caps=self._caps(host_rows, depth, size),
+            caps=self._caps(host_rows, depth, size, batch.widths),
+            ragged=RaggedWindows.of(batch.widths, depth + 1, parts.target.staging.upload) if len(batch.widths) else None,
             greedy=None if parts.depths.controller is None else parts.target.rows.greedy(host_rows),
             started=time.perf_counter(),
             unfollowed=unfollowed,
         )
 
-    def _caps(self, host_rows: Int32, depth: int, size: int) -> DraftCaps | None:
-        """The caps of these rows, if one is below `depth`."""
+    def _caps(self, host_rows: Int32, depth: int, size: int, widths: Int32) -> DraftCaps | None:
+        """The caps of these rows, which their windows of `widths` lower, if one is below `depth`."""
         caps = self.parts.target.rows.draft_caps(host_rows)
+        if len(widths):
+            caps = np.minimum(caps, widths[: len(caps)] - 1)
         if not depth or caps.min(initial=depth) >= depth:
             return None
         padded = np.zeros(size, dtype=np.int32)
@@ -350,7 +358,7 @@ class Worker:
             window, hit = verifier.fill(iteration, draft), None
             if chunks is None:
                 verified = verifier.run(iteration, window)
-                hit = self.parts.experts.sample(iteration.live * draft.width)
+                hit = self.parts.experts.sample(iteration.live * draft.width) if iteration.ragged is None else None
             else:
                 states, window_states = target.run(chunks, window, iteration.live)
                 verified = verifier.result_of(iteration, window_states)

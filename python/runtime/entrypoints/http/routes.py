@@ -65,6 +65,7 @@ ERRORS = {
 }
 OF_ALL = (400, 401, 403, 431, 500)
 """Any endpoint can answer with these: they come from the connection, the limits, the keys, or a fault."""
+SCHEMAS = "#/components/schemas/{model}"
 EVENT = {"type": "string", "description": "A JSON object; `[DONE]` in the last event."}
 STREAM = {"text/event-stream": {"schema": {"type": "object", "required": ["data"], "properties": {"data": EVENT}}}}
 """A stream's schema describes each event, by the convention of OpenAPI before 3.2."""
@@ -162,8 +163,9 @@ def _add_body_route(app: FastAPI, path: str, handler: Handler, answer: Any, resp
 
 
 def _errors(*statuses: int, form: type[BaseModel] = ErrorBody) -> Responses:
-    """What an endpoint may answer besides 200."""
-    return {status: {"model": form, "description": ERRORS[status]} for status in sorted((*OF_ALL, *statuses))}
+    """What an endpoint may answer besides 200. `_amend` adds the forms to the schema: given as models, each would cost a validator."""
+    content = {"application/json": {"schema": {"$ref": SCHEMAS.format(model=form.__name__)}}}
+    return {status: {"content": content, "description": ERRORS[status]} for status in sorted((*OF_ALL, *statuses))}
 
 
 def describe(app: FastAPI) -> None:
@@ -183,8 +185,12 @@ def _amend(schema: dict[str, Any]) -> None:
     for operations in schema["paths"].values():
         for operation in operations.values():
             operation["responses"].pop("422", None)
+    schemas = schema["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
-        schema["components"]["schemas"].pop(name, None)
+        schemas.pop(name, None)
+    for form in (ErrorBody, AnthropicError):
+        described = form.model_json_schema(ref_template=SCHEMAS)
+        schemas |= {**described.pop("$defs", {}), form.__name__: described}
     anthropic = {"type": "apiKey", "in": "header", "name": "x-api-key"}
     schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "anthropic": anthropic}
     schema["security"] = [{}, {"key": []}, {"anthropic": []}]

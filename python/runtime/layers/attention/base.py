@@ -111,7 +111,7 @@ class AttentionBackend(Protocol):
 
         Pass `i` runs with `seq_lens + i * tokens_per_req` and `batch.step == i`. With a tree mask pass `i` has
         `tree_tail + i * tokens_per_req`, so that the keys before the tail are the same in every pass. Ragged passes are
-        planned here completely.
+        planned here completely, but for captured ones (`max_queries`), which plan as fixed-width passes do.
         """
         ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ class _FixedPlan:
 
     Attributes:
         at: rows and lengths of the passes.
-        cu_seqlens_q: int32 [B + 1].
+        cu_seqlens_q: int32 [B + 1]; of ragged windows filled before each pass.
         split: the kind of pass for split-KV attention; None if FA3 runs it.
         schedule: the split-KV schedule of the first pass, which all passes share; None if the split is static.
         metadata: by step, window and whether the layer is causal, FA3's tile schedule, int32.
@@ -79,12 +79,13 @@ class FlashAttention:
         self._shape, self._pool, self._table = shape, kv_pool, page_table
         self._device, self._scaled = kv_pool.k[0].device, shape.layers[0].kv.scaled
         self._dtype = shape.dtype if self._scaled else kv_pool.k[0].dtype
+        self.caps = replace(ATTENTION_CAPS["fa3"], ragged_windows=not self._scaled)
         if self._scaled and not supports(shape.max_tokens_per_req, shape.num_q_heads, shape.num_kv_heads):
             raise ConfigError(
                 f"--kv-cache-dtype fp8_e4m3 is not possible with {shape.max_tokens_per_req} draft tokens and {shape.num_q_heads} query "
                 f"heads for {shape.num_kv_heads} KV heads. Lower --speculative-num-draft-tokens, or use auto."
             )
-        self._fixed: dict[tuple[int, int, int, int], _FixedPlan] = {}
+        self._fixed: dict[tuple[int, int, int, int, bool], _FixedPlan] = {}
         self._plan: _FixedPlan | _ExtendPlan | None = None
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._pdl = torch.cuda.get_device_capability(self._device)[0] >= 9
@@ -99,7 +100,7 @@ class FlashAttention:
 
     def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
         """Find the buffers of the passes. No host read."""
-        self._plan = self._fixed_plan(batch, num_steps) if batch.tokens_per_req else self._extend_plan(batch)
+        self._plan = self._fixed_plan(batch, num_steps) if batch.tokens_per_req or batch.max_queries else self._extend_plan(batch)
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """One run per kernel of split-KV attention; FA3 comes compiled."""
@@ -131,6 +132,8 @@ class FlashAttention:
         if not isinstance(plan, _FixedPlan):
             return
         plan.at.fill(batch)
+        if batch.max_queries:
+            plan.cu_seqlens_q.copy_(batch.qo_indptr)
         if plan.split is None:
             for step in range(1 if plan.at.tail else num_steps):
                 for window, causal in self._kinds:
@@ -145,7 +148,7 @@ class FlashAttention:
         if isinstance(plan, _ExtendPlan):
             return self._extend(q, layer, plan).flatten(1)
         sizes = (plan.at.size, plan.at.width)
-        assert (batch.batch_size, batch.tokens_per_req) == sizes, "forward of another batch than planned"
+        assert (batch.batch_size, batch.tokens_per_req or batch.max_queries) == sizes, "forward of another batch than planned"
         attend = self._tree if plan.at.tail else self._causal
         return attend(q, layer, plan, batch).flatten(1)
 
@@ -164,14 +167,15 @@ class FlashAttention:
         )
 
     def _fixed_plan(self, batch: ForwardBatch, num_steps: int) -> _FixedPlan:
-        key = (batch.batch_size, batch.tokens_per_req, num_steps, first_tail(batch, self._shape.windows, "fa3"))
+        width, tail = batch.tokens_per_req or batch.max_queries, first_tail(batch, self._shape.windows, "fa3")
+        key = (batch.batch_size, width, num_steps, tail, batch.max_queries > 0)
         plan = self._fixed.get(key)
         if plan is None:
             plan = self._fixed[key] = self._empty_plan(*key)
         return plan
 
-    def _empty_plan(self, size: int, width: int, num_steps: int, tail: int) -> _FixedPlan:
-        split = self._split_shape(size, width)
+    def _empty_plan(self, size: int, width: int, num_steps: int, tail: int, ragged: bool) -> _FixedPlan:
+        split = None if ragged else self._split_shape(size, width)
         return _FixedPlan(
             at=FixedLengths.empty(size, width, num_steps, tail, self._device),
             cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32, device=self._device) * width,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,7 @@ class MixedHeadsAttention:
 
     def __init__(self, backends: Sequence[AttentionBackend], by_layer: Sequence[int]) -> None:
         """`by_layer`: for each layer, which of `backends` attends."""
-        self.caps = backends[0].caps
+        self.caps = replace(backends[0].caps, ragged_windows=all(backend.caps.ragged_windows for backend in backends))
         self._backends, self._by_layer = list(backends), list(by_layer)
 
     def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:

@@ -47,8 +47,9 @@ class Segment:
 class TorchNativeAttention:
     """`AttentionBackend` of gathered pages and `scaled_dot_product_attention`.
 
-    Eager only: `prepare` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch; an EXTEND pass is
-    one segment per request. Layers with a softcap or sinks use the written-out formula in float32.
+    Eager only: `prepare` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch; an EXTEND pass is one
+    segment per request, and a pass over ragged windows one per run of equal widths. Layers with a softcap or sinks use the
+    written-out formula in float32.
     """
 
     caps = ATTENTION_CAPS["torch_native"]
@@ -84,15 +85,20 @@ class TorchNativeAttention:
 
     def _extend_segments(self, batch: ForwardBatch) -> list[Segment]:
         assert batch.extend_lens is not None
-        segments, start = [], 0
-        for i, (width, seq_len) in enumerate(zip(batch.extend_lens.tolist(), batch.seq_len_bounds.tolist(), strict=True)):
-            pages, num_keys = self._pages(batch.req_pool_indices[i : i + 1], seq_len)
-            positions = query_positions(batch.seq_lens[i : i + 1], width)
-            segment = Segment(slice(start, start + width), pages, num_keys, positions, {})
+        segments, start, i = [], 0, 0
+        widths, bounds = batch.extend_lens.tolist(), batch.seq_len_bounds.tolist()
+        while i < len(widths):
+            width, end = widths[i], i + 1
+            while batch.max_queries and end < len(widths) and widths[end] == width:
+                end += 1
+            seq_len = max(bounds[i:end])
+            pages, num_keys = self._pages(batch.req_pool_indices[i:end], seq_len)
+            positions = query_positions(batch.seq_lens[i:end], width)
+            segment = Segment(slice(start, start + (end - i) * width), pages, num_keys, positions, {})
             if width == seq_len:
                 segment.masks.update({(w, True): (None, None) for w in self._windows if w < 0 or w >= width - 1})
             segments.append(segment)
-            start += width
+            start, i = segment.tokens.stop, end
         return segments
 
     def _pages(self, rows: torch.Tensor, written: int) -> tuple[torch.Tensor | slice, int]:

@@ -1,0 +1,32 @@
+"""Window widths: how the tokens of a ragged verify pass are given to the requests. On the host; no torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.batch import Int32
+
+
+def allot(gains: npt.NDArray[np.floating], size: int, tokens: int) -> Int32:
+    """Give each draft that promises most a token of the pass.
+
+    Args:
+        gains: float [n, K], what each draft of each request is expected to add; falling in each row, 0 where it cannot be
+            accepted.
+        size: requests, padding included.
+        tokens: of the pass, `size` to `size` * (K + 1).
+
+    Returns:
+        int32 [size], widths in 1..K + 1 that add up to `tokens`. Tokens that promise nothing go to the last windows first,
+        which are the padding.
+    """
+    n, K = gains.shape
+    widths, spare = np.ones(size, dtype=np.int32), tokens - size
+    best = np.argsort(-gains, axis=None, kind="stable")[:spare]
+    best = best[gains.flat[best] > 0]
+    widths[:n] += np.bincount(best // K, minlength=n).astype(np.int32)
+    room = (K + 1 - widths)[::-1]
+    before = room.cumsum(dtype=np.int32) - room
+    widths[::-1] += np.clip(spare - len(best) - before, 0, room)
+    return widths

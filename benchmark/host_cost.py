@@ -296,6 +296,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure all processes at all sizes, print."""
     parser = arguments(__doc__)
     parser.add_argument("--base", type=Path, help="another checkout, measured in turn with this one")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="requests of a step")
     parser.add_argument("--rounds", type=int, default=2, help="the best of so many is kept")
     parser.add_argument("--only", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -306,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = Record(NAME, KEYS, args.out, args.quick)
     checkouts = {**({"base": args.base} if args.base else {}), "this": ROOT}
     for process in PROCESSES:
-        for requests in SIZES[:1] if args.quick else SIZES:
+        for requests in SIZES[:1] if args.quick else args.sizes:
             for drafts in (0, 3):
                 found: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
                 for _ in range(1 if args.quick else args.rounds):

@@ -180,7 +180,11 @@ def _progress(drafts: int) -> Progress:
 def detokenizer(requests: int, drafts: int, steps: int) -> dict[str, Any]:
     """Decode the scheduler's message, handle it, encode the result."""
     tokenizer, rng = Tokenizer.load(configuration()[0].model.tokenizer_path), np.random.default_rng(0)
-    manager = DetokenizerManager(tokenizer, lambda message: msgspec.msgpack.encode(message) and None, lambda stop: None)
+
+    def send(message: ToTokenizer) -> None:
+        msgspec.msgpack.encode(message)
+
+    manager = DetokenizerManager(tokenizer, send, lambda stop: None)
     names = [str(i + 1000) for i in range(requests)]
     for rid in names:
         manager.handle(RequestInfo(rid=rid, stop=(), skip_special_tokens=True, stream=True))

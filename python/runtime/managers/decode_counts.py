@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import repeat
 
@@ -26,7 +25,7 @@ def count_decodes(plan: StepPlan, ran: StepStats, accept_lens: Sequence[int], ma
         stats.decode.add(graph, live, padded)
     if max_accept_len > 1:
         stats.count_depth(deepest)
-    windows = Counter[tuple[int, int, int, int]]()  # accept length, drafts, depth and context of the requests that took drafts
+    windows: dict[tuple[int, int, int, int], int] = {}  # requests by accept length, drafts, depth and context
     for req, accept_len, most in zip(plan.decodes, accept_lens, ran.drafts or repeat(deepest, live), strict=True):
         if req.phase is Phase.ENDED:
             continue
@@ -39,7 +38,8 @@ def count_decodes(plan: StepPlan, ran: StepStats, accept_lens: Sequence[int], ma
             if progress.spec is None:
                 progress.spec = SpecStats()
             progress.spec.add(accept_len, drafts, max_accept_len, depth)
-            windows[accept_len, drafts, depth, context_class(req.kv_len)] += 1
+            window = (accept_len, drafts, depth, context_class(req.kv_len))
+            windows[window] = windows.get(window, 0) + 1
     for (accept_len, drafts, depth, context), times in windows.items():
         stats.spec.add(accept_len, drafts, max_accept_len, depth, times)
         stats.spec_by_context.add(accept_len, context, times)

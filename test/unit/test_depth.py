@@ -93,6 +93,7 @@ def test_usual_depths_have_all_batch_sizes_and_others_few() -> None:
     assert table[3] == table[0] == DepthBatches(40, 40, SIZES, SIZES)
     assert table[7].captured == [1, 2, 3, 6, 12, 24, 32]
     assert table[1].captured == [1, 2, 3, 6, 12, 24, 40]
+    assert split_by_depth((0, 1, 2), None, 40, SIZES, True)[2].captured == SIZES, "few depths have all"
 
 
 def test_above_the_batch_limit_no_depth_drafts() -> None:

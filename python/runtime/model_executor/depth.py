@@ -18,8 +18,8 @@ from runtime.model_executor.window_widths import allot
 from runtime.sampling_params import MAX_DRAFT_STEPS
 
 log = logging.getLogger(__name__)
-USUAL_STEPS = 3
-"""The depth that has graphs of all batch sizes, as depth 0 has."""
+USUAL_STEPS, FEW = 3, 3
+"""The depth that has graphs of all batch sizes, as depth 0 has. With so few depths all of them have."""
 MOST_DRAFTED = {5: 64, 7: 32}
 """The largest batch of deep windows: with more requests they take longer than shallow ones for any acceptance."""
 SPREAD_STEP = 0.1
@@ -97,7 +97,7 @@ def split_by_depth(
     for depth in sorted(depths, reverse=True):
         most = min(running, MOST_DRAFTED.get(depth, running), most_with_drafts or running) if depth else running
         own = captured_up_to(most, sizes, padding)
-        if depth not in (0, USUAL_STEPS):
+        if depth not in (0, USUAL_STEPS) and len(depths) > FEW:
             own = thinned(own)
         table[depth] = DepthBatches(most, max([most, *own]), own, own or [1, most])
     return table

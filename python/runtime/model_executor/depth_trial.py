@@ -28,8 +28,8 @@ class Cell:
 
     @property
     def seconds(self) -> float:
-        """Of an iteration, the median."""
-        return float(np.median(self.times))
+        """Of an iteration, the lower quartile: other load on the machine only adds time."""
+        return float(np.quantile(self.times, 0.25))
 
 
 class DepthTrial:

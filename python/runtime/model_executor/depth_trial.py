@@ -76,6 +76,9 @@ class DepthTrial:
         if read.seconds is not None and len(read.accept_lens) == self._requests and self._in_row > FIRST:
             self.cells.setdefault((self._requests, read.depth), Cell(read.size)).times.append(read.seconds)
 
+    def correct(self, spread: float) -> None:
+        """Nothing: times are measured with the experts that are read."""
+
     def info(self) -> DepthInfo | None:
         """Nothing: it chooses nothing."""
         return None

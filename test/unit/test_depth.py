@@ -28,7 +28,7 @@ PROMPTS = {r: np.random.default_rng(r).integers(0, VOCAB, 4 + 3 * r).tolist() fo
 
 def test_the_deepest_depth_that_serves_the_batch_is_chosen() -> None:
     limits = {7: 2, 3: 8, 1: 32, 0: 256}
-    assert [choose_depth(size, limits, {}) for size in (1, 2, 3, 8, 9, 32, 33, 256)] == [7, 7, 3, 3, 1, 1, 0, 0]
+    assert [choose_depth(size, limits) for size in (1, 2, 3, 8, 9, 32, 33, 256)] == [7, 7, 3, 3, 1, 1, 0, 0]
 
 
 def test_without_a_limit_the_table_has_one_depth() -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.model_executor.depth_controller import AcceptanceAverages, DecodeRows, DepthController, Observed, Option, best_option
-from runtime.model_executor.iteration_cost import CostPoint, IterationCost
+from runtime.model_executor.iteration_cost import CostPoint, IterationCost, Routing
+from runtime.model_executor.row_acceptance import RowAcceptance
 
 DEPTHS = (0, 1, 2, 3, 5, 7)
 UNCAPPED = 1 << 15
@@ -20,6 +21,9 @@ PLAIN = {1: 4.16, 16: 5.90, 64: 11.66, 256: 35.0}
 DRAFTED = {1: 5.97, 16: 11.07, 64: 26.8, 256: 96.4}
 """Milliseconds of an iteration of the 8B model without drafts and with three, from the crossover benchmark: batch / (tokens/s / accept
 length)."""
+
+FOLLOWING = 0.1
+"""Share of an iteration with drafts in which the draft follows."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +65,16 @@ def run(
     control: DepthController, table: Table, batch: int, acceptance: Callable[[int], float], rng: np.random.Generator, iterations: int
 ) -> tuple[float, float, list[int]]:
     """Tokens of all requests, as expected at the depths that were chosen, seconds, and the depth of each iteration."""
-    tokens, seconds, depths = 0.0, 0.0, []
+    tokens, seconds, following, depths = 0.0, 0.0, 0.0, []
     times = {depth: 1e-3 * table.milliseconds(batch, depth) for depth in DEPTHS}
     rows = DecodeRows(np.full(batch, UNCAPPED), np.ones(batch, dtype=np.bool_), 300 * batch)
     for step in range(iterations):
         depth = control.choose(rows, dict.fromkeys(DEPTHS, batch))
         accepted = rng.random((batch, depth)) < np.array(rates(acceptance(step))[:depth])
         lens = 1 + accepted.cumprod(axis=1).sum(axis=1)
-        took = times[depth]
-        control.observe(Observed(depth, batch, lens, rows.caps, rows.greedy, rows.kv_tokens, took * (1 + 0.03 * rng.standard_normal())))
+        took, own = times[depth], FOLLOWING * times[depth] if depth else 0.0
+        seen, following = took + (following if depths[-1:] != [0] else own) - own, own
+        control.observe(Observed(depth, batch, lens, rows.caps, rows.greedy, rows.kv_tokens, seen * (1 + 0.03 * rng.standard_normal())))
         tokens, seconds = tokens + batch * expected(acceptance(step), depth), seconds + took
         depths.append(depth)
     return tokens, seconds, depths
@@ -174,10 +179,11 @@ def test_probes_cost_less_than_one_percent(batch: int) -> None:
 
 
 def test_the_depth_does_not_flap() -> None:
-    """Single probes aside."""
+    """Probes, of at most two iterations, aside."""
     rng = np.random.default_rng(1)
     _, _, depths = run(controller(GPU, 32, rng), GPU, 32, lambda step: 2.5, rng, 3000)
-    steady = [a for a, b in itertools.pairwise(depths[500:]) if a == b]
+    stretches = [list(same) for _, same in itertools.groupby(depths[500:])]
+    steady = [depth for stretch in stretches if len(stretch) > 2 for depth in stretch]
     assert sum(a != b for a, b in itertools.pairwise(steady)) < 0.01 * len(steady)
 
 
@@ -189,3 +195,141 @@ def test_a_start_up_measurement_on_a_busy_machine_is_corrected() -> None:
     _, _, depths = run(control, GPU, 1, lambda step: 3.5, rng, 1500)
     assert depths[:7].count(0) == 7
     assert depths[1000:].count(0) < 100
+
+
+# ---- a batch whose requests are accepted differently
+
+
+MEANS = (2, 3)
+"""Mean widths of the passes over windows that differ, at depth 3."""
+
+
+def modelled(size: int, depth: int, width: int = 0) -> float:
+    """Seconds of an iteration of the 8B model on one H200: weights and launches, 35 us for a row of the target's pass, draft passes."""
+    return 5e-3 + 35e-6 * size * (width or depth + 1) + depth * (350e-6 + 3e-6 * size)
+
+
+def run_mixed(batch: int, firsts: np.ndarray, iterations: int, caps: np.ndarray | None = None) -> tuple[float, DepthController]:
+    """Tokens per second with the controller; `firsts`: acceptance of every draft of each request."""
+    rng = np.random.default_rng(batch)
+    points = [CostPoint(s, d, modelled(s, d) * (1 + 0.03 * rng.standard_normal())) for s in (1, 4, 16, 64, 256) for d in (0, 1, 3, 7)]
+    control, numbers = DepthController(DEPTHS, IterationCost(points), (), RowAcceptance(batch + 1)), np.arange(1, batch + 1, dtype=np.int32)
+    caps = np.full(batch, UNCAPPED) if caps is None else caps
+    rows = DecodeRows(caps, np.ones(batch, dtype=np.bool_), 0, numbers)
+    tokens = seconds = 0.0
+    for row in numbers.tolist():
+        control.rows.admit(row)
+    for _ in range(iterations):
+        chosen = control.decide(rows, dict.fromkeys(DEPTHS, batch), [(batch, batch * mean) for mean in MEANS], 3)
+        drafts = np.minimum(caps, chosen.depth if chosen.widths is None else chosen.widths - 1)
+        width = 0 if chosen.widths is None else int(chosen.widths.sum()) // batch
+        accepted = (rng.random((batch, chosen.depth)) < firsts[:, None]) & (np.arange(chosen.depth) < drafts[:, None])
+        lens, took = 1 + accepted.cumprod(axis=1).sum(axis=1), modelled(batch, chosen.depth, width)
+        control.observe(
+            Observed(chosen.depth, batch, lens, drafts, rows.greedy, 0, took * (1 + 0.03 * rng.standard_normal()), width, numbers)
+        )
+        tokens, seconds = tokens + float(lens.sum()), seconds + took
+    return tokens / seconds, control
+
+
+def best_fixed(batch: int, firsts: np.ndarray) -> float:
+    return max(float((1 + np.cumprod(np.repeat(firsts[:, None], d, 1), 1).sum(1)).sum()) / modelled(batch, d) for d in DEPTHS)
+
+
+def two_kinds(batch: int) -> np.ndarray:
+    """Every second request has the accept length 3.5 in a chain of three, the others 1.2."""
+    return np.array([rates(3.5)[0], rates(1.2)[0]])[np.arange(batch) % 2]
+
+
+@pytest.mark.parametrize(("batch", "gain"), [(32, 1.06), (64, 1.09), (128, 1.03)])
+def test_windows_of_two_kinds_of_requests_beat_every_fixed_depth(batch: int, gain: float) -> None:
+    got, control = run_mixed(batch, two_kinds(batch), 1500)
+    assert got > gain * best_fixed(batch, two_kinds(batch))
+    assert control.ragged > 1000
+
+
+def test_windows_differ_only_where_that_is_faster() -> None:
+    got, control = run_mixed(256, two_kinds(256), 1500)
+    assert control.ragged < 100, "a row costs more than the drafts of the better half are worth"
+    assert got > 0.97 * best_fixed(256, two_kinds(256))
+
+
+def test_mixed_caps_narrow_the_windows_of_capped_requests() -> None:
+    batch, caps = 64, np.where(np.arange(64) % 2, UNCAPPED, 0)
+    got, control = run_mixed(batch, np.full(batch, rates(3.5)[0]), 400, caps)
+    tokens = [batch / 2 * (1 + float(np.cumprod(np.full(batch, rates(3.5)[0])[:d]).sum()) + 1) for d in DEPTHS]
+    assert got > 1.05 * max(each / modelled(batch, d) for each, d in zip(tokens, DEPTHS, strict=True))
+    assert control.ragged > 300
+
+
+@pytest.mark.parametrize("accept_length", [1.2, 2.5, 3.5])
+@pytest.mark.parametrize("batch", [32, 128])
+def test_requests_of_one_kind_lose_nothing_by_being_measured(batch: int, accept_length: float) -> None:
+    firsts = np.full(batch, rates(accept_length)[0])
+    got, _ = run_mixed(batch, firsts, 1500)
+    assert got > 0.97 * best_fixed(batch, firsts)
+
+
+def test_a_row_forgets_the_request_that_had_it() -> None:
+    measured, usual = RowAcceptance(3), np.full(2, 0.6)
+    rows = np.array([1, 2], dtype=np.int32)
+    for _ in range(40):
+        measured.add(rows, np.array([4, 1]), np.array([3, 3]))
+    assert measured.gains(rows, usual, 3)[:, 0].tolist() == pytest.approx([0.97, 0.1], abs=0.03)
+    measured.admit(2)
+    measured.add(rows[:1], np.array([4]), np.array([3]))
+    assert measured.gains(rows, usual, 3)[1] == pytest.approx([0.6, 0.36, 0.216])
+
+
+def test_a_row_that_takes_no_drafts_is_tried_again() -> None:
+    measured, usual, rows = RowAcceptance(2), np.full(1, 0.8), np.array([1], dtype=np.int32)
+    for _ in range(60):
+        measured.add(rows, np.array([1]), np.array([3]))
+    low = measured.gains(rows, usual, 3)[0, 0]
+    for _ in range(200):
+        measured.add(rows, np.array([1]), np.array([0]))
+    assert low < 0.3 < 0.6 < measured.gains(rows, usual, 3)[0, 0]
+
+
+# ---- sparse models
+
+QWEN3_30B = Routing(num_experts=128, top_k=8)
+
+
+def sparse_seconds(size: int, depth: int, spread: float = 1.0) -> float:
+    """Seconds of an iteration of Qwen3-30B-A3B by bytes at 4.3 TB/s: 2.3 GB read always, 0.42 GB an expert, 0.35 GB a draft pass."""
+    distinct = replace(QWEN3_30B, spread=spread).distinct(size * (depth + 1))
+    return (2.3 + 0.42 * distinct + 0.35 * depth) / 4300
+
+
+def sparse_cost() -> IterationCost:
+    return IterationCost([CostPoint(s, d, sparse_seconds(s, d)) for s in (1, 16, 256) for d in (0, 3, 7)], QWEN3_30B)
+
+
+def test_distinct_experts_follow_random_routing() -> None:
+    assert QWEN3_30B.distinct(1) == pytest.approx(8)
+    assert QWEN3_30B.distinct(4) == pytest.approx(29.1, abs=0.1)
+    assert QWEN3_30B.distinct(4096) == pytest.approx(128)
+    assert replace(QWEN3_30B, spread=0.5).distinct(9) == pytest.approx(QWEN3_30B.distinct(5))
+
+
+@pytest.mark.parametrize("size", [2, 4, 6, 32, 64])
+@pytest.mark.parametrize("depth", [0, 1, 2, 5])
+def test_experts_are_counted_between_the_points_that_were_measured(size: int, depth: int) -> None:
+    assert sparse_cost().seconds(size, depth) == pytest.approx(sparse_seconds(size, depth), rel=0.06)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5])
+def test_tokens_that_share_experts_make_windows_cheaper(spread: float) -> None:
+    cost = sparse_cost()
+    cost.correct(spread)
+    for size, depth in [(1, 3), (4, 3), (8, 1)]:
+        assert cost.seconds(size, depth) == pytest.approx(sparse_seconds(size, depth, spread), rel=0.1)
+    IterationCost([CostPoint(1, 0, 1e-3)]).correct(spread)  # a dense model has none
+
+
+@pytest.mark.parametrize(("size", "best"), [(1, 0), (2, 0), (16, 3), (64, 3)])
+def test_few_requests_of_a_sparse_model_run_without_drafts(size: int, best: int) -> None:
+    """At the accept length 2.1 of chat."""
+    cost, tokens = sparse_cost(), 1 + np.cumsum([0.7, 0.4, 0.2])
+    assert max((0, 3), key=lambda depth: (1.0, *tokens)[depth] / cost.seconds(size, depth)) == best

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from runtime.model_executor.acceptance import AcceptanceCounters
-from runtime.model_executor.depth_controller import DecodeRows, Observed
+from runtime.model_executor.depth_controller import DecodeRows, Observed, Option
 from runtime.worker_info import DepthInfo
 
 BLOCK, FIRST = 4, 1
@@ -67,6 +67,10 @@ class DepthTrial:
                 self._end_round()
         return max((depth for depth in sizes if depth <= wanted), default=min(sizes))
 
+    def decide(self, rows: DecodeRows, sizes: Mapping[int, int], passes: Sequence[tuple[int, int]], ragged_depth: int) -> Option:
+        """The same, with full windows."""
+        return Option(self.choose(rows, sizes), 0.0, 0.0)
+
     def observe(self, read: Observed) -> None:
         """Count the accepted tokens, and the time if this depth also ran the step before."""
         if read.depth:
@@ -75,6 +79,9 @@ class DepthTrial:
         self._last = read.depth
         if read.seconds is not None and len(read.accept_lens) == self._requests and self._in_row > FIRST:
             self.cells.setdefault((self._requests, read.depth), Cell(read.size)).times.append(read.seconds)
+
+    def correct(self, spread: float) -> None:
+        """Nothing: times are measured with the experts that are read."""
 
     def info(self) -> DepthInfo | None:
         """Nothing: it chooses nothing."""

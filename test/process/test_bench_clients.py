@@ -140,4 +140,5 @@ def test_aiperf(server: Embedded, model: Path, tmp_path: Path) -> None:
     figures = written(tmp_path / "out", "profile_export_aiperf.json")
     assert figures["request_count"]["avg"] == PROMPTS
     assert figures["error_summary"] == []
-    assert figures["output_sequence_length"]["avg"] == TOKENS
+    assert figures["total_usage_completion_tokens"]["avg"] == PROMPTS * TOKENS
+    assert figures["input_sequence_length"]["avg"] == 32

@@ -160,7 +160,7 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
     config = _for_check(config, most)
     running = min(config.scheduler.max_running_requests or most, most)
     sizes = [size for size in default_graph_sizes(running + 1) if size % 2 == 0 or size == 1] if on_cpu else None
-    with _worker(config, model_config, "eager" if on_cpu else None, sizes) as worker:
+    with open_worker(config, model_config, "eager" if on_cpu else None, sizes) as worker:
         session = Session(worker, config, model_config, prompts, max_new_tokens, bool(speculative.depths))
         if not any(runner.sizes for runner in worker.all_runners):
             raise ConfigError("nothing is captured, so there is nothing to compare; leave --disable-cuda-graph out, or use another backend")
@@ -182,8 +182,10 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
 
 
 @contextmanager
-def _worker(config: RuntimeConfig, model_config: ModelConfig, replay: ReplayKind | None, sizes: list[int] | None) -> Iterator[Worker]:
-    """The worker of all runs, with plain decoding beside drafts; rank 0 of several with --tp-size."""
+def open_worker(
+    config: RuntimeConfig, model_config: ModelConfig, replay: ReplayKind | None = None, sizes: list[int] | None = None
+) -> Iterator[Worker]:
+    """A worker in this process, with plain decoding beside drafts; rank 0 of several with --tp-size."""
     with ExitStack() as stack:
         if config.parallel.tp_size > 1:
             from runtime.entrypoints.rank import BuildOptions, lead

@@ -280,7 +280,8 @@ def test_a_window_knows_the_masks_behind_all_its_paths(llguidance: GrammarBacken
     grammar = llguidance.compile(spec_of("regex", "Q(ZW|JK)Y"))
     first, left, right, after_left, after_right, last = (json_tokenizer().encode(letter, False)[0] for letter in "QZJWKY")
     constraint = Constraint(grammar.matcher(), frozenset({0}))
-    window = WindowMasks(constraint, mask_words(VOCAB))
+    chain = np.empty((3, mask_words(VOCAB)), dtype=np.int32)
+    window = WindowMasks(constraint, chain)
 
     def allowed(*path: int) -> set[int] | None:
         row = window.row(path)
@@ -295,5 +296,10 @@ def test_a_window_knows_the_masks_behind_all_its_paths(llguidance: GrammarBacken
     assert allowed(first, right, after_right, last, 0) is None
     assert window.guided((), right) == first
     assert window.guided((first,), last) == last
-    fresh = WindowMasks(Constraint(grammar.matcher(), frozenset({0})), mask_words(VOCAB))
-    np.testing.assert_array_equal(WindowMasks(constraint, mask_words(VOCAB)).row(()), fresh.row(()))
+    assert [window.write(path) for path in ((), (first,), (first, left))] == [True] * 3
+    found = [set(np.flatnonzero(allowed_tokens(row)).tolist()) for row in chain]
+    assert found == [{first}, {left, right}, {after_left}]
+    assert not window.write((left,))
+    assert (chain[1] == -1).all()
+    again = [WindowMasks(at, np.empty_like(chain)).row(()) for at in (constraint, Constraint(grammar.matcher(), frozenset({0})))]
+    np.testing.assert_array_equal(*again)

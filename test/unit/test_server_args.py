@@ -51,7 +51,7 @@ OUR_FLAGS = re.findall(
     speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins allowed-hosts
     download-dir log-level-http api-key-file uds ssl-keyfile ssl-certfile ssl-keyfile-password
     distributed-executor-backend log-format log-slow-requests otlp-traces-endpoint
-    speculative-draft-model-quantization enable-iteration-graph speculative-draft-tp-size
+    speculative-draft-model-quantization enable-iteration-graph speculative-draft-tp-size speculative-tuning
     """,
 )
 
@@ -471,7 +471,7 @@ SAME_NAME: dict[str, object] = {
     "dtype": "float16", "load_format": None, "model_path": None, "quantization": None, "sampling_defaults": "openai",
     "strict_request_fields": True, "protect_metrics": True, "log_level_http": "error", "uds": "/tmp/s",
     "log_format": "json", "log_slow_requests": 3.5, "otlp_traces_endpoint": "http://collector:4318/v1/traces",
-    "embedding_pooling": "last", "grammar_backend": "none",
+    "embedding_pooling": "last", "grammar_backend": "none", "speculative_tuning": None,
 }  # fmt: skip
 """Flags with a field of the same name; None for those that come from the model's facts or have tests of their own."""
 OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object], object]] = {

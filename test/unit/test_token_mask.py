@@ -23,7 +23,7 @@ def mask() -> TokenMask:
     bits = rng.integers(-(1 << 31), 1 << 31, (len(SELECTED), W, -(-VOCAB // 32)), dtype=np.int64).astype(np.int32)
     index = torch.zeros(B, dtype=torch.int64)
     index[SELECTED] = torch.arange(len(SELECTED))
-    return TokenMask(torch.from_numpy(bits), index, SELECTED)
+    return TokenMask(torch.from_numpy(bits), index, torch.tensor(SELECTED), SELECTED)
 
 
 def bit(mask: TokenMask, request: int, position: int, token: int) -> bool:
@@ -67,7 +67,7 @@ def test_a_part_masks_its_own_requests(mask: TokenMask) -> None:
 def test_the_end_of_a_grammar_wins_over_the_minimum_length() -> None:
     bits = torch.zeros((1, 1, -(-VOCAB // 32)), dtype=torch.int32)
     bits[0, 0, 0] = 1 << 7
-    mask = TokenMask(bits, torch.zeros(1, dtype=torch.int64), [0])
+    mask = TokenMask(bits, *2 * [torch.zeros(1, dtype=torch.int64)], [0])
     logits = torch.randn(1, VOCAB)
     logits[0, 7] = -torch.inf  # as the minimum length leaves it
     rows = RequestRows(1, VOCAB, torch.device("cpu"), TorchSampling())

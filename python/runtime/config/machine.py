@@ -47,18 +47,20 @@ class MachineFacts:
         memory: bytes of main memory that this process may use.
         gpus: CUDA devices that CUDA_VISIBLE_DEVICES leaves, in the driver's order.
         packages: the installed `KERNEL_PACKAGES`.
+        cpu: its name.
     """
 
     cores: int
     memory: int
     gpus: tuple[Gpu, ...]
     packages: frozenset[str]
+    cpu: str = "CPU"
 
 
 def probe() -> MachineFacts:
     """Find out what the machine has. Never fails: what cannot be found out counts as absent."""
     packages = frozenset(name for name in KERNEL_PACKAGES if importlib.util.find_spec(name) is not None)
-    return MachineFacts(cores=_cores(), memory=host_memory().total, gpus=_gpus(), packages=packages)
+    return MachineFacts(cores=_cores(), memory=host_memory().total, gpus=_gpus(), packages=packages, cpu=_cpu())
 
 
 def _cores() -> int:
@@ -67,6 +69,14 @@ def _cores() -> int:
     if quota.isdigit() and period.isdigit() and int(period) > 0:
         allowed = min(allowed, -(-int(quota) // int(period)))
     return max(1, allowed)
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
 
 
 def _cgroup(name: str) -> str:

@@ -15,9 +15,16 @@ from runtime.config.served_model import check_model, resolve_model
 from runtime.config.server import check_server, resolve_server
 from runtime.config.server_args import ServerArgs
 from runtime.config.speculative import asks_for_embedded_draft, check_draft, check_speculative, resolve_speculative
+from runtime.config.tuning import SpeculativeTuning
 
 
-def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: tuple[str, str] | None = None) -> RuntimeConfig:
+def resolve(
+    args: ServerArgs,
+    machine: MachineFacts,
+    model: ModelFacts,
+    draft: tuple[str, str] | None = None,
+    tuning: SpeculativeTuning | None = None,
+) -> RuntimeConfig:
     """Decide every option that was left open, and check every option that was given.
 
     Args:
@@ -25,6 +32,7 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
         machine: the machine to run on.
         model: the model to run.
         draft: folder of the draft model and its load format (safetensors or dummy), if there is one.
+        tuning: what --speculative-tuning names.
 
     Raises:
         ConfigError: for an option that cannot take effect; it names the way out.
@@ -35,7 +43,7 @@ def resolve(args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: t
     served = resolve_model(args, device.device, model)
     graphs = resolve_graphs(args, device)
     captures = bool(graphs.cuda_graph_bs)
-    speculative = resolve_speculative(args, device, served.quantization, captures, machine, model, draft)
+    speculative = resolve_speculative(args, device, served.quantization, captures, machine, model, draft, tuning)
     return RuntimeConfig(
         model=served,
         device=device,

@@ -8,6 +8,7 @@ import msgspec
 
 from runtime.config.device_tuning import DeviceTuning, tuning_of
 from runtime.config.machine import Gpu
+from runtime.config.tuning import SpeculativeTuning
 from runtime.log import LogFormat
 from runtime.pooling import PoolingName
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
@@ -155,7 +156,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     were. It overrides the models and serves benchmarks with dummy weights. Steps of more than `disable_by_batch_size`
     requests run without drafts. With `depths` each iteration runs at one of them, as a controller chooses; `num_steps` is
     then the deepest. Without them the depth is fixed. `draft_tp_size` is 1, the number of ranks that share the target, or None: by
-    the size of the draft's blocks.
+    the size of the draft's blocks. `tuning`: the file that the shape comes from.
     """
 
     algorithm: SpecAlgorithm
@@ -176,6 +177,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_quantization: Literal["fp8"] | None = None
     depths: tuple[int, ...] = ()
     draft_tp_size: int | None = None
+    tuning: SpeculativeTuning | None = None
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -209,6 +209,8 @@ class ServerArgs:
     """Tokens that one verify pass checks per request, the root included; a chain has K + 1."""
     speculative_disable_by_batch_size: int | None = _flag(SPECULATION, None, "N")
     """Do not draft in steps of more than N requests; default: no limit, or as measured for the embedded model on a CPU."""
+    speculative_tuning: str | None = _flag(SPECULATION, None, "PATH")
+    """File, written by `python -m runtime.tune`, with the shape of the drafts and the best depth for each batch; other flags win."""
     speculative_token_map: str | None = _flag(SPECULATION, None, "PATH")
     """File, written by torch.save or `python -m runtime.hot_tokens`, with the token ids that an EAGLE or MTP draft may propose."""
     speculative_accept_threshold_single: float | None = _flag(SPECULATION, None, "P")

@@ -15,6 +15,7 @@ from runtime.config.refusals import check_positive, check_ranges, flag_of
 from runtime.config.runtime_config import AttentionName, DeviceConfig, DeviceKind, Quantization, SpecAlgorithm, SpeculativeConfig
 from runtime.config.server_args import SPECULATION, ServerArgs
 from runtime.config.synthetic_acceptance import synthetic_acceptance
+from runtime.config.tuning import SpeculativeTuning
 from runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ def with_embedded_draft(args: ServerArgs, embedded: bool) -> ServerArgs:
 
 def with_block_size(args: ServerArgs, block_size: int) -> ServerArgs:
     """Verify whole blocks of a draft that fills `block_size` tokens at once, unless another depth was asked for."""
-    if args.speculative_num_steps is not None or args.speculative_num_draft_tokens is not None:
+    if args.speculative_tuning is not None or args.speculative_num_steps is not None or args.speculative_num_draft_tokens is not None:
         return args
     return replace(args, speculative_num_draft_tokens=block_size)
 
@@ -99,12 +100,14 @@ def resolve_speculative(
     machine: MachineFacts,
     model: ModelFacts,
     draft: tuple[str, str] | None,
+    tuning: SpeculativeTuning | None = None,
 ) -> SpeculativeConfig | None:
     """Choose the shape of the drafts, the draft's kernels and graphs; None without an algorithm.
 
     Args:
         graphs: whether the target has graphs.
         draft: folder of the draft model and its load format, if there is one.
+        tuning: what --speculative-tuning names.
     """
     if args.speculative_algorithm in (None, "none"):
         return None
@@ -113,9 +116,12 @@ def resolve_speculative(
     if args.enable_dp_attention and args.speculative_num_steps is None and args.speculative_num_draft_tokens is None:
         # A depth controller reads the results of one attention group only.
         args = replace(args, speculative_num_steps=_default_steps(args, device.device, args.speculative_eagle_topk or 1))
-    shape = _draft_shape(args, device.device)
+    tuning = _applied(args, tuning)
+    shape = _draft_shape(args, device.device) if tuning is None else _tuned_shape(args, tuning)
     max_batch = args.speculative_disable_by_batch_size
-    if path == str(EMBEDDED_DRAFT) and not shape.depths:
+    if tuning is not None and not shape.depths:
+        max_batch = max_batch or tuning.most_drafted
+    elif path == str(EMBEDDED_DRAFT) and not shape.depths:
         max_batch = max_batch or EMBEDDED_DRAFT_MAX_BATCH.get((device.device, quantization or device.dtype))
         _log_embedded(algorithm, shape, device.device, max_batch)
     if shape.depths:
@@ -143,6 +149,7 @@ def resolve_speculative(
         draft_quantization="fp8" if args.speculative_draft_model_quantization == "fp8" else None,
         depths=shape.depths,
         draft_tp_size=args.speculative_draft_tp_size,
+        tuning=tuning,
     )
 
 
@@ -219,6 +226,31 @@ def _draft_shape(args: ServerArgs, device: DeviceKind) -> _DraftShape:
     if asked is not None and asked != steps + 1:
         log.warning("speculative num draft tokens %d, not %d: a chain of %d steps verifies one token more", steps + 1, asked, steps)
     return _DraftShape(steps, 1, steps + 1)
+
+
+def _applied(args: ServerArgs, tuning: SpeculativeTuning | None) -> SpeculativeTuning | None:
+    """The tuning, unless flags ask for another shape."""
+    if tuning is None:
+        return None
+    if args.enable_dp_attention:
+        raise ConfigError(
+            "--speculative-tuning has no effect with --enable-dp-attention: attention groups draft at one depth. Leave it out."
+        )
+    asked = {"speculative_num_steps": None, "speculative_num_draft_tokens": None, "speculative_eagle_topk": tuning.topk}
+    for name, same in asked.items():
+        if (value := getattr(args, name)) not in (None, same):
+            log.warning("speculative tuning: %s %s was given, so the file's depths are not used", flag_of(name), value)
+            return None
+    shape = (tuning.num_steps, tuning.topk, tuning.num_draft_tokens)
+    log.info("speculative tuning of %s on %s: %d/%d/%d (steps, topk, draft tokens)", tuning.measurement.at, tuning.made_for.device, *shape)
+    log.info("speculative tuning, best depths: %s", tuning.lines())
+    return tuning
+
+
+def _tuned_shape(args: ServerArgs, tuning: SpeculativeTuning) -> _DraftShape:
+    if tuning.topk > 1:
+        return _tree_shape(replace(args, speculative_num_draft_tokens=tuning.num_draft_tokens), tuning.num_steps, tuning.topk)
+    return _DraftShape(tuning.num_steps, 1, tuning.num_draft_tokens, tuning.depths)
 
 
 def _is_auto_by_default(args: ServerArgs, topk: int) -> bool:

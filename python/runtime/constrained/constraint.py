@@ -14,6 +14,7 @@ class Constraint:
         after: tokens whose appearance, one after the other, starts the grammar; the text before them is free.
 
     Attributes:
+        restricts: whether the next token is restricted: the free text is over, and the text is not.
         ended: whether the text is over: what follows has no meaning.
         error: why the grammar could not be followed to its end; empty where all is well.
     """
@@ -21,26 +22,22 @@ class Constraint:
     def __init__(self, matcher: Matcher, eos_ids: frozenset[int], after: tuple[int, ...] = ()) -> None:
         self._matcher, self._eos_ids, self._after = matcher, eos_ids, after
         self._latest: tuple[int, ...] = ()
-        self.ended = False
-        self.error = ""
-
-    @property
-    def restricts(self) -> bool:
-        """Whether the next token is restricted: the free text is over, and the text is not."""
-        return self._latest == self._after and not self.ended
+        self.restricts, self.ended, self.error = not after, False, ""
 
     def fork(self) -> Constraint:
         """A constraint at the same place, which goes its own way: to look at drafts."""
         fork = Constraint(self._matcher.fork() if self.restricts else self._matcher, self._eos_ids, self._after)
-        fork._latest, fork.ended = self._latest, self.ended
+        fork._latest, fork.restricts, fork.ended = self._latest, self.restricts, self.ended
         return fork
 
     def push(self, token: int) -> None:
         """Go on by one token. One that is not allowed ends the text."""
-        if self._latest != self._after:
-            self._latest = (*self._latest, token)[-len(self._after) :]
+        if self.restricts:
+            if token in self._eos_ids or not self._matcher.push(token):
+                self.restricts, self.ended = False, True
         elif not self.ended:
-            self.ended = token in self._eos_ids or not self._matcher.push(token)
+            self._latest = (*self._latest, token)[-len(self._after) :]
+            self.restricts = self._latest == self._after
 
     def commit(self, token: int) -> None:
         """Go on by one token that is part of the text for good."""

@@ -5,6 +5,7 @@ Source: https://github.com/guidance-ai/llguidance
 
 from __future__ import annotations
 
+import ctypes
 import re
 
 import numpy as np
@@ -93,7 +94,8 @@ class LlguidanceMatcher:
 
     def fill(self, row: MaskRow) -> str:
         """Write which tokens may come next."""
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        address = ctypes.addressof(ctypes.c_byte.from_buffer(row.data))  # 0.2 us; `row.ctypes.data` takes 3
+        self._matcher.unsafe_compute_mask_ptr(address, row.nbytes)
         return self._matcher.get_error() if self._matcher.is_error() else ""
 
 

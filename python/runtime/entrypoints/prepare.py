@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
+
 from runtime.config.host_memory import host_memory
-from runtime.config.machine import probe
+from runtime.config.machine import MachineFacts, probe
 from runtime.config.model_facts import ModelFacts
 from runtime.config.resolve import check, resolve
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.server_args import ServerArgs
 from runtime.config.speculative import with_block_size, with_embedded_draft
+from runtime.config.tuning import MadeFor, fitting, read_tuning
 from runtime.entrypoints.memory_check import check_memory
 from runtime.model_files.embedded import SAMPLING as EMBEDDED_SAMPLING
+from runtime.model_files.fingerprint import fingerprint
 from runtime.model_files.model_source import DRAFT_FLAGS, ModelSource, resolve_model, resolve_weights
 from runtime.models.config import ModelConfig
 from runtime.models.dflash_config import read_block_size
@@ -54,13 +60,40 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
     draft = find_draft(args, source.kind)
     if args.speculative_algorithm == "DFLASH" and draft is not None:
         args = with_block_size(args, read_block_size(draft[0]))
-    config = resolve(args, probe(), facts, draft)
+    machine, tuning = probe(), None if args.speculative_tuning is None else read_tuning(args.speculative_tuning)
+    config = fitted(resolve(args, machine, facts, draft, tuning), machine)
     speculative = config.speculative
     if speculative is not None and speculative.algorithm not in ("NGRAM", "MTP"):
         assert speculative.draft_model_path is not None
         load_draft_config(speculative.draft_model_path, speculative.algorithm, model_config)  # refuse it before loading weights
     check_memory(config, model_config, host_memory())
     return config, model_config
+
+
+def fitted(config: RuntimeConfig, machine: MachineFacts) -> RuntimeConfig:
+    """The configuration with the parts of its tuning that hold here. Raises `ConfigError` for that of another model or draft."""
+    speculative = config.speculative
+    if speculative is None or speculative.tuning is None:
+        return config
+    tuning = fitting(speculative.tuning, made_for(config, machine))
+    return msgspec.structs.replace(config, speculative=msgspec.structs.replace(speculative, tuning=tuning))
+
+
+def made_for(config: RuntimeConfig, machine: MachineFacts) -> MadeFor:
+    """What a tuning of this configuration is measured on."""
+    model, device, speculative = config.model, config.device, config.speculative
+    assert speculative is not None
+    draft = speculative.draft_model_path
+    return MadeFor(
+        model=Path(model.model_path).name,
+        model_files=fingerprint(model.model_path),
+        algorithm=speculative.algorithm,
+        draft="" if draft is None else Path(draft).name,
+        draft_files=fingerprint(draft),
+        weights=config.weights,
+        device=f"{machine.cpu}, {device.cpu_threads} threads" if device.gpu is None else device.gpu.name,
+        ranks=config.parallel.tp_size,
+    )
 
 
 def _sampling(args: ServerArgs, source: ModelSource) -> SamplingDefaults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,11 +32,13 @@ class TokenMask:
     Attributes:
         bits: int32 [N, W, ceil(V / 32)]. Bit v % 32 of entry v // 32 says whether token v is allowed at a window position.
         index: int64 [B]. The row of `bits` that belongs to each request; 0 for requests that are not constrained.
-        selected: positions in the batch of the constrained requests, on the host, rising.
+        requests: int64 [N], positions in the batch of the constrained requests, rising.
+        selected: the same on the host.
     """
 
     bits: torch.Tensor
     index: torch.Tensor
+    requests: torch.Tensor
     selected: list[int]
 
     def allowed(self, requests: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -49,16 +52,12 @@ class TokenMask:
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Copy of float32 [B' * W, V], the first requests of the batch, in which forbidden tokens have minus infinity."""
         W, V = self.bits.shape[1], logits.shape[1]
-        masked, requests = logits.clone(), self.requests()
-        forbid(masked.view(-1, W, V), requests, self.allowed(requests, V))
+        masked = logits.clone()
+        forbid(masked.view(-1, W, V), self.requests, self.allowed(self.requests, V))
         return masked
-
-    def requests(self) -> torch.Tensor:
-        """`selected` on the device, int64 [N]."""
-        index = torch.tensor(self.selected, dtype=torch.int64)
-        return index.pin_memory().to(self.bits.device, non_blocking=True) if self.bits.is_cuda else index
 
     def part(self, start: int, stop: int) -> TokenMask:
         """The mask of requests `start` to `stop` alone."""
-        selected = [request - start for request in self.selected if start <= request < stop]
-        return TokenMask(self.bits, self.index[start:stop], selected)
+        inside = slice(bisect_left(self.selected, start), bisect_left(self.selected, stop))
+        selected = [request - start for request in self.selected[inside]]
+        return TokenMask(self.bits, self.index[start:stop], self.requests[inside] - start, selected)

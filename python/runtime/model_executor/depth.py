@@ -13,7 +13,7 @@ import numpy as np
 from runtime.batch import Int32, RowInit, ScheduleBatch, no_ints
 from runtime.errors import InvalidField
 from runtime.model_executor.depth_bytes import LADDER, StepBytes, least_batches
-from runtime.model_executor.depth_controller import DecodeRows, DepthController
+from runtime.model_executor.depth_controller import DecodeRows, DepthChooser
 from runtime.model_executor.window_widths import allot
 from runtime.sampling_params import MAX_DRAFT_STEPS
 
@@ -198,7 +198,7 @@ class DepthControl:
             ragged: depths at which windows may differ in width.
         """
         self.limits, self.least, self._captured, self._sizes = dict(limits), dict(least or {}), dict(least or {}), sizes
-        self.controller: DepthController | None = None
+        self.controller: DepthChooser | None = None
         self.costs: StepBytes | None = None
         self._forced: int | None = None
         self._fixed: int | None = None

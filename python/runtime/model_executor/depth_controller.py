@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,8 @@ FIRST_RATE = 0.6
 """Acceptance of the first draft, before any is seen."""
 PRIOR = 4.0
 """Drafts that the estimate from the position before counts for."""
+MEASURED = 64
+"""Windows that acceptance measured before the start counts as."""
 SHORT, LONG = 16, 256
 """Windows that the two averages of acceptance remember."""
 LEAST_KEEP_SHORT, LEAST_KEEP_LONG = 0.5, 1 - 1 / 16
@@ -46,9 +49,12 @@ class AcceptanceAverages:
         expected: tokens that a window commits, bonus included, by depth 0..K.
     """
 
-    def __init__(self, most_steps: int) -> None:
+    def __init__(self, most_steps: int, measured: Sequence[float] = ()) -> None:
+        """`measured`: acceptance of the first positions given the ones before, which counts as `MEASURED` windows."""
         self._most = most_steps
         self._short, self._long = np.zeros((2, most_steps)), np.zeros((2, most_steps))  # reached, accepted
+        reach = np.concatenate([[1.0], np.cumprod(measured[:most_steps])])
+        self._long[:, : len(reach) - 1] = MEASURED * np.stack([reach[:-1], reach[1:]])
         self.expected = self._expected()
 
     def add(self, accept_lens: npt.NDArray[np.integer], depth: int) -> None:
@@ -144,6 +150,22 @@ def best_option(options: Sequence[Option], current: int | None) -> Option:
     return best if best.rate > held.rate * (1 + HYSTERESIS) else held
 
 
+class DepthChooser(Protocol):
+    """Chooses the depth of each iteration and sees what became of it."""
+
+    def choose(self, rows: DecodeRows, sizes: Mapping[int, int]) -> int:
+        """The depth of the next iteration; `sizes`: its requests, padding included, at each depth that it can run at."""
+        ...
+
+    def observe(self, read: Observed) -> None:
+        """An iteration was read."""
+        ...
+
+    def info(self) -> DepthInfo | None:
+        """What it goes by, as it is reported."""
+        ...
+
+
 class DepthController:
     """Owner of the averages, the cost model and the current depth.
 
@@ -152,10 +174,11 @@ class DepthController:
         chosen: iterations by depth.
     """
 
-    def __init__(self, depths: Sequence[int], cost: IterationCost) -> None:
+    def __init__(self, depths: Sequence[int], cost: IterationCost, acceptance: Sequence[float] = ()) -> None:
+        """`acceptance`: of the first positions, where it was measured before."""
         self.cost = cost
         self.chosen = dict.fromkeys(sorted(depths), 0)
-        self._averages = {greedy: AcceptanceAverages(max(depths)) for greedy in (True, False)}
+        self._averages = {greedy: AcceptanceAverages(max(depths), acceptance) for greedy in (True, False)}
         self._current: int | None = None
         self._steps = self._probed_at = 0
         self._ran_at = dict.fromkeys(depths, 0)

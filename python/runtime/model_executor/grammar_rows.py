@@ -17,7 +17,7 @@ import torch
 
 from runtime.batch import Int32, RowInit
 from runtime.constrained.constraint import Constraint
-from runtime.constrained.grammar import Grammar, MaskRow, mask_words
+from runtime.constrained.grammar import Grammar, mask_words
 from runtime.constrained.window_masks import Path, WindowMasks
 from runtime.layers.token_mask import TokenMask
 from runtime.model_executor.draft_window import DraftWindow
@@ -25,15 +25,17 @@ from runtime.model_executor.staging import HostCopy
 from runtime.sampling_params import GrammarSpec
 
 Bool = npt.NDArray[np.bool_]
-MaskRows = list[list[MaskRow | None]]
-"""For each constrained request and window position a mask row; None where everything is allowed."""
+Constraints = list[tuple[int, Constraint]]
+"""Position in the batch and constraint of each constrained request, rising."""
+Paths = Sequence[Sequence[Path]]
+"""For each constrained request as many paths of drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
     """Committed tokens on their way to the host: int64 [B, D], and the accept lengths where there are any."""
 
-    constraints: list[tuple[int, Constraint]]
+    constraints: Constraints
     tokens: HostCopy
 
     def commit(self) -> None:
@@ -50,18 +52,25 @@ class GrammarStep:
     Args:
         constraints: position in the batch and constraint of each.
         size: requests of the batch, padding included.
+        width: D, positions of the draft window.
         words: entries of a mask row.
         device: where masks go.
         thread: computes the masks of the window.
     """
 
     def __init__(
-        self, constraints: list[tuple[int, Constraint]], size: int, words: int, device: torch.device, thread: ThreadPoolExecutor
+        self, constraints: Constraints, size: int, width: int, words: int, device: torch.device, thread: ThreadPoolExecutor
     ) -> None:
         self.constraints = constraints
-        self._size, self._words, self._device, self._thread = size, words, device, thread
-        self._windows = [WindowMasks(constraint, words) for _, constraint in constraints]
-        self._rows: Future[MaskRows] | None = None
+        self._words, self._device, self._thread = words, device, thread
+        self._bits = self._empty(width, len(constraints))
+        rows = self._bits.numpy()
+        self._windows = [WindowMasks(constraint, rows[:, n]) for n, (_, constraint) in enumerate(constraints)]
+        self._selected = [request for request, _ in constraints]
+        requests, index = np.array(self._selected), np.zeros(size, dtype=np.int64)
+        index[requests] = np.arange(len(requests))
+        self._index, self._requests = (self._upload(torch.from_numpy(array)) for array in (index, requests))
+        self._window: Future[Paths] | None = None
 
     @property
     def restricts(self) -> bool:
@@ -70,18 +79,17 @@ class GrammarStep:
 
     def first(self) -> TokenMask | None:
         """What may follow the last committed token: W = 1. None where nothing is restricted."""
-        rows: MaskRows = [[window.row(())] for window in self._windows]
-        return self._mask(rows)
+        return self._chain_mask([[()]] * len(self._windows))
 
     def behind(self, paths: torch.Tensor) -> TokenMask | None:
         """What may follow each of W paths of n drafts, int64 [size, W, n]. Waits for the device."""
         on_host = paths.tolist()
-        rows = [[window.row(tuple(path)) for path in on_host[i]] for window, (i, _) in zip(self._windows, self.constraints, strict=True)]
-        return self._mask(rows)
+        found = [[tuple(path) for path in on_host[request]] for request in self._selected]
+        return self._chain_mask(found) if paths.shape[1] == 1 else self._tree_mask(found)
 
     def guide(self, drafts: Int32) -> None:
         """Put the one token that is allowed into int32 [live, K] drafts wherever there is only one, in place."""
-        for window, (request, _) in zip(self._windows, self.constraints, strict=True):
+        for window, request in zip(self._windows, self._selected, strict=True):
             path: Path = ()
             for column, token in enumerate(drafts[request].tolist()):
                 drafts[request, column] = window.guided(path, token)
@@ -90,12 +98,13 @@ class GrammarStep:
     def verify(self, draft: DraftWindow) -> None:
         """Start to compute the masks of a window."""
         copies = HostCopy(draft.tokens) if draft.parents is None else HostCopy(draft.tokens, draft.parents)
-        self._rows = self._thread.submit(self._window_rows, copies)
+        self._window, self._is_tree = self._thread.submit(self._compute, copies), draft.parents is not None
 
     def window_mask(self) -> TokenMask | None:
         """The mask of the window that `verify` was given: W = D. None where nothing is restricted."""
-        assert self._rows is not None, "verify comes first"
-        return self._mask(self._rows.result())
+        assert self._window is not None, "verify comes first"
+        paths = self._window.result()
+        return self._tree_mask(paths) if self._is_tree else self._chain_mask(paths)
 
     def errors(self, offset: int) -> dict[int, str]:
         """Why grammars cannot be followed any further, by position in the batch, counted from `offset`."""
@@ -103,31 +112,42 @@ class GrammarStep:
         found = {offset + request: constraint.error or window.error for (request, constraint), window in pairs}
         return {request: error for request, error in found.items() if error}
 
-    def _window_rows(self, copies: HostCopy) -> MaskRows:
+    def _compute(self, copies: HostCopy) -> Paths:
+        """The paths of a window, once the masks behind them are known; in the thread, which puts nothing on the device."""
         tokens, *parents = (array.tolist() for array in copies.wait())
-        found: MaskRows = []
-        for window, (request, _) in zip(self._windows, self.constraints, strict=True):
-            paths = _paths(tokens[request], parents[0][request] if parents else range(-1, len(tokens[request]) - 1))
-            found.append([window.row(path) for path in paths])
-        return found
+        paths = [
+            _paths(tokens[request], parents[0][request] if parents else range(-1, len(tokens[request]) - 1)) for request in self._selected
+        ]
+        for window, found in zip(self._windows, paths, strict=True):
+            for path in found:
+                window.row(path)
+        return paths
 
-    def _mask(self, rows: MaskRows) -> TokenMask | None:
-        """The rows on the device."""
-        restricted = [n for n, row in enumerate(rows) if any(at is not None for at in row)]
-        if not restricted:
+    def _chain_mask(self, paths: Paths) -> TokenMask | None:
+        """What may follow each request's paths, of which each is a draft longer than the one before."""
+        restricted = [window.write(path) for window, found in zip(self._windows, paths, strict=True) for path in found]
+        if not any(restricted):
             return None
-        selected = [self.constraints[n][0] for n in restricted]
-        bits = np.full((len(restricted), len(rows[0]), self._words), -1, dtype=np.int32)
-        for n, row in zip(range(len(restricted)), (rows[n] for n in restricted), strict=True):
-            for position, at in enumerate(row):
-                if at is not None:
-                    bits[n, position] = at
-        index = np.zeros(self._size, dtype=np.int64)
-        index[selected] = np.arange(len(selected))
-        return TokenMask(self._upload(bits), self._upload(index), selected)
+        start = len(paths[0][0])
+        bits = self._upload(self._bits[start : start + len(paths[0])])
+        return TokenMask(bits.transpose(0, 1), self._index, self._requests, self._selected)
 
-    def _upload(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
+    def _tree_mask(self, paths: Paths) -> TokenMask | None:
+        """What may follow any paths."""
+        rows = [[window.row(path) for path in found] for window, found in zip(self._windows, paths, strict=True)]
+        if all(row is None for found in rows for row in found):
+            return None
+        bits = self._empty(len(rows), len(rows[0]))
+        for places, found in zip(bits.numpy(), rows, strict=True):
+            for place, row in zip(places, found, strict=True):
+                place[:] = -1 if row is None else row
+        return TokenMask(self._upload(bits), self._index, self._requests, self._selected)
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        """Memory for mask rows, from which copies to the device are not waited for."""
+        return torch.empty((*shape, self._words), dtype=torch.int32, pin_memory=self._device.type == "cuda")
+
+    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
 
@@ -172,12 +192,13 @@ class GrammarRows:
                     constraint.commit(token)
                 self._constraints[init.row] = constraint
 
-    def step(self, rows: Int32, size: int, wanted: Bool | None = None) -> GrammarStep | None:
+    def step(self, rows: Int32, size: int, width: int = 1, wanted: Bool | None = None) -> GrammarStep | None:
         """The constrained requests among int32 [B] rows of a batch of `size`; None where there are none.
 
         Waits for the tokens that were committed to constrained requests before.
 
         Args:
+            width: D, positions of the draft window.
             wanted: bool [B], requests for which a token is chosen in this step; None for all.
         """
         if not self._constraints:
@@ -188,7 +209,7 @@ class GrammarRows:
             return None
         while self._unread:
             self._unread.popleft().commit()
-        return GrammarStep(constraints, size, self._words, self._device, self._thread)
+        return GrammarStep(constraints, size, width, self._words, self._device, self._thread)
 
     def follow(self, step: GrammarStep, tokens: torch.Tensor, accept_lens: torch.Tensor | None = None) -> None:
         """Tokens were committed in `step`: the first `accept_lens`, or 1, of each request's int64 [B, D]."""

@@ -281,7 +281,7 @@ class Worker:
         self.parts.drafter.admit(batch.new_rows)
         self.parts.grammars.admit(batch.new_rows)
         chunks = target.stage_chunks(batch, chunk_rows) if batch.num_prompts else None
-        first = self.parts.grammars.step(batch.rows[: batch.num_prompts], batch.num_prompts, batch.next_tokens < 0)
+        first = self.parts.grammars.step(batch.rows[: batch.num_prompts], batch.num_prompts, wanted=batch.next_tokens < 0)
         prompts, decodes, grammar = None, None, None
         if most:
             iteration = self._begin(batch, rows, depth)
@@ -318,7 +318,7 @@ class Worker:
         # The sample is of iterations that would replay a graph: other traffic may be accepted differently, and counts
         # for neither side.
         needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
-        grammar = parts.grammars.step(host_rows, size)
+        grammar = parts.grammars.step(host_rows, size, parts.drafter.spec.shape.at_depth(depth).num_draft_tokens)
         is_sample = is_sample and first == 0 and depth > 0 and grammar is None and parts.verifier.has_graph(depth, size)
         unfollowed = parts.drafter.before(host_rows, batch.len_bounds[first:], depth, needs, is_sample)
         parts.inputs.rows(size).copy_(rows)

@@ -58,7 +58,7 @@ def build_speculative_worker(
     if config.speculative.check_parity and group.rank == 0:
         check_parity(worker)
     if config.speculative.depths and not with_plain and group.rank == 0:
-        start_controller(worker)
+        start_controller(worker, config.speculative.tuning)
     return worker
 
 

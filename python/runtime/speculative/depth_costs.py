@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from runtime.batch import Int32, Pending, RowInit, ScheduleBatch
+from runtime.config.tuning import SpeculativeTuning
 from runtime.model_executor.depth_controller import DepthController
 from runtime.model_executor.iteration_cost import CostPoint, IterationCost
 from runtime.model_executor.worker import Worker
@@ -28,12 +29,15 @@ ROOM = 128
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def start_controller(worker: Worker) -> None:
-    """Measure iterations of some sizes at all depths, and let a controller choose the depth from now on."""
+def start_controller(worker: Worker, tuning: SpeculativeTuning | None = None) -> None:
+    """Let a controller choose the depth from now on. It begins with the times of `tuning`, or measures some."""
     started, control = time.perf_counter(), worker.parts.depths
-    with worker.parts.monitor.without_sample():
-        points = list(measure(worker))
-    control.controller = DepthController(list(control.limits), IterationCost(points))
+    points = [] if tuning is None else [CostPoint(step.size, step.depth, step.seconds) for step in tuning.steps]
+    if not points:
+        with worker.parts.monitor.without_sample():
+            points = list(measure(worker))
+    acceptance = () if tuning is None else tuning.acceptance
+    control.controller = DepthController(list(control.limits), IterationCost(points), acceptance)
     seconds = time.perf_counter() - started
     worker.info().startup_seconds["measure_depths"] = round(seconds, 3)
     for size in sorted({point.size for point in points}):

@@ -30,9 +30,9 @@ class DraftMask:
     """
 
     def __init__(self, mask: TokenMask, draft: DraftVocabulary) -> None:
-        self._requests = mask.requests()
+        self._requests = mask.requests
         to_target, to_draft = draft.to_target, draft.to_draft
-        allowed = mask.allowed(self._requests, draft.vocab_size if to_draft is None else len(to_draft))
+        allowed = mask.allowed(mask.requests, draft.vocab_size if to_draft is None else len(to_draft))
         self._forced = allowed.to(torch.uint8).argmax(-1) if to_target is not None else None
         self._is_forced = allowed.sum(-1) == 1
         if to_target is not None:

@@ -1,0 +1,161 @@
+"""A speculative tuning: what `python -m runtime.tune` measured and chose, as `--speculative-tuning` reads it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from runtime.config.attention_caps import MAX_TREE_BITS
+from runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
+FLAG = "--speculative-tuning"
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+Depth = Annotated[int, msgspec.Meta(ge=0, le=MAX_TREE_BITS - 1)]
+Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+
+
+class MadeFor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a tuning was measured on.
+
+    Attributes:
+        model, draft: their names.
+        model_files, draft_files: hashes of their configurations and of the names and sizes of their weights; draft: "" without one.
+        weights: type of the linear weights.
+        device: the GPU's name, or the CPU's and the number of threads.
+        ranks: processes that share the model.
+    """
+
+    model: str
+    model_files: str
+    algorithm: str
+    draft: str
+    draft_files: str
+    weights: str
+    device: str
+    ranks: int
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a tuning was measured: version of Talon, UTC time, the prompts, the text's temperature, seconds it took after loading."""
+
+    version: str
+    at: str
+    prompts: str
+    temperature: float
+    seconds: float
+
+
+class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Measured seconds of an iteration of `size` requests, padding included, at one depth."""
+
+    size: Count
+    depth: Depth
+    seconds: Annotated[float, msgspec.Meta(gt=0.0)]
+
+
+class BatchDepth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of a depth table: from so many requests on, up to the next line, this depth is the best."""
+
+    requests: Count
+    depth: Depth
+
+
+class SpeculativeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The shape of the drafts, and which depth is the best for which batch.
+
+    Attributes:
+        format: of the file.
+        num_steps, topk, num_draft_tokens: the deepest window.
+        depths: of a chain, what each iteration chooses from; empty for a tree.
+        table: the best depth by batch, smallest batch first.
+        acceptance: of each draft of a chain given the ones before it; empty for a tree.
+        steps: times of a chain's iterations; empty for a tree, and where the file is used on another device.
+    """
+
+    format: Literal["talon-speculative-tuning-1"] = "talon-speculative-tuning-1"
+    made_for: MadeFor
+    measurement: Measurement
+    num_steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_TREE_BITS - 1)]
+    topk: Annotated[int, msgspec.Meta(ge=1, le=MAX_TREE_BITS)]
+    num_draft_tokens: Annotated[int, msgspec.Meta(ge=2, le=MAX_TREE_BITS)]
+    depths: tuple[Depth, ...]
+    table: Annotated[tuple[BatchDepth, ...], msgspec.Meta(min_length=1)]
+    acceptance: tuple[Share, ...]
+    steps: tuple[StepTime, ...]
+
+    def __post_init__(self) -> None:
+        chosen = {line.depth for line in self.table}
+        batches = [line.requests for line in self.table]
+        if batches != sorted(set(batches)) or batches[0] != 1:
+            raise ValueError("table must begin with one request, and requests must increase")
+        if self.topk > 1:
+            sound = not self.depths and not self.acceptance and not self.steps and chosen <= {0, self.num_steps}
+        else:
+            deepest = max(self.depths, default=0)
+            sound = {0, *chosen} <= set(self.depths) and self.num_steps == deepest == self.num_draft_tokens - 1 <= len(self.acceptance)
+            sound = sound and {step.depth for step in self.steps} <= set(self.depths)
+        if not sound:
+            raise ValueError("num_steps, topk, num_draft_tokens, depths, table, acceptance and steps do not belong together")
+
+    @property
+    def most_drafted(self) -> int | None:
+        """The largest batch with drafts, from which on the table has depth 0; None where no batch is too large."""
+        last = self.table[-1]
+        return last.requests - 1 if last.depth == 0 else None
+
+    def lines(self) -> str:
+        """The table in words."""
+        ends = [f"-{line.requests - 1}" for line in self.table[1:]] + [" and more"]
+        spans = [f"{line.requests}{'' if end == f'-{line.requests}' else end}" for line, end in zip(self.table, ends, strict=True)]
+        return ", ".join(f"{span} requests K={line.depth}" for span, line in zip(spans, self.table, strict=True))
+
+
+def read_tuning(path: str) -> SpeculativeTuning:
+    """The tuning in a file. Raises `ConfigError` where there is none."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=SpeculativeTuning)
+    except OSError as error:
+        raise ConfigError(f"{FLAG} {path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{FLAG} {path} is not a file of this version of python -m runtime.tune: {error}.") from error
+
+
+def write_tuning(tuning: SpeculativeTuning, path: Path) -> None:
+    """Write the file. Raises `ConfigError` where it cannot be written."""
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(tuning), indent=1) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}.") from error
+
+
+def fitting(tuning: SpeculativeTuning, here: MadeFor) -> SpeculativeTuning:
+    """The tuning as far as it holds here: without its times on another device or with other weights, which is logged.
+
+    Raises:
+        ConfigError: it was made for another model, draft or algorithm.
+    """
+    made = tuning.made_for
+    for what, there, own in (
+        ("model", (made.model_files, made.model), (here.model_files, here.model)),
+        ("draft", (made.draft_files, made.draft), (here.draft_files, here.draft)),
+        ("algorithm", (made.algorithm, made.algorithm), (here.algorithm, here.algorithm)),
+    ):
+        if there[0] != own[0]:
+            raise ConfigError(
+                f"{FLAG}: the file was made for the {what} {there[1] or 'none'}; this server has {own[1] or 'none'}, or other files of "
+                "that name. Run python -m runtime.tune with the flags of this server."
+            )
+    facts = ("device", "weights", "ranks")
+    other = [f"{getattr(made, name)} ({name})" for name in facts if getattr(made, name) != getattr(here, name)]
+    if other:
+        log.warning(
+            "speculative tuning: it was measured with %s; here is %s. Its depths may not be the best, and its times are not used.",
+            ", ".join(other),
+            ", ".join(f"{getattr(here, name)} ({name})" for name in facts if getattr(made, name) != getattr(here, name)),
+        )
+        return msgspec.structs.replace(tuning, steps=())
+    return tuning

@@ -1,0 +1,360 @@
+"""Finds the shape of the drafts and the best depth for each batch, for a model, a draft and a device: a `--speculative-tuning` file.
+
+The model answers prompts at every depth in turn, for growing batches; then trees of drafts run if there is time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from runtime import __version__
+from runtime import log as logging_setup
+from runtime.check_acceptance import Options as PromptOptions
+from runtime.check_acceptance import fit, open_worker, read_prompts, tokenised
+from runtime.config.flag_parser import parse
+from runtime.config.machine import probe
+from runtime.config.refusals import flag_of
+from runtime.config.runtime_config import RuntimeConfig
+from runtime.config.server_args import ServerArgs
+from runtime.config.tuning import FLAG, Measurement, SpeculativeTuning, StepTime, write_tuning
+from runtime.entrypoints.prepare import made_for, prepare
+from runtime.errors import ConfigError, ServingError
+from runtime.managers.messages import AbortReq, GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
+from runtime.managers.scheduler import Scheduler
+from runtime.model_executor.depth_trial import DepthTrial
+from runtime.model_executor.iteration_cost import CostPoint, IterationCost
+from runtime.models.config import ModelConfig
+from runtime.models.dflash_config import read_block_size
+from runtime.sampling_params import SamplingParams
+from runtime.speculative.shape_search import Plan, best_plan, chain_plan, tree_plan
+from runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from runtime.model_executor.worker import Worker
+
+FAILED, BAD_USE = 1, 2
+FOUND_HERE = (
+    *("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_disable_by_batch_size"),
+    *("speculative_tuning", "speculative_check_parity"),
+)
+"""Flags of the server whose values are found here."""
+TREES = ((2, 2, 4), (3, 2, 6), (3, 4, 8), (5, 4, 16))
+"""Steps, branches and draft tokens of the trees that are tried, the narrowest first."""
+ANY_BATCH = 1 << 16
+"""A batch size above which nothing runs."""
+CHAIN_SHARE = 0.65
+"""Share of the time for chains where trees can follow."""
+MOST_ROUNDS, TREE_ROUNDS = 8, 6
+"""Of all depths of a chain and of a tree at one batch size; fewer where the time is short."""
+WORTH_MORE = 0.9
+"""A tree with less than this share of the best chain's tokens per second is not tried with more requests."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked beside the server's flags.
+
+    Attributes:
+        output: the file.
+        prompts: JSON lines with a `prompt` each, or plain lines; None for the embedded ones.
+        seconds: for all measurements, after the model is loaded.
+        requests: batch sizes, ascending; None for powers of two up to the server's limit.
+        answer: the longest answer.
+        temperature: of sampling.
+    """
+
+    output: Path
+    prompts: Path | None
+    seconds: float
+    requests: tuple[int, ...] | None
+    answer: int
+    temperature: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and save. Exit status: 0, 1 where the model failed, 2 for wrong flags."""
+    try:
+        options, rest = read_options(sys.argv[1:] if argv is None else argv)
+        args = parse(rest).args
+        logging_setup.setup("warning" if args.log_level == "info" else args.log_level, "talon::tune")
+        tuning = tune(options, args)
+        write_tuning(tuning, options.output)
+    except ConfigError as error:
+        print(f"talon: {error}", file=sys.stderr)
+        return BAD_USE
+    except ServingError as error:
+        print(f"talon: {error}", file=sys.stderr)
+        return FAILED
+    shape = f"{tuning.num_steps}/{tuning.topk}/{tuning.num_draft_tokens}"
+    print(f"chosen: {shape} (steps, topk, draft tokens); {tuning.lines()}; measured in {tuning.measurement.seconds:.1f} s")
+    print(f"start the server with the same flags and {FLAG} {options.output}")
+    return 0
+
+
+def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """Our own options, and the server's flags that are left. Raises `ConfigError` for values out of range."""
+    parser = argparse.ArgumentParser(
+        prog="python -m runtime.tune",
+        description="Find steps, branches and draft tokens of speculative decoding, and the best depth for each batch size. "
+        "Takes the server's flags too.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("tuning.json"), metavar="FILE", help="Default tuning.json.")
+    add("--prompts", type=Path, metavar="FILE", help="JSON lines with a prompt each, or plain lines; default: 80 own ones.")
+    add("--seconds", type=float, default=55.0, metavar="S", help="Time for all measurements after loading; default 55.")
+    add("--batch-sizes", type=int, nargs="+", metavar="N", help="Default: powers of two up to the most requests that run together.")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="Of one answer; default 256.")
+    add("--temperature", type=float, default=0.0, metavar="T", help="Of sampling; default 0.")
+    own, rest = parser.parse_known_args(list(argv))
+    sizes = None if own.batch_sizes is None else tuple(sorted(set(own.batch_sizes)))
+    if min(own.max_new_tokens, *(sizes or (1,))) < 1 or own.seconds <= 0 or not 0.0 <= own.temperature <= 2.0:
+        raise ConfigError("--batch-sizes and --max-new-tokens must be at least 1, --seconds above 0, and --temperature between 0 and 2.")
+    if not own.output.parent.is_dir():
+        raise ConfigError(f"--output {own.output}: the folder does not exist.")
+    return Options(own.output, own.prompts, own.seconds, sizes, own.max_new_tokens, own.temperature), rest
+
+
+def tune(options: Options, args: ServerArgs) -> SpeculativeTuning:
+    """Measure chains, then trees, print both, and choose. Raises `ConfigError` where there is nothing to choose."""
+    config, model_config = chain_config(args)
+    sizes = batch_sizes(config, options)
+    with _opened(config, model_config, sizes) as worker:
+        bench = Bench.start(options, config, model_config)
+        trees = TREES if may_branch(config) else ()
+        chains = bench.chains(worker, sizes, CHAIN_SHARE if trees else 1.0)
+    chain = chain_plan(chains.rates())
+    print(chains.grid(), flush=True)
+    if left_out := [str(size) for size in sizes if size not in chains.measured]:
+        print(f"{', '.join(left_out)} requests: not measured, the time is over; raise --seconds", flush=True)
+    plans = [plan for shape in trees if (plan := bench.tree(args, shape, chains, chain)) is not None]
+    best = best_plan(chain, plans, chains.measured)
+    depths = tuple(sorted({0, best.shape[0], *best.depths.values()})) if best.shape[1] == 1 else ()
+    prompts = "own" if options.prompts is None else options.prompts.name
+    facts = {"version": __version__, "at": datetime.now(timezone.utc).isoformat(timespec="minutes"), "prompts": prompts}
+    return SpeculativeTuning(
+        made_for=made_for(config, probe()),
+        measurement=Measurement(**facts, temperature=options.temperature, seconds=round(bench.elapsed, 1)),
+        num_steps=best.shape[0],
+        topk=best.shape[1],
+        num_draft_tokens=best.shape[2],
+        depths=depths,
+        table=best.table,
+        acceptance=tuple(round(rate, 4) for rate in chains.trial.acceptance.rates()) if depths else (),
+        steps=tuple(StepTime(p.size, p.depth, round(p.seconds, 7)) for p in chains.points if p.depth in depths),
+    )
+
+
+# ---- configurations
+
+
+def chain_config(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
+    """The configuration of a server that chooses among all depths. Raises `ConfigError` for flags that are found here."""
+    for name in FOUND_HERE:
+        if getattr(args, name):
+            raise ConfigError(f"{flag_of(name)} has no effect: python -m runtime.tune finds the shape of the drafts. Leave it out.")
+    if args.enable_dp_attention:
+        raise ConfigError("python -m runtime.tune does not measure attention groups. Leave --enable-dp-attention out.")
+    config, model_config = prepare(replace(args, speculative_num_steps="auto"))
+    speculative = config.speculative
+    if speculative is None:
+        raise ConfigError("There are no drafts to tune. Give --speculative-algorithm and its flags.")
+    if speculative.algorithm == "DFLASH" and speculative.draft_model_path is not None:
+        whole = read_block_size(speculative.draft_model_path) - 1
+        depths = tuple(sorted({*(depth for depth in speculative.depths if depth < whole), whole}))
+        speculative = structs.replace(speculative, depths=depths, num_steps=whole, num_draft_tokens=whole + 1)
+    return structs.replace(config, speculative=speculative), model_config
+
+
+def tree_config(args: ServerArgs, shape: tuple[int, int, int]) -> RuntimeConfig:
+    """The configuration of a server that drafts trees for any batch."""
+    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    given = dict(zip(names, shape, strict=True))
+    return prepare(replace(args, **given, speculative_disable_by_batch_size=ANY_BATCH))[0]
+
+
+def may_branch(config: RuntimeConfig) -> bool:
+    """Whether the draft can grow trees that can be measured here: not with several ranks, nor with synthetic acceptance."""
+    speculative = config.speculative
+    assert speculative is not None
+    return speculative.algorithm in ("EAGLE", "EAGLE3", "MTP") and speculative.synthetic_accept is None and config.parallel.tp_size == 1
+
+
+def batch_sizes(config: RuntimeConfig, options: Options) -> list[int]:
+    """Batch sizes to measure. Raises `ConfigError` for more requests than run together."""
+    most = config.scheduler.max_running_requests or max(config.graphs.cuda_graph_bs, default=16)
+    if options.requests is not None and max(options.requests) > most:
+        raise ConfigError(f"--batch-sizes must be at most {most}, the requests that run together. Raise --max-running-requests.")
+    return list(options.requests or sorted({*(1 << i for i in range(most.bit_length())), most}))
+
+
+@contextmanager
+def _opened(config: RuntimeConfig, model_config: ModelConfig, sizes: Sequence[int]) -> Iterator[Worker]:
+    """A worker whose graphs have these batch sizes alone; its memory is free again afterwards."""
+    if config.graphs.cuda_graph_bs:
+        config = structs.replace(config, graphs=structs.replace(config.graphs, cuda_graph_bs=tuple(sizes)))
+    try:
+        with open_worker(config, model_config) as worker, worker.parts.monitor.without_sample():
+            yield worker
+    finally:
+        gc.collect()
+        if config.device.device == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+
+
+# ---- measurements
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The trial of chains. `most`: the largest batch of each depth."""
+
+    trial: DepthTrial
+    most: Mapping[int, int]
+
+    @property
+    def measured(self) -> list[int]:
+        """Batch sizes that ran."""
+        return sorted({requests for requests, _ in self.trial.cells})
+
+    @property
+    def points(self) -> list[CostPoint]:
+        """Measured times, one for each padded batch size and depth."""
+        found = {(cell.size, depth): cell.seconds for (_, depth), cell in sorted(self.trial.cells.items())}
+        return [CostPoint(size, depth, seconds) for (size, depth), seconds in found.items()]
+
+    def rates(self) -> dict[int, dict[int, float]]:
+        """Tokens per second by requests, up to the largest measured batch, and depth; between measured batches as expected."""
+        cost = IterationCost(self.points)
+        return {
+            count: {d: count * self.trial.tokens(d) / cost.seconds(count, d) for d, most in sorted(self.most.items()) if count <= most}
+            for count in range(1, max(self.measured) + 1)
+        }
+
+    def grid(self) -> str:
+        """Tokens per second as a table; the best of each batch has a star, and a ~ stands before what was not measured but expected."""
+        rates, depths = self.rates(), sorted(self.most)
+        head = "".join(f"{f'K={depth}':>10}" for depth in depths)
+        lines = [f"tokens/s of chains\n{'requests':>10}{head}"]
+        for count in self.measured:
+            row = rates[count]
+            marks = {d: ("" if (count, d) in self.trial.cells else "~", "*" if row[d] == max(row.values()) else " ") for d in row}
+            cells = [f"{marks[d][0]}{row[d]:.1f}{marks[d][1]}" if d in row else "- " for d in depths]
+            lines.append(f"{count:>10}" + "".join(f"{cell:>10}" for cell in cells))
+        lengths = "".join(f"{self.trial.tokens(depth):>9.2f} " for depth in depths)
+        return "\n".join([*lines, f"{'accepted':>10}{lengths}  ({self.trial.acceptance.iterations} windows)"])
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all measurements share. `started`: when the first could begin."""
+
+    options: Options
+    config: RuntimeConfig
+    model_config: ModelConfig
+    prompts: list[list[int]]
+    sampling: SamplingParams
+    started: float
+
+    @classmethod
+    def start(cls, options: Options, config: RuntimeConfig, model_config: ModelConfig) -> Bench:
+        """Read and tokenise the prompts; the time counts from here."""
+        started = time.perf_counter()
+        tokenizer = Tokenizer.load(config.model.tokenizer_path, chat_template=config.model.chat_template)
+        prompts = fit(tokenised(tokenizer, read_prompts(PromptOptions(options.prompts, None, options.answer))), config, options.answer)
+        random_text = config.model.load_format == "dummy"
+        sampling = SamplingParams(temperature=options.temperature, max_new_tokens=options.answer, ignore_eos=random_text)
+        return cls(options, config, model_config, prompts, sampling, started)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.started
+
+    def chains(self, worker: Worker, sizes: Sequence[int], share: float) -> Chains:
+        """All depths at all batch sizes, within a share of the time; what does not fit into it is left out, the largest batches first."""
+        limits = worker.parts.depths.limits
+        trial = worker.parts.depths.controller = DepthTrial(list(limits))
+        for i, size in enumerate(sizes):
+            left = share * self.options.seconds - self.elapsed
+            if left <= 0 and i:
+                break
+            until = self.elapsed + left / (len(sizes) - i)
+            self._answer(worker, trial, size, MOST_ROUNDS, until)
+        if not trial.cells:
+            raise ConfigError("--seconds is too short to measure anything. Raise it.")
+        return Chains(trial, limits)
+
+    def tree(self, args: ServerArgs, shape: tuple[int, int, int], chains: Chains, chain: Plan) -> Plan | None:
+        """A tree at growing batches while it is nearly as fast as the best chain; None if it was not measured."""
+        steps, name = shape[0], "tree {}/{}/{}".format(*shape)
+        if self.elapsed >= self.options.seconds:
+            print(f"{name}: not measured, the time is over", flush=True)
+            return None
+        rates = dict[int, float]()
+        try:
+            config = tree_config(args, shape)
+            with _opened(config, self.model_config, chains.measured) as worker:
+                trial = worker.parts.depths.controller = DepthTrial([steps])
+                for size in chains.measured:
+                    self._answer(worker, trial, size, TREE_ROUNDS, self.options.seconds)
+                    if (cell := trial.cells.get((size, steps))) is None:
+                        break
+                    rates[size] = size * trial.acceptance.mean_accept_len / cell.seconds
+                    if rates[size] < WORTH_MORE * chain.rates[size]:
+                        break
+        except ConfigError as error:
+            print(f"{name}: not measured, {error}", flush=True)
+            return None
+        shown = ", ".join(f"{size} requests {rate:.1f} tokens/s" for size, rate in rates.items())
+        print(f"{name}: {shown or 'not measured, the time is over'}; {trial.acceptance.mean_accept_len:.2f} accepted", flush=True)
+        measured = {count: chains.rates()[count] for count in chains.measured}
+        return tree_plan(shape, rates, measured)
+
+    def _answer(self, worker: Worker, trial: DepthTrial, requests: int, rounds: int, until: float) -> None:
+        """Let so many requests run together for so many rounds of the trial; for one round only where `until`, in seconds, is near."""
+
+        def done() -> bool:
+            return trial.rounds >= rounds or self.elapsed >= (until if trial.rounds else max(until, self.options.seconds))
+
+        trial.begin(requests)
+        worker.reset()
+        inbox, alive, asked = list[ToScheduler](), set[str](), itertools.count()
+
+        def take(message: ToDetokenizer) -> None:
+            for out in message.outs if isinstance(message, TokensOutBatch) else []:
+                if out.finish is not None:
+                    alive.discard(out.rid)
+                    if out.finish.reason == "abort" and not done():
+                        raise ServingError(f"A prompt failed: {out.finish.message}")
+
+        receive = lambda wait: inbox.pop(0) if inbox else None  # noqa: E731
+        scheduler = Scheduler(self.config.scheduler, self.config.cache, worker, self.model_config.eos_ids, receive, take)
+        while not done():
+            while len(alive) < requests:
+                number = next(asked)
+                alive.add(str(number))
+                ids = self.prompts[number % len(self.prompts)]
+                inbox.append(GenerateReq(rid=str(number), input_ids=ids, sampling=self.sampling, seed=number))
+            scheduler.step()
+        inbox.append(AbortReq(all=True))
+        while inbox or not scheduler.idle:
+            scheduler.step()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""GEMMs by FP8 weights next to bfloat16: the Triton GEMM's tilings for few rows, and what libraries offer for prompts.
+"""GEMMs by FP8 weights next to bfloat16: the tilings for few rows, and what torch offers for prompts.
 
     PYTHONPATH=python python -m benchmark.tuning.scaled_gemms --rows 1,4,16,32,64,128,8192
 
@@ -13,10 +13,11 @@ from functools import partial
 
 import torch
 
-from benchmark.expert_layers import ENOUGH_BYTES, microseconds
+from benchmark.expert_layers import ENOUGH_BYTES, READ_BYTES_PER_SECOND, microseconds
 from benchmark.record import Record
 from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
 from runtime.config.device_tuning import H200
+from runtime.config.kernel_configs import FragmentConfig, TritonConfig
 
 NAME = "tuning/scaled_gemms"
 KEYS = ("weight", "rows")
@@ -27,39 +28,41 @@ MAX_ROWS = 128
 Call = Callable[[int], object]
 
 
-def few_rows(x: torch.Tensor, weights: Sequence[torch.Tensor], scale: torch.Tensor) -> dict[str, Call]:
-    """The Triton GEMM, by tiling."""
+def few_rows(x: torch.Tensor, weights: Sequence[torch.Tensor], scale: torch.Tensor | None) -> dict[str, Call]:
+    """The kernels for few rows, by tiling."""
+    from runtime.layers.gemm.fragment_gemm import fragment_gemm
     from runtime.layers.gemm.triton_gemm import triton_gemm
 
     out = torch.empty((len(x), len(weights[0])), dtype=x.dtype, device=x.device)
 
-    def run(config: object, call: int) -> object:
-        return triton_gemm(x, weights[call % len(weights)], out, config, weight_scale=scale, pdl=True)  # type: ignore[arg-type]
+    def run(config: TritonConfig | FragmentConfig, call: int) -> object:
+        weight = weights[call % len(weights)]
+        if isinstance(config, FragmentConfig):
+            return fragment_gemm(x, weight, out, config, weight_scale=scale, pdl=True)
+        return triton_gemm(x, weight, out, config, weight_scale=scale, pdl=True)
 
-    return {str(config): partial(run, config) for config in H200.scaled_configs(len(x))}
+    scaled = scale is not None
+    triton = H200.scaled_configs(len(x)) if scaled else H200.gemm_configs("linear", len(x))
+    kind = "e4m3" if scaled else "bfloat16"
+    return {f"{kind} {config}": partial(run, config) for config in (*triton, *H200.fragment_configs(scaled, len(x)))}
 
 
 def many_rows(x: torch.Tensor, weights: Sequence[torch.Tensor], scale: torch.Tensor) -> dict[str, Call]:
-    """GEMMs of e4m3 rows by e4m3 weights of torch and of sgl_kernel, with the quantisation of the rows apart."""
-    from runtime.layers.moe.kernels.many_rows import quantize_rows
+    """GEMMs of e4m3 rows by e4m3 weights, which include the quantisation of the rows, and widened weights."""
+    from runtime.layers.gemm.quantized_rows import quantize_rows, quantized_gemm
+    from runtime.layers.gemm.widen import widen
 
-    rows, row_scale = quantize_rows(x)
-    weight_scale = torch.ones((1, len(weights[0])), device=x.device)
-    group_scale = row_scale[:, None].expand(-1, x.shape[1] // 128)
-    columns_first = group_scale.t().contiguous().t()
+    row_scale = torch.ones(len(weights[0]), device=x.device)
 
-    def torch_rows(call: int) -> object:
-        return torch._scaled_mm(rows, weights[call % len(weights)].t(), scale_a=row_scale[:, None], scale_b=weight_scale, out_dtype=x.dtype)
+    def weight(call: int) -> torch.Tensor:
+        return weights[call % len(weights)]
 
-    def torch_blocks(call: int) -> object:
-        return torch._scaled_mm(rows, weights[call % len(weights)].t(), scale_a=columns_first, scale_b=scale.t(), out_dtype=x.dtype)
-
-    def sgl_blocks(call: int) -> object:
-        from sgl_kernel import fp8_blockwise_scaled_mm
-
-        return fp8_blockwise_scaled_mm(rows, weights[call % len(weights)].t(), columns_first, scale.t(), x.dtype)
-
-    return {"quantize": lambda _: quantize_rows(x), "torch rows": torch_rows, "torch blocks": torch_blocks, "sgl_kernel blocks": sgl_blocks}
+    return {
+        "quantize": lambda _: quantize_rows(x, 128),
+        "e4m3 rows": lambda call: quantized_gemm(x, weight(call), row_scale),
+        "e4m3 blocks": lambda call: quantized_gemm(x, weight(call), scale),
+        "widened": lambda call: torch.mm(x, widen(weight(call), scale, x.dtype).t()),
+    }
 
 
 def timed(calls: Mapping[str, Call], count: int) -> dict[str, float | str]:
@@ -90,8 +93,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 x = torch.randn((rows, width), device="cuda").to(torch.bfloat16)
                 torch.mm(x, wide[0].t())
                 calls: dict[str, Call] = {"bfloat16": lambda call, x=x, wide=wide: torch.mm(x, wide[call % len(wide)].t())}
-                calls |= (few_rows if rows <= MAX_ROWS else many_rows)(x, narrow, scale)
-                figures = timed(calls, 16 if rows <= MAX_ROWS else 4)
+                if rows <= MAX_ROWS:
+                    calls |= few_rows(x, wide, None) | few_rows(x, narrow, scale)
+                else:
+                    calls |= many_rows(x, narrow, scale)
+                count = 16 if rows <= MAX_ROWS else 4
+                figures = {"bytes, e4m3": round(out * width / READ_BYTES_PER_SECOND * 1e6, 1), **timed(calls, count)}
                 record.add({"weight": f"{out}x{width}", "rows": rows, "us": figures})
                 print(f"{out}x{width}, {rows} rows: {figures}", flush=True)
 

@@ -131,8 +131,9 @@ def tune(options: Options, args: ServerArgs) -> SpeculativeTuning:
     """Measure chains, then trees, print both, and choose. Raises `ConfigError` where there is nothing to choose."""
     config, model_config = chain_config(args)
     sizes = batch_sizes(config, options)
+    opening = time.perf_counter()
     with _opened(config, model_config, sizes) as worker:
-        bench = Bench.start(options, config, model_config)
+        bench = Bench.start(options, config, model_config, opening)
         trees = TREES if may_branch(config) else ()
         chains = bench.chains(worker, sizes, CHAIN_SHARE if trees else 1.0)
     chain = chain_plan(chains.rates())
@@ -261,7 +262,7 @@ class Chains:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all measurements share. `started`: when the first could begin."""
+    """What all measurements share. `started`: when the first could begin; `loading`: seconds until then, which each tree takes too."""
 
     options: Options
     config: RuntimeConfig
@@ -269,16 +270,17 @@ class Bench:
     prompts: list[list[int]]
     sampling: SamplingParams
     started: float
+    loading: float
 
     @classmethod
-    def start(cls, options: Options, config: RuntimeConfig, model_config: ModelConfig) -> Bench:
-        """Read and tokenise the prompts; the time counts from here."""
+    def start(cls, options: Options, config: RuntimeConfig, model_config: ModelConfig, opening: float) -> Bench:
+        """Read and tokenise the prompts; the time counts from here. `opening`: when the worker began to load."""
         started = time.perf_counter()
         tokenizer = Tokenizer.load(config.model.tokenizer_path, chat_template=config.model.chat_template)
         prompts = fit(tokenised(tokenizer, read_prompts(PromptOptions(options.prompts, None, options.answer))), config, options.answer)
         random_text = config.model.load_format == "dummy"
         sampling = SamplingParams(temperature=options.temperature, max_new_tokens=options.answer, ignore_eos=random_text)
-        return cls(options, config, model_config, prompts, sampling, started)
+        return cls(options, config, model_config, prompts, sampling, started, started - opening)
 
     @property
     def elapsed(self) -> float:
@@ -302,7 +304,7 @@ class Bench:
     def tree(self, args: ServerArgs, shape: tuple[int, int, int], chains: Chains, chain: Plan) -> Plan | None:
         """A tree at growing batches while it is nearly as fast as the best chain; None if it was not measured."""
         steps, name = shape[0], "tree {}/{}/{}".format(*shape)
-        if self.elapsed >= self.options.seconds:
+        if self.elapsed + self.loading >= self.options.seconds:
             print(f"{name}: not measured, the time is over", flush=True)
             return None
         rates = dict[int, float]()

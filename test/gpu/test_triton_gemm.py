@@ -169,6 +169,41 @@ def test_fragments_compute_the_same_gemm(block: tuple[int, int] | str | None, ro
             assert half[rows].isnan().all(), f"{config} writes past its rows"
 
 
+@pytest.mark.parametrize("rows", [1, 130, 1000])
+@pytest.mark.parametrize("group", [None, 128])
+def test_quantized_rows_follow_the_definition(group: int | None, rows: int) -> None:
+    from runtime.layers.gemm.quantized_rows import quantize_rows
+
+    x = torch.randn((rows, 1536), device="cuda").to(BF16)
+    values, scales = quantize_rows(x, group, padding=16)
+    assert values.shape[0] % 16 == 0
+    wide = x.float().reshape(rows, -1, group or 1536)
+    want = wide.abs().amax(2) / 448
+    torch.testing.assert_close(scales[:rows], want, rtol=1e-6, atol=0)
+    error = (values[:rows].float().reshape(wide.shape) * want[..., None] - wide).abs()
+    assert (error <= wide.abs() / 16 + want[..., None] / 1024 + 1e-6).all(), "e4m3 keeps three bits behind the first"
+    assert not values[rows:].float().any()
+
+
+@pytest.mark.parametrize("block", [128, None])
+def test_quantized_prompts_are_near_those_in_16_bits(block: int | None) -> None:
+    from runtime.layers.gemm.quantized_rows import quantized_gemm, supports
+
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("scales of blocks need compute capability 9")
+    N, K = 1536, 2048
+    weight = (torch.randn((N, K), device="cuda") * 50).to(torch.float8_e4m3fn)
+    scale = torch.rand(N if block is None else (N // block, K // block), device="cuda") / 50
+    wide = scale[:, None] if block is None else scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
+    assert supports(weight, scale)
+    for rows in (130, 512):
+        x = torch.randn((rows, K), device="cuda").to(BF16)
+        want = x.double() @ (weight.double() * wide.double()).T
+        out = quantized_gemm(x, weight, scale)
+        assert out.shape == (rows, N)
+        assert (out.double() - want).norm() / want.norm() < 0.05
+
+
 @pytest.mark.parametrize("block", [128, 64, None])
 def test_widened_weights_are_exact_up_to_rounding(block: int | None) -> None:
     from runtime.layers.gemm.widen import widen

@@ -93,11 +93,12 @@ def test_idle_connections_make_room_for_a_probe(monkeypatch: pytest.MonkeyPatch)
             await until(lambda: f.manager.open_requests == 1)
             first_free = os.dup(0)
             os.close(first_free)
-            monkeypatch.setattr(connection, "file_limit", lambda: connection.RESERVED_FILES + first_free + 20)
+            monkeypatch.setattr(connection, "file_limit", lambda: (first_free + 20) * 4 // 3)
             crowd = [await opened(f) for _ in range(60)]
             assert (await f.client.get("/health")).status_code == 200
             closed = [await asyncio.wait_for(reader.read(), 5) for reader, _ in crowd[:5]]
             assert closed == [b""] * 5, "those opened first were closed"
+            assert not any(reader.at_eof() for reader, _ in crowd[-5:]), "a small limit leaves room for some"
             assert f.manager.open_requests == 1, "the busy one was kept"
             for _, writer in crowd:
                 writer.close()

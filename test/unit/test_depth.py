@@ -28,7 +28,7 @@ PROMPTS = {r: np.random.default_rng(r).integers(0, VOCAB, 4 + 3 * r).tolist() fo
 
 def test_the_deepest_depth_that_serves_the_batch_is_chosen() -> None:
     limits = {7: 2, 3: 8, 1: 32, 0: 256}
-    assert [choose_depth(size, limits, {}) for size in (1, 2, 3, 8, 9, 32, 33, 256)] == [7, 7, 3, 3, 1, 1, 0, 0]
+    assert [choose_depth(size, limits) for size in (1, 2, 3, 8, 9, 32, 33, 256)] == [7, 7, 3, 3, 1, 1, 0, 0]
 
 
 def test_without_a_limit_the_table_has_one_depth() -> None:
@@ -93,6 +93,7 @@ def test_usual_depths_have_all_batch_sizes_and_others_few() -> None:
     assert table[3] == table[0] == DepthBatches(40, 40, SIZES, SIZES)
     assert table[7].captured == [1, 2, 3, 6, 12, 24, 32]
     assert table[1].captured == [1, 2, 3, 6, 12, 24, 40]
+    assert split_by_depth((0, 1, 2), None, 40, SIZES, True)[2].captured == SIZES, "few depths have all"
 
 
 def test_above_the_batch_limit_no_depth_drafts() -> None:

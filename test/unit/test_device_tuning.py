@@ -55,6 +55,13 @@ def test_fragment_cuts_hold_for_up_to_sixteen_rows(scaled: bool) -> None:
     assert all(len(set(H200.fragment_configs(scaled, rows))) == len(H200.fragment_configs(scaled, rows)) for rows in (1, 16))
 
 
+def test_experts_can_keep_activations_in_16_bits() -> None:
+    exact = H200.without_fp8_activations()
+    assert any(config.fp8_rows for _, config in H200.experts.many["fp8"])
+    assert not any(config.fp8_rows for table in exact.experts.many.values() for _, config in table)
+    assert exact.experts.few == H200.experts.few
+
+
 def test_split_kv_cuts_by_batch_and_head_dimension() -> None:
     assert H200.split_config(128, 1) == SplitConfig(128, 4, 3, 1, alone=2)
     assert H200.split_config(256, 1).tile == 64

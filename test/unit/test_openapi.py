@@ -123,3 +123,23 @@ def test_endpoints_list_their_status_codes_and_content_types(spec: dict[str, Any
         assert set(answer["200"]["content"]) == {"application/json", "text/event-stream"}
     (model,) = spec["paths"]["/v1/models/{model}"]["get"]["parameters"]
     assert (model["in"], model["name"], model["required"]) == ("path", "model", True)
+
+
+def test_fields_that_may_be_left_out_may_be_null(spec: dict[str, Any]) -> None:
+    for path in ("/v1/messages", "/v1/embeddings", "/detokenize"):
+        reference = spec["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        body = spec["components"]["schemas"][reference.rpartition("/")[2]]
+        for name, node in body["properties"].items():
+            free = "description" in node and "anyOf" not in node  # any value is accepted without effect
+            assert free or (name in body["required"]) != ({"type": "null"} in node.get("anyOf", [])), f"{path} {name}"
+
+
+def test_int64_bounds_are_exact(spec: dict[str, Any]) -> None:
+    (priority, _) = fields(spec, "/v1/embeddings")["priority"]["anyOf"]
+    assert (priority["minimum"], priority["maximum"]) == (-(2**63), 2**63 - 1)
+
+
+def test_operations_with_get_and_post_list_both(spec: dict[str, Any]) -> None:
+    for path in ("/flush_cache", "/start_profile", "/stop_profile"):
+        assert set(spec["paths"][path]) == {"get", "post"}
+    assert not spec["paths"]["/start_profile"]["post"]["requestBody"]["required"]

@@ -51,7 +51,7 @@ OUR_FLAGS = re.findall(
     speculative-disable-by-batch-size embedding-pooling strict-request-fields protect-metrics allow-origins allowed-hosts
     download-dir log-level-http api-key-file uds ssl-keyfile ssl-certfile ssl-keyfile-password
     distributed-executor-backend log-format log-slow-requests otlp-traces-endpoint
-    speculative-draft-model-quantization enable-iteration-graph speculative-draft-tp-size speculative-tuning
+    speculative-draft-model-quantization enable-iteration-graph speculative-draft-tp-size speculative-tuning disable-fp8-activations
     """,
 )
 
@@ -360,6 +360,7 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"device": "cuda"}, CPU, ["cuda", "cpu"]),
         ({"device": "cuda"}, TURING, ["--device cuda", "7.5", "8.0", "--device cpu"]),
         ({"dtype": "float16"}, CPU, ["float16", "bfloat16"]),
+        ({"disable_fp8_activations": True}, CPU, ["--disable-fp8-activations", "CPU"]),
         ({"cuda_graph_bs": (1, 2)}, CPU, ["--cuda-graph-bs"]),
         ({"cuda_graph_max_bs": 8}, CPU, ["--cuda-graph-max-bs"]),
         ({"disable_cuda_graph": True, "cuda_graph_bs": (1,)}, HOPPER, ["--disable-cuda-graph"]),
@@ -486,6 +487,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
         {"preferred_sampling_params": '{"top_k": 5}'}, lambda c: c.model.preferred_sampling_params.given(), {"top_k": 5}
     ),
     "cuda_graph_max_bs": ({"cuda_graph_max_bs": 24}, lambda c: c.graphs.cuda_graph_bs[-1], 24),
+    "disable_fp8_activations": ({"disable_fp8_activations": True}, lambda c: c.device.tuning.fp8_activations, False),
     "disable_cuda_graph": ({"disable_cuda_graph": True}, lambda c: c.graphs.cuda_graph_bs, ()),
     "disable_cuda_graph_padding": ({"disable_cuda_graph_padding": True}, lambda c: c.graphs.cuda_graph_padding, False),
     "enable_iteration_graph": ({"enable_iteration_graph": True}, lambda c: c.graphs.iteration_graph, True),

@@ -40,6 +40,8 @@ def resolve_device(args: ServerArgs, machine: MachineFacts, model: ModelFacts) -
     if kv_dtype != "auto" and not ATTENTION_CAPS[attention].scaled_kv:
         able = " or ".join(name for name, caps in ATTENTION_CAPS.items() if caps.scaled_kv)
         raise ConfigError(f"--kv-cache-dtype {kv_dtype} is not possible with {attention} attention. Use --attention-backend {able}.")
+    if args.disable_fp8_activations and device == "cpu":
+        raise ConfigError("--disable-fp8-activations has no effect: a CPU never rounds activations to 8 bits. Leave it out.")
     return DeviceConfig(
         device=device,
         dtype=dtype,
@@ -48,6 +50,7 @@ def resolve_device(args: ServerArgs, machine: MachineFacts, model: ModelFacts) -
         sampling_backend=cast(SamplingName, sampling),
         cpu_threads=args.cpu_threads or max(machine.cores * args.nnodes // args.tp_size, 1),
         gpu=machine.gpus[0] if device == "cuda" else None,
+        fp8_activations=not args.disable_fp8_activations,
     )
 
 

@@ -66,6 +66,7 @@ class DeviceTuning:
             the WGMMA GEMM is timed for `linear` alone.
         wgmma_only_rows: above this many rows, Triton's candidates are not timed where the WGMMA GEMM takes the weights.
         experts: the tilings of sparse MLPs.
+        fp8_activations: whether prompts round activations to e4m3 for weights in e4m3.
     """
 
     launch_seconds: float
@@ -83,6 +84,11 @@ class DeviceTuning:
     triton_gemm_rows: int
     wgmma_only_rows: int
     experts: ExpertTuning
+    fp8_activations: bool = True
+
+    def without_fp8_activations(self) -> DeviceTuning:
+        """The same with activations in 16 bits in every pass."""
+        return dataclasses.replace(self, experts=self.experts.without_fp8_rows(), fp8_activations=False)
 
     def split_wins(self, batch: int) -> bool:
         """Whether a fixed-width pass of `batch` requests runs by split-KV attention."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -36,6 +37,14 @@ class ExpertTuning:
         """The tiling of the grouped GEMM."""
         return next((config for largest, config in self.many[weights] if rows <= largest), self.many[weights][-1][1])
 
+    def without_fp8_rows(self) -> ExpertTuning:
+        """The same with activations in 16 bits for any number of tokens."""
+        many = {
+            kind: tuple((largest, dataclasses.replace(config, fp8_rows=False)) for largest, config in table)
+            for kind, table in self.many.items()
+        }
+        return dataclasses.replace(self, many=many)
+
     def kernel_rows(self, most: int) -> set[int]:
         """Numbers of tokens, up to `most`, that together need every kernel that passes of up to `most` tokens use."""
         bounds = {bound for table in self.many.values() for bound, _ in table}
@@ -62,12 +71,13 @@ H200_EXPERTS = ExpertTuning(
             (256, GroupedConfig(16, 128, 128, 4, 3)),
             (512, GroupedConfig(32, 128, 64, 4, 4)),
             (2048, GroupedConfig(64, 128, 64, 8, 4, 4)),
-            (1 << 30, GroupedConfig(128, 256, 64, 8, 3, 4)),
+            (1 << 30, GroupedConfig(128, 256, 64, 8, 4, 8)),
         ),
         "fp8": (
             (256, GroupedConfig(16, 64, 128, 4, 4, fp8_rows=True)),
             (512, GroupedConfig(32, 128, 128, 4, 4, fp8_rows=True)),
-            (1 << 30, GroupedConfig(64, 128, 128, 4, 4, 4, fp8_rows=True)),
+            (2048, GroupedConfig(64, 128, 128, 4, 4, 4, fp8_rows=True)),
+            (1 << 30, GroupedConfig(128, 64, 128, 4, 4, 4, fp8_rows=True)),
         ),
         "mxfp4": (
             (256, GroupedConfig(32, 128, 128, 4, 4)),

@@ -60,11 +60,13 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     cpu_threads: int
     gpu: Gpu | None = None
     kv_cache_dtype: KVDType = "auto"
+    fp8_activations: bool = True
 
     @property
     def tuning(self) -> DeviceTuning:
         """The device's measured values."""
-        return tuning_of(self.gpu)
+        tuning = tuning_of(self.gpu)
+        return tuning if self.fp8_activations else tuning.without_fp8_activations()
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

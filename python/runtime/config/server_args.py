@@ -51,6 +51,8 @@ class ServerArgs:
     quantization: Literal["int8", "fp8", "mxfp4", "none"] | None = _flag(MODEL, None)
     """fp8 stores the linear weights of all layers in 8 bits (e4m3, a scale for each 128 x 128 entries), int8 on a CPU also the head;
     none turns off the embedded model's default. A quantized checkpoint needs no flag."""
+    disable_fp8_activations: bool = _flag(MODEL, False)
+    """Keep activations in 16 bits for weights in FP8; by default prompts, and experts of many tokens, round them to 8 bits on a GPU."""
     context_length: int | None = _flag(MODEL, None, "TOKENS")
     """Maximum tokens of prompt and output together; default: the model's."""
     chat_template: str | None = _flag(MODEL, None, "TEMPLATE")

@@ -20,6 +20,8 @@ from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.fragment_gemm import fragment_gemm
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
+from runtime.layers.gemm.quantized_rows import quantized_gemm
+from runtime.layers.gemm.quantized_trial import WeightKind, choose_quantized, kind_of
 from runtime.layers.gemm.tilings import GemmChoice, default_choice, m_bucket
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.gemm.triton_gemm import MAX_ROWS, TritonConfig, triton_gemm
@@ -60,6 +62,7 @@ class CudaOps:
     def __init__(self, timings: GemmTimings, pdl: bool | None = None) -> None:
         self.pdl = torch.cuda.get_device_capability()[0] >= 9 if pdl is None else pdl
         self.choices: dict[GemmKey, GemmChoice] = {}
+        self._quantized: dict[WeightKind, tuple[bool, str]] = {}
         self._timings = timings
         self._tuned_buckets: set[int] | None = None
         self._num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
@@ -72,27 +75,28 @@ class CudaOps:
 
     def linear(self, x: torch.Tensor, linear: Linear, in_prompt: bool = False) -> torch.Tensor:
         """`linear(x)`, [T, out]."""
-        return self._linear(x, None, linear, self.choice("linear", linear, x.shape[0]))
+        return self._linear(x, None, linear, self.choice("linear", linear, x.shape[0]), in_prompt)
 
     def norm_linear(self, stream: Stream, norm: RMSNorm, linear: Linear) -> torch.Tensor:
         """`linear(norm(h))`, [T, out] in the model's dtype."""
         choice = self.choice("linear", linear, stream.h.shape[0])
-        return self._linear(*self._normed(stream, norm, choice), linear, choice)
+        return self._linear(*self._normed(stream, norm, choice), linear, choice, stream.in_prompt)
 
     def linear_add(self, x: torch.Tensor, linear: Linear, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
         """`h + linear.reduce(linear(x))` in float32, in the storage of `h`."""
-        return self._linear_add(x, linear, stream.h, next_norm, self.choice("linear_add", linear, x.shape[0]))
+        return self._linear_add(x, linear, stream.h, next_norm, self.choice("linear_add", linear, x.shape[0]), stream.in_prompt)
 
     def add_normed(
         self, x: torch.Tensor, norm: RMSNorm, stream: Stream, next_norm: RMSNorm | None = None, factor: torch.Tensor | None = None
     ) -> Stream:
         """`(h + norm(x)) * factor` in float32, in the storage of `h`; `next_norm` of it on the way."""
-        return Stream(stream.h, next_norm, normed=add_normed_rows(x, norm, stream.h, next_norm, factor, self.pdl))
+        normed = add_normed_rows(x, norm, stream.h, next_norm, factor, self.pdl)
+        return Stream(stream.h, next_norm, normed=normed, in_prompt=stream.in_prompt)
 
     def norm_gate_up(self, stream: Stream, norm: RMSNorm, gate_up: Linear, activation: Activation = Activation.SILU) -> torch.Tensor:
         """`activation(gate) * up` of the normed stream, [T, intermediate]."""
         choice = self.choice("gate_up", gate_up, stream.h.shape[0])
-        return self._gate_up(*self._normed(stream, norm, choice), gate_up, choice, activation)
+        return self._gate_up(*self._normed(stream, norm, choice), gate_up, choice, activation, stream.in_prompt)
 
     def route(self, x: torch.Tensor, router: Router) -> Routing:
         """The experts of each row of `x`."""
@@ -133,12 +137,13 @@ class CudaOps:
         few = self._timings.tuning.experts.few_rows(gate_up.format, len(x))
         if few is None or experts.group.size > 1:
             part = self.experts(x, experts, routing)
-            return self._add_of_ranks(part if beside is None else part.add_(beside), experts.group, h, next_norm)
+            total = part if beside is None else part.add_(beside)
+            return self._add_of_ranks(total, experts.group, h, next_norm, stream.in_prompt)
         if beside is not None:
             h.add_(beside)
         deferred = self._deferred(h, next_norm, few[1].parts(h.shape[1]))
         experts_few_rows(x, gate_up, down, routing, act, few, h, add=True, deferred=deferred, pdl=self.pdl)
-        return Stream(h, next_norm, deferred)
+        return Stream(h, next_norm, deferred, in_prompt=stream.in_prompt)
 
     def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:
         """Norm and rotate q and k, write k and v to their slots, return q [T, H, head_dim]."""
@@ -192,7 +197,9 @@ class CudaOps:
         self.choices.update({key: choice for key, (choice, _) in found.items()})
         compile_all(self._warmup_runs(gemms, buckets))
         torch.cuda.empty_cache()
+        self._quantized |= choose_quantized((gemm.linear for gemm in gemms), self._timings)
         report = {str(group): found[group.key][1] for group in groups}
+        report |= {"prompts {} {}x{}".format(*kind): line for kind, (_, line) in self._quantized.items()}
         for name, line in report.items():
             log.info("%s: %s", name, line)
         log.info("autotuned %d GEMMs; %.1f s with compilation", len(report), time.perf_counter() - start)
@@ -293,47 +300,66 @@ class CudaOps:
         assert stream.norm is norm, "the deferred norm is another one"
         return stream.deferred.scaled, RowScale(stream.deferred.squares, norm.eps)
 
-    def _linear(self, x: torch.Tensor, scale: RowScale | None, linear: Linear, choice: GemmChoice) -> torch.Tensor:
+    def _linear(self, x: torch.Tensor, scale: RowScale | None, linear: Linear, choice: GemmChoice, in_prompt: bool = False) -> torch.Tensor:
         if choice is None:
-            return _by_cublas(x, linear)
+            return self._many_rows(x, linear, in_prompt)
         out = torch.empty((x.shape[0], linear.out_features), dtype=x.dtype, device=x.device)
         self._skinny(x, linear, out, choice, Epilogue(bias=linear.bias, scale=scale))
         return out
 
     def _gate_up(
-        self, x: torch.Tensor, scale: RowScale | None, gate_up: Linear, choice: GemmChoice, activation: Activation = Activation.SILU
+        self,
+        x: torch.Tensor,
+        scale: RowScale | None,
+        gate_up: Linear,
+        choice: GemmChoice,
+        activation: Activation = Activation.SILU,
+        in_prompt: bool = False,
     ) -> torch.Tensor:
         silu, gelu = activation is Activation.SILU, activation is Activation.GELU_TANH
         if choice is None or not (silu or gelu):
-            rows = self._linear(x, scale, gate_up, choice)
+            rows = self._linear(x, scale, gate_up, choice, in_prompt)
             return silu_and_mul(rows) if silu else gated(activation, rows)
         out = torch.empty((x.shape[0], gate_up.out_features // 2), dtype=x.dtype, device=x.device)
         self._skinny(x, gate_up, out, choice, Epilogue(bias=gate_up.bias, silu=silu, gelu=gelu, scale=scale))
         return out
 
-    def _linear_add(self, x: torch.Tensor, linear: Linear, h: torch.Tensor, next_norm: RMSNorm | None, choice: GemmChoice) -> Stream:
+    def _linear_add(
+        self, x: torch.Tensor, linear: Linear, h: torch.Tensor, next_norm: RMSNorm | None, choice: GemmChoice, in_prompt: bool = False
+    ) -> Stream:
         if linear.is_partial:  # the sum over ranks comes before the add and the norm
-            return self._add_of_ranks(self._linear(x, None, linear, choice), linear.group, h, next_norm)
+            return self._add_of_ranks(self._linear(x, None, linear, choice, in_prompt), linear.group, h, next_norm, in_prompt)
         if choice is not None:
             deferred = self._deferred(h, next_norm, choice.parts(linear.out_features))
             self._skinny(x, linear, h, choice, Epilogue(bias=linear.bias, add=True, deferred=deferred))
-            return Stream(h, next_norm, deferred)
+            return Stream(h, next_norm, deferred, in_prompt=in_prompt)
         if not self._float32_gemms or not linear.is_dense:
-            return Stream(h.add_(_by_cublas(x, linear)))
+            return Stream(h.add_(self._many_rows(x, linear, in_prompt)), in_prompt=in_prompt)
         torch.ops.aten.addmm.dtype_out(h, x, linear.weight.t(), torch.float32, out=h)
-        return Stream(h if linear.bias is None else h.add_(linear.bias))
+        return Stream(h if linear.bias is None else h.add_(linear.bias), in_prompt=in_prompt)
 
-    def _add_of_ranks(self, part: torch.Tensor, group: ParallelGroup, h: torch.Tensor, next_norm: RMSNorm | None) -> Stream:
+    def _many_rows(self, x: torch.Tensor, linear: Linear, in_prompt: bool) -> torch.Tensor:
+        """`linear(x)` for more rows than the skinny kernels take; prompts quantize theirs where that was found faster."""
+        scale = linear.storage.scale
+        faster, _ = self._quantized.get(kind_of(linear), (False, ""))
+        if not (faster and in_prompt and len(x) > MAX_ROWS and x.dtype is torch.bfloat16) or scale is None:
+            return _by_cublas(x, linear)
+        out = quantized_gemm(x.contiguous(), linear.weight, scale, pdl=self.pdl)
+        return out if linear.bias is None else out.add_(linear.bias)
+
+    def _add_of_ranks(
+        self, part: torch.Tensor, group: ParallelGroup, h: torch.Tensor, next_norm: RMSNorm | None, in_prompt: bool = False
+    ) -> Stream:
         """Add the sum of the ranks' outputs to the stream: by one kernel where the array is small enough."""
         fused = group.fused
         if fused is None or not fused.fits(part):
-            return Stream(h.add_(group.all_reduce(part)))
+            return Stream(h.add_(group.all_reduce(part)), in_prompt=in_prompt)
         deferred = self._deferred_of_ranks(part, h, next_norm, fused)
         if deferred is None:
             fused.add(part, h)
         else:
             fused.add(part, h, deferred.gain, deferred.scaled, deferred.squares)
-        return Stream(h, next_norm, deferred)
+        return Stream(h, next_norm, deferred, in_prompt=in_prompt)
 
     def _deferred_of_ranks(
         self, part: torch.Tensor, h: torch.Tensor, norm: RMSNorm | None, fused: FusedExchange | None

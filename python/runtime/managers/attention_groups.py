@@ -83,13 +83,13 @@ class AttentionGroups:
         """Empty all prefix caches; returns the pages that they held."""
         return sum(group.kv_pages.flush() for group in self._groups)
 
-    def measure(self, stats: SchedulerStats) -> None:
-        """Bring the gauges up to date."""
+    def measure(self, stats: SchedulerStats, waiting: int) -> None:
+        """Bring the gauges up to date; `waiting`: requests that are queued before all groups. Several threads may call it."""
         pools, size = [group.kv_pages for group in self._groups], self._limits.page_size
         loads = [GroupLoad(len(group.running), len(group.queue), group.kv_pages.used * size) for group in self._groups]
         stats.groups = loads if len(loads) > 1 else []
         stats.num_running_reqs = sum(load.num_running_reqs for load in loads)
-        stats.num_queue_reqs = sum(load.num_queue_reqs for load in loads)
+        stats.num_queue_reqs = waiting + sum(load.num_queue_reqs for load in loads)
         stats.num_used_tokens = sum(load.num_used_tokens for load in loads)
         stats.pages_total, stats.pages_free = sum(pool.num_pages for pool in pools), sum(pool.available for pool in pools)
         stats.max_total_num_tokens = self._limits.server_tokens

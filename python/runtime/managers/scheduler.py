@@ -440,8 +440,7 @@ class Scheduler:
 
     def current_stats(self) -> SchedulerStats:
         """The statistics with their gauges up to date. Any thread may call it."""
-        self.groups.measure(self.stats)
-        self.stats.num_queue_reqs += len(self._grammars)
+        self.groups.measure(self.stats, len(self._grammars))
         return self.stats
 
     def heartbeat(self) -> Heartbeat:

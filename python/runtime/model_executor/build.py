@@ -24,8 +24,7 @@ from runtime.model_executor.accept_rules import LOSSLESS, AcceptThresholds
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.accepter import Accepter, AcceptPolicy
 from runtime.model_executor.context import ReplayKind, WorkerContext, make_context
-from runtime.model_executor.depth import DepthBatches, DepthControl, depths_by_bytes, depths_to_drop, split_batch_sizes, split_by_depth
-from runtime.model_executor.depth_bytes import StepBytes
+from runtime.model_executor.depth import DepthBatches, DepthControl, depths_to_drop, split_batch_sizes, split_by_depth
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, ModelPasses, NoDrafter
 from runtime.model_executor.dry_run import measure_activations, sample_padding
 from runtime.model_executor.expert_counter import ExpertCounter
@@ -85,10 +84,8 @@ def build_worker(
     model_config = replace(model_config, max_context_len=config.model.context_length)  # some rotary tables depend on it
     model = load_model(context, model_config, config.model.model_path, config.model.load_format, config.model.quantization)
     drafter = make_drafter(context, model)
-    costs = group.agree(step_bytes(model, drafter) if context.exchange is None else None)
-    depths = make_depths(context, drafter, costs, with_plain)
+    depths = make_depths(context, drafter, with_plain)
     parts = make_parts(context, model, model_config, drafter, depths)
-    parts.depths.costs = costs if any(batches.least > 1 for batches in depths.values()) else None
     autotune(context, parts, depths)
     activations = measure_activations(context, parts)
     models = model_passes(context, parts)
@@ -142,24 +139,13 @@ def model_weights(context: WorkerContext, shapes: dict[str, tuple[int, ...]], fo
 # ---- runners
 
 
-def step_bytes(model: DecoderModel, drafter: Drafter) -> StepBytes | None:
-    """What an iteration of a sparse model reads; None for a dense one."""
-    if not model.sparse_mlps:
-        return None
-    mlp, experts = model.sparse_mlps[0], sum(mlp.experts.num_bytes for mlp in model.sparse_mlps)
-    fixed, each = model.weight_bytes - experts - model.embed.nbytes, experts // mlp.experts.count
-    return StepBytes(fixed, each, mlp.router.num_experts, mlp.router.rule.top_k, drafter.draft_bytes)
-
-
-def make_depths(context: WorkerContext, drafter: Drafter, costs: StepBytes | None, with_plain: bool) -> dict[int, DepthBatches]:
-    """The table of depths, deepest first. On a GPU a sparse model drafts only where that reads fewer bytes per token."""
+def make_depths(context: WorkerContext, drafter: Drafter, with_plain: bool) -> dict[int, DepthBatches]:
+    """The table of depths, deepest first."""
     config, spec = context.config, drafter.spec
     most = None if config.speculative is None else config.speculative.disable_by_batch_size
     padding = config.graphs.cuda_graph_padding
     if config.speculative is not None and config.speculative.depths:
         return split_by_depth(config.speculative.depths, most, context.running, context.sizes, padding)
-    if costs is not None and context.device.type == "cuda" and spec.shape.num_steps and spec.shape.topk == 1:
-        return depths_by_bytes(spec.shape.num_steps, costs, most, context.running, context.sizes, padding)
     depths = split_batch_sizes(spec.shape.num_steps, most, context.running, context.sizes, padding)
     if with_plain and 0 not in depths:
         depths[0] = DepthBatches(context.running, context.requests, [], [])
@@ -183,7 +169,7 @@ def make_parts(
     graphs = IterationGraphs(IterationStages(*stages), hot_depths(depths, context.config), graph_options(context, runner, ()))
     return WorkerParts(
         *stages,
-        depths=DepthControl(limits, context.running + 1, verifier, {depth: own.least for depth, own in depths.items()}, verifier.ragged),
+        depths=DepthControl(limits, context.running + 1, verifier, verifier.ragged),
         monitor=AcceptanceMonitor(max(depths), adaptive=context.group.size == 1),
         grammars=GrammarRows(config.vocab_size, context.device),
         iterations=graphs,

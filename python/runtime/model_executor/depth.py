@@ -5,25 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from runtime.batch import Int32, RowInit, ScheduleBatch, no_ints
 from runtime.errors import InvalidField
-from runtime.model_executor.depth_bytes import LADDER, StepBytes, least_batches
 from runtime.model_executor.depth_controller import DecodeRows, DepthChooser
 from runtime.model_executor.window_widths import allot
 from runtime.sampling_params import MAX_DRAFT_STEPS
 
 log = logging.getLogger(__name__)
-USUAL_STEPS = 3
-"""The depth that has graphs of all batch sizes, as depth 0 has."""
+USUAL_STEPS, FEW = 3, 3
+"""The depth that has graphs of all batch sizes, as depth 0 has. With so few depths all of them have."""
 MOST_DRAFTED = {5: 64, 7: 32}
 """The largest batch of deep windows: with more requests they take longer than shallow ones for any acceptance."""
-SPREAD_STEP = 0.1
-"""A change of `StepBytes.spread` by so much counts."""
 THIN = 1.4
 """Other depths have graphs of batch sizes that grow by at least this factor."""
 
@@ -37,30 +34,27 @@ class DepthBatches:
         padded: the largest, with padding.
         captured: sizes that have graphs.
         tuned: sizes that kernels are chosen for.
-        least: the smallest.
     """
 
     running: int
     padded: int
     captured: list[int]
     tuned: list[int]
-    least: int = 1
 
 
-def choose_depth(batch_size: int, limits: Mapping[int, int], least: Mapping[int, int]) -> int:
+def choose_depth(batch_size: int, limits: Mapping[int, int]) -> int:
     """The depth of an iteration: the largest K that serves so many requests. Arguments as for `serving_depths`."""
-    return max(serving_depths(batch_size, limits, least))
+    return max(serving_depths(batch_size, limits))
 
 
-def serving_depths(batch_size: int, limits: Mapping[int, int], least: Mapping[int, int]) -> list[int]:
+def serving_depths(batch_size: int, limits: Mapping[int, int]) -> list[int]:
     """The depths that serve so many requests.
 
     Args:
         batch_size: requests that decode.
         limits: by depth, the largest batch that it serves.
-        least: by depth, the smallest one; 1 where it is not given.
     """
-    return [depth for depth, most in limits.items() if least.get(depth, 1) <= batch_size <= most]
+    return [depth for depth, most in limits.items() if batch_size <= most]
 
 
 def split_batch_sizes(
@@ -97,35 +91,10 @@ def split_by_depth(
     for depth in sorted(depths, reverse=True):
         most = min(running, MOST_DRAFTED.get(depth, running), most_with_drafts or running) if depth else running
         own = captured_up_to(most, sizes, padding)
-        if depth not in (0, USUAL_STEPS):
+        if depth not in (0, USUAL_STEPS) and len(depths) > FEW:
             own = thinned(own)
         table[depth] = DepthBatches(most, max([most, *own]), own, own or [1, most])
     return table
-
-
-def depths_by_bytes(
-    num_steps: int, costs: StepBytes, most_with_drafts: int | None, running: int, sizes: Sequence[int], padding: bool
-) -> dict[int, DepthBatches]:
-    """The table of depths of a sparse model, up to `num_steps`, by the bytes that each reads for a batch. Other arguments as for
-    `split_batch_sizes`.
-    """
-    depths = sorted({*(depth for depth in LADDER if depth < num_steps), num_steps})
-    least = least_batches(costs, depths, running)
-    log.info("depths by bytes, from so many requests on: %s", ", ".join(f"K={depth}: {least[depth]}" for depth in depths))
-    return from_least(split_by_depth(depths, most_with_drafts, running, sizes, padding), least)
-
-
-def from_least(table: Mapping[int, DepthBatches], least: Mapping[int, int]) -> dict[int, DepthBatches]:
-    """The table, with each depth only for batches of at least so many requests. Depth 0 serves any batch."""
-
-    def above(sizes: Sequence[int], depth: int) -> list[int]:
-        return [size for size in sizes if size >= least[depth]]
-
-    return {
-        depth: replace(b, captured=above(b.captured, depth), tuned=above(b.tuned, depth) or b.tuned[-1:], least=least[depth])
-        for depth, b in table.items()
-        if not depth or least[depth] <= b.running or depth == max(table)
-    }
 
 
 def captured_up_to(most: int, sizes: Sequence[int], padding: bool) -> list[int]:
@@ -178,28 +147,18 @@ class DepthControl:
 
     Attributes:
         limits: by depth, the largest batch that it serves.
-        least: by depth, the smallest one; 1 where it is not given.
         controller: None where the batch size decides.
-        costs: what iterations of a sparse model read, where the bytes decide; None elsewhere.
     """
 
-    def __init__(
-        self,
-        limits: Mapping[int, int],
-        rows: int = 0,
-        sizes: Sizes | None = None,
-        least: Mapping[int, int] | None = None,
-        ragged: Collection[int] = (),
-    ) -> None:
+    def __init__(self, limits: Mapping[int, int], rows: int = 0, sizes: Sizes | None = None, ragged: Collection[int] = ()) -> None:
         """
         Args:
             rows: number of request rows.
             sizes: batch sizes by depth, for the controller.
             ragged: depths at which windows may differ in width.
         """
-        self.limits, self.least, self._captured, self._sizes = dict(limits), dict(least or {}), dict(least or {}), sizes
+        self.limits, self._sizes = dict(limits), sizes
         self.controller: DepthChooser | None = None
-        self.costs: StepBytes | None = None
         self._forced: int | None = None
         self._fixed: int | None = None
         self._turn: int | None = None
@@ -212,22 +171,9 @@ class DepthControl:
         """K at full depth."""
         return max(self.limits)
 
-    def correct(self, spread: float) -> None:
-        """Take note of how independently tokens choose experts, `StepBytes.spread`, as measured.
-
-        Where they share experts, a batch has to be larger before a window of drafts hits few more than one token does. No
-        depth serves smaller batches than at the start, for which it has no graphs.
-        """
-        if self.costs is None or abs(spread - self.costs.spread) < SPREAD_STEP:
-            return
-        self.costs = replace(self.costs, spread=spread)
-        found = least_batches(self.costs, self.limits, max(self.limits.values()))
-        self.least = {depth: max(found[depth], self._captured.get(depth, 1)) for depth in self.limits}
-        log.info("tokens share experts (spread %.2f); depths from so many requests on: %s", spread, self.least)
-
     def choose(self, batch_size: int) -> int:
         """The depth of an iteration of `batch_size` requests, without a controller."""
-        return choose_depth(batch_size, self.limits, self.least) if self._forced is None else self._forced
+        return choose_depth(batch_size, self.limits) if self._forced is None else self._forced
 
     def plan(self, batch: ScheduleBatch) -> None:
         """Set the depth of a step and, where its windows are to differ, their widths. Called once for each step, in order."""
@@ -260,7 +206,7 @@ class DepthControl:
         rows, live = batch.rows[batch.num_prompts :], batch.num_decodes
         if self._forced is not None or not live:
             return self._forced if live and self._forced is not None else 0
-        serving = serving_depths(live, self.limits, self.least)
+        serving = serving_depths(live, self.limits)
         if self._turn is not None:
             self._turn += 1
             return serving[self._turn % len(serving)]

@@ -20,12 +20,12 @@ from runtime.worker_info import DepthClass, DepthInfo
 Int64 = npt.NDArray[np.int64]
 HYSTERESIS = 0.015
 """Another depth is taken if it promises more tokens per second than the current one by this share."""
-PROBE_SHARE = 0.005
+PROBE_SHARE = 0.004
 """Share of the time that probes of other depths may lose."""
 PROBE_DISTANCE = 8
 """Least iterations between two probes."""
 STALE = 64
-"""A depth that did not run for so many iterations is probed: its time may have changed."""
+"""A depth whose time was not seen for so many iterations is probed: its time may have changed."""
 MOST_SAVED, SAVED_AT_START = 8, 4
 """Iterations whose time probes may lose in a row: after none for long, and at the start, whose measurement may be wrong."""
 FIRST_RATE = 0.6
@@ -117,7 +117,9 @@ class Observed:
         size: requests, padding included.
         accept_lens: int [n].
         caps, greedy, kv_tokens: as in `DecodeRows`.
-        seconds: its time; None where it is not known or not that of usual iterations.
+        seconds: time since the results of the iteration before; None where it is not known or not that of usual
+            iterations. The draft follows an iteration after its results are read, so that this is an iteration's own time
+            only after one of the same depth, or of depth 0, where the draft catches up within the iteration.
     """
 
     depth: int
@@ -161,6 +163,10 @@ class DepthChooser(Protocol):
         """An iteration was read."""
         ...
 
+    def correct(self, spread: float) -> None:
+        """How independently tokens choose the experts of a sparse model was measured, as in `Routing.spread`."""
+        ...
+
     def info(self) -> DepthInfo | None:
         """What it goes by, as it is reported."""
         ...
@@ -181,7 +187,9 @@ class DepthController:
         self._averages = {greedy: AcceptanceAverages(max(depths), acceptance) for greedy in (True, False)}
         self._current: int | None = None
         self._steps = self._probed_at = 0
-        self._ran_at = dict.fromkeys(depths, 0)
+        self._timed_at = dict.fromkeys(depths, 0)
+        self._last = self._repeated = -1  # depth of the iteration before, and of a probe to go on with
+        self._observed = -1  # the depth of the iteration read before, if its time is known
         self._saved = self._returned = self._returned_before = 0.0  # seconds that probes may lose; `observe` writes `_returned`
 
     def choose(self, rows: DecodeRows, sizes: Mapping[int, int]) -> int:
@@ -193,13 +201,16 @@ class DepthController:
         self._steps += 1
         self._save(best.seconds)
         depth = self._probe(options, best) if len(options) > 1 else best.depth
-        self._ran_at[depth] = self._steps
+        if self._last in (depth, 0):
+            self._timed_at[depth] = self._steps
+        self._last = depth
         self.chosen[depth] += 1
         return depth
 
     def observe(self, read: Observed) -> None:
         """Learn from an iteration."""
-        if read.seconds is not None:
+        before, self._observed = self._observed, -1 if read.seconds is None else read.depth
+        if read.seconds is not None and before in (read.depth, 0):
             self.cost.observe(read.size, read.depth, read.kv_tokens, read.seconds)
         if read.depth == 0:
             return
@@ -210,6 +221,10 @@ class DepthController:
                 averages.add(read.accept_lens[(read.greedy == greedy) & (drafted == depth)], depth)
         if self._current == 0:  # a probe that accepted drafts saved time
             self._returned += (float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens)
+
+    def correct(self, spread: float) -> None:
+        """Expect that iterations read so many experts."""
+        self.cost.correct(spread)
 
     def info(self) -> DepthInfo:
         """Counts, averages and expected times, as they are reported."""
@@ -249,20 +264,25 @@ class DepthController:
     def _probe(self, options: Sequence[Option], best: Option) -> int:
         """The depth to run: that of `best`, or now and then one that did not run lately, if what it may lose was put aside.
 
-        At depth 0 no draft is seen, so that the shallowest one is always worth a probe.
+        At depth 0 no draft is seen, so that the shallowest one is always worth a probe. From another depth, only the second
+        iteration of a probe shows its time.
         """
+        repeated, self._repeated = self._repeated, -1
+        if repeated in (option.depth for option in options):
+            return repeated
         if self._steps - self._probed_at < PROBE_DISTANCE:
             return best.depth
         shallowest = min((option.depth for option in options if option.depth), default=0)
-        candidates = []
+        length, candidates = 2 if best.depth else 1, []
         for option in options:
+            stale = self._steps - self._timed_at[option.depth] >= STALE
             blind = best.depth == 0 and option.depth == shallowest
-            if option.depth != best.depth and (blind or self._steps - self._ran_at[option.depth] >= STALE):
+            if option.depth != best.depth and (blind or stale):
                 tokens = best.tokens if best.depth == 0 else option.tokens
-                candidates.append((option.seconds - tokens / best.rate, option.depth))
+                candidates.append((length * (option.seconds - tokens / best.rate), option.depth))
         if not candidates or min(candidates)[0] > self._saved:
             return best.depth
         loss, depth = min(candidates)
         self._saved -= max(loss, 0.0)
-        self._probed_at = self._steps
+        self._probed_at, self._repeated = self._steps, depth if length > 1 else -1
         return depth

@@ -152,11 +152,6 @@ class Drafter(Protocol):
         """The drafter's graph runners at one depth."""
         return []
 
-    @property
-    def draft_bytes(self) -> int:
-        """Bytes of weights that one draft pass reads, about."""
-        return 0
-
     def gemms(self) -> Iterable[Gemm]:
         """GEMMs of the drafter's own models that are to be autotuned, in order."""
         return ()

@@ -31,9 +31,11 @@ class ExpertCounter:
         None for passes that are not counted: most, and those of more tokens than routers keep masks of.
         """
         self._passes += 1
+        if (self._passes - 1) % EVERY:
+            return None
         kept = [router.kept_masks(tokens) for router in self._routers]
         masks = [mask for mask in kept if mask is not None]
-        if not masks or (self._passes - 1) % EVERY:
+        if not masks:
             return None
         places = torch.arange(WORD, dtype=torch.int32, device=masks[0].device)
         hit = (torch.stack(masks)[..., None] >> places) & 1

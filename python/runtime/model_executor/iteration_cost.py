@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -37,19 +37,41 @@ class CostPoint:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How many distinct experts of a sparse layer tokens hit: a window of drafts hits more than one token does.
+
+    Attributes:
+        spread: how independently tokens choose, 0 to 1; neighbouring tokens of a text share some experts.
+    """
+
+    num_experts: int
+    top_k: int
+    spread: float = 1.0
+
+    def distinct(self, tokens: int) -> float:
+        """Expected number of distinct experts that so many tokens hit in one layer."""
+        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** (1 + self.spread * (tokens - 1)))
+
+
 class IterationCost:
     """Predicts the time of an iteration: scale * table(size, depth) + context tokens * seconds per token.
 
     The table goes through the points of the start-up. `observe` refines it: scale and seconds per token by least squares
-    with exponential forgetting, and slowly each batch size and depth by itself.
+    with exponential forgetting, and slowly each batch size and depth by itself. `correct` tells it how many experts of a
+    sparse model are read.
     """
 
-    def __init__(self, points: Sequence[CostPoint]) -> None:
-        """`points`: at least one; any sizes and depths."""
-        self.points = tuple(points)
-        self._fit = _fitted(self.points)
+    def __init__(self, points: Sequence[CostPoint], routing: Routing | None = None) -> None:
+        """
+        Args:
+            points: at least one; any sizes and depths.
+            routing: of a sparse model, as in the measurement.
+        """
+        self.points, self._routing = tuple(points), routing
+        self._fit = self._fitted()
         self._ratios = {depth: self._ratios_at(depth) for depth in sorted({point.depth for point in self.points})}
-        self._table: dict[tuple[int, int], float] = {}
+        self._table: dict[tuple[int, int, Routing | None], float] = {}
         self._cells: dict[tuple[int, int], float] = {}
         self._runs: dict[tuple[int, int], int] = {}
         self._sums = np.zeros(5)  # 1, u, u^2, y, u * y of the regression y = scale + u * context
@@ -75,36 +97,44 @@ class IterationCost:
         cell = self._cells.get(key, 0.0) + max(CELL_RATE, 1 / (runs + FIRST_RUNS)) * math.log(seconds / expected)
         self._cells[key] = min(max(cell, -MOST_CELL), MOST_CELL)
 
+    def correct(self, spread: float) -> None:
+        """Take note of how independently tokens choose experts, `Routing.spread`, as measured."""
+        if self._routing is not None:
+            self._routing = replace(self._routing, spread=round(spread, 1))
+
     def _at(self, size: int, depth: int) -> float:
         return self._measured(size, depth) * math.exp(self._cells.get((size.bit_length(), depth), 0.0))
 
     def _measured(self, size: int, depth: int) -> float:
-        """The table as measured at start-up."""
-        if (size, depth) not in self._table:
+        """The table as measured at start-up, with the experts that are read now."""
+        key = size, depth, self._routing
+        if key not in self._table:
             ratios = [float(np.interp(math.log2(size), *ratio)) for ratio in self._ratios.values()]
             ratio = float(np.interp(depth, list(self._ratios), ratios))
-            self._table[size, depth] = float(_features(size, depth) @ self._fit) * ratio
-        return self._table[size, depth]
+            self._table[key] = self._modelled(size, depth) * ratio
+        return self._table[key]
 
     def _ratios_at(self, depth: int) -> tuple[list[float], list[float]]:
         """The points of one depth: logarithms of their sizes, and measured times over fitted ones."""
         own = sorted((p for p in self.points if p.depth == depth), key=lambda point: point.size)
-        return [math.log2(p.size) for p in own], [p.seconds / float(_features(p.size, depth) @ self._fit) for p in own]
+        return [math.log2(p.size) for p in own], [p.seconds / self._modelled(p.size, depth) for p in own]
 
+    def _modelled(self, size: int, depth: int) -> float:
+        return float(self._features(size, depth) @ self._fit)
 
-def _features(size: int, depth: int) -> npt.NDArray[np.float64]:
-    """What a time is made of: launches and weights, rows of the target's pass, draft passes, and rows of those."""
-    return np.array([1.0, size * (depth + 1), depth, depth * size])
+    def _features(self, size: int, depth: int) -> npt.NDArray[np.float64]:
+        """What a time is made of: launches and weights, rows of the target's pass, draft passes, rows of those, and experts."""
+        experts = 0.0 if self._routing is None else self._routing.distinct(size * (depth + 1))
+        return np.array([1.0, size * (depth + 1), depth, depth * size, experts])
 
-
-def _fitted(points: Sequence[CostPoint]) -> npt.NDArray[np.float64]:
-    """Least squares of relative errors with coefficients of at least 0, the first above it, by coordinate descent."""
-    x = np.array([_features(p.size, p.depth) / p.seconds for p in points])
-    gram, wanted = x.T @ x, x.sum(0)
-    least = np.array([LEAST_FIXED * min(p.seconds for p in points), 0.0, 0.0, 0.0])
-    fit = least.copy()
-    for _ in range(SWEEPS):
-        for i, step in enumerate(gram.diagonal()):
-            if step > 0:
-                fit[i] = max(fit[i] + (wanted[i] - gram[i] @ fit) / step, least[i])
-    return fit
+    def _fitted(self) -> npt.NDArray[np.float64]:
+        """Least squares of relative errors with coefficients of at least 0, the first above it, by coordinate descent."""
+        x = np.array([self._features(p.size, p.depth) / p.seconds for p in self.points])
+        gram, wanted = x.T @ x, x.sum(0)
+        least = np.array([LEAST_FIXED * min(p.seconds for p in self.points), 0.0, 0.0, 0.0, 0.0])
+        fit = least.copy()
+        for _ in range(SWEEPS):
+            for i, step in enumerate(gram.diagonal()):
+                if step > 0:
+                    fit[i] = max(fit[i] + (wanted[i] - gram[i] @ fit) / step, least[i])
+        return fit

@@ -165,7 +165,7 @@ class Worker:
         self.iteration_runners, self.ragged_runners = tuple(parts.iterations.runners.values()), tuple(parts.verifier.ragged_runners)
         self._queue = DeviceQueue(self._step if followers is None else self._timed_step, parts.target.device)
         self._step_seconds, self._token_checks = 0.0, 0
-        self._read_at = 0.0  # when the last step was read
+        self._read_at, self._prompts_read = 0.0, False  # when the last step was read, and whether it had prompts
         self._profiler = Profiler("scheduler", parts.target.device)
 
     @property
@@ -393,7 +393,7 @@ class Worker:
         if decodes is not None and decodes.experts is not None:
             self._count_experts(decodes.iteration.live * (decodes.stats.draft_tokens + 1), int(decodes.experts.wait()[0][0]))
         result = join(None if prompts is None else prompts.wait(), decoded)
-        self._read_at = time.perf_counter()
+        self._read_at, self._prompts_read = time.perf_counter(), prompts is not None
         self.parts.drafter.observe(batch.rows, result)
         for grammar, offset in zip(grammars, (0, batch.num_prompts), strict=True):
             if grammar is not None:
@@ -403,8 +403,9 @@ class Worker:
     def _count_experts(self, tokens: int, hit: int) -> None:
         """Take note of the experts that a pass hit, and correct what depths cost by it."""
         self.parts.experts.add(tokens, hit)
-        if (spread := self.parts.experts.spread) is not None:
-            self.parts.depths.correct(spread)
+        controller, spread = self.parts.depths.controller, self.parts.experts.spread
+        if controller is not None and spread is not None:
+            controller.correct(spread)
 
     def _observe(self, iteration: Iteration, decoded: BatchResult, with_prompts: bool) -> None:
         """Count acceptance, and tell the depth controller what the iteration accepted and how long it took.
@@ -418,6 +419,7 @@ class Worker:
         if controller is None:
             return
         now = time.perf_counter()
+        with_prompts = with_prompts or self._prompts_read  # the draft follows prompts after their results are read
         usual = not (with_prompts or iteration.eager_sample or iteration.precedes_eager_sample or iteration.grammar)
         seconds = now - max(self._read_at, iteration.started)
         assert iteration.greedy is not None

@@ -11,7 +11,7 @@ import numpy as np
 from runtime.batch import Int32, Pending, RowInit, ScheduleBatch
 from runtime.config.tuning import SpeculativeTuning
 from runtime.model_executor.depth_controller import DepthController
-from runtime.model_executor.iteration_cost import CostPoint, IterationCost
+from runtime.model_executor.iteration_cost import CostPoint, IterationCost, Routing
 from runtime.model_executor.worker import Worker
 from runtime.sampling_params import SamplingParams
 
@@ -36,8 +36,10 @@ def start_controller(worker: Worker, tuning: SpeculativeTuning | None = None) ->
     if not points:
         with worker.parts.monitor.without_sample():
             points = list(measure(worker))
+    mlps = worker.parts.target.runner.model.sparse_mlps
+    routing = Routing(mlps[0].router.num_experts, mlps[0].router.rule.top_k) if mlps else None
     acceptance = () if tuning is None else tuning.acceptance
-    control.controller = DepthController(list(control.limits), IterationCost(points), acceptance)
+    control.controller = DepthController(list(control.limits), IterationCost(points, routing), acceptance)
     seconds = time.perf_counter() - started
     worker.info().startup_seconds["measure_depths"] = round(seconds, 3)
     for size in sorted({point.size for point in points}):
@@ -69,7 +71,7 @@ def _sizes(worker: Worker) -> list[int]:
 
 
 class ScratchRows:
-    """Requests of one token each in the first rows, with pages of their own."""
+    """Requests of one random token each in the first rows, with pages of their own. Equal ones would share experts."""
 
     def __init__(self, worker: Worker, size: int) -> None:
         self._worker, self._size = worker, size
@@ -78,7 +80,10 @@ class ScratchRows:
         worker.submit(self._prompt()).wait()
 
     def time(self, depth: int) -> CostPoint:
-        """The shortest time of a few iterations at a depth, one submitted before the one before it is read if that is usual."""
+        """The shortest time of a few iterations at a depth, one submitted before the one before it is read if that is usual.
+
+        The first does not wait for a draft that follows the one before, so that it counts only where it is alone.
+        """
         found, ahead, last = list[float](), self._worker.limits.overlap, time.perf_counter()
         with self._worker.parts.depths.forced(depth):
             pending, submitted = [self._submit(depth)], 1
@@ -91,7 +96,7 @@ class ScratchRows:
                 while submitted < RUNS and not slow and len(pending) < 1 + ahead:
                     pending.append(self._submit(depth))
                     submitted += 1
-        return CostPoint(self._worker.parts.verifier.padded_size(depth, self._size), depth, min(found))
+        return CostPoint(self._worker.parts.verifier.padded_size(depth, self._size), depth, min(found[1:] or found))
 
     def _submit(self, depth: int) -> Pending:
         self._step += 1
@@ -116,6 +121,6 @@ class ScratchRows:
             page_ids=np.arange(1, size * pages + 1, dtype=np.int32),
             prefix_lens=zeros,
             extend_lens=zeros + 1,
-            token_ids=zeros,
+            token_ids=np.random.default_rng(0).integers(limits.vocab_size, size=size, dtype=np.int32),
             next_tokens=zeros - 1,
         )

@@ -120,12 +120,6 @@ class EagleWorker(Drafter):
         """Passes per plan of the draft's backend."""
         return max(self.spec.shape.num_steps - self.model.lookahead, 1)
 
-    @property
-    def draft_bytes(self) -> int:
-        """Bytes of weights that one draft pass reads, about: the head's own and its LM head, which may be the target's."""
-        model = self.model
-        return model.weight_bytes + model.vocab_size * model.hidden_width * self.runner.dtype.itemsize
-
     def models(self) -> list[ModelPasses]:
         """The draft model."""
         graphs = [runner for depth in self._depths for runner in self.runners(depth)]

@@ -64,10 +64,24 @@ StopText = Annotated[str, Len(1, MAX_STOP_CHARS)]
 Unused = Annotated[Any, Field(description="Accepted without effect.")]
 
 
+def _null_is_left_out(schema: dict[str, Any]) -> None:
+    """Let every field that is not required be null in the JSON schema of a body."""
+    for name in schema.get("properties", {}).keys() - set(schema.get("required", ())):
+        node = schema["properties"][name]
+        if "anyOf" in node:
+            node["anyOf"] = [one for one in node["anyOf"] if one != NULL] + [NULL]
+        elif node.keys() & {"type", "$ref", "const", "enum", "oneOf"}:
+            outer = {key: node.pop(key) for key in ("default", "title") if key in node}
+            schema["properties"][name] = {"anyOf": [node, NULL], **outer}
+
+
+NULL = {"type": "null"}
+
+
 class Body(BaseModel):
     """A JSON object. null counts as left out; unknown fields are ignored; types are never converted."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, json_schema_extra=_null_is_left_out)
     _refused_here: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod

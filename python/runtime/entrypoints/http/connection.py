@@ -21,7 +21,7 @@ READ_BYTES = 16 * 1024
 PIPELINED_BYTES = 64 * 1024
 """How much of the next request is read while one is answered; reading on is how the end of a connection is noticed."""
 RESERVED_FILES = 64
-"""Files kept for the server itself; when no more are left, new connections replace idle ones."""
+"""Files kept for the server itself, at most a quarter of all; when no more are left, new connections replace idle ones."""
 LINGER_SECONDS = 1.0
 """How long data from a refused client is read and dropped."""
 MAX_HEADER_BYTES = 32 * 1024
@@ -42,7 +42,7 @@ class BoundedConnection(H11Protocol):
         super().connection_made(transport)
         sock: socket.socket | None = transport.get_extra_info("socket")
         self.opened = self.loop.time()
-        if sock is not None and sock.fileno() >= file_limit() - RESERVED_FILES:
+        if sock is not None and sock.fileno() >= file_limit() - min(RESERVED_FILES, file_limit() // 4):
             self._make_room()
         _send_at_once(transport)
         self._watch()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timezone
-from typing import Any
+from typing import Annotated, Any
 
+from fastapi import Query
 from pydantic import BaseModel
 from starlette.responses import Response
 
@@ -15,6 +16,8 @@ from runtime.errors import InvalidField
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.managers.tokenizer_manager import TokenizerManager
 
+Rank = Annotated[str, Query(json_schema_extra={"enum": ["0"]})]
+LoadFormat = Annotated[str, Query(json_schema_extra={"enum": ["json", "prometheus"]})]
 SECTIONS = ("core", "spec", "queues", "all")
 
 
@@ -81,7 +84,7 @@ class LoadApi:
         ]
         return json_response([load.model_dump() for load in loads])
 
-    async def loads(self, dp_rank: str = "0", include: str = "all", format: str = "json") -> Response:
+    async def loads(self, dp_rank: Rank = "0", include: str = "all", format: LoadFormat = "json") -> Response:
         """The load of each rank. `include` names sections, separated by commas: core, spec, queues, all."""
         if dp_rank != "0":
             raise InvalidField("dp_rank", dp_rank, "0; this server has one rank")

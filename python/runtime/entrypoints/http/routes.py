@@ -14,6 +14,7 @@ from runtime.entrypoints.anthropic.protocol import AnthropicMessage, TokenCount
 from runtime.entrypoints.http.admin import AdminApi
 from runtime.entrypoints.http.body_route import IGNORED_HEADER, BodyRoute
 from runtime.entrypoints.http.loads import LoadApi, Loads, RankLoad
+from runtime.entrypoints.http.openapi import SCHEMAS
 from runtime.entrypoints.http.responses import ANTHROPIC_PATH, AnthropicError, ErrorBody
 from runtime.entrypoints.native.generate import GenerateApi
 from runtime.entrypoints.native.protocol import (
@@ -65,7 +66,6 @@ ERRORS = {
 }
 OF_ALL = (400, 401, 403, 431, 500)
 """Any endpoint can answer with these: they come from the connection, the limits, the keys, or a fault."""
-SCHEMAS = "#/components/schemas/{model}"
 EVENT = {"type": "string", "description": "A JSON object; `[DONE]` in the last event."}
 STREAM = {"text/event-stream": {"schema": {"type": "object", "required": ["data"], "properties": {"data": EVENT}}}}
 """A stream's schema describes each event, by the convention of OpenAPI before 3.2."""
@@ -94,11 +94,13 @@ def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> Non
     ):
         app.add_api_route(path, handler, response_model=answer, responses=_errors(*statuses))
         app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
-    app.add_api_route("/flush_cache", admin.flush_cache, methods=["POST"], response_model=Flushed, responses=_errors(409, 503))
-    for path, handler in (
-        ("/flush_cache", admin.flush_cache), ("/start_profile", admin.begin_profile), ("/stop_profile", admin.end_profile)
-    ):  # fmt: skip
-        app.add_api_route(path, handler, response_model=None, include_in_schema=False)
+    for method in ("GET", "POST"):
+        app.add_api_route("/flush_cache", admin.flush_cache, methods=[method], response_model=Flushed, responses=_errors(409, 503))
+    for path, handler, answer in (
+        ("/start_profile", admin.begin_profile, ProfileStarted),
+        ("/stop_profile", admin.end_profile, ProfileWritten),
+    ):
+        app.add_api_route(path, handler, response_model=answer, responses=_errors(503))
     _add_posts(app, admin, tokens)
     _add_generation(app, manager, manager.tokenizer, model)
     _add_pooling(app, manager, model)
@@ -163,34 +165,6 @@ def _add_body_route(app: FastAPI, path: str, handler: Handler, answer: Any, resp
 
 
 def _errors(*statuses: int, form: type[BaseModel] = ErrorBody) -> Responses:
-    """What an endpoint may answer besides 200. `_amend` adds the forms to the schema: given as models, each would cost a validator."""
+    """What an endpoint may answer besides 200. `describe` adds the forms to the schema: given as models, each would cost a validator."""
     content = {"application/json": {"schema": {"$ref": SCHEMAS.format(model=form.__name__)}}}
     return {status: {"content": content, "description": ERRORS[status]} for status in sorted((*OF_ALL, *statuses))}
-
-
-def describe(app: FastAPI) -> None:
-    """Make /openapi.json say how keys are sent, and leave out FastAPI's own validation error, which never occurs here."""
-    generate = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        schema = generate()
-        if "security" not in schema:
-            _amend(schema)
-        return schema
-
-    app.openapi = openapi
-
-
-def _amend(schema: dict[str, Any]) -> None:
-    for operations in schema["paths"].values():
-        for operation in operations.values():
-            operation["responses"].pop("422", None)
-    schemas = schema["components"]["schemas"]
-    for name in ("HTTPValidationError", "ValidationError"):
-        schemas.pop(name, None)
-    for form in (ErrorBody, AnthropicError):
-        described = form.model_json_schema(ref_template=SCHEMAS)
-        schemas |= {**described.pop("$defs", {}), form.__name__: described}
-    anthropic = {"type": "apiKey", "in": "header", "name": "x-api-key"}
-    schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "anthropic": anthropic}
-    schema["security"] = [{}, {"key": []}, {"anthropic": []}]

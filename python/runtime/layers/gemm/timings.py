@@ -25,6 +25,7 @@ class GemmTimings:
         self.tuning = tuning
         self._group = group
         self._measured: dict[tuple[torch.dtype, GemmKey], tuple[GemmChoice, str]] = {}
+        self._quantized: dict[tuple[str, int, int], tuple[bool, str]] = {}
 
     def known(self, dtype: torch.dtype, key: GemmKey) -> tuple[GemmChoice, str] | None:
         """The choice for a GEMM with weights of `dtype` and a line that describes it, if it was measured."""
@@ -35,3 +36,9 @@ class GemmTimings:
         if (dtype, key) not in self._measured:
             self._measured[dtype, key] = self._group.agree(measure())
         return self._measured[dtype, key]
+
+    def keep_quantized(self, key: tuple[str, int, int], measure: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
+        """Whether prompts quantize their rows for weights of a scheme, rows and columns, and a line about it: known, or found on rank 0."""
+        if key not in self._quantized:
+            self._quantized[key] = self._group.agree(measure())
+        return self._quantized[key]

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from runtime.config.kernel_configs import GroupedConfig
+from runtime.layers.gemm.quantized_rows import quantize_rows
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.layers.kernels.weight_step import dot_step
 from runtime.layers.moe.kernels.align import Aligned, align
@@ -60,15 +61,6 @@ def experts_many_rows(
         y, routed.ids, out, hidden, first, E, TOP_K=top_k, BLOCK=SUM_COLUMNS, PDL=pdl, num_warps=4, **launch_options(pdl)
     )  # fmt: skip
     return out
-
-
-def quantize_rows(x: torch.Tensor, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [R, K] as e4m3 [R, K] and float32 scales [R]: the largest entry of each row becomes 448."""
-    R, K = x.shape
-    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(R, dtype=torch.float32, device=x.device)
-    _quantize_kernel[(R,)](x, values, scale, K, BLOCK=triton.next_power_of_2(K), PDL=pdl, num_warps=4, **launch_options(pdl))
-    return values, scale
 
 
 def _grouped(
@@ -141,6 +133,7 @@ def _grouped_kernel(
     source = tl.where(pair < pairs, source, 0).to(tl.int64)
     x_rows = x_ptr + source[:, None] * K
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    scale = tl.load(scales) if FP8_ROWS else None
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if FP8_ROWS or TMA:
             k = start + tl.arange(0, BLOCK_K)[None, :]
@@ -152,7 +145,10 @@ def _grouped_kernel(
             else:
                 w = tl.load(w_rows + k, mask=None if EVEN_K else k < K, other=None if EVEN_K else 0.0)
             if FP8_ROWS:
-                acc += tl.dot(w, tl.trans(x)) * tl.load(scales + start // scale_columns)
+                # The next scale is on its way during the multiplication; a load for this one would be waited for in every step.
+                following = tl.load(scales + tl.minimum(start + BLOCK_K, K - 1) // scale_columns)
+                acc += tl.dot(w, tl.trans(x)) * scale
+                scale = following
             else:
                 acc = tl.dot(w, tl.trans(x), acc)
         else:
@@ -186,16 +182,3 @@ def _sum_kernel(y_ptr, ids_ptr, out_ptr, N, first, experts, TOP_K: tl.constexpr,
         held = (own >= 0) & (own < experts)
         acc += tl.load(y_ptr + (token * TOP_K + j) * N + n, mask=(n < N) & held, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * N + n, acc.to(out_ptr.dtype.element_ty), mask=n < N)
-
-
-@triton.jit
-def _quantize_kernel(x_ptr, values_ptr, scale_ptr, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One program: one row."""
-    pdl_sync(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / 448.0
-    value = tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
-    tl.store(values_ptr + row * K + k, value.to(values_ptr.dtype.element_ty), mask=k < K)
-    tl.store(scale_ptr + row, scale)

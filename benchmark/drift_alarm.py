@@ -190,8 +190,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--iterations", type=int, default=10_000_000, help="of the run without a fault, for each batch size")
     args = parser.parse_args(argv)
-    prompts, new_tokens, runs = (4, 60, 2) if args.quick else (64, 96, 40)
-    iterations = 2_000 if args.quick else args.iterations
+    prompts, new_tokens, runs = (4, 32, 2) if args.quick else (64, 96, 40)
+    iterations = 500 if args.quick else args.iterations
     record = Record(NAME, KEYS, args.out, args.quick)
     run = session(prompts, new_tokens)
     lens = record_acceptance(run)
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     record.add({"kind": "live", "fault": "slots off by one", "live_requests": found.pop("requests", 0), "requests": 0, **found})
     for batch in (1, 2, 4, 8, 16, 32, 64):
         for fault, most in (("slots off by one", 2_000), ("5 points", 20_000)):
-            record.add(detection(lens, fault, batch, runs, most if not args.quick else 500))
+            record.add(detection(lens, fault, batch, runs, most if not args.quick else 200))
     for batch in (1, 16, 64):
         record.add(false_alarms(lens, batch, iterations))
     plot(record.data, record.file.with_suffix(".png"))

@@ -204,6 +204,25 @@ def test_quantized_prompts_are_near_those_in_16_bits(block: int | None) -> None:
         assert (out.double() - want).norm() / want.norm() < 0.05
 
 
+def test_prompts_quantize_their_rows_unless_told_not_to() -> None:
+    from runtime.layers.cuda_ops import CudaOps
+    from runtime.layers.quantization.fp8 import BlockFp8, quantize_blocks
+
+    size = 4096
+    linear = Linear(Storage(*quantize_blocks(torch.randn((size, size), device="cuda"))), None, BlockFp8("weight_scale_inv", stored=True))
+    norm = RMSNorm(torch.ones(size, device="cuda", dtype=BF16), 1e-5)
+    ops, exact = CudaOps(GemmTimings()), CudaOps(GemmTimings(H200.without_fp8_activations()))
+    lines = [found.autotune([Gemm("linear_add", linear, norm)], rows=(1,)) for found in (ops, exact)]
+    assert [any(name.startswith("prompts fp8") for name in report) for report in lines] == [True, False]
+    x, h = torch.randn((512, size), device="cuda").to(BF16), torch.zeros((512, size), device="cuda")
+    decoded = ops.linear(x, linear)
+    assert torch.equal(exact.linear(x, linear, in_prompt=True), decoded)
+    stream = ops.linear_add(x, linear, Stream(h, in_prompt=True))
+    assert stream.in_prompt, "the layers after it are of the same pass"
+    for prompt in (ops.linear(x, linear, in_prompt=True), stream.h):
+        assert ((prompt.float() - decoded.float()).norm() / decoded.float().norm()) < 0.05
+
+
 @pytest.mark.parametrize("block", [128, 64, None])
 def test_widened_weights_are_exact_up_to_rounding(block: int | None) -> None:
     from runtime.layers.gemm.widen import widen

@@ -39,12 +39,13 @@ ROOT = Path(__file__).resolve().parents[2]
         ("sampling", [], 16),
         ("embedded_gpu", [], 1),
         ("embedded_speculation", [], 4),
-        ("lossless", [], 2),
+        ("lossless", ["--shapes", "3/1/4"], 1),
         ("lossless", ["--default-start"], 6),
         ("drift_alarm", [], 18),
+        ("host_cost", [], 6),
         ("memory_limits", [], 2),
         ("grammar", ["--only", "serving"], 2),
-        ("storm", ["--minutes", os.environ.get("TALON_STORM_MINUTES", "0.3"), "--clients", "8"], 4),
+        ("storm", ["--minutes", os.environ.get("TALON_STORM_MINUTES", "0.2"), "--clients", "8"], 4),
     ],
 )
 def test_quick_run_writes_rows_and_a_table(script: str, flags: list[str], rows: int, tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Official clients, unchanged, have one conversation each: a schema, two parallel tools, streaming, thinking, leaving early."""
+"""Official clients, unchanged, have one conversation each: a schema, two parallel tools, streaming, thinking, leaving early.
+
+Large clients are imported by their own test: every process that runs tests imports all files of tests, and would take seconds more.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import client_script as script
 import llm
 import openai
 import pytest
-from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
 from browser import Page, find
 from client_script import ANSWER, ASK, CALLS, CAPITAL, CITIES, LONG, MODEL, RESULTS, THOUGHT, TOOLS, WHO, Person, calls_of, user
 from conftest import Embedded, serve_embedded
-from langchain_core.messages import convert_to_messages
-from langchain_openai import ChatOpenAI
 from llm.default_plugins.openai_models import Chat
 from llm.parts import ToolCallPart, ToolResultPart
-
-if sys.version_info >= (3, 11):
-    import pydantic_ai
-    import pydantic_ai.messages as parts
-    from pydantic_ai.models.openai import OpenAIChatModel
-    from pydantic_ai.providers.openai import OpenAIProvider
 
 HERE = Path(__file__).parent
 OTHERS = Path(sys.prefix) / "clients"
@@ -147,6 +140,8 @@ def flat_tools() -> list[Any]:
 
 
 def test_anthropic(server: Embedded) -> None:
+    import anthropic
+
     tools: Any = [{"name": name, "description": text, "input_schema": script.parameters()} for name, text in TOOLS.items()]
     turns: list[Any] = []
     for city in CITIES:
@@ -176,6 +171,9 @@ def test_anthropic(server: Embedded) -> None:
 
 
 def test_langchain(server: Embedded) -> None:
+    from langchain_core.messages import convert_to_messages
+    from langchain_openai import ChatOpenAI
+
     known: dict[str, Any] = {"base_url": f"{server.url}/v1", "api_key": "none", "model": MODEL, "temperature": 0, "max_retries": 0}
     chat = ChatOpenAI(**known, max_completion_tokens=80)
     found = chat.with_structured_output(Person, method="json_schema").invoke(convert_to_messages([*script.person_turns(), user(WHO)]))
@@ -198,6 +196,11 @@ def test_langchain(server: Embedded) -> None:
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="pydantic-ai needs Python 3.11")
 def test_pydantic_ai(server: Embedded) -> None:
+    import pydantic_ai
+    import pydantic_ai.messages as parts
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
     model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{server.url}/v1", api_key="none"))
     settings: Any = {"temperature": 0, "max_tokens": 80}
     structured = pydantic_ai.Agent(model, output_type=pydantic_ai.NativeOutput(Person), model_settings=settings)
@@ -221,9 +224,11 @@ def test_pydantic_ai(server: Embedded) -> None:
     server.quiet()
 
 
-def ai_history(turns: list[dict[str, Any]]) -> list[parts.ModelMessage]:
+def ai_history(turns: list[dict[str, Any]]) -> list[Any]:
     """Chat messages as pydantic-ai keeps them."""
-    done: list[parts.ModelMessage] = []
+    import pydantic_ai.messages as parts
+
+    done: list[Any] = []
     for turn in turns:
         content = turn["content"]
         if turn["role"] == "user":
@@ -240,6 +245,8 @@ def ai_history(turns: list[dict[str, Any]]) -> list[parts.ModelMessage]:
 
 
 def test_openai_agents(server: Embedded) -> None:
+    from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+
     set_tracing_disabled(True)
     tools = Tools()
     settings = ModelSettings(temperature=0, max_tokens=80)

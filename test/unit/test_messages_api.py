@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
 from front import ScriptedScheduler, front, until
 from pydantic import TypeAdapter
 
@@ -23,7 +23,14 @@ from runtime.parsers.deltas import CallArguments, CallStart, Content, Delta, Rea
 PATH = "/v1/messages"
 TEXT = "Hello, world"
 HI = [{"role": "user", "content": "hi"}]
-EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+
+
+@functools.cache
+def official_forms() -> tuple[type[Any], TypeAdapter[Any]]:
+    """Anthropic's own types of a message and of an event; every process that runs tests would take seconds to import them."""
+    from anthropic.types import Message, RawMessageStreamEvent
+
+    return Message, TypeAdapter(RawMessageStreamEvent)
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -50,7 +57,7 @@ def test_a_message_has_anthropics_form_and_counts() -> None:
             prompt = f.scheduler.requests[0].input_ids
             assert bytes(t for t in prompt if t < 256).decode() == "system\ns\nuser\nhi\nassistant\n"
         AnthropicMessage.model_validate(answer)
-        assert Message.model_validate(answer).content[0].to_dict() == {"type": "text", "text": TEXT}
+        assert official_forms()[0].model_validate(answer).content[0].to_dict() == {"type": "text", "text": TEXT}
         assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
         assert answer["usage"] == {
             "input_tokens": len(prompt) - 2,
@@ -74,7 +81,7 @@ def test_a_stream_has_anthropics_events_in_order() -> None:
         assert kinds.count("content_block_delta") > 3
         for event in events:
             if event["type"] != "ping":
-                EVENT.validate_python(event)
+                official_forms()[1].validate_python(event)
         assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
 
     run(check())
@@ -234,7 +241,7 @@ def test_thinking_text_and_tools_are_blocks_of_their_own() -> None:
     AnthropicMessage.model_validate(message)
     for event in events:
         if event["type"] != "ping":
-            EVENT.validate_python(event)
+            official_forms()[1].validate_python(event)
     parts = [event["delta"] for event in events if event["type"] == "content_block_delta" and event["index"] == 2]
     assert "".join(part["partial_json"] for part in parts) == '{"a":1}'
     starts = [event["index"] for event in events if event["type"] == "content_block_start"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from copy import copy
@@ -78,6 +79,20 @@ def asked(sampling: SamplingParams, ids: list[list[int]]) -> list[GenerateReq]:
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=70)
 PENALISED = SamplingParams(temperature=0.0, max_new_tokens=40, repetition_penalty=1.2, frequency_penalty=0.3, min_new_tokens=20)
 BIASED = SamplingParams(temperature=0.0, max_new_tokens=30, logit_bias={5: 3.0}, presence_penalty=0.4)
+SAMPLINGS = {"greedy": GREEDY, "penalised": PENALISED, "biased": BIASED}
+
+
+def asks_of(*kinds: str) -> list[GenerateReq]:
+    """All prompts; the samplings take turns."""
+    return [GenerateReq(rid=str(i), input_ids=p, sampling=SAMPLINGS[kinds[i % len(kinds)]], seed=i) for i, p in enumerate(prompts())]
+
+
+@functools.cache
+def plain_texts(*kinds: str) -> dict[str, list[int]]:
+    """What the plain worker with all the KV it wants answers to `asks_of(*kinds)`; several tests compare with it."""
+    return serve(plain(context_length=CONTEXT, max_running_requests=8), asks_of(*kinds), {}, radix_cache=False)[0]
+
+
 WORKERS: list[tuple[str, dict[str, Any]]] = [
     ("EAGLE", {}),
     ("EAGLE", {"topk": 3, "num_draft_tokens": 7}),
@@ -93,14 +108,12 @@ WORKERS: list[tuple[str, dict[str, Any]]] = [
 def test_text_is_the_plain_workers_when_kv_is_short_and_prefixes_are_shared(
     tmp_path: Path, algorithm: str, spec: dict[str, Any], page: int, overlap: bool
 ) -> None:
-    ids = prompts()
-    sampling = PENALISED if page == 16 else GREEDY
-    roomy = {"context_length": CONTEXT, "max_running_requests": 8}
-    expected, _ = serve(plain(**roomy), asked(sampling, ids), {}, radix_cache=False)
-    tight = {**roomy, "page_size": page, "max_total_tokens": 320}
+    kind, ids = "penalised" if page == 16 else "greedy", prompts()
+    expected = plain_texts(kind)
+    tight = {"context_length": CONTEXT, "max_running_requests": 8, "page_size": page, "max_total_tokens": 320}
     worker = speculating(tmp_path, algorithm, "eager", [2, 4, 8], runtime=tight, **spec)
     aborted = {9: "3", 14: "8", 15: "9"}
-    got, scheduler = serve(worker, asked(sampling, ids), aborted, page_size=page, overlap=overlap, schedule_conservativeness=0.05)
+    got, scheduler = serve(worker, asks_of(kind), aborted, page_size=page, overlap=overlap, schedule_conservativeness=0.05)
     for rid, text in got.items():
         if rid in aborted.values():
             assert text == expected[rid][: len(text)]
@@ -119,12 +132,9 @@ def test_text_is_the_plain_workers_when_kv_is_short_and_prefixes_are_shared(
 def test_text_is_the_plain_workers_when_prompts_and_decoding_share_a_pass(
     tmp_path: Path, algorithm: str | None, spec: dict[str, Any], page: int, overlap: bool
 ) -> None:
-    ids = prompts()
-    samplings = [GREEDY, PENALISED, GREEDY, BIASED]
-    asks = [structs.replace(a, sampling=samplings[i % 4]) for i, a in enumerate(asked(GREEDY, ids))]
-    roomy = {"context_length": CONTEXT, "max_running_requests": 8}
-    expected, _ = serve(plain(**roomy), asks, {}, radix_cache=False)
-    tight = {**roomy, "page_size": page, "max_total_tokens": 320, "mixed_chunk": True}
+    kinds = ("greedy", "penalised", "greedy", "biased")
+    asks, expected = asks_of(*kinds), plain_texts(*kinds)
+    tight = {"context_length": CONTEXT, "max_running_requests": 8, "page_size": page, "max_total_tokens": 320, "mixed_chunk": True}
     if algorithm is None:
         worker = plain("eager", [2, 4, 8], **tight)
     else:

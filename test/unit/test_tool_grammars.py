@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -103,10 +104,15 @@ def tokens_of(text: str, tokenizer: Tokenizer = TOKENIZER) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
+@functools.cache
+def compiled(grammar: str, backend: str) -> Any:
+    """A structural tag, compiled once as in a server."""
+    return BACKENDS[backend].compile(GrammarSpec("structural_tag", grammar))
+
+
 def accepts(grammar: str, text: str, backend: str = "llguidance", after: tuple[int, ...] = ()) -> bool:
     """Whether a structural tag allows a text and then its end."""
-    compiled = BACKENDS[backend].compile(GrammarSpec("structural_tag", grammar))
-    constraint = Constraint(compiled.matcher(), frozenset((IM_END, END_OF_TEXT)), after)
+    constraint = Constraint(compiled(grammar, backend).matcher(), frozenset((IM_END, END_OF_TEXT)), after)
     row = np.zeros(mask_words(SIZE), dtype=np.int32)
     for token in (*tokens_of(text), IM_END):
         if constraint.restricts:

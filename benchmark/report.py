@@ -43,6 +43,7 @@ SCRIPTS = {
     "embedded_speculation": "The embedded model with its own draft",
     "lossless": "Greedy output with and without drafts",
     "memory_limits": "Memory at its limits",
+    "host_cost": "Host time",
     "compare_commits": "Two checkouts on one machine",
     "drift_alarm": "The drift alarm",
     "grammar": "Structured output",

@@ -88,12 +88,14 @@ class DepthInfo(msgspec.Struct, frozen=True):
         chosen: iterations by depth.
         greedy, sampled: expected acceptance.
         milliseconds: expected time of an iteration with a short context, by number of requests, then by depth.
+        ragged: iterations whose windows differed in width.
     """
 
     chosen: dict[str, int]
     greedy: DepthClass
     sampled: DepthClass
     milliseconds: dict[str, dict[str, float]]
+    ragged: int = 0
 
 
 class SpeculativeInfo(msgspec.Struct):

@@ -16,6 +16,7 @@ from msgspec import structs
 from runtime.batch import ScheduleBatch
 from runtime.config.runtime_config import SpeculativeConfig
 from runtime.layers.gemm.timings import GemmTimings
+from runtime.model_executor import verification
 from runtime.sampling_params import SamplingParams
 from unit.driver import GREEDY, Driver, EveryNth
 from unit.tiny import tiny_model, tiny_runtime, tiny_speculative, write_head
@@ -132,6 +133,23 @@ def test_replay_of_speculation_equals_eager_bit_for_bit(
     tmp_path: Path, backend: str, algorithm: str, topk: int, temperature: float
 ) -> None:
     check_that_replay_equals_eager(tmp_path, Setup(backend, backend), algorithm, topk, temperature)
+
+
+@pytest.mark.parametrize("window", [-1, 20])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ragged_windows_through_graphs_equal_eager_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int, temperature: float
+) -> None:
+    monkeypatch.setattr(verification, "LEAST_REQUESTS", 2)
+    spec, caps = speculation(tmp_path, "EAGLE3", "fa3", 1), dict(zip(PROMPTS, (0, 3, 0, 1, 2), strict=True))
+    sampling = {r: SamplingParams(temperature=temperature, max_new_tokens=1 << 20, speculative_num_steps=caps[r]) for r in PROMPTS}
+    runs = []
+    for replay in ("cuda", "eager"):
+        worker = build(Setup("fa3", "fa3", window=window), replay, spec)
+        driver = Driver(worker)
+        runs.append((driver.generate(PROMPTS, 40, sampling=sampling), np.concatenate(driver.accepts).tolist()))
+        assert sum(runner.replayed for runner in worker.ragged_runners) > 10
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize(

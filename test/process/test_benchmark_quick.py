@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("lossless", ["--shapes", "3/1/4"], 1),
         ("lossless", ["--default-start"], 6),
         ("drift_alarm", [], 18),
+        ("host_cost", [], 6),
         ("memory_limits", [], 2),
         ("grammar", ["--only", "serving"], 2),
         ("storm", ["--minutes", os.environ.get("TALON_STORM_MINUTES", "0.2"), "--clients", "8"], 4),

@@ -149,6 +149,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"kind": "simulation", "fault": f, "requests": b, "rates": [0.4, 0.1], "median": 20.0, "p90": 30.0, "missed": 0, "runs": 2}
         for f in ("slots off by one", "5 points") for b in (1, 32)
     ],
+    "host_cost": [
+        {"process": p, "requests": n, "drafts": 3, "checkout": c, "us": 3.0, "parts": {"plan": 0.2} if p == "scheduler" else None}
+        for p in ("scheduler", "http") for n in (1, 256) for c in ("base", "this")
+    ],
     "compare_commits": [{"mode": "plain", "backend": "fa3", "old": [CHECKOUT], "new": [CHECKOUT]}],
     "grammar": [
         {"what": w, "speculation": "3/1/4", "batch": 16, "tokens_per_second": 30.0, "accept_length": 2.0} for w in ("free", "schema")

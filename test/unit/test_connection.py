@@ -105,3 +105,27 @@ def test_idle_connections_make_room_for_a_probe(monkeypatch: pytest.MonkeyPatch)
             busy.cancel()
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize(("version", "framed"), [(b"1.0", False), (b"1.1", True)])
+def test_a_stream_is_framed_as_its_version_of_http_wants(version: bytes, framed: bool) -> None:
+    async def check() -> None:
+        async with front() as f:
+            body = b'{"prompt": "x", "stream": true}'
+            head = b"POST /v1/completions HTTP/%s\r\nHost: a\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+            answer = await raw(f, head % (version, len(body)) + body)
+            headers, _, stream = answer.partition(b"\r\n\r\n")
+            assert (b"transfer-encoding: chunked" in headers.lower()) == framed
+            if framed:
+                pieces, stream = stream, b""
+                while pieces:
+                    size, _, rest = pieces.partition(b"\r\n")
+                    stream += rest[: int(size, 16)]
+                    assert rest[int(size, 16) :][:2] == b"\r\n"
+                    pieces = rest[int(size, 16) + 2 :]
+            events = stream.split(b"\n\n")
+            assert len(events) > 10
+            assert events[-2:] == [b"data: [DONE]", b""]
+            assert all(event.startswith(b"data: ") for event in events[:-1])
+
+    asyncio.run(check())

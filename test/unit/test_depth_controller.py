@@ -13,6 +13,7 @@ import pytest
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.model_executor.depth_controller import AcceptanceAverages, DecodeRows, DepthController, Observed, Option, best_option
 from runtime.model_executor.iteration_cost import CostPoint, IterationCost, Routing
+from runtime.model_executor.row_acceptance import RowAcceptance
 
 DEPTHS = (0, 1, 2, 3, 5, 7)
 UNCAPPED = 1 << 15
@@ -194,6 +195,100 @@ def test_a_start_up_measurement_on_a_busy_machine_is_corrected() -> None:
     _, _, depths = run(control, GPU, 1, lambda step: 3.5, rng, 1500)
     assert depths[:7].count(0) == 7
     assert depths[1000:].count(0) < 100
+
+
+# ---- a batch whose requests are accepted differently
+
+
+MEANS = (2, 3)
+"""Mean widths of the passes over windows that differ, at depth 3."""
+
+
+def modelled(size: int, depth: int, width: int = 0) -> float:
+    """Seconds of an iteration of the 8B model on one H200: weights and launches, 35 us for a row of the target's pass, draft passes."""
+    return 5e-3 + 35e-6 * size * (width or depth + 1) + depth * (350e-6 + 3e-6 * size)
+
+
+def run_mixed(batch: int, firsts: np.ndarray, iterations: int, caps: np.ndarray | None = None) -> tuple[float, DepthController]:
+    """Tokens per second with the controller; `firsts`: acceptance of every draft of each request."""
+    rng = np.random.default_rng(batch)
+    points = [CostPoint(s, d, modelled(s, d) * (1 + 0.03 * rng.standard_normal())) for s in (1, 4, 16, 64, 256) for d in (0, 1, 3, 7)]
+    control, numbers = DepthController(DEPTHS, IterationCost(points), (), RowAcceptance(batch + 1)), np.arange(1, batch + 1, dtype=np.int32)
+    caps = np.full(batch, UNCAPPED) if caps is None else caps
+    rows = DecodeRows(caps, np.ones(batch, dtype=np.bool_), 0, numbers)
+    tokens = seconds = 0.0
+    for row in numbers.tolist():
+        control.rows.admit(row)
+    for _ in range(iterations):
+        chosen = control.decide(rows, dict.fromkeys(DEPTHS, batch), [(batch, batch * mean) for mean in MEANS], 3)
+        drafts = np.minimum(caps, chosen.depth if chosen.widths is None else chosen.widths - 1)
+        width = 0 if chosen.widths is None else int(chosen.widths.sum()) // batch
+        accepted = (rng.random((batch, chosen.depth)) < firsts[:, None]) & (np.arange(chosen.depth) < drafts[:, None])
+        lens, took = 1 + accepted.cumprod(axis=1).sum(axis=1), modelled(batch, chosen.depth, width)
+        control.observe(
+            Observed(chosen.depth, batch, lens, drafts, rows.greedy, 0, took * (1 + 0.03 * rng.standard_normal()), width, numbers)
+        )
+        tokens, seconds = tokens + float(lens.sum()), seconds + took
+    return tokens / seconds, control
+
+
+def best_fixed(batch: int, firsts: np.ndarray) -> float:
+    return max(float((1 + np.cumprod(np.repeat(firsts[:, None], d, 1), 1).sum(1)).sum()) / modelled(batch, d) for d in DEPTHS)
+
+
+def two_kinds(batch: int) -> np.ndarray:
+    """Every second request has the accept length 3.5 in a chain of three, the others 1.2."""
+    return np.array([rates(3.5)[0], rates(1.2)[0]])[np.arange(batch) % 2]
+
+
+@pytest.mark.parametrize(("batch", "gain"), [(32, 1.06), (64, 1.09), (128, 1.03)])
+def test_windows_of_two_kinds_of_requests_beat_every_fixed_depth(batch: int, gain: float) -> None:
+    got, control = run_mixed(batch, two_kinds(batch), 1500)
+    assert got > gain * best_fixed(batch, two_kinds(batch))
+    assert control.ragged > 1000
+
+
+def test_windows_differ_only_where_that_is_faster() -> None:
+    got, control = run_mixed(256, two_kinds(256), 1500)
+    assert control.ragged < 100, "a row costs more than the drafts of the better half are worth"
+    assert got > 0.97 * best_fixed(256, two_kinds(256))
+
+
+def test_mixed_caps_narrow_the_windows_of_capped_requests() -> None:
+    batch, caps = 64, np.where(np.arange(64) % 2, UNCAPPED, 0)
+    got, control = run_mixed(batch, np.full(batch, rates(3.5)[0]), 400, caps)
+    tokens = [batch / 2 * (1 + float(np.cumprod(np.full(batch, rates(3.5)[0])[:d]).sum()) + 1) for d in DEPTHS]
+    assert got > 1.05 * max(each / modelled(batch, d) for each, d in zip(tokens, DEPTHS, strict=True))
+    assert control.ragged > 300
+
+
+@pytest.mark.parametrize("accept_length", [1.2, 2.5, 3.5])
+@pytest.mark.parametrize("batch", [32, 128])
+def test_requests_of_one_kind_lose_nothing_by_being_measured(batch: int, accept_length: float) -> None:
+    firsts = np.full(batch, rates(accept_length)[0])
+    got, _ = run_mixed(batch, firsts, 1500)
+    assert got > 0.97 * best_fixed(batch, firsts)
+
+
+def test_a_row_forgets_the_request_that_had_it() -> None:
+    measured, usual = RowAcceptance(3), np.full(2, 0.6)
+    rows = np.array([1, 2], dtype=np.int32)
+    for _ in range(40):
+        measured.add(rows, np.array([4, 1]), np.array([3, 3]))
+    assert measured.gains(rows, usual, 3)[:, 0].tolist() == pytest.approx([0.97, 0.1], abs=0.03)
+    measured.admit(2)
+    measured.add(rows[:1], np.array([4]), np.array([3]))
+    assert measured.gains(rows, usual, 3)[1] == pytest.approx([0.6, 0.36, 0.216])
+
+
+def test_a_row_that_takes_no_drafts_is_tried_again() -> None:
+    measured, usual, rows = RowAcceptance(2), np.full(1, 0.8), np.array([1], dtype=np.int32)
+    for _ in range(60):
+        measured.add(rows, np.array([1]), np.array([3]))
+    low = measured.gains(rows, usual, 3)[0, 0]
+    for _ in range(200):
+        measured.add(rows, np.array([1]), np.array([0]))
+    assert low < 0.3 < 0.6 < measured.gains(rows, usual, 3)[0, 0]
 
 
 # ---- sparse models

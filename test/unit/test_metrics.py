@@ -16,7 +16,7 @@ from runtime.managers.telemetry.decode_stats import DecodeStats
 from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.scheduler_stats import GroupLoad, SchedulerStats
-from runtime.managers.telemetry.spec_stats import SpecStats
+from runtime.managers.telemetry.spec_stats import SpecStats, context_class
 from runtime.worker_info import AcceptanceCounts, AcceptanceStats, Drift, RunnerRuns, WorkerInfo
 
 SGLANG = {
@@ -132,6 +132,8 @@ def test_a_request_is_counted_through_its_life() -> None:
     assert samples["sglang:time_to_first_token_seconds_sum", ()] == 0.5
     assert samples["sglang:inter_token_latency_seconds_count", ()] == 3
     assert samples["sglang:inter_token_latency_seconds_sum", ()] == pytest.approx(0.3)
+    buckets = [samples["sglang:inter_token_latency_seconds_bucket", (("le", bound),)] for bound in ("0.08", "0.1", "+Inf")]
+    assert buckets == [0, 3, 3]
     assert samples["sglang:e2e_request_latency_seconds_count", ()] == 1
     assert samples["sglang:queue_time_seconds_sum", ()] == 0.25
 
@@ -173,7 +175,7 @@ def test_steps_are_counted_by_depth() -> None:
 def test_accept_length_is_told_by_context_length() -> None:
     stats = SchedulerStats(spec_depth=3)
     for context, accept_len in ((0, 1), (1023, 3), (1024, 4), (70_000, 2)):
-        stats.spec_by_context.add(accept_len, context)
+        stats.spec_by_context.add(accept_len, context_class(context))
     assert stats.figures()["spec_accept_length_by_context"] == {"0": 2.0, "1024": 4.0, "65536": 2.0}
     samples = scraped(Metrics("m"), stats)
     assert samples["talon:spec_accept_length_by_context", (("context", "1024"),)] == 4.0

@@ -13,7 +13,7 @@ from msgspec import structs
 from runtime.batch import ScheduleBatch
 from runtime.layers.linear import Linear
 from runtime.managers.messages import GenerateReq
-from runtime.model_executor import verification
+from runtime.model_executor import depth_controller, verification
 from runtime.model_executor.ragged_windows import mean_widths
 from runtime.model_executor.window_widths import allot
 from runtime.sampling_params import SamplingParams
@@ -165,6 +165,28 @@ def test_served_text_survives_retraction_and_prefix_hits(tmp_path: Path, monkeyp
     assert min(stats.num_retracted_requests_total, stats.cached_tokens_total, stats.spec.accepted_tokens) > 0
     assert stats.num_failed_steps_total == 0
     assert stats.spec.accepted_tokens == sum(stats.spec.accepted_by_position)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "STANDALONE"])
+@pytest.mark.parametrize("replay", [None, "eager"])
+def test_text_is_exact_where_the_controller_gives_each_request_its_width(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, replay: str | None
+) -> None:
+    """It takes windows that differ whenever it may, here, and goes by the acceptance that it measures for each request."""
+    monkeypatch.setattr(verification, "LEAST_REQUESTS", 2)
+    monkeypatch.setattr(depth_controller, "RAGGED_GAIN", -1.0)
+    monkeypatch.setattr(depth_controller, "RAGGED_HELD", -1.0)
+    rows = {r: PROMPTS[1 + r % 3] for r in range(1, 7)}
+    samplings = {r: GREEDY if r < 4 else MIXED[2] for r in rows}
+    expected = Driver(plain()).generate(rows, 40, sampling=samplings, room=160)
+    auto: dict[str, Any] = {"num_steps": 7, "depths": (0, 1, 2, 3, 5, 7)}
+    worker: Any = speculating(tmp_path, algorithm, replay, [2, 4, 6] if replay else [], runtime={"max_running_requests": 6}, **auto)
+    driver = Driver(worker)
+    assert driver.generate(rows, 40, sampling=samplings, room=240) == expected
+    assert worker.info().depth.ragged > 3
+    drafts = [result.stats.drafts for result in driver.results if result.stats.drafts]
+    assert len(set(drafts)) > 2
+    assert sum(runner.replayed for runner in worker.ragged_runners) > 3 or not replay
 
 
 # ---- what runs, and what is counted

@@ -10,7 +10,7 @@ import pytest
 
 from runtime.batch import CostModel, WorkerLimits
 from runtime.managers import schedule_policy as policy
-from runtime.managers.messages import GenerateReq
+from runtime.managers.messages import Finish, GenerateReq
 from runtime.managers.new_token_ratio import NewTokenRatio
 from runtime.managers.prefill_budget import FEW_PROMPTS, PrefillBudget
 from runtime.managers.req import Req
@@ -160,3 +160,19 @@ def test_endings_wait_for_the_minimum_and_may_be_ignored() -> None:
     finish = unending.commit([3, 3, 3])
     assert finish is not None
     assert finish.reason == "length"
+
+
+def test_tokens_of_many_steps_are_all_kept() -> None:
+    made, given = running(max_new_tokens=200, ignore_eos=True), list(range(4, 94))
+    for at in range(0, 90, 3):
+        assert made.commit(given[at : at + 3]) is None
+        if at == 30:
+            assert made.ids.tolist() == [1, *given[:33]]
+    assert made.ids.tolist() == [1, *given]
+    assert made.unsent == given
+
+
+def test_tokens_behind_the_end_are_dropped() -> None:
+    stopped, full = running(max_new_tokens=20), running(max_new_tokens=2)
+    assert (stopped.commit([8, 3, 9]), stopped.ids.tolist()) == (Finish(reason="stop", matched=3), [1, 8, 3])
+    assert (full.commit([8, 9, 3]), full.ids.tolist()) == (Finish(reason="length"), [1, 8, 9])

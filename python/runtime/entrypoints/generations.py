@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -199,7 +199,7 @@ class Choice:
         if finish is not None and finish.reason != "abort":
             finish = Finish(reason="length")
         progress = msgspec.structs.replace(self.last.progress, completion_tokens=0)
-        return Choice(prompt_logprobs=self.prompt_logprobs, last=replace(self.last, progress=progress, finish=finish))
+        return Choice(prompt_logprobs=self.prompt_logprobs, last=msgspec.structs.replace(self.last, progress=progress, finish=finish))
 
     @property
     def finish_reason(self) -> str | None:

@@ -73,6 +73,12 @@ class Admission:
         req.phase = Phase.WAITING
         self.queue.add(req)
 
+    @property
+    def decoding(self) -> list[Req]:
+        """The running requests that need a decode step, as `Req.needs_decode` says."""
+        phase = Phase.DECODING
+        return [req for req in self.running if req.phase is phase and req.emits_in_flight < req.total_limit - req.length]
+
     # ---- prompts
 
     def plan_prompts(self) -> StepPlan | None:
@@ -101,7 +107,7 @@ class Admission:
 
     def _piggyback(self, budget: PrefillBudget) -> list[Req]:
         """The requests that may decode in a prompt step, all or none. Their tokens are reserved in the budget."""
-        reqs = [req for req in self.running if req.needs_decode] if self._limits.mixed else []
+        reqs = self.decoding if self._limits.mixed else []
         if len(reqs) > budget.decode_rows(self._limits.tokens_per_step):
             return []
         budget.reserve(len(reqs) * self._limits.tokens_per_step)
@@ -177,8 +183,12 @@ class Admission:
     def add_decodes(self, plan: StepPlan, reqs: list[Req]) -> bool:
         """Add `reqs` to the plan, with the pages for one more decode step; False if there are not enough."""
         limits, kv_pages = self._limits, self.kv_pages
-        size = kv_pages.page_size
-        growing = [req for req in reqs if policy.decode_slots(req.kv_bound, limits) > req.pages.count * size]
+        size, ahead = kv_pages.page_size, limits.tokens_per_step
+        growing = [  # `decode_slots` is at most the sum, which is quick to compare
+            req
+            for req in reqs
+            if req.kv_bound + ahead > (held := req.pages.count * size) and policy.decode_slots(req.kv_bound, limits) > held
+        ]
         if growing:
             pages = [req.pages for req in growing]
             targets = [kv_pages.pages_for(policy.decode_slots(req.kv_bound, limits)) for req in growing]

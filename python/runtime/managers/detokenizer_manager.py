@@ -75,7 +75,7 @@ class DetokenizerManager:
             self._open[message.rid] = _Open(message.stream, text, StopFinder(message.stop))
         elif isinstance(message, TokensOutBatch):
             outs = [shown for out in message.outs if (shown := self._step(out)) is not None]
-            large = [out for out in outs if _cells(out) > MAX_CELLS]
+            large = [out for out in outs if (out.logprobs or out.prompt_logprobs) is not None and _cells(out) > MAX_CELLS]
             for out in large:
                 self._to_tokenizer(TextOutBatch(outs=[out]))
             if outs := [out for out in outs if _cells(out) <= MAX_CELLS] if large else outs:
@@ -113,17 +113,20 @@ class DetokenizerManager:
 
     def _decode(self, request: _Open, out: TokensOut) -> tuple[str, int]:
         """The text to show, and how many tokens of `out` belong to it."""
+        tokens = out.token_ids
+        if out.finish is None and not request.stops.stops:
+            return request.text.step(tokens), len(tokens)
         shown: list[str] = []
         stop_token = out.finish.matched if out.finish is not None and out.finish.reason == "stop" else None
-        for index, token in enumerate(out.token_ids):
-            if token == stop_token and index == len(out.token_ids) - 1:
+        for index, token in enumerate(tokens):
+            if token == stop_token and index == len(tokens) - 1:
                 break  # the stop token is not part of the text
             shown.append(request.stops.push(request.text.step((token,))))
             if request.stops.matched is not None:
                 return "".join(shown), index + 1
         if out.finish is not None:
             shown.append(request.stops.push(request.text.finish()) + request.stops.flush())
-        return "".join(shown), len(out.token_ids)
+        return "".join(shown), len(tokens)
 
 
 def _cells(out: TextOut) -> int:
@@ -133,15 +136,16 @@ def _cells(out: TextOut) -> int:
 
 def _with_text(out: TokensOut, text: str, used: int, finish: Finish | None) -> TextOut:
     """`out` cut to its first `used` tokens, with their text."""
-    logprobs, progress, cut = out.logprobs, out.progress, len(out.token_ids) - used
-    if cut:
+    logprobs, progress, tokens = out.logprobs, out.progress, out.token_ids
+    if cut := len(tokens) - used:
+        tokens = tokens[:used]
         progress = structs.replace(progress, completion_tokens=progress.completion_tokens - cut)
         if logprobs is not None:
             logprobs = TokenLogprobs(chosen=logprobs.chosen[:used], top=logprobs.top[:used])
     return TextOut(
         rid=out.rid,
         text=text,
-        token_ids=out.token_ids[:used],
+        token_ids=tokens,
         progress=progress,
         finish=finish,
         logprobs=logprobs,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from runtime.errors import ServingError
 from runtime.managers.messages import Finish, TextOut, TokenLogprobs
@@ -15,8 +16,7 @@ from runtime.managers.telemetry.progress import Progress
 Release = Callable[["Generation"], None]
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationUpdate:
+class GenerationUpdate(msgspec.Struct, frozen=True):
     """One step of one choice.
 
     Attributes:

@@ -41,23 +41,26 @@ def is_due(req: Req, stream_interval: int) -> bool:
     A streaming request gets its first tokens at once and then every `stream_interval`. A request with stop strings gets
     each token, because the detokenizer searches the text. All others get everything at the end.
     """
-    request = req.request
-    if request.sampling.stop:
-        return True
-    return request.stream and (len(req.unsent) >= stream_interval or len(req.unsent) == req.completion_tokens)
+    if not req.request.stream:
+        return req.sends_each_token
+    unsent = len(req.unsent)
+    return unsent >= stream_interval or req.sends_each_token or unsent == req.length - req.prompt_len
 
 
 def tokens_out(req: Req, finish: Finish | None) -> TokensOut:
     """All unsent tokens of `req`; none are unsent afterwards."""
     tokens, req.unsent = req.unsent, []
-    req.progress.completion_tokens = req.completion_tokens
+    progress = req.progress
+    progress.completion_tokens = req.length - req.prompt_len
+    if finish is None and req.gives_tokens_only:
+        return TokensOut(rid=req.rid, token_ids=tokens, progress=progress)
     prompt_logprobs = None
     if req.prompt_logprobs is not None and len(req.prompt_logprobs.chosen) == req.prompt_len:
         prompt_logprobs, req.prompt_logprobs = req.prompt_logprobs.take(), None
     return TokensOut(
-        rid=req.request.rid,
+        rid=req.rid,
         token_ids=tokens,
-        progress=req.progress,
+        progress=progress,
         finish=finish,
         logprobs=req.logprobs.take() if req.top_logprobs >= 0 else None,
         prompt_logprobs=prompt_logprobs,

@@ -15,6 +15,9 @@ from runtime.managers.messages import Finish, GenerateReq, TokenLogprobs
 from runtime.managers.telemetry.progress import Progress
 from runtime.mem_cache.kv_page_manager import RequestPages
 
+MOST_UNWRITTEN = 64
+"""Tokens are written to the array of all tokens so many at a time: one write costs as much for many as for one."""
+
 
 class Phase(enum.Enum):
     """Where a request is."""
@@ -61,6 +64,7 @@ class Req:
         arrived: monotonic seconds.
 
     Attributes:
+        rid: its name.
         seq: order of arrival.
         group: the attention group that it runs in.
         total_limit: the length at which the request ends.
@@ -74,19 +78,22 @@ class Req:
         emits_in_flight: steps in flight that emit at least one token of it.
         unfollowed: positions at the end of its KV whose draft KV does not exist yet, at most.
         unsent: tokens that the detokenizer does not have yet.
+        sends_each_token: whether the detokenizer gets each token at once, because it searches the text for stop strings.
+        gives_tokens_only: whether replies hold no log-probabilities and no numbers of a pooling request.
         pooled: float64, the sum of what the prompt chunks of a pooling request gave so far.
         progress: the counts that replies carry; messages share this instance, so `send` must encode before it returns.
     """
 
     def __init__(self, request: GenerateReq, prompt: Int32, seq: int, eos_ids: tuple[int, ...], max_len: int, arrived: float) -> None:
         sampling = request.sampling
-        self.request = request
+        self.request, self.rid = request, request.rid
         self.seq = seq
         self.arrived = arrived
         self.most_drafts = sampling.most_drafts
         self.prompt_len = self.length = self.prefill_len = len(request.input_ids)
         self.total_limit = min(self.prompt_len + sampling.max_new_tokens, max_len)
         self._ids = prompt  # until it is admitted, it shares the prompt with the other texts of its call
+        self._unwritten: list[int] = []  # the last tokens, which `_ids` does not have yet
         # A finished grammar allows nothing but the end of the text.
         endless = sampling.ignore_eos and sampling.grammar is None
         self.stop_ids = frozenset(sampling.stop_token_ids).union(() if endless else eos_ids)
@@ -100,16 +107,13 @@ class Req:
         self.unsent: list[int] = []
         self.progress = Progress(self.prompt_len)
         self.top_logprobs = request.top_logprobs
+        self.sends_each_token = bool(sampling.stop)
+        self.gives_tokens_only = request.top_logprobs < 0 and not request.prompt_logprobs and request.pooling is None
         self.logprobs = LogprobBuffer()
         self.pooled: npt.NDArray[np.float64] | None = None
         self.prompt_logprobs: LogprobBuffer | None = LogprobBuffer() if request.prompt_logprobs else None
 
     # ---- state
-
-    @property
-    def rid(self) -> str:
-        """The name of the request."""
-        return self.request.rid
 
     @property
     def shared_priority(self) -> int:
@@ -119,6 +123,8 @@ class Req:
     @property
     def ids(self) -> Int32:
         """Its tokens so far, prompt and output, int32 [length]."""
+        if self._unwritten:
+            self._write()
         return self._ids[: self.length]
 
     @property
@@ -213,14 +219,27 @@ class Req:
 
     def commit(self, tokens: list[int]) -> Finish | None:
         """Append the tokens of one step up to the one that ends the request; returns why it ended, or None."""
+        finish = None
+        if self.length + len(tokens) >= self.total_limit or not self.stop_ids.isdisjoint(tokens):
+            tokens, finish = self._end_within(tokens)
+        self.length += len(tokens)
+        self.unsent += tokens
+        self._unwritten += tokens
+        if len(self._unwritten) >= MOST_UNWRITTEN:
+            self._write()
+        return finish
+
+    def _end_within(self, tokens: list[int]) -> tuple[list[int], Finish | None]:
+        """The tokens up to the one that ends the request, and why it ends it; all and None if none does."""
         # With a grammar, a stop token before the minimum length is chosen only where nothing else is allowed.
         least = self.request.sampling.min_new_tokens if self.grammar is None else 0
-        for token in tokens:
-            self._ids[self.length] = token
-            self.length += 1
-            self.unsent.append(token)
-            if token in self.stop_ids and self.completion_tokens > least:
-                return Finish(reason="stop", matched=token)
-            if self.length >= self.total_limit:
-                return Finish(reason="length")
-        return None
+        for count, token in enumerate(tokens, 1):
+            if token in self.stop_ids and self.completion_tokens + count > least:
+                return tokens[:count], Finish(reason="stop", matched=token)
+            if self.length + count >= self.total_limit:
+                return tokens[:count], Finish(reason="length")
+        return tokens, None
+
+    def _write(self) -> None:
+        self._ids[self.length - len(self._unwritten) : self.length] = self._unwritten
+        self._unwritten.clear()

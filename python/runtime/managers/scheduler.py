@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import pairwise, repeat
+from itertools import pairwise
 
 import numpy as np
 from msgspec import structs
@@ -29,6 +29,7 @@ from runtime.errors import (
 from runtime.managers import schedule_policy as policy
 from runtime.managers.admission import Admission
 from runtime.managers.attention_groups import AttentionGroups
+from runtime.managers.decode_counts import count_decodes
 from runtime.managers.grammar_queue import GrammarQueue
 from runtime.managers.messages import (
     AbortReq,
@@ -48,7 +49,7 @@ from runtime.managers.messages import (
     ToScheduler,
 )
 from runtime.managers.replies import collect_pooled, collect_prompt_logprobs, failure, is_due, refusal, request_info, tokens_out
-from runtime.managers.req import Req
+from runtime.managers.req import Phase, Req
 from runtime.managers.step_plan import InFlightStep, StepPlan
 from runtime.managers.telemetry.heartbeat import HeartbeatThread
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
@@ -290,7 +291,7 @@ class Scheduler:
 
     def _plan_group_decode(self, group: Admission) -> StepPlan:
         plan = StepPlan()
-        while not group.add_decodes(plan, [req for req in group.running if req.needs_decode]):
+        while not group.add_decodes(plan, group.decoding):
             if self._in_flight:
                 self._collect()  # its results may end requests and free their pages
             else:
@@ -363,27 +364,11 @@ class Scheduler:
 
     def _apply_decodes(self, plan: StepPlan, result: BatchResult, tokens: list[int], starts: list[int]) -> None:
         """Apply the results of the decode rows; `starts` as in `_apply_chunks`."""
-        stats, ran, max_accept_len = self.stats, result.stats, self.limits.max_accept_len
-        live, padded = len(plan.decodes), max(0, ran.padded_size - len(plan.decodes))
-        pure = not plan.chunks
-        if pure:
-            stats.decode.add(ran.graph, live, padded)
-        if max_accept_len > 1:
-            stats.count_depth(ran.depth)
-        for req, (start, end), most in zip(plan.decodes, pairwise(starts), ran.drafts or repeat(ran.depth, live), strict=True):
-            if not req.alive:
-                continue
-            req.decode_collected(end - start, max_accept_len, ran.unfollowed)
-            progress = req.progress
-            if pure:
-                progress.decode.add(ran.graph, live, padded)
-            if depth := min(most, req.most_drafts):
-                drafts = ran.draft_tokens if depth == ran.depth else depth
-                progress.spec = spec = progress.spec or SpecStats()
-                spec.add(end - start, drafts, max_accept_len, depth)
-                stats.spec.add(end - start, drafts, max_accept_len, depth)
-                stats.spec_by_context.add(end - start, req.kv_len)
-            self._emit(req, tokens[start:end], start, result)
+        accept_lens = result.accept_lens[len(plan.chunks) :].tolist()
+        count_decodes(plan, result.stats, accept_lens, self.limits.max_accept_len, self.stats)
+        for req, (start, end) in zip(plan.decodes, pairwise(starts), strict=True):
+            if req.phase is not Phase.ENDED:
+                self._emit(req, tokens[start:end], start, result)
         self.groups.of(plan.decodes[0]).new_token_ratio.decay()
 
     def _emit(self, req: Req, tokens: list[int], start: int, result: BatchResult) -> None:
@@ -392,10 +377,9 @@ class Scheduler:
         if before == req.prompt_len:
             req.progress.prefill_seconds = self._clock() - req.arrived - req.progress.queue_seconds
         finish = req.commit(tokens)
-        kept = req.length - before
-        self.stats.generation_tokens_total += kept
+        self.stats.generation_tokens_total += req.length - before
         if req.top_logprobs >= 0 and result.logprobs is not None:
-            req.logprobs.add(result.logprobs, start, start + kept, req.top_logprobs)
+            req.logprobs.add(result.logprobs, start, start + req.length - before, req.top_logprobs)
         if finish is not None:
             self._end(req, finish)
         elif is_due(req, self._config.stream_interval):

@@ -13,6 +13,7 @@ import numpy as np
 from runtime.batch import Int32, RowInit, ScheduleBatch, no_ints
 from runtime.errors import InvalidField
 from runtime.model_executor.depth_controller import DecodeRows, DepthChooser
+from runtime.model_executor.row_acceptance import RowAcceptance
 from runtime.model_executor.window_widths import allot
 from runtime.sampling_params import MAX_DRAFT_STEPS
 
@@ -148,6 +149,7 @@ class DepthControl:
     Attributes:
         limits: by depth, the largest batch that it serves.
         controller: None where the batch size decides.
+        rows: acceptance by request row, for the controller.
     """
 
     def __init__(self, limits: Mapping[int, int], rows: int = 0, sizes: Sizes | None = None, ragged: Collection[int] = ()) -> None:
@@ -159,10 +161,11 @@ class DepthControl:
         """
         self.limits, self._sizes = dict(limits), sizes
         self.controller: DepthChooser | None = None
+        self.rows = RowAcceptance(rows)
         self._forced: int | None = None
         self._fixed: int | None = None
         self._turn: int | None = None
-        self._ragged, self._capped = set(ragged), False
+        self._ragged, self._capped, self._widths = set(ragged), False, no_ints()
         self._caps = np.full(rows, MAX_DRAFT_STEPS, dtype=np.int32)
         self._greedy = np.zeros(rows, dtype=np.bool_)
 
@@ -177,7 +180,10 @@ class DepthControl:
 
     def plan(self, batch: ScheduleBatch) -> None:
         """Set the depth of a step and, where its windows are to differ, their widths. Called once for each step, in order."""
-        batch.depth = self.choose_for(batch)
+        self._widths = no_ints()
+        batch.depth, batch.widths = self.choose_for(batch), self._widths
+        if self._learns:
+            return
         if self._capped and batch.depth in self._ragged and not batch.num_prompts and not batch.sections and self._forced is None:
             batch.widths = self._by_caps(batch)
 
@@ -218,8 +224,23 @@ class DepthControl:
             return max(serving)
         if self.controller is None or self._sizes is None or len(serving) == 1:
             return max(serving)
-        kv_tokens = int(batch.len_bounds[batch.num_prompts :].sum())
-        return self.controller.choose(DecodeRows(self._caps[rows], self._greedy[rows], kv_tokens), self._padded(serving, live))
+        kv_tokens, padded = int(batch.len_bounds[batch.num_prompts :].sum()), self._padded(serving, live)
+        if not (self.tracks(live) and self._ragged <= set(serving)) or batch.num_prompts:
+            return self.controller.choose(DecodeRows(self._caps[rows], self._greedy[rows], kv_tokens), padded)
+        (depth,) = self._ragged
+        passes = [(size, tokens) for size, tokens in self._sizes.ragged_passes(depth, live) if size < tokens and not tokens % size]
+        chosen = self.controller.decide(DecodeRows(self._caps[rows], self._greedy[rows], kv_tokens, rows), padded, passes, depth)
+        self._widths = no_ints() if chosen.widths is None else chosen.widths
+        return chosen.depth
+
+    def tracks(self, live: int) -> bool:
+        """Whether the controller measures the acceptance of each of so many requests, whose windows may differ in width."""
+        return live > 1 and any(self._sizes.ragged_passes(depth, live) for depth in self._ragged) if self._sizes is not None else False
+
+    @property
+    def _learns(self) -> bool:
+        """Whether a controller chooses."""
+        return self.controller is not None and self._forced is None and self._fixed is None and self._turn is None
 
     def _padded(self, depths: Sequence[int], live: int) -> dict[int, int]:
         """Requests with padding by depth; where some depths have a graph of them, only those."""
@@ -232,6 +253,7 @@ class DepthControl:
             return
         for init in new_rows:
             self._caps[init.row], self._greedy[init.row] = init.sampling.most_drafts, init.sampling.greedy
+            self.rows.admit(init.row)
         self._capped = bool(self._caps.min() < self.deepest)
 
     def fix(self, depth: int) -> None:

@@ -8,16 +8,19 @@ its own fields.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from runtime.batch import Int32, no_ints
 from runtime.model_executor.iteration_cost import IterationCost
+from runtime.model_executor.row_acceptance import RowAcceptance
+from runtime.model_executor.window_widths import allot
 from runtime.worker_info import DepthClass, DepthInfo
 
-Int64 = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 HYSTERESIS = 0.015
 """Another depth is taken if it promises more tokens per second than the current one by this share."""
 PROBE_SHARE = 0.004
@@ -40,6 +43,11 @@ LEAST_KEEP_SHORT, LEAST_KEEP_LONG = 0.5, 1 - 1 / 16
 """What they keep of the past at least in an iteration of many windows."""
 SHIFT, SHIFT_DEVIATIONS = 0.1, 3.5
 """Acceptance has changed where the two differ by this much, and by so many standard deviations."""
+
+RAGGED_GAIN, RAGGED_HELD = 0.03, 0.01
+"""Windows of different widths are taken, and kept, if they promise more tokens per second by this share."""
+RAGGED_EVERY = 16
+"""Iterations between two looks at them while they are not in use and all requests allow as many drafts."""
 
 
 class AcceptanceAverages:
@@ -102,11 +110,13 @@ class DecodeRows:
         caps: int [n], the most drafts that each request takes.
         greedy: bool [n].
         kv_tokens: upper bound of their KV lengths together.
+        rows: int32 [n], their request rows, where windows may differ in width; empty elsewhere.
     """
 
     caps: npt.NDArray[np.integer]
     greedy: npt.NDArray[np.bool_]
     kv_tokens: int
+    rows: Int32 = field(default_factory=no_ints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +130,8 @@ class Observed:
         seconds: time since the results of the iteration before; None where it is not known or not that of usual
             iterations. The draft follows an iteration after its results are read, so that this is an iteration's own time
             only after one of the same depth, or of depth 0, where the draft catches up within the iteration.
+        width: mean tokens of its windows where they differ, else 0.
+        rows: as in `DecodeRows`.
     """
 
     depth: int
@@ -129,15 +141,22 @@ class Observed:
     greedy: npt.NDArray[np.bool_]
     kv_tokens: int
     seconds: float | None
+    width: int = 0
+    rows: Int32 = field(default_factory=no_ints)
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A depth that an iteration could run at: tokens that it is expected to commit, and its expected time."""
+    """A depth that an iteration could run at: tokens that it is expected to commit, and its expected time.
+
+    Attributes:
+        widths: int32 [size], tokens of each window where they differ; None for full ones.
+    """
 
     depth: int
     tokens: float
     seconds: float
+    widths: Int32 | None = None
 
     @property
     def rate(self) -> float:
@@ -159,6 +178,10 @@ class DepthChooser(Protocol):
         """The depth of the next iteration; `sizes`: its requests, padding included, at each depth that it can run at."""
         ...
 
+    def decide(self, rows: DecodeRows, sizes: Mapping[int, int], passes: Sequence[tuple[int, int]], ragged_depth: int) -> Option:
+        """The same where windows may differ in width: `passes` gives requests and tokens of those passes, at `ragged_depth`."""
+        ...
+
     def observe(self, read: Observed) -> None:
         """An iteration was read."""
         ...
@@ -178,12 +201,21 @@ class DepthController:
     Attributes:
         cost: time of an iteration.
         chosen: iterations by depth.
+        ragged: iterations with windows of different widths.
+        rows: acceptance by request row.
     """
 
-    def __init__(self, depths: Sequence[int], cost: IterationCost, acceptance: Sequence[float] = ()) -> None:
-        """`acceptance`: of the first positions, where it was measured before."""
-        self.cost = cost
-        self.chosen = dict.fromkeys(sorted(depths), 0)
+    def __init__(
+        self, depths: Sequence[int], cost: IterationCost, acceptance: Sequence[float] = (), rows: RowAcceptance | None = None
+    ) -> None:
+        """
+        Args:
+            acceptance: of the first positions, where it was measured before.
+            rows: acceptance by request row, where windows may differ in width.
+        """
+        self.cost, self.rows = cost, rows or RowAcceptance(0)
+        self._ragged = False
+        self.chosen, self.ragged = dict.fromkeys(sorted(depths), 0), 0
         self._averages = {greedy: AcceptanceAverages(max(depths), acceptance) for greedy in (True, False)}
         self._current: int | None = None
         self._steps = self._probed_at = 0
@@ -194,27 +226,65 @@ class DepthController:
 
     def choose(self, rows: DecodeRows, sizes: Mapping[int, int]) -> int:
         """The depth of the next iteration; `sizes`: its requests, padding included, at each depth that it can run at."""
+        return self.decide(rows, sizes).depth
+
+    def decide(self, rows: DecodeRows, sizes: Mapping[int, int], passes: Sequence[tuple[int, int]] = (), ragged_depth: int = 0) -> Option:
+        """The option that the next iteration runs.
+
+        Args:
+            sizes: its requests, padding included, at each depth that it can run at.
+            passes: requests and tokens of passes over windows that differ in width, at `ragged_depth`.
+        """
+        mixed = passes and (self._ragged or rows.caps.min() < ragged_depth or self._steps % RAGGED_EVERY == 0)
         tokens = self._tokens(rows)
         options = [Option(depth, tokens[depth], self.cost.seconds(size, depth, rows.kv_tokens)) for depth, size in sizes.items()]
         best = best_option(options, self._current)
         self._current = best.depth
+        if mixed:
+            best = self._narrowed(best, options, rows, passes, ragged_depth)
         self._steps += 1
         self._save(best.seconds)
         depth = self._probe(options, best) if len(options) > 1 else best.depth
+        best = best if depth == best.depth else next(option for option in options if option.depth == depth)
         if self._last in (depth, 0):
             self._timed_at[depth] = self._steps
         self._last = depth
         self.chosen[depth] += 1
-        return depth
+        self.ragged += best.widths is not None
+        return best
+
+    def _narrowed(self, best: Option, full: Sequence[Option], rows: DecodeRows, passes: Sequence[tuple[int, int]], depth: int) -> Option:
+        """The best pass over windows of different widths, if by the acceptance of each request it is clearly better than all full ones;
+        else `best`.
+        """
+        n, gains = len(rows.caps), self._gains(rows)
+        of_full = max((n + gains[:, : option.depth].sum()) / option.seconds for option in full)
+        gains = gains[:, :depth]
+        promised = np.concatenate([[0.0], np.sort(gains, axis=None)[::-1].cumsum()])
+        options = list[Option]()
+        for size, tokens in passes:
+            seconds = self.cost.seconds(size, depth, rows.kv_tokens, tokens // size)
+            options.append(Option(depth, n + float(promised[min(tokens - size, gains.size)]), seconds))
+        ragged = max(options, key=lambda option: option.rate)
+        self._ragged = bool(ragged.rate > of_full * (1 + (RAGGED_HELD if self._ragged else RAGGED_GAIN)))
+        return replace(ragged, widths=allot(gains, *passes[options.index(ragged)])) if self._ragged else best
+
+    def _gains(self, rows: DecodeRows) -> Floats:
+        """What each draft of each request is expected to add, [n, most steps]; 0 beyond its cap."""
+        usual = np.where(rows.greedy, *(self._averages[greedy].rates()[0] for greedy in (True, False)))
+        gains = self.rows.gains(rows.rows, usual, len(self._averages[True].expected) - 1)
+        return np.where(np.arange(gains.shape[1]) < rows.caps[:, None], gains, 0.0)
 
     def observe(self, read: Observed) -> None:
         """Learn from an iteration."""
         before, self._observed = self._observed, -1 if read.seconds is None else read.depth
         if read.seconds is not None and before in (read.depth, 0):
-            self.cost.observe(read.size, read.depth, read.kv_tokens, read.seconds)
+            self.cost.observe(read.size, read.depth, read.kv_tokens, read.seconds, read.width)
         if read.depth == 0:
             return
         drafted = np.minimum(read.caps, read.depth)
+        if len(read.rows):
+            self.rows.add(read.rows, read.accept_lens, drafted)
         depths = [read.depth] if drafted.min() == read.depth else np.unique(drafted).tolist()
         for greedy, averages in self._averages.items():
             for depth in depths:
@@ -231,6 +301,7 @@ class DepthController:
         sizes = sorted({point.size for point in self.cost.points})
         return DepthInfo(
             chosen={str(depth): count for depth, count in self.chosen.items()},
+            ragged=self.ragged,
             greedy=self._class(True),
             sampled=self._class(False),
             milliseconds={

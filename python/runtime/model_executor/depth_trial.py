@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from runtime.model_executor.acceptance import AcceptanceCounters
-from runtime.model_executor.depth_controller import DecodeRows, Observed
+from runtime.model_executor.depth_controller import DecodeRows, Observed, Option
 from runtime.worker_info import DepthInfo
 
 BLOCK, FIRST = 4, 1
@@ -66,6 +66,10 @@ class DepthTrial:
             if self._at == BLOCK * len(self._running):
                 self._end_round()
         return max((depth for depth in sizes if depth <= wanted), default=min(sizes))
+
+    def decide(self, rows: DecodeRows, sizes: Mapping[int, int], passes: Sequence[tuple[int, int]], ragged_depth: int) -> Option:
+        """The same, with full windows."""
+        return Option(self.choose(rows, sizes), 0.0, 0.0)
 
     def observe(self, read: Observed) -> None:
         """Count the accepted tokens, and the time if this depth also ran the step before."""

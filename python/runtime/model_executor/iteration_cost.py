@@ -71,20 +71,23 @@ class IterationCost:
         self.points, self._routing = tuple(points), routing
         self._fit = self._fitted()
         self._ratios = {depth: self._ratios_at(depth) for depth in sorted({point.depth for point in self.points})}
-        self._table: dict[tuple[int, int, Routing | None], float] = {}
-        self._cells: dict[tuple[int, int], float] = {}
-        self._runs: dict[tuple[int, int], int] = {}
+        self._table: dict[tuple[int, int, int, Routing | None], float] = {}
+        self._cells: dict[tuple[int, int, int], float] = {}
+        self._runs: dict[tuple[int, int, int], int] = {}
         self._sums = np.zeros(5)  # 1, u, u^2, y, u * y of the regression y = scale + u * context
         self._scale, self._context = 1.0, 0.0
         self._unit = self._measured(1, 0) / CONTEXT_UNIT
 
-    def seconds(self, size: int, depth: int, kv_tokens: int = 0) -> float:
-        """The expected time of an iteration of `size` requests, padding included, with `kv_tokens` of context together."""
-        return self._scale * self._at(size, depth) + self._context * self._unit * kv_tokens
+    def seconds(self, size: int, depth: int, kv_tokens: int = 0, width: int = 0) -> float:
+        """The expected time of an iteration of `size` requests, padding included, with `kv_tokens` of context together.
 
-    def observe(self, size: int, depth: int, kv_tokens: int, seconds: float) -> None:
+        `width`: mean tokens of windows that differ; 0 for full ones.
+        """
+        return self._scale * self._at(size, depth, width) + self._context * self._unit * kv_tokens
+
+    def observe(self, size: int, depth: int, kv_tokens: int, seconds: float, width: int = 0) -> None:
         """Learn from the time of one iteration."""
-        expected, base = self.seconds(size, depth, kv_tokens), self._at(size, depth)
+        expected, base = self.seconds(size, depth, kv_tokens, width), self._at(size, depth, width)
         seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
         u, y = self._unit * kv_tokens / base, seconds / base
         self._sums = self._sums * (1 - 1 / MEMORY) + (1.0, u, u * u, y, u * y)
@@ -92,7 +95,7 @@ class IterationCost:
         n, suu, sy = n + PRIOR_SCALE, suu + PRIOR_CONTEXT, sy + PRIOR_SCALE
         context = max((n * suy - su * sy) / (n * suu - su * su), 0.0)
         self._scale, self._context = max((sy - su * context) / n, 1e-3), context
-        key = (size.bit_length(), depth)
+        key = (size.bit_length(), depth, width)
         runs = self._runs[key] = self._runs.get(key, 0) + 1
         cell = self._cells.get(key, 0.0) + max(CELL_RATE, 1 / (runs + FIRST_RUNS)) * math.log(seconds / expected)
         self._cells[key] = min(max(cell, -MOST_CELL), MOST_CELL)
@@ -102,16 +105,18 @@ class IterationCost:
         if self._routing is not None:
             self._routing = replace(self._routing, spread=round(spread, 1))
 
-    def _at(self, size: int, depth: int) -> float:
-        return self._measured(size, depth) * math.exp(self._cells.get((size.bit_length(), depth), 0.0))
+    def _at(self, size: int, depth: int, width: int) -> float:
+        return self._measured(size, depth, width) * math.exp(self._cells.get((size.bit_length(), depth, width), 0.0))
 
-    def _measured(self, size: int, depth: int) -> float:
-        """The table as measured at start-up, with the experts that are read now."""
-        key = size, depth, self._routing
+    def _measured(self, size: int, depth: int, width: int = 0) -> float:
+        """The table as measured at start-up, with the experts that are read now; of windows that differ the time of full ones without
+        the rows that are left out.
+        """
+        key = size, depth, width, self._routing
         if key not in self._table:
             ratios = [float(np.interp(math.log2(size), *ratio)) for ratio in self._ratios.values()]
             ratio = float(np.interp(depth, list(self._ratios), ratios))
-            self._table[key] = self._modelled(size, depth) * ratio
+            self._table[key] = self._modelled(size, depth, width) * ratio
         return self._table[key]
 
     def _ratios_at(self, depth: int) -> tuple[list[float], list[float]]:
@@ -119,13 +124,14 @@ class IterationCost:
         own = sorted((p for p in self.points if p.depth == depth), key=lambda point: point.size)
         return [math.log2(p.size) for p in own], [p.seconds / self._modelled(p.size, depth) for p in own]
 
-    def _modelled(self, size: int, depth: int) -> float:
-        return float(self._features(size, depth) @ self._fit)
+    def _modelled(self, size: int, depth: int, width: int = 0) -> float:
+        return float(self._features(size, depth, width) @ self._fit)
 
-    def _features(self, size: int, depth: int) -> npt.NDArray[np.float64]:
+    def _features(self, size: int, depth: int, width: int = 0) -> npt.NDArray[np.float64]:
         """What a time is made of: launches and weights, rows of the target's pass, draft passes, rows of those, and experts."""
-        experts = 0.0 if self._routing is None else self._routing.distinct(size * (depth + 1))
-        return np.array([1.0, size * (depth + 1), depth, depth * size, experts])
+        rows = size * (width or depth + 1)
+        experts = 0.0 if self._routing is None else self._routing.distinct(rows)
+        return np.array([1.0, rows, depth, depth * size, experts])
 
     def _fitted(self) -> npt.NDArray[np.float64]:
         """Least squares of relative errors with coefficients of at least 0, the first above it, by coordinate descent."""

@@ -190,8 +190,8 @@ class Worker:
             return self._queue.submit(own)
         with self._followers.start.of(batch.step):
             self._followers.run(batch, tuple(runner.mode.value for runner in self.all_runners))
-            shared = SharedPending(self._queue.submit(own), batch.step, self._followers.wait)
-        return GroupsPending(shared, self._followers) if batch.sections else shared
+            shared = SharedPending(self._queue.submit(own), batch.step, self._followers)
+        return GroupsPending(shared) if batch.sections else shared
 
     @property
     def answering_group(self) -> int | None:
@@ -425,8 +425,10 @@ class Worker:
         assert iteration.greedy is not None
         most = np.full(iteration.live, iteration.depth) if caps is None else caps.host
         kv_tokens = int(iteration.bounds.sum())
-        observed = Observed(iteration.depth, iteration.size, lens, most, iteration.greedy, kv_tokens, seconds if usual else None)
-        controller.observe(observed)
+        width = 0 if iteration.ragged is None else iteration.ragged.tokens // iteration.size
+        rows = iteration.host_rows if self.parts.depths.tracks(iteration.live) else no_ints()
+        timed = seconds if usual else None
+        controller.observe(Observed(iteration.depth, iteration.size, lens, most, iteration.greedy, kv_tokens, timed, width, rows))
 
 
 def _read_nothing() -> BatchResult:

@@ -39,7 +39,7 @@ def start_controller(worker: Worker, tuning: SpeculativeTuning | None = None) ->
     mlps = worker.parts.target.runner.model.sparse_mlps
     routing = Routing(mlps[0].router.num_experts, mlps[0].router.rule.top_k) if mlps else None
     acceptance = () if tuning is None else tuning.acceptance
-    control.controller = DepthController(list(control.limits), IterationCost(points, routing), acceptance)
+    control.controller = DepthController(list(control.limits), IterationCost(points, routing), acceptance, control.rows)
     seconds = time.perf_counter() - started
     worker.info().startup_seconds["measure_depths"] = round(seconds, 3)
     for size in sorted({point.size for point in points}):

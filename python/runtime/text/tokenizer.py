@@ -43,6 +43,7 @@ class Tokenizer:
         self._hf.no_truncation()
         self._hf.no_padding()
         self._files = files
+        self._bytes: dict[int, bytes] = {}  # of the tokens that were decoded, by id
         added = self._hf.get_added_tokens_decoder()
         special = {i: token for i, token in added.items() if token.special}
         soft = {i: token for i, token in added.items() if not token.special and _BRACKETED.fullmatch(token.content)}
@@ -264,9 +265,14 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token; b"" for an unknown id."""
-        token = self._hf.id_to_token(token_id)
-        if token is None:
-            return b""
+        known = self._bytes.get(token_id)
+        if known is None:
+            if (token := self._hf.id_to_token(token_id)) is None:
+                return b""
+            known = self._bytes[token_id] = self._spelled(token)
+        return known
+
+    def _spelled(self, token: str) -> bytes:
         if self._is_byte_level:
             return token_to_bytes(token)
         byte = _BYTE_TOKEN.fullmatch(token)

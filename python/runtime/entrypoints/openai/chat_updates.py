@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from runtime.managers.messages import TokenLogprobs
 from runtime.parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 
@@ -20,8 +22,7 @@ class ChatFinish:
     matched: int | str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ChatUpdate:
+class ChatUpdate(msgspec.Struct, frozen=True):
     """One step of one answer.
 
     Attributes:

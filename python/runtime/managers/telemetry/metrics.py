@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.utils import floatToGoString
 
 from runtime.managers.generation import GenerationUpdate
 from runtime.managers.telemetry.scheduler_stats import GroupLoad, SchedulerStats
@@ -79,10 +83,11 @@ class Metrics:
         self._generated = self._counter("sglang:generation_tokens", "Tokens generated for requests that finished.")
         self._cached = self._counter("sglang:cached_tokens", "Prompt tokens that came from the prefix cache.")
         self._ttft = self._histogram("sglang:time_to_first_token_seconds", "Time to the first token.", TTFT_BUCKETS)
-        self._itl = self._histogram("sglang:inter_token_latency_seconds", "Time between tokens.", ITL_BUCKETS)
+        self._itl = _Intervals("sglang:inter_token_latency_seconds", "Time between tokens.", ITL_BUCKETS, model_name)
         self._e2e = self._histogram("sglang:e2e_request_latency_seconds", "Time to the last token.", E2E_BUCKETS)
         self._queue = self._histogram("sglang:queue_time_seconds", "From arrival to the first step.", QUEUE_BUCKETS)
         self.registry.register(self._scheduler)
+        self.registry.register(self._itl)
 
     def started(self, prompt_tokens: int) -> None:
         """A request was received."""
@@ -95,8 +100,8 @@ class Metrics:
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
         """`tokens` more arrived, `seconds` after the previous ones."""
-        for _ in range(tokens):
-            self._itl.observe(seconds / tokens)
+        if tokens:
+            self._itl.observe(seconds / tokens, tokens)
 
     def ended(self, seconds: float, update: GenerationUpdate | None) -> None:
         """It ended, `seconds` after its start; `update` is None if it failed or its client disconnected."""
@@ -122,6 +127,28 @@ class Metrics:
 
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, help_text, ("model_name",), registry=self.registry, buckets=buckets).labels(self._model)
+
+
+class _Intervals:
+    """A histogram that takes equal values together: a chunk of a stream is one call, and one search for its bucket."""
+
+    def __init__(self, name: str, help_text: str, bounds: tuple[float, ...], model_name: str) -> None:
+        self._name, self._help, self._model = name, help_text, model_name
+        self._bounds = (*bounds, math.inf)
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int) -> None:
+        """Count `value` so many times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def collect(self) -> Iterable[Metric]:
+        """The histogram."""
+        family = HistogramMetricFamily(self._name, self._help, labels=["model_name"])
+        names = [floatToGoString(bound) for bound in self._bounds]
+        family.add_metric([self._model], list(zip(names, accumulate(self._counts), strict=True)), self._sum)
+        yield family
 
 
 class _SchedulerCollector:

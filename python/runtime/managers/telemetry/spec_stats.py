@@ -11,17 +11,21 @@ CONTEXTS = (0, 1024, 4096, 16384, 65536)
 """Acceptance is told apart by context length; tokens from which on each class begins."""
 
 
+def context_class(tokens: int) -> int:
+    """The entry of `CONTEXTS` that so many tokens belong to."""
+    return bisect_right(CONTEXTS, tokens) - 1
+
+
 class ContextAcceptance(msgspec.Struct):
     """Verify steps and accepted drafts by context length, an entry for each of `CONTEXTS`."""
 
     verify_steps: list[int] = msgspec.field(default_factory=lambda: [0] * len(CONTEXTS))
     accepted_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * len(CONTEXTS))
 
-    def add(self, accept_len: int, context: int) -> None:
-        """Count one verify step behind `context` tokens."""
-        at = bisect_right(CONTEXTS, context) - 1
-        self.verify_steps[at] += 1
-        self.accepted_tokens[at] += accept_len - 1
+    def add(self, accept_len: int, context: int, times: int = 1) -> None:
+        """Count verify steps behind contexts of one `context_class`."""
+        self.verify_steps[context] += times
+        self.accepted_tokens[context] += (accept_len - 1) * times
 
     def accept_lengths(self) -> dict[str, float]:
         """Mean tokens of a verify step, by the beginning of each class that has some."""
@@ -45,22 +49,24 @@ class SpecStats(msgspec.Struct, array_like=True):
     accepted_by_position: list[int] = []
     skipped_by_position: list[int] = []
 
-    def add(self, accept_len: int, draft_tokens: int, max_accept_len: int, depth: int | None = None) -> None:
-        """Count one verify step of `draft_tokens` drafts that committed `accept_len` tokens, bonus included.
+    def add(self, accept_len: int, draft_tokens: int, max_accept_len: int, depth: int | None = None, times: int = 1) -> None:
+        """Count verify steps of `draft_tokens` drafts that committed `accept_len` tokens, bonus included.
 
-        `depth`: K, where it is not `max_accept_len` - 1.
+        `depth`: K, where it is not `max_accept_len` - 1. `times`: how many such steps.
         """
         if not self.accepted_by_position:
             self.accepted_by_position = [0] * (max_accept_len - 1)
-        self.verify_steps += 1
-        self.draft_tokens += draft_tokens
-        self.accepted_tokens += accept_len - 1
-        for position in range(accept_len - 1):
-            self.accepted_by_position[position] += 1
+        self.verify_steps += times
+        self.draft_tokens += draft_tokens * times
+        if accept_len > 1:
+            self.accepted_tokens += (accept_len - 1) * times
+            accepted = self.accepted_by_position
+            for position in range(accept_len - 1):
+                accepted[position] += times
         if depth is not None and depth < max_accept_len - 1:
             self.skipped_by_position = self.skipped_by_position or [0] * (max_accept_len - 1)
             for position in range(depth, max_accept_len - 1):
-                self.skipped_by_position[position] += 1
+                self.skipped_by_position[position] += times
 
     def copy(self) -> SpecStats:
         """A snapshot."""

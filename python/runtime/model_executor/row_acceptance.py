@@ -1,0 +1,53 @@
+"""How a request's drafts are accepted, measured by request row, beside the averages of all requests. No torch.
+
+`admit` and `gains` run on the thread that submits steps and `add` on the one that reads them; each writes only its own fields.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.batch import Int32
+
+KEEP = 1 - 1 / 64
+"""What a row's counts keep of the past in each iteration, whether it took drafts or not: a row without is tried again."""
+PRIOR = 8.0
+"""Drafts that the average of all requests counts for."""
+MOST = 0.98
+"""The highest rate that is expected of any draft."""
+
+Floats = npt.NDArray[np.float64]
+
+
+class RowAcceptance:
+    """Owner of tested and accepted drafts by request row."""
+
+    def __init__(self, rows: int) -> None:
+        self._tested, self._accepted = np.zeros(rows), np.zeros(rows)
+        self._admitted, self._seen = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
+
+    def admit(self, row: int) -> None:
+        """A new request took the row."""
+        self._admitted[row] += 1
+
+    def add(self, rows: Int32, accept_lens: npt.NDArray[np.integer], drafts: npt.NDArray[np.integer]) -> None:
+        """Count an iteration: int [n] each, `drafts` those that were verified."""
+        keep = np.where(self._seen[rows] == self._admitted[rows], KEEP, 0.0)
+        self._seen[rows] = self._admitted[rows]
+        self._tested[rows] = keep * self._tested[rows] + np.minimum(accept_lens, drafts)
+        self._accepted[rows] = keep * self._accepted[rows] + (accept_lens - 1)
+
+    def gains(self, rows: Int32, usual: Floats, K: int) -> Floats:
+        """What each draft of each request is expected to add, [n, K], falling in each row.
+
+        All drafts of a request have one rate, given those before: what differs by position in averages over many requests is mostly
+        which requests get that far.
+
+        Args:
+            rows: int32 [n].
+            usual: [n], rates of requests of this kind.
+        """
+        known = self._seen[rows] == self._admitted[rows]
+        rate = (known * self._accepted[rows] + PRIOR * usual) / (known * self._tested[rows] + PRIOR)
+        return np.minimum(rate, MOST)[:, None] ** np.arange(1, K + 1)

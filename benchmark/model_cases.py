@@ -51,7 +51,7 @@ class Case:
         changes: fields of the target's config.json with other values.
         hot_tokens: size of the MTP layer's token map; None for all tokens.
         accept_lengths: those that are forced.
-        steps: most drafts of an iteration.
+        steps: drafts of an iteration that the roof is for; servers run at their default depth.
         tp_size: GPUs that share it.
         in_file: whether it is loaded from a checkpoint file; others are larger than the disk, and made on the device.
         flags: more flags of every server.
@@ -150,7 +150,7 @@ def _tiny(shape: str) -> dict[str, Any]:
 
 
 def _served(case: Case, target: Path, draft: Path | None, flags: tuple[str, ...], roof: ModelRoof | None) -> Served:
-    drafts = ("--speculative-algorithm", case.algorithm, "--speculative-num-steps", str(case.steps))
+    drafts: tuple[str, ...] = ("--speculative-algorithm", case.algorithm)
     if draft is not None:
         drafts += ("--speculative-draft-model-path", str(draft), "--speculative-draft-load-format", "dummy")
     if case.hot_tokens is not None:

@@ -45,7 +45,7 @@ def _title(mode: str, rows: list[dict[str, Any]]) -> str:
     if mode == "plain" or case is None:
         return mode
     name = "EAGLE-3" if case.algorithm == "EAGLE3" else case.algorithm
-    return f"{name}, up to {case.steps} drafts, synthetic accept length {mode.removeprefix('accept-')}"
+    return f"{name}, synthetic accept length {mode.removeprefix('accept-')}"
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

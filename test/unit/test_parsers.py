@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from formats import BODY, FUZZ_EXAMPLES, TOOLS, Answer, read, text_parser, write
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runtime.parsers.argument_types import parameter_types, typed_json
@@ -260,6 +260,7 @@ def test_any_text_is_read_the_same_in_any_pieces(name: str, thinking: str | None
 
 @settings(max_examples=FUZZ_EXAMPLES, deadline=None)
 @given(st.sampled_from(FORMATS), st.lists(st.dictionaries(st.just("city"), st.text()), min_size=1, max_size=3))
+@example("mimo", [{"city": "{}"}])
 def test_any_text_survives_as_an_argument(name: str, arguments: list[dict[str, str]]) -> None:
     unwritable = ("</parameter>", "</arg_value>", '<|"|>', "\r", "\x00")
     calls = [("get_weather", each) for each in arguments]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -144,4 +145,20 @@ def test_a_pause_of_rank_0_is_excused_until_it_answers_again(tmp_path: Path) -> 
     assert not alone._event.wait(0.5)
     watch.close()
     assert alone.wait().startswith("rank 0 does not answer")
+    beat.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_other_ranks_hear_that_rank_0_ends(tmp_path: Path) -> None:
+    lost, told = Heard(), Heard()
+    watch = RankWatch(f"ipc://{tmp_path}/w", range(1, 2), lost)
+    watch.start()
+    beat = RankBeat(watch.address, 1, told)
+    beat.start()
+    while not watch._senders:
+        time.sleep(0.01)
+    watch.end("step 4 failed")
+    assert told.wait() == "rank 0 ends: step 4 failed"
+    assert lost.words == ""
+    watch.close()
     beat.close()

@@ -58,7 +58,7 @@ class RankWatch:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.bind(address)
         self._done = threading.Event()
-        self._answer = b""
+        self._answer, self._ending = b"", ""
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
 
     @property
@@ -80,6 +80,12 @@ class RankWatch:
         finally:
             self._answer = b""
 
+    def end(self, why: str) -> None:
+        """Tell the other ranks that rank 0 ends, and expect no more."""
+        self._ending = why
+        if self._thread.is_alive():
+            self._thread.join(PERIOD + TELL_MS / 1000)
+
     def close(self) -> None:
         """Expect no more."""
         self._done.set()
@@ -89,10 +95,11 @@ class RankWatch:
 
     def _run(self) -> None:
         while not self._done.wait(PERIOD):
-            why = self._hear_all() or self._silent_rank() or self._stuck()
+            why = self._hear_all() or self._ending or self._silent_rank() or self._stuck()
             if why and not self._done.is_set():
                 self._tell(why)
-                self._lost(why)
+                if why != self._ending:
+                    self._lost(why)
                 return
 
     def _tell(self, why: str) -> None:

@@ -88,7 +88,7 @@ def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, opt
     if publisher is not None:
         publisher.await_readers(by_socket, parallel.dist_timeout)
         senders.append(publisher)
-    followers = Followers(SenderList(*senders), watch.close, results, watch.pause)
+    followers = Followers(SenderList(*senders), watch.close, results, watch.pause, watch.end)
     worker = _build(config, model_config, group, options, followers)
     # On a CPU an exchange gives up by itself, and steps may be slow.
     stuck.waits = (followers.start, followers.wait) if config.device.device == "cuda" else (followers.start,)

@@ -48,6 +48,7 @@ class Followers:
     Args:
         ended: called after the last message was sent.
         pause: within, rank 0 may give no sign of life.
+        failed: called with a sentence when a step failed and rank 0 is about to end.
         results: of the other attention groups; None where there is one group.
 
     Attributes:
@@ -61,8 +62,9 @@ class Followers:
         ended: Callable[[], None],
         results: ResultReceiver | None = None,
         pause: Callable[[], AbstractContextManager[None]] = nullcontext,
+        failed: Callable[[str], None] = lambda why: None,
     ) -> None:
-        self._sender, self._ended, self._results, self.pause = sender, ended, results, pause
+        self._sender, self._ended, self._results, self.pause, self.failed = sender, ended, results, pause, failed
         self.start, self.wait = StepWait("start"), StepWait("end")
         self._codec = RankCodec()
         self._set = SetRun(())
@@ -111,17 +113,20 @@ class SharedPending:
 
     pending: Pending
     step: int
-    waiting: StepWait
+    followers: Followers
 
     def wait(self) -> BatchResult:
         """Wait for rank 0's part."""
         try:
-            with self.waiting.of(self.step):
+            with self.followers.wait.of(self.step):
                 return self.pending.wait()
-        except ServerFault:
+        except ServerFault as error:
+            self.followers.failed(str(error))
             raise
         except Exception as error:
-            raise RankFailed(0, self.step, error) from error
+            fault = RankFailed(0, self.step, error)
+            self.followers.failed(str(fault))
+            raise fault from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +134,11 @@ class GroupsPending:
     """A step of several attention groups. The others send their results when rank 0 wants them, behind the next step."""
 
     own: SharedPending
-    followers: Followers
 
     def wait(self) -> BatchResult:
         """Wait for the results of all groups."""
-        self.followers.ask(self.own.step)
+        step, followers = self.own.step, self.own.followers
+        followers.ask(step)
         own = self.own.wait()
-        with self.own.waiting.of(self.own.step):
-            return BatchResult(no_ints(), no_ints(), sections=[own, *self.followers.answers(self.own.step)])
+        with followers.wait.of(step):
+            return BatchResult(no_ints(), no_ints(), sections=[own, *followers.answers(step)])

@@ -190,8 +190,8 @@ class Worker:
             return self._queue.submit(own)
         with self._followers.start.of(batch.step):
             self._followers.run(batch, tuple(runner.mode.value for runner in self.all_runners))
-            shared = SharedPending(self._queue.submit(own), batch.step, self._followers.wait)
-        return GroupsPending(shared, self._followers) if batch.sections else shared
+            shared = SharedPending(self._queue.submit(own), batch.step, self._followers)
+        return GroupsPending(shared) if batch.sections else shared
 
     @property
     def answering_group(self) -> int | None:

@@ -63,7 +63,7 @@ def typed_json(text: str, types: frozenset[str]) -> str:
     if types & {"integer", "number"} and _INTEGER.fullmatch(bare):
         digits = bare.lstrip("+-").lstrip("0") or "0"
         return f"-{digits}" if bare.startswith("-") else digits
-    wanted = types - STRING or {"array", "object"}
+    wanted = types - STRING if types else {"array", "object"}
     value = _parsed(bare)
     kind = _NAMES.get(type(value))
     if kind in wanted or (kind == "integer" and "number" in wanted):

@@ -35,6 +35,9 @@ def dot_step(
         low, high = unpack_mxfp4(packed, scale, x_low.dtype, PTX)
         acc = tl.dot(low, tl.trans(x_low), acc)
         acc = tl.dot(high, tl.trans(x_high), acc)
+        # Always true, but it makes this step wait for its dots: Triton would let the last one run into the next step, which
+        # writes to the registers that it still reads `high` from.
+        acc = tl.where(start < K, acc, 0.0)
     else:
         k = start + tl.arange(0, BLOCK_K)[None, :]
         x = tl.load(x_rows + k, mask=x_in if EVEN_K else x_in & (k < K), other=0.0)

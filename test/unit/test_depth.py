@@ -91,9 +91,17 @@ def test_usual_depths_have_all_batch_sizes_and_others_few() -> None:
     assert list(table) == [7, 5, 3, 2, 1, 0]
     assert {depth: batches.running for depth, batches in table.items()} == {7: 32, 5: 40, 3: 40, 2: 40, 1: 40, 0: 40}
     assert table[3] == table[0] == DepthBatches(40, 40, SIZES, SIZES)
-    assert table[7].captured == [1, 2, 3, 6, 12, 24, 32]
-    assert table[1].captured == [1, 2, 3, 6, 12, 24, 40]
+    assert table[7].captured == [1, 2, 4, 8, 16, 32]
+    assert table[1].captured == [1, 2, 4, 8, 16, 32, 40]
     assert split_by_depth((0, 1, 2), None, 40, SIZES, True)[2].captured == SIZES, "few depths have all"
+
+
+def test_common_sizes_run_without_padding_and_gaps_are_narrow() -> None:
+    sizes = [1, 2, 3, 4, 6, 8, 12, 16, 24, *range(32, 257, 8)]
+    table = split_by_depth(DEPTHS, None, 256, sizes, True)
+    assert table[2].captured == [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256]
+    assert table[1].captured == [1, 2, 4, 8, 16, 32, 48, 64, *range(72, 257, 8)], "large batches often run at depth 1"
+    assert split_by_depth(DEPTHS, None, 13, [1, 5, 9, 13], True)[2].captured == [1, 5, 9, 13]
 
 
 def test_above_the_batch_limit_no_depth_drafts() -> None:

@@ -38,7 +38,11 @@ class AcceptanceMonitor:
         """Start counting anew."""
         K = self._num_steps
         self._graph, self._sample, self._eager = AcceptanceCounters(K), AcceptanceCounters(K), AcceptanceCounters(K)
-        self.alarm = DriftAlarm(K)
+        self.reset_alarm()
+
+    def reset_alarm(self) -> None:
+        """Forget the evidence of a drift."""
+        self.alarm = DriftAlarm(self._num_steps)
 
     def next_iteration(self, live: int) -> tuple[bool, bool]:
         """Count an iteration of `live` requests. Returns whether it may be in the eager sample, and whether the next may."""

@@ -22,8 +22,12 @@ USUAL_STEPS, FEW = 3, 3
 """The depth that has graphs of all batch sizes, as depth 0 has. With so few depths all of them have."""
 MOST_DRAFTED = {5: 64, 7: 32}
 """The largest batch of deep windows: with more requests they take longer than shallow ones for any acceptance."""
-THIN = 1.4
-"""Other depths have graphs of batch sizes that grow by at least this factor."""
+ROUND = {1 << shift for shift in range(16)} | {3 << shift for shift in range(4, 14)}
+"""Batch sizes that graphs of other depths have: common ones, which run without padding."""
+THIN = 2.0
+"""The largest factor between the sizes of their graphs."""
+LARGE = 64
+"""For larger batches depth 1 is often the best, and has graphs of all sizes too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ def split_by_depth(
         most = min(running, MOST_DRAFTED.get(depth, running), most_with_drafts or running) if depth else running
         own = captured_up_to(most, sizes, padding)
         if depth not in (0, USUAL_STEPS) and len(depths) > FEW:
-            own = thinned(own)
+            own = thinned(own, LARGE if depth == 1 else None)
         table[depth] = DepthBatches(most, max([most, *own]), own, own or [1, most])
     return table
 
@@ -105,11 +109,11 @@ def captured_up_to(most: int, sizes: Sequence[int], padding: bool) -> list[int]:
     return fitting if not padding or most in fitting else fitting + larger[:1]
 
 
-def thinned(sizes: Sequence[int]) -> list[int]:
-    """The largest size, and smaller ones that are not close to each other."""
-    kept: list[int] = []
-    for size in sorted(sizes):
-        if not kept or size >= THIN * kept[-1] or size == max(sizes):
+def thinned(sizes: Sequence[int], up_to: int | None = None) -> list[int]:
+    """Those in `ROUND`, all above `up_to`, the largest, and others where a gap would be wider than `THIN`."""
+    ordered, kept = sorted(sizes), list[int]()
+    for size, following in zip(ordered, [*ordered[1:], 0], strict=False):
+        if not kept or (up_to is not None and size > up_to) or not following or size in ROUND or following > THIN * kept[-1]:
             kept.append(size)
     return kept
 

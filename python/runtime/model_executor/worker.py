@@ -239,6 +239,7 @@ class Worker:
             self.parts.depths.fix(change.depth)
         if change.acceptance is not None:
             self.parts.accepter.force(change.acceptance)
+            self.parts.monitor.reset_alarm()  # iterations before and after are not alike
 
     def start_profile(self, folder: str) -> None:
         """Begin a torch trace."""

@@ -66,7 +66,7 @@ def test_leaving_after_a_pipelined_byte_aborts_the_request() -> None:
 
 
 def test_a_slow_reader_of_a_large_answer_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "WRITE_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "WRITE_SECONDS", 1.0)
 
     async def check() -> None:
         async with front(max_queued_tokens=4 << 20) as f:
@@ -79,7 +79,7 @@ def test_a_slow_reader_of_a_large_answer_gets_all_of_it(monkeypatch: pytest.Monk
             total = 0
             while chunk := await asyncio.wait_for(reader.read(1 << 17), 20):
                 total += len(chunk)
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.05)
             assert total > 6 << 20  # "97," per letter
             writer.close()
 

@@ -57,7 +57,7 @@ def _sizes(args: ServerArgs, device: DeviceConfig) -> tuple[int, ...]:
 def _no_graphs(args: ServerArgs, device: DeviceConfig) -> str:
     """Why nothing is captured, or an empty text."""
     if device.device == "cpu":
-        # Command lines written for a GPU may turn off what a CPU does not have.
+        # Command lines written for a GPU may name what a CPU does not have.
         for name in ("disable_cuda_graph", "disable_draft_extend_cuda_graph", "disable_draft_decode_cuda_graph", "enable_iteration_graph"):
             if getattr(args, name):
                 log.warning("%s: no effect, there are no graphs on a CPU", flag_of(name))

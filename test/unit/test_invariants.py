@@ -257,9 +257,9 @@ def test_4_widths_do_not_share_a_graph(tmp_path: Path, reference: Any, monkeypat
     same_life(reference(**spec), storm(graphs(tmp_path, **spec)))
     view = InputBuffers.view
 
-    def by_size_only(self: InputBuffers, mode: Any, size: int, tokens: int, tree_tail: int = 0) -> Any:
+    def by_size_only(self: InputBuffers, mode: Any, size: int, tokens: int, *more: Any) -> Any:
         known = [b for b in self._batches.values() if b.batch_size == size]
-        return known[0] if known else view(self, mode, size, tokens, tree_tail)
+        return known[0] if known else view(self, mode, size, tokens, *more)
 
     monkeypatch.setattr(InputBuffers, "view", by_size_only)
     with noticed():

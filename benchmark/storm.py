@@ -194,11 +194,16 @@ def failures(rows: Sequence[Mapping[str, Any]], minutes: float) -> list[str]:
     return found + [f"{role} grows by {slope} MiB an hour" for role, slope in slopes.items() if slope >= MOST_SLOPE]
 
 
-def render(result: Result) -> str:
-    """One row per phase, then the growth of each process."""
+def summary(result: Result) -> str:
+    """One row per phase."""
     header = ["phase", "minutes", "clients", "requests", "lost", "leaked pages", "p50 s", "p99 s"]
     names = ("phase", "minutes", "clients", "requests", "lost", "leaked_pages", "p50_s", "p99_s")
-    parts = [table(header, [[one[name] for name in names] for one in result["rows"]])]
+    return table(header, [[one[name] for name in names] for one in result["rows"]])
+
+
+def render(result: Result) -> str:
+    """The same, then the growth of each process."""
+    parts = [summary(result)]
     sizes = [[one["phase"], role, *figures.values()] for one in result["rows"] for role, figures in one.get("memory", {}).items()]
     if sizes:
         parts.append(table(["phase", "process", "first MiB", "last MiB", "second half, MiB per hour"], sizes))

@@ -21,7 +21,7 @@ from runtime.config.flag_parser import parse
 from runtime.config.graphs import default_graph_sizes
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.prepare import prepare
-from runtime.errors import ConfigError, RequestError, ServingError
+from runtime.errors import ConfigError, RequestError, ServingError, report
 from runtime.managers.messages import GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
 from runtime.managers.scheduler import Scheduler
 from runtime.models.config import ModelConfig
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from runtime.speculative.parity import Outcome
 
 EMBEDDED_PROMPTS = Path(__file__).parent / "assets" / "chat_prompts.jsonl"
-DIFFERENT, BAD_USE = 1, 2
+DIFFERENT = 1
 TIES = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 """Difference of log-probabilities that rounding explains, by type: passes of different widths round differently."""
 LEFT_OUT = 1.0
@@ -69,12 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer = Tokenizer.load(config.model.tokenizer_path, chat_template=config.model.chat_template)
         prompts = fit(tokenised(tokenizer, read_prompts(options)), config, options.max_new_tokens)
         return compare(config, model_config, prompts, options.max_new_tokens)
-    except ConfigError as error:
-        print(f"talon: {error}", file=sys.stderr)
-        return BAD_USE
     except ServingError as error:
-        print(f"talon: {error}", file=sys.stderr)
-        return DIFFERENT
+        return report(error)
 
 
 def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:

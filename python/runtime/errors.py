@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 
 MAX_SHOWN = 60
+FAILED, BAD_USE = 1, 2
+"""Exit statuses of a command: after a failure, and for a mistake in the flags or the model."""
 
 
 class ServingError(Exception):
@@ -308,6 +311,12 @@ class ConfigError(ServingError):
     """The server cannot start as it was asked to: one line, exit status 2."""
 
     kind = "config_error"
+
+
+def report(error: ServingError) -> int:
+    """Print the line with which a command ends; returns its exit status."""
+    print(f"talon: {error}", file=sys.stderr)
+    return BAD_USE if isinstance(error, ConfigError) else FAILED
 
 
 def shown(value: object) -> str:

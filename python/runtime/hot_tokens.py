@@ -20,11 +20,10 @@ from runtime.check_acceptance import read_prompts, tokenised
 from runtime.config.flag_parser import parse
 from runtime.config.server_args import ServerArgs
 from runtime.entrypoints.engine import Engine
-from runtime.errors import ConfigError, ServingError
+from runtime.errors import ConfigError, ServingError, report
 from runtime.models.registry import load_hf_config
 from runtime.text.tokenizer import Tokenizer
 
-FAILED, BAD_USE = 1, 2
 SIDE_BY_SIDE = 64
 """Answers of one call of the engine."""
 HELD_OUT = 10
@@ -65,12 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         counted = [answer for i, answer in enumerate(answers) if i % HELD_OUT or not held_out]
         hot = hottest(Counter(itertools.chain.from_iterable(counted)), options.size, model.eos_ids)
         save(hot, options.output)
-    except ConfigError as error:
-        print(f"talon: {error}", file=sys.stderr)
-        return BAD_USE
     except ServingError as error:
-        print(f"talon: {error}", file=sys.stderr)
-        return FAILED
+        return report(error)
     print(f"{options.output}: {len(hot)} of {model.vocab_size} tokens, from {sum(map(len, counted))} in {len(counted)} answers")
     if held_out:
         print(f"they cover {covered(held_out, hot):.2%} of {sum(map(len, held_out))} tokens in {len(held_out)} other answers")

@@ -32,14 +32,12 @@ from runtime.entrypoints.collector import freeze_gc
 from runtime.entrypoints.node import run_node
 from runtime.entrypoints.prepare import prepare
 from runtime.entrypoints.processes import Runtime
-from runtime.errors import ConfigError, ServingError
+from runtime.errors import ConfigError, ServingError, report
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
 
-BAD_USE = 2
-"""Exit status for a mistake in the flags."""
 DEATH_GRACE = 1.5
 """Seconds during which the HTTP side still answers 503 after a process died, so that clients get an error."""
 CLOSE_SECONDS = 5.0
@@ -81,9 +79,8 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
             config, model_config = prepare(command.args)
             setproctitle.setproctitle("talon::http")
             return uvloop.run(_Server(config, model_config, listener, scheduler_command, start).run())
-    except (ConfigError, ServingError) as error:
-        print(f"talon: {error}", file=sys.stderr)
-        return BAD_USE if isinstance(error, ConfigError) else 1
+    except ServingError as error:
+        return report(error)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

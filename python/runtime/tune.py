@@ -30,7 +30,7 @@ from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.server_args import ServerArgs
 from runtime.config.tuning import FLAG, Measurement, SpeculativeTuning, StepTime, write_tuning
 from runtime.entrypoints.prepare import made_for, prepare
-from runtime.errors import ConfigError, ServingError
+from runtime.errors import ConfigError, ServingError, report
 from runtime.managers.messages import AbortReq, GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
 from runtime.managers.scheduler import Scheduler
 from runtime.model_executor.depth_trial import DepthTrial
@@ -44,7 +44,6 @@ from runtime.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from runtime.model_executor.worker import Worker
 
-FAILED, BAD_USE = 1, 2
 FOUND_HERE = (
     *("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_disable_by_batch_size"),
     *("speculative_tuning", "speculative_check_parity"),
@@ -91,12 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging_setup.setup("warning" if args.log_level == "info" else args.log_level, "talon::tune")
         tuning = tune(options, args)
         write_tuning(tuning, options.output)
-    except ConfigError as error:
-        print(f"talon: {error}", file=sys.stderr)
-        return BAD_USE
     except ServingError as error:
-        print(f"talon: {error}", file=sys.stderr)
-        return FAILED
+        return report(error)
     shape = f"{tuning.num_steps}/{tuning.topk}/{tuning.num_draft_tokens}"
     print(f"chosen: {shape} (steps, topk, draft tokens); {tuning.lines()}; measured in {tuning.measurement.seconds:.1f} s")
     print(f"start the server with the same flags and {FLAG} {options.output}")

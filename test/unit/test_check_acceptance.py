@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from runtime import check_acceptance
-from runtime.errors import ConfigError
+from runtime.errors import BAD_USE, ConfigError
 from runtime.model_executor.graph_capture import capture_all
 from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, RunMode
 from runtime.model_executor.input_buffers import InputBuffers
@@ -140,7 +140,7 @@ def test_a_prompt_that_is_no_text_is_named_and_is_no_difference(
     (tmp_path / "prompts.jsonl").write_text(f"words\n{text}\n")
     if not chat:
         (tmp_path / "target" / "chat_template.jinja").unlink()
-    assert check_acceptance.main(command) == check_acceptance.BAD_USE
+    assert check_acceptance.main(command) == BAD_USE
     assert re.search(f"--prompts: prompt 2.*{why}", capsys.readouterr().err)
 
 
@@ -228,12 +228,12 @@ def test_a_runner_that_replayed_nothing_was_not_compared(
 
 
 def test_what_cannot_be_compared_is_refused(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_acceptance.main([*command, "--max-new-tokens", "1"]) == check_acceptance.BAD_USE
-    assert check_acceptance.main([*command, "--prompts", str(tmp_path / "none")]) == check_acceptance.BAD_USE
-    assert check_acceptance.main([*command, "--no-such-flag"]) == check_acceptance.BAD_USE
-    assert check_acceptance.main([*command, "--check"]) == check_acceptance.BAD_USE
-    assert check_acceptance.main([*command, "--dump-config"]) == check_acceptance.BAD_USE
-    assert check_acceptance.main([*command[: command.index("--speculative-algorithm")]]) == check_acceptance.BAD_USE
+    assert check_acceptance.main([*command, "--max-new-tokens", "1"]) == BAD_USE
+    assert check_acceptance.main([*command, "--prompts", str(tmp_path / "none")]) == BAD_USE
+    assert check_acceptance.main([*command, "--no-such-flag"]) == BAD_USE
+    assert check_acceptance.main([*command, "--check"]) == BAD_USE
+    assert check_acceptance.main([*command, "--dump-config"]) == BAD_USE
+    assert check_acceptance.main([*command[: command.index("--speculative-algorithm")]]) == BAD_USE
     assert "--speculative-algorithm" in capsys.readouterr().err
 
 

@@ -11,6 +11,7 @@ import torch
 
 from runtime import hot_tokens
 from runtime.config.flag_parser import parse
+from runtime.errors import BAD_USE
 from runtime.hot_tokens import covered, engine_options, hottest, save
 from runtime.models.token_map import load_token_map
 
@@ -37,7 +38,7 @@ def test_drafts_are_off_unless_asked_for() -> None:
 
 @pytest.mark.parametrize("argv", [["--size", "0"], ["--tokens", "-1"], ["--temperature", "3"], ["--output", "/nowhere/else/map.pt"]])
 def test_values_out_of_range_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert hot_tokens.main(argv) == hot_tokens.BAD_USE
+    assert hot_tokens.main(argv) == BAD_USE
     assert argv[0] in capsys.readouterr().err
 
 
@@ -76,4 +77,4 @@ def test_the_model_writes_until_there_is_enough(
     out = capsys.readouterr().out
     assert "7 of 40 tokens, from 270 in 135 answers" in out
     assert "they cover 100.00% of 30 tokens in 15 other answers" in out
-    assert hot_tokens.main(["--size", "41", "--output", str(path)]) == hot_tokens.BAD_USE
+    assert hot_tokens.main(["--size", "41", "--output", str(path)]) == BAD_USE

@@ -96,6 +96,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_watch, "PERIOD", 0.02)
 
 
+def watched_rank(folder: Path, lost: Heard, alone: Heard) -> tuple[RankWatch, RankBeat]:
+    """Rank 0's end, which says whom it lost, and the end of rank 1, which says why it ends by itself; both have begun."""
+    watch = RankWatch(f"ipc://{folder}/w", range(1, 2), lost)
+    watch.start()
+    beat = RankBeat(watch.address, 1, alone)
+    beat.start()
+    return watch, beat
+
+
 @pytest.mark.usefixtures("quick")
 def test_ranks_that_are_alive_are_not_lost_and_silent_ones_are(tmp_path: Path) -> None:
     lost, never = Heard(), Heard()
@@ -117,10 +126,7 @@ def test_ranks_that_are_alive_are_not_lost_and_silent_ones_are(tmp_path: Path) -
 @pytest.mark.usefixtures("quick")
 def test_a_rank_tells_why_it_ends_and_notices_that_rank_0_is_gone(tmp_path: Path) -> None:
     lost, alone = Heard(), Heard()
-    watch = RankWatch(f"ipc://{tmp_path}/w", range(1, 2), lost)
-    watch.start()
-    beat = RankBeat(watch.address, 1, alone)
-    beat.start()
+    watch, beat = watched_rank(tmp_path, lost, alone)
     beat.close("rank 1 failed in step 4: no memory")
     assert lost.wait() == "rank 1 failed in step 4: no memory"
     watch.close()
@@ -133,10 +139,7 @@ def test_a_rank_tells_why_it_ends_and_notices_that_rank_0_is_gone(tmp_path: Path
 @pytest.mark.usefixtures("quick")
 def test_a_pause_of_rank_0_is_excused_until_it_answers_again(tmp_path: Path) -> None:
     alone = Heard()
-    watch = RankWatch(f"ipc://{tmp_path}/w", range(1, 2), Heard())
-    watch.start()
-    beat = RankBeat(watch.address, 1, alone)
-    beat.start()
+    watch, beat = watched_rank(tmp_path, Heard(), alone)
     with watch.pause():
         watch.close()
     assert not alone._event.wait(1.0), "rank 0 said that it would be silent"
@@ -151,10 +154,7 @@ def test_a_pause_of_rank_0_is_excused_until_it_answers_again(tmp_path: Path) -> 
 @pytest.mark.usefixtures("quick")
 def test_other_ranks_hear_that_rank_0_ends(tmp_path: Path) -> None:
     lost, told = Heard(), Heard()
-    watch = RankWatch(f"ipc://{tmp_path}/w", range(1, 2), lost)
-    watch.start()
-    beat = RankBeat(watch.address, 1, told)
-    beat.start()
+    watch, beat = watched_rank(tmp_path, lost, told)
     while not watch._senders:
         time.sleep(0.01)
     watch.end("step 4 failed")

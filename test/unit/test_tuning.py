@@ -18,7 +18,7 @@ from runtime.config.runtime_config import SpeculativeConfig
 from runtime.config.server_args import ServerArgs
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.config.tuning import BatchDepth, MadeFor, Measurement, SpeculativeTuning, StepTime, fitting, read_tuning, write_tuning
-from runtime.errors import ConfigError
+from runtime.errors import BAD_USE, ConfigError
 from runtime.launch_server import main as launch_server
 from runtime.model_executor.depth_controller import AcceptanceAverages, DecodeRows, DepthController, Observed
 from runtime.model_executor.depth_trial import BLOCK, DepthTrial
@@ -313,5 +313,5 @@ def test_synthetic_acceptance_is_found_again(command: Callable[..., list[str]], 
 def test_what_cannot_be_tuned_is_refused(
     command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str], more: list[str], why: str
 ) -> None:
-    assert tune.main(command(*more)) == tune.BAD_USE
+    assert tune.main(command(*more)) == BAD_USE
     assert why in capsys.readouterr().err

@@ -205,7 +205,7 @@ H200 = DeviceTuning(
         (64, (TritonConfig(64, 128, 4, 5, swap=True, prefetch=0), TritonConfig(64, 128, 8, 5, swap=True, prefetch=0))),
         (128, (TritonConfig(64, 128, 8, 4, swap=True, prefetch=0), TritonConfig(64, 128, 4, 4, swap=True, prefetch=0))),
     ),
-    # Warps that hold a block's weights of 2048 or 4096 columns in registers at once, by the compiler's register counts; not measured yet.
+    # Warps that hold a block's weights of 2048 or 4096 columns in registers at once, by the compiler's register counts.
     fragment_candidates=(
         (8, (FragmentConfig(16, 8), FragmentConfig(8, 8)), (FragmentConfig(8, 4), FragmentConfig(16, 4), FragmentConfig(4, 4))),
         (

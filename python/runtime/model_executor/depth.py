@@ -229,17 +229,24 @@ class DepthControl:
         if self.controller is None or self._sizes is None or len(serving) == 1:
             return max(serving)
         kv_tokens, padded = int(batch.len_bounds[batch.num_prompts :].sum()), self._padded(serving, live)
-        if not (self.tracks(live) and self._ragged <= set(serving)) or batch.num_prompts:
+        passes = [] if batch.num_prompts else self._ragged_passes(live)
+        if not passes or not self._ragged <= set(serving):
             return self.controller.choose(DecodeRows(self._caps[rows], self._greedy[rows], kv_tokens), padded)
         (depth,) = self._ragged
-        passes = [(size, tokens) for size, tokens in self._sizes.ragged_passes(depth, live) if size < tokens and not tokens % size]
+        passes = [(size, tokens) for size, tokens in passes if size < tokens and not tokens % size]
         chosen = self.controller.decide(DecodeRows(self._caps[rows], self._greedy[rows], kv_tokens, rows), padded, passes, depth)
         self._widths = no_ints() if chosen.widths is None else chosen.widths
         return chosen.depth
 
     def tracks(self, live: int) -> bool:
         """Whether the controller measures the acceptance of each of so many requests, whose windows may differ in width."""
-        return live > 1 and any(self._sizes.ragged_passes(depth, live) for depth in self._ragged) if self._sizes is not None else False
+        return bool(self._ragged_passes(live))
+
+    def _ragged_passes(self, live: int) -> list[tuple[int, int]]:
+        """As `Sizes.ragged_passes`, at the depth that has some; [] for one request."""
+        if self._sizes is None or live < 2:
+            return []
+        return [found for depth in self._ragged for found in self._sizes.ragged_passes(depth, live)]
 
     @property
     def _learns(self) -> bool:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from runtime.batch import BatchResult, Float32, Int32, Logprobs, RowInit, ScheduleBatch, StepStats, WorkerLimits
-from runtime.errors import RequestError
+from runtime.errors import WrongProfile
 from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 from runtime.worker_info import WorkerInfo
@@ -104,7 +104,7 @@ class FakeWorker:
         if not folder:
             raise ValueError("no folder")
         if folder == "/running":
-            raise RequestError("A profile is already running. Stop it first.")
+            raise WrongProfile("A profile is already running. Stop it first.")
 
     def stop_profile(self) -> str:
         return "trace.json"

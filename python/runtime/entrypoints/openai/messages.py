@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from runtime.entrypoints.http.body import Body, Name, Unused, items
+from runtime.entrypoints.http.field_rules import FILLED, any_of, has, implies
 from runtime.entrypoints.openai.tools import CalledFunction, CalledTool, CalledTools
 
 MAX_MESSAGES = 4096
@@ -33,6 +34,9 @@ class TextPart(Body):
         return data
 
 
+_CALLS = any_of(has(tool_calls=FILLED), has("function_call"))
+
+
 class Message(Body):
     """One message of a conversation; text parts are joined by newlines.
 
@@ -40,6 +44,10 @@ class Message(Body):
     older spellings of `tool_calls` and `tool`, and `reasoning` is another of `reasoning_content`.
     """
 
+    RULES = (
+        implies(_CALLS, has(role={"const": "assistant"})),
+        any_of(has(content={"type": ["array", "string"], "minItems": 1}), _CALLS, has(reasoning_content=FILLED), has(reasoning=FILLED)),
+    )
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[TextPart], items(0, MAX_MESSAGES)] | None = None
     name: Name | None = None

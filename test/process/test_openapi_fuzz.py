@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fake.Server]:
     template = folder / "chat.jinja"
     template.write_text(TEMPLATE)
     with fake.serving(
-        fake.dummy_model(folder / "model"), "--chat-template", str(template), "--profile", str(folder), behaviour="0"
+        fake.dummy_model(folder / "model"), "--chat-template", str(template), "--profile", str(folder), behaviour="robust"
     ) as server:
         yield server
 

@@ -16,7 +16,6 @@ from runtime.entrypoints.http.openapi import up_to
 from runtime.entrypoints.http.server import create_app
 
 HI = [{"role": "user", "content": "hi"}]
-TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"function": {"name": "f"}}
 
 CHAT = """cache_salt chat_template_kwargs continue_final_message frequency_penalty ignore_eos logit_bias logprobs
@@ -146,14 +145,11 @@ BODIES: list[tuple[str, bool, dict[str, Any]]] = [
     ("/v1/chat/completions", True, {"messages": HI, "stream_options": {}, "tools": [], "functions": None, "top_logprobs": None}),
     ("/v1/chat/completions", False, {"messages": HI, "stream_options": {"include_usage": False}}),
     ("/v1/chat/completions", False, {"messages": HI, "top_logprobs": 1}),
-    ("/v1/chat/completions", False, {"messages": HI, "tools": [TOOL], "functions": [{"name": "f"}]}),
-    ("/v1/chat/completions", False, {"messages": HI, "tool_choice": "required"}),
-    ("/v1/chat/completions", False, {"messages": HI, "regex": "a", "guided_choice": ["b"]}),
-    ("/v1/chat/completions", False, {"messages": HI, "regex": "a", "response_format": {"type": "json_object"}}),
     ("/v1/chat/completions", True, {"messages": HI, "regex": "a", "response_format": {"type": "text"}}),
+    ("/v1/chat/completions", False, {"messages": HI, "regex": "a", "json_schema": {}}),
+    ("/v1/chat/completions", False, {"messages": HI, "response_format": {"type": "text", "json_schema": {"name": "a", "schema": "b"}}}),
     ("/v1/chat/completions", False, {"messages": HI, "structured_outputs": {"regex": "a", "json_object": True}}),
     ("/v1/chat/completions", False, {"messages": HI, "response_format": {"type": "json_schema"}}),
-    ("/v1/chat/completions", False, {"messages": HI, "continue_final_message": True}),
     ("/v1/chat/completions", False, {"messages": HI, "chat_template_kwargs": {"messages": 1}}),
     ("/v1/chat/completions", False, {"messages": HI, "chat_template_kwargs": {"a b": 1}}),
     ("/v1/chat/completions", False, {"messages": HI, "chat_template": "x"}),
@@ -172,7 +168,6 @@ BODIES: list[tuple[str, bool, dict[str, Any]]] = [
     ("/v1/responses", False, {"input": [{"content": "a"}]}),
     ("/v1/responses", False, {"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}),
     ("/v1/responses", False, {"input": "a", "text": {"format": {"type": "json_schema"}}}),
-    ("/v1/responses", False, {"input": "a", "text": {"format": {"type": "json_object"}}, "regex": "a"}),
     ("/v1/responses", False, {"input": "a", "reasoning": {"effort": "odd"}}),
     ("/v1/responses", False, {"input": "a", "tools": [{"type": "function", "name": "a b"}]}),
     ("/v1/messages", False, {"messages": HI, "max_tokens": 2, "tool_choice": {"type": "tool"}}),

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from runtime.entrypoints.http.body import Body, Int64, Name, StopText, Unused, items
-from runtime.entrypoints.http.field_rules import FILLED, has, implies
+from runtime.entrypoints.http.field_rules import TEXT, any_of, has, unless
 from runtime.entrypoints.openai.messages import MAX_MESSAGES, TEXT_PARTS_ONLY
 from runtime.entrypoints.openai.protocol import ModelName
 from runtime.entrypoints.openai.tools import FunctionName
@@ -28,8 +28,8 @@ class Block(Body):
     """A part of a message: text, thinking, a tool's use or its result."""
 
     RULES = (
-        implies(has(type={"const": "tool_use"}), has("id", "input", name=FILLED)),
-        implies(has(type={"const": "tool_result"}), has("tool_use_id")),
+        any_of(unless("type", "tool_use"), has("id", "input", name=TEXT)),
+        any_of(unless("type", "tool_result"), has("tool_use_id")),
     )
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
@@ -105,7 +105,7 @@ class Tool(Body):
 class ToolChoice(Body):
     """Which tools the model may or must use."""
 
-    RULES = (implies(has(type={"const": "tool"}), has("name")),)
+    RULES = (any_of(unless("type", "tool"), has("name")),)
 
     type: Literal["auto", "any", "tool", "none"]
     disable_parallel_tool_use: bool = False

@@ -9,7 +9,7 @@ from annotated_types import Interval, Len
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from runtime.entrypoints.http.field_rules import Json, at_most_one, has
+from runtime.entrypoints.http.field_rules import NULL, Json, at_most_one, has
 from runtime.entrypoints.http.refused import HARMLESS, REFUSED
 from runtime.errors import RequestError
 from runtime.sampling_params import (
@@ -78,13 +78,11 @@ def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
         schema["allOf"] = rules
 
 
-NULL = {"type": "null"}
-
-
 class Body(BaseModel):
     """A JSON object. null counts as left out; unknown fields are ignored; types are never converted.
 
-    `RULES` are the rules between the fields of a class, as its JSON schema states them. Its validators enforce them.
+    `RULES` are rules between the fields of a class for its JSON schema; its validators enforce them. A generator of test data multiplies
+    their alternatives out, so a body with many fields states only some of its rules.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, json_schema_extra=_describe)
@@ -119,9 +117,10 @@ LogitBias = Annotated[
 
 GrammarText = Annotated[str, Len(1, MAX_GRAMMAR_CHARS)]
 Regex = Annotated[GrammarText, Field(json_schema_extra={"format": "regex"})]
-JsonObjectText = Annotated[GrammarText, Field(json_schema_extra={"contentMediaType": "application/json", "pattern": r"^\s*\{"})]
+_JSON_SCHEMA = r"^\s*(\{|true\s*$|false\s*$)"
+JsonSchemaText = Annotated[GrammarText, Field(pattern=_JSON_SCHEMA, json_schema_extra={"contentMediaType": "application/json"})]
 JsonSchema = Annotated[
-    JsonObjectText | dict[str, Any],
+    JsonSchemaText | dict[str, Any],
     Field(description=f"a JSON schema, as an object or as JSON text of at most {MAX_GRAMMAR_CHARS} characters"),
 ]
 

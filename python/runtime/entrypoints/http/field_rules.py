@@ -6,16 +6,27 @@ from typing import Any
 
 Json = dict[str, Any]
 
-GIVEN: Json = {"not": {"type": "null"}}
+NULL: Json = {"type": "null"}
+GIVEN: Json = {"not": NULL}
 TRUE: Json = {"const": True}
-FILLED: Json = {"type": ["array", "object", "string"], "minItems": 1, "minLength": 1, "minProperties": 1}
-"""An array, an object or a string that is not empty."""
+TEXT: Json = {"type": "string", "minLength": 1}
+ITEMS: Json = {"type": "array", "minItems": 1}
 
 
 def has(*names: str, **fields: Json) -> Json:
     """All of `names` are given, and all of `fields` are there and satisfy their schema."""
     wanted = {**dict.fromkeys(names, GIVEN), **fields}
-    return {"type": "object", "required": list(wanted), "properties": wanted}
+    return {"required": list(wanted), "properties": wanted}
+
+
+def lacks(*names: str, **fields: Json) -> Json:
+    """None of `names` is given, and each of `fields` is left out or satisfies its schema."""
+    return {"properties": {**dict.fromkeys(names, NULL), **fields}}
+
+
+def unless(field: str, *values: str) -> Json:
+    """`field` is left out or has none of these values."""
+    return lacks(**{field: {"not": {"enum": list(values)}}})
 
 
 def any_of(*rules: Json) -> Json:
@@ -23,21 +34,11 @@ def any_of(*rules: Json) -> Json:
     return {"anyOf": list(rules)}
 
 
-def at_most_one(*rules: Json) -> Json:
-    """No two of the rules hold together."""
-    return {"oneOf": [{"not": any_of(*rules)}, *rules]}
-
-
-def exactly_one(*rules: Json) -> Json:
+def one_of(*rules: Json) -> Json:
     """One of the rules holds, and no other."""
     return {"oneOf": list(rules)}
 
 
-def never(*rules: Json) -> Json:
-    """The rules do not hold all together."""
-    return {"not": {"allOf": list(rules)}}
-
-
-def implies(rule: Json, *others: Json) -> Json:
-    """Where `rule` holds, the others hold too."""
-    return {"if": rule, "then": {"allOf": list(others)}}
+def at_most_one(*rules: Json) -> Json:
+    """No two of the rules hold together."""
+    return one_of({"not": any_of(*rules)}, *rules)

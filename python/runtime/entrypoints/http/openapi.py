@@ -57,9 +57,10 @@ def _bound(schemas: dict[str, Any], manager: TokenizerManager) -> None:
     config, vocab_size = manager.config, manager.limits.vocab_size
     highest = dict.fromkeys(TOKEN_IDS, vocab_size - 1) | dict.fromkeys(LENGTHS, manager.max_context_len)
     highest |= {"dimensions": manager.model_config.hidden_size}
-    for fields in (schema.get("properties", {}) for schema in schemas.values()):
+    for title, schema in schemas.items():
+        fields = schema.get("properties", {})
         for name in fields.keys() & highest.keys():
-            for number in _numbers(fields[name]):
+            for number in () if title == "MessagesBody" else _numbers(fields[name]):  # it cuts max_tokens to the context
                 number["maximum"] = highest[name]
         if "logit_bias" in fields:
             fields["logit_bias"]["anyOf"][0]["propertyNames"] = {"pattern": f"^0*({up_to(vocab_size - 1)})$", "maxLength": 9}

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from runtime.entrypoints.http.body import Body, Name, Unused, items
-from runtime.entrypoints.http.field_rules import FILLED, any_of, has, implies
+from runtime.entrypoints.http.field_rules import ITEMS, TEXT, any_of, has, lacks
 from runtime.entrypoints.openai.tools import CalledFunction, CalledTool, CalledTools
 
 MAX_MESSAGES = 4096
@@ -34,9 +34,6 @@ class TextPart(Body):
         return data
 
 
-_CALLS = any_of(has(tool_calls=FILLED), has("function_call"))
-
-
 class Message(Body):
     """One message of a conversation; text parts are joined by newlines.
 
@@ -45,8 +42,11 @@ class Message(Body):
     """
 
     RULES = (
-        implies(_CALLS, has(role={"const": "assistant"})),
-        any_of(has(content={"type": ["array", "string"], "minItems": 1}), _CALLS, has(reasoning_content=FILLED), has(reasoning=FILLED)),
+        any_of(lacks("function_call", tool_calls={"maxItems": 0}), has(role={"const": "assistant"})),
+        any_of(
+            has(content={"type": ["array", "string"], "minItems": 1}),
+            *(has(tool_calls=ITEMS), has("function_call"), has(reasoning_content=TEXT), has(reasoning=TEXT)),
+        ),
     )
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[TextPart], items(0, MAX_MESSAGES)] | None = None

@@ -20,7 +20,7 @@ from runtime.entrypoints.http.body import (
     entries,
     items,
 )
-from runtime.entrypoints.http.field_rules import FILLED, TRUE, any_of, has, implies, never
+from runtime.entrypoints.http.field_rules import TRUE, any_of, has, lacks
 from runtime.entrypoints.openai.messages import Messages
 from runtime.entrypoints.openai.structured import ConstrainedFields
 from runtime.entrypoints.openai.tools import (
@@ -72,7 +72,7 @@ class StreamOptions(Body):
 class OpenAIBody(ConstrainedFields):
     """The fields that chats and completions share."""
 
-    RULES = (implies(has(stream_options=any_of(*map(has, StreamOptions.model_fields))), has(stream=TRUE)),)
+    RULES = (any_of(lacks(stream_options=lacks(*StreamOptions.model_fields)), has(stream=TRUE)),)
 
     cache_salt: Name = ""
     min_tokens: MinNewTokens = 0
@@ -112,12 +112,7 @@ class OpenAIBody(ConstrainedFields):
 class ChatBody(OpenAIBody):
     """A body of /v1/chat/completions."""
 
-    RULES = (
-        never(has(functions=FILLED), has(tools=FILLED)),
-        implies(has(tool_choice={"not": {"enum": [None, "auto", "none"]}}), any_of(has(tools=FILLED), has(functions=FILLED))),
-        implies(has("top_logprobs"), has(logprobs=TRUE)),
-        implies(has(continue_final_message=TRUE), has(messages={"contains": has(role={"const": "assistant"})})),
-    )
+    RULES = (any_of(lacks("top_logprobs"), has(logprobs=TRUE)),)
 
     messages: Messages
     chat_template: Annotated[str, Len(1, MAX_TEMPLATE)] | None = None
@@ -188,7 +183,7 @@ class ChatBody(OpenAIBody):
 class CompletionBody(OpenAIBody):
     """A body of /v1/completions."""
 
-    RULES = (implies(has(max_tokens={"const": 0}), has(echo=TRUE)),)
+    RULES = (any_of(lacks(max_tokens={"not": {"const": 0}}), has(echo=TRUE)),)
 
     prompt: Prompt
     best_of: Choices | None = None

@@ -9,12 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from runtime.entrypoints.http.body import Body, Int64, Name, SamplingFields, TopLogprobs, Unused, entries, items
-from runtime.entrypoints.http.field_rules import FILLED, at_most_one, has, implies, never
+from runtime.entrypoints.http.field_rules import ITEMS, TEXT, any_of, has, lacks, unless
 from runtime.entrypoints.openai.messages import MAX_MESSAGES, TEXT_PARTS_ONLY
 from runtime.entrypoints.openai.protocol import ModelName, ReasoningEffort, TemplateKwargs
 from runtime.entrypoints.openai.tools import FunctionName
 from runtime.errors import RequestError
-from runtime.sampling_params import GRAMMAR_KINDS, NewTokens
+from runtime.sampling_params import NewTokens
 
 MAX_METADATA = 16
 MAX_TOOLS = 512
@@ -63,9 +63,9 @@ class InputItem(Body):
     """One item of a conversation: a message, a function call, its output, or the reasoning before it."""
 
     RULES = (
-        implies(never(has(type={"enum": ["function_call", "function_call_output", "reasoning"]})), has("role")),
-        implies(has(type={"const": "function_call"}), has("call_id", "arguments", name=FILLED)),
-        implies(has(type={"const": "function_call_output"}), has("call_id", "output")),
+        any_of(has(type={"enum": ["function_call", "function_call_output", "reasoning"]}), has("role")),
+        any_of(unless("type", "function_call"), has("call_id", "arguments", name=TEXT)),
+        any_of(unless("type", "function_call_output"), has("call_id", "output")),
     )
 
     type: ItemType = "message"
@@ -128,7 +128,7 @@ class FunctionTool(Body):
 class ChosenTool(Body):
     """A choice among the tools: one function, or some of them."""
 
-    RULES = (implies(has(type={"const": "function"}), has(name=FILLED)), implies(has(type={"const": "allowed_tools"}), has(tools=FILLED)))
+    RULES = (any_of(unless("type", "function"), has(name=TEXT)), any_of(unless("type", "allowed_tools"), has(tools=ITEMS)))
 
     type: Literal["function", "allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
@@ -146,7 +146,7 @@ class AllowedTool(Body):
 class TextFormat(Body):
     """The form of the answer: free text, any JSON object, or JSON of a schema."""
 
-    RULES = (implies(has(type={"const": "json_schema"}), has("schema")),)
+    RULES = (any_of(unless("type", "json_schema"), has("schema")),)
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Annotated[str, Len(0, 64)] | None = None
@@ -180,10 +180,7 @@ class ResponseStreamOptions(Body):
 class ResponseBody(SamplingFields):
     """A body of /v1/responses."""
 
-    RULES = (
-        at_most_one(*map(has, GRAMMAR_KINDS), has(text=has(format=has(type={"enum": ["json_object", "json_schema"]})))),
-        implies(has(tool_choice={"not": {"enum": [None, "auto", "none"]}}), has(tools=FILLED)),
-    )
+    RULES = (any_of(lacks(tool_choice={"enum": [None, "auto", "none"]}), has(tools=ITEMS)),)
 
     input: str | Annotated[list[InputItem], items(1, MAX_MESSAGES)]
     cache_salt: Name = ""

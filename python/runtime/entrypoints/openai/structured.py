@@ -9,9 +9,8 @@ from annotated_types import Len
 from pydantic import Field, model_validator
 
 from runtime.entrypoints.http.body import Body, GrammarText, JsonSchema, Regex, SamplingFields, Unused, items, schema_text
-from runtime.entrypoints.http.field_rules import TRUE, any_of, at_most_one, has, implies
+from runtime.entrypoints.http.field_rules import TRUE, any_of, at_most_one, has, unless
 from runtime.errors import RequestError
-from runtime.sampling_params import GRAMMAR_KINDS
 
 MAX_CHOICES = 1024
 ANY_OBJECT = '{"type":"object"}'
@@ -35,7 +34,7 @@ class NamedSchema(Body):
 class ResponseFormat(Body):
     """The form of the answer: free text, any JSON object, JSON that satisfies a schema, or a structural tag."""
 
-    RULES = (implies(has(type={"const": "json_schema"}), has("json_schema")),)
+    RULES = (any_of(unless("type", "json_schema"), has("json_schema")),)
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: NamedSchema | None = None
@@ -60,13 +59,10 @@ class ResponseFormat(Body):
         return {}
 
 
-_OUTPUTS = (*map(has, ("choice", "grammar", "json", "regex", "structural_tag")), has(json_object=TRUE))
-
-
 class StructuredOutputs(Body):
     """vLLM's `structured_outputs`: at most one of its fields is given."""
 
-    RULES = (at_most_one(*_OUTPUTS),)
+    RULES = (at_most_one(*map(has, ("choice", "grammar", "json", "regex", "structural_tag")), has(json_object=TRUE)),)
 
     choice: ChoiceTexts | None = None
     disable_any_whitespace: Unused = None
@@ -90,13 +86,6 @@ class StructuredOutputs(Body):
 class ConstrainedFields(SamplingFields):
     """Sampling fields with those of OpenAI and vLLM that constrain the output."""
 
-    RULES = (
-        at_most_one(
-            *map(has, (*GRAMMAR_KINDS, "guided_choice", "guided_grammar", "guided_json", "guided_regex")),
-            has(response_format=has(type={"enum": ["json_object", "json_schema", "structural_tag"]})),
-            has(structured_outputs=any_of(*_OUTPUTS)),
-        ),
-    )
     guided_choice: ChoiceTexts | None = None
     guided_decoding_backend: Unused = None
     guided_grammar: GrammarText | None = None

@@ -182,7 +182,8 @@ class FakeWorker:
             if (pooling := batch.pooling.get(i)) is not None:
                 step.pooled[i] = pooled(pooling, history, prefix)
             if batch.prompt_logprobs[i]:
-                step.prompt_logprobs[i] = self._logprobs([history[: prefix + t + 1] for t in range(count)], 2)
+                most = max(2, int(batch.top_logprobs.max()))
+                step.prompt_logprobs[i] = self._logprobs([history[: prefix + t + 1] for t in range(count)], most)
 
     def _decode(self, batch: ScheduleBatch, step: Emitted) -> None:
         limits, E = self._limits, batch.num_prompts

@@ -6,7 +6,8 @@
 // compiler waits for all of them together.)
 //
 // Constants from the host besides those of `fragments.cu`: TOP_K, TOKENS (most tokens), EXPERTS (a multiple of 32, at least those of this
-// process), GATED (whether this is the first GEMM), BIAS, EVEN (whether columns fill whole stages), TILES (of eight tokens), WARPS, DEPTH.
+// process), GATED (whether this is the first GEMM), BIAS, EVEN (whether columns fill whole stages), SMALL (whether there are at most 32 pairs, of
+// at most PASS tokens), TILES (of eight tokens), WARPS (8 or 16), DEPTH.
 
 constexpr int PASS = 8 * TILES, THREADS = 32 * WARPS, SEGMENTS = 8;
 constexpr int PIECES = LANE_COLUMNS / 8;                                     // 16-byte pieces of a token for 16 bytes of weights
@@ -37,24 +38,11 @@ template <int SIZE> __device__ __forceinline__ void copy(u32 shared, const void*
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(shared), "l"(global), "n"(SIZE) : "memory");
 }
 
-// GATED: out[pair] = weight * activation(gate(x[token]), up(x[token])), bfloat16 [T * TOP_K, rows / 2]. Otherwise out[pair] = rows of w times
-// x[pair], float32 [T * TOP_K, rows], with the pair's weight for the bias only. `stride`: bytes of a token in shared memory.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_few_rows(
-    const u16* x, Weights w, Routing routing, void* out, int T, int split, int stride, float alpha, float limit
+// The units of this block as segments of `tiles` units at most, by a count of the tokens of each expert. `range`: its first unit, and the one behind.
+__device__ __forceinline__ void plan_units(
+    const Routing& routing, int count, int tiles, short* experts_of_pairs, int* hits, Segment* segments, int* range
 ) {
-    extern __shared__ __align__(128) u8 shared[];  // [WARPS][DEPTH] stages: 16 rows of weights, then of scales; [PASS][stride] tokens
-    __shared__ short experts_of_pairs[TOKENS * TOP_K];
-    __shared__ int hits[EXPERTS], range[2];
-    __shared__ Segment segments[SEGMENTS];
-    __shared__ int pairs[SEGMENTS][PASS];
-    __shared__ float pair_weights[SEGMENTS][PASS];
-    __shared__ float parts[WARPS][TILES][4][32];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int inner = w.rows / 2, tiles = GATED ? inner / 8 : w.rows / 16, count = T * TOP_K;
-
-    // The second GEMM may read the routing before it waits: the first one lets it start when its own wait is over.
-    if (EARLY && GATED) asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-    if (EARLY && !GATED) asm volatile("griddepcontrol.launch_dependents;");
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = threadIdx.x; i < EXPERTS; i += THREADS) hits[i] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += THREADS) {
@@ -86,7 +74,71 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_few_rows(
         if (lane == 0) range[0] = begin, range[1] = end;
     }
     __syncthreads();
-    const int begin = range[0], end = range[1];
+}
+
+// The pairs of each segment, in their order.
+__device__ __forceinline__ void list_pairs(
+    const Routing& routing, int count, int last, const short* experts_of_pairs, Segment* segments, int (*pairs)[PASS], float (*pair_weights)[PASS]
+) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int s = warp; s <= last; s += WARPS) {
+        const int expert = segments[s].expert;
+        int place = -segments[s].skipped;
+        for (int base = 0; base < count; base += 32) {
+            const int pair = base + lane;
+            const bool hit = pair < count && experts_of_pairs[pair] == expert;
+            const u32 mask = __ballot_sync(~0u, hit);
+            const int own = place + __popc(mask & (1u << lane) - 1);
+            if (hit && own >= 0 && own < PASS) {
+                pairs[s][own] = pair;
+                pair_weights[s][own] = routing.weights[pair];
+            }
+            place += __popc(mask);
+        }
+        if (lane == 0) segments[s].tokens = min(place, PASS);
+    }
+}
+
+// GATED: out[pair] = weight * activation(gate(x[token]), up(x[token])), bfloat16 [T * TOP_K, rows / 2]. Otherwise out[pair] = rows of w times
+// x[pair], float32 [T * TOP_K, rows], with the pair's weight for the bias only. `stride`: bytes from a token in shared memory to the next.
+extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_rows(
+    const u16* x, Weights w, Routing routing, void* out, int T, int split, int stride, float alpha, float limit
+) {
+    extern __shared__ __align__(128) u8 shared[];  // [WARPS][DEPTH] stages: 16 rows of weights, then of scales; tokens
+    __shared__ short experts_of_pairs[TOKENS * TOP_K];
+    __shared__ int hits[EXPERTS], range[2];
+    __shared__ Segment segments[SEGMENTS];
+    __shared__ int pairs[SEGMENTS][PASS];
+    __shared__ float pair_weights[SEGMENTS][PASS];
+    __shared__ float parts[WARPS][TILES][4][32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int inner = w.rows / 2, tiles = GATED ? inner / 8 : w.rows / 16, count = T * TOP_K;
+
+    // The second GEMM may read the routing before it waits: the first one lets it start when its own wait is over.
+    if (EARLY && GATED) asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+    if (EARLY && !GATED) asm volatile("griddepcontrol.launch_dependents;");
+    int begin, end;
+    if (SMALL) {  // no expert has more than PASS tokens, and a warp holds all pairs: each plans by itself, and writes what the others write
+        const int id = lane < count ? routing.ids[lane] - routing.first : -1;
+        const float weight = lane < count ? routing.weights[lane] : 0.0f;
+        const bool own = id >= 0 && id < routing.experts;
+        const u32 alike = __match_any_sync(~0u, own ? id : -1);
+        u32 firsts = __ballot_sync(~0u, own && lane == __ffs(alike) - 1);  // the first pair of each expert
+        const int units = __popc(firsts) * tiles;
+        begin = units * blockIdx.x / gridDim.x, end = units * (blockIdx.x + 1) / gridDim.x;
+        for (int pass = 0; pass < begin / tiles; pass++) firsts &= firsts - 1;
+        for (int s = 0; s * tiles < end - begin / tiles * tiles; s++, firsts &= firsts - 1) {
+            const int expert = __shfl_sync(~0u, id, __ffs(firsts) - 1), start = (begin / tiles + s) * tiles;
+            const u32 routed = __ballot_sync(~0u, own && id == expert);
+            const int place = __popc(routed & (1u << lane) - 1);
+            if (own && id == expert) pairs[s][place] = lane, pair_weights[s][place] = weight;
+            if (lane == 0) segments[s] = {expert, 0, __popc(routed), start, min(end, start + tiles)};
+        }
+        __syncwarp();
+    } else {
+        plan_units(routing, count, tiles, experts_of_pairs, hits, segments, range);
+        begin = range[0], end = range[1];
+    }
     if (begin == end) {
         if (EARLY && !GATED) asm volatile("griddepcontrol.wait;" ::: "memory");
         return;
@@ -147,29 +199,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_few_rows(
     #pragma unroll
     for (int i = 0; i < DEPTH - 1; i++) copy_stage();
 
-    for (int s = warp; s <= last; s += WARPS) {
-        const int expert = segments[s].expert;
-        int place = -segments[s].skipped;
-        for (int base = 0; base < count; base += 32) {
-            const int pair = base + lane;
-            const bool hit = pair < count && experts_of_pairs[pair] == expert;
-            const u32 mask = __ballot_sync(~0u, hit);
-            const int own = place + __popc(mask & (1u << lane) - 1);
-            if (hit && own >= 0 && own < PASS) {
-                pairs[s][own] = pair;
-                pair_weights[s][own] = routing.weights[pair];
-            }
-            place += __popc(mask);
-        }
-        if (lane == 0) segments[s].tokens = min(place, PASS);
-    }
+    if (!SMALL) list_pairs(routing, count, last, experts_of_pairs, segments, pairs, pair_weights);
     if (EARLY && !GATED) asm volatile("griddepcontrol.wait;" ::: "memory");
     __syncthreads();
 
     u8* const tokens_at = shared + WARPS * DEPTH * STAGE_BYTES;
     if (!EVEN)  // the weights that a stage has past a row's end are zeros
-        for (int i = warp; i < PASS; i += WARPS)
-            for (int at = 2 * w.columns + 16 * lane; at + 16 <= stride; at += 512) *(uint4*)(tokens_at + i * stride + at) = make_uint4(0, 0, 0, 0);
+        for (int i = warp; i < (TILES == 1 ? min(PASS, T) : PASS); i += WARPS)
+            for (int at = 2 * w.columns + 16 * lane; at < 2 * stages * STAGE_COLUMNS; at += 512) *(uint4*)(tokens_at + i * stride + at) = make_uint4(0, 0, 0, 0);
     const auto take_tokens = [&](int s) {  // the whole block
         for (int i = warp; i < segments[s].tokens; i += WARPS) {
             const u16* from = x + (long)(GATED ? pairs[s][i] / TOP_K : pairs[s][i]) * w.columns;
@@ -181,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_few_rows(
     };
     int segment = 0, place = 0;
     take_tokens(0);
-    const u8* const own_tokens = tokens_at + g * stride + t * PIECES * 16;
+    const u8* const own_tokens = tokens_at + (TILES == 1 ? min(g, T - 1) : g) * stride + t * PIECES * 16;  // of several lanes if tokens are few
     const u8* const own_rows = shared + warp * DEPTH * STAGE_BYTES + g * 128 + (t ^ (g & 1) * 4) * 16;
     const int other_half = (g & 1) ? -64 : 64;    // from a row's first chunk to its second
     const int flip = FORMAT == 2 ? t >> 1 : 0;  // as in `place_of`

@@ -16,15 +16,15 @@ from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import GatedAct
 from runtime.layers.moe.router import Routing
 
-MOST_TOKENS = 64
-WARPS = 16
-"""Of a block of the GEMMs; a multiprocessor holds one."""
-DEPTHS = (4, 3, 2)
-"""Stages of the ring that a warp copies weights into, the most that fit."""
-SHARED_BYTES = 206 * 1024
-"""Rings and tokens of a block, at most."""
+MOST_TOKENS = 256
+SMALL_PAIRS = 32
+"""Pairs of token and expert that a warp of the GEMMs holds in its registers."""
+SHARED_BYTES = 226 * 1024
+"""Of the blocks of a multiprocessor."""
 STAGE_BYTES = {"dense": 2048, "fp8": 2048 + 64, "mxfp4": 2048 + 256}
+"""128 bytes of each of 16 weight rows, and their scales."""
 STAGE_CHUNKS = 2
+MOST_TOP_K = 16
 SEGMENTS = 8
 """Sets of tokens that a block goes through, at most."""
 SUM_THREADS = 64
@@ -36,8 +36,31 @@ ROW_OFFSETS = {"dense": 64, "fp8": 16, "mxfp4": 32}
 
 
 @dataclass(frozen=True, slots=True)
+class _Cut:
+    """How a GEMM is cut.
+
+    Attributes:
+        warps: of a block.
+        blocks: blocks on each multiprocessor, of 16 warps together.
+        tiles: times eight tokens of a unit.
+        depth: stages of the ring that a warp copies weights into.
+    """
+
+    warps: int
+    blocks: int
+    tiles: int
+    depth: int
+
+
+FEWEST_TOKENS = 8
+_ONE_TILE = (_Cut(16, 1, 1, 4), _Cut(16, 1, 1, 3), _Cut(16, 1, 1, 2))
+CUTS = ((_Cut(8, 2, 1, 4), _Cut(8, 2, 1, 3), *_ONE_TILE), (_Cut(16, 1, 2, 4), _Cut(16, 1, 2, 3), *_ONE_TILE))
+"""For up to eight tokens, and for more: the best first, those that need less shared memory after it."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Gemm:
-    """What one of the GEMMs is compiled for; the names in capitals are the constants of the CUDA source."""
+    """What one of the GEMMs is compiled for."""
 
     format: int
     act: int
@@ -46,8 +69,8 @@ class _Gemm:
     gated: bool
     bias: bool
     even: bool
-    tiles: int
-    depth: int
+    small: bool
+    cut: _Cut
     early: bool
 
 
@@ -80,8 +103,7 @@ def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, defer
         and inner % 8 == 0
         and rows == 2 * inner
         and E <= 512
-        and all(_fits(w, 1, DEPTHS[-1]) and readable(w.weight, w.format, w.shape[2], w.scale_layout[3]) for w in (gate_up, down))
-        and (gate_up.format != "fp8" or all(w.scale_layout[3] % 128 == 0 for w in (gate_up, down)))
+        and all(_readable(w, len(x)) for w in (gate_up, down))
         and torch.cuda.get_device_capability(x.device)[0] == 9
         and cuda_driver.available()
     )
@@ -124,18 +146,16 @@ def _gemm(
 ) -> None:  # fmt: skip
     """One of the GEMMs. The second one starts before the first has ended, and reads the routing at once."""
     E, rows, columns = w.shape
-    pairs = T * top_k
-    tiles = 2 if T > 8 and _fits(w, 2, DEPTHS[1]) else 1
-    depth = next(depth for depth in DEPTHS if _fits(w, tiles, depth))
-    kind, per_stage = FORMATS[w.format], STAGE_CHUNKS * 4 * COLUMNS[w.format]
-    variant = _Gemm(
-        kind, act.kind if gated else 0, top_k, -(-E // 32) * 32, gated, w.bias is not None, columns % per_stage == 0, tiles, depth, pdl
-    )
-    kernel = _gemm_kernel(variant, _shared_bytes(w, tiles, depth))
-    blocks = kernel.clusters_at_once
-    assert min(E, pairs) + pairs // (8 * tiles) <= (SEGMENTS - 2) * blocks, f"{E} experts are too many"
+    cut, pairs = _cut(w, T, top_k), T * top_k
+    assert cut is not None, f"{columns} columns are too many"
+    blocks = cut.blocks * torch.cuda.get_device_properties(x.device).multi_processor_count
+    assert min(E, pairs) + pairs // (8 * cut.tiles) <= (SEGMENTS - 2) * blocks, f"{E} experts are too many"
+    small, even = pairs <= SMALL_PAIRS and 8 * cut.tiles >= T, columns % _per_stage(w) == 0
+    act_kind, bias = act.kind if gated else 0, w.bias is not None
+    variant = _Gemm(FORMATS[w.format], act_kind, top_k, -(-E // 32) * 32, gated, bias, even, small, cut, pdl)
+    kernel = _gemm_kernel(variant, _shared_bytes(w, cut, T))
     hit = E * (1 - (1 - top_k / max(E, top_k)) ** T)  # by tokens that choose at random
-    split = _split(-(-hit * rows // 16 // blocks), -(-columns // per_stage))
+    split = _split(-(-hit * rows // 16 // blocks), -(-columns // _per_stage(w)), cut.warps)
     arguments = weights_argument(w.weight, w.scale, w.bias, (rows, columns), w.scale_layout)
     kernel(
         blocks,
@@ -147,32 +167,52 @@ def _gemm(
     )  # fmt: skip
 
 
-def _split(units: float, stages: int) -> int:
+def _readable(w: ExpertWeights, T: int) -> bool:
+    """Whether lanes can copy these weights, for so many tokens."""
+    columns = w.scale_layout[3]
+    stage_of_scale = w.format != "fp8" or columns % 128 == 0
+    return stage_of_scale and readable(w.weight, w.format, w.shape[2], columns) and _cut(w, T, MOST_TOP_K) is not None
+
+
+def _cut(w: ExpertWeights, T: int, top_k: int) -> _Cut | None:
+    """The best cut whose blocks fit on a multiprocessor; None if none does."""
+    for cut in CUTS[T > FEWEST_TOKENS]:
+        fixed = 512 * cut.warps * cut.tiles + 2 * MOST_TOKENS * top_k + 4 * w.shape[0] + 2048
+        if _shared_bytes(w, cut, T) + fixed <= SHARED_BYTES // cut.blocks:
+            return cut
+    return None
+
+
+def _split(units: float, stages: int, warps: int) -> int:
     """Warps that share a unit of work, where a block has so many units of so many stages of columns."""
-    return min((1, 2, 4, 8, 16), key=lambda warps: -(-units // (WARPS // warps)) * -(-stages // warps))
+    return min((n for n in (1, 2, 4, 8, 16) if n <= warps), key=lambda n: -(-units // (warps // n)) * -(-stages // n))
 
 
-def _fits(w: ExpertWeights, tiles: int, depth: int) -> bool:
-    return _shared_bytes(w, tiles, depth) <= SHARED_BYTES
+def _per_stage(w: ExpertWeights) -> int:
+    """Columns of a stage."""
+    return STAGE_CHUNKS * 4 * COLUMNS[w.format]
 
 
-def _shared_bytes(w: ExpertWeights, tiles: int, depth: int) -> int:
-    """Of rings of so many stages, and of so many times eight tokens."""
-    return WARPS * depth * STAGE_BYTES[w.format] + 8 * tiles * _stride(w)
+def _row_bytes(w: ExpertWeights) -> int:
+    """Of a token in shared memory, filled up to whole stages."""
+    return -(-w.shape[2] // _per_stage(w)) * 2 * _per_stage(w)
 
 
 def _stride(w: ExpertWeights) -> int:
-    """Bytes of a token in shared memory."""
-    per_stage = STAGE_CHUNKS * 4 * COLUMNS[w.format]
-    size = -(-w.shape[2] // per_stage) * 2 * per_stage
+    """Bytes from a token in shared memory to the next."""
+    size = -(-w.shape[2] // _per_stage(w)) * 2 * _per_stage(w)  # filled up to whole stages
     return size + (ROW_OFFSETS[w.format] - size) % 128
+
+
+def _shared_bytes(w: ExpertWeights, cut: _Cut, T: int) -> int:
+    """Of a block: rings and tokens."""
+    return cut.warps * cut.depth * STAGE_BYTES[w.format] + (16 if cut.tiles == 2 else min(T, 8)) * _stride(w)
 
 
 @cache
 def _gemm_kernel(variant: _Gemm, shared_bytes: int) -> cuda_driver.Kernel:
-    return cuda_driver.compile_kernel(
-        gemm_source(variant), "experts_few_rows", threads=32 * WARPS, cluster=1, shared_bytes=shared_bytes
-    )  # fmt: skip
+    threads = 32 * variant.cut.warps
+    return cuda_driver.compile_kernel(gemm_source(variant), "experts_few_rows", threads=threads, cluster=1, shared_bytes=shared_bytes)
 
 
 @cache
@@ -185,7 +225,7 @@ def gemm_source(variant: _Gemm) -> str:
     v = variant
     constants = dict(
         FORMAT=v.format, ACT=v.act, EARLY=int(v.early), TOP_K=v.top_k, TOKENS=MOST_TOKENS, EXPERTS=v.experts, GATED=int(v.gated),
-        BIAS=int(v.bias), EVEN=int(v.even), TILES=v.tiles, WARPS=WARPS, DEPTH=v.depth,
+        BIAS=int(v.bias), EVEN=int(v.even), SMALL=int(v.small), TILES=v.cut.tiles, WARPS=v.cut.warps, DEPTH=v.cut.depth,
     )  # fmt: skip
     return fragments.source(Path(__file__).with_name("few_rows.cu"), constants)
 

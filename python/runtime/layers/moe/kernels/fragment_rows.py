@@ -54,7 +54,7 @@ class _Cut:
 
 FEWEST_TOKENS = 8
 _ONE_TILE = (_Cut(16, 1, 1, 4), _Cut(16, 1, 1, 3), _Cut(16, 1, 1, 2))
-CUTS = ((_Cut(8, 2, 1, 4), _Cut(8, 2, 1, 3), *_ONE_TILE), (_Cut(16, 1, 2, 4), _Cut(16, 1, 2, 3), *_ONE_TILE))
+CUTS = ((_Cut(8, 2, 1, 4), *_ONE_TILE), (_Cut(16, 1, 2, 4), _Cut(16, 1, 2, 3), *_ONE_TILE))
 """For up to eight tokens, and for more: the best first, those that need less shared memory after it."""
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, provenance, table
+from benchmark.markdown import Result, percent, provenance, table
 from benchmark.record import Record
 from benchmark.sweep import arguments
 from runtime.check_acceptance import EMBEDDED_PROMPTS, Options, Session, read_prompts, tokenised
@@ -195,7 +195,7 @@ def summary(result: Result) -> str:
     ]
     false = [
         [row["requests"], f"{row['iterations']:,}", row["alarms"], f"{row['eager'] / row['iterations']:.2%}"]
-        + [f"{row[name]:.1%}" for name in ("time_share", "most_in_window")]
+        + [percent(row.get(name), 1) for name in ("time_share", "most_in_window")]
         for row in quiet
     ]
     times = ["time that they add", f"at most, in {WINDOW_SECONDS:.0f} s"]

@@ -148,7 +148,9 @@ def plot(result: Result, file: Any) -> None:
     """A panel per accept length."""
     rows = result["rows"]
     lengths = dict.fromkeys(row["acceptance"] for row in rows if row["speculation"] == AUTO and ARROW not in row["acceptance"])
-    panels = [plots.lines(curves(rows, length), f"accept length {length}", "concurrency", "output tokens/s") for length in lengths]
+    panels = [
+        plots.lines(curves(rows, length), f"accept length {length}", "concurrency", "output tokens/s", log=True) for length in lengths
+    ]
     models = ", ".join(dict.fromkeys(row["model"] for row in rows))
     picture.draw(result, file, f"No drafts, fixed depths and the controller's choice: {models}", panels, columns=2)
 

@@ -3,7 +3,8 @@
 Acceptance of the embedded model is recorded once, request by request. The simulation draws iterations of B requests from
 that record; graphs with a fault accept fewer first drafts. The live row is the embedded model itself, 16 requests
 together, with an error put into the draft-extend graph runner: the next drafts start from the slot behind the last
-accepted one.
+accepted one. Times are those of the 8B shape on an H200, where an eager iteration takes as long as five replays for one
+request.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, provenance, table
+from benchmark.markdown import Result, percent, provenance, table
 from benchmark.record import Record
 from benchmark.sweep import arguments
 from runtime.check_acceptance import EMBEDDED_PROMPTS, Options, Session, read_prompts, tokenised
@@ -30,6 +31,10 @@ KEYS = ("kind", "fault", "requests")
 FAULTS = {"slots off by one": 0.1, "5 points": None}
 """Share of accepted first drafts that a fault leaves; None: as many as lower acceptance by 0.05."""
 STEPS = 3
+EAGER_SECONDS = 0.028
+"""Time of an eager iteration of the 8B shape on an H200: as long as launching its kernels takes, at any batch size."""
+WINDOW_SECONDS = 4.0
+"""Eager samples must not make any stretch of this length much longer."""
 
 Lens = list[np.ndarray]
 
@@ -96,8 +101,18 @@ def live(run: Session) -> dict[str, Any]:
     return found
 
 
+def replay_seconds(batch: int) -> float:
+    """Time of the same iteration through graphs."""
+    return 0.0054 + 6e-5 * batch
+
+
 class Simulation:
-    """Iterations of `batch` requests drawn from a record."""
+    """Iterations of `batch` requests drawn from a record.
+
+    Attributes:
+        eager: number of eager iterations.
+        slower: iterations that ran eagerly in part or as a whole, by number.
+    """
 
     def __init__(self, record: Lens, batch: int, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -106,13 +121,17 @@ class Simulation:
         self._texts = np.stack([np.resize(text, max(self._lens)) for text in chosen])
         self._at, self._rows = self._rng.integers(0, self._lens), np.arange(batch)
         self.alarm, self.schedule, self.eager = DriftAlarm(STEPS), SampleSchedule(), 0
+        self.slower = list[int]()
         self._batch = batch
 
     def run(self, iterations: int, keep: float) -> int | None:
         """The iterations until the alarm, or None; graphs keep this share of the accepted first drafts."""
         for i in range(1, iterations + 1):
-            sampled, precedes = self.schedule.next(self._batch, self.alarm.suspicious)
+            sampled, precedes = self.schedule.next(self._batch, self.alarm.suspicion)
             self.eager += sampled
+            if sampled or precedes:
+                self.slower.append(i)
+            self.schedule.observe(EAGER_SECONDS if sampled or precedes else replay_seconds(self._batch), sampled or precedes)
             lens = self._texts[self._rows, (self._at + i) % self._lens]
             if not sampled and keep < 1:
                 lens = np.where(self._rng.random(self._batch) < keep, lens, 1)
@@ -138,11 +157,17 @@ def detection(record: Lens, fault: str, batch: int, runs: int, most: int) -> dic
 def false_alarms(record: Lens, batch: int, iterations: int) -> dict[str, Any]:
     """Alarms over a long run without a fault; the test starts anew after each."""
     alarms, left, eager, seed = 0, iterations, 0, 0
+    slower = list[int]()
     while left > 0:
         simulation = Simulation(record, batch, seed)
         at = simulation.run(left, 1.0)
+        slower += [iterations - left + i for i in simulation.slower]
         alarms, left, eager, seed = alarms + (at is not None), left - (at or left), eager + simulation.eager, seed + 1
-    return {"kind": "false alarms", "fault": "none", "requests": batch, "iterations": iterations, "alarms": alarms, "eager": eager}
+    extra, window = EAGER_SECONDS / replay_seconds(batch) - 1, round(WINDOW_SECONDS / replay_seconds(batch))
+    starts = np.array(slower)
+    most = int((np.searchsorted(starts, starts + window) - np.arange(len(starts))).max(initial=0))
+    return {"kind": "false alarms", "fault": "none", "requests": batch, "iterations": iterations, "alarms": alarms, "eager": eager,
+            "time_share": extra * len(slower) / iterations, "most_in_window": extra * most / window}  # fmt: skip
 
 
 def render(result: Result) -> str:
@@ -168,8 +193,13 @@ def summary(result: Result) -> str:
         ]
         for row in simulated
     ]
-    false = [[row["requests"], f"{row['iterations']:,}", row["alarms"], f"{row['eager'] / row['iterations']:.2%}"] for row in quiet]
-    parts = [table(head, found), table(["requests, no fault", "iterations", "alarms", "eager share"], false)]
+    false = [
+        [row["requests"], f"{row['iterations']:,}", row["alarms"], f"{row['eager'] / row['iterations']:.2%}"]
+        + [percent(row.get(name), 1) for name in ("time_share", "most_in_window")]
+        for row in quiet
+    ]
+    times = ["time that they add", f"at most, in {WINDOW_SECONDS:.0f} s"]
+    parts = [table(head, found), table(["requests, no fault", "iterations", "alarms", "eager share", *times], false)]
     for row in rows:
         if row["kind"] == "live":
             parts.append(f"Live: alarm after {row['alarm']} iterations of {row['live_requests']} requests; {row.get('drift', 'none')}.")

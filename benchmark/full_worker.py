@@ -11,7 +11,6 @@ import torch
 
 from benchmark.engine_loop import build
 from runtime.batch import RowInit, ScheduleBatch, no_ints
-from runtime.model_executor.acceptance_monitor import EAGER_SAMPLE_EVERY
 from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
 MIB = 1 << 20
@@ -19,6 +18,21 @@ PAGES_AT_ONCE = 1 << 18
 PLAIN = SamplingParams(temperature=0.0)
 FILTERED = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01)
 PENALISED = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5, min_new_tokens=4)
+
+
+class SecondStep:
+    """A schedule of eager samples whose only one is the second iteration."""
+
+    def __init__(self) -> None:
+        self._iterations = 0
+
+    def next(self, live: int, suspicion: float) -> tuple[bool, bool]:
+        """As `SampleSchedule.next`."""
+        self._iterations += 1
+        return self._iterations == 2, self._iterations == 1
+
+    def observe(self, seconds: float, eager: bool) -> None:
+        """As `SampleSchedule.observe`; times change nothing."""
 
 
 class FullWorker:
@@ -40,8 +54,7 @@ class FullWorker:
         before = torch.cuda.memory_allocated() if on_gpu else 0
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        # The second step is the eager sample of acceptance, at the largest size.
-        self.worker.parts.monitor.iterations = EAGER_SAMPLE_EVERY - 2
+        self.worker.parts.monitor.schedule = SecondStep()  # at the largest size
         self.prompts()
         self.lengthen(2 * steps)
         for _ in range(steps):

@@ -44,11 +44,20 @@ def server_flags(served: Model, mode: str, backend: str, most: int) -> list[str]
 
 
 def measure(flags: Sequence[str], batches: Sequence[int], context: int, steps: int) -> list[Row]:
-    """Measure in this process; one row per variant and batch size."""
-    from benchmark.engine_loop import EngineLoop, build
-    from runtime.model_executor.graph_runner import RunMode
+    """Measure in this process; one row per variant and batch size. Without eager samples, which take as long as five replays."""
+    from benchmark.engine_loop import build
 
     config, worker = build(flags)
+    with worker.parts.monitor.without_sample():
+        rows = _measure(config, worker, batches, context, steps)
+    worker.close()
+    return rows
+
+
+def _measure(config: Any, worker: Any, batches: Sequence[int], context: int, steps: int) -> list[Row]:
+    from benchmark.engine_loop import EngineLoop
+    from runtime.model_executor.graph_runner import RunMode
+
     rows = []
     for graphs, overlap in VARIANTS:
         if graphs == "one by one" and not worker.iteration_runners:
@@ -68,7 +77,6 @@ def measure(flags: Sequence[str], batches: Sequence[int], context: int, steps: i
                 row |= traced(loop, worker, seconds)
             loop.stop()
             rows.append(row)
-    worker.close()
     return rows
 
 

@@ -31,7 +31,15 @@ class Panel:
     paint: Callable[[Axes, Mapping[str, str]], None]
 
 
-def lines(series: Points, title: str, x: str, y: str, level: float | None = None, marks: Mapping[str, float | None] | None = None) -> Panel:
+def lines(
+    series: Points,
+    title: str,
+    x: str,
+    y: str,
+    level: float | None = None,
+    marks: Mapping[str, float | None] | None = None,
+    log: bool = False,
+) -> Panel:
     """One line per name, with a logarithmic x axis.
 
     Args:
@@ -41,9 +49,12 @@ def lines(series: Points, title: str, x: str, y: str, level: float | None = None
         y: label of the y axis, with its unit.
         level: height of a horizontal line.
         marks: by name, where the line crosses `level`; marked with a star and the value.
+        log: whether the y axis is logarithmic too.
     """
 
     def paint(axes: Axes, colours: Mapping[str, str]) -> None:
+        if log:
+            axes.set_yscale("log")
         for name, points in series.items():
             ordered = sorted(points)
             axes.plot([p[0] for p in ordered], [p[1] for p in ordered], marker="o", markersize=4, label=name, color=colours[name])

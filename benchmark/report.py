@@ -2,7 +2,7 @@
 
 `docs/benchmarks/NAME.md` is generated as a whole, one page per script. In README.md and docs/*.md the text between the
 markers `<!-- begin:NAME -->` and `<!-- end:NAME -->` is generated. NAME is a script; `NAME@MACHINE` shows one machine
-only, and `NAME:summary` shows a short table and a plot that links to the page.
+only, `NAME:summary` shows a short table and a plot that links to the page, and `NAME:plot` shows that plot alone.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ def render(name: str, results: Path, folder: Path) -> str:
         ReportError: there is no such script, or no such form of its tables.
     """
     source, _, form = name.partition(":")
-    if form not in ("", "summary"):
-        raise ReportError(f"marker {name!r}: the only form is 'summary'")
+    shows = {"": _whole, "summary": _summary, "plot": _plot}
+    if form not in shows:
+        raise ReportError(f"marker {name!r}: the forms are 'summary' and 'plot'")
     files, module = result_files(source, results), _module(source)
     if not files:
         return f"Not measured yet: `python -m benchmark.{module.NAME}` writes the figures.\n"
-    show = _summary if form else _whole
-    return "\n\n".join(show(module, file, folder) for file in files) + "\n"
+    return "\n\n".join(shows[form](module, file, folder) for file in files) + "\n"
 
 
 def _whole(module: ModuleType, file: Path, folder: Path) -> str:
@@ -102,8 +102,12 @@ def _whole(module: ModuleType, file: Path, folder: Path) -> str:
 
 def _summary(module: ModuleType, file: Path, folder: Path) -> str:
     """The short table, and a plot that links to the script's page."""
-    page = _relative(PAGES / f"{module.NAME}.md", folder)
-    return f"{module.summary(_read(file))}\n\n[{_plot_link(file, folder)}]({page})"
+    return f"{module.summary(_read(file))}\n\n{_plot(module, file, folder)}"
+
+
+def _plot(module: ModuleType, file: Path, folder: Path) -> str:
+    """The plot, which links to the script's page."""
+    return f"[{_plot_link(file, folder)}]({_relative(PAGES / f'{module.NAME}.md', folder)})"
 
 
 def _plot_link(file: Path, folder: Path) -> str:

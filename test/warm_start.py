@@ -37,7 +37,8 @@ TEST = Path(__file__).resolve().parent
 OURS = ("runtime.", "benchmark.", "process.")
 READ_AT_START = ("OMP_", "MKL_", "MALLOC_", "LD_", "PYTHON", "CUDA_", "TORCH")
 """Variables that an interpreter or a library reads once, when it starts."""
-READ_BY_US = ("PYTHONPATH", "PYTHONUNBUFFERED")
+READ_BY_US = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
+"""Those of them that a fork heeds all the same. torch sets the last one itself while it is imported."""
 _PR_SET_CHILD_SUBREAPER = 36
 _HIGH_FD = 512
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -100,7 +100,7 @@ def draw(rng: random.Random, trees: bool) -> Kind:
 
 def pairs(kind: Kind) -> set[tuple[object, ...]]:
     """All pairs of values that a kind has, with the names of both by position."""
-    return set(itertools.combinations(enumerate(astuple(kind)[:8]), 2))
+    return set(itertools.combinations(enumerate(list(vars(kind).values())[:8]), 2))
 
 
 def choose(count: int, seed: int, trees: bool = False) -> list[Kind]:

@@ -86,6 +86,26 @@ def test_few_rows_match_the_definition(name: str, rows: int) -> None:
                 assert relative(layer.few(x, routing, configs, triton), want) < ROUNDING, (configs, hot, triton)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="CUDA C++ needs a GPU")
+@pytest.mark.parametrize("rows", [4, 65, 256])
+@pytest.mark.parametrize("name", KINDS)
+def test_units_of_work_take_all_tokens_of_an_expert(name: str, rows: int) -> None:
+    from runtime.layers.moe.kernels.fragment_rows import experts_by_fragments, supports
+
+    for hidden, inner in ((512, 384), (2880, 96)):
+        layer = Layer(KINDS[name], act_of(KINDS[name]), hidden=hidden, inner=inner)
+        if name == "fp8-half-block":
+            assert not supports(layer.x(rows), layer.gate_up, layer.down)
+            continue
+        for hot in (None, TOP_K + 1):
+            routing, x = routed(rows, EXPERTS, TOP_K, hot), layer.x(rows)
+            out = torch.full((rows + 1, hidden), float("nan"), device=DEVICE)
+            for _ in range(2):
+                experts_by_fragments(x, layer.gate_up, layer.down, routing, layer.act, out[:rows])
+                assert relative(out[:rows], layer.want(x, routing)) < ROUNDING, hot
+            assert out[rows].isnan().all()
+
+
 @pytest.mark.parametrize("rows", MANY)
 @pytest.mark.parametrize("name", KINDS)
 def test_many_rows_match_the_definition(name: str, rows: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from client_script import MODEL
+
 from conftest import Embedded
 
 BIN = Path(sys.prefix) / "bench-clients" / "bin"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from browser import Page, find
+
 from conftest import Embedded
 
 ANSWER = "The capital of France is Paris."

@@ -21,9 +21,10 @@ import openai
 import pytest
 from browser import Page, find
 from client_script import ANSWER, ASK, CALLS, CAPITAL, CITIES, LONG, MODEL, RESULTS, THOUGHT, TOOLS, WHO, Person, calls_of, user
-from conftest import Embedded, serve_embedded
 from llm.default_plugins.openai_models import Chat
 from llm.parts import ToolCallPart, ToolResultPart
+
+from conftest import Embedded, serve_embedded
 
 HERE = Path(__file__).parent
 OTHERS = Path(sys.prefix) / "clients"

@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+
 from conftest import Embedded
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]

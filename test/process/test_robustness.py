@@ -16,6 +16,7 @@ import fake
 import httpx
 import psutil
 import pytest
+
 from conftest import Embedded
 
 BAD: list[tuple[str, Any, int]] = [

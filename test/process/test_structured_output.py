@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+
 from conftest import Embedded
 
 SCHEMA = {

@@ -34,9 +34,12 @@ class EveryNth:
     def __init__(self, n: int, after: int = 0) -> None:
         self.n, self.iterations = n, after
 
-    def next(self, live: int, suspicious: bool) -> tuple[bool, bool]:
+    def next(self, live: int, suspicion: float) -> tuple[bool, bool]:
         self.iterations += 1
         return self.iterations % self.n == 0, (self.iterations + 1) % self.n == 0
+
+    def observe(self, seconds: float, eager: bool) -> None:
+        """Times change nothing."""
 
 
 class Driver:

@@ -503,7 +503,7 @@ def test_only_text_between_markers_changes(tmp_path: Path) -> None:
     ("text", "why"),
     [
         (page(name="guesses"), "no such benchmark"),
-        (page(name="capture:plot"), "the only form"),
+        (page(name="capture:chart"), "the forms are 'summary' and 'plot'"),
         ("<!-- begin:capture -->\n", "without an end"),
     ],
 )
@@ -550,6 +550,8 @@ def test_a_summary_has_no_provenance_and_links_to_the_page(tmp_path: Path) -> No
     assert "Plain decoding" in filled
     assert "abc" not in filled, "the commit"
     assert "](benchmarks/serving_matrix.md)\n<!-- end" in filled
+    plot = report.render("serving_matrix@nvidia-h200:plot", tmp_path, report.ROOT)
+    assert re.fullmatch(r"\[!\[serving matrix, nvidia-h200]\(.*serving_matrix\.png\)]\(docs/benchmarks/serving_matrix\.md\)\n", plot)
 
 
 @pytest.mark.parametrize("script", report.SCRIPTS)

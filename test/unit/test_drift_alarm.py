@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+from benchmark.drift_alarm import EAGER_SECONDS, replay_seconds
 
-from runtime.model_executor.drift_alarm import LOG_ODDS, DriftAlarm, SampleSchedule, block_evidence
+from runtime.config.synthetic_acceptance import synthetic_acceptance
+from runtime.model_executor.drift_alarm import EASY_RESERVE, LOG_ODDS, REFILL, RESERVE, STRONG, DriftAlarm, SampleSchedule, block_evidence
 from unit.test_acceptance import draw_lens
 
 RATES = (0.39, 0.45, 0.5)
@@ -18,13 +23,16 @@ class Traffic:
     def __init__(self, batch: int, seed: int = 0) -> None:
         self.alarm, self.schedule = DriftAlarm(3), SampleSchedule()
         self.iterations = self.eager = 0
+        self.slower = list[bool]()
         self._batch, self._rng = batch, np.random.default_rng(seed)
 
     def run(self, count: int, graph: tuple[float, ...], eager: tuple[float, ...] = RATES) -> int | None:
         """The number of iterations until the alarm, or None."""
         for i in range(1, count + 1):
-            sampled, precedes = self.schedule.next(self._batch, self.alarm.suspicious)
+            sampled, precedes = self.schedule.next(self._batch, self.alarm.suspicion)
             self.iterations, self.eager = self.iterations + 1, self.eager + sampled
+            self.slower.append(sampled or precedes)
+            self.schedule.observe(EAGER_SECONDS if sampled or precedes else replay_seconds(self._batch), sampled or precedes)
             if sampled or not precedes:
                 self.alarm.add(draw_lens(self._rng, eager if sampled else graph, self._batch), sampled)
             if sampled and self.alarm.check():
@@ -132,25 +140,89 @@ def test_few_drafts_are_no_evidence_and_a_drift_that_ends_is_forgotten() -> None
 def test_a_worker_without_drafts_has_no_alarm() -> None:
     alarm = DriftAlarm(0)
     assert alarm.check() == []
-    assert not alarm.suspicious
+    assert alarm.suspicion == 0
 
 
 @pytest.mark.parametrize("batch", [1, 8, 64])
 def test_samples_become_rare_and_the_iteration_before_them_is_announced(batch: int) -> None:
     schedule = SampleSchedule()
-    flags = [schedule.next(batch, suspicious=False) for _ in range(40_000)]
+    flags = [schedule.next(batch, suspicion=0) for _ in range(40_000)]
     sampled = np.array([one for one, _ in flags])
     assert [two for _, two in flags[:-1]] == sampled[1:].tolist()
     assert sampled[:200].mean() > 4 * sampled[-20_000:].mean()
     assert sampled[:200].sum() <= 9
     assert sampled[-20_000:].mean() == pytest.approx(1 / 512, rel=0.1)
-    again = np.array([schedule.next(batch, suspicious=True)[0] for _ in range(40_000)])
+    again = np.array([schedule.next(batch, suspicion=9)[0] for _ in range(40_000)])
     assert again[:200].mean() >= 1 / 18
     assert again.mean() < 1 / 64, "suspicion that lasts costs little"
 
 
+def longest(slower: Sequence[bool], window: int, batch: int) -> float:
+    """The most time that eager iterations add to a stretch of `window`, in replays."""
+    return float(np.convolve(slower, np.ones(window), "valid").max()) * (EAGER_SECONDS / replay_seconds(batch) - 1)
+
+
+@pytest.mark.parametrize("batch", [1, 16, 64])
+@pytest.mark.parametrize(("suspicion", "reserve"), [(12.0, RESERVE), (STRONG - 0.1, EASY_RESERVE)])
+def test_eager_samples_add_bounded_time_to_any_stretch_of_iterations(batch: int, suspicion: float, reserve: float) -> None:
+    """However long it looks suspicious. The first samples are planned before any was timed."""
+    traffic = Traffic(batch)
+    traffic.alarm = SimpleNamespace(suspicion=suspicion, add=lambda lens, eager: None, check=lambda: [])  # type: ignore[assignment]
+    traffic.run(6_000, RATES)
+    for window in (100, 700, 3_000):
+        assert longest(traffic.slower, window, batch) <= 1.05 * (reserve + REFILL * window)
+
+
+@pytest.mark.parametrize("lengths", [(3.5, 1.2, 2.5), (1.2, 3.5, 1.6)])
+def test_changes_of_acceptance_under_load_leave_later_single_requests_fast(lengths: tuple[float, ...]) -> None:
+    """A block that a change falls into looks like a drift, the more so the more requests it has."""
+    rates = [(rate,) * 3 for length in lengths for rate in synthetic_acceptance(str(length), 3)[:1]]
+    for seed in range(4):
+        traffic = Traffic(256, seed)
+        for one in rates:
+            traffic.run(350, one, one)
+        traffic.slower.clear()
+        traffic._batch = 1
+        traffic.run(1_500, rates[-1], rates[-1])
+        assert longest(traffic.slower, 700, 1) < 0.15 * 700
+
+
+def test_the_time_of_eager_samples_decides_how_many_there_are() -> None:
+    def samples(eager_seconds: float) -> int:
+        schedule, count = SampleSchedule(), 0
+        for _ in range(3_000):
+            sampled, precedes = schedule.next(8, suspicion=5.0)
+            schedule.observe(eager_seconds if sampled or precedes else 0.005, sampled or precedes)
+            count += sampled
+        return count
+
+    assert samples(0.01) > 2 * samples(0.03) > 3 * samples(0.08) > 0
+
+
+def test_an_alarm_that_was_reported_asks_for_no_more_samples() -> None:
+    rng, alarm = np.random.default_rng(1), DriftAlarm(3)
+    for _ in range(200):
+        alarm.add(draw_lens(rng, FAULTY, 64), eager_sample=False)
+        alarm.add(draw_lens(rng, RATES, 8), eager_sample=True)
+    assert alarm.check()
+    assert alarm.suspicion < 4
+
+
+def test_a_drift_is_reported_however_much_was_alike_before_it() -> None:
+    rng, alarm = np.random.default_rng(6), DriftAlarm(3)
+    for rates, blocks in ((RATES, 3_000), (FAULTY, 3)):
+        for _ in range(blocks):
+            alarm.add(draw_lens(rng, rates, 512), eager_sample=False)
+            alarm.add(draw_lens(rng, RATES, 64), eager_sample=True)
+    (drift,) = alarm.check()
+    assert drift.eager - drift.graph > 0.25
+
+
 def test_ranks_that_read_no_results_sample_alike() -> None:
     one, other = SampleSchedule(adaptive=False), SampleSchedule(adaptive=False)
-    flags = [one.next(4, suspicious=i % 3 == 0) for i in range(5_000)]
-    assert flags == [other.next(4, suspicious=False) for _ in range(5_000)]
+    flags = list[tuple[bool, bool]]()
+    for i in range(5_000):
+        flags.append(one.next(4, suspicion=i % 3))
+        one.observe(0.1 if any(flags[-1]) else 0.001 * (i % 7 + 1), any(flags[-1]))
+    assert flags == [other.next(4, suspicion=0) for _ in range(5_000)]
     assert sum(sampled for sampled, _ in flags) == 5_000 // 512

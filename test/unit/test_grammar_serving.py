@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ from runtime.constrained.compiler import GrammarCompiler
 from runtime.constrained.grammar import Grammar
 from runtime.constrained.llguidance_backend import LlguidanceMatcher
 from runtime.distributed.parallel_group import ALONE
+from runtime.managers.grammar_queue import GrammarQueue
 from runtime.managers.messages import AbortReq, GenerateReq
+from runtime.managers.req import Req
 from runtime.managers.scheduler import Scheduler
 from runtime.sampling_params import GrammarSpec, SamplingParams
 from unit.grammars import Served, constrained_worker, json_tokenizer, make_compiler, serve, vocabulary
@@ -183,6 +187,21 @@ def test_grammars_that_cannot_be_used_end_their_request_alone(tmp_path: Path, co
     assert {rid: tokens for rid, tokens in served.tokens.items() if rid != "bad"} == expected.tokens
     assert scheduler.stats.num_failed_steps_total == 0
     worker.close()
+
+
+def test_a_refused_grammar_keeps_none_of_its_requests(compiler: GrammarCompiler) -> None:
+    queue, ended = GrammarQueue(compiler), list[weakref.ref[Req]]()
+    for seq in range(3):
+        request = GenerateReq(rid=str(seq), input_ids=[5, 6], sampling=GREEDY, seed=1)
+        req = Req(request, np.array(request.input_ids, dtype=np.int32), seq, (0,), 256, 0.0)
+        queue.add(req, GrammarSpec("json_schema", '{"not": {}}'))
+        while len(queue):
+            refused = queue.take()
+        assert [each for each, error in refused if error is not None] == [req]
+        ended.append(weakref.ref(req))
+        del req, refused
+    gc.collect()
+    assert [kept() for kept in ended] == [None] * 3
 
 
 def test_a_length_cut_inside_a_grammar_says_so(tmp_path: Path, compiler: GrammarCompiler) -> None:

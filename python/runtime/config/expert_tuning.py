@@ -12,8 +12,8 @@ from runtime.config.kernel_configs import GroupedConfig, StepConfig
 WeightFormat = Literal["dense", "fp8", "mxfp4"]
 """Weights in the activations' dtype; e4m3 with float32 scales of blocks or rows; e2m1 with a scale for each 32 columns."""
 
-FEW_BLOCKS = frozenset({8, 16, 32, 64})
-"""Tokens that the kernels for few tokens are compiled for; others are padded to them."""
+FEW_BLOCKS = frozenset({4, 8, 16, 32, 64})
+"""Tokens that together need every kernel for few tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,13 @@ class ExpertTuning:
         few: by format, (largest number of tokens, tilings of the two kernels for few tokens), ascending; above the last,
             `many` holds.
         many: by format, (largest number of tokens, tiling of the grouped GEMM), ascending; the last holds for any number.
+        most_streamed: by format, the largest number of tokens for which the CUDA kernels for few tokens are faster than the grouped
+            GEMM, where they serve the dtypes and shapes.
     """
 
     few: Mapping[WeightFormat, tuple[tuple[int, tuple[StepConfig, StepConfig]], ...]]
     many: Mapping[WeightFormat, tuple[tuple[int, GroupedConfig], ...]]
+    most_streamed: Mapping[WeightFormat, int]
 
     def few_rows(self, weights: WeightFormat, rows: int) -> tuple[StepConfig, StepConfig] | None:
         """Tilings of the kernels for few tokens, or None where the grouped GEMM is faster."""
@@ -84,4 +87,5 @@ H200_EXPERTS = ExpertTuning(
             (1 << 30, GroupedConfig(128, 128, 64, 8, 3, 4)),
         ),
     },
+    most_streamed={"dense": 64, "fp8": 64, "mxfp4": 256},
 )

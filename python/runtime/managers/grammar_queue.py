@@ -43,7 +43,8 @@ class GrammarQueue:
             try:
                 req.grammar = compilation.result()
             except ServingError as error:
-                done.append((req, error))
+                # The compiler keeps the error of a grammar; its traceback would keep every request and step of this iteration.
+                done.append((req, error.with_traceback(None)))
                 continue
             if req.grammar is None:
                 self._waiting.append((req, compilation))

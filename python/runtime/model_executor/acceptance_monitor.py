@@ -46,7 +46,7 @@ class AcceptanceMonitor:
 
     def next_iteration(self, live: int) -> tuple[bool, bool]:
         """Count an iteration of `live` requests. Returns whether it may be in the eager sample, and whether the next may."""
-        return self.schedule.next(live, self.alarm.suspicious) if self._sampling else (False, False)
+        return self.schedule.next(live, self.alarm.suspicion) if self._sampling else (False, False)
 
     @contextmanager
     def without_sample(self) -> Iterator[None]:
@@ -54,6 +54,12 @@ class AcceptanceMonitor:
         before, self._sampling = self._sampling, False
         yield
         self._sampling = before
+
+    def observe_time(self, iteration: Iteration, graph: bool, seconds: float) -> None:
+        """An iteration of decode rows alone took `seconds`; `graph`: it was verified through a graph."""
+        eager = iteration.eager_sample or iteration.precedes_eager_sample
+        if iteration.depth and (eager or graph):
+            self.schedule.observe(seconds, eager)
 
     def add(self, iteration: Iteration, accept_lens: np.ndarray, stats: StepStats) -> None:
         """Count an iteration that was read. On the host."""

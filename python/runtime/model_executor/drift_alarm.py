@@ -24,8 +24,8 @@ FALSE_ALARM_ITERATIONS = 1e7
 """Iterations in which one false alarm is expected, at the most."""
 LOG_ODDS = np.array([-3.0, -1.2, -0.5, -0.2, 0.2, 0.5, 1.2, 3.0])
 """The differences that the test looks for: log odds of an eager draft's acceptance minus those through graphs."""
-SUSPICION = 0.6
-"""Evidence, in nats, from which about half of the iterations are sampled."""
+SUSPICION, STRONG = 0.6, 3.5
+"""Evidence, in nats, from which more iterations are sampled, and evidence that healthy graphs seldom show."""
 FEW_REQUESTS = 4
 CAUTION = ((16, 0.5), (1 << 30, 1.0))
 """Drafts that follow each other in one text go well or badly together, which matters where there are few texts. So evidence
@@ -37,13 +37,17 @@ FIRST_GAP, FIRST_BLOCKS = 60, 2
 iterations cost the most beside their replays, it is at its end at once."""
 RARE_SHARE = 512
 """In the end one iteration in this many is eager."""
-EAGER_BUDGET, REFILL = 256, 1 / 256
-"""Eager iterations that suspicion may ask for, and the share of an iteration by which they come back. Text that goes now
-well, now badly looks suspicious for long."""
+RESERVE, EASY_RESERVE, REFILL = 320.0, 64.0, 0.05
+"""Eager samples make n iterations longer by the time of at most `RESERVE` + `REFILL` x n replays, for any n, and of
+`EASY_RESERVE` + `REFILL` x n while the evidence is below `STRONG`."""
+SUSPICIOUS_SHARE = 0.02
+"""Share of the time that samples may take by the odds of a drift, exp(evidence): healthy graphs seldom look very suspicious."""
+FIRST_EXTRA, MOST_EXTRA = 4.0, 16.0
+"""Replays by which an eager iteration takes longer: before any is timed, and at the most, as its first run may compile kernels."""
 FALL, FALL_DEVIATIONS = 0.15, 4.0
 """A fall of acceptance through graphs that asks for samples: at least this much, in this many standard deviations."""
 FALL_BLOCKS = 6
-"""Blocks that are sampled densely after it: text that is harder to draft is told from a drift within them."""
+"""Blocks that are sampled as under strong evidence after it: text that is harder to draft is told from a drift within them."""
 
 
 class DriftAlarm:
@@ -57,11 +61,11 @@ class DriftAlarm:
         self._limit = np.log(FALSE_ALARM_ITERATIONS / BLOCK_ITERATIONS * max(num_steps, 1))
         self._evidence = np.zeros((num_steps, len(LOG_ODDS)))
         self._graph, self._eager = deque[AcceptanceCounters](maxlen=MAX_GRAPH_ITERATIONS), AcceptanceCounters(num_steps)
-        # Counts since the evidence of a position began to grow, for the report.
+        # Counts since the evidence of a position became suspicious, for the report.
         self._counts = [self._counters() for _ in range(num_steps)]
         self._recent, self._usual = RecentRates(num_steps, 64), RecentRates(num_steps, 1024)
         self._blocks_to_probe = 0
-        self._differs = False  # as of the last complete block
+        self._latest = 0.0  # evidence as of the last complete block
 
     def _counters(self) -> dict[bool, AcceptanceCounters]:
         return {eager: AcceptanceCounters(self._num_steps) for eager in (False, True)}
@@ -94,13 +98,15 @@ class DriftAlarm:
         return found
 
     @property
-    def suspicious(self) -> bool:
-        """Whether there is some evidence of a drift, or acceptance through graphs fell lately."""
-        return self._blocks_to_probe > 0 or self._differs
+    def suspicion(self) -> float:
+        """Evidence of a drift in nats; a recent fall of acceptance through graphs counts as strong. After an alarm more samples
+        tell nothing new.
+        """
+        return max(self._latest if self._latest < self._limit else 0.0, STRONG if self._blocks_to_probe else 0.0)
 
     def _end_block(self) -> None:
         self._evidence, self._counts = self._with_block()
-        self._differs = self._num_steps > 0 and float(_mean_evidence(self._evidence).max()) >= SUSPICION
+        self._latest = float(_mean_evidence(self._evidence).max(initial=0.0))
         self._graph.clear()
         self._eager = AcceptanceCounters(self._num_steps)
         self._blocks_to_probe = max(self._blocks_to_probe - 1, 0)
@@ -113,13 +119,13 @@ class DriftAlarm:
         if not graph.iterations or not eager.iterations:
             return self._evidence, self._counts
         evidence, counts = np.maximum(self._evidence, 0.0), []
+        grown = _mean_evidence(self._evidence) >= SUSPICION
         weight = next(factor for most, factor in CAUTION if graph.iterations <= most * len(self._graph))
         for i in range(self._num_steps):
-            fresh = not self._evidence[i].max() > 0
             both = self._counters()
             for side, block in ((False, graph), (True, eager)):
                 both[side].merge(block)
-                if not fresh:
+                if grown[i]:
                     both[side].merge(self._counts[i][side])
             counts.append(both)
             evidence[i] += weight * block_evidence(*(int(n[i]) for c in (eager, graph) for n in (c.accepted, c.reached)))
@@ -177,9 +183,7 @@ def _mean_evidence(evidence: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]
 
 
 class SampleSchedule:
-    """Chooses the iterations that run eagerly: some at first, few later, many under suspicion.
-
-    An eager iteration takes up to five times as long as a replay, so even the first 200 iterations have only six of them.
+    """Chooses the iterations that run eagerly: some at first, few later, more under suspicion, within a bound on their time.
 
     Args:
         adaptive: whether the frequency changes. Not where ranks that read no results must choose alike.
@@ -188,32 +192,54 @@ class SampleSchedule:
     def __init__(self, adaptive: bool = True) -> None:
         self._adaptive = adaptive
         self._now = self._blocks = 0
-        self._length, self._start = 1, FIRST_GAP if adaptive else RARE_SHARE
-        self._budget = float(EAGER_BUDGET)
+        self._length, self._start = (3, FIRST_GAP) if adaptive else (1, RARE_SHARE)
+        self._budget, self._replay, self._extra = RESERVE, 0.0, FIRST_EXTRA  # in replays, in seconds, in replays
 
-    def next(self, live: int, suspicious: bool) -> tuple[bool, bool]:
+    def next(self, live: int, suspicion: float) -> tuple[bool, bool]:
         """Count an iteration of `live` requests. Returns whether it is eager, and whether the next one is."""
         self._now += 1
-        self._budget = min(self._budget + REFILL, EAGER_BUDGET)
-        suspicious = suspicious and self._adaptive and self._budget >= BLOCK_ITERATIONS / 2
+        self._budget = min(self._budget + REFILL, RESERVE)
         if self._now >= self._start + self._length:
-            self._plan(live, suspicious)
-        elif suspicious and self._start - self._now > BLOCK_ITERATIONS:
-            self._start = self._now + BLOCK_ITERATIONS - self._length
+            self._plan(live, suspicion)
+        elif self._adaptive and suspicion >= SUSPICION and self._start - self._now > BLOCK_ITERATIONS:
+            self._start = min(self._start, self._now + self._distance(self._length, suspicion))
+        if self._now == self._start:
+            self._budget -= self._cost(self._length)
         return self._sampled(self._now), self._sampled(self._now + 1)
+
+    def observe(self, seconds: float, eager: bool) -> None:
+        """An iteration took `seconds`; `eager`: it was in the sample, or preceded it."""
+        if not eager:
+            self._replay += (seconds - self._replay) / (16 if self._replay else 1)
+        elif self._replay:
+            extra = min(max(seconds / self._replay - 1, 1.0), MOST_EXTRA)
+            self._extra += (extra - self._extra) / 8
 
     def _sampled(self, iteration: int) -> bool:
         return self._start <= iteration < self._start + self._length
 
-    def _plan(self, live: int, suspicious: bool) -> None:
+    def _cost(self, length: int) -> float:
+        """Replays by which a block takes longer; verification of the iteration before it runs eagerly too."""
+        return (length + 1) * self._extra
+
+    def _distance(self, length: int, suspicion: float) -> int:
+        """Iterations until a block of `length` may begin that this much suspicion asks for."""
+        share = min(SUSPICIOUS_SHARE * np.exp(suspicion), 1.0)
+        return max(BLOCK_ITERATIONS + 1, round(self._cost(length) / share), self._wait(length, suspicion)) - length
+
+    def _wait(self, length: int, suspicion: float) -> int:
+        """Iterations until the budget pays for a block."""
+        kept = 0.0 if suspicion >= STRONG else RESERVE - EASY_RESERVE
+        return int(np.ceil(max(min(kept + self._cost(length), RESERVE) - self._budget, 0.0) / REFILL))
+
+    def _plan(self, live: int, suspicion: float) -> None:
         """Set the next block, which begins now. Few requests give few drafts, so more of their iterations are eager."""
-        if suspicious:
-            self._length = 8 if live <= FEW_REQUESTS else 4 if live <= 16 else 2 if live <= 32 else 1
-            self._start = self._now + BLOCK_ITERATIONS + 1 - self._length
-            self._budget -= self._length
+        if suspicion >= SUSPICION and self._adaptive:
+            self._length = 4 if live <= 16 else 2
+            self._start = self._now + self._distance(self._length, suspicion)
             return
         self._blocks += 1
         self._length = 1 if live > 32 or not self._adaptive else 3
         rare, later = RARE_SHARE * self._length, self._blocks - FIRST_BLOCKS
         gap = FIRST_GAP if later < 0 else rare if live <= FEW_REQUESTS else min(round(FIRST_GAP * 1.3**later), rare)
-        self._start = self._now + (gap if self._adaptive else RARE_SHARE - 1)
+        self._start = self._now + (max(gap, self._wait(self._length, suspicion)) if self._adaptive else RARE_SHARE - 1)

@@ -22,7 +22,7 @@ from runtime.config.runtime_config import RuntimeConfig
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.model_executor.accepter import Accepter
-from runtime.model_executor.depth import USUAL_STEPS
+from runtime.model_executor.depth import USUAL_STEPS, thinned
 from runtime.model_executor.drafter import Drafter
 from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, Outputs, RunMode, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
@@ -36,7 +36,7 @@ VARIANTS = {
     "filtered": SamplingNeeds(False, False, True, [], [], []),
 }
 """What the requests of an iteration need of the sampler, by the name of the captured variant."""
-MOST_REQUESTS = 64
+MOST_REQUESTS = 32
 """The largest batch with iteration graphs: with more requests the time between graphs is less than 1 % of an iteration."""
 OTHER_LAUNCHES = 100
 """Kernels beside those of the models, about: inputs, schedules, acceptance and sampling."""
@@ -57,9 +57,9 @@ class IterationStages:
         return [self.verifier.runners[depth], *self.drafter.runners(depth)]
 
     def sizes(self, depth: int) -> list[int]:
-        """Batch sizes that an iteration graph can have: those that all its passes have graphs of."""
+        """Batch sizes that have an iteration graph: common ones of those that all its passes have graphs of."""
         sizes = set.intersection(*(set(runner.sizes) for runner in self.runners(depth)))
-        return sorted(size for size in sizes if size <= MOST_REQUESTS)
+        return thinned([size for size in sizes if size <= MOST_REQUESTS])
 
     @property
     def plans_on_device(self) -> bool:

@@ -417,18 +417,19 @@ class Worker:
         caps, lens, controller = iteration.caps, decoded.accept_lens, self.parts.depths.controller
         counted = lens if caps is None else lens[caps.host >= iteration.depth]
         self.parts.monitor.add(iteration, counted, decoded.stats)
+        seconds = time.perf_counter() - max(self._read_at, iteration.started)
+        # The draft follows prompts after their results are read.
+        usual = not (with_prompts or self._prompts_read or iteration.grammar)
+        if usual:
+            self.parts.monitor.observe_time(iteration, decoded.stats.graph, seconds)
         if controller is None:
             return
-        now = time.perf_counter()
-        with_prompts = with_prompts or self._prompts_read  # the draft follows prompts after their results are read
-        usual = not (with_prompts or iteration.eager_sample or iteration.precedes_eager_sample or iteration.grammar)
-        seconds = now - max(self._read_at, iteration.started)
+        timed = seconds if usual and not (iteration.eager_sample or iteration.precedes_eager_sample) else None
         assert iteration.greedy is not None
         most = np.full(iteration.live, iteration.depth) if caps is None else caps.host
         kv_tokens = int(iteration.bounds.sum())
         width = 0 if iteration.ragged is None else iteration.ragged.tokens // iteration.size
         rows = iteration.host_rows if self.parts.depths.tracks(iteration.live) else no_ints()
-        timed = seconds if usual else None
         controller.observe(Observed(iteration.depth, iteration.size, lens, most, iteration.greedy, kv_tokens, timed, width, rows))
 
 

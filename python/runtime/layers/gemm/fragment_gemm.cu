@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fragment_gemm(const u16* x
             #pragma unroll
             for (int n = 0; n < TILES; n++)
                 #pragma unroll
-                for (int k = 0; k < PIECES; k++) pieces[j][n][k] = in ? piece_of(tokens[n], column + 8 * k) : make_uint4(0, 0, 0, 0);
+                for (int k = 0; k < PIECES; k++) pieces[j][n][k] = reordered(in ? piece_of(tokens[n], column + 8 * k) : make_uint4(0, 0, 0, 0));
         }
         #pragma unroll
         for (int j = 0; j < BATCH; j++) {
@@ -101,8 +101,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) fragment_gemm(const u16* x
             for (int i = 0; i < TALL; i++) {
                 const Fragment f = weights[j][i];
                 const u32 a[4] = {f.low.x, f.low.y, f.low.z, f.low.w}, b[4] = {f.high.x, f.high.y, f.high.z, f.high.w};
+                // Lane 0 of a row has its scale where others lie past its columns.
+                const u32 low_scale = FORMAT == 1 ? __shfl_sync(~0u, f.low_scale, lane & ~3) : 0;
+                const u32 high_scale = FORMAT == 1 ? __shfl_sync(~0u, f.high_scale, lane & ~3) : 0;
                 #pragma unroll
-                for (int n = 0; n < TILES; n++) multiply_piece(sums[i][n], a, b, f.low_scale, f.high_scale, pieces[j][n]);
+                for (int n = 0; n < TILES; n++) multiply_piece(sums[i][n], a, b, low_scale, high_scale, pieces[j][n]);
                 weights[j][i] = load_fragment(w, low[i], high[i], column, next < end && column < w.columns);
             }
         }

@@ -100,6 +100,7 @@ def compile_kernel(source: str, name: str, *, threads: int, cluster: int, shared
     return Kernel(check(driver.cuModuleGetFunction(module, name.encode())), threads, cluster, shared_bytes)
 
 
+@cache
 def compile_program(source: str, architecture: str = "sm_90a") -> bytes:
     """Compile a CUDA C++ program to machine code (cubin); needs no GPU."""
     program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))

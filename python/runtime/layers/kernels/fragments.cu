@@ -38,19 +38,25 @@ __device__ __forceinline__ void mma(float (&sums)[4], u32 g_low, u32 h_low, u32 
         : "r"(g_low), "r"(h_low), "r"(g_high), "r"(h_high), "r"(x_low), "r"(x_high));
 }
 
-// Two bytes of e4m3 in the high halves of `t`'s 16-bit words: exponent and mantissa move to their places in bfloat16, and a
-// multiplication by 2^120 mends the bias, of subnormal numbers too.
-__device__ __forceinline__ u32 widen_e4m3(u32 t) { return multiply2((t >> 4 & 0x07F007F0) | (t & 0x80008000), 0x7B807B80); }
+// Bytes 0 and 2, or 1 and 3, of e4m3 as bfloat16: exponent and mantissa move to their places, and a multiplication by 2^120 mends the bias, of
+// subnormal numbers too.
+__device__ __forceinline__ u32 widen_even(u32 w) { return multiply2((w << 4 & 0x07F007F0) | (w << 8 & 0x80008000), 0x7B807B80); }
+__device__ __forceinline__ u32 widen_odd(u32 w) { return multiply2((w >> 4 & 0x07F007F0) | (w & 0x80008000), 0x7B807B80); }
 
-// Likewise two e2m1 numbers: in the low, or in the high four bits of those bytes. `factor` holds the scale times 2^126.
-__device__ __forceinline__ u32 widen_low(u32 t, u32 factor) { return multiply2((t >> 2 & 0x01C001C0) | (t << 4 & 0x80008000), factor); }
-__device__ __forceinline__ u32 widen_high(u32 t, u32 factor) { return multiply2((t >> 6 & 0x01C001C0) | (t & 0x80008000), factor); }
+// Likewise the e2m1 numbers in the low, or in the high four bits of those bytes. `factor` holds the scale times 2^126.
+__device__ __forceinline__ u32 low_even(u32 w, u32 factor) { return multiply2((w << 6 & 0x01C001C0) | (w << 12 & 0x80008000), factor); }
+__device__ __forceinline__ u32 high_even(u32 w, u32 factor) { return multiply2((w << 2 & 0x01C001C0) | (w << 8 & 0x80008000), factor); }
+__device__ __forceinline__ u32 low_odd(u32 w, u32 factor) { return multiply2((w >> 2 & 0x01C001C0) | (w << 4 & 0x80008000), factor); }
+__device__ __forceinline__ u32 high_odd(u32 w, u32 factor) { return multiply2((w >> 6 & 0x01C001C0) | (w & 0x80008000), factor); }
 
-__device__ __forceinline__ u32 bytes01(u32 word) { return __byte_perm(word, 0, 0x1404); }
-__device__ __forceinline__ u32 bytes23(u32 word) { return __byte_perm(word, 0, 0x3424); }
+// Eight columns of a token in the order in which the functions above take weights from a word: 0 2 1 3 4 6 5 7.
+__device__ __forceinline__ uint4 reordered(uint4 v) {
+    if (FORMAT == 0) return v;
+    return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632));
+}
 
 // The scale of an e2m1 group, 2^(s - 127), times 2^126, twice: a scale above 128 counts as 128.
-__device__ __forceinline__ u32 group_factor(u8 s) { return ((u32)min((int)s, 128) + 126 << 7) * 0x00010001u; }
+__device__ __forceinline__ u32 group_factor(u8 s) { return (u32)min((int)s, 128) * 0x00800080u + 126 * 0x00800080u; }
 
 struct Weights {  // of one projection
     const u8* weight;
@@ -81,8 +87,8 @@ __device__ __forceinline__ uint4 piece_of(const u16* token, int column) {
     return token == nullptr ? make_uint4(0, 0, 0, 0) : *(const uint4*)(token + column);
 }
 
-// `sums += two weight rows x a token`, for 16 bytes of each row in every lane: rows g and g + 8, token g, LANE_COLUMNS columns. FORMAT 1 takes
-// the scales of the rows, which hold for all lanes of a row, FORMAT 2 their `group_factor`.
+// `sums += two weight rows x a token`, for 16 bytes of each row in every lane: rows g and g + 8, token g, LANE_COLUMNS columns `reordered`. FORMAT 1
+// takes the scales of the lane's rows, FORMAT 2 their `group_factor`.
 __device__ __forceinline__ void multiply_piece(
     float (&sums)[4], const u32 (&ga)[4], const u32 (&hb)[4], u32 scale_a, u32 scale_b, const uint4 (&tokens)[LANE_COLUMNS / 8]
 ) {
@@ -94,19 +100,16 @@ __device__ __forceinline__ void multiply_piece(
         float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         #pragma unroll
         for (int j = 0; j < 4; j++)
-            mma(part, widen_e4m3(bytes01(ga[j])), widen_e4m3(bytes01(hb[j])), widen_e4m3(bytes23(ga[j])),
-                widen_e4m3(bytes23(hb[j])), xs[2 * j], xs[2 * j + 1]);
-        const float s = __uint_as_float(__shfl_sync(~0u, scale_a, threadIdx.x % 32 & ~3));
-        const float u = __uint_as_float(__shfl_sync(~0u, scale_b, threadIdx.x % 32 & ~3));
+            mma(part, widen_even(ga[j]), widen_even(hb[j]), widen_odd(ga[j]), widen_odd(hb[j]), xs[2 * j], xs[2 * j + 1]);
+        const float s = __uint_as_float(scale_a), u = __uint_as_float(scale_b);
         sums[0] += part[0] * s; sums[1] += part[1] * s;
         sums[2] += part[2] * u; sums[3] += part[3] * u;
     } else {
         #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const u32 g01 = bytes01(ga[j]), g23 = bytes23(ga[j]), h01 = bytes01(hb[j]), h23 = bytes23(hb[j]);
-            mma(sums, widen_low(g01, scale_a), widen_low(h01, scale_b), widen_low(g23, scale_a), widen_low(h23, scale_b),
+            mma(sums, low_even(ga[j], scale_a), low_even(hb[j], scale_b), low_odd(ga[j], scale_a), low_odd(hb[j], scale_b),
                 xs[2 * j], xs[2 * j + 1]);
-            mma(sums, widen_high(g01, scale_a), widen_high(h01, scale_b), widen_high(g23, scale_a), widen_high(h23, scale_b),
+            mma(sums, high_even(ga[j], scale_a), high_even(hb[j], scale_b), high_odd(ga[j], scale_a), high_odd(hb[j], scale_b),
                 xs[8 + 2 * j], xs[8 + 2 * j + 1]);
         }
     }

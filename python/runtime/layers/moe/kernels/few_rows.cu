@@ -1,259 +1,302 @@
-// The experts of a sparse MLP for few tokens, in two kernels that read each weight of the experts hit once, by `fragments.cu`.
+// One of the two GEMMs of a sparse MLP for few tokens, which reads each weight of the experts hit once, by `fragments.cu`.
 //
-// Tokens of an expert lie side by side, eight to a tile.
+// A unit of work is 16 weight rows of an expert times up to PASS of its tokens. Each block takes neighbouring units, most of them of one expert,
+// whose tokens it holds in shared memory. Groups of `split` warps take a unit each and share its columns. Each warp copies its weights into a
+// ring of its own, DEPTH - 1 stages ahead of its multiplications and from one unit into the next. (Loads into registers would not run ahead: the
+// compiler waits for all of them together.)
 //
-// Constants from the host besides those of `fragments.cu`: TOP_K, WORDS (of a bit mask of experts), TOKENS (8, 16, 32 or 64: most tokens),
-// BIAS, ADD, DEFER, FLOAT_OUT, UP_WARPS, DOWN_WARPS, BATCH (loads of a lane in flight, for each of two rows), TOKENS_EARLY (whether tokens
-// are loaded beside the weights).
+// Constants from the host besides those of `fragments.cu`: TOP_K, TOKENS (most tokens), EXPERTS (a multiple of 32, at least those of this
+// process), GATED (whether this is the first GEMM), BIAS, EVEN (whether columns fill whole stages), SMALL (whether there are at most 32 pairs, of
+// at most PASS tokens), TILES (of eight tokens), WARPS (8 or 16), DEPTH.
 
-constexpr int TILES = 2;                                              // tiles of eight tokens of one pass over the weights
-constexpr int EARLY_PIECES = TOKENS_EARLY ? LANE_COLUMNS / 8 : 0;      // of the first tile's tokens, loaded beside the weights
-constexpr int HALVES = TOKENS <= 32 ? 1 : 2;                          // tokens of a lane when a warp looks at all of them
-
-// `sums += rows x tokens` over the chunks of 4 * LANE_COLUMNS columns from `first` to `end`. x: the lane's token of each tile, or null.
-__device__ __forceinline__ void multiply(
-    float (&sums)[TILES][4], const Weights& w, Row g, Row h, const u16* const (&x)[TILES], int tiles, int first, int end
-) {
-    const int t = threadIdx.x % 4;
-    for (int chunk = first; chunk < end; chunk += BATCH) {
-        uint4 a[BATCH], b[BATCH], early[BATCH][EARLY_PIECES + 1];
-        u32 scale_a[BATCH], scale_b[BATCH];
-        #pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const int column = (chunk + i) * CHUNK + t * LANE_COLUMNS;
-            const bool in = chunk + i < end && column < w.columns;
-            a[i] = b[i] = make_uint4(0, 0, 0, 0);
-            scale_a[i] = scale_b[i] = 0;
-            #pragma unroll
-            for (int j = 0; j < EARLY_PIECES; j++) early[i][j] = in ? piece_of(x[0], column + 8 * j) : make_uint4(0, 0, 0, 0);
-            if (in) {
-                a[i] = stream16(g.at + row_bytes(column));
-                b[i] = stream16(h.at + row_bytes(column));
-                if (FORMAT == 1) {
-                    const int block = scale_block(w, column);
-                    scale_a[i] = ((const u32*)g.scale)[block];
-                    scale_b[i] = ((const u32*)h.scale)[block];
-                }
-                if (FORMAT == 2) {
-                    scale_a[i] = g.scale[column / 32];
-                    scale_b[i] = h.scale[column / 32];
-                }
-            }
-        }
-        #pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const int column = (chunk + i) * CHUNK + t * LANE_COLUMNS;
-            const bool in = chunk + i < end && column < w.columns;
-            const u32 ga[4] = {a[i].x, a[i].y, a[i].z, a[i].w}, hb[4] = {b[i].x, b[i].y, b[i].z, b[i].w};
-            const u32 factor_a = FORMAT == 2 ? group_factor(scale_a[i]) : 0, factor_b = FORMAT == 2 ? group_factor(scale_b[i]) : 0;
-            #pragma unroll
-            for (int n = 0; n < TILES; n++) {
-                if (n >= tiles) break;
-                uint4 tokens[LANE_COLUMNS / 8];
-                #pragma unroll
-                for (int j = 0; j < LANE_COLUMNS / 8; j++)
-                    tokens[j] = n == 0 && j < EARLY_PIECES ? early[i][j] : in ? piece_of(x[n], column + 8 * j) : make_uint4(0, 0, 0, 0);
-                multiply_piece(sums[n], ga, hb, FORMAT == 2 ? factor_a : scale_a[i], FORMAT == 2 ? factor_b : scale_b[i], tokens);
-            }
-        }
-    }
-}
+constexpr int PASS = 8 * TILES, THREADS = 32 * WARPS, SEGMENTS = 8;
+constexpr int PIECES = LANE_COLUMNS / 8;                                     // 16-byte pieces of a token for 16 bytes of weights
+constexpr int STAGE_COLUMNS = 2 * CHUNK;                                     // 128 bytes of each of 16 rows
+constexpr int SCALE_BYTES = FORMAT == 0 ? 0 : FORMAT == 1 ? 4 : 16;          // of a row in a stage
+constexpr int STAGE_BYTES = 16 * (128 + SCALE_BYTES);
 
 struct Routing {
     const int* ids;        // [T, TOP_K]
     const float* weights;  // [T, TOP_K]
-    const u32* masks;      // [T, WORDS]
     int first, experts;    // ids of this process: first to first + experts
 };
 
-// h[pair] = weight * activation(gate(x), up(x)) for `tiles` times 8 inner columns of one expert. `plan` gets the number of experts hit,
-// then for each: its index, its tokens, and their pairs [TOKENS].
-extern "C" __global__ void __launch_bounds__(32 * UP_WARPS) experts_up(
-    const u16* x, Weights w, Routing routing, u16* h, int* plan, int T, int tiles, int blocks_of_expert, float alpha, float limit
-) {
-    __shared__ int own[UP_WARPS][TOKENS];
-    __shared__ float own_weight[UP_WARPS][TOKENS];
-    __shared__ float parts[2][UP_WARPS][TILES][4][32];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int slot = blockIdx.x / blocks_of_expert, block = blockIdx.x % blocks_of_expert;
-    wait_for_previous();
-    int ids[HALVES][TOP_K];
-    u32 words[WORDS];
-    #pragma unroll
-    for (int half = 0; half < HALVES; half++)
-        #pragma unroll
-        for (int j = 0; j < TOP_K; j++) {
-            const int token = half * 32 + lane;
-            ids[half][j] = token < T ? routing.ids[token * TOP_K + j] - routing.first : -1;
-        }
-    #pragma unroll
-    for (int i = 0; i < WORDS; i++) {
-        words[i] = 0;
-        #pragma unroll
-        for (int half = 0; half < HALVES; half++)
-            if (half * 32 + lane < T) words[i] |= routing.masks[(half * 32 + lane) * WORDS + i];
-    }
-    int expert = -1, hit = 0;
-    #pragma unroll
-    for (int i = 0; i < WORDS; i++) {
-        u32 word = __reduce_or_sync(~0u, words[i]);
-        const int below = routing.first - 32 * i, above = routing.first + routing.experts - 32 * i;  // bits of this process
-        word = below >= 32 || above <= 0 ? 0 : word & (below > 0 ? ~0u << below : ~0u) & (above < 32 ? (1u << above) - 1 : ~0u);
-        const int count = __popc(word);
-        if (slot >= hit && slot < hit + count) expert = 32 * i + (int)__fns(word, 0, slot - hit + 1) - routing.first;
-        hit += count;
-    }
-    if (block == 0 && slot == 0 && threadIdx.x == 0) plan[0] = hit;
-    if (expert < 0) return;
-
-    int tokens = 0, place[HALVES];
-    float weight[HALVES];
-    #pragma unroll
-    for (int half = 0; half < HALVES; half++) {
-        int pair = -1;
-        #pragma unroll
-        for (int j = 0; j < TOP_K; j++)
-            if (ids[half][j] == expert) pair = (half * 32 + lane) * TOP_K + j;
-        const u32 routed = __ballot_sync(~0u, pair >= 0);
-        place[half] = pair >= 0 ? tokens + __popc(routed & (1u << lane) - 1) : -1;
-        weight[half] = pair >= 0 ? routing.weights[pair] : 0.0f;
-        if (pair >= 0) own[warp][place[half]] = pair;
-        tokens += __popc(routed);
-    }
-    __syncwarp();
-    if (block == 0 && warp == 0) {
-        int* entry = plan + 1 + slot * (TOKENS + 2);
-        if (lane == 0) entry[0] = expert, entry[1] = tokens;
-        for (int i = lane; i < tokens; i += 32) entry[2 + i] = own[0][i];
-    }
-
-    const int g = lane / 4, t = lane % 4, inner = w.rows / 2, chunks = (w.columns + CHUNK - 1) / CHUNK;
-    const int share = (chunks + UP_WARPS - 1) / UP_WARPS;
-    int buffer = 0;
-    for (int tile = block * tiles; tile < min((block + 1) * tiles, inner / 8); tile++) {
-        const int column = tile * 8 + g;
-        const Row gate_row = row_of(w, expert, column), up_row = row_of(w, expert, inner + column);
-        const float gate_bias = BIAS ? of_bf16(w.bias[(long)expert * w.rows + column]) : 0.0f;
-        const float up_bias = BIAS ? of_bf16(w.bias[(long)expert * w.rows + inner + column]) : 0.0f;
-        for (int base = 0; base < tokens; base += 8 * TILES, buffer ^= 1) {
-            const u16* rows[TILES];
-            float sums[TILES][4] = {};
-            #pragma unroll
-            for (int n = 0; n < TILES; n++)
-                rows[n] = base + 8 * n + g < tokens ? x + (long)(own[warp][base + 8 * n + g] / TOP_K) * w.columns : nullptr;
-            const int used = (min(tokens - base, 8 * TILES) + 7) / 8;
-            multiply(sums, w, gate_row, up_row, rows, used, warp * share, min(chunks, (warp + 1) * share));
-            #pragma unroll
-            for (int half = 0; half < HALVES; half++)
-                if (place[half] >= 0) own_weight[warp][place[half]] = weight[half];
-            #pragma unroll
-            for (int n = 0; n < TILES; n++)
-                #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    if (n < used) parts[buffer][warp][n][i][lane] = sums[n][i];
-            __syncthreads();  // the next pass writes the other buffer
-            for (int i = threadIdx.x; i < used * 64; i += 32 * UP_WARPS) {
-                const int n = i / 64, odd = i / 32 % 2, token = base + 8 * n + 2 * t + odd;  // i % 32 is this thread's lane
-                float gate = gate_bias, up = up_bias;
-                #pragma unroll
-                for (int k = 0; k < UP_WARPS; k++) gate += parts[buffer][k][n][odd][lane], up += parts[buffer][k][n][2 + odd][lane];
-                if (token < tokens)
-                    h[(long)own[warp][token] * inner + column] = to_bf16(activate(gate, up, alpha, limit) * own_weight[warp][token]);
-            }
-        }
-    }
-}
-
-// What a warp of the second kernel knows of an expert before it reads its weights.
-struct Entry {
-    int expert, tokens, pairs[TILES];
+struct Segment {  // the units of a block that have the same tokens
+    int expert, skipped, tokens;  // tokens of the expert that earlier units take; tokens of these
+    int start, end;               // the unit of the expert's first rows; the first unit behind
 };
 
-__device__ __forceinline__ Entry entry_of(const int* plan, int slot, int g) {
-    const int* at = plan + 1 + slot * (TOKENS + 2);
-    Entry entry = {at[0], at[1], {}};
-    #pragma unroll
-    for (int n = 0; n < TILES; n++) entry.pairs[n] = 8 * n < TOKENS ? at[2 + 8 * n + g] : 0;
-    return entry;
+// Where a 16-byte piece of a token lies in shared memory. With 32 columns to a lane, the pieces of every other 64 columns change places in pairs,
+// so that the lanes of a quarter warp read from different banks.
+__device__ __forceinline__ int place_of(int piece) { return FORMAT == 2 ? piece ^ (piece >> 3 & 1) : piece; }
+
+__device__ __forceinline__ void copy16(u32 shared, const void* global, bool in) {  // zeros if not `in`
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" :: "r"(shared), "l"(global), "r"(in ? 16 : 0) : "memory");
 }
 
-// out[token] (+)= the sum over the experts hit of down(h[pair]), for 16 outputs. With DEFER also out * gain, and sums of squares.
-extern "C" __global__ void __launch_bounds__(32 * DOWN_WARPS) experts_down(
-    const u16* h, Weights w, Routing routing, const int* plan, void* out, const u16* gain, u16* scaled, float* squares, int T, int slots,
-    int pieces
+template <int SIZE> __device__ __forceinline__ void copy(u32 shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(shared), "l"(global), "n"(SIZE) : "memory");
+}
+
+// The units of this block as segments of `tiles` units at most, by a count of the tokens of each expert. `range`: its first unit, and the one behind.
+__device__ __forceinline__ void plan_units(
+    const Routing& routing, int count, int tiles, short* experts_of_pairs, int* hits, Segment* segments, int* range
 ) {
-    extern __shared__ float sums_of_warps[];  // [DOWN_WARPS][16][TOKENS]
-    constexpr int THREADS = 32 * DOWN_WARPS, OUTPUTS = (16 * TOKENS + THREADS - 1) / THREADS;  // of a thread
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first_row = blockIdx.x * 16;
-    float* mine = sums_of_warps + warp * 16 * TOKENS;
-    for (int i = lane; i < 16 * TOKENS; i += 32) mine[i] = 0.0f;
-    wait_for_previous();
-    float before[OUTPUTS];
-    #pragma unroll
-    for (int k = 0; k < OUTPUTS; k++) {
-        const int i = k * THREADS + threadIdx.x;
-        const long at = (long)(i / 16) * w.rows + first_row + i % 16;
-        before[k] = ADD && i < 16 * T ? FLOAT_OUT ? ((const float*)out)[at] : of_bf16(((const u16*)out)[at]) : 0.0f;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int i = threadIdx.x; i < EXPERTS; i += THREADS) hits[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        const int id = routing.ids[i] - routing.first;
+        const bool own = id >= 0 && id < routing.experts;
+        experts_of_pairs[i] = own ? id : -1;
+        if (own) atomicAdd(&hits[id], 1);
     }
-    const int chunks = (w.columns + CHUNK - 1) / CHUNK, share = (chunks + pieces - 1) / pieces, items = plan[0] * pieces;
-    Entry next = entry_of(plan, min(warp / pieces, slots - 1), g);
-    __syncwarp();
-    for (int item = warp; item < items; item += DOWN_WARPS) {
-        const Entry entry = next;
-        next = entry_of(plan, min((item + DOWN_WARPS) / pieces, slots - 1), g);
-        const int* pairs = plan + 1 + item / pieces * (TOKENS + 2) + 2;
-        const int piece = item % pieces;
-        const Row low = row_of(w, entry.expert, first_row + g), high = row_of(w, entry.expert, first_row + 8 + g);
-        for (int base = 0; base < entry.tokens; base += 8 * TILES) {
-            const u16* rows[TILES];
-            float sums[TILES][4] = {};
-            #pragma unroll
-            for (int n = 0; n < TILES; n++) {
-                const bool in = base + 8 * n + g < entry.tokens;
-                rows[n] = in ? h + (long)(base == 0 ? entry.pairs[n] : pairs[base + 8 * n + g]) * w.columns : nullptr;
+    __syncthreads();
+    if (warp == 0) {
+        constexpr int OWN = EXPERTS / 32;
+        int passes = 0;
+        #pragma unroll
+        for (int j = 0; j < OWN; j++) passes += (hits[lane * OWN + j] + PASS - 1) / PASS;
+        int pass = passes;  // then the sum over the lanes before this one
+        #pragma unroll
+        for (int apart = 1; apart < 32; apart *= 2) {
+            const int before = __shfl_up_sync(~0u, pass, apart);
+            if (lane >= apart) pass += before;
+        }
+        const int units = __shfl_sync(~0u, pass, 31) * tiles;
+        const int begin = (long)units * blockIdx.x / gridDim.x, end = (long)units * (blockIdx.x + 1) / gridDim.x, first = begin / tiles;
+        pass -= passes;
+        #pragma unroll 1
+        for (int j = 0; j < OWN; j++)
+            for (int skipped = 0; skipped < hits[lane * OWN + j]; skipped += PASS, pass++)
+                if (pass >= first && pass * tiles < end)
+                    segments[pass - first] = {lane * OWN + j, skipped, 0, pass * tiles, min(end, (pass + 1) * tiles)};
+        if (lane == 0) range[0] = begin, range[1] = end;
+    }
+    __syncthreads();
+}
+
+// The pairs of each segment, in their order.
+__device__ __forceinline__ void list_pairs(
+    const Routing& routing, int count, int last, const short* experts_of_pairs, Segment* segments, int (*pairs)[PASS], float (*pair_weights)[PASS]
+) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int s = warp; s <= last; s += WARPS) {
+        const int expert = segments[s].expert;
+        int place = -segments[s].skipped;
+        for (int base = 0; base < count; base += 32) {
+            const int pair = base + lane;
+            const bool hit = pair < count && experts_of_pairs[pair] == expert;
+            const u32 mask = __ballot_sync(~0u, hit);
+            const int own = place + __popc(mask & (1u << lane) - 1);
+            if (hit && own >= 0 && own < PASS) {
+                pairs[s][own] = pair;
+                pair_weights[s][own] = routing.weights[pair];
             }
-            const int used = (min(entry.tokens - base, 8 * TILES) + 7) / 8;
-            multiply(sums, w, low, high, rows, used, piece * share, min(chunks, (piece + 1) * share));
+            place += __popc(mask);
+        }
+        if (lane == 0) segments[s].tokens = min(place, PASS);
+    }
+}
+
+// GATED: out[pair] = weight * activation(gate(x[token]), up(x[token])), bfloat16 [T * TOP_K, rows / 2]. Otherwise out[pair] = rows of w times
+// x[pair], float32 [T * TOP_K, rows], with the pair's weight for the bias only. `stride`: bytes from a token in shared memory to the next.
+extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_rows(
+    const u16* x, Weights w, Routing routing, void* out, int T, int split, int stride, float alpha, float limit
+) {
+    extern __shared__ __align__(128) u8 shared[];  // [WARPS][DEPTH] stages: 16 rows of weights, then of scales; tokens
+    __shared__ short experts_of_pairs[TOKENS * TOP_K];
+    __shared__ int hits[EXPERTS], range[2];
+    __shared__ Segment segments[SEGMENTS];
+    __shared__ int pairs[SEGMENTS][PASS];
+    __shared__ float pair_weights[SEGMENTS][PASS];
+    __shared__ float parts[WARPS][TILES][4][32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int inner = w.rows / 2, tiles = GATED ? inner / 8 : w.rows / 16, count = T * TOP_K;
+
+    // The second GEMM may read the routing before it waits: the first one lets it start when its own wait is over.
+    if (EARLY && GATED) asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+    if (EARLY && !GATED) asm volatile("griddepcontrol.launch_dependents;");
+    int begin, end;
+    if (SMALL) {  // no expert has more than PASS tokens, and a warp holds all pairs: each plans by itself, and writes what the others write
+        const int id = lane < count ? routing.ids[lane] - routing.first : -1;
+        const float weight = lane < count ? routing.weights[lane] : 0.0f;
+        const bool own = id >= 0 && id < routing.experts;
+        const u32 alike = __match_any_sync(~0u, own ? id : -1);
+        u32 firsts = __ballot_sync(~0u, own && lane == __ffs(alike) - 1);  // the first pair of each expert
+        const int units = __popc(firsts) * tiles;
+        begin = units * blockIdx.x / gridDim.x, end = units * (blockIdx.x + 1) / gridDim.x;
+        for (int pass = 0; pass < begin / tiles; pass++) firsts &= firsts - 1;
+        for (int s = 0; s * tiles < end - begin / tiles * tiles; s++, firsts &= firsts - 1) {
+            const int expert = __shfl_sync(~0u, id, __ffs(firsts) - 1), start = (begin / tiles + s) * tiles;
+            const u32 routed = __ballot_sync(~0u, own && id == expert);
+            const int place = __popc(routed & (1u << lane) - 1);
+            if (own && id == expert) pairs[s][place] = lane, pair_weights[s][place] = weight;
+            if (lane == 0) segments[s] = {expert, 0, __popc(routed), start, min(end, start + tiles)};
+        }
+        __syncwarp();
+    } else {
+        plan_units(routing, count, tiles, experts_of_pairs, hits, segments, range);
+        begin = range[0], end = range[1];
+    }
+    if (begin == end) {
+        if (EARLY && !GATED) asm volatile("griddepcontrol.wait;" ::: "memory");
+        return;
+    }
+    const int last = (end - 1) / tiles - begin / tiles;  // segment
+
+    const int groups = WARPS / split, member = warp % split;
+    const int stages = (w.columns + STAGE_COLUMNS - 1) / STAGE_COLUMNS, share = (stages + split - 1) / split;
+    const int first = min(stages, member * share), stop = min(stages, first + share);
+    const u32 ring = (u32)__cvta_generic_to_shared(shared) + warp * DEPTH * STAGE_BYTES;
+    const u32 copied = ring + lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) * 4) * 16;  // rows lie 128 bytes apart; odd ones with their halves swapped
+    const u32 scales_copied = ring + 2048 + lane * (FORMAT == 1 ? 4 : 8);
+    const long row_size = row_bytes(w.columns);
+
+    // The stage that is copied next: of which unit, its rows, and its place in the ring. A lane copies from four rows, and scales from one.
+    int unit_ahead = begin + warp / split, segment_ahead = 0, stage_ahead = first, place_ahead = 0;
+    const u8 *low, *low_4, *high, *high_4, *scales, *last_scales;
+    const auto find_rows = [&]() {
+        if (unit_ahead >= end) return;
+        while (unit_ahead >= segments[segment_ahead].end) segment_ahead++;
+        const int row = (unit_ahead - segments[segment_ahead].start) * (GATED ? 8 : 16), expert = segments[segment_ahead].expert;
+        const int next = GATED ? inner : 8;  // from the low rows to the high ones
+        low = row_of(w, expert, row).at + lane / 8 * row_size + lane % 8 * 16;
+        low_4 = low + 4 * row_size;
+        high = low + next * row_size;
+        high_4 = high + 4 * row_size;
+        if (FORMAT == 1) scales = row_of(w, expert, row + lane % 8 + (lane < 8 ? 0 : next)).scale;
+        if (FORMAT == 2) {  // two words of eight bytes hold the eight scales of a row in a stage
+            const u8* const from = row_of(w, expert, row + lane / 2 % 8 + (lane < 16 ? 0 : next)).scale;
+            scales = (const u8*)((u64)from & ~7ull) + lane % 2 * 8;
+            last_scales = (const u8*)((u64)(from + w.columns / 32 - 1) & ~7ull);
+        }
+    };
+    const auto copy_stage = [&]() {
+        if (unit_ahead < end && first < stop) {
+            const u32 to = copied + place_ahead;
+            const long at = 128L * stage_ahead;
+            const bool in = EVEN || 128 * stage_ahead + lane % 8 * 16 < (int)row_size;
+            copy16(to, low + at, in);
+            copy16(to + 512, low_4 + at, in);
+            copy16(to + 1024, high + at, in);
+            copy16(to + 1536, high_4 + at, in);
+            if (FORMAT == 1 && lane < 16) copy<4>(scales_copied + place_ahead, scales + 4 * scale_block(w, stage_ahead * STAGE_COLUMNS));
+            if (FORMAT == 2) {
+                const u8* const from = scales + 8 * stage_ahead;
+                copy<8>(scales_copied + place_ahead, from < last_scales ? from : last_scales);
+            }
+            if (++stage_ahead == stop) {
+                stage_ahead = first;
+                unit_ahead += groups;
+                find_rows();
+            }
+        }
+        place_ahead = place_ahead + STAGE_BYTES == DEPTH * STAGE_BYTES ? 0 : place_ahead + STAGE_BYTES;
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    find_rows();
+    #pragma unroll
+    for (int i = 0; i < DEPTH - 1; i++) copy_stage();
+
+    if (!SMALL) list_pairs(routing, count, last, experts_of_pairs, segments, pairs, pair_weights);
+    if (EARLY && !GATED) asm volatile("griddepcontrol.wait;" ::: "memory");
+    __syncthreads();
+
+    u8* const tokens_at = shared + WARPS * DEPTH * STAGE_BYTES;
+    if (!EVEN)  // the weights that a stage has past a row's end are zeros
+        for (int i = warp; i < (TILES == 1 ? min(PASS, T) : PASS); i += WARPS)
+            for (int at = 2 * w.columns + 16 * lane; at < 2 * stages * STAGE_COLUMNS; at += 512) *(uint4*)(tokens_at + i * stride + at) = make_uint4(0, 0, 0, 0);
+    const auto take_tokens = [&](int s) {  // the whole block
+        for (int i = warp; i < segments[s].tokens; i += WARPS) {
+            const u16* from = x + (long)(GATED ? pairs[s][i] / TOP_K : pairs[s][i]) * w.columns;
+            u8* const to = tokens_at + i * stride;
+            #pragma unroll 4
+            for (int piece = lane; piece < w.columns / 8; piece += 32) *(uint4*)(to + 16 * place_of(piece)) = reordered(*(const uint4*)(from + 8 * piece));
+        }
+        __syncthreads();
+    };
+    int segment = 0, place = 0;
+    take_tokens(0);
+    const u8* const own_tokens = tokens_at + (TILES == 1 ? min(g, T - 1) : g) * stride + t * PIECES * 16;  // of several lanes if tokens are few
+    const u8* const own_rows = shared + warp * DEPTH * STAGE_BYTES + g * 128 + (t ^ (g & 1) * 4) * 16;
+    const int other_half = (g & 1) ? -64 : 64;    // from a row's first chunk to its second
+    const int flip = FORMAT == 2 ? t >> 1 : 0;  // as in `place_of`
+    int unit = begin + warp / split;
+    while (true) {
+        int of = segment;
+        while (of < last && unit >= segments[of].end) of++;
+        while (segment < of) {
+            __syncthreads();
+            take_tokens(++segment);
+        }
+        if (unit >= end) break;
+        const Segment here = segments[segment];
+        const int tile = unit - here.start, row = GATED ? tile * 8 + g : tile * 16 + g, other = row + (GATED ? inner : 8);
+        const float low_bias = BIAS ? of_bf16(w.bias[(long)here.expert * w.rows + row]) : 0.0f;
+        const float high_bias = BIAS ? of_bf16(w.bias[(long)here.expert * w.rows + other]) : 0.0f;
+        const u8* low_scale = shared + warp * DEPTH * STAGE_BYTES + 2048 + g * SCALE_BYTES;
+        const u8* high_scale = low_scale + 8 * SCALE_BYTES;
+        if (FORMAT == 2) {  // a row's scales need not begin at a word
+            low_scale += ((int)(u64)row_of(w, here.expert, row).scale & 7) + t;
+            high_scale += ((int)(u64)row_of(w, here.expert, other).scale & 7) + t;
+        }
+        float sums[TILES][4] = {};
+        for (int stage = first; stage < stop; stage++) {
+            asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 2) : "memory");
+            __syncwarp();
+            copy_stage();  // over the stage before this one, which all lanes have read
+            #pragma unroll
+            for (int c = 0; c < 2; c++) {
+                const u8* const at = own_rows + place + c * other_half;
+                const uint4 a = *(const uint4*)at, b = *(const uint4*)(at + 1024);
+                u32 low_factor = 0, high_factor = 0;
+                if (FORMAT == 1) low_factor = *(const u32*)(low_scale + place), high_factor = *(const u32*)(high_scale + place);
+                if (FORMAT == 2) low_factor = group_factor(low_scale[place + 4 * c]), high_factor = group_factor(high_scale[place + 4 * c]);
+                const u32 ga[4] = {a.x, a.y, a.z, a.w}, hb[4] = {b.x, b.y, b.z, b.w};
+                const u8* const from = own_tokens + (2 * stage + c) * (2 * CHUNK);
+                #pragma unroll
+                for (int n = 0; n < TILES; n++) {
+                    if (n > 0 && 8 * n >= here.tokens) break;
+                    uint4 tokens[PIECES];
+                    #pragma unroll
+                    for (int j = 0; j < PIECES; j++) tokens[j] = *(const uint4*)(from + 8 * n * stride + 16 * (j ^ flip));
+                    multiply_piece(sums[n], ga, hb, low_factor, high_factor, tokens);
+                }
+            }
+            place = place + STAGE_BYTES == DEPTH * STAGE_BYTES ? 0 : place + STAGE_BYTES;
+        }
+        unit += groups;
+        if (split > 1) {
             #pragma unroll
             for (int n = 0; n < TILES; n++)
                 #pragma unroll
-                for (int odd = 0; odd < 2; odd++) {
-                    const int token = base + 8 * n + 2 * t + odd;
-                    if (token < entry.tokens) {
-                        const int column = pairs[token] / TOP_K;
-                        mine[g * TOKENS + column] += sums[n][odd];
-                        mine[(g + 8) * TOKENS + column] += sums[n][2 + odd];
-                    }
-                }
+                for (int i = 0; i < 4; i++) parts[warp][n][i][lane] = sums[n][i];
+            asm volatile("bar.sync %0, %1;" :: "r"(1 + warp / split), "r"(32 * split) : "memory");
+            if (member == 0)
+                for (int k = 1; k < split; k++)
+                    #pragma unroll
+                    for (int n = 0; n < TILES; n++)
+                        #pragma unroll
+                        for (int i = 0; i < 4; i++) sums[n][i] += parts[warp + k][n][i][lane];
+            asm volatile("bar.sync %0, %1;" :: "r"(1 + warp / split), "r"(32 * split) : "memory");
         }
-        __syncwarp();  // another lane may hold the same token in the next item
-    }
-    __syncthreads();
-    #pragma unroll
-    for (int k = 0; k < OUTPUTS; k++) {
-        const int i = k * THREADS + threadIdx.x, row = i % 16, token = i / 16, column = first_row + row;
-        if (i >= 16 * TOKENS) break;  // whole warps
-        const bool in = token < T;
-        const long at = (long)token * w.rows + column;
-        float sum = before[k];
+        if (member != 0) continue;
         #pragma unroll
-        for (int other = 0; other < DOWN_WARPS; other++) sum += sums_of_warps[(other * 16 + row) * TOKENS + token];
-        if (in) {
-            if (BIAS)
-                for (int j = 0; j < TOP_K; j++) {
-                    const int expert = routing.ids[token * TOP_K + j] - routing.first;
-                    if (expert >= 0 && expert < routing.experts)
-                        sum += routing.weights[token * TOP_K + j] * of_bf16(w.bias[(long)expert * w.rows + column]);
-                }
-            if (FLOAT_OUT) ((float*)out)[at] = sum;
-            else ((u16*)out)[at] = to_bf16(sum);
-        }
-        if (DEFER) {
-            float square = sum * sum;
-            if (in) scaled[at] = to_bf16(sum * of_bf16(gain[column]));
+        for (int n = 0; n < TILES; n++)
             #pragma unroll
-            for (int apart = 8; apart > 0; apart /= 2) square += __shfl_xor_sync(~0u, square, apart);
-            if (in && row == 0) squares[(long)token * gridDim.x + blockIdx.x] = square;
-        }
+            for (int odd = 0; odd < 2; odd++) {
+                const int token = 8 * n + 2 * t + odd;
+                if (token >= here.tokens) continue;
+                const long pair = pairs[segment][token];
+                const float weight = pair_weights[segment][token], a = sums[n][odd], b = sums[n][2 + odd];
+                if (GATED) {
+                    ((u16*)out)[pair * inner + row] = to_bf16(activate(a + low_bias, b + high_bias, alpha, limit) * weight);
+                } else {
+                    ((float*)out)[pair * w.rows + row] = a + weight * low_bias;
+                    ((float*)out)[pair * w.rows + other] = b + weight * high_bias;
+                }
+            }
     }
+    asm volatile("cp.async.wait_all;" ::: "memory");
 }

@@ -11,84 +11,99 @@ import torch
 
 from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.kernels import cuda_driver, fragments
-from runtime.layers.kernels.fragments import COLUMNS, Weights, readable, weights_argument
+from runtime.layers.kernels.fragments import COLUMNS, readable, weights_argument
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import GatedAct
 from runtime.layers.moe.router import Routing
 
-OUTPUTS = 16
-"""Outputs of a block of the second kernel."""
-UP_COLUMNS = 8
-"""Inner columns of a block of the first kernel."""
-ENOUGH_BLOCKS = 1056
-"""Blocks of the first kernel that fill an H200; with more, each takes several tiles of 8 columns."""
-MOST_TILES = 4
-TOKENS = (8, 16, 32, 64)
-"""Most tokens that a kernel is compiled for."""
+MOST_TOKENS = 256
+SMALL_PAIRS = 32
+"""Pairs of token and expert that a warp of the GEMMs holds in its registers."""
+SHARED_BYTES = 226 * 1024
+"""Of the blocks of a multiprocessor."""
+STAGE_BYTES = {"dense": 2048, "fp8": 2048 + 64, "mxfp4": 2048 + 256}
+"""128 bytes of each of 16 weight rows, and their scales."""
+STAGE_CHUNKS = 2
+MOST_TOP_K = 16
+SEGMENTS = 8
+"""Sets of tokens that a block goes through, at most."""
+SUM_THREADS = 64
+SUM_COLUMNS = 4 * SUM_THREADS
+SQUARE_COLUMNS = 16
+"""Columns of a sum of squares for a deferred norm."""
+ROW_OFFSETS = {"dense": 64, "fp8": 16, "mxfp4": 32}
+"""Bytes by which the next token in shared memory lies further on the 128 bytes of its banks."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How the kernels are cut; the fastest on an H200.
+    """How a GEMM is cut.
 
     Attributes:
-        up_warps, down_warps: warps of a block of each kernel, which share the columns.
-        batch: loads of a lane that are in flight, for each of its two rows.
-        early: whether a lane loads tokens beside the weights, which costs registers.
+        warps: of a block.
+        blocks: blocks on each multiprocessor, of 16 warps together.
+        tiles: times eight tokens of a unit.
+        depth: stages of the ring that a warp copies weights into.
     """
 
-    up_warps: int
-    down_warps: int
-    batch: int
-    early: bool
+    warps: int
+    blocks: int
+    tiles: int
+    depth: int
 
 
-CUTS = {
-    FORMATS["dense"]: (_Cut(4, 16, 2, True), _Cut(4, 16, 6, True)),
-    FORMATS["fp8"]: (_Cut(2, 16, 4, True), _Cut(2, 16, 4, True)),
-    FORMATS["mxfp4"]: (_Cut(4, 8, 2, False), _Cut(4, 8, 2, False)),
-}
-"""By format: for one token, and for more."""
+FEWEST_TOKENS = 8
+_ONE_TILE = (_Cut(16, 1, 1, 4), _Cut(16, 1, 1, 3), _Cut(16, 1, 1, 2))
+CUTS = ((_Cut(8, 2, 1, 4), *_ONE_TILE), (_Cut(16, 1, 2, 4), _Cut(16, 1, 2, 3), *_ONE_TILE))
+"""For up to eight tokens, and for more: the best first, those that need less shared memory after it."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Variant:
-    """What a kernel is compiled for."""
+class _Gemm:
+    """What one of the GEMMs is compiled for."""
 
     format: int
     act: int
     top_k: int
-    words: int
-    tokens: int
+    experts: int
+    gated: bool
     bias: bool
-    early: bool
+    even: bool
+    small: bool
     cut: _Cut
-    add: bool = False
-    defer: bool = False
-    float_out: bool = False
+    early: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """What the kernel that sums the pairs of a token is compiled for."""
+
+    top_k: int
+    add: bool
+    defer: bool
+    float_out: bool
+    early: bool
 
 
 class _Routing(ctypes.Structure):
-    """`Routing` in the CUDA source."""
+    """`Routing` in the CUDA sources."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("ids", "weights", "masks")),
-        *((name, ctypes.c_int) for name in ("first", "experts")),
-    )
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("ids", "weights")), *((name, ctypes.c_int) for name in ("first", "experts")))
 
 
 def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, deferred: DeferredNorm | None = None) -> bool:
     """Whether the kernels can multiply these rows by these weights on their device, and fill these buffers."""
-    (_, rows, hidden), (_, _, inner) = gate_up.shape, down.shape
+    (E, rows, hidden), (_, _, inner) = gate_up.shape, down.shape
     return (
         x.is_cuda
-        and (deferred is None or deferred.squares.shape[1] == hidden // OUTPUTS)
+        and (deferred is None or deferred.squares.shape[1] == hidden // SQUARE_COLUMNS)
         and x.dtype is torch.bfloat16
-        and 0 < len(x) <= TOKENS[-1]
-        and hidden % OUTPUTS == 0
-        and inner % UP_COLUMNS == 0
+        and 0 < len(x) <= MOST_TOKENS
+        and hidden % 16 == 0
+        and inner % 8 == 0
         and rows == 2 * inner
-        and all(readable(w.weight, w.format, w.shape[2], w.scale_layout[3]) for w in (gate_up, down))
+        and E <= 512
+        and all(_readable(w, len(x)) for w in (gate_up, down))
         and torch.cuda.get_device_capability(x.device)[0] == 9
         and cuda_driver.available()
     )
@@ -111,69 +126,115 @@ def experts_by_fragments(
 
     Sums run in an order that the shapes and the routing of all tokens fix.
     """
-    (T, hidden), (E, _, _), top_k = x.shape, gate_up.shape, routing.ids.shape[1]
-    inner, tokens = down.shape[2], next(count for count in TOKENS if count >= T)
-    slots = min(E, T * top_k)
-    columns = inner // UP_COLUMNS
-    per_block = max(1, min(MOST_TILES, slots * columns // ENOUGH_BLOCKS))
-    blocks = -(-columns // per_block)
+    (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routing.ids.shape[1]
     h = torch.empty((T * top_k, inner), dtype=x.dtype, device=x.device)
-    plan = torch.empty(1 + slots * (tokens + 2), dtype=torch.int32, device=x.device)
-    cut = CUTS[FORMATS[down.format]][T > 1]
-    shape = (top_k, routing.masks.shape[1], tokens)
-    up = _Variant(FORMATS[gate_up.format], act.kind, *shape, gate_up.bias is not None, pdl, CUTS[FORMATS[gate_up.format]][T > 1])
-    last = _Variant(
-        FORMATS[down.format], 0, *shape, down.bias is not None, pdl, cut, add, deferred is not None, out.dtype is torch.float32
-    )  # fmt: skip
-    routed = _Routing(routing.ids.data_ptr(), routing.weights.data_ptr(), routing.masks.data_ptr(), first, E)
-    _up_kernel(up)(
-        slots * blocks,
-        (
-            cuda_driver.pointer(x), _weights(gate_up), routed, cuda_driver.pointer(h), cuda_driver.pointer(plan),
-            *map(cuda_driver.int32, (T, per_block, blocks)), ctypes.c_float(act.alpha), ctypes.c_float(act.limit),
-        ),
-        pdl,
-    )  # fmt: skip
+    y = torch.empty((T * top_k, hidden), dtype=torch.float32, device=x.device)
+    routed = _Routing(routing.ids.data_ptr(), routing.weights.data_ptr(), first, E)
+    _gemm(x, gate_up, h, routed, T, top_k, act, gated=True, pdl=pdl)
+    _gemm(h, down, y, routed, T, top_k, act, gated=False, pdl=pdl)
     gain, scaled, squares = (None, None, None) if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
-    _down_kernel(last)(
-        hidden // OUTPUTS,
-        (
-            cuda_driver.pointer(h), _weights(down), routed, *map(cuda_driver.pointer, (plan, out, gain, scaled, squares)),
-            *map(cuda_driver.int32, (T, slots, _pieces(down, slots, cut.down_warps))),
-        ),
+    _sum_kernel(_Sums(top_k, add, deferred is not None, out.dtype is torch.float32, pdl))(
+        T * -(-hidden // SUM_COLUMNS),
+        (cuda_driver.pointer(y), routed, *map(cuda_driver.pointer, (out, gain, scaled, squares)), cuda_driver.int32(hidden)),
         pdl,
-    )  # fmt: skip
+    )
     return out
 
 
-def _pieces(down: ExpertWeights, slots: int, warps: int) -> int:
-    """Into how many pieces the columns of an expert are cut, so that few experts keep all warps of a block busy."""
-    chunks = -(-down.shape[2] // (4 * COLUMNS[down.format]))
-    return max(1, min(warps // slots, chunks // 2))
+def _gemm(
+    x: torch.Tensor, w: ExpertWeights, out: torch.Tensor, routed: _Routing, T: int, top_k: int, act: GatedAct, *, gated: bool, pdl: bool
+) -> None:  # fmt: skip
+    """One of the GEMMs. The second one starts before the first has ended, and reads the routing at once."""
+    E, rows, columns = w.shape
+    cut, pairs = _cut(w, T, top_k), T * top_k
+    assert cut is not None, f"{columns} columns are too many"
+    blocks = cut.blocks * torch.cuda.get_device_properties(x.device).multi_processor_count
+    assert min(E, pairs) + pairs // (8 * cut.tiles) <= (SEGMENTS - 2) * blocks, f"{E} experts are too many"
+    small, even = pairs <= SMALL_PAIRS and 8 * cut.tiles >= T, columns % _per_stage(w) == 0
+    act_kind, bias = act.kind if gated else 0, w.bias is not None
+    variant = _Gemm(FORMATS[w.format], act_kind, top_k, -(-E // 32) * 32, gated, bias, even, small, cut, pdl)
+    kernel = _gemm_kernel(variant, _shared_bytes(w, cut, T))
+    hit = E * (1 - (1 - top_k / max(E, top_k)) ** T)  # by tokens that choose at random
+    split = _split(-(-hit * rows // 16 // blocks), -(-columns // _per_stage(w)), cut.warps)
+    arguments = weights_argument(w.weight, w.scale, w.bias, (rows, columns), w.scale_layout)
+    kernel(
+        blocks,
+        (
+            cuda_driver.pointer(x), arguments, routed, cuda_driver.pointer(out), *map(cuda_driver.int32, (T, split, _stride(w))),
+            ctypes.c_float(act.alpha), ctypes.c_float(act.limit),
+        ),
+        pdl,
+    )  # fmt: skip
 
 
-def _weights(weights: ExpertWeights) -> Weights:
-    _, rows, columns = weights.shape
-    return weights_argument(weights.weight, weights.scale, weights.bias, (rows, columns), weights.scale_layout)
+def _readable(w: ExpertWeights, T: int) -> bool:
+    """Whether lanes can copy these weights, for so many tokens."""
+    columns = w.scale_layout[3]
+    stage_of_scale = w.format != "fp8" or columns % 128 == 0
+    return stage_of_scale and readable(w.weight, w.format, w.shape[2], columns) and _cut(w, T, MOST_TOP_K) is not None
+
+
+def _cut(w: ExpertWeights, T: int, top_k: int) -> _Cut | None:
+    """The best cut whose blocks fit on a multiprocessor; None if none does."""
+    for cut in CUTS[T > FEWEST_TOKENS]:
+        fixed = 512 * cut.warps * cut.tiles + 2 * MOST_TOKENS * top_k + 4 * w.shape[0] + 2048
+        if _shared_bytes(w, cut, T) + fixed <= SHARED_BYTES // cut.blocks:
+            return cut
+    return None
+
+
+def _split(units: float, stages: int, warps: int) -> int:
+    """Warps that share a unit of work, where a block has so many units of so many stages of columns."""
+    return min((n for n in (1, 2, 4, 8, 16) if n <= warps), key=lambda n: -(-units // (warps // n)) * -(-stages // n))
+
+
+def _per_stage(w: ExpertWeights) -> int:
+    """Columns of a stage."""
+    return STAGE_CHUNKS * 4 * COLUMNS[w.format]
+
+
+def _row_bytes(w: ExpertWeights) -> int:
+    """Of a token in shared memory, filled up to whole stages."""
+    return -(-w.shape[2] // _per_stage(w)) * 2 * _per_stage(w)
+
+
+def _stride(w: ExpertWeights) -> int:
+    """Bytes from a token in shared memory to the next."""
+    size = -(-w.shape[2] // _per_stage(w)) * 2 * _per_stage(w)  # filled up to whole stages
+    return size + (ROW_OFFSETS[w.format] - size) % 128
+
+
+def _shared_bytes(w: ExpertWeights, cut: _Cut, T: int) -> int:
+    """Of a block: rings and tokens."""
+    return cut.warps * cut.depth * STAGE_BYTES[w.format] + (16 if cut.tiles == 2 else min(T, 8)) * _stride(w)
 
 
 @cache
-def _up_kernel(variant: _Variant) -> cuda_driver.Kernel:
-    return cuda_driver.compile_kernel(source(variant), "experts_up", threads=32 * variant.cut.up_warps, cluster=1, shared_bytes=0)
+def _gemm_kernel(variant: _Gemm, shared_bytes: int) -> cuda_driver.Kernel:
+    threads = 32 * variant.cut.warps
+    return cuda_driver.compile_kernel(gemm_source(variant), "experts_few_rows", threads=threads, cluster=1, shared_bytes=shared_bytes)
 
 
 @cache
-def _down_kernel(variant: _Variant) -> cuda_driver.Kernel:
-    shared = variant.cut.down_warps * OUTPUTS * variant.tokens * 4
-    return cuda_driver.compile_kernel(source(variant), "experts_down", threads=32 * variant.cut.down_warps, cluster=1, shared_bytes=shared)
+def _sum_kernel(variant: _Sums) -> cuda_driver.Kernel:
+    return cuda_driver.compile_kernel(sum_source(variant), "pair_sums", threads=SUM_THREADS, cluster=1, shared_bytes=0)
 
 
-def source(variant: _Variant) -> str:
-    """The CUDA program of one variant."""
+def gemm_source(variant: _Gemm) -> str:
+    """The CUDA program of a GEMM."""
     v = variant
     constants = dict(
-        FORMAT=v.format, ACT=v.act, TOP_K=v.top_k, WORDS=v.words, TOKENS=v.tokens, BIAS=int(v.bias), EARLY=int(v.early), ADD=int(v.add),
-        DEFER=int(v.defer), FLOAT_OUT=int(v.float_out), UP_WARPS=v.cut.up_warps, DOWN_WARPS=v.cut.down_warps, BATCH=v.cut.batch,
-        TOKENS_EARLY=int(v.cut.early),
+        FORMAT=v.format, ACT=v.act, EARLY=int(v.early), TOP_K=v.top_k, TOKENS=MOST_TOKENS, EXPERTS=v.experts, GATED=int(v.gated),
+        BIAS=int(v.bias), EVEN=int(v.even), SMALL=int(v.small), TILES=v.cut.tiles, WARPS=v.cut.warps, DEPTH=v.cut.depth,
     )  # fmt: skip
     return fragments.source(Path(__file__).with_name("few_rows.cu"), constants)
+
+
+def sum_source(variant: _Sums) -> str:
+    """The CUDA program that sums the pairs of a token."""
+    v = variant
+    constants = dict(
+        FORMAT=0, ACT=0, EARLY=int(v.early), TOP_K=v.top_k, ADD=int(v.add), DEFER=int(v.defer), FLOAT_OUT=int(v.float_out),
+        THREADS=SUM_THREADS,
+    )  # fmt: skip
+    return fragments.source(Path(__file__).with_name("pair_sums.cu"), constants)

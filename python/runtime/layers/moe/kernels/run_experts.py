@@ -40,6 +40,8 @@ def run_experts(
     few = tuning.few_rows(gate_up.format, len(x))
     if few is not None:
         return experts_few_rows(x, gate_up, down, routed, act, few, out, first=first, pdl=pdl)
+    if len(x) <= tuning.most_streamed[gate_up.format] and supports(x, gate_up, down):
+        return experts_by_fragments(x, gate_up, down, routed, act, out, first=first, pdl=pdl)
     return experts_many_rows(x, gate_up, down, routed, act, tuning.many_rows(gate_up.format, len(x)), out, first=first, pdl=pdl)
 
 

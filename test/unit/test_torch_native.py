@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from runtime.batch import ForwardMode
+from runtime.layers.attention import torch_native
 from runtime.layers.attention.base import AttentionShape, AttentionSpec, plan_pass
 from runtime.layers.attention.torch_native import TorchNativeAttention
 from runtime.layers.forward_batch import ForwardBatch
@@ -112,6 +113,12 @@ def check(world: World, batch: ForwardBatch, rng: np.random.Generator) -> None:
         shape = (batch.num_tokens, layer.num_q_heads, layer.kv.key_dim)
         q = torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
         torch.testing.assert_close(world.backend.forward(q, layer, batch), slow_attention(q, world, layer, batch), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(autouse=True, params=[0, LONG])
+def padded_keys(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of one width are attended alone where their lengths differ at all, and always together."""
+    monkeypatch.setattr(torch_native, "PADDED_KEYS", request.param)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -273,6 +280,26 @@ def long_world(num_kv_heads: int) -> World:
     table = PageTable(3, LONG, 16, CPU)
     table.pages[1:] = torch.arange(1, 2 * pages + 1, dtype=torch.int32).view(2, pages)
     return World(pool, table, TorchNativeAttention(AttentionShape(layers, 8, 8, 4, LONG), pool, table), layers)
+
+
+@pytest.mark.parametrize("widths", [[1, 1], [4, 4]])
+def test_a_long_request_pads_no_short_one(widths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    world, keys = long_world(3), list[int]()
+    whole = torch_native.stable_attention
+    monkeypatch.setattr(torch_native, "stable_attention", lambda q, k, *rest: keys.append(k.shape[0] * k.shape[2]) or whole(q, k, *rest))
+
+    def count(batch: ForwardBatch) -> int:
+        keys.clear()
+        plan_pass(world.backend, batch)
+        world.backend.forward(torch.zeros(batch.num_tokens, 9, 64), world.layers[0], batch)
+        return sum(keys)
+
+    batch = make_batch(ForwardMode.TARGET_VERIFY, [1, 2], [1024, 30], widths, world.table)
+    ragged = replace(batch, tokens_per_req=0, extend_lens=np.array(widths, dtype=np.int32), max_queries=widths[0])
+    assert [count(batch), count(ragged)] == [1024 + 32] * 2
+    assert count(make_batch(ForwardMode.TARGET_VERIFY, [1, 2], [64, 30], widths, world.table)) == 2 * 64
+    assert len(keys) == 1, "lengths that differ little are one call"
 
 
 @pytest.mark.parametrize("num_kv_heads", [3, 9])

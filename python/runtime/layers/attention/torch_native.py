@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
@@ -21,6 +23,8 @@ MIN_ROWS = 3
 ROW_BLOCK = 32
 KEY_BLOCK = 512
 KEY_VECTOR = 16
+PADDED_KEYS = 128
+"""Keys added per request, on average, above which requests are not attended together: a call costs as much as about 100 keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,8 @@ class TorchNativeAttention:
     """`AttentionBackend` of gathered pages and `scaled_dot_product_attention`.
 
     Eager only: `prepare` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch; an EXTEND pass is one
-    segment per request, and a pass over ragged windows one per run of equal widths. Layers with a softcap or sinks use the
-    written-out formula in float32.
+    segment per request, and a pass over ragged windows one per run of equal widths. Where the lengths are `uneven`, each request
+    has a segment of its own. Layers with a softcap or sinks use the written-out formula in float32.
     """
 
     caps = ATTENTION_CAPS["torch_native"]
@@ -65,11 +69,15 @@ class TorchNativeAttention:
         if not batch.tokens_per_req:
             self._steps = [self._extend_segments(batch)]
             return
-        width, tokens = batch.tokens_per_req, slice(0, batch.num_tokens)
-        pages, num_keys = self._pages(batch.req_pool_indices, int(batch.seq_len_bounds.max()) + (num_steps - 1) * width)
-        self._steps = [
-            [Segment(tokens, pages, num_keys, query_positions(batch.seq_lens + step * width, width), {})] for step in range(num_steps)
-        ]
+        self._steps = [[] for _ in range(num_steps)]
+        width, bounds = batch.tokens_per_req, batch.seq_len_bounds
+        count = 1 if uneven(bounds) else len(bounds)
+        for first in range(0, len(bounds), count):
+            rows, tokens = slice(first, first + count), slice(first * width, (first + count) * width)
+            pages, num_keys = self._pages(batch.req_pool_indices[rows], int(bounds[rows].max()) + (num_steps - 1) * width)
+            for step, segments in enumerate(self._steps):
+                positions = query_positions(batch.seq_lens[rows] + step * width, width)
+                segments.append(Segment(tokens, pages, num_keys, positions, {}))
 
     def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
         """Nothing to do."""
@@ -87,9 +95,10 @@ class TorchNativeAttention:
         assert batch.extend_lens is not None
         segments, start, i = [], 0, 0
         widths, bounds = batch.extend_lens.tolist(), batch.seq_len_bounds.tolist()
+        together = batch.max_queries and not uneven(batch.seq_len_bounds)
         while i < len(widths):
             width, end = widths[i], i + 1
-            while batch.max_queries and end < len(widths) and widths[end] == width:
+            while together and end < len(widths) and widths[end] == width:
                 end += 1
             seq_len = max(bounds[i:end])
             pages, num_keys = self._pages(batch.req_pool_indices[i:end], seq_len)
@@ -171,6 +180,11 @@ def stable_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
     rows = F.pad(rows, (0, 0, 0, missing))
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
     return out[:, :, : width * group].unflatten(2, (group, width)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def uneven(seq_lens: npt.NDArray[np.int32]) -> bool:
+    """Whether attending to each request alone is faster than together, padded to the longest."""
+    return seq_lens.max() - seq_lens.mean() > PADDED_KEYS
 
 
 def missing_rows(rows: int) -> int:

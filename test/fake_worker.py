@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from runtime.batch import BatchResult, Float32, Int32, Logprobs, RowInit, ScheduleBatch, StepStats, WorkerLimits
-from runtime.errors import RequestError
+from runtime.errors import WrongProfile
 from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 from runtime.worker_info import WorkerInfo
@@ -104,7 +104,7 @@ class FakeWorker:
         if not folder:
             raise ValueError("no folder")
         if folder == "/running":
-            raise RequestError("A profile is already running. Stop it first.")
+            raise WrongProfile("A profile is already running. Stop it first.")
 
     def stop_profile(self) -> str:
         return "trace.json"
@@ -182,7 +182,8 @@ class FakeWorker:
             if (pooling := batch.pooling.get(i)) is not None:
                 step.pooled[i] = pooled(pooling, history, prefix)
             if batch.prompt_logprobs[i]:
-                step.prompt_logprobs[i] = self._logprobs([history[: prefix + t + 1] for t in range(count)], 2)
+                most = max(2, int(batch.top_logprobs.max()))
+                step.prompt_logprobs[i] = self._logprobs([history[: prefix + t + 1] for t in range(count)], most)
 
     def _decode(self, batch: ScheduleBatch, step: Emitted) -> None:
         limits, E = self._limits, batch.num_prompts

@@ -185,6 +185,12 @@ class CacheBusy(RequestError):
         super().__init__(f"The cache cannot be flushed while requests are running ({requests} now). Try again when they have ended.")
 
 
+class WrongProfile(RequestError):
+    """A profile is already running, or none is."""
+
+    status = 409
+
+
 class QueueFull(ServingError):
     """The waiting queue is full."""
 

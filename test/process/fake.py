@@ -3,7 +3,8 @@
     python fake.py serve BEHAVIOUR FLAGS...        the server
     python fake.py BEHAVIOUR scheduler FD          its scheduler process, started by the server
 
-BEHAVIOUR is the seconds of one step, or `config-error`, `broken` or `slow-load`. A step that reads the prompt token `POISON` fails.
+BEHAVIOUR is the seconds of one step, or `robust`, `config-error`, `broken` or `slow-load`. A step that reads the prompt token `POISON`
+fails, except with `robust`.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def build(behaviour: str, config: RuntimeConfig, model_config: ModelConfig) -> W
         raise RuntimeError("the fake worker is broken")
     if behaviour == "slow-load":
         time.sleep(60.0)
-    return TimedWorker(fake_limits(config), float(behaviour))
+    return FakeWorker(fake_limits(config)) if behaviour == "robust" else TimedWorker(fake_limits(config), float(behaviour))
 
 
 # ---- starting and watching a server

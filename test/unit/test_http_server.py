@@ -195,6 +195,8 @@ def test_unknown_paths_and_methods_get_errors_in_openais_form() -> None:
                 answer = await f.client.request(method, path)
                 assert answer.status_code == status
                 assert path in error_of(answer)["message"]
+            refused = await f.client.options("/flush_cache")
+            assert (refused.status_code, refused.headers["allow"]) == (405, "GET, POST")
 
     run(check())
 
@@ -615,7 +617,8 @@ def test_depth_and_synthetic_acceptance_are_set_while_the_server_runs() -> None:
                 refused = await f.post("/set_internal_state", {"server_args": state})
                 assert (refused.status_code, error_of(refused)["param"]) == (400, param)
         async with front() as f:
-            assert "--speculative-algorithm" in error_of(await f.post("/set_internal_state", {"server_args": {}}))["message"]
+            refused = await f.post("/set_internal_state", {"server_args": {"speculative_num_steps": 1}})
+            assert "--speculative-algorithm" in error_of(refused)["message"]
 
     run(check())
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from front import ScriptedScheduler, make_manager
+from front import ScriptedScheduler, front, make_manager
+from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
+from runtime.entrypoints.http.openapi import up_to
 from runtime.entrypoints.http.server import create_app
+
+HI = [{"role": "user", "content": "hi"}]
+CALL = {"function": {"name": "f"}}
 
 CHAT = """cache_salt chat_template_kwargs continue_final_message frequency_penalty ignore_eos logit_bias logprobs
 max_completion_tokens max_tokens messages min_p min_tokens model n presence_penalty priority repetition_penalty
@@ -132,6 +139,74 @@ def test_fields_that_may_be_left_out_may_be_null(spec: dict[str, Any]) -> None:
         for name, node in body["properties"].items():
             free = "description" in node and "anyOf" not in node  # any value is accepted without effect
             assert free or (name in body["required"]) != ({"type": "null"} in node.get("anyOf", [])), f"{path} {name}"
+
+
+BODIES: list[tuple[str, bool, dict[str, Any]]] = [
+    ("/v1/chat/completions", True, {"messages": HI, "stream_options": {}, "tools": [], "functions": None, "top_logprobs": None}),
+    ("/v1/chat/completions", False, {"messages": HI, "stream_options": {"include_usage": False}}),
+    ("/v1/chat/completions", False, {"messages": HI, "top_logprobs": 1}),
+    ("/v1/chat/completions", True, {"messages": HI, "regex": "a", "response_format": {"type": "text"}}),
+    ("/v1/chat/completions", False, {"messages": HI, "regex": "a", "json_schema": {}}),
+    ("/v1/chat/completions", False, {"messages": HI, "response_format": {"type": "text", "json_schema": {"name": "a", "schema": "b"}}}),
+    ("/v1/chat/completions", False, {"messages": HI, "structured_outputs": {"regex": "a", "json_object": True}}),
+    ("/v1/chat/completions", False, {"messages": HI, "response_format": {"type": "json_schema"}}),
+    ("/v1/chat/completions", False, {"messages": HI, "chat_template_kwargs": {"messages": 1}}),
+    ("/v1/chat/completions", False, {"messages": HI, "chat_template_kwargs": {"a b": 1}}),
+    ("/v1/chat/completions", False, {"messages": HI, "chat_template": "x"}),
+    ("/v1/chat/completions", False, {"messages": [{"role": "user"}]}),
+    ("/v1/chat/completions", False, {"messages": [{"role": "user", "content": "", "tool_calls": [CALL]}]}),
+    ("/v1/chat/completions", True, {"messages": [{"role": "assistant", "tool_calls": [CALL]}, *HI]}),
+    ("/v1/chat/completions", False, {"messages": HI, "max_tokens": 1 << 20}),
+    ("/v1/chat/completions", False, {"messages": HI, "logit_bias": {"99999": 1}}),
+    ("/v1/chat/completions", False, {"messages": HI, "logit_bias": {"a": 1}}),
+    ("/v1/chat/completions", True, {"messages": HI, "logit_bias": {"007": 1}, "max_tokens": 2.0}),
+    ("/v1/completions", False, {"prompt": "a", "max_tokens": 0}),
+    ("/v1/completions", True, {"prompt": "a", "max_tokens": 0, "echo": True}),
+    ("/v1/completions", False, {"prompt": [1 << 20]}),
+    ("/v1/completions", False, {"prompt": "a", "priority": -9.3e18}),
+    ("/v1/responses", False, {"input": "a", "tool_choice": "required"}),
+    ("/v1/responses", False, {"input": [{"content": "a"}]}),
+    ("/v1/responses", False, {"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}),
+    ("/v1/responses", False, {"input": "a", "text": {"format": {"type": "json_schema"}}}),
+    ("/v1/responses", False, {"input": "a", "reasoning": {"effort": "odd"}}),
+    ("/v1/responses", False, {"input": "a", "tools": [{"type": "function", "name": "a b"}]}),
+    ("/v1/messages", False, {"messages": HI, "max_tokens": 2, "tool_choice": {"type": "tool"}}),
+    ("/v1/messages", False, {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}], "max_tokens": 2}),
+    ("/generate", False, {}),
+    ("/generate", False, {"text": "a", "input_ids": [1]}),
+    ("/generate", True, {"text": "a", "input_ids": None, "sampling_params": {"max_new_tokens": 1}}),
+    ("/tokenize", False, {"prompt": "a", "messages": HI}),
+    ("/tokenize", False, {"messages": HI, "continue_final_message": True, "add_generation_prompt": True}),
+    ("/detokenize", False, {"tokens": [1 << 20]}),
+    ("/abort_request", False, {"abort_all": False}),
+    ("/abort_request", True, {"rid": "a"}),
+    ("/set_internal_state", True, {"server_args": {}}),
+    ("/set_internal_state", False, {"server_args": {"speculative_num_steps": 1}}),
+    ("/v1/embeddings", False, {"input": "a", "dimensions": 1 << 20}),
+    ("/v1/score", False, {"query": "a", "items": [[1]], "label_token_ids": [1]}),
+    ("/v1/score", False, {"query": "", "items": [""], "label_token_ids": [1]}),
+]
+
+
+def test_the_schema_accepts_and_refuses_what_the_server_does() -> None:
+    async def check() -> None:
+        async with front() as f:
+            spec = (await f.client.get("/openapi.json")).json()
+            for path, good, body in BODIES:
+                content = spec["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+                validator = Draft202012Validator({**content, "components": spec["components"]})
+                assert validator.is_valid(body) == good, (path, body)
+                answer = await f.client.post(path, json=body)
+                assert (answer.status_code != 400) == good, (path, body, answer.text)
+
+    asyncio.run(check())
+
+
+def test_numbers_in_a_pattern_end_at_the_limit() -> None:
+    for highest in (0, 5, 9, 10, 19, 99, 100, 1023, 49151):
+        pattern = re.compile(f"0*({up_to(highest)})")
+        for number in range(highest + 200):
+            assert bool(pattern.fullmatch(str(number))) == (number <= highest)
 
 
 def test_int64_bounds_are_exact(spec: dict[str, Any]) -> None:

@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.errors import RequestError, ServingError
+from runtime.errors import ServingError, WrongProfile
 from runtime.model_executor.profiler import Profiler, span
 
 
 def test_a_trace_holds_the_phases_between_start_and_stop(tmp_path: Path) -> None:
     profiler = Profiler("scheduler", torch.device("cpu"))
     profiler.start(str(tmp_path / "new"))
-    with pytest.raises(RequestError, match="already running"):
+    with pytest.raises(WrongProfile, match="already running"):
         profiler.start(str(tmp_path))
     with span("phase"):
         torch.ones(3).sum()
     file = Path(profiler.stop())
     assert file.parent == tmp_path / "new"
     assert "talon::phase" in {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
-    with pytest.raises(RequestError, match="No profile is running"):
+    with pytest.raises(WrongProfile, match="No profile is running"):
         profiler.stop()
 
 

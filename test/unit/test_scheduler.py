@@ -938,7 +938,7 @@ def test_profiling_is_passed_to_the_worker_and_its_error_to_the_caller() -> None
     assert control(harness, "start_profile", "/tmp/x") == ProfileAt(path="/tmp/x")
     assert control(harness, "stop_profile") == ProfileAt(path="trace.json")
     assert control(harness, "start_profile") == CallFailed(message="no folder", status=500)
-    assert control(harness, "start_profile", "/running") == CallFailed(message="A profile is already running. Stop it first.", status=400)
+    assert control(harness, "start_profile", "/running") == CallFailed(message="A profile is already running. Stop it first.", status=409)
 
 
 # ---- run()

@@ -10,6 +10,9 @@ import msgspec
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.models.config import ModelConfig
 
+PARTS = {part.name: part.type for part in msgspec.structs.fields(RuntimeConfig) if part.name != "speculative"}
+"""The structs of a configuration, by name."""
+
 
 def tiny_model(**changes: object) -> ModelConfig:
     """A Llama of two layers."""
@@ -38,11 +41,9 @@ def tiny_runtime(speculative: SpeculativeConfig | None = None, **changes: object
         embedding_pooling="mean",
     )  # fmt: skip
     values.update(changes)
-    parts = {part.name: part.type for part in msgspec.structs.fields(RuntimeConfig) if part.name != "speculative"}
-    names = {name: {field.name for field in msgspec.structs.fields(kind)} for name, kind in parts.items()}
-    unknown = set(values) - set().union(*names.values())
+    unknown = set(values) - set().union(*(kind.__struct_fields__ for kind in PARTS.values()))
     assert not unknown, f"no such options: {unknown}"
-    nested = {name: kind(**{key: values[key] for key in names[name] & set(values)}) for name, kind in parts.items()}
+    nested = {name: kind(**{key: values[key] for key in kind.__struct_fields__ if key in values}) for name, kind in PARTS.items()}
     return RuntimeConfig(**nested, speculative=speculative)
 
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from runtime.errors import RequestError, ServingError
+from runtime.errors import ServingError, WrongProfile
 
 
 class Profiler:
@@ -22,9 +22,9 @@ class Profiler:
         self._folder = ""
 
     def start(self, folder: str) -> None:
-        """Start a trace. Raises `RequestError` if one is running, `ServingError` if the folder cannot be created."""
+        """Start a trace. Raises `WrongProfile` if one is running, `ServingError` if the folder cannot be created."""
         if self._running is not None:
-            raise RequestError("A profile is already running. Stop it first.")
+            raise WrongProfile("A profile is already running. Stop it first.")
         try:
             os.makedirs(folder, exist_ok=True)
         except OSError as error:
@@ -34,9 +34,9 @@ class Profiler:
         self._running.start()
 
     def stop(self) -> str:
-        """Stop, write the trace in Chrome's format and return its path. Raises `RequestError` when none is running."""
+        """Stop, write the trace in Chrome's format and return its path. Raises `WrongProfile` when none is running."""
         if self._running is None:
-            raise RequestError("No profile is running.")
+            raise WrongProfile("No profile is running.")
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         done, self._running = self._running, None  # stopped even if writing fails

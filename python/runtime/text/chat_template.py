@@ -18,7 +18,7 @@ MAX_KWARGS_CHARS = 16384
 
 _OPENING = re.compile(r"\s*(<[\w|]+>)")
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
-_RESERVED = frozenset(
+RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
     | {"return_tensors", "return_dict", "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"}
     | {"raise_exception", "strftime_now", "namespace", "range", "dict", "lipsum", "cycler", "joiner", "self", "loop"}
@@ -140,7 +140,7 @@ def _check_messages(messages: Sequence[Message]) -> None:
 def _check_kwargs(kwargs: Mapping[str, object]) -> None:
     field = "chat_template_kwargs"
     for name in kwargs:
-        if name in _RESERVED or name.startswith("_") or not name.isidentifier():
+        if name in RESERVED or name.startswith("_") or not (name.isascii() and name.isidentifier()):
             raise RequestError(f"{field} must not contain {name[:64]!r}: it is reserved, or not an identifier.", field)
     try:
         text = json.dumps(kwargs, allow_nan=False)

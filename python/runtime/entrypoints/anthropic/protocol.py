@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from annotated_types import Interval, Len
+from annotated_types import Interval
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from runtime.entrypoints.http.body import Body, Int64, Name, StopText, Unused, items
+from runtime.entrypoints.http.field_rules import TEXT, any_of, has, unless
 from runtime.entrypoints.openai.messages import MAX_MESSAGES, TEXT_PARTS_ONLY
 from runtime.entrypoints.openai.protocol import ModelName
+from runtime.entrypoints.openai.tools import FunctionName
 from runtime.errors import RequestError
 from runtime.sampling_params import MAX_STOPS, MAX_TOKENS, NewTokens, TopK, TopP
 
@@ -24,6 +26,11 @@ Schema = Annotated[dict[str, Any], Field(description="a JSON schema, as an objec
 
 class Block(Body):
     """A part of a message: text, thinking, a tool's use or its result."""
+
+    RULES = (
+        any_of(unless("type", "tool_use"), has("id", "input", name=TEXT)),
+        any_of(unless("type", "tool_result"), has("tool_use_id")),
+    )
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     content: str | Annotated[list[Block], items(0, MAX_MESSAGES)] = ""
@@ -78,7 +85,7 @@ def text_of(content: str | list[Block]) -> str:
 class Tool(Body):
     """A tool that the model may use."""
 
-    name: Annotated[str, Len(1, 256)]
+    name: FunctionName
     input_schema: Schema
     description: str | None = None
     strict: bool | None = None
@@ -97,6 +104,8 @@ class Tool(Body):
 
 class ToolChoice(Body):
     """Which tools the model may or must use."""
+
+    RULES = (any_of(unless("type", "tool"), has("name")),)
 
     type: Literal["auto", "any", "tool", "none"]
     disable_parallel_tool_use: bool = False

@@ -16,7 +16,7 @@ from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.entrypoints.http.page import ChatPage
 from runtime.entrypoints.http.responses import json_response, status_response
 from runtime.entrypoints.http.sse import until_gone
-from runtime.entrypoints.native.protocol import AbortBody, ProfileBody, StateBody
+from runtime.entrypoints.native.protocol import AbortBody, InternalState, ProfileBody, StateBody
 from runtime.errors import ConfigError, QueueFull, RequestError, ServingError
 from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
@@ -161,6 +161,8 @@ class AdminApi:
     async def set_internal_state(self, body: StateBody) -> Response:
         """Draft at another depth, or with another synthetic acceptance, from the next step on."""
         given, config = body.server_args, self.manager.config.speculative
+        if given == InternalState():
+            return json_response({"success": True})
         if config is None:
             raise RequestError("The server drafts nothing. Start it with --speculative-algorithm.", "server_args")
         depth, accept, acceptance = given.speculative_num_steps, given.speculative_synthetic_accept_length, None
@@ -185,7 +187,7 @@ class AdminApi:
         """Start a trace in the folder of --profile."""
         folder = self.manager.config.server.profile_folder
         if folder is None:
-            raise RequestError("Profiling needs a folder. Start the server with --profile FOLDER.")
+            return status_response(404, "Profiling needs a folder. Start the server with --profile FOLDER.")
         await self.manager.start_profile(folder)
         return json_response({"success": True, "folder": folder})
 

@@ -9,6 +9,7 @@ from annotated_types import Interval, Len
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from runtime.entrypoints.http.field_rules import NULL, Json, at_most_one, has
 from runtime.entrypoints.http.refused import HARMLESS, REFUSED
 from runtime.errors import RequestError
 from runtime.sampling_params import (
@@ -64,8 +65,8 @@ StopText = Annotated[str, Len(1, MAX_STOP_CHARS)]
 Unused = Annotated[Any, Field(description="Accepted without effect.")]
 
 
-def _null_is_left_out(schema: dict[str, Any]) -> None:
-    """Let every field that is not required be null in the JSON schema of a body."""
+def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Let every field that is not required be null in the JSON schema of a body, and add the rules between fields."""
     for name in schema.get("properties", {}).keys() - set(schema.get("required", ())):
         node = schema["properties"][name]
         if "anyOf" in node:
@@ -73,15 +74,19 @@ def _null_is_left_out(schema: dict[str, Any]) -> None:
         elif node.keys() & {"type", "$ref", "const", "enum", "oneOf"}:
             outer = {key: node.pop(key) for key in ("default", "title") if key in node}
             schema["properties"][name] = {"anyOf": [node, NULL], **outer}
-
-
-NULL = {"type": "null"}
+    if rules := [rule for base in model.__mro__ if issubclass(base, Body) for rule in vars(base).get("RULES", ())]:
+        schema["allOf"] = rules
 
 
 class Body(BaseModel):
-    """A JSON object. null counts as left out; unknown fields are ignored; types are never converted."""
+    """A JSON object. null counts as left out; unknown fields are ignored; types are never converted.
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, json_schema_extra=_null_is_left_out)
+    `RULES` are rules between the fields of a class for its JSON schema; its validators enforce them. A generator of test data multiplies
+    their alternatives out, so a body with many fields states only some of its rules.
+    """
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, json_schema_extra=_describe)
+    RULES: ClassVar[tuple[Json, ...]] = ()
     _refused_here: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
@@ -104,14 +109,18 @@ class Body(BaseModel):
 LogitBias = Annotated[
     dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias],
     Field(description=f"an object of at most {MAX_LOGIT_BIAS} entries, from a token id to a number between -100 and 100"),
+    Field(json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
     Len(0, MAX_LOGIT_BIAS),
     entries(MAX_LOGIT_BIAS),
 ]
 
 
 GrammarText = Annotated[str, Len(1, MAX_GRAMMAR_CHARS)]
+Regex = Annotated[GrammarText, Field(json_schema_extra={"format": "regex"})]
+_JSON_SCHEMA = r"^\s*(\{|true\s*$|false\s*$)"
+JsonSchemaText = Annotated[GrammarText, Field(pattern=_JSON_SCHEMA, json_schema_extra={"contentMediaType": "application/json"})]
 JsonSchema = Annotated[
-    GrammarText | dict[str, Any],
+    JsonSchemaText | dict[str, Any],
     Field(description=f"a JSON schema, as an object or as JSON text of at most {MAX_GRAMMAR_CHARS} characters"),
 ]
 
@@ -127,6 +136,8 @@ class SamplingFields(Body):
     What is null or left out takes the server's defaults, which `/get_model_info` shows.
     """
 
+    RULES = (at_most_one(*map(has, GRAMMAR_KINDS)),)
+
     ebnf: GrammarText | None = None
     frequency_penalty: Penalty | None = None
     ignore_eos: bool = False
@@ -134,7 +145,7 @@ class SamplingFields(Body):
     logit_bias: LogitBias = {}
     min_p: MinP | None = None
     presence_penalty: Penalty | None = None
-    regex: GrammarText | None = None
+    regex: Regex | None = None
     repetition_penalty: RepetitionPenalty | None = None
     seed: Int64 | None = None
     skip_special_tokens: bool = True

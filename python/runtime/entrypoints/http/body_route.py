@@ -23,6 +23,8 @@ IGNORED_HEADER = "X-Ignored-Fields"
 MAX_HEADER_CHARS = 1024
 MAX_NAMED = 32
 MAX_NAME_CHARS = 64
+MAX_EXACT = 2**53
+"""Floats below it are exact integers."""
 MAX_LOGGED = 256
 """How many names of unknown fields are logged; each is logged once."""
 
@@ -44,7 +46,12 @@ class BodyRoute(APIRoute):
             if request.app.state.strict_request_fields and (names := _unknown(schema, value)):
                 raise UnknownFields(names)
             try:
-                response = await handle(_ParsedRequest(request, value))
+                try:
+                    response = await handle(_ParsedRequest(request, value))
+                except RequestValidationError as error:
+                    if not any(isinstance(one["input"], float) for one in error.errors()):
+                        raise
+                    response = await handle(_ParsedRequest(request, whole_numbers(value)))
             except RequestValidationError as error:
                 raise schema.refusal([{**one, "loc": one["loc"][1:]} for one in error.errors()]) from None
             if names := _unknown(schema, value):
@@ -70,6 +77,18 @@ class _ParsedRequest(Request):
     async def json(self) -> Any:
         """The value."""
         return self._value
+
+
+def whole_numbers(value: Any) -> Any:
+    """A JSON value with `3.0` as 3: they are the same number in JSON, and JSON schemas take both for an integer.
+
+    Larger numbers stay: the parser has rounded them.
+    """
+    if isinstance(value, dict):
+        return {name: whole_numbers(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [whole_numbers(inner) for inner in value]
+    return int(value) if isinstance(value, float) and abs(value) < MAX_EXACT and value.is_integer() else value
 
 
 def _unknown(schema: BodySchema, value: object) -> list[str]:

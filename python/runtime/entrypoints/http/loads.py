@@ -19,6 +19,8 @@ from runtime.managers.tokenizer_manager import TokenizerManager
 Rank = Annotated[str, Query(json_schema_extra={"enum": ["0"]})]
 LoadFormat = Annotated[str, Query(json_schema_extra={"enum": ["json", "prometheus"]})]
 SECTIONS = ("core", "spec", "queues", "all")
+_SECTION = rf"\s*({'|'.join(SECTIONS)})\s*"
+Sections = Annotated[str, Query(json_schema_extra={"pattern": f"^{_SECTION}(,{_SECTION})*$"})]
 
 
 class RankLoad(BaseModel):
@@ -84,7 +86,7 @@ class LoadApi:
         ]
         return json_response([load.model_dump() for load in loads])
 
-    async def loads(self, dp_rank: Rank = "0", include: str = "all", format: LoadFormat = "json") -> Response:
+    async def loads(self, dp_rank: Rank = "0", include: Sections = "all", format: LoadFormat = "json") -> Response:
         """The load of each rank. `include` names sections, separated by commas: core, spec, queues, all."""
         if dp_rank != "0":
             raise InvalidField("dp_rank", dp_rank, "0; this server has one rank")

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI
 
 from runtime.entrypoints.http.responses import AnthropicError, ErrorBody
+from runtime.managers.tokenizer_manager import TokenizerManager
 
 SCHEMAS = "#/components/schemas/{model}"
 BODY_OPTIONAL = ("/start_profile", "/stop_profile")
+TOKEN_IDS: tuple[str, ...] = ("input", "input_ids", "items", "label_token_ids", "prompt", "query", "stop_token_ids", "tokens")
+LENGTHS: tuple[str, ...] = ("max_completion_tokens", "max_new_tokens", "max_output_tokens", "max_tokens")
 
 
-def describe(app: FastAPI) -> None:
-    """Make /openapi.json say how keys are sent, and leave out FastAPI's own validation error, which never occurs here."""
+def describe(app: FastAPI, manager: TokenizerManager) -> None:
+    """Make /openapi.json say how keys are sent and what the limits of this server are.
+
+    FastAPI's own validation error, which never occurs here, is left out.
+    """
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         schema = generate()
         if "security" not in schema:
             _amend(schema)
+            _bound(schema["components"]["schemas"], manager)
         return schema
 
     app.openapi = openapi
@@ -42,6 +50,47 @@ def _amend(schema: dict[str, Any]) -> None:
     anthropic = {"type": "apiKey", "in": "header", "name": "x-api-key"}
     schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "anthropic": anthropic}
     schema["security"] = [{}, {"key": []}, {"anthropic": []}]
+
+
+def _bound(schemas: dict[str, Any], manager: TokenizerManager) -> None:
+    """Write the limits of the model and of the flags to the request fields."""
+    config, vocab_size = manager.config, manager.limits.vocab_size
+    highest = dict.fromkeys(TOKEN_IDS, vocab_size - 1) | dict.fromkeys(LENGTHS, manager.max_context_len)
+    highest |= {"dimensions": manager.model_config.hidden_size}
+    for title, schema in schemas.items():
+        fields = schema.get("properties", {})
+        for name in fields.keys() & highest.keys():
+            for number in () if title == "MessagesBody" else _numbers(fields[name]):  # it cuts max_tokens to the context
+                number["maximum"] = highest[name]
+        if "logit_bias" in fields:
+            fields["logit_bias"]["anyOf"][0]["propertyNames"] = {"pattern": f"^0*({up_to(vocab_size - 1)})$", "maxLength": 9}
+    if not config.server.trust_request_chat_template:
+        schemas["ChatBody"]["properties"]["chat_template"] = {"type": "null"}
+    depths = {} if config.speculative is None else {0, config.speculative.num_steps, *config.speculative.depths}
+    state = schemas["InternalState"]["properties"]
+    state["speculative_num_steps"] = {"enum": [*sorted(depths), "auto", None] if depths else [None]}
+    if not depths:
+        state["speculative_synthetic_accept_length"] = {"type": "null"}
+
+
+def _numbers(node: Any) -> Iterator[dict[str, Any]]:
+    """The bounded integers among the alternatives and items of a field."""
+    if isinstance(node, dict) and node.get("type") == "integer" and "maximum" in node:
+        yield node
+    for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _numbers(inner)
+
+
+def up_to(highest: int) -> str:
+    """A regular expression of the decimal numbers from 0 to `highest`, without leading zeros."""
+    digits = str(highest)
+    shorter = [f"[0-9]{{1,{len(digits) - 1}}}"] if len(digits) > 1 else []
+    same = [
+        f"{digits[:i]}[{int(i == 0 and len(digits) > 1)}-{int(digit) - 1}][0-9]{{{len(digits) - 1 - i}}}"
+        for i, digit in enumerate(digits)
+        if int(digit) > (i == 0 and len(digits) > 1)
+    ]
+    return "|".join([*shorter, *same, digits])
 
 
 def _restore_int64(node: Any) -> None:

@@ -55,7 +55,7 @@ ERRORS = {
     403: "A page of another origin sent the request, or its Host is not a name of this server.",
     404: "This server has no such model or response, or the endpoint is switched off.",
     408: "The body of the request did not arrive in time.",
-    409: "Requests are running, so the cache cannot be flushed.",
+    409: "Requests are running, so the cache cannot be flushed; or a profile is already running, or none is.",
     413: "The body of the request is too large, or has too many values.",
     415: "The body is not declared as JSON.",
     429: "The queue is full.",
@@ -100,24 +100,24 @@ def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> Non
         ("/start_profile", admin.begin_profile, ProfileStarted),
         ("/stop_profile", admin.end_profile, ProfileWritten),
     ):
-        app.add_api_route(path, handler, response_model=answer, responses=_errors(503))
+        app.add_api_route(path, handler, response_model=answer, responses=_errors(404, 409, 503))
     _add_posts(app, admin, tokens)
     _add_generation(app, manager, manager.tokenizer, model)
     _add_pooling(app, manager, model)
 
 
 def _add_posts(app: FastAPI, admin: AdminApi, tokens: TokenApi) -> None:
-    for path, handler, answer in (
+    for path, handler, answer, *statuses in (
         ("/tokenize", tokens.tokenize, Tokenized),
         ("/v1/tokenize", tokens.tokenize, Tokenized),
         ("/detokenize", tokens.detokenize, Detokenized),
         ("/v1/detokenize", tokens.detokenize, Detokenized),
         ("/abort_request", admin.abort_request, Done),
         ("/set_internal_state", admin.set_internal_state, Done),
-        ("/start_profile", admin.start_profile, ProfileStarted),
-        ("/stop_profile", admin.stop_profile, ProfileWritten),
+        ("/start_profile", admin.start_profile, ProfileStarted, 404, 409),
+        ("/stop_profile", admin.stop_profile, ProfileWritten, 404, 409),
     ):
-        _add_body_route(app, path, handler, answer, _errors(408, 413, 415, 503))
+        _add_body_route(app, path, handler, answer, _errors(408, 413, 415, 503, *statuses))
 
 
 def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel) -> None:

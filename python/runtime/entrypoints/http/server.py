@@ -14,10 +14,12 @@ import orjson
 import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from runtime import __version__
 from runtime.entrypoints.http.access_log import AccessLog
@@ -64,7 +66,7 @@ def create_app(manager: TokenizerManager, provider: TracerProvider | None = None
     app.state.body_limits = BodyLimits(config.server.max_body_mib, config.server.max_parse_ms)
     app.state.strict_request_fields = config.server.strict_request_fields
     add_routes(app, manager, metrics)
-    describe(app)
+    describe(app, manager)
     app.add_exception_handler(ServingError, _serving_error)
     app.add_exception_handler(RequestValidationError, _bad_parameter)
     app.add_exception_handler(BodyTooLarge, _body_too_large)
@@ -115,8 +117,16 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path[:200]}"
     said = {404: f"There is no {what}. GET /openapi.json lists the endpoints.", 405: f"{what} is not allowed. Use another method."}
-    headers = dict(error.headers) if error.headers else None
+    headers = dict(error.headers) if error.headers else {}
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(_allowed(request))
     return status_response(error.status_code, said.get(error.status_code, str(error.detail)), headers, request.url.path)
+
+
+def _allowed(request: Request) -> list[str]:
+    """The methods of all routes of this path."""
+    routes = [route for route in request.app.routes if isinstance(route, APIRoute) and route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in routes for method in route.methods or ()})
 
 
 async def _client_left(request: Request, error: Exception) -> Response:

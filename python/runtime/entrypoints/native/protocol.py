@@ -21,6 +21,7 @@ from runtime.entrypoints.http.body import (
     Unused,
     items,
 )
+from runtime.entrypoints.http.field_rules import TEXT, TRUE, any_of, has, one_of
 from runtime.entrypoints.openai.messages import Messages
 from runtime.entrypoints.openai.protocol import ModelName, TemplateKwargs
 from runtime.errors import InvalidField, RequestError
@@ -65,6 +66,8 @@ class NativeSampling(SamplingFields):
 
 class GenerateBody(Body):
     """A body of /generate: one prompt or several, as text or as token ids."""
+
+    RULES = (one_of(has("text"), has("input_ids")),)
 
     text: Text | Annotated[list[Text], items(1, MAX_PROMPTS)] | None = None
     input_ids: IdLists | None = None
@@ -139,6 +142,8 @@ class GenerateBody(Body):
 class TokenizeBody(Body):
     """A body of /tokenize: a text, several, or a conversation."""
 
+    RULES = (one_of(has("prompt"), has("messages")), {"not": has(continue_final_message=TRUE, add_generation_prompt=TRUE)})
+
     prompt: str | Annotated[list[str], items(1, MAX_PROMPTS)] | None = None
     messages: Messages | None = None
     add_generation_prompt: bool = True
@@ -167,6 +172,8 @@ class DetokenizeBody(Body):
 
 class AbortBody(Body):
     """A body of /abort_request."""
+
+    RULES = (any_of(has(abort_all=TRUE), has(rid=TEXT)),)
 
     abort_all: bool = False
     rid: Name = ""

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from runtime.entrypoints.http.body import Body, Name, Unused, items
+from runtime.entrypoints.http.field_rules import ITEMS, TEXT, any_of, has, lacks
 from runtime.entrypoints.openai.tools import CalledFunction, CalledTool, CalledTools
 
 MAX_MESSAGES = 4096
@@ -40,6 +41,13 @@ class Message(Body):
     older spellings of `tool_calls` and `tool`, and `reasoning` is another of `reasoning_content`.
     """
 
+    RULES = (
+        any_of(lacks("function_call", tool_calls={"maxItems": 0}), has(role={"const": "assistant"})),
+        any_of(
+            has(content={"type": ["array", "string"], "minItems": 1}),
+            *(has(tool_calls=ITEMS), has("function_call"), has(reasoning_content=TEXT), has(reasoning=TEXT)),
+        ),
+    )
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[TextPart], items(0, MAX_MESSAGES)] | None = None
     name: Name | None = None

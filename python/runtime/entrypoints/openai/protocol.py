@@ -20,6 +20,7 @@ from runtime.entrypoints.http.body import (
     entries,
     items,
 )
+from runtime.entrypoints.http.field_rules import TRUE, any_of, has, lacks
 from runtime.entrypoints.openai.messages import Messages
 from runtime.entrypoints.openai.structured import ConstrainedFields
 from runtime.entrypoints.openai.tools import (
@@ -33,6 +34,7 @@ from runtime.entrypoints.openai.tools import (
 )
 from runtime.errors import InvalidField, RequestError
 from runtime.sampling_params import MAX_TOKENS, MinNewTokens, NewTokens
+from runtime.text.chat_template import RESERVED
 
 MAX_TEMPLATE_KWARGS = 16
 MAX_TEMPLATE = 65536
@@ -47,6 +49,7 @@ TemplateKwargs = Annotated[
         description=f"an object of at most {MAX_TEMPLATE_KWARGS} entries, whose values are true, false, numbers, "
         "or strings of at most 1024 characters"
     ),
+    Field(json_schema_extra={"propertyNames": {"pattern": "^[A-Za-z][A-Za-z0-9_]*$", "not": {"enum": [*sorted(RESERVED)]}}}),
     Len(0, MAX_TEMPLATE_KWARGS),
     entries(MAX_TEMPLATE_KWARGS),
 ]
@@ -68,6 +71,8 @@ class StreamOptions(Body):
 
 class OpenAIBody(ConstrainedFields):
     """The fields that chats and completions share."""
+
+    RULES = (any_of(lacks(stream_options=lacks(*StreamOptions.model_fields)), has(stream=TRUE)),)
 
     cache_salt: Name = ""
     min_tokens: MinNewTokens = 0
@@ -106,6 +111,8 @@ class OpenAIBody(ConstrainedFields):
 
 class ChatBody(OpenAIBody):
     """A body of /v1/chat/completions."""
+
+    RULES = (any_of(lacks("top_logprobs"), has(logprobs=TRUE)),)
 
     messages: Messages
     chat_template: Annotated[str, Len(1, MAX_TEMPLATE)] | None = None
@@ -175,6 +182,8 @@ class ChatBody(OpenAIBody):
 
 class CompletionBody(OpenAIBody):
     """A body of /v1/completions."""
+
+    RULES = (any_of(lacks(max_tokens={"not": {"const": 0}}), has(echo=TRUE)),)
 
     prompt: Prompt
     best_of: Choices | None = None

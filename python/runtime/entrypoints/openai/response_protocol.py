@@ -9,8 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from runtime.entrypoints.http.body import Body, Int64, Name, SamplingFields, TopLogprobs, Unused, entries, items
+from runtime.entrypoints.http.field_rules import ITEMS, TEXT, any_of, has, lacks, unless
 from runtime.entrypoints.openai.messages import MAX_MESSAGES, TEXT_PARTS_ONLY
-from runtime.entrypoints.openai.protocol import ModelName, TemplateKwargs
+from runtime.entrypoints.openai.protocol import ModelName, ReasoningEffort, TemplateKwargs
+from runtime.entrypoints.openai.tools import FunctionName
 from runtime.errors import RequestError
 from runtime.sampling_params import NewTokens
 
@@ -60,6 +62,12 @@ Parts = Annotated[list[Part], items(0, MAX_MESSAGES)]
 class InputItem(Body):
     """One item of a conversation: a message, a function call, its output, or the reasoning before it."""
 
+    RULES = (
+        any_of(has(type={"enum": ["function_call", "function_call_output", "reasoning"]}), has("role")),
+        any_of(unless("type", "function_call"), has("call_id", "arguments", name=TEXT)),
+        any_of(unless("type", "function_call_output"), has("call_id", "output")),
+    )
+
     type: ItemType = "message"
     arguments: str | None = None
     call_id: Name | None = None
@@ -103,7 +111,7 @@ class FunctionTool(Body):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: Annotated[str, Len(1, 256)]
+    name: FunctionName
     description: str | None = None
     parameters: Schema | None = None
     strict: bool | None = None
@@ -119,6 +127,8 @@ class FunctionTool(Body):
 
 class ChosenTool(Body):
     """A choice among the tools: one function, or some of them."""
+
+    RULES = (any_of(unless("type", "function"), has(name=TEXT)), any_of(unless("type", "allowed_tools"), has(tools=ITEMS)))
 
     type: Literal["function", "allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
@@ -136,8 +146,10 @@ class AllowedTool(Body):
 class TextFormat(Body):
     """The form of the answer: free text, any JSON object, or JSON of a schema."""
 
+    RULES = (any_of(unless("type", "json_schema"), has("schema")),)
+
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: Name | None = None
+    name: Annotated[str, Len(0, 64)] | None = None
     description: str | None = None
     schema_: Schema | None = Field(default=None, alias="schema")
     strict: bool | None = None
@@ -153,7 +165,7 @@ class TextOptions(Body):
 class ReasoningOptions(Body):
     """`reasoning` of a request."""
 
-    effort: Annotated[str, Len(1, 32)] | None = None
+    effort: ReasoningEffort | None = None
     context: Unused = None
     generate_summary: Unused = None
     summary: Unused = None
@@ -167,6 +179,8 @@ class ResponseStreamOptions(Body):
 
 class ResponseBody(SamplingFields):
     """A body of /v1/responses."""
+
+    RULES = (any_of(lacks(tool_choice={"enum": [None, "auto", "none"]}), has(tools=ITEMS)),)
 
     input: str | Annotated[list[InputItem], items(1, MAX_MESSAGES)]
     cache_salt: Name = ""

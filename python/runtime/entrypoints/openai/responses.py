@@ -30,6 +30,7 @@ from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
+Streamed = Annotated[bool, Query(json_schema_extra={"enum": [False]})]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class ResponseApi:
             self._running.pop(response_id, None)
         return json_response(run.writer.response)
 
-    async def retrieve(self, response_id: str, stream: bool = False) -> Response:
+    async def retrieve(self, response_id: str, stream: Streamed = False) -> Response:
         """GET /v1/responses/{response_id}."""
         if stream:
             raise RequestError("A stored response is not streamed again. Retrieve it without stream.", "stream")

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Len
 from pydantic import Field, model_validator
 
-from runtime.entrypoints.http.body import Body, GrammarText, JsonSchema, SamplingFields, Unused, items, schema_text
+from runtime.entrypoints.http.body import Body, GrammarText, JsonSchema, Regex, SamplingFields, Unused, items, schema_text
+from runtime.entrypoints.http.field_rules import TRUE, any_of, at_most_one, has, unless
 from runtime.errors import RequestError
 
 MAX_CHOICES = 1024
@@ -32,6 +33,8 @@ class NamedSchema(Body):
 
 class ResponseFormat(Body):
     """The form of the answer: free text, any JSON object, JSON that satisfies a schema, or a structural tag."""
+
+    RULES = (any_of(unless("type", "json_schema"), has("json_schema")),)
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: NamedSchema | None = None
@@ -57,14 +60,16 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`: exactly one of its fields is given."""
+    """vLLM's `structured_outputs`: at most one of its fields is given."""
+
+    RULES = (at_most_one(*map(has, ("choice", "grammar", "json", "regex", "structural_tag")), has(json_object=TRUE)),)
 
     choice: ChoiceTexts | None = None
     disable_any_whitespace: Unused = None
     grammar: GrammarText | None = None
     json_: Annotated[JsonSchema | None, Field(alias="json")] = None
     json_object: bool = False
-    regex: GrammarText | None = None
+    regex: Regex | None = None
     structural_tag: GrammarText | dict[str, Any] | None = None
     whitespace_pattern: Unused = None
 
@@ -85,7 +90,7 @@ class ConstrainedFields(SamplingFields):
     guided_decoding_backend: Unused = None
     guided_grammar: GrammarText | None = None
     guided_json: JsonSchema | None = None
-    guided_regex: GrammarText | None = None
+    guided_regex: Regex | None = None
     guided_whitespace_pattern: Unused = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

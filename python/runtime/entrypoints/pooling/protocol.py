@@ -8,6 +8,7 @@ from annotated_types import Interval, Len
 from pydantic import BaseModel, Field, model_validator
 
 from runtime.entrypoints.http.body import Body, Int64, Name, Text, TokenId, TokenIds, Unused, items
+from runtime.entrypoints.http.field_rules import any_of, has
 from runtime.entrypoints.openai.protocol import ModelName
 from runtime.errors import RequestError
 from runtime.pooling import MAX_LABELS
@@ -56,6 +57,14 @@ class EmbeddingBody(PoolingBody):
 
 class ScoreBody(PoolingBody):
     """A body of /v1/score: SGLang's. Query and items are both text or both token ids."""
+
+    RULES = (
+        any_of(
+            has(query={"type": "string"}, items={"type": ["string", "array"], "items": {"type": "string"}}),
+            has(query={"type": "array"}, items={"type": "array", "items": {"type": "array"}}),
+        ),
+        any_of(has(query={"minItems": 1, "minLength": 1}), has(items={"minLength": 1, "items": {"minItems": 1, "minLength": 1}})),
+    )
 
     query: Annotated[str | list[TokenId], Field(description="a string or an array of token ids")]
     items: Items

@@ -1,0 +1,44 @@
+"""Rules between the fields of a body, in JSON Schema. A field that is null counts as left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Json = dict[str, Any]
+
+NULL: Json = {"type": "null"}
+GIVEN: Json = {"not": NULL}
+TRUE: Json = {"const": True}
+TEXT: Json = {"type": "string", "minLength": 1}
+ITEMS: Json = {"type": "array", "minItems": 1}
+
+
+def has(*names: str, **fields: Json) -> Json:
+    """All of `names` are given, and all of `fields` are there and satisfy their schema."""
+    wanted = {**dict.fromkeys(names, GIVEN), **fields}
+    return {"required": list(wanted), "properties": wanted}
+
+
+def lacks(*names: str, **fields: Json) -> Json:
+    """None of `names` is given, and each of `fields` is left out or satisfies its schema."""
+    return {"properties": {**dict.fromkeys(names, NULL), **fields}}
+
+
+def unless(field: str, *values: str) -> Json:
+    """`field` is left out or has none of these values."""
+    return lacks(**{field: {"not": {"enum": list(values)}}})
+
+
+def any_of(*rules: Json) -> Json:
+    """At least one of the rules holds."""
+    return {"anyOf": list(rules)}
+
+
+def one_of(*rules: Json) -> Json:
+    """One of the rules holds, and no other."""
+    return {"oneOf": list(rules)}
+
+
+def at_most_one(*rules: Json) -> Json:
+    """No two of the rules hold together."""
+    return one_of({"not": any_of(*rules)}, *rules)

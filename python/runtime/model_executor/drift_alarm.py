@@ -152,7 +152,8 @@ class RecentRates:
     def fell_below(self, usual: RecentRates) -> bool:
         """Whether a position accepts less than usual, beyond chance. False before `usual` knows more than this one."""
         (n, accepted), (usual_n, usual_accepted) = self._counts, usual._counts
-        rate, before = accepted / np.maximum(n, 1e-9), usual_accepted / np.maximum(usual_n, 1e-9)  # less than one window of a forgotten depth
+        # Of a depth that ran long ago, less than one window is remembered.
+        rate, before = accepted / np.maximum(n, 1e-9), usual_accepted / np.maximum(usual_n, 1e-9)
         deviation = np.sqrt(before * (1 - before) / np.maximum(n, 1)) + 1e-9
         fell = (before - rate >= FALL) & (before - rate >= FALL_DEVIATIONS * deviation)
         return bool(usual._batches > 4 * self._batches and fell.any())

@@ -26,6 +26,7 @@ NAME = "depth_curve"
 KEYS = ("model", "speculation", "acceptance", "concurrency", "output_len")
 OFF, AUTO, ARROW = "off", "auto", " → "
 CHANGING = ARROW.join(("3.5", "1.2", "3.5"))
+LEAST_PROMPTS = 4
 POLL = 0.05
 """Seconds between two looks at the tokens written so far."""
 
@@ -71,7 +72,9 @@ def counters(server: Server) -> dict[str, Any]:
 def run(record: Record, served: Model, args: argparse.Namespace) -> None:
     """All points: without drafts first."""
     common = (*served.target_flags, "--disable-radix-cache")
-    bursts = [random_ids(c, args.input_len, args.output_len) for c in args.concurrency]
+    # The largest first: after a change of acceptance the controller adapts within its first iterations.
+    loads = sorted(args.concurrency, reverse=True)
+    bursts = [random_ids(c, args.input_len, args.output_len, max(2 * c, LEAST_PROMPTS)) for c in loads]
     changing = [random_ids(c, args.input_len, 4 * args.output_len) for c in args.changing]
     with Server([*common, *(() if args.quick else ("--attention-backend", "fa3"))]) as server:
         for burst in [*bursts, *changing]:

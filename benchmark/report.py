@@ -29,6 +29,7 @@ SCRIPTS = {
     "step_profile": "One iteration in detail",
     "crossover": "Where speculation stops paying off",
     "depth_curve": "The chosen depth against fixed ones",
+    "tune_grid": "The tuned shape against a grid",
     "capture": "Start-up",
     "verify_exact": "Acceptance rules with sampling",
     "cpu_serving": "The embedded model on a CPU",

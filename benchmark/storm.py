@@ -35,7 +35,7 @@ SHARES = {"calm": 0.2, "storm": 0.6, "kills, one rank": 0.1, "kills, two ranks":
 """What part of --minutes each phase gets."""
 EMBEDDED = ("--device", "cpu", "--max-total-tokens", "12288", "--random-seed", "1", "--queue-timeout", "300")
 ALL_KILLS = 15.0
-SAMPLE_SECONDS, RECORD_SECONDS = 5.0, 60.0
+SAMPLE_SECONDS, RECORD_SECONDS = 2.0, 60.0
 RAMP = 0.05
 """Part of a phase in which its clients come, one after the other: no server meets all of them in one moment."""
 MIB = 1 << 20

@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("sampling", [], 16),
         ("embedded_gpu", [], 1),
         ("embedded_speculation", [], 4),
+        ("tune_grid", [], 3),
         ("lossless", ["--shapes", "3/1/4"], 1),
         ("lossless", ["--default-start"], 6),
         ("drift_alarm", [], 18),

@@ -144,6 +144,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"device": "cpu", "dtype": "float32", "quantization": "int8", "speculation": s, "batch": b, "tokens_per_second": 1.0} | text
         for s in ("off", "3/1/4") for b in (1, 2) for text in ({}, {"text": "everyday"})
     ],
+    "tune_grid": [
+        {"model": "embedded", "device": "cpu", "shape": s, "batch": b, "tokens_per_second": 30.0 * b, "chosen": "chosen: 3/1/4"}
+        for s in ("off", "3/1/4", "tuned") for b in (1, 4)
+    ],
     "lossless": [{"shape": "3/1/4", "dtype": "float32", "prompts": 8, "accept_length": 2.0, "differences": []}],
     "drift_alarm": [
         {"kind": "simulation", "fault": f, "requests": b, "rates": [0.4, 0.1], "median": 20.0, "p90": 30.0, "missed": 0, "runs": 2}

@@ -187,6 +187,17 @@ def test_changes_of_acceptance_under_load_leave_later_single_requests_fast(lengt
         assert longest(traffic.slower, 700, 1) < 0.15 * 700
 
 
+def test_depths_that_are_seldom_run_look_like_no_fall_of_acceptance() -> None:
+    alarm = DriftAlarm(7)
+    for _ in range(8):
+        for lens in ([1, 2, 4, 1],) * 250 + ([8, 8, 8, 2],) * 2:  # at K=3, then twice at K=7
+            alarm.add(lens, eager_sample=False, num_steps=7 if max(lens) > 4 else 3)
+            assert alarm.suspicion == 0
+    for _ in range(100):
+        alarm.add([1, 1, 2, 1], eager_sample=False, num_steps=3)
+    assert alarm.suspicion >= STRONG, "a real fall asks for samples"
+
+
 def test_the_time_of_eager_samples_decides_how_many_there_are() -> None:
     def samples(eager_seconds: float) -> int:
         schedule, count = SampleSchedule(), 0

@@ -19,8 +19,8 @@ PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64
 
 To compile one anew takes 0.6 ms.
 """
-TRIM_SECONDS = 60.0
-"""How often free memory goes back to the system."""
+TRIM_SECONDS = 10.0
+"""How often free memory goes back to the system, which takes some ms; steps of many sizes touch ever more of it."""
 
 
 def bound_kept_memory() -> None:

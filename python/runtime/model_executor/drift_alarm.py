@@ -24,7 +24,7 @@ FALSE_ALARM_ITERATIONS = 1e7
 """Iterations in which one false alarm is expected, at the most."""
 LOG_ODDS = np.array([-3.0, -1.2, -0.5, -0.2, 0.2, 0.5, 1.2, 3.0])
 """The differences that the test looks for: log odds of an eager draft's acceptance minus those through graphs."""
-SUSPICION, STRONG = 0.6, 3.0
+SUSPICION, STRONG = 0.6, 3.5
 """Evidence, in nats, from which more iterations are sampled, and evidence that healthy graphs seldom show."""
 FEW_REQUESTS = 4
 CAUTION = ((16, 0.5), (1 << 30, 1.0))
@@ -37,7 +37,7 @@ FIRST_GAP, FIRST_BLOCKS = 60, 2
 iterations cost the most beside their replays, it is at its end at once."""
 RARE_SHARE = 512
 """In the end one iteration in this many is eager."""
-RESERVE, EASY_RESERVE, REFILL = 400.0, 64.0, 0.06
+RESERVE, EASY_RESERVE, REFILL = 320.0, 64.0, 0.05
 """Eager samples make n iterations longer by the time of at most `RESERVE` + `REFILL` x n replays, for any n, and of
 `EASY_RESERVE` + `REFILL` x n while the evidence is below `STRONG`."""
 SUSPICIOUS_SHARE = 0.02

@@ -22,8 +22,8 @@ ORDER = (0, 3, 7, 1, 5, 2)
 BUDGET = 1.5
 """Seconds. Points that are expected to take longer than what is left are not measured."""
 ENOUGH = 0.05
-"""An iteration of so many seconds is measured once, shorter ones three times."""
-RUNS = 3
+"""An iteration of so many seconds runs twice, shorter ones three times."""
+RUNS, SLOW_RUNS = 3, 2
 ROOM = 128
 """Positions that a request may take in the measurement."""
 GREEDY = SamplingParams(temperature=0.0)
@@ -56,7 +56,7 @@ def measure(worker: Worker) -> Iterator[CostPoint]:
         scratch = ScratchRows(worker, size)
         for depth in [depth for depth in ORDER if worker.parts.depths.limits.get(depth, 0) >= size]:
             expected = IterationCost(points).seconds(size, depth) if points else 0.0
-            if not points or time.perf_counter() + expected < deadline:
+            if not points or time.perf_counter() + SLOW_RUNS * expected < deadline:
                 points.append(scratch.time(depth))
                 yield points[-1]
     worker.reset()
@@ -82,7 +82,7 @@ class ScratchRows:
     def time(self, depth: int) -> CostPoint:
         """The shortest time of a few iterations at a depth, one submitted before the one before it is read if that is usual.
 
-        The first does not wait for a draft that follows the one before, so that it counts only where it is alone.
+        The first does not count: it does not wait for a draft that follows the one before, and may load kernels.
         """
         found, ahead, last = list[float](), self._worker.limits.overlap, time.perf_counter()
         with self._worker.parts.depths.forced(depth):
@@ -92,11 +92,11 @@ class ScratchRows:
                 now = time.perf_counter()
                 found.append(now - last)
                 last = now
-                slow = found[0] > ENOUGH
-                while submitted < RUNS and not slow and len(pending) < 1 + ahead:
+                runs = SLOW_RUNS if found[0] > ENOUGH else RUNS
+                while submitted < runs and len(pending) < 1 + ahead:
                     pending.append(self._submit(depth))
                     submitted += 1
-        return CostPoint(self._worker.parts.verifier.padded_size(depth, self._size), depth, min(found[1:] or found))
+        return CostPoint(self._worker.parts.verifier.padded_size(depth, self._size), depth, min(found[1:]))
 
     def _submit(self, depth: int) -> Pending:
         self._step += 1

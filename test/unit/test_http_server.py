@@ -201,6 +201,17 @@ def test_unknown_paths_and_methods_get_errors_in_openais_form() -> None:
     run(check())
 
 
+def test_a_list_of_unknown_fields_is_cut_at_any_character() -> None:
+    async def check() -> None:
+        async with front() as f:
+            for length in range(42, 48):
+                body = {"prompt": "a", **{f"{i:02}" + "x" * (61 if i else length): 1 for i in range(20)}}
+                answer = await f.post("/tokenize", body)
+                assert (answer.status_code, len(answer.headers["x-ignored-fields"]) <= 1024) == (200, True)
+
+    run(check())
+
+
 def test_a_url_in_a_message_opens_no_connection() -> None:
     async def check() -> None:
         trap = socket.create_server(("127.0.0.1", 0))

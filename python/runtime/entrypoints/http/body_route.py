@@ -55,7 +55,7 @@ class BodyRoute(APIRoute):
             except RequestValidationError as error:
                 raise schema.refusal([{**one, "loc": one["loc"][1:]} for one in error.errors()]) from None
             if names := _unknown(schema, value):
-                response.headers[IGNORED_HEADER] = ", ".join(names)[:MAX_HEADER_CHARS]
+                response.headers[IGNORED_HEADER] = ", ".join(names)[:MAX_HEADER_CHARS].rstrip(", ")  # a header must not end with a space
                 _log_once(self.path, names, logged)
             return response
 

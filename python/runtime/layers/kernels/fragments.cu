@@ -66,6 +66,12 @@ struct Weights {  // of one projection
     int expert_scales, row_scales, scale_rows, scale_columns;  // of e4m3; the last two are powers of two
 };
 
+struct Routing {  // of T tokens to TOP_K experts each
+    const int* ids;        // [T, TOP_K]
+    const float* weights;  // [T, TOP_K]
+    int first, experts;    // ids of this process: first to first + experts
+};
+
 struct Row {  // one weight row of a lane
     const u8* at;
     const u8* scale;

@@ -15,12 +15,6 @@ constexpr int STAGE_COLUMNS = 2 * CHUNK;                                     // 
 constexpr int SCALE_BYTES = FORMAT == 0 ? 0 : FORMAT == 1 ? 4 : 16;          // of a row in a stage
 constexpr int STAGE_BYTES = 16 * (128 + SCALE_BYTES);
 
-struct Routing {
-    const int* ids;        // [T, TOP_K]
-    const float* weights;  // [T, TOP_K]
-    int first, experts;    // ids of this process: first to first + experts
-};
-
 struct Segment {  // the units of a block that have the same tokens
     int expert, skipped, tokens;  // tokens of the expert that earlier units take; tokens of these
     int start, end;               // the unit of the expert's first rows; the first unit behind

@@ -52,7 +52,7 @@ class _Cut:
     depth: int
 
 
-FEWEST_TOKENS = 8
+TILE_TOKENS = 8
 _ONE_TILE = (_Cut(16, 1, 1, 4), _Cut(16, 1, 1, 3), _Cut(16, 1, 1, 2))
 CUTS = ((_Cut(8, 2, 1, 4), *_ONE_TILE), (_Cut(16, 1, 2, 4), _Cut(16, 1, 2, 3), *_ONE_TILE))
 """For up to eight tokens, and for more: the best first, those that need less shared memory after it."""
@@ -149,8 +149,8 @@ def _gemm(
     cut, pairs = _cut(w, T, top_k), T * top_k
     assert cut is not None, f"{columns} columns are too many"
     blocks = cut.blocks * torch.cuda.get_device_properties(x.device).multi_processor_count
-    assert min(E, pairs) + pairs // (8 * cut.tiles) <= (SEGMENTS - 2) * blocks, f"{E} experts are too many"
-    small, even = pairs <= SMALL_PAIRS and 8 * cut.tiles >= T, columns % _per_stage(w) == 0
+    assert min(E, pairs) + pairs // (TILE_TOKENS * cut.tiles) <= (SEGMENTS - 2) * blocks, f"{E} experts are too many"
+    small, even = pairs <= SMALL_PAIRS and TILE_TOKENS * cut.tiles >= T, columns % _per_stage(w) == 0
     act_kind, bias = act.kind if gated else 0, w.bias is not None
     variant = _Gemm(FORMATS[w.format], act_kind, top_k, -(-E // 32) * 32, gated, bias, even, small, cut, pdl)
     kernel = _gemm_kernel(variant, _shared_bytes(w, cut, T))
@@ -176,7 +176,7 @@ def _readable(w: ExpertWeights, T: int) -> bool:
 
 def _cut(w: ExpertWeights, T: int, top_k: int) -> _Cut | None:
     """The best cut whose blocks fit on a multiprocessor; None if none does."""
-    for cut in CUTS[T > FEWEST_TOKENS]:
+    for cut in CUTS[T > TILE_TOKENS]:
         fixed = 512 * cut.warps * cut.tiles + 2 * MOST_TOKENS * top_k + 4 * w.shape[0] + 2048
         if _shared_bytes(w, cut, T) + fixed <= SHARED_BYTES // cut.blocks:
             return cut
@@ -193,11 +193,6 @@ def _per_stage(w: ExpertWeights) -> int:
     return STAGE_CHUNKS * 4 * COLUMNS[w.format]
 
 
-def _row_bytes(w: ExpertWeights) -> int:
-    """Of a token in shared memory, filled up to whole stages."""
-    return -(-w.shape[2] // _per_stage(w)) * 2 * _per_stage(w)
-
-
 def _stride(w: ExpertWeights) -> int:
     """Bytes from a token in shared memory to the next."""
     size = -(-w.shape[2] // _per_stage(w)) * 2 * _per_stage(w)  # filled up to whole stages
@@ -206,7 +201,7 @@ def _stride(w: ExpertWeights) -> int:
 
 def _shared_bytes(w: ExpertWeights, cut: _Cut, T: int) -> int:
     """Of a block: rings and tokens."""
-    return cut.warps * cut.depth * STAGE_BYTES[w.format] + (16 if cut.tiles == 2 else min(T, 8)) * _stride(w)
+    return cut.warps * cut.depth * STAGE_BYTES[w.format] + (2 * TILE_TOKENS if cut.tiles == 2 else min(T, TILE_TOKENS)) * _stride(w)
 
 
 @cache

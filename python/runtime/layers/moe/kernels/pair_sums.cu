@@ -2,12 +2,6 @@
 //
 // Constants from the host besides those of `fragments.cu`: TOP_K, ADD, DEFER, FLOAT_OUT, THREADS.
 
-struct Routing {
-    const int* ids;        // [T, TOP_K]
-    const float* weights;  // [T, TOP_K]
-    int first, experts;    // ids of this process: first to first + experts
-};
-
 // A thread sums four columns of a token; `columns` is a multiple of 16.
 extern "C" __global__ void __launch_bounds__(THREADS) pair_sums(
     const float* y, Routing routing, void* out, const u16* gain, u16* scaled, float* squares, int columns

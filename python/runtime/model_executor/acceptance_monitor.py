@@ -44,9 +44,12 @@ class AcceptanceMonitor:
         """Forget the evidence of a drift."""
         self.alarm = DriftAlarm(self._num_steps)
 
-    def next_iteration(self, live: int) -> tuple[bool, bool]:
-        """Count an iteration of `live` requests. Returns whether it may be in the eager sample, and whether the next may."""
-        return self.schedule.next(live, self.alarm.suspicion) if self._sampling else (False, False)
+    def next_iteration(self, live: int, depth: int) -> tuple[bool, bool]:
+        """Count an iteration of `live` requests. Returns whether it may be in the eager sample, and whether the next may.
+
+        An iteration without drafts is in no sample, and runs eagerly before none: the draft follows it within the sample.
+        """
+        return self.schedule.next(live, self.alarm.suspicion) if self._sampling and depth else (False, False)
 
     @contextmanager
     def without_sample(self) -> Iterator[None]:

@@ -315,12 +315,12 @@ class Worker:
         host_rows = batch.rows[first:]
         bounds = np.zeros(size, dtype=np.int32)
         bounds[: len(host_rows)] = batch.len_bounds[first:]
-        is_sample, precedes_sample = parts.monitor.next_iteration(batch.num_decodes)
+        is_sample, precedes_sample = parts.monitor.next_iteration(batch.num_decodes, depth)
         # The sample is of iterations that would replay a graph: other traffic may be accepted differently, and counts
         # for neither side.
         needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
         grammar = parts.grammars.step(host_rows, size, parts.drafter.spec.shape.at_depth(depth).num_draft_tokens)
-        is_sample = is_sample and first == 0 and depth > 0 and grammar is None and parts.verifier.has_graph(depth, size)
+        is_sample = is_sample and first == 0 and grammar is None and parts.verifier.has_graph(depth, size)
         unfollowed = parts.drafter.before(host_rows, batch.len_bounds[first:], depth, needs, is_sample)
         parts.inputs.rows(size).copy_(rows)
         return Iteration(

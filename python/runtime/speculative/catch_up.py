@@ -120,7 +120,7 @@ class CatchUp:
             live = iteration.live
             one = np.ones(live, dtype=np.int32)
             bounds = iteration.bounds[:live] + 1
-            self._run(iteration.host_rows, bounds, one, variant, iteration.precedes_eager_sample, iteration.size)
+            self._run(iteration.host_rows, bounds, one, variant, iteration.sample.precedes, iteration.size)
 
     def _run(self, rows: Int32, bounds: Int32, behind: Int32, variant: str, eager: bool, size: int) -> None:
         """One window per row that is behind; the others take part as padding."""

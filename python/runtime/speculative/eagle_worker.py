@@ -173,7 +173,7 @@ class EagleWorker(Drafter):
         batch.seq_len_bounds[:] = iteration.bounds + topk
         torch.add(iteration.kv_lens, topk, out=batch.seq_lens)
         forward = None if grammar is None else runners.passes.constrained(grammar)
-        outputs, _ = runner.run(batch, self._variant(iteration.needs), iteration.eager_sample, forward)
+        outputs, _ = runner.run(batch, self._variant(iteration.needs), iteration.sample.taken, forward)
         if topk == 1:
             return DraftWindow(outputs["tokens"], probs=outputs["probs"])
         return DraftWindow(outputs["tokens"], outputs["parents"], outputs["depths"], outputs["mask"])
@@ -210,7 +210,7 @@ class EagleWorker(Drafter):
             first = torch.arange(iteration.size, device=features.device)[:, None] * D
             features = features[(first + result.path).flatten()]
         inputs["features"].copy_(features)
-        runner.run(batch, self._variant(iteration.needs), iteration.precedes_eager_sample)
+        runner.run(batch, self._variant(iteration.needs), iteration.sample.precedes)
 
     def follow_prompt(self, extend: ExtendPass) -> None:
         """Run the draft over prompt chunks.

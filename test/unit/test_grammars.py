@@ -141,6 +141,14 @@ def test_a_grammar_that_cannot_be_used_is_refused(llguidance: GrammarBackend, ki
         llguidance.compile(spec_of(kind, grammar))
 
 
+def test_a_refusal_hides_the_grammar_that_the_server_wrote(llguidance: GrammarBackend) -> None:
+    tag = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": {"not": {}}}, "end": "</f>"}
+    with pytest.raises(GrammarError, match=r'^The structural_tag cannot be used: Unimplemented keys: \["not"\]\.$'):
+        llguidance.compile(spec_of("structural_tag", structural(tag)))
+    with pytest.raises(GrammarError, match=r'^The regex cannot be used: invalid regex "\(\?=a\)b" .* is not supported\.$'):
+        llguidance.compile(spec_of("regex", "(?=a)b"))
+
+
 def test_only_the_end_is_allowed_behind_a_finished_text(backend: GrammarBackend) -> None:
     matcher, row = backend.compile(spec_of("regex", "ab")).matcher(), np.zeros(mask_words(VOCAB), dtype=np.int32)
     for token in json_tokenizer().encode("ab", False):

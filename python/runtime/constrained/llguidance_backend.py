@@ -107,6 +107,7 @@ def unanchored(regex: str) -> str:
 
 
 def _sentence(reason: str) -> str:
-    """The first lines of a message, cut and ended like a sentence."""
-    text = " ".join(reason.split("<")[0].split())[:300]
+    """A message without the places and lines of the grammar that was made for llguidance, cut and ended like a sentence."""
+    text = re.split(r"<|\n +[0-9]+ \| ", reason)[0]
+    text = " ".join(re.sub(r"^at [0-9]+\([0-9]+\): (failed to compile JSON schema: )?", "", text).split())[:300]
     return text if text.endswith(".") else f"{text}."

@@ -91,6 +91,10 @@ LANGUAGES = [
      ["<t>x y</t>a/bb", "<t></t>[1]"], ["<t>", "a/b"]),
     ("structural_tag", structural({"type": "sequence", "elements": [{"type": "any_text"}, TAG, {"type": "any_text"}]}),
      [CALL, f"x{CALL}y"], ["x"]),
+    ("structural_tag",
+     structural({"type": "sequence", "elements": [
+         {"type": "const_string", "value": "<t>"}, {"type": "grammar", "grammar": 'root ::= "{" b+\nb ::= [a-c]'}]}),
+     ["<t>{ab"], ["<t>{", "{ab", "<t>{ab}"]),
 ]  # fmt: skip
 
 

@@ -56,11 +56,8 @@ class LlguidanceBackend:
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(unanchored(spec.text))
         if spec.kind == "structural_tag":
-            return lark_of(parse_structural_tag(spec.text), self._special, WHITESPACE)
-        try:
-            return grammar_from("grammar", spec.text)
-        except Exception as error:  # the converter of EBNF raises what its parser raises
-            raise GrammarError(spec.kind, _sentence(str(error))) from error
+            return lark_of(parse_structural_tag(spec.text), self._special, WHITESPACE, _lark)
+        return _lark(spec.text)
 
 
 class LlguidanceGrammar:
@@ -97,6 +94,14 @@ class LlguidanceMatcher:
         address = ctypes.addressof(ctypes.c_byte.from_buffer(row.data))  # 0.2 us; `row.ctypes.data` takes 3
         self._matcher.unsafe_compute_mask_ptr(address, row.nbytes)
         return self._matcher.get_error() if self._matcher.is_error() else ""
+
+
+def _lark(ebnf: str) -> str:
+    """A grammar in GBNF or Lark, as Lark."""
+    try:
+        return grammar_from("grammar", ebnf)
+    except Exception as error:  # the converter raises what its parser raises
+        raise GrammarError("ebnf", _sentence(str(error))) from error
 
 
 def unanchored(regex: str) -> str:

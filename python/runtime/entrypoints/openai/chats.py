@@ -95,7 +95,7 @@ class Chats:
         prompt_ids = await self.prompt_ids(body)
         sampling = body.sampling(body.limit, body.min_tokens, self._manager.config.model.default_sampling_params)
         output = OutputRequest(tools.schemas, sampling.stop, body.separate_reasoning, tools.rule, tools.parallel)
-        grammar_names = body.grammar_names() if tools.rule == "free" else dict.fromkeys(GRAMMAR_KINDS, "tools")
+        grammar_names = body.grammar_names() if tools.rule == "free" else {str(kind): "tools" for kind in GRAMMAR_KINDS}
         call = Call(
             name=name,
             prompts=[prompt_ids],

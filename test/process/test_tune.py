@@ -12,7 +12,12 @@ import httpx
 from process.conftest import ROOT, Embedded, serve_embedded
 from runtime.config.tuning import read_tuning
 
-GREEDY = {"text": "1, 2, 3, 4, 5, 6, 7, 8,", "sampling_params": {"temperature": 0, "max_new_tokens": 24}, "return_logprob": True, "top_logprobs_num": 2}
+GREEDY = {
+    "text": "1, 2, 3, 4, 5, 6, 7, 8,",
+    "sampling_params": {"temperature": 0, "max_new_tokens": 24},
+    "return_logprob": True,
+    "top_logprobs_num": 2,
+}
 
 
 def text_of(server: Embedded) -> str:

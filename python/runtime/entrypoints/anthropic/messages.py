@@ -52,7 +52,7 @@ class MessagesApi:
         self._model.check(body.model)
         chat_body = self._conversion.body(prompt_fields(body))
         with self._conversion.naming():
-            ids = await until_gone(request, self._chats.prompt_ids(chat_body))
+            ids = await until_gone(request, self._chats.prompt_ids(chat_body, any_length=True))
         return json_response({"input_tokens": len(ids)})
 
     async def _collect(self, chat: Chat, writer: MessageWriter) -> None:

@@ -116,8 +116,8 @@ class Chats:
         readers = [AnswerReader(parser, tools.parallel, body.stream_reasoning) for parser in parsers]
         return Chat(name, group, readers, thinks=self._format.thinks)
 
-    async def prompt_ids(self, body: ChatBody) -> list[int]:
-        """Token ids of the conversation."""
+    async def prompt_ids(self, body: ChatBody, *, any_length: bool = False) -> list[int]:
+        """Token ids of the conversation, and of the beginning of an answer; with `any_length` they need not fit in the context."""
         if body.chat_template is not None and not self._manager.config.server.trust_request_chat_template:
             raise UnsupportedField("chat_template", TEMPLATE_REFUSED)
         if not self._tokenizer.has_chat_template and body.chat_template is None:
@@ -126,9 +126,10 @@ class Chats:
             )
         return await self._manager.encoder.encode_chat(
             rendered_messages(body.messages),
+            any_length=any_length,
             tools=[function.rendered() for function in body.tool_request().described],
             call_form=self._format.call_form,
-            add_generation_prompt=not body.continue_final_message,
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.template_kwargs() or None,
             chat_template=body.chat_template,

@@ -15,7 +15,7 @@ from runtime.layers.linear import Linear, Partition
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
 from runtime.layers.quantization.dense import DENSE
-from runtime.layers.quantization.int8 import DIRECT_ROWS, Int8, dequantize, quantize_rows
+from runtime.layers.quantization.int8 import DIRECT_HEAD_ROWS, DIRECT_ROWS, HEAD_SIZE, Int8, dequantize, quantize_rows
 from runtime.layers.quantization.registry import SCHEMES
 from runtime.layers.quantization.scheme import GemmCaps, LinearPart, QuantScheme, Storage, WeightSlot
 from runtime.layers.torch_ops import TorchOps
@@ -48,9 +48,14 @@ def test_int8_multiplies_by_its_dequantized_weight(tokens: int, out_features: in
     assert layer(x).dtype == x.dtype
 
 
-def test_an_int8_row_does_not_depend_on_other_tokens() -> None:
-    layer, x = int8(random(64, 64)), random(8, 64, seed=3)
-    assert torch.equal(layer(x)[3], layer(x[3:4])[0])
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "most"), [(64, 64, DIRECT_ROWS), (960, 576, DIRECT_ROWS), (HEAD_SIZE // 576 + 4, 576, DIRECT_HEAD_ROWS)]
+)
+def test_an_int8_row_does_not_depend_on_other_rows(out_features: int, in_features: int, most: int) -> None:
+    layer, x = int8(random(out_features // 4 * 4, in_features)), random(most, in_features, seed=3)
+    alone = torch.cat([layer(row) for row in x[:, None]])
+    for rows in (2, 4, 8, 17, 24, most):
+        assert torch.equal(layer(x[:rows]), alone[:rows]), rows
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), [(960, 576), (576, 1536)])

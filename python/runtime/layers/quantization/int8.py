@@ -11,8 +11,13 @@ from torch.nn import functional as F
 
 from runtime.layers.quantization.scheme import GemmCaps, LinearPart, Storage, WeightSlot, stacked
 
-DIRECT_ROWS = 16
-"""Up to this many tokens the packed int8 kernel is faster; above, dequantisation and a bfloat16 GEMM (AVX-512)."""
+DIRECT_ROWS = 32
+"""Up to this many rows the packed int8 kernel multiplies, which gives a row the same bits beside any others; above,
+dequantisation and a bfloat16 GEMM. For speed 8 would do (AVX-512), but four windows of 8 tokens, or 32 requests, must
+have the bits of single tokens."""
+DIRECT_HEAD_ROWS = 64
+"""The same for matrices of at least `HEAD_SIZE` weights: dequantised, they do not stay in the caches."""
+HEAD_SIZE = 2**23
 K_MULTIPLE = 32
 N_MULTIPLE = 4
 
@@ -74,7 +79,8 @@ class Int8:
 def _multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, in_prompt: bool) -> torch.Tensor:
     # The kernel reads whole vectors: with other shapes it would read past the rows.
     packable = weight.shape[1] % K_MULTIPLE == 0 and weight.shape[0] % N_MULTIPLE == 0
-    if packable and x.shape[0] <= DIRECT_ROWS and not in_prompt:
+    most = DIRECT_HEAD_ROWS if weight.numel() >= HEAD_SIZE else DIRECT_ROWS
+    if packable and x.shape[0] <= most and not in_prompt:
         return torch.ops.aten._weight_int8pack_mm(x.contiguous(), weight, scale)
     wide = weight.to(torch.bfloat16)
     return (blocked_matmul(x, wide) if in_prompt else F.linear(x, wide)).mul_(scale)

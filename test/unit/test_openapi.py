@@ -26,8 +26,8 @@ user cache_control prompt_cache_retention stream_reasoning
 metadata store prompt_cache_key safety_identifier service_tier verbosity prediction rid separate_reasoning"""
 TOOLS = "function_call functions parallel_tool_calls reasoning_effort tool_choice tools"
 CONSTRAINED = "ebnf json_schema regex structural_tag"
-OPENAI_CONSTRAINED = """guided_choice guided_decoding_backend guided_grammar guided_json guided_regex guided_whitespace_pattern
-response_format structured_outputs"""
+OPENAI_CONSTRAINED = """guided_choice guided_decoding_backend guided_grammar guided_json guided_regex response_format
+structured_outputs"""
 CHAT = f"{CHAT} {CONSTRAINED} {OPENAI_CONSTRAINED}"
 NOT_FOR_COMPLETIONS = """add_generation_prompt chat_template_kwargs continue_final_message max_completion_tokens messages top_logprobs"""
 NATIVE = """text input_ids sampling_params rid stream return_logprob logprob_start_len top_logprobs_num
@@ -51,7 +51,7 @@ UNBOUNDED = {"metadata", "prediction", "prompt_cache_key", "rid", "safety_identi
 UNBOUNDED |= {"store", "user", "verbosity", "cache_control", "prompt_cache_retention", "stream_reasoning", "background"}
 UNBOUNDED |= {"conversation_id", "custom_labels", "external_trace_header", "log_metrics", "no_logs", "routing_key"}
 UNBOUNDED |= {"max_tool_calls", "prompt_cache_options", "context_management"}
-UNBOUNDED |= {"guided_decoding_backend", "guided_whitespace_pattern"}
+UNBOUNDED |= {"guided_decoding_backend"}
 
 
 @pytest.fixture(scope="module")

@@ -91,6 +91,7 @@ def test_text_has_no_grammar(fields: dict[str, Any]) -> None:
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "response_format.json_schema.name"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format.json_schema.schema"),
         ({"guided_choice": []}, "guided_choice"),
+        ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}}, "structured_outputs.disable_any_whitespace"),
         ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "regex"),
         ({"regex": "a", "guided_json": {}}, "guided_json"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format"),

@@ -17,6 +17,9 @@ _NAMES_BY_REASON = {
     "write documents and instructions into the messages or the prompt": ("documents", "instruct", "task"),
     "only /v1/completions repeats the prompt or takes the best of several": ("best_of", "echo"),
     "this server does not search with beams": ("beam_width", "length_penalty", "use_beam_search"),
+    "white space between the parts of JSON is free, up to 32 characters": (
+        "disable_any_whitespace", "guided_whitespace_pattern", "whitespace_pattern",
+    ),
     "logit_bias, regex and json_schema say which tokens may come": ("allowed_token_ids", "bad_words", "logits_processors"),
     "return_token_ids returns the token ids": ("return_input_ids_in_sglext", "return_output_ids_in_sglext", "return_prompt_token_ids"),
     "embeddings of a prompt cannot be given": (
@@ -65,6 +68,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "context_management": ([],),
     "data_parallel_rank": (0,),
+    "disable_any_whitespace": (False,),
     "documents": ([],),
     "ebnf_full_assistant": (False,),
     "echo": (False,),

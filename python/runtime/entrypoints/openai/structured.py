@@ -66,13 +66,11 @@ class StructuredOutputs(Body):
     RULES = (at_most_one(*map(has, ("choice", "grammar", "json", "regex", "structural_tag")), has(json_object=TRUE)),)
 
     choice: ChoiceTexts | None = None
-    disable_any_whitespace: Unused = None
     grammar: GrammarText | None = None
     json_: Annotated[JsonSchema | None, Field(alias="json")] = None
     json_object: bool = False
     regex: Regex | None = None
     structural_tag: GrammarText | dict[str, Any] | None = None
-    whitespace_pattern: Unused = None
 
     def constraints(self) -> list[Constraint]:
         """The grammars that are given."""
@@ -92,7 +90,6 @@ class ConstrainedFields(SamplingFields):
     guided_grammar: GrammarText | None = None
     guided_json: JsonSchema | None = None
     guided_regex: Regex | None = None
-    guided_whitespace_pattern: Unused = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 

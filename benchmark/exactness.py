@@ -23,7 +23,6 @@ from benchmark.embedded_speculation import OFF, chat_prompts, speculation
 from benchmark.lossless import compare, in_groups, options
 from benchmark.markdown import Result, change, pick, provenance, table
 from benchmark.record import Record, Row
-from benchmark.server import apart, parse_or_answer
 from benchmark.shapes import big_model, tiny_model
 from benchmark.sweep import arguments, numbers
 from benchmark.tuning.world import decode_batch, page_table
@@ -176,29 +175,25 @@ def one_tiling(gemms: Sequence[Gemm], searched: GemmTimings, tuning: DeviceTunin
     return found
 
 
-def measure(flags: Sequence[str], contexts: Sequence[int], replays: int) -> list[Row]:
-    """The passes with each of `SETTINGS`, behind each number of tokens."""
+def measure(flags: Sequence[str], contexts: Sequence[int], replays: int) -> Iterator[Row]:
+    """The passes with each of `SETTINGS`, behind each number of tokens. Run it under `torch.inference_mode()`."""
     config, model_config = prepare(parse([*flags]).args)
     tuning = config.device.tuning
+
+    def rows(model: DecoderModel, setting: str, cut: DeviceTuning) -> Iterator[Row]:
+        for context in contexts:
+            yield from Passes.build(config, model, cut, context).rows(setting, replays)
+
     model = load(config, model_config, GemmTimings(tuning))
-    with torch.inference_mode():
-        rows = _rows(config, model, DEFAULT, tuning, contexts, replays)
-        searched = GemmTimings(searched_tuning(tuning))
-        select_ops(model.embed.device, model.dtype, searched)[0].autotune(list(model.gemms()), ROWS)
-        one = one_tiling(list(model.gemms()), searched, tuning)
+    yield from rows(model, DEFAULT, tuning)
+    searched = GemmTimings(searched_tuning(tuning))
+    select_ops(model.embed.device, model.dtype, searched)[0].autotune(list(model.gemms()), ROWS)
+    one = one_tiling(list(model.gemms()), searched, tuning)
     del model
     gc.collect()
     model = load(config, model_config, one)
-    with torch.inference_mode():
-        rows += _rows(config, model, ONE_TILING, tuning, contexts, replays)
-        rows += _rows(config, model, ONE_PART, whole_tuning(tuning), contexts, replays)
-    return rows
-
-
-def _rows(
-    config: RuntimeConfig, model: DecoderModel, setting: str, tuning: DeviceTuning, contexts: Sequence[int], replays: int
-) -> list[Row]:
-    return [row for context in contexts for row in Passes.build(config, model, tuning, context).rows(setting, replays)]
+    yield from rows(model, ONE_TILING, tuning)
+    yield from rows(model, ONE_PART, whole_tuning(tuning))
 
 
 def load(config: RuntimeConfig, model_config: ModelConfig, timings: GemmTimings) -> DecoderModel:
@@ -283,13 +278,15 @@ def main() -> None:
     parser.add_argument("--model", help="file of the embedded model, if it cannot be fetched")
     parser.add_argument("--contexts", type=numbers, default=[1000, 8000], help="tokens of each request before a pass")
     parser.add_argument("--only", choices=("passes", "answers"), help="measure one of the two tables")
-    args = parse_or_answer(parser, measure)
+    args = parser.parse_args()
     record, quick = Record(NAME, KEYS, args.out, args.quick), args.quick
     if args.only != "answers":
         served = tiny_model() if quick else big_model()
-        order = {"flags": served.target_flags, "contexts": [16] if quick else args.contexts, "replays": 2 if quick else 9}
-        for row in apart(NAME, order):
-            record.add({"model": served.name, **row})
+        with torch.inference_mode():
+            for row in measure(served.target_flags, [16] if quick else args.contexts, 2 if quick else 9):
+                record.add({"model": served.name, **row})
+        gc.collect()
+        torch.cuda.empty_cache()  # the engines share the GPU with this process
     if args.only != "passes":
         common = options("cpu", 1) if quick else {**ON_GPU}
         common |= {"model_path": args.model} if args.model else {}

@@ -17,6 +17,7 @@ class ServingError(Exception):
         status: the HTTP status of the answer.
         kind: OpenAI's `error.type`.
         code: OpenAI's `error.code`; null where OpenAI has no word for the error.
+        message: what is wrong.
         param: the request field at fault, if there is one.
         retry_after: seconds for the `Retry-After` header, if a retry can help.
     """
@@ -28,6 +29,7 @@ class ServingError(Exception):
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
+        self.message = message
         self.param = param
 
 
@@ -68,12 +70,15 @@ class GrammarError(RequestError):
     """The grammar of a request cannot be used.
 
     Args:
-        kind: the field of `SamplingParams` that holds it.
-        reason: completes the sentence "The KIND cannot be used: ...".
+        kind: the field of `SamplingParams` that holds it; protocols with another name for it change `param`.
+        reason: completes the sentence "The PARAM cannot be used: ...".
     """
 
     def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(f"The {kind} cannot be used: {reason}", kind)
+        super().__init__(reason, kind)
+
+    def __str__(self) -> str:
+        return f"The {self.param} cannot be used: {self.message}"
 
 
 class MissingField(RequestError):

@@ -130,6 +130,8 @@ def test_bad_calls_are_refused_by_name_and_the_engine_goes_on(engine: Engine) ->
         (lambda: engine.generate("a", input_ids=[1]), "prompt"),
         (lambda: engine.generate(["a", "b"], [{}]), "sampling_params"),
         (lambda: engine.generate("a", {"temprature": 1}), "sampling_params"),
+        (lambda: engine.generate("a", {"n": 0}), "n"),
+        (lambda: engine.generate("a", {"n": 2}, stream=True), "prompt"),
         (lambda: engine.generate("a", {"temperature": float("nan")}), "temperature"),
         (lambda: engine.generate(["a", "b"], stream=True), "prompt"),
         (lambda: engine.generate(input_ids=[5000]), "input_ids"),
@@ -249,8 +251,20 @@ def test_sglangs_arguments_are_taken_or_refused_by_name(engine: Engine) -> None:
     assert [token for _, token in first["input_token_logprobs"]] == [6, 7]
     assert all(len(row) == 2 for row in first["output_top_logprobs"])
     assert "output_token_logprobs" not in second
+    sampled = {**GREEDY, "n": 2, "sampling_seed": 7, "stop_regex": [], "no_stop_trim": False, "custom_params": None}
+    texts = engine.generate(input_ids=[[5, 6, 7], [8, 9]], sampling_params=sampled)
+    assert [text["meta_info"]["prompt_tokens"] for text in texts] == [3, 3, 2, 2]
+    assert texts[0]["output_ids"] == engine.generate(input_ids=[5, 6, 7], sampling_params={**sampled, "n": 1})["output_ids"]
     nothing = engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 0})
     assert (nothing["output_ids"], nothing["meta_info"]["completion_tokens"]) == ([], 0)
-    for name, value in (("image_data", "http://x/"), ("lora_path", "a"), ("custom_logit_processor", "x"), ("made_up", 1)):
+    for name, value in (
+        ("image_data", "http://x/"),
+        ("lora_path", "a"),
+        ("custom_logit_processor", "x"),
+        ("made_up", 1),
+        ("embed_overrides", []),
+    ):
         with pytest.raises(RequestError, match=name):
             engine.generate(input_ids=[5], **{name: value})
+    with pytest.raises(RequestError, match="no_stop_trim"):
+        engine.generate(input_ids=[5], sampling_params={"no_stop_trim": True})

@@ -15,6 +15,7 @@ from tiny import tiny_model, tiny_runtime
 
 from runtime.batch import WorkerLimits
 from runtime.entrypoints.http.server import serve
+from runtime.errors import GrammarError
 from runtime.managers.messages import (
     AbortReq,
     CacheFlushed,
@@ -28,6 +29,7 @@ from runtime.managers.messages import (
     TokenLogprobs,
     ToScheduler,
 )
+from runtime.managers.replies import failure
 from runtime.managers.telemetry.decode_stats import DecodeStats
 from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
@@ -83,12 +85,14 @@ class ScriptedScheduler:
         gap: seconds between steps.
         hold: steps after which requests make no progress, or None.
         fail: steps after which requests fail, or None.
+        refuse: why no grammar can be used; empty to follow none and refuse none.
     """
 
     say: Callable[[GenerateReq], str] = lambda request: "Hello, world"
     gap: float = 0.0
     hold: int | None = None
     fail: int | None = None
+    refuse: str = ""
     manager: TokenizerManager = field(init=False)
     requests: list[GenerateReq] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -136,6 +140,11 @@ class ScriptedScheduler:
     async def _run(self, request: GenerateReq) -> None:
         if request.pooling is not None:
             await self._pool(request, request.pooling)
+            return
+        if self.refuse and (spec := request.sampling.grammar) is not None:
+            await asyncio.sleep(0)
+            finish = failure(GrammarError(spec.kind, self.refuse))
+            self.manager.handle(TextOutBatch(outs=[TextOut(rid=request.rid, text="", token_ids=[], progress=Progress(1), finish=finish)]))
             return
         data = self.say(request).encode()[: request.sampling.max_new_tokens]
         cut = len(self.say(request).encode()) > len(data)

@@ -12,8 +12,6 @@ from front import ScriptedScheduler, front
 from pydantic import TypeAdapter
 
 from runtime.entrypoints.openai.protocol import ChatCompletion
-from runtime.managers.messages import Finish, GenerateReq, TextOut, TextOutBatch
-from runtime.managers.telemetry.progress import Progress
 
 TEMPLATE = (
     "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
@@ -211,29 +209,6 @@ def test_required_calls_are_enforced_by_a_grammar() -> None:
     assert "triggered_tags" in requests[0].sampling.structural_tag
     _, _, requests = ask("text", {"tools": TOOLS})
     assert requests[0].sampling.structural_tag is None
-
-
-def test_a_schema_that_no_grammar_enforces_is_the_fault_of_the_tools() -> None:
-    def say(request: Any) -> str:
-        raise AssertionError("not reached")
-
-    async def check() -> None:
-        scheduler = ScriptedScheduler(say=say)
-        async with front(scheduler, template=TEMPLATE, context_length=4000) as f:
-            scheduler.send = lambda message: refuse(f.manager, message)  # type: ignore[method-assign]
-            f.manager._send = scheduler.send
-            answer = await f.post("/v1/chat/completions", {"messages": HI, "tools": TOOLS, "tool_choice": "required"})
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "tools"
-        assert "The structural_tag cannot be used: why." in answer.json()["error"]["message"]
-
-    def refuse(manager: Any, message: Any) -> None:
-        finish = Finish(reason="abort", message="The structural_tag cannot be used: why.", status=400)
-        if isinstance(message, GenerateReq):
-            out = TextOut(rid=message.rid, text="", token_ids=[], progress=Progress(1), finish=finish)
-            asyncio.get_running_loop().call_soon(manager.handle, TextOutBatch(outs=[out]))
-
-    asyncio.run(check())
 
 
 def test_earlier_calls_and_results_are_rendered() -> None:

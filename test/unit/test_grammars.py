@@ -91,6 +91,10 @@ LANGUAGES = [
      ["<t>x y</t>a/bb", "<t></t>[1]"], ["<t>", "a/b"]),
     ("structural_tag", structural({"type": "sequence", "elements": [{"type": "any_text"}, TAG, {"type": "any_text"}]}),
      [CALL, f"x{CALL}y"], ["x"]),
+    ("structural_tag",
+     structural({"type": "sequence", "elements": [
+         {"type": "const_string", "value": "<t>"}, {"type": "grammar", "grammar": 'root ::= "{" b+\nb ::= [a-c]'}]}),
+     ["<t>{ab"], ["<t>{", "{ab", "<t>{ab}"]),
 ]  # fmt: skip
 
 
@@ -139,6 +143,14 @@ def test_control_tokens_in_tags_are_tokens(llguidance: GrammarBackend) -> None:
 def test_a_grammar_that_cannot_be_used_is_refused(llguidance: GrammarBackend, kind: str, grammar: Any, reason: str) -> None:
     with pytest.raises(GrammarError, match=f"The {kind} cannot be used: .*{reason}"):
         llguidance.compile(spec_of(kind, grammar))
+
+
+def test_a_refusal_hides_the_grammar_that_the_server_wrote(llguidance: GrammarBackend) -> None:
+    tag = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": {"not": {}}}, "end": "</f>"}
+    with pytest.raises(GrammarError, match=r'^The structural_tag cannot be used: Unimplemented keys: \["not"\]\.$'):
+        llguidance.compile(spec_of("structural_tag", structural(tag)))
+    with pytest.raises(GrammarError, match=r'^The regex cannot be used: invalid regex "\(\?=a\)b" .* is not supported\.$'):
+        llguidance.compile(spec_of("regex", "(?=a)b"))
 
 
 def test_only_the_end_is_allowed_behind_a_finished_text(backend: GrammarBackend) -> None:

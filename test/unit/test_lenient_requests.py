@@ -55,15 +55,23 @@ SGLANG = {
     "lora_path": None,
     "routed_dp_rank": 0,
     "return_meta_info": False,
+    "session_id": "s",
+    "routed_experts_start_len": 0,
+    "use_beam_search": False,
     "some_new_field": None,
 }
+SGLANG_NATIVE = {
+    "text": "hi", "sampling_params": {"max_new_tokens": 2, "stream_interval": 1, "beam_width": 1}, "mm_hashes": ["x"], "session_id": "s",
+    "return_flat_raw_top_logprobs": False, "video_config": {"fps": 1}, "received_time": 0.5,
+}  # fmt: skip
 CACHED_PART = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (CHAT, ROUTER_CHAT), ("/generate", ROUTER_GENERATE), ("/generate", FRONT_END), ("/generate", BENCH), (CHAT, OPENAI), (CHAT, SGLANG),
+        (CHAT, ROUTER_CHAT), ("/generate", ROUTER_GENERATE), ("/generate", FRONT_END), ("/generate", BENCH), ("/generate", SGLANG_NATIVE),
+        (CHAT, OPENAI), (CHAT, SGLANG),
         (CHAT, {"messages": [{"role": "user", "content": CACHED_PART, "cache_control": {"type": "ephemeral"}}]}),
         ("/v1/completions", {"prompt": "x", "return_cached_tokens_details": True, "best_of": 1, "ignore_eos": False}),
     ],

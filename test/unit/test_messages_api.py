@@ -242,6 +242,8 @@ def test_thinking_text_and_tools_are_blocks_of_their_own() -> None:
     for event in events:
         if event["type"] != "ping":
             official_forms()[1].validate_python(event)
+    deltas = [event["delta"]["type"] for event in events if event["type"] == "content_block_delta" and event["index"] == 0]
+    assert deltas == ["thinking_delta", "thinking_delta", "signature_delta"], "a signature ends the thinking"
     parts = [event["delta"] for event in events if event["type"] == "content_block_delta" and event["index"] == 2]
     assert "".join(part["partial_json"] for part in parts) == '{"a":1}'
     starts = [event["index"] for event in events if event["type"] == "content_block_start"]
@@ -278,6 +280,8 @@ def test_an_aborted_message_has_no_reason_to_stop() -> None:
         ({"max_tokens": 5, "messages": HI, "temperature": 1.5}, "temperature must be a number between 0 and 1"),
         ({"max_tokens": 5, "messages": HI, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124 is not supported"),
         ({"max_tokens": 5, "messages": HI, "tool_choice": {"type": "tool"}}, "tool_choice.name is required"),
+        ({"max_tokens": 5, "messages": HI, "tool_choice": {"type": "any"}}, "tool_choice requires tools"),
+        ({"max_tokens": 5, "messages": HI, "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice requires tools"),
     ],
 )
 def test_wrong_requests_are_refused_in_anthropics_form(body: dict[str, Any], words: str) -> None:

@@ -18,7 +18,7 @@ from runtime.entrypoints.http.server import create_app
 HI = [{"role": "user", "content": "hi"}]
 CALL = {"function": {"name": "f"}}
 
-CHAT = """cache_salt chat_template_kwargs continue_final_message frequency_penalty ignore_eos logit_bias logprobs
+CHAT = """add_generation_prompt cache_salt chat_template_kwargs continue_final_message frequency_penalty ignore_eos logit_bias logprobs
 max_completion_tokens max_tokens messages min_p min_tokens model n presence_penalty priority repetition_penalty
 return_cached_tokens_details return_spec_tokens_details return_token_ids
 seed skip_special_tokens speculative_num_steps stop stop_token_ids stream stream_options temperature top_k top_logprobs top_p
@@ -26,10 +26,10 @@ user cache_control prompt_cache_retention stream_reasoning
 metadata store prompt_cache_key safety_identifier service_tier verbosity prediction rid separate_reasoning"""
 TOOLS = "function_call functions parallel_tool_calls reasoning_effort tool_choice tools"
 CONSTRAINED = "ebnf json_schema regex structural_tag"
-OPENAI_CONSTRAINED = """guided_choice guided_decoding_backend guided_grammar guided_json guided_regex guided_whitespace_pattern
-response_format structured_outputs"""
+OPENAI_CONSTRAINED = """guided_choice guided_decoding_backend guided_grammar guided_json guided_regex response_format
+structured_outputs"""
 CHAT = f"{CHAT} {CONSTRAINED} {OPENAI_CONSTRAINED}"
-NOT_FOR_COMPLETIONS = """chat_template_kwargs continue_final_message max_completion_tokens messages top_logprobs"""
+NOT_FOR_COMPLETIONS = """add_generation_prompt chat_template_kwargs continue_final_message max_completion_tokens messages top_logprobs"""
 NATIVE = """text input_ids sampling_params rid stream return_logprob logprob_start_len top_logprobs_num
 return_text_in_logprobs cache_salt priority model background conversation_id custom_labels external_trace_header log_metrics
 no_logs routing_key"""
@@ -42,6 +42,8 @@ MESSAGE = """cache_control context_management max_tokens messages metadata model
 stop_sequences stream system temperature thinking tool_choice tools top_k top_p"""
 NOT_FOR_COUNTS = "max_tokens metadata priority service_tier stop_sequences stream temperature top_k top_p"
 POOLING = "cache_salt model priority rid user"
+TOKENIZE = """add_generation_prompt add_special_tokens chat_template_kwargs continue_final_message messages model prompt
+reasoning_effort return_token_strs tool_choice tools"""
 SAMPLING = """frequency_penalty ignore_eos logit_bias max_new_tokens min_new_tokens min_p n presence_penalty
 repetition_penalty sampling_seed seed skip_special_tokens speculative_num_steps stop stop_token_ids temperature top_k top_p"""
 SAMPLING = f"{SAMPLING} {CONSTRAINED}"
@@ -49,7 +51,7 @@ UNBOUNDED = {"metadata", "prediction", "prompt_cache_key", "rid", "safety_identi
 UNBOUNDED |= {"store", "user", "verbosity", "cache_control", "prompt_cache_retention", "stream_reasoning", "background"}
 UNBOUNDED |= {"conversation_id", "custom_labels", "external_trace_header", "log_metrics", "no_logs", "routing_key"}
 UNBOUNDED |= {"max_tool_calls", "prompt_cache_options", "context_management"}
-UNBOUNDED |= {"guided_decoding_backend", "guided_whitespace_pattern"}
+UNBOUNDED |= {"guided_decoding_backend"}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +96,8 @@ def test_every_documented_field_has_a_type_and_every_number_bounds(spec: dict[st
         "/v1/messages": set(MESSAGE.split()),
         "/v1/messages/count_tokens": set(MESSAGE.split()) - set(NOT_FOR_COUNTS.split()),
         "/v1/embeddings": {*POOLING.split(), "dimensions", "encoding_format", "input"},
-        "/v1/score": {*POOLING.split(), "apply_softmax", "item_first", "items", "label_token_ids", "query"},
+        "/v1/score": {*POOLING.split(), "apply_softmax", "item_first", "items", "label_token_ids", "query", "temperature"},
+        "/tokenize": set(TOKENIZE.split()),
         "/v1/rerank": {*POOLING.split(), "documents", "query", "return_documents", "top_n"},
     }
     for path, names in expected.items():

@@ -62,6 +62,31 @@ def test_a_remote_tokenizer_finds_its_tokens_and_template() -> None:
     run(case())
 
 
+def test_a_conversation_of_any_length_is_tokenised_as_a_chat_renders_it() -> None:
+    async def case() -> None:
+        async with front(template=TEMPLATE + "{% if tools %}{{ tools[0].function.name }}{% endif %}{{ reasoning_effort }}") as f:
+            tools = [{"type": "function", "function": {"name": "weather"}}]
+            chat = {
+                "messages": [{"role": "user", "content": "hi"}],
+                "tools": tools,
+                "reasoning_effort": "low",
+                "add_generation_prompt": False,
+            }
+            assert (await f.post("/v1/chat/completions", chat)).status_code == 200
+            tokens = (await f.post("/tokenize", chat)).json()["tokens"]
+            assert tokens == f.scheduler.requests[0].input_ids
+            assert bytes(token for token in tokens if token < 256).endswith(b"weatherlow")
+            assert (await f.post("/tokenize", {**chat, "tool_choice": {"type": "function"}})).json()["error"][
+                "param"
+            ] == "tool_choice.function"
+            long = {"messages": [{"role": "user", "content": "x" * 4096}]}
+            counted = await f.post("/v1/messages/count_tokens", long)
+            assert (await f.post("/tokenize", long)).json()["count"] == counted.json()["input_tokens"] > 4096
+            assert (await f.post("/v1/chat/completions", long)).json()["error"]["code"] == "context_length_exceeded"
+
+    run(case())
+
+
 def test_pages_of_allowed_origins_may_use_the_api() -> None:
     async def case() -> None:
         preflight = {

@@ -87,6 +87,9 @@ def test_scores_are_label_probabilities_of_query_and_item(item_first: bool) -> N
             shares = (await f.post("/v1/score", {**body, "apply_softmax": True})).json()["scores"]
             assert shares[0] == pytest.approx([value / sum(raw) for value in raw])
             assert [r.input_ids for r in f.scheduler.requests[:2]] == ([[97, 113], [98, 113]] if item_first else [[113, 97], [113, 98]])
+            sharp = (await f.post("/v1/score", {**body, "apply_softmax": True, "temperature": 0.5})).json()["scores"]
+            assert sharp[0] == pytest.approx([value**2 / sum(raw**2 for raw in shares[0]) for value in shares[0]])
+            assert (await f.post("/v1/score", {**body, "temperature": 0.5})).json()["error"]["param"] == "temperature"
             one = (await f.post("/v1/score", {**body, "query": [113], "items": [[97]]})).json()
             assert one["scores"] == answer["scores"][:1]
             single = (await f.post("/v1/score", {**body, "items": "a"})).json()

@@ -201,8 +201,7 @@ def test_a_running_response_can_be_cancelled() -> None:
             assert answer["status"] == "cancelled"
             last = (await streaming)[-1]
             assert (last["type"], last["response"]["status"]) == ("response.incomplete", "cancelled")
-            ended = await f.post(f"{PATH}/{answer['id']}/cancel")
-            assert (ended.status_code, "cancelled" in ended.json()["error"]["message"]) == (400, True)
+            assert (await f.post(f"{PATH}/{answer['id']}/cancel")).json() == answer, "cancelling twice changes nothing"
             assert (await f.post(f"{PATH}/resp_x/cancel")).status_code == 404
 
     run(check())

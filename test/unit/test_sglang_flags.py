@@ -12,7 +12,7 @@ import pytest
 
 from runtime.config.flag_parser import flags, from_fields, parse
 from runtime.config.resolve import check
-from runtime.config.sglang_flags import NO_EFFECT, ONLY, REFUSED
+from runtime.config.sglang_flags import NO_EFFECT, ONLY, REFUSED, take
 from runtime.errors import ConfigError
 from runtime.model_files.hub import download
 
@@ -22,7 +22,8 @@ TAKEN = re.findall(
     --model-path m --speculative-algo NEXTN --speculative-draft-model-path d --enable-cache-report --decode-log-interval 40
     --log-level-http warning --download-dir /models --json-model-override-args {} --nnodes 1 --node-rank=0
     --cuda-graph-bs-decode 1 2 4 --tokenizer-mode auto --pp-size 1 --bucket-e2e-request-latency 1 2 3 --enable-metrics
-    --load-balance-method round_robin
+    --load-balance-method round_robin --moe-runner-backend triton --enable-dp-lm-head --no-enable-lora --kv-cache-dtype bf16
+    --tool-call-parser qwen --reasoning-parser qwen3-thinking --quantization unquant
     """,
 )
 
@@ -32,6 +33,7 @@ def test_a_long_command_line_of_sglang_loads(caplog: pytest.LogCaptureFixture) -
         args = parse([*TAKEN, "--preferred-sampling-params", '{"top_k": 4}']).args
     check(args)
     assert (args.speculative_algorithm, args.cuda_graph_bs, args.log_level_http) == ("EAGLE", (1, 2, 4), "warning")
+    assert (args.kv_cache_dtype, args.tool_call_parser, args.quantization) == ("bfloat16", "qwen25", "none")
     assert (args.download_dir, args.enable_metrics) == ("/models", True)
     assert "--enable-cache-report has no effect: usage always reports cached tokens" in caplog.messages
     assert parse(["--cuda-graph-max-bs-decode", "8"]).args.cuda_graph_max_bs == 8
@@ -46,7 +48,7 @@ def test_a_long_command_line_of_sglang_loads(caplog: pytest.LogCaptureFixture) -
         (["--enable-hierarchical-cache"], ["--enable-hierarchical-cache", "KV cache"]),
         (["--skip-tokenizer-init"], ["--skip-tokenizer-init", "input_ids"]),
         (["--decode-attention-backend", "fa3"], ["--decode-attention-backend", "--attention-backend"]),
-        (["--ssl-ca-certs", "x"], ["--ssl-ca-certs"]),
+        (["--ssl-ca-certs", "x"], ["--ssl-ca-certs", "key"]),
         (["--made-up-flag", "x"], ["Unknown argument '--made-up-flag'"]),
     ],
 )
@@ -57,11 +59,28 @@ def test_what_cannot_be_taken_is_refused_without_a_misleading_guess(argv: list[s
     assert "did you mean" not in str(caught.value)
 
 
+def outcome(name: str, values: list[str]) -> str:
+    """taken, refused or unknown."""
+    try:
+        return "taken" if take(name, values) else "unknown"
+    except ConfigError as error:
+        return "refused" if re.fullmatch(r"--\S+ (\S+ )?is not supported: \S.*\.", str(error)) else str(error)
+
+
+def test_every_flag_of_sglang_is_known() -> None:
+    ours = {spelling.removeprefix("--") for flag in flags() for spelling in flag.spellings} | {"config"}
+    theirs = set((Path(__file__).parent / "sglang_flags.txt").read_text().split()) - ours
+    assert {name: outcome(name, ["x"]) for name in theirs if outcome(name, ["x"]) not in ("taken", "refused")} == {}
+    asking_for_nothing = [(name, []) for name in map("no-{}".format, theirs)] + [(name, ["false"]) for name in theirs]
+    assert {name: values for name, values in asking_for_nothing if outcome(name, values) != "taken"} == {}
+
+
 def test_keyword_options_and_files_take_the_same_flags(tmp_path: Path) -> None:
     file = tmp_path / "flags.yaml"
     file.write_text("enable-cache-report: true\nnnodes: 1\nspeculative-algorithm: NEXTN\nspeculative-draft-model-path: d\n")
     assert parse(["--config", str(file)]).args.speculative_algorithm == "EAGLE"
     assert from_fields({"enable_cache_report": True, "decode_log_interval": 5, "port": 4}).port == 4
+    assert from_fields({"enable_lora": False, "lora_paths": None, "cpu_offload_gb": 0, "port": 4}).port == 4
     with pytest.raises(ConfigError, match="--lora-paths"):
         from_fields({"lora_paths": ["a"]})
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
 
 import pytest
+from front import ScriptedScheduler, front
 from pydantic import ValidationError
 
 from runtime.entrypoints.http.body_schema import BodySchema
@@ -89,10 +91,12 @@ def test_text_has_no_grammar(fields: dict[str, Any]) -> None:
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "response_format.json_schema.name"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format.json_schema.schema"),
         ({"guided_choice": []}, "guided_choice"),
+        ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}}, "structured_outputs.disable_any_whitespace"),
         ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "regex"),
-        ({"regex": "a", "guided_json": {}}, "json_schema"),
-        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "json_schema"),
-        ({"structured_outputs": {"regex": "a", "json": {}}}, "regex"),
+        ({"regex": "a", "guided_json": {}}, "guided_json"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex"),
+        ({"regex": "a", "ebnf": "b"}, "ebnf"),
     ],
 )
 def test_wrong_constraints_are_refused_by_name(fields: dict[str, Any], named: str) -> None:
@@ -117,6 +121,38 @@ def test_engine_parameters_are_checked(values: dict[str, Any], named: str) -> No
         SamplingParams(**values).check(100)
     assert caught.value.param == named
     assert isinstance(caught.value, InvalidField) or "cannot be combined" in str(caught.value)
+
+
+CHAT = "/v1/chat/completions"
+FUNCTION = {"name": "f", "parameters": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        (CHAT, {"response_format": NAMED}, "response_format.json_schema.schema"),
+        (CHAT, {"response_format": {"type": "json_object"}, "n": 2, "logprobs": True}, "response_format"),
+        (CHAT, {"guided_choice": ["a"]}, "guided_choice"),
+        (CHAT, {"structured_outputs": {"grammar": 'root ::= "a"'}}, "structured_outputs.grammar"),
+        (CHAT, {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"}, "tools"),
+        (CHAT, {"tools": [{"type": "function", "function": FUNCTION}], "regex": "a"}, "regex"),
+        ("/v1/completions", {"prompt": ["a", "b"], "json_schema": SCHEMA}, "json_schema"),
+        ("/generate", {"text": "a", "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "text.format.schema"),
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "output_config.format.schema"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refused_grammar_is_the_fault_of_its_field(path: str, fields: dict[str, Any], named: str, stream: bool) -> None:
+    async def check() -> None:
+        async with front(ScriptedScheduler(refuse="Say why."), context_length=2000) as f:
+            chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5} if path in (CHAT, "/v1/messages") else {}
+            answer = await f.post(path, {**chat, **fields, "stream": stream})
+            assert stream or answer.status_code == 400
+            assert f"The {named} cannot be used: Say why." in answer.text
+            assert stream or path == "/v1/messages" or answer.json()["error"]["param"] == named
+
+    asyncio.run(check())
 
 
 def test_a_choice_is_matched_as_it_is_written() -> None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
 
+from runtime.batch import RowInit
 from runtime.layers.logits_processors import GrammarEnd, GrammarMask, LogitsContext, process_logits
 from runtime.layers.sampler import TorchSampling, sample
 from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.layers.token_mask import TokenMask, unpack
+from runtime.model_executor.draft_window import DraftWindow
+from runtime.model_executor.grammar_rows import GrammarRows
 from runtime.model_executor.request_rows import RequestRows
+from runtime.model_executor.staging import HostCopy
+from runtime.sampling_params import GrammarSpec, SamplingParams
+from unit.grammars import VOCAB as JSON_VOCAB
+from unit.grammars import json_tokenizer, make_compiler
 
 VOCAB = 77
 B, W = 5, 3
@@ -76,3 +85,27 @@ def test_the_end_of_a_grammar_wins_over_the_minimum_length() -> None:
     assert GrammarEnd().selects(wanted) == [0]
     assert GrammarEnd().selects(SamplingNeeds(True, True, False, [], [], [], [0])) == []
     assert GrammarMask().selects(wanted) == [0]
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_only_a_step_with_drafts_waits_for_the_step_before_it(monkeypatch: pytest.MonkeyPatch, drafts: int) -> None:
+    compiler, waited = make_compiler(), list[bool]()
+    grammar = compiler.compile(GrammarSpec("regex", "QZJ")).future.result()
+    q, z, j = json_tokenizer().encode("QZJ", False)
+    rows, row = GrammarRows(JSON_VOCAB, torch.device("cpu")), np.array([1], np.int32)
+    rows.admit([RowInit(1, 1, SamplingParams(), 0, np.array([0, 1], np.int32), np.array([5], np.int32), grammar)])
+    first = rows.step(row, 1, wanted=np.array([True]))
+    assert first is not None
+    rows.follow(first, torch.tensor([[q]]))
+    wait = HostCopy.wait
+    monkeypatch.setattr(HostCopy, "wait", lambda copy: waited.append(threading.current_thread() is threading.main_thread()) or wait(copy))
+    step = rows.step(row, 1, width=1 + drafts)
+    assert step is not None
+    assert waited == [True] * bool(drafts), "nothing is launched while the host waits"
+    step.verify(DraftWindow(torch.tensor([[q, z, j][: 1 + drafts]])))
+    mask = step.window_mask()
+    assert mask is not None
+    assert waited == [bool(drafts), False], "the tokens and the window"
+    assert mask.allowed(torch.tensor([0]), JSON_VOCAB)[0, 0].nonzero().flatten().tolist() == [z]
+    rows.close()
+    compiler.close()

@@ -110,9 +110,9 @@ def compiled(grammar: str, backend: str) -> Any:
     return BACKENDS[backend].compile(GrammarSpec("structural_tag", grammar))
 
 
-def accepts(grammar: str, text: str, backend: str = "llguidance", after: tuple[int, ...] = ()) -> bool:
+def accepts(grammar: str, text: str, backend: str = "llguidance") -> bool:
     """Whether a structural tag allows a text and then its end."""
-    constraint = Constraint(compiled(grammar, backend).matcher(), frozenset((IM_END, END_OF_TEXT)), after)
+    constraint = Constraint(compiled(grammar, backend).matcher(), frozenset((IM_END, END_OF_TEXT)))
     row = np.zeros(mask_words(SIZE), dtype=np.int32)
     for token in (*tokens_of(text), IM_END):
         if constraint.restricts:
@@ -192,25 +192,42 @@ def test_thinking_comes_before_the_grammar() -> None:
     assert accepts(unknown.structural_tag or "", f"<think>\nI call <tool_call>\n</think>\n\n{call}")
     assert accepts(unknown.structural_tag or "", call)
     opened = adapted("hermes", "qwen3", prompt=tokens_of("<|im_start|>assistant\n<think>\n"))
-    assert opened.grammar_after == tuple(b"</think>")
-    assert accepts(opened.structural_tag or "", f"free < text</think>\n\n{call}", after=opened.grammar_after)
+    assert opened.grammar_after == (), "the tag is no token of this tokenizer"
+    assert accepts(opened.structural_tag or "", f"free < text</think>\n\n{call}")
+    assert not accepts(opened.structural_tag or "", call)
     closed = adapted("hermes", "qwen3", prompt=tokens_of("<|im_start|>assistant\n<think>\n\n</think>\n\n"))
     assert closed.grammar_after == ()
     assert not accepts(closed.structural_tag or "", f"<think>a</think>{call}")
 
 
-def test_grammars_of_text_begin_after_thinking_too() -> None:
-    schema = SamplingParams(json_schema='{"type": "object"}')
-    unknown = adapted("hermes", "qwen3", sampling=schema, tools={}, rule="free")
-    assert accepts(unknown.structural_tag or "", '<think>\na\n</think>\n\n{"a": 1}')
-    forced = adapted("hermes", "deepseek-r1", sampling=schema, tools={}, rule="free")
-    assert forced.grammar_after == tuple(b"</think>")
-    ebnf = SamplingParams(ebnf='root ::= "a"')
-    assert adapted("hermes", "deepseek-r1", sampling=ebnf, tools={}, rule="free") == SamplingParams(
-        ebnf='root ::= "a"', grammar_after=tuple(b"</think>")
-    )
-    plain = adapted("hermes", None, sampling=schema, tools={}, rule="free")
-    assert plain == schema
+@pytest.mark.parametrize(
+    ("given", "text", "other"),
+    [
+        ({"json_schema": '{"type": "object"}'}, '{"a": 1}', "[]"),
+        ({"json_schema": "{}"}, "[1]", "no"),
+        ({"json_schema": "true"}, "[1]", "no"),
+        ({"regex": "a+"}, "aa", "b"),
+        ({"ebnf": 'root ::= "{" b+\nb ::= [a-c]'}, "{abc", "{"),
+        ({"structural_tag": json.dumps({"format": {"type": "const_string", "value": "x"}})}, "x", "y"),
+    ],
+)
+def test_grammars_of_text_begin_after_thinking_too(given: dict[str, str], text: str, other: str) -> None:
+    wanted = SamplingParams(**given)
+    unknown = adapted("hermes", "qwen3", sampling=wanted, tools={}, rule="free").structural_tag or ""
+    forced = adapted("hermes", "deepseek-r1", sampling=wanted, tools={}, rule="free").structural_tag or ""
+    for grammar, thought in ((unknown, ""), (unknown, "<think>\na\n</think>\n\n"), (forced, "a </thin</think>\n")):
+        assert accepts(grammar, thought + text)
+        assert not accepts(grammar, thought + other)
+    assert not accepts(forced, text)
+    assert adapted("hermes", None, sampling=wanted, tools={}, rule="free") == wanted
+
+
+def test_a_grammar_waits_for_the_token_that_ends_thinking() -> None:
+    tokenizer = byte_tokenizer(more=("<think>", "</think>"))
+    output = OutputRequest({}, (), True, "free", True)
+    sampling = OutputFormat(tokenizer, "hermes", "deepseek-r1").adapt(SamplingParams(regex="a+"), output, PROMPT)
+    assert sampling.grammar_after == (tokenizer.token_id("</think>"),)
+    assert accepts(sampling.structural_tag or "", "\n\naa")
 
 
 def test_text_of_a_schema_or_calls() -> None:
@@ -219,9 +236,13 @@ def test_text_of_a_schema_or_calls() -> None:
     assert accepts(grammar, '{"a": 1}')
     assert accepts(grammar, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
     assert not accepts(grammar, "text")
-    for given, rule in (({"ebnf": 'root ::= "a"'}, "free"), ({"regex": "a+"}, "required")):
-        with pytest.raises(RequestError, match="cannot be combined"):
-            adapted("hermes", sampling=SamplingParams(**given), rule=rule)
+    ebnf = adapted("hermes", sampling=SamplingParams(ebnf='root ::= "a"'), rule="free").structural_tag or ""
+    assert accepts(ebnf, "a")
+    assert accepts(ebnf, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    with pytest.raises(RequestError, match="cannot be combined"):
+        adapted("hermes", sampling=SamplingParams(regex="a+"), rule="required")
+    malformed = SamplingParams(json_schema="{")
+    assert adapted("hermes", sampling=malformed, rule="free") == malformed, "left to the compiler, which refuses it"
 
 
 def test_harmony_calls_stand_in_the_commentary_channel() -> None:
@@ -240,4 +261,5 @@ def test_harmony_calls_stand_in_the_commentary_channel() -> None:
     assert accepts(text, f"{thought}<|channel|>final<|message|>{{}}")
     assert not accepts(text, thought + final)
     ebnf = adapted("gpt-oss", sampling=SamplingParams(ebnf='root ::= "a"'), tools={}, rule="free")
-    assert ebnf.grammar_after == tuple(tokens_of("<|channel|>final<|message|>"))
+    assert accepts(ebnf.structural_tag or "", f"{thought}<|channel|>final<|message|>a")
+    assert not accepts(ebnf.structural_tag or "", "a")

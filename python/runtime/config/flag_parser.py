@@ -29,7 +29,13 @@ from runtime.errors import ConfigError
 PROGRAM = "talon"
 """The installed command, the same as `python -m runtime.launch_server`."""
 
-OTHER_SPELLINGS = {("speculative_algorithm", "NEXTN"): "EAGLE"}
+OTHER_SPELLINGS = {
+    ("speculative_algorithm", "NEXTN"): "EAGLE",
+    ("kv_cache_dtype", "bf16"): "bfloat16",
+    ("quantization", "unquant"): "none",
+    ("reasoning_parser", "qwen3-thinking"): "qwen3",
+    ("tool_call_parser", "qwen"): "qwen25",
+}
 """SGLang's other words for the value of a flag."""
 MISSPELT = 0.8
 """How similar an unknown name must be to a flag to count as its misspelling; a guess at another flag would mislead."""

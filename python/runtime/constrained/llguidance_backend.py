@@ -56,11 +56,8 @@ class LlguidanceBackend:
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(unanchored(spec.text))
         if spec.kind == "structural_tag":
-            return lark_of(parse_structural_tag(spec.text), self._special, WHITESPACE)
-        try:
-            return grammar_from("grammar", spec.text)
-        except Exception as error:  # the converter of EBNF raises what its parser raises
-            raise GrammarError(spec.kind, _sentence(str(error))) from error
+            return lark_of(parse_structural_tag(spec.text), self._special, WHITESPACE, _lark)
+        return _lark(spec.text)
 
 
 class LlguidanceGrammar:
@@ -99,6 +96,14 @@ class LlguidanceMatcher:
         return self._matcher.get_error() if self._matcher.is_error() else ""
 
 
+def _lark(ebnf: str) -> str:
+    """A grammar in GBNF or Lark, as Lark."""
+    try:
+        return grammar_from("grammar", ebnf)
+    except Exception as error:  # the converter raises what its parser raises
+        raise GrammarError("ebnf", _sentence(str(error))) from error
+
+
 def unanchored(regex: str) -> str:
     """`regex` without anchors at its ends: a grammar always covers the whole text."""
     begin = 1 if regex.startswith("^") else 0
@@ -107,6 +112,7 @@ def unanchored(regex: str) -> str:
 
 
 def _sentence(reason: str) -> str:
-    """The first lines of a message, cut and ended like a sentence."""
-    text = " ".join(reason.split("<")[0].split())[:300]
+    """A message without the places and lines of the grammar that was made for llguidance, cut and ended like a sentence."""
+    text = re.split(r"<|\n +[0-9]+ \| ", reason)[0]
+    text = " ".join(re.sub(r"^at [0-9]+\([0-9]+\): (failed to compile JSON schema: )?", "", text).split())[:300]
     return text if text.endswith(".") else f"{text}."

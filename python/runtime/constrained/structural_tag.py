@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -37,6 +37,12 @@ class Regex(Part, frozen=True, kw_only=True, tag="regex"):
     """Text that matches a regular expression."""
 
     pattern: str
+
+
+class Ebnf(Part, frozen=True, kw_only=True, tag="grammar"):
+    """Text of an EBNF grammar."""
+
+    grammar: str
 
 
 class AnyText(Part, frozen=True, kw_only=True, tag="any_text"):
@@ -89,7 +95,7 @@ class TagsWithSeparator(Part, frozen=True, kw_only=True, tag="tags_with_separato
     stop_after_first: bool = False
 
 
-Format = ConstString | JsonSchema | Regex | AnyText | Sequenced | Or | Tag | TriggeredTags | TagsWithSeparator
+Format = ConstString | JsonSchema | Regex | Ebnf | AnyText | Sequenced | Or | Tag | TriggeredTags | TagsWithSeparator
 
 
 class _Structure(msgspec.Struct, frozen=True):
@@ -125,24 +131,25 @@ def parse_structural_tag(text: str) -> Format:
         raise GrammarError(KIND, f"{error}.") from error
 
 
-def lark_of(format: Format, special: dict[str, int], whitespace: str) -> str:
+def lark_of(format: Format, special: dict[str, int], whitespace: str, ebnf_to_lark: Callable[[str], str]) -> str:
     """The format as a Lark grammar of llguidance.
 
     Args:
         special: the spelling of each control token and its id: text never spells one, so that they are named in the grammar.
         whitespace: a regular expression for the white space between the parts of JSON.
+        ebnf_to_lark: converts a grammar.
 
     Raises:
         GrammarError: a part contradicts another, or any text is followed by what is no text.
     """
-    return _Writer(special, whitespace).grammar(format)
+    return _Writer(special, whitespace, ebnf_to_lark).grammar(format)
 
 
 class _Writer:
     """Writes one rule per part."""
 
-    def __init__(self, special: dict[str, int], whitespace: str) -> None:
-        self._special, self._whitespace = special, whitespace
+    def __init__(self, special: dict[str, int], whitespace: str, ebnf_to_lark: Callable[[str], str]) -> None:
+        self._special, self._whitespace, self._ebnf_to_lark = special, whitespace, ebnf_to_lark
         spellings = sorted(special, key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, spellings))) if spellings else None
         self._rules: list[str] = []
@@ -160,6 +167,8 @@ class _Writer:
                 return self._json(part.json_schema)
             case Regex():
                 return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", part.pattern) + "/"
+            case Ebnf():
+                return self._rule(f"%lark {{\n{self._ebnf_to_lark(part.grammar)}\n}}")
             case AnyText():
                 return self._rule(TEXT)
             case Sequenced():

@@ -92,7 +92,7 @@ class Engine:
         Args:
             prompt: a text or a list of texts.
             sampling_params: a mapping of `SamplingParams` fields for all prompts, or one per prompt; with `max_new_tokens` 0 only the
-                prompt is read.
+                prompt is read, and `n` is the number of texts.
             input_ids: token ids, or a list of such lists, instead of `prompt`.
             return_logprob: put the log-probabilities of the output tokens into `meta_info`.
             logprob_start_len: also those of the prompt, from this token on; -1 or None for none.
@@ -104,7 +104,7 @@ class Engine:
             sglangs: SGLang's other arguments. Those that change nothing are taken, the others are refused by name.
 
         Returns:
-            An `Output`, or a list of them in the prompts' order, or with `stream` an iterator of growing outputs.
+            An `Output`, or for several prompts or texts a list of them in order, or with `stream` an iterator of growing outputs.
 
         Raises:
             RequestError: a value is out of bounds, or an argument is not supported. ServingError: the server failed.
@@ -201,19 +201,20 @@ class Engine:
     async def _all(self, jobs: Jobs, priority: int) -> list[Output]:
         limit = asyncio.Semaphore(MAX_OPEN)
 
-        async def one(job: Job) -> Output:
+        async def one(job: Job) -> list[Output]:
             async with limit, await self._open(job, priority, stream=False) as generation:
-                choice = Choice()
+                choices = [Choice() for _ in range(job.n)]
                 async for update in generation:
-                    choice.add(update)
-                return _output(job, generation, choice)
+                    choices[update.index].add(update)
+                return [_output(job, generation, choice) for choice in choices]
 
-        return list(await asyncio.gather(*map(one, jobs.each)))
+        return [output for outputs in await asyncio.gather(*map(one, jobs.each)) for output in outputs]
 
     async def _open(self, job: Job, priority: int, *, stream: bool) -> Generation:
         return await self._alive().manager.generate(
             job.prompt,
             job.sampling,
+            n=job.n,
             stream=stream,
             top_logprobs=job.top_logprobs,
             prompt_logprobs=job.logprobs_from >= 0,

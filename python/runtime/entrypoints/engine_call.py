@@ -6,15 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from runtime.entrypoints.http.refused import HARMLESS, REFUSED
+from runtime.entrypoints.http.refused import HARMLESS, NO_EFFECT, REFUSED
 from runtime.errors import InvalidField, RequestError, UnsupportedField
 from runtime.sampling_params import SamplingDefaults, SamplingParams
 
 Prompt = str | list[int]
 SamplingLike = Mapping[str, Any] | SamplingParams | None
-
-NO_EFFECT = frozenset({"external_trace_header", "session_id"})
-"""Arguments of SGLang that cannot change the output."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +32,13 @@ class Job:
     Attributes:
         top_logprobs: -1 for no log-probabilities, else how many beside each chosen token.
         logprobs_from: the first prompt token whose log-probability is wanted; -1 for none.
+        n: how many texts.
         prompt_only: read the prompt and generate nothing.
     """
 
     prompt: Prompt
     sampling: SamplingParams
+    n: int
     prompt_only: bool
     top_logprobs: int
     logprobs_from: int
@@ -48,7 +47,7 @@ class Job:
 
 
 class Jobs:
-    """The prompts of one call. `many`: whether a list of prompts was given."""
+    """The prompts of one call. `many`: whether it is answered with a list."""
 
     def __init__(
         self,
@@ -81,18 +80,23 @@ class Jobs:
             strict=True,
         )
         self.each = [_job(defaults, *row) for row in columns]
+        self.many = self.many or any(job.n != 1 for job in self.each)
 
     def check_single(self) -> None:
-        """Raise `InvalidField` for several prompts."""
+        """Raise `InvalidField` for several prompts or texts."""
         if self.many:
-            raise InvalidField("prompt", [job.prompt for job in self.each], "one prompt with stream")
+            raise InvalidField("prompt", [job.prompt for job in self.each], "one prompt, with n 1, with stream")
 
 
 def _job(defaults: SamplingDefaults, prompt: Prompt, given: object, logprob: Any, start: Any, top: Any, rid: Any, salt: Any) -> Job:
-    prompt_only = isinstance(given, Mapping) and given.get("max_new_tokens") == 0
-    sampling = _sampling({**given, "max_new_tokens": 1} if isinstance(given, Mapping) and prompt_only else given, defaults)
+    if not isinstance(given, Mapping | SamplingParams | None):
+        raise InvalidField("sampling_params", given, "a mapping, a SamplingParams, or one of these per prompt")
+    values = {name: value for name, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
+    n, prompt_only = values.pop("n", 1), values.get("max_new_tokens") == 0
+    values |= {"max_new_tokens": 1} if prompt_only else {}
+    sampling = given if isinstance(given, SamplingParams) else _sampling(values, defaults)
     start = -1 if start is None or not logprob else start
-    return Job(prompt, sampling, prompt_only, top or 0 if logprob else -1, start, rid, salt or "")
+    return Job(prompt, sampling, n, prompt_only, top or 0 if logprob else -1, start, rid, salt or "")
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:
@@ -107,11 +111,17 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
 def _refuse(others: Mapping[str, object]) -> None:
     """Refuse SGLang's arguments that would change the output, and names that are no arguments at all."""
     for name, value in others.items():
-        if value is None or value in HARMLESS.get(name, ()) or name in NO_EFFECT:
-            continue
-        if name in REFUSED:
-            raise UnsupportedField(name, REFUSED[name])
-        raise RequestError(f"generate has no argument {name}.", name)
+        if not _changes_nothing(name, value):
+            raise RequestError(f"generate has no argument {name}.", name)
+
+
+def _changes_nothing(name: str, value: object) -> bool:
+    """Whether a value that SGLang knows changes nothing here. Raises `UnsupportedField` if it would."""
+    if value is None or value in HARMLESS.get(name, ()) or name in NO_EFFECT:
+        return True
+    if name in REFUSED:
+        raise UnsupportedField(name, REFUSED[name])
+    return False
 
 
 def _texts(prompt: object) -> tuple[list[Prompt], bool]:
@@ -136,14 +146,12 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def _sampling(given: object, defaults: SamplingDefaults) -> SamplingParams:
-    if isinstance(given, SamplingParams):
-        return given
-    if not isinstance(given, Mapping | None):
-        raise InvalidField("sampling_params", given, "a mapping, a SamplingParams, or one of these per prompt")
-    values = {**defaults.given(), **{name: value for name, value in (given or {}).items() if value is not None}}
+def _sampling(given: Mapping[str, Any], defaults: SamplingDefaults) -> SamplingParams:
+    values = {**defaults.given(), **given}
+    values["seed"] = values.pop("sampling_seed", values.get("seed"))
     for name in values.keys() - set(SamplingParams.__struct_fields__):
-        raise InvalidField("sampling_params", name, f"made of {', '.join(SamplingParams.__struct_fields__)}")
+        if not _changes_nothing(name, values.pop(name)):
+            raise InvalidField("sampling_params", name, f"made of n, sampling_seed, {', '.join(SamplingParams.__struct_fields__)}")
     for name in ("stop", "stop_token_ids"):
         value = values.get(name, ())
         values[name] = (value,) if isinstance(value, str) else tuple(value or ()) if isinstance(value, Iterable | None) else value

@@ -35,7 +35,7 @@ class Call:
         continues_prompt: whether the text of the output continues that of the prompt.
         top_logprobs: -1 for no log-probabilities, else how many beside each chosen token.
         pooling: reduce the prompts to numbers instead of generating.
-        params: the protocol's names for fields that the manager calls "prompt", "input_ids" and "max_new_tokens".
+        params: the protocol's names for what the manager calls "prompt", "input_ids" and "max_new_tokens", and for the grammar.
     """
 
     name: str
@@ -53,11 +53,16 @@ class Call:
     continues_prompt: bool = True
     pooling: Pooling | None = None
 
+    def name_field(self, error: RequestError) -> None:
+        """Name the field at fault as the protocol does."""
+        error.param = self.params.get(error.param or "", error.param)
+
 
 class Generations:
     """One generation per prompt. Leaving `async with` ends those that still run."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: Call) -> None:
+        self._call = call
         self.each: list[Generation] = []
 
     @classmethod
@@ -68,7 +73,7 @@ class Generations:
             RequestError: one of them is out of bounds, or the call costs too much.
             QueueFull, QueuedTokensFull: there is no room for all of them.
         """
-        group = cls()
+        group = cls(call)
         try:
             cost, priced = await _price(manager, call)
             for (prompt_ids, sampling), rid in zip(priced, call.rids, strict=True):
@@ -90,7 +95,7 @@ class Generations:
                 group.each.append(generation)
         except RequestError as error:
             group.close()
-            error.param = call.params.get(error.param or "", error.param)
+            call.name_field(error)
             raise
         except BaseException:
             group.close()
@@ -110,13 +115,14 @@ class Generations:
 
     async def updates(self) -> AsyncGenerator[tuple[int, GenerationUpdate], None]:
         """The updates of all generations as they come, each with the index of its prompt; the first error is raised."""
-        if len(self.each) == 1:
-            async for update in self.each[0]:
-                yield 0, update
-            return
         news: asyncio.Queue[tuple[int, GenerationUpdate] | Exception | None] = asyncio.Queue(MAX_UNREAD)
-        readers = [asyncio.create_task(_read(prompt, each, news)) for prompt, each in enumerate(self.each)]
+        readers: list[asyncio.Task[None]] = []
         try:
+            if len(self.each) == 1:
+                async for update in self.each[0]:
+                    yield 0, update
+                return
+            readers += [asyncio.create_task(_read(prompt, each, news)) for prompt, each in enumerate(self.each)]
             open_readers = len(readers)
             while open_readers:
                 item = await news.get()
@@ -126,6 +132,9 @@ class Generations:
                     raise item
                 else:
                     yield item
+        except RequestError as error:
+            self._call.name_field(error)
+            raise
         finally:
             for reader in readers:
                 reader.cancel()

@@ -119,12 +119,14 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         matched: the stop token id or the stop string.
         message, status: of an abort: the reason, and the HTTP status of the error; 0 if the client asked for it.
+        param: the request field at fault, if there is one.
     """
 
     reason: FinishReason
     matched: int | str | None = None
     message: str = ""
     status: int = 0
+    param: str | None = None
 
 
 class TokensOut(Message, frozen=True, kw_only=True):

@@ -53,16 +53,19 @@ class PromptEncoder:
 
     async def encode_any(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text that need not fit in the context. Raises `RequestError` above `max_tokens`."""
-        bound = BoundedEncoding(self._max_tokens, self._too_many)
-        return await self._run(len(text), lambda: self._tokenizer.encode(text, add_special_tokens, bound))
+        return await self._run(len(text), lambda: self._tokenizer.encode(text, add_special_tokens, self._any_bound()))
 
-    async def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Token ids of a conversation; `options` are those of `Tokenizer.encode_chat`. Raises like `encode`."""
+    async def encode_chat(self, messages: Sequence[Message], *, any_length: bool = False, **options: Any) -> list[int]:
+        """Token ids of a conversation; `options` are those of `Tokenizer.encode_chat`.
+
+        Raises like `encode`, or with `any_length` like `encode_any`.
+        """
         tools = options.get("tools") or []
         chars = count_chars([*messages, *tools])
-        self._check_chars(chars)
+        if not any_length:
+            self._check_chars(chars)
         long = options.get("chat_template") is not None or bool(tools)
-        bound = self._context_bound()
+        bound = self._any_bound() if any_length else self._context_bound()
         return await self._run(max(chars, LONG_TEXT * long), lambda: self._tokenizer.encode_chat(messages, bound=bound, **options))
 
     def close(self) -> None:
@@ -92,6 +95,9 @@ class PromptEncoder:
     def _context_bound(self) -> BoundedEncoding:
         refuse = lambda count: ContextTooLong(count, self._max_context_len, at_least=True)  # noqa: E731
         return BoundedEncoding(self._max_context_len - 1, refuse)
+
+    def _any_bound(self) -> BoundedEncoding:
+        return BoundedEncoding(self._max_tokens, self._too_many)
 
     def _too_many(self, count: int) -> RequestError:
         return RequestError(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from runtime.errors import QueueFull, QueueTimeout, RequestError, ServingError, StepFailed
+from runtime.errors import GrammarError, QueueFull, QueueTimeout, RequestError, ServingError, StepFailed
 from runtime.managers.messages import CallFailed, Finish
+from runtime.sampling_params import GRAMMAR_KINDS
 
 
 def request_failure(finish: Finish) -> ServingError:
     """The error of a request that the scheduler refused or failed."""
+    if finish.param in GRAMMAR_KINDS:
+        return GrammarError(finish.param, finish.message)
     error = _error(finish.message, finish.status, StepFailed)
+    error.param = finish.param
     if finish.status == QueueFull.status:
         error.kind, error.code = QueueFull.kind, QueueFull.code
     if finish.status in (QueueFull.status, QueueTimeout.status):

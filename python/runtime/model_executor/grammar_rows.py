@@ -1,7 +1,8 @@
 """The grammars of the requests in rows: they follow the committed tokens and mask the draft windows, on the host.
 
-Masks need tokens on the host, so a step with constrained requests waits for the tokens of the step before it and for its
-own drafts. The masks of its window are computed in a thread while the target runs.
+Masks need tokens on the host, so a step with drafts and constrained requests waits for the tokens of the step before it and
+for its own drafts. The masks of its window are computed in a thread while the target runs; without drafts that thread also
+waits for the tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -56,12 +58,20 @@ class GrammarStep:
         words: entries of a mask row.
         device: where masks go.
         thread: computes the masks of the window.
+        late: waits for what the constraints have yet to follow; called in the thread.
     """
 
     def __init__(
-        self, constraints: Constraints, size: int, width: int, words: int, device: torch.device, thread: ThreadPoolExecutor
+        self,
+        constraints: Constraints,
+        size: int,
+        width: int,
+        words: int,
+        device: torch.device,
+        thread: ThreadPoolExecutor,
+        late: Callable[[], None],
     ) -> None:
-        self.constraints = constraints
+        self.constraints, self._late = constraints, late
         self._words, self._device, self._thread = words, device, thread
         self._bits = self._empty(width, len(constraints))
         rows = self._bits.numpy()
@@ -114,6 +124,7 @@ class GrammarStep:
 
     def _compute(self, copies: HostCopy) -> Paths:
         """The paths of a window, once the masks behind them are known; in the thread, which puts nothing on the device."""
+        self._late()
         tokens, *parents = (array.tolist() for array in copies.wait())
         paths = [
             _paths(tokens[request], parents[0][request] if parents else range(-1, len(tokens[request]) - 1)) for request in self._selected
@@ -195,7 +206,8 @@ class GrammarRows:
     def step(self, rows: Int32, size: int, width: int = 1, wanted: Bool | None = None) -> GrammarStep | None:
         """The constrained requests among int32 [B] rows of a batch of `size`; None where there are none.
 
-        Waits for the tokens that were committed to constrained requests before.
+        Waits for the tokens that were committed to constrained requests before, unless the first mask is that of the target's
+        pass: then there are no drafts, and `GrammarStep.verify` has them waited for in the thread.
 
         Args:
             width: D, positions of the draft window.
@@ -207,9 +219,16 @@ class GrammarRows:
         constraints = [(i, found) for i in chosen if (found := self._constraints.get(int(rows[i]))) is not None]
         if not constraints:
             return None
-        while self._unread:
+        late = partial(self._catch_up, len(self._unread))
+        if width > 1 or wanted is not None:
+            late()
+            late = partial(self._catch_up, 0)
+        return GrammarStep(constraints, size, width, self._words, self._device, self._thread, late)
+
+    def _catch_up(self, count: int) -> None:
+        """Wait for the `count` oldest of the unread tokens."""
+        for _ in range(count):
             self._unread.popleft().commit()
-        return GrammarStep(constraints, size, width, self._words, self._device, self._thread)
 
     def follow(self, step: GrammarStep, tokens: torch.Tensor, accept_lens: torch.Tensor | None = None) -> None:
         """Tokens were committed in `step`: the first `accept_lens`, or 1, of each request's int64 [B, D]."""

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from runtime.errors import ConfigError
 from runtime.parsers import harmony
-from runtime.parsers.call_grammar import ANY_TEXT, Part, one_of, sequence
+from runtime.parsers.call_grammar import ANY_TEXT, Part, one_of, sequence, tag
 from runtime.parsers.harmony import HarmonyParser, HarmonyTokens
 from runtime.parsers.output_grammar import LINE_BREAKS, CallRule, answer_part, behind_thinking, with_part
 from runtime.parsers.output_parser import OutputParser, TextParser
@@ -85,7 +85,7 @@ class OutputFormat:
         if self._harmony is not None:
             return ()
         tags = [*(self._thinking.tags if self._thinking else ()), *(self._calls.tags if self._calls and request.tools else ())]
-        ids = [self._tokenizer.token_id(tag) for tag in tags]
+        ids = [self._tokenizer.token_id(each) for each in tags]
         return tuple(dict.fromkeys(token for token in ids if token in self._tokenizer.special_ids))
 
     def adapt(self, sampling: SamplingParams, request: OutputRequest, prompt_ids: Sequence[int]) -> SamplingParams:
@@ -107,15 +107,16 @@ class OutputFormat:
     def _behind_thinking(self, sampling: SamplingParams, part: Part | None, calls: bool, prompt_ids: Sequence[int]) -> SamplingParams:
         """`sampling` whose grammar, or `part` instead of it, begins after the thinking."""
         thinking, opening = self._thinking, self.opening(prompt_ids)
-        if thinking is None or opening == "closed":
-            return with_part(sampling, part) if part is not None and calls else sampling
-        begun = opening == "open" or thinking.forced
-        after = self._token_ids(thinking.end) if begun else ()
         if part is None:
-            return structs.replace(sampling, grammar_after=after)
-        if begun:
-            return with_part(sampling, sequence(LINE_BREAKS, part), after)
-        return with_part(sampling, behind_thinking(part, thinking.begin, thinking.end))
+            return sampling
+        if thinking is None or opening == "closed":
+            return with_part(sampling, part) if calls else sampling
+        if opening != "open" and not thinking.forced:
+            return with_part(sampling, behind_thinking(part, thinking.begin, thinking.end))
+        end = self._tokenizer.token_id(thinking.end)
+        if end is None:  # the model may write the tag in other tokens than the tokenizer
+            return with_part(sampling, sequence(tag("", ANY_TEXT, thinking.end), LINE_BREAKS, part))
+        return with_part(sampling, sequence(LINE_BREAKS, part), (end,))
 
     def _adapt_harmony(self, tokens: HarmonyTokens, sampling: SamplingParams, request: OutputRequest) -> SamplingParams:
         sampling = structs.replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *tokens.stops))))
@@ -127,14 +128,7 @@ class OutputFormat:
             part = one_of(harmony.text_part(ANY_TEXT), calls.calls(parallel=False))
         else:
             part = answer_part(spec, calls, rule, request.parallel, harmony.text_part)
-        if part is not None:
-            return with_part(sampling, behind_thinking(part, *harmony.THINKING))
-        return structs.replace(sampling, grammar_after=(tokens.channel, *self._tokenizer.encode_plain("final"), tokens.message))
-
-    def _token_ids(self, tag: str) -> tuple[int, ...]:
-        """A tag as the model writes it."""
-        token = self._tokenizer.token_id(tag)
-        return tuple(self._tokenizer.encode_plain(tag)) if token is None else (token,)
+        return sampling if part is None else with_part(sampling, behind_thinking(part, *harmony.THINKING))
 
     def parser(self, request: OutputRequest, prompt_ids: Sequence[int]) -> OutputParser | None:
         """A parser for one answer to a prompt; None if the answer is plain text."""
@@ -165,7 +159,7 @@ class OutputFormat:
 
     @cached_property
     def _think_ids(self) -> frozenset[int | None]:
-        return frozenset(self._tokenizer.token_id(tag) for tag in (self._thinking or ThinkFormat()).tags)
+        return frozenset(self._tokenizer.token_id(each) for each in (self._thinking or ThinkFormat()).tags)
 
     def _new_id(self) -> str:
         if self._short_ids:

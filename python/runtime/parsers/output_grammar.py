@@ -21,7 +21,7 @@ LINE_BREAKS = regex(r"\n{0,2}")
 def answer_part(
     spec: GrammarSpec | None, calls: CallGrammar | None, rule: CallRule, parallel: bool, as_text: Callable[[Part], Part]
 ) -> Part | None:
-    """The grammar of an answer without its thinking; None if it has none, or none of this form.
+    """The grammar of an answer without its thinking; None if it has none.
 
     Args:
         spec: the grammar that the request gives for text.
@@ -32,10 +32,10 @@ def answer_part(
         RequestError: the grammar cannot be combined with the calls.
     """
     text = None if spec is None else spec_part(spec)
-    if calls is None:
+    if calls is None or (spec is not None and text is None):
         return text and as_text(text)
-    if spec is not None and (text is None or (rule == "required" and spec.kind != "json_schema")):
-        raise RequestError(f"{spec.kind} cannot be combined with {'required tool calls' if text else 'tools'}.", spec.kind)
+    if spec is not None and rule == "required" and spec.kind != "json_schema":
+        raise RequestError(f"{spec.kind} cannot be combined with required tool calls.", spec.kind)
     if rule == "required":
         return calls.calls(parallel)
     if text is not None:
@@ -44,12 +44,16 @@ def answer_part(
 
 
 def spec_part(spec: GrammarSpec) -> Part | None:
-    """A grammar as a part of a structural tag; None if it has no such form."""
-    if spec.kind in ("regex", "ebnf"):
-        return regex(spec.text) if spec.kind == "regex" else None
-    given = _object(spec.text)
-    if spec.kind == "json_schema" or given is None:
-        return given and json_of(given)
+    """A grammar as a part of a structural tag; None for text that is none, which the compiler refuses."""
+    if spec.kind == "regex":
+        return regex(spec.text)
+    if spec.kind == "ebnf":
+        return {"type": "grammar", "grammar": spec.text}
+    given = _json(spec.text)
+    if spec.kind == "json_schema" and isinstance(given, dict | bool):
+        return {"type": "json_schema", "json_schema": given}
+    if spec.kind == "json_schema" or not isinstance(given, dict):
+        return None
     if "structures" not in given:
         return given.get("format")
     tags = [tag(one["begin"], json_of(one.get("schema", {})), one["end"]) for one in given["structures"]]
@@ -67,10 +71,9 @@ def with_part(sampling: SamplingParams, part: Part, after: tuple[int, ...] = ())
     return structs.replace(sampling, json_schema=None, regex=None, ebnf=None, structural_tag=text, grammar_after=after)
 
 
-def _object(text: str) -> dict[str, Any] | None:
-    """JSON text that is an object; None for anything else, which the compiler takes or refuses as it is."""
+def _json(text: str) -> Any:
+    """The value of JSON text; None if it is none."""
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None

@@ -9,11 +9,17 @@ from runtime.entrypoints.anthropic.protocol import Block, CountBody, MessagesBod
 
 Json = dict[str, Any]
 
-CHAT_NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "parallel_tool_calls": "tool_choice"}
+CHAT_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "parallel_tool_calls": "tool_choice",
+    "reasoning_effort": "output_config.effort",
+    "response_format.json_schema": "output_config.format",
+}
 """Fields of a chat body under their names in /v1/messages."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 EFFORTS = {"xhigh": "high", "max": "high"}
-"""Efforts that OpenAI's protocol has no name for."""
+"""Efforts above the highest one that chat templates know."""
 
 
 def prompt_fields(body: CountBody) -> Json:
@@ -88,13 +94,11 @@ def _calls(turn: Turn) -> list[Block]:
 
 
 def _tools(tools: list[Tool], choice: ToolChoice | None) -> Json:
-    if not tools:
-        return {}
     functions = [
         {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict} for tool in tools
     ]
     given = [{name: value for name, value in function.items() if value is not None} for function in functions]
-    fields: Json = {"tools": [{"type": "function", "function": function} for function in given]}
+    fields: Json = {"tools": [{"type": "function", "function": function} for function in given] or None}
     if choice is not None:
         named = {"type": "function", "function": {"name": choice.name}}
         fields["tool_choice"] = CHOICES.get(choice.type, named)

@@ -42,9 +42,9 @@ class MessagesApi:
             chat = await until_gone(request, self._chats.start(chat_body))
         writer = MessageWriter(f"msg_{uuid.uuid4().hex}", self._model.name, len(chat.prompt_ids))
         if body.stream:
-            return EventStream(_events(chat, writer), chat.close)
+            return EventStream(self._events(chat, writer), chat.close)
         async with chat:
-            await until_gone(request, _collect(chat, writer))
+            await until_gone(request, self._collect(chat, writer))
         return json_response(writer.message)
 
     async def count_tokens(self, request: Request, body: CountBody) -> Response:
@@ -52,34 +52,34 @@ class MessagesApi:
         self._model.check(body.model)
         chat_body = self._conversion.body(prompt_fields(body))
         with self._conversion.naming():
-            ids = await until_gone(request, self._chats.prompt_ids(chat_body))
+            ids = await until_gone(request, self._chats.prompt_ids(chat_body, any_length=True))
         return json_response({"input_tokens": len(ids)})
 
-
-async def _collect(chat: Chat, writer: MessageWriter) -> None:
-    """Run to the end."""
-    finish: ChatFinish | None = None
-    async for update in chat.updates():
-        writer.update(update)
-        finish = update.finish or finish
-    writer.end(finish, chat.counts())
-
-
-async def _events(chat: Chat, writer: MessageWriter) -> AsyncGenerator[bytes, None]:
-    finish: ChatFinish | None = None
-    try:
-        async with chat:
-            yield _encoded(writer.start())
+    async def _collect(self, chat: Chat, writer: MessageWriter) -> None:
+        """Run to the end."""
+        finish: ChatFinish | None = None
+        with self._conversion.naming():
             async for update in chat.updates():
+                writer.update(update)
                 finish = update.finish or finish
-                if events := writer.update(update):
-                    yield _encoded(events)
-        yield _encoded(writer.end(finish, chat.counts()))
-    except ServingError as error:
-        yield _encoded([anthropic_error(error.status, str(error))])
-    except Exception:
-        log.exception("a stream failed")
-        yield _encoded([anthropic_error(500, INTERNAL)])
+        writer.end(finish, chat.counts())
+
+    async def _events(self, chat: Chat, writer: MessageWriter) -> AsyncGenerator[bytes, None]:
+        finish: ChatFinish | None = None
+        try:
+            async with chat:
+                yield _encoded(writer.start())
+                with self._conversion.naming():
+                    async for update in chat.updates():
+                        finish = update.finish or finish
+                        if events := writer.update(update):
+                            yield _encoded(events)
+            yield _encoded(writer.end(finish, chat.counts()))
+        except ServingError as error:
+            yield _encoded([anthropic_error(error.status, str(error))])
+        except Exception:
+            log.exception("a stream failed")
+            yield _encoded([anthropic_error(500, INTERNAL)])
 
 
 def _encoded(events: list[Json]) -> bytes:

@@ -90,7 +90,8 @@ class MessageWriter:
             return []
         if block["type"] == "tool_use":
             block["input"], self._arguments = _parsed(self._arguments), ""
-        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
+        events = [self._delta({"type": "signature_delta", "signature": ""})] if block["type"] == "thinking" else []
+        return [*events, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
 
 def _parsed(arguments: str) -> Json:

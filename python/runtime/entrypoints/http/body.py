@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from annotated_types import Interval, Len
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -130,6 +130,14 @@ def schema_text(schema: str | dict[str, Any]) -> str:
     return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
 
 
+class Constraint(NamedTuple):
+    """A grammar of a request: the field that gives it, and its kind and text as `SamplingParams` hold them."""
+
+    field: str
+    kind: str
+    text: str
+
+
 class SamplingFields(Body):
     """The sampling fields that all generating endpoints share, with the bounds of `SamplingParams`.
 
@@ -157,21 +165,24 @@ class SamplingFields(Body):
     top_k: TopK | None = None
     top_p: TopP | None = None
 
-    def constraints(self) -> list[dict[str, str]]:
-        """The grammars that fields of other protocols give, each as a field of `SamplingParams`."""
-        return []
+    def constraints(self) -> list[Constraint]:
+        """The grammars that the fields give."""
+        given = [(kind, getattr(self, kind)) for kind in GRAMMAR_KINDS]
+        return [Constraint(kind, kind, schema_text(value)) for kind, value in given if value is not None]
+
+    def grammar_names(self) -> dict[str, str]:
+        """For `Call.params`: whatever kind its grammar has, it is the fault of the field that gives it."""
+        return {kind: each.field for each in self.constraints() for kind in GRAMMAR_KINDS}
 
     def sampling(self, max_new_tokens: int, min_new_tokens: int, defaults: SamplingDefaults = NO_DEFAULTS) -> SamplingParams:
         """The parameters as the engine takes them; `defaults` hold for the fields that the request leaves out."""
-        given: dict[str, Any] = {name: getattr(self, name) for name in SamplingFields.model_fields}
+        given: dict[str, Any] = {name: getattr(self, name) for name in SamplingFields.model_fields if name not in GRAMMAR_KINDS}
         fields = {**defaults.given(), **{name: value for name, value in given.items() if value is not None}}
         fields["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()} or None
         fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         fields["stop_token_ids"] = tuple(self.stop_token_ids)
-        for name in fields.keys() & {"json_schema", "structural_tag"}:
-            fields[name] = schema_text(fields[name])
-        for grammar in self.constraints():
-            if fields.keys() & set(GRAMMAR_KINDS):
-                raise RequestError("Only one field may constrain the output: it follows one grammar.", next(iter(grammar)))
-            fields |= grammar
+        constraints = self.constraints()
+        if len(constraints) > 1:
+            raise RequestError("Only one field may constrain the output: it follows one grammar.", constraints[1].field)
+        fields |= {each.kind: each.text for each in constraints}
         return SamplingParams(max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, **fields)

@@ -10,7 +10,7 @@ from typing import Any
 from annotated_types import Interval
 from pydantic import BaseModel
 
-from runtime.entrypoints.http.refused import REFUSED
+from runtime.entrypoints.http.refused import NO_EFFECT, REFUSED
 from runtime.errors import InvalidField, MissingField, RequestError, UnsupportedField
 from runtime.sampling_params import number_limit
 
@@ -58,7 +58,7 @@ class BodySchema:
                 child = self._child(node, name)
                 if child is not None:
                     yield from self.unknown(inner, child, f"{path}{name}.")
-                elif inner is not None and name not in REFUSED:
+                elif inner is not None and name not in REFUSED and name not in NO_EFFECT:
                     yield path + name
         elif isinstance(value, list) and (items := self._child(node, 0)) is not None and self._has_fields(items):
             for inner in value:

@@ -1,4 +1,4 @@
-"""The one table of request fields that this server refuses."""
+"""The one table of request fields of other servers: those that this server refuses, and those that change nothing here."""
 
 from __future__ import annotations
 
@@ -12,6 +12,24 @@ _NAMES_BY_REASON = {
         "function_call", "functions", "parallel_tool_calls", "tool_call_id", "tool_calls", "tool_choice",
         "tools",
     ),
+    "only /generate and /v1/completions take token ids": ("input_ids",),
+    "the whole conversation counts; truncation of /v1/responses shortens one": ("context_management", "truncate_prompt_tokens"),
+    "write documents and instructions into the messages or the prompt": ("documents", "instruct", "task"),
+    "only /v1/completions repeats the prompt or takes the best of several": ("best_of", "echo"),
+    "this server does not search with beams": ("beam_width", "length_penalty", "use_beam_search"),
+    "white space between the parts of JSON is free, up to 32 characters": (
+        "disable_any_whitespace", "guided_whitespace_pattern", "whitespace_pattern",
+    ),
+    "logit_bias, regex and json_schema say which tokens may come": ("allowed_token_ids", "bad_words", "logits_processors"),
+    "return_token_ids returns the token ids": ("return_input_ids_in_sglext", "return_output_ids_in_sglext", "return_prompt_token_ids"),
+    "embeddings of a prompt cannot be given": (
+        "embed_override_token_id", "embed_overrides", "input_embeds", "item_embed_overrides", "positional_embed_overrides",
+        "query_embed_overrides",
+    ),
+    "labels are scored after the whole prompt": (
+        "multi_item_delimiter_indices", "score_extraction_token", "token_indices_to_pool",
+    ),
+    "this server does not moderate what it reads and writes": ("moderation",),
     "only chat completions separate thinking": ("reasoning_content", "reasoning_effort"),
     "this server does not fill in the middle": ("suffix",),
     "a trace lasts from /start_profile to /stop_profile": (
@@ -19,20 +37,21 @@ _NAMES_BY_REASON = {
     ),
     "this server does not return these details": (
         "return_bytes", "return_entropy", "return_hidden_states", "return_indexer_topk", "return_meta_info",
-        "return_prompt_token_ids", "return_routed_experts", "return_sampling_mask", "token_ids_logprob",
+        "prompt_logprobs", "return_flat_raw_output_top_logprobs", "return_flat_raw_top_logprobs", "return_pooled_hidden_states",
+        "return_routed_experts", "return_sampling_mask", "return_token_logprobs", "sampling_logprobs_mode", "token_ids_logprob",
     ),
     "this server has no adapters": ("lora_id", "lora_path"),
     "cache_salt separates prefix caches here": ("extra_key",),
     "this server matches no regular expressions in its output": ("stop_regex",),
-    "this server always takes a matched stop off the text": ("no_stop_trim",),
+    "this server always takes a matched stop off the text": ("include_stop_str_in_output", "no_stop_trim"),
     "this server does prefill and decoding itself": (
         "bootstrap_host", "bootstrap_pair_key", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank", "kv_hints",
     ),
     "this server chooses where a request runs": ("data_parallel_rank", "routed_dp_rank"),
     "this server does not implement it yet": (
-        "annotations", "custom_logit_processor", "custom_params", "include_obfuscation", "input_embeds",
-        "max_thinking_tokens", "refusal", "require_reasoning", "session_params",
-        "spaces_between_special_tokens", "thinking", "watermark",
+        "annotations", "custom_logit_processor", "custom_params", "ebnf_full_assistant", "include_obfuscation",
+        "max_thinking_tokens", "refusal", "repetition_detection", "require_reasoning", "session_params",
+        "spaces_between_special_tokens", "thinking", "thinking_token_budget", "watermark",
     ),
 }  # fmt: skip
 
@@ -43,11 +62,22 @@ TEMPLATE_REFUSED = "start the server with --trust-request-chat-template to accep
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "beam_width": (1,),
+    "best_of": (1,),
+    "context_management": ([],),
     "data_parallel_rank": (0,),
+    "disable_any_whitespace": (False,),
+    "documents": ([],),
+    "ebnf_full_assistant": (False,),
+    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "image_data": ([], ""),
     "include_obfuscation": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
     "modalities": (["text"],),
     "lora_path": ("",),
     "no_stop_trim": (False,),
@@ -57,12 +87,18 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "require_reasoning": (False,),
     "return_bytes": (False,),
     "return_entropy": (False,),
+    "return_flat_raw_output_top_logprobs": (False,),
+    "return_flat_raw_top_logprobs": (False,),
     "return_hidden_states": (False,),
     "return_indexer_topk": (False,),
+    "return_input_ids_in_sglext": (False,),
     "return_meta_info": (False,),
+    "return_output_ids_in_sglext": (False,),
+    "return_pooled_hidden_states": (False,),
     "return_prompt_token_ids": (False,),
     "return_routed_experts": (False,),
     "return_sampling_mask": (False,),
+    "return_token_logprobs": (False,),
     "routed_dp_rank": (0,),
     "spaces_between_special_tokens": (True,),
     "stop_regex": ([], ""),
@@ -71,5 +107,15 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "tool_calls": ([],),
     "tool_choice": ("none",),
     "tools": ([],),
+    "use_beam_search": (False,),
 }
 """Values of refused fields that change nothing; they are accepted. So is null."""
+
+NO_EFFECT = frozenset({
+    "background_options", "custom_labels", "decode_tp_size", "encoder_urls", "external_trace_header",
+    "http_worker_ipc", "image_max_dynamic_patch", "images_config", "log_metrics", "max_dynamic_patch", "min_dynamic_patch",
+    "mm_content_hashes", "mm_hashes", "mm_processor_kwargs", "need_wait_for_mm_inputs", "no_logs", "num_items_assigned",
+    "prompt_cache_options", "received_time", "return_flat_raw_top_logprobs_b64", "routed_experts_start_len", "routing_key", "session_id",
+    "stream_interval", "use_audio_in_video", "video_config", "video_max_dynamic_patch",
+})  # fmt: skip
+"""Fields that cannot change an answer of this server, at every level of a body: they say how to read images, route, trace or report."""

@@ -74,7 +74,8 @@ STREAM = {"text/event-stream": {"schema": {"type": "object", "required": ["data"
 def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> None:
     """Add all endpoints."""
     assert isinstance(manager.tokenizer, Tokenizer)
-    admin, model, tokens = AdminApi(manager, metrics), ServedModel(manager), TokenApi(manager, manager.tokenizer)
+    chats = Chats(manager, manager.tokenizer)
+    admin, model, tokens = AdminApi(manager, metrics), ServedModel(manager), TokenApi(manager, manager.tokenizer, chats)
     load = LoadApi(manager, admin.fresh_stats)
     app.add_api_route("/", admin.page, response_class=HTMLResponse, include_in_schema=False)
     app.add_api_route("/metrics", admin.scrape, response_class=PlainTextResponse, responses=_errors(404))
@@ -102,7 +103,7 @@ def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> Non
     ):
         app.add_api_route(path, handler, response_model=answer, responses=_errors(404, 409, 503))
     _add_posts(app, admin, tokens)
-    _add_generation(app, manager, manager.tokenizer, model)
+    _add_generation(app, manager, manager.tokenizer, model, chats)
     _add_pooling(app, manager, model)
 
 
@@ -120,8 +121,7 @@ def _add_posts(app: FastAPI, admin: AdminApi, tokens: TokenApi) -> None:
         _add_body_route(app, path, handler, answer, _errors(408, 413, 415, 503, *statuses))
 
 
-def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel) -> None:
-    chats = Chats(manager, tokenizer)
+def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel, chats: Chats) -> None:
     responses = ResponseApi(chats, manager, tokenizer, model)
     for path, handler, answer in (
         ("/v1/chat/completions", ChatApi(chats, tokenizer, model).create, ChatCompletion),

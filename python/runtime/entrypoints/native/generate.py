@@ -20,7 +20,7 @@ from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.logprobs import Top, aligned, finite
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.managers.tokenizer_manager import TokenizerManager
-from runtime.sampling_params import SamplingDefaults
+from runtime.sampling_params import GRAMMAR_KINDS, SamplingDefaults
 from runtime.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -115,7 +115,8 @@ def _call(body: GenerateBody, defaults: SamplingDefaults) -> Call:
         prompt_logprobs=body.prompt_logprobs_from >= 0,
         priority=body.priority,
         cache_salt=body.cache_salt,
-        params={"prompt": "input_ids" if body.text is None else "text", "max_new_tokens": "sampling_params.max_new_tokens"},
+        params={"prompt": "input_ids" if body.text is None else "text"}
+        | {name: f"sampling_params.{name}" for name in ("max_new_tokens", *GRAMMAR_KINDS)},
     )
 
 

@@ -22,8 +22,9 @@ from runtime.entrypoints.http.body import (
     items,
 )
 from runtime.entrypoints.http.field_rules import TEXT, TRUE, any_of, has, one_of
-from runtime.entrypoints.openai.messages import Messages
-from runtime.entrypoints.openai.protocol import ModelName, TemplateKwargs
+from runtime.entrypoints.openai.messages import Message, Messages
+from runtime.entrypoints.openai.protocol import ChatBody, ModelName, ReasoningEffort, TemplateKwargs
+from runtime.entrypoints.openai.tools import ToolChoice, Tools
 from runtime.errors import InvalidField, RequestError
 from runtime.sampling_params import MAX_DRAFT_STEPS, MAX_TOKENS, NO_DEFAULTS, MinNewTokens, SamplingDefaults, SamplingParams
 
@@ -151,7 +152,15 @@ class TokenizeBody(Body):
     chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
     continue_final_message: bool = False
     model: ModelName | None = None
+    reasoning_effort: ReasoningEffort | None = None
     return_token_strs: bool = False
+    tool_choice: ToolChoice = "auto"
+    tools: Tools = Field(default_factory=list)
+
+    def chat(self, messages: list[Message]) -> ChatBody:
+        """The chat whose prompt is asked for."""
+        names = ("add_generation_prompt", "chat_template_kwargs", "continue_final_message", "reasoning_effort", "tool_choice", "tools")
+        return ChatBody(messages=messages, **{name: getattr(self, name) for name in names})
 
     @model_validator(mode="after")
     def _check_fields(self) -> TokenizeBody:

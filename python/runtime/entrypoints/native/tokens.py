@@ -10,8 +10,8 @@ from starlette.responses import Response
 from runtime.entrypoints.http.rendering import off_loop
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.native.protocol import DetokenizeBody, TokenizeBody
-from runtime.entrypoints.openai.messages import Message, rendered_messages
-from runtime.errors import InvalidField, RequestError
+from runtime.entrypoints.openai.chats import Chats
+from runtime.errors import InvalidField
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
 
@@ -19,14 +19,15 @@ from runtime.text.tokenizer import Tokenizer
 class TokenApi:
     """Turns texts and conversations into token ids, and back."""
 
-    def __init__(self, manager: TokenizerManager, tokenizer: Tokenizer) -> None:
+    def __init__(self, manager: TokenizerManager, tokenizer: Tokenizer, chats: Chats) -> None:
         self._manager = manager
         self._tokenizer = tokenizer
+        self._chats = chats
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         """Token ids of a text, of several, or of a conversation."""
         if body.messages is not None:
-            tokens: Any = await self._chat_ids(body, body.messages)
+            tokens: Any = await self._chats.prompt_ids(body.chat(body.messages), any_length=True)
         elif isinstance(body.prompt, str):
             tokens = await self._manager.encoder.encode_any(body.prompt, body.add_special_tokens)
         else:
@@ -49,18 +50,6 @@ class TokenApi:
     def _token_strs(self, tokens: Any) -> Any:
         """The text of every token, in the shape of `tokens`."""
         return self._tokenizer.token_text(tokens) if isinstance(tokens, int) else [self._token_strs(each) for each in tokens]
-
-    async def _chat_ids(self, body: TokenizeBody, messages: list[Message]) -> list[int]:
-        if not self._tokenizer.has_chat_template:
-            raise RequestError("This model has no chat template. Send a prompt, or start the server with --chat-template FILE.", "messages")
-        rendered = rendered_messages(messages)
-        kwargs = body.chat_template_kwargs or None
-        return await self._manager.encoder.encode_chat(
-            rendered,
-            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-            continue_final_message=body.continue_final_message,
-            template_kwargs=kwargs,
-        )
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of one list of token ids, or the texts of several."""

@@ -17,7 +17,7 @@ class ChatConversion:
     """Makes chat bodies.
 
     Args:
-        names: fields of a chat body under the names that the other protocol has for them.
+        names: fields of a chat body under the names that the other protocol has for them; a field comes before the one it is in.
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
@@ -38,6 +38,8 @@ class ChatConversion:
         try:
             yield
         except RequestError as error:
-            field, dot, rest = (error.param or "").partition(".")
-            error.param = self._names.get(field, field) + dot + rest or None
+            for ours, theirs in self._names.items():
+                if f"{error.param}.".startswith(f"{ours}."):
+                    error.param = theirs + (error.param or "")[len(ours) :]
+                    break
             raise

@@ -19,6 +19,7 @@ from runtime.errors import RequestError, UnsupportedField
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.parsers.output_format import OutputFormat, OutputRequest
 from runtime.parsers.registry import pick_think_format, pick_tool_format
+from runtime.sampling_params import GRAMMAR_KINDS
 from runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -32,12 +33,12 @@ class Chat:
         prompt_ids: the rendered conversation.
     """
 
-    def __init__(self, name: str, group: Generations, readers: list[AnswerReader], *, thinks: bool, enforces_tools: bool) -> None:
+    def __init__(self, name: str, group: Generations, readers: list[AnswerReader], *, thinks: bool) -> None:
         self.name = name
         self.prompt_ids = group.each[0].prompt_ids
         self._group = group
         self._readers = readers
-        self._thinks, self._enforces_tools = thinks, enforces_tools
+        self._thinks = thinks
         self._counter = UsageCounter(group)
 
     async def __aenter__(self) -> Chat:
@@ -57,15 +58,10 @@ class Chat:
 
     async def updates(self) -> AsyncGenerator[ChatUpdate, None]:
         """The updates of all answers as they come; the first error is raised."""
-        try:
-            async with aclosing(self._group.updates()) as updates:
-                async for prompt, update in updates:
-                    self._counter.add(prompt, update)
-                    yield self._readers[update.index].read(update)
-        except RequestError as error:
-            if self._enforces_tools and error.status == RequestError.status:
-                raise RequestError(f"The schemas of the tools cannot be enforced. {error}", "tools") from error
-            raise
+        async with aclosing(self._group.updates()) as updates:
+            async for prompt, update in updates:
+                self._counter.add(prompt, update)
+                yield self._readers[update.index].read(update)
 
     async def answers(self) -> list[ChatAnswer]:
         """All answers, complete."""
@@ -99,6 +95,7 @@ class Chats:
         prompt_ids = await self.prompt_ids(body)
         sampling = body.sampling(body.limit, body.min_tokens, self._manager.config.model.default_sampling_params)
         output = OutputRequest(tools.schemas, sampling.stop, body.separate_reasoning, tools.rule, tools.parallel)
+        grammar_names = body.grammar_names() if tools.rule == "free" else {str(kind): "tools" for kind in GRAMMAR_KINDS}
         call = Call(
             name=name,
             prompts=[prompt_ids],
@@ -110,17 +107,17 @@ class Chats:
             prompt_logprobs=False,
             priority=body.priority,
             cache_salt=body.cache_salt,
-            params={"prompt": "messages", "input_ids": "messages", "max_new_tokens": body.limit_name},
+            params={"prompt": "messages", "input_ids": "messages", "max_new_tokens": body.limit_name, **grammar_names},
             fill_context=body.fill_context,
             continues_prompt=body.continue_final_message,
         )
         group = await Generations.start(self._manager, call)
         parsers = [self._format.parser(output, prompt_ids) for _ in range(body.n)]
         readers = [AnswerReader(parser, tools.parallel, body.stream_reasoning) for parser in parsers]
-        return Chat(name, group, readers, thinks=self._format.thinks, enforces_tools=tools.rule != "free")
+        return Chat(name, group, readers, thinks=self._format.thinks)
 
-    async def prompt_ids(self, body: ChatBody) -> list[int]:
-        """Token ids of the conversation."""
+    async def prompt_ids(self, body: ChatBody, *, any_length: bool = False) -> list[int]:
+        """Token ids of the conversation, and of the beginning of an answer; with `any_length` they need not fit in the context."""
         if body.chat_template is not None and not self._manager.config.server.trust_request_chat_template:
             raise UnsupportedField("chat_template", TEMPLATE_REFUSED)
         if not self._tokenizer.has_chat_template and body.chat_template is None:
@@ -129,9 +126,10 @@ class Chats:
             )
         return await self._manager.encoder.encode_chat(
             rendered_messages(body.messages),
+            any_length=any_length,
             tools=[function.rendered() for function in body.tool_request().described],
             call_form=self._format.call_form,
-            add_generation_prompt=not body.continue_final_message,
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.template_kwargs() or None,
             chat_template=body.chat_template,

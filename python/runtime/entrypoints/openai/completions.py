@@ -151,7 +151,7 @@ def _call(body: CompletionBody, defaults: SamplingDefaults) -> Call:
         prompt_logprobs=body.echo and body.top >= 0,
         priority=body.priority,
         cache_salt=body.cache_salt,
-        params={"input_ids": "prompt", "max_new_tokens": "max_tokens"},
+        params={"input_ids": "prompt", "max_new_tokens": "max_tokens", **body.grammar_names()},
     )
 
 

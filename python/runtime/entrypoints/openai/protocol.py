@@ -115,6 +115,7 @@ class ChatBody(OpenAIBody):
     RULES = (any_of(lacks("top_logprobs"), has(logprobs=TRUE)),)
 
     messages: Messages
+    add_generation_prompt: bool = True
     chat_template: Annotated[str, Len(1, MAX_TEMPLATE)] | None = None
     chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
     continue_final_message: bool = False

@@ -15,7 +15,8 @@ CHAT_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
-    "response_format": "text",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
     "reasoning_effort": "reasoning",
 }
 """Fields of a chat body under their names in /v1/responses."""

@@ -80,10 +80,12 @@ class ResponseApi:
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, response_id: str) -> Response:
-        """POST /v1/responses/{response_id}/cancel: end a response that is under way."""
+        """POST /v1/responses/{response_id}/cancel: end a response that is under way; one that was cancelled stays so."""
         run = self._running.get(response_id)
         if run is None:
-            status = self._store.get(response_id).response["status"]
+            ended = self._store.get(response_id).response
+            if (status := ended["status"]) == "cancelled":
+                return json_response(ended)
             raise RequestError(f"The response {shown(response_id)} has ended: its status is {status}.", "response_id")
         self._manager.abort(run.chat.name)
         return json_response({**run.writer.response, "status": "cancelled"})
@@ -184,9 +186,10 @@ class ResponseApi:
     async def _collect(self, run: _Run) -> None:
         """Run to the end."""
         finish: ChatFinish | None = None
-        async for update in run.chat.updates():
-            run.writer.update(update)
-            finish = update.finish or finish
+        with self._conversion.naming():
+            async for update in run.chat.updates():
+                run.writer.update(update)
+                finish = update.finish or finish
         run.writer.end(finish, run.chat.counts())
         self._keep(run)
 
@@ -195,10 +198,11 @@ class ResponseApi:
         try:
             async with run.chat:
                 yield _encoded(writer.start())
-                async for update in run.chat.updates():
-                    finish = update.finish or finish
-                    if events := writer.update(update):
-                        yield _encoded(events)
+                with self._conversion.naming():
+                    async for update in run.chat.updates():
+                        finish = update.finish or finish
+                        if events := writer.update(update):
+                            yield _encoded(events)
             last = writer.end(finish, run.chat.counts())
         except ServingError as error:
             last = writer.fail(error)

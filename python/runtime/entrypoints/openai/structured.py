@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Len
 from pydantic import Field, model_validator
 
-from runtime.entrypoints.http.body import Body, GrammarText, JsonSchema, Regex, SamplingFields, Unused, items, schema_text
+from runtime.entrypoints.http.body import Body, Constraint, GrammarText, JsonSchema, Regex, SamplingFields, Unused, items, schema_text
 from runtime.entrypoints.http.field_rules import TRUE, any_of, at_most_one, has, unless
 from runtime.errors import RequestError
 
@@ -48,15 +48,16 @@ class ResponseFormat(Body):
             raise RequestError("response_format.json_schema is required with type json_schema.", "response_format.json_schema")
         return self
 
-    def grammar(self) -> dict[str, str]:
-        """The grammar, as a field of `SamplingParams`."""
+    def constraints(self) -> list[Constraint]:
+        """The grammar, or none."""
+        field = "response_format"
         if self.type == "json_object":
-            return {"json_schema": ANY_OBJECT}
+            return [Constraint(field, "json_schema", ANY_OBJECT)]
         if self.json_schema is not None and self.type == "json_schema":
-            return {"json_schema": schema_text(self.json_schema.schema_)}
+            return [Constraint(f"{field}.json_schema.schema", "json_schema", schema_text(self.json_schema.schema_))]
         if self.type == "structural_tag":
-            return {"structural_tag": self.model_dump_json(exclude_none=True)}
-        return {}
+            return [Constraint(field, "structural_tag", self.model_dump_json(exclude_none=True))]
+        return []
 
 
 class StructuredOutputs(Body):
@@ -65,21 +66,19 @@ class StructuredOutputs(Body):
     RULES = (at_most_one(*map(has, ("choice", "grammar", "json", "regex", "structural_tag")), has(json_object=TRUE)),)
 
     choice: ChoiceTexts | None = None
-    disable_any_whitespace: Unused = None
     grammar: GrammarText | None = None
     json_: Annotated[JsonSchema | None, Field(alias="json")] = None
     json_object: bool = False
     regex: Regex | None = None
     structural_tag: GrammarText | dict[str, Any] | None = None
-    whitespace_pattern: Unused = None
 
-    def grammars(self) -> list[dict[str, str]]:
+    def constraints(self) -> list[Constraint]:
         """The grammars that are given."""
-        given = _grammars_of(self.json_, self.regex, self.choice, self.grammar)
+        given = _constraints("structured_outputs.", self.json_, self.regex, self.choice, self.grammar)
         if self.json_object:
-            given.append({"json_schema": ANY_OBJECT})
+            given.append(Constraint("structured_outputs.json_object", "json_schema", ANY_OBJECT))
         if self.structural_tag is not None:
-            given.append({"structural_tag": schema_text(self.structural_tag)})
+            given.append(Constraint("structured_outputs.structural_tag", "structural_tag", schema_text(self.structural_tag)))
         return given
 
 
@@ -91,30 +90,30 @@ class ConstrainedFields(SamplingFields):
     guided_grammar: GrammarText | None = None
     guided_json: JsonSchema | None = None
     guided_regex: Regex | None = None
-    guided_whitespace_pattern: Unused = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    def constraints(self) -> list[dict[str, str]]:
-        """The grammars that these fields give, each as a field of `SamplingParams`."""
-        given = _grammars_of(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
-        if self.response_format is not None and (found := self.response_format.grammar()):
-            given.append(found)
-        if self.structured_outputs is not None:
-            given += self.structured_outputs.grammars()
+    def constraints(self) -> list[Constraint]:
+        """The grammars that the fields give."""
+        given = super().constraints() + _constraints(
+            "guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
+        )
+        for group in (self.response_format, self.structured_outputs):
+            given += group.constraints() if group is not None else []
         return given
 
 
-def _grammars_of(schema: Any, regex: str | None, choices: list[str] | None, grammar: str | None) -> list[dict[str, str]]:
+def _constraints(prefix: str, schema: Any, regex: str | None, choices: list[str] | None, grammar: str | None) -> list[Constraint]:
+    """What vLLM's fields give, whose names begin with `prefix`."""
     given = []
     if schema is not None:
-        given.append({"json_schema": schema_text(schema)})
+        given.append(Constraint(f"{prefix}json", "json_schema", schema_text(schema)))
     if regex is not None:
-        given.append({"regex": regex})
+        given.append(Constraint(f"{prefix}regex", "regex", regex))
     if choices is not None:
-        given.append({"regex": "|".join(map(escaped, choices))})
+        given.append(Constraint(f"{prefix}choice", "regex", "|".join(map(escaped, choices))))
     if grammar is not None:
-        given.append({"ebnf": grammar})
+        given.append(Constraint(f"{prefix}grammar", "ebnf", grammar))
     return given
 
 

@@ -8,7 +8,7 @@ from annotated_types import Interval, Len
 from pydantic import BaseModel, Field, model_validator
 
 from runtime.entrypoints.http.body import Body, Int64, Name, Text, TokenId, TokenIds, Unused, items
-from runtime.entrypoints.http.field_rules import any_of, has
+from runtime.entrypoints.http.field_rules import TRUE, any_of, has, lacks
 from runtime.entrypoints.openai.protocol import ModelName
 from runtime.errors import RequestError
 from runtime.pooling import MAX_LABELS
@@ -64,6 +64,7 @@ class ScoreBody(PoolingBody):
             has(query={"type": "array"}, items={"type": "array", "items": {"type": "array"}}),
         ),
         any_of(has(query={"minItems": 1, "minLength": 1}), has(items={"minLength": 1, "items": {"minItems": 1, "minLength": 1}})),
+        any_of(lacks(temperature={"const": 1}), has(apply_softmax=TRUE)),
     )
 
     query: Annotated[str | list[TokenId], Field(description="a string or an array of token ids")]
@@ -71,6 +72,7 @@ class ScoreBody(PoolingBody):
     label_token_ids: LabelIds
     apply_softmax: bool = False
     item_first: bool = False
+    temperature: Annotated[float, Interval(gt=0, le=100)] = 1.0
 
     @model_validator(mode="after")
     def _check_fields(self) -> ScoreBody:
@@ -79,6 +81,8 @@ class ScoreBody(PoolingBody):
             raise RequestError("query and items must be all strings or all arrays of token ids.", "items")
         if not self.query and not all(given):
             raise RequestError("query and item must not both be empty.", "items")
+        if self.temperature != 1.0 and not self.apply_softmax:
+            raise RequestError("temperature requires apply_softmax: true.", "temperature")
         return self
 
     @property

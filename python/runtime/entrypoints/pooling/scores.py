@@ -27,14 +27,15 @@ class ScoreApi:
         labels = Pooling(kind="labels", label_ids=tuple(body.label_token_ids))
         self._pooler.check_shared(body.query, 1 if isinstance(body.items, str) else len(body.items), "query")
         pooled = await until_gone(request, self._pooler.run(body, body.prompts, labels, "items"))
-        scores = [probabilities(each.vector, body.apply_softmax) for each in pooled]
+        scores = [probabilities(each.vector, body.temperature if body.apply_softmax else None) for each in pooled]
         return json_response({"object": "scoring", "scores": scores, "model": self._model.name, "usage": usage(pooled)})
 
 
-def probabilities(logprobs: list[float], normalised: bool) -> list[float]:
-    """exp of each; with `normalised` scaled to the sum 1."""
+def probabilities(logprobs: list[float], temperature: float | None) -> list[float]:
+    """exp of each; with a temperature their softmax."""
     values = np.array(logprobs, dtype=np.float64)
-    if not normalised:
+    if temperature is None:
         return np.exp(values).tolist()
-    shares = np.exp(values - values.max())
+    with np.errstate(over="ignore"):  # the share of an unlikely label at a low temperature is 0
+        shares = np.exp((values - values.max()) / temperature)
     return (shares / shares.sum()).tolist()

@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("tune_grid", [], 3),
         ("lossless", ["--shapes", "3/1/4"], 1),
         ("lossless", ["--default-start"], 6),
+        ("exactness", [], 24),
         ("drift_alarm", [], 18),
         ("host_cost", [], 6),
         ("memory_limits", [], 2),

@@ -11,6 +11,8 @@ import torch
 
 from benchmark.engine_loop import build
 from runtime.batch import RowInit, ScheduleBatch, no_ints
+from runtime.model_executor.drift_alarm import DriftAlarm
+from runtime.model_executor.sample_schedule import Sample
 from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
 MIB = 1 << 20
@@ -26,13 +28,13 @@ class SecondStep:
     def __init__(self) -> None:
         self._iterations = 0
 
-    def next(self, live: int, suspicion: float) -> tuple[bool, bool]:
-        """As `SampleSchedule.next`."""
+    def next(self, live: int, alarm: DriftAlarm) -> Sample:
+        """As `Samples.next`."""
         self._iterations += 1
-        return self._iterations == 2, self._iterations == 1
+        return Sample(self._iterations == 2, self._iterations == 1, verify=True)
 
-    def observe(self, seconds: float, eager: bool) -> None:
-        """As `SampleSchedule.observe`; times change nothing."""
+    def observe(self, seconds: float, sample: Sample) -> None:
+        """As `Samples.observe`; times change nothing."""
 
 
 class FullWorker:

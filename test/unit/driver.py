@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from runtime.batch import BatchResult, Logprobs, Pending, RowInit, ScheduleBatch, Worker
+from runtime.model_executor.drift_alarm import DriftAlarm
+from runtime.model_executor.sample_schedule import Sample
 from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 
@@ -29,16 +31,16 @@ def parts_of(result: BatchResult, prompts: int) -> tuple[BatchResult, BatchResul
 
 
 class EveryNth:
-    """A sample schedule for tests: one iteration in `n` is eager; `after` says how many have run already."""
+    """Samples for tests: one iteration in `n` is eager, with verification or without; `after` says how many have run already."""
 
-    def __init__(self, n: int, after: int = 0) -> None:
-        self.n, self.iterations = n, after
+    def __init__(self, n: int, after: int = 0, verify: bool = True) -> None:
+        self.n, self.iterations, self.verify = n, after, verify
 
-    def next(self, live: int, suspicion: float) -> tuple[bool, bool]:
+    def next(self, live: int, alarm: DriftAlarm) -> Sample:
         self.iterations += 1
-        return self.iterations % self.n == 0, (self.iterations + 1) % self.n == 0
+        return Sample(self.iterations % self.n == 0, (self.iterations + 1) % self.n == 0, self.verify)
 
-    def observe(self, seconds: float, eager: bool) -> None:
+    def observe(self, seconds: float, sample: Sample) -> None:
         """Times change nothing."""
 
 

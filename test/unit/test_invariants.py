@@ -597,13 +597,16 @@ def blur_features(worker: Any, replay: Callable[[], None]) -> None:
 FAULTS = [(None, None), ("draft_decode", lose_drafts), ("draft_extend", lose_first_guesses), ("verify", blur_features)]
 
 
+@pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(("broken", "fault"), FAULTS)
 def test_10_a_stale_graph_raises_the_drift_alarm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str | None, fault: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str | None, fault: Any, verify: bool
 ) -> None:
+    """Samples of the draft alone replay verification, so they see no fault there."""
     worker = graphs(tmp_path)
     # The sample, what it starts from, what starts from it, and two through graphs alone.
-    worker.parts.monitor.schedule = EveryNth(5)
+    worker.parts.monitor.schedule = EveryNth(5, verify=verify)
+    seen = broken is not None and (verify or broken != "verify")
     if broken is not None:
         runner = runners(worker)[broken]
         runner._replays = {key: (lambda replay=replay: fault(worker, replay)) for key, replay in runner._replays.items()}
@@ -614,9 +617,10 @@ def test_10_a_stale_graph_raises_the_drift_alarm(
     info = worker.info().acceptance
     assert info.graph.iterations > 300
     assert info.eager_sample.iterations > 300
-    assert bool(info.drift) == (broken is not None)
+    assert bool(info.drift) == seen
     assert all(drift.graph < drift.eager for drift in info.drift)
-    assert ("acceptance of draft" in caplog.text) == (broken is not None)
+    assert ("acceptance of draft" in caplog.text) == seen
+    assert (runners(worker)["verify"].run_eagerly > 0) == verify
 
 
 def test_10_eager_iterations_are_not_counted_as_graph_traffic(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from runtime.model_executor.depth import DepthBatches
 from runtime.model_executor.graph_runner import GraphOptions, RunMode
 from runtime.model_executor.iteration import DraftCaps, Iteration
 from runtime.model_executor.iteration_graph import IterationGraphs, hot_depths
+from runtime.model_executor.sample_schedule import Sample
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.parity import check_parity, eagerly
 from unit.driver import Driver, EveryNth
@@ -145,7 +146,7 @@ def test_what_iteration_graphs_do_not_cover_runs_as_three(tmp_path: Path, monkey
     changes: list[dict[str, Any]] = [
         *({"needs": replace(one.needs, **{name: [0]})} for name in ("penalised", "biased", "min_length", "constrained")),
         {"needs": replace(one.needs, all_greedy=False)},
-        {"eager_sample": True}, {"precedes_eager_sample": True}, {"caps": caps}, {"grammar": object()},
+        {"sample": Sample(taken=True)}, {"sample": Sample(precedes=True)}, {"caps": caps}, {"grammar": object()},
         {"depth": 1}, {"bounds": np.zeros(3, dtype=np.int32)},
     ]  # fmt: skip
     assert [change for change in changes if serves(graphs, replace(one, **change))] == []

@@ -420,23 +420,36 @@ def test_the_start_up_check_covers_every_depth(tmp_path: Path, kind: str) -> Non
     assert run_scratch(few).counters.iterations == 2 * 11, "no more prompts than are drafted for at once"
 
 
-def test_the_eager_sample_has_drafts_and_an_eager_predecessor(tmp_path: Path) -> None:
+def test_steps_without_drafts_replay_whatever_is_sampled(tmp_path: Path) -> None:
+    """The sample after one begins with the draft's eager window over it."""
     worker = pausing(tmp_path, "chain", 2, "eager", [1, 2, 4])
     driver = Driver(worker)
     driver.prefill(PROMPTS, room=160)
     by_name = {runner.spec.name: runner for runner in worker.runners}
     monitor = worker.parts.monitor
-    monitor.schedule = EveryNth(512, after=510)
-    driver.decode(list(PROMPTS))
-    assert by_name["target decode"].run_eagerly == 1
-    assert by_name["draft extend K=0"].run_eagerly == 0
+    monitor.schedule = EveryNth(512, after=511)
+    for _ in range(3):
+        assert driver.decode(list(PROMPTS)).stats.graph
     driver.decode([1, 2])
+    assert by_name["target decode"].run_eagerly == 0
     assert by_name["draft extend K=0"].run_eagerly == 1
     assert monitor.stats().eager_sample.iterations == 2
-    monitor.schedule = EveryNth(512, after=511)
-    result = driver.decode(list(PROMPTS))
-    assert monitor.stats().eager_sample.iterations == 2
-    assert result.stats.graph
+
+
+def test_windows_that_are_only_followed_make_no_guesses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every eighth step without drafts the draft writes its KV; its LM head waits for the next drafts."""
+    driver = Driver(pausing(tmp_path, "chain", 2))
+    driver.prefill(PROMPTS, room=160)
+    model, calls = type(driver.worker.parts.drafter.model), list[str]()
+    greedy, forward = model.greedy, model.forward
+    monkeypatch.setattr(model, "greedy", lambda self, hidden: calls.append("head") or greedy(self, hidden))
+    monkeypatch.setattr(model, "forward", lambda self, *args: calls.append("pass") or forward(self, *args))
+    for _ in range(25):
+        driver.decode(list(PROMPTS))
+    assert calls == ["pass"] * 3
+    calls.clear()
+    driver.decode([1, 2])
+    assert calls[:2] == ["pass", "head"]
 
 
 def test_depth_is_chosen_per_step_with_overlap(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 
 from runtime.batch import StepStats
 from runtime.model_executor.acceptance import AcceptanceCounters
-from runtime.model_executor.drift_alarm import DriftAlarm, SampleSchedule
+from runtime.model_executor.drift_alarm import DriftAlarm
 from runtime.model_executor.iteration import Iteration
+from runtime.model_executor.sample_schedule import NO_SAMPLE, Sample, Samples
 from runtime.worker_info import AcceptanceStats
 
 log = logging.getLogger(__name__)
@@ -20,18 +21,18 @@ log = logging.getLogger(__name__)
 class AcceptanceMonitor:
     """Owner of the acceptance counters. Iterations without drafts are not counted.
 
-    The eager sample is some of the iterations: their drafts and verification run eagerly, as do the verification and
-    draft-extend of the iteration before them, whose features and first guesses they start from.
+    The eager sample is some of the iterations: their drafts run eagerly, as does draft-extend of the iteration before them, whose
+    first guesses they start from, and in some of them verification, whose features the draft reads.
 
     Attributes:
         schedule: chooses the sample.
     """
 
     def __init__(self, num_steps: int, adaptive: bool = True) -> None:
-        """`adaptive`: see `SampleSchedule`."""
+        """`adaptive`: see `Samples`."""
         self._num_steps = num_steps
         self._sampling = num_steps > 0
-        self.schedule = SampleSchedule(adaptive)
+        self.schedule = Samples(adaptive)
         self.reset()
 
     def reset(self) -> None:
@@ -44,9 +45,12 @@ class AcceptanceMonitor:
         """Forget the evidence of a drift."""
         self.alarm = DriftAlarm(self._num_steps)
 
-    def next_iteration(self, live: int) -> tuple[bool, bool]:
-        """Count an iteration of `live` requests. Returns whether it may be in the eager sample, and whether the next may."""
-        return self.schedule.next(live, self.alarm.suspicion) if self._sampling else (False, False)
+    def next_iteration(self, live: int, depth: int) -> Sample:
+        """Count an iteration of `live` requests. Returns what of it may run eagerly.
+
+        An iteration without drafts is in no sample, and runs eagerly before none: the draft follows it within the sample.
+        """
+        return self.schedule.next(live, self.alarm) if self._sampling and depth else NO_SAMPLE
 
     @contextmanager
     def without_sample(self) -> Iterator[None]:
@@ -57,20 +61,19 @@ class AcceptanceMonitor:
 
     def observe_time(self, iteration: Iteration, graph: bool, seconds: float) -> None:
         """An iteration of decode rows alone took `seconds`; `graph`: it was verified through a graph."""
-        eager = iteration.eager_sample or iteration.precedes_eager_sample
-        if iteration.depth and (eager or graph):
-            self.schedule.observe(seconds, eager)
+        if iteration.depth and (iteration.sample.eager or graph):
+            self.schedule.observe(seconds, iteration.sample)
 
     def add(self, iteration: Iteration, accept_lens: np.ndarray, stats: StepStats) -> None:
         """Count an iteration that was read. On the host."""
         if iteration.depth == 0:
             return
         graph = stats.graph and iteration.grammar is None  # a grammar's drafts run eagerly
-        counters = self._sample if iteration.eager_sample else self._graph if graph else self._eager
+        counters = self._sample if iteration.sample.taken else self._graph if graph else self._eager
         counters.add(accept_lens, iteration.depth, stats.draft_tokens)
-        if iteration.eager_sample or graph:
-            self.alarm.add(accept_lens, iteration.eager_sample, iteration.depth)
-        if iteration.eager_sample:
+        if iteration.sample.taken or graph:
+            self.alarm.add(accept_lens, iteration.sample.taken, iteration.depth, iteration.sample.verify)
+        if iteration.sample.taken:
             self._warn_of_drift()
 
     def counted(self) -> AcceptanceCounters:

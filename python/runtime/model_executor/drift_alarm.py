@@ -1,4 +1,4 @@
-"""Tells acceptance that graphs lose from chance: a sequential test, and when to sample eagerly. On the host; no torch.
+"""Tells acceptance that graphs lose from chance: a sequential test. On the host; no torch.
 
 The test may be looked at after every sample and still has a bounded rate of false alarms: an e-detector (Shin, Ramdas and
 Rinaldo 2022, arXiv:2203.03532) over conditional likelihood ratios of 2 x 2 tables. Given how many drafts of a block were
@@ -9,6 +9,7 @@ rate; text that changes the rate of both is no evidence.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,34 +17,30 @@ import numpy.typing as npt
 from runtime.model_executor.acceptance import AcceptanceCounters, compare
 from runtime.worker_info import Drift
 
+Floats = npt.NDArray[np.float64]
+KEPT = 1e3
+"""The detector's most, in limits: a drift that ends is forgotten."""
 BLOCK_ITERATIONS = 16
 """Iterations through graphs and eager ones of a block, at the least; one more runs between them."""
 MAX_GRAPH_ITERATIONS = 32
 """Iterations through graphs of a block, at the most: earlier ones may be of other text."""
-FALSE_ALARM_ITERATIONS = 1e7
-"""Iterations in which one false alarm is expected, at the most."""
+FALSE_ALARM_ITERATIONS, KINDS = 1e7, 2
+"""Iterations in which one false alarm is expected, at the most, by all kinds of samples."""
 LOG_ODDS = np.array([-3.0, -1.2, -0.5, -0.2, 0.2, 0.5, 1.2, 3.0])
 """The differences that the test looks for: log odds of an eager draft's acceptance minus those through graphs."""
+GRAPHS_LOSE = LOG_ODDS > 0
+PRIOR = np.where(GRAPHS_LOSE, 0.225, 0.025)
+"""What each of them counts for: a fault loses acceptance."""
+CAUTION = np.where(GRAPHS_LOSE, np.where(LOG_ODDS < 1, 0.8, 0.7), 0.5)
+"""Drafts that follow each other in one text go well or badly together, and a text ends in repetitions, which are easy. So evidence
+counts by these factors: with them its mean over recorded texts is at most one, by differences, for 1 to 64 requests.
+"""
 SUSPICION, STRONG = 0.6, 3.5
 """Evidence, in nats, from which more iterations are sampled, and evidence that healthy graphs seldom show."""
-FEW_REQUESTS = 4
-CAUTION = ((16, 0.5), (1 << 30, 1.0))
-"""Drafts that follow each other in one text go well or badly together, which matters where there are few texts. So evidence
-counts by a factor: that of the first entry with at least as many requests."""
+MOST_GAIN = 7.5
+"""Evidence of a single block, at the most: its iterations through graphs may be of other text."""
 MIN_GAP = 0.02
 """A smaller difference of acceptance is never reported."""
-FIRST_GAP, FIRST_BLOCKS = 60, 2
-"""Iterations between the first blocks, and their number. The gap doubles after them; with few requests, whose eager
-iterations cost the most beside their replays, it is at its end at once."""
-RARE_SHARE = 512
-"""In the end one iteration in this many is eager."""
-RESERVE, EASY_RESERVE, REFILL = 320.0, 64.0, 0.05
-"""Eager samples make n iterations longer by the time of at most `RESERVE` + `REFILL` x n replays, for any n, and of
-`EASY_RESERVE` + `REFILL` x n while the evidence is below `STRONG`."""
-SUSPICIOUS_SHARE = 0.02
-"""Share of the time that samples may take by the odds of a drift, exp(evidence): healthy graphs seldom look very suspicious."""
-FIRST_EXTRA, MOST_EXTRA = 4.0, 16.0
-"""Replays by which an eager iteration takes longer: before any is timed, and at the most, as its first run may compile kernels."""
 FALL, FALL_DEVIATIONS = 0.15, 4.0
 """A fall of acceptance through graphs that asks for samples: at least this much, in this many standard deviations."""
 FALL_BLOCKS = 6
@@ -53,74 +50,112 @@ FALL_BLOCKS = 6
 class DriftAlarm:
     """Compares drafts through graphs with eager ones, block by block.
 
-    A block is the eager iterations of one sample, and the last ones through graphs before them.
+    A block is the eager iterations of one sample, and the last ones through graphs before them. Samples of the draft alone are compared
+    apart from those in which verification is eager too: they do not show what its graph does.
     """
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
-        self._limit = np.log(FALSE_ALARM_ITERATIONS / BLOCK_ITERATIONS * max(num_steps, 1))
-        self._evidence = np.zeros((num_steps, len(LOG_ODDS)))
-        self._graph, self._eager = deque[AcceptanceCounters](maxlen=MAX_GRAPH_ITERATIONS), AcceptanceCounters(num_steps)
-        # Counts since the evidence of a position became suspicious, for the report.
-        self._counts = [self._counters() for _ in range(num_steps)]
+        self._whole, self._drafts = self._kinds = Comparison(num_steps), Comparison(num_steps)
+        self._graph = deque[AcceptanceCounters](maxlen=MAX_GRAPH_ITERATIONS)
         self._recent, self._usual = RecentRates(num_steps, 64), RecentRates(num_steps, 1024)
-        self._blocks_to_probe = 0
-        self._latest = 0.0  # evidence as of the last complete block
 
-    def _counters(self) -> dict[bool, AcceptanceCounters]:
-        return {eager: AcceptanceCounters(self._num_steps) for eager in (False, True)}
+    def add(self, accept_lens: npt.ArrayLike, eager_sample: bool, num_steps: int | None = None, verify: bool = True) -> None:
+        """Count one batch: int [B], each in 1..num_steps + 1. A batch through graphs after eager ones ends their block.
 
-    def add(self, accept_lens: npt.ArrayLike, eager_sample: bool, num_steps: int | None = None) -> None:
-        """Count one batch: int [B], each in 1..num_steps + 1. A batch through graphs after eager ones ends their block."""
-        if not eager_sample and self._eager.iterations:
-            self._end_block()
+        `verify`: whether verification was eager in the sample too.
+        """
         batch = AcceptanceCounters(self._num_steps)
         batch.add(accept_lens, num_steps)
+        for kind in self._kinds:
+            kind.iterations += 1
         if eager_sample:
-            self._eager.merge(batch)
-        else:
-            self._graph.append(batch)
-            self._recent.add(batch)
-            self._usual.add(batch)
-            if self._recent.fell_below(self._usual):
-                self._blocks_to_probe = FALL_BLOCKS
-                self._usual.copy(self._recent)
+            (self._whole if verify else self._drafts).eager.merge(batch)
+            return
+        for kind in self._kinds:
+            if kind.eager.iterations:
+                kind.end_block(self._graph)
+                self._graph.clear()
+        self._graph.append(batch)
+        self._recent.add(batch)
+        self._usual.add(batch)
+        if self._recent.fell_below(self._usual):
+            for kind in self._kinds:
+                kind.blocks_to_probe = FALL_BLOCKS
+            self._usual.copy(self._recent)
 
     def check(self) -> list[Drift]:
         """The positions that drifted, the block under way included."""
-        if not self._num_steps:
-            return []
-        evidence, counts = self._with_block()
-        found = []
-        for i in np.flatnonzero(_mean_evidence(evidence) >= self._limit):
-            drift = compare(counts[i][False], counts[i][True])
-            found += [d for d in drift if d.position == i and abs(d.graph - d.eager) >= MIN_GAP]
-        return found
+        found = self._whole.drifts(self._graph)
+        return found + [drift for drift in self._drafts.drifts(self._graph) if drift.position not in {one.position for one in found}]
 
     @property
     def suspicion(self) -> float:
         """Evidence of a drift in nats; a recent fall of acceptance through graphs counts as strong. After an alarm more samples
         tell nothing new.
         """
-        return max(self._latest if self._latest < self._limit else 0.0, STRONG if self._blocks_to_probe else 0.0)
+        return self._whole.suspicion
 
-    def _end_block(self) -> None:
-        self._evidence, self._counts = self._with_block()
-        self._latest = float(_mean_evidence(self._evidence).max(initial=0.0))
-        self._graph.clear()
-        self._eager = AcceptanceCounters(self._num_steps)
-        self._blocks_to_probe = max(self._blocks_to_probe - 1, 0)
+    @property
+    def draft_suspicion(self) -> float:
+        """The same by samples of the draft alone."""
+        return self._drafts.suspicion
 
-    def _with_block(self) -> tuple[npt.NDArray[np.float64], list[dict[bool, AcceptanceCounters]]]:
-        """Evidence [K, differences] in nats and counts by position, after the block so far."""
-        graph, eager = AcceptanceCounters(self._num_steps), self._eager
-        for batch in self._graph:
+
+class Comparison:
+    """Owner of the evidence that samples of one kind give.
+
+    Attributes:
+        eager: the block under way.
+        iterations: since the block before.
+        blocks_to_probe: blocks that are sampled as under strong evidence.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._evidence = np.zeros((num_steps, len(LOG_ODDS)))
+        # The e-detector of each position and difference: without a drift its mean is the iterations so far, however they are sampled.
+        self._detector, self._limit = np.zeros((num_steps, len(LOG_ODDS))), FALSE_ALARM_ITERATIONS * KINDS * num_steps
+        # Counts since the evidence of a position became suspicious, for the report.
+        self._counts = [self._counters() for _ in range(num_steps)]
+        self.eager, self.iterations, self.blocks_to_probe = AcceptanceCounters(num_steps), 0, 0
+        self._latest = 0.0  # evidence as of the last complete block
+
+    def _counters(self) -> dict[bool, AcceptanceCounters]:
+        return {eager: AcceptanceCounters(self._num_steps) for eager in (False, True)}
+
+    @property
+    def suspicion(self) -> float:
+        """As `DriftAlarm.suspicion`."""
+        return max(self._latest, STRONG if self.blocks_to_probe else 0.0)
+
+    def drifts(self, graph: Iterable[AcceptanceCounters]) -> list[Drift]:
+        """The positions that drifted; `graph`: iterations through graphs before the block under way."""
+        _, detector, counts = self._with_block(graph)
+        found = []
+        for i in np.flatnonzero(detector @ PRIOR >= self._limit):
+            drift = compare(counts[i][False], counts[i][True])
+            found += [d for d in drift if d.position == i and abs(d.graph - d.eager) >= MIN_GAP]
+        return found
+
+    def end_block(self, graph: Iterable[AcceptanceCounters]) -> None:
+        """Add the evidence of the block under way."""
+        self._evidence, detector, self._counts = self._with_block(graph)
+        self._detector = np.minimum(detector, KEPT * self._limit)
+        reported = (detector @ PRIOR >= self._limit).any()
+        self._latest = 0.0 if reported else float(_mean_evidence(self._evidence).max(initial=0.0))
+        self.eager, self.iterations = AcceptanceCounters(self._num_steps), 0
+        self.blocks_to_probe = max(self.blocks_to_probe - 1, 0)
+
+    def _with_block(self, batches: Iterable[AcceptanceCounters]) -> tuple[Floats, Floats, list[dict[bool, AcceptanceCounters]]]:
+        """Evidence [K, differences] in nats, the detector of the same shape and counts by position, after the block so far."""
+        graph, eager = AcceptanceCounters(self._num_steps), self.eager
+        for batch in batches:
             graph.merge(batch)
         if not graph.iterations or not eager.iterations:
-            return self._evidence, self._counts
-        evidence, counts = np.maximum(self._evidence, 0.0), []
+            return self._evidence, self._detector, self._counts
+        gained, counts = np.zeros_like(self._evidence), []
         grown = _mean_evidence(self._evidence) >= SUSPICION
-        weight = next(factor for most, factor in CAUTION if graph.iterations <= most * len(self._graph))
         for i in range(self._num_steps):
             both = self._counters()
             for side, block in ((False, graph), (True, eager)):
@@ -128,8 +163,9 @@ class DriftAlarm:
                 if grown[i]:
                     both[side].merge(self._counts[i][side])
             counts.append(both)
-            evidence[i] += weight * block_evidence(*(int(n[i]) for c in (eager, graph) for n in (c.accepted, c.reached)))
-        return evidence, counts
+            gained[i] = CAUTION * block_evidence(*(int(n[i]) for c in (eager, graph) for n in (c.accepted, c.reached)))
+        gained = np.minimum(gained, MOST_GAIN)
+        return np.maximum(self._evidence, 0.0) + gained, (self._detector + self.iterations) * np.exp(gained), counts
 
 
 class RecentRates:
@@ -159,7 +195,7 @@ class RecentRates:
         return bool(usual._batches > 4 * self._batches and fell.any())
 
 
-def block_evidence(eager_accepted: int, eager: int, graph_accepted: int, graph: int) -> npt.NDArray[np.float64]:
+def block_evidence(eager_accepted: int, eager: int, graph_accepted: int, graph: int) -> Floats:
     """Log likelihood ratios, [differences], of a 2 x 2 table given its margins: each of `LOG_ODDS` against none."""
     total = eager_accepted + graph_accepted
     eager_counts = np.arange(max(0, total - graph), min(eager, total) + 1)
@@ -168,79 +204,16 @@ def block_evidence(eager_accepted: int, eager: int, graph_accepted: int, graph: 
     return LOG_ODDS * eager_accepted - (_log_sum(tilted) - _log_sum(weights[None]))
 
 
-def _log_binomial(n: int, k: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def _log_binomial(n: int, k: npt.NDArray[np.int64]) -> Floats:
     log_factorial = np.concatenate([[0.0], np.log(np.arange(1, n + 1)).cumsum()])
     return log_factorial[n] - log_factorial[k] - log_factorial[n - k]
 
 
-def _log_sum(logs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _log_sum(logs: Floats) -> Floats:
     top = logs.max(axis=1)
     return top + np.log(np.exp(logs - top[:, None]).sum(axis=1))
 
 
-def _mean_evidence(evidence: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The evidence of each position, [K] in nats: the mean over differences, which is an e-detector too."""
-    return _log_sum(evidence) - np.log(evidence.shape[1])
-
-
-class SampleSchedule:
-    """Chooses the iterations that run eagerly: some at first, few later, more under suspicion, within a bound on their time.
-
-    Args:
-        adaptive: whether the frequency changes. Not where ranks that read no results must choose alike.
-    """
-
-    def __init__(self, adaptive: bool = True) -> None:
-        self._adaptive = adaptive
-        self._now = self._blocks = 0
-        self._length, self._start = (3, FIRST_GAP) if adaptive else (1, RARE_SHARE)
-        self._budget, self._replay, self._extra = RESERVE, 0.0, FIRST_EXTRA  # in replays, in seconds, in replays
-
-    def next(self, live: int, suspicion: float) -> tuple[bool, bool]:
-        """Count an iteration of `live` requests. Returns whether it is eager, and whether the next one is."""
-        self._now += 1
-        self._budget = min(self._budget + REFILL, RESERVE)
-        if self._now >= self._start + self._length:
-            self._plan(live, suspicion)
-        elif self._adaptive and suspicion >= SUSPICION and self._start - self._now > BLOCK_ITERATIONS:
-            self._start = min(self._start, self._now + self._distance(self._length, suspicion))
-        if self._now == self._start:
-            self._budget -= self._cost(self._length)
-        return self._sampled(self._now), self._sampled(self._now + 1)
-
-    def observe(self, seconds: float, eager: bool) -> None:
-        """An iteration took `seconds`; `eager`: it was in the sample, or preceded it."""
-        if not eager:
-            self._replay += (seconds - self._replay) / (16 if self._replay else 1)
-        elif self._replay:
-            extra = min(max(seconds / self._replay - 1, 1.0), MOST_EXTRA)
-            self._extra += (extra - self._extra) / 8
-
-    def _sampled(self, iteration: int) -> bool:
-        return self._start <= iteration < self._start + self._length
-
-    def _cost(self, length: int) -> float:
-        """Replays by which a block takes longer; verification of the iteration before it runs eagerly too."""
-        return (length + 1) * self._extra
-
-    def _distance(self, length: int, suspicion: float) -> int:
-        """Iterations until a block of `length` may begin that this much suspicion asks for."""
-        share = min(SUSPICIOUS_SHARE * np.exp(suspicion), 1.0)
-        return max(BLOCK_ITERATIONS + 1, round(self._cost(length) / share), self._wait(length, suspicion)) - length
-
-    def _wait(self, length: int, suspicion: float) -> int:
-        """Iterations until the budget pays for a block."""
-        kept = 0.0 if suspicion >= STRONG else RESERVE - EASY_RESERVE
-        return int(np.ceil(max(min(kept + self._cost(length), RESERVE) - self._budget, 0.0) / REFILL))
-
-    def _plan(self, live: int, suspicion: float) -> None:
-        """Set the next block, which begins now. Few requests give few drafts, so more of their iterations are eager."""
-        if suspicion >= SUSPICION and self._adaptive:
-            self._length = 4 if live <= 16 else 2
-            self._start = self._now + self._distance(self._length, suspicion)
-            return
-        self._blocks += 1
-        self._length = 1 if live > 32 or not self._adaptive else 3
-        rare, later = RARE_SHARE * self._length, self._blocks - FIRST_BLOCKS
-        gap = FIRST_GAP if later < 0 else rare if live <= FEW_REQUESTS else min(round(FIRST_GAP * 1.3**later), rare)
-        self._start = self._now + (max(gap, self._wait(self._length, suspicion)) if self._adaptive else RARE_SHARE - 1)
+def _mean_evidence(evidence: Floats) -> Floats:
+    """The evidence of each position, [K] in nats: the mean over differences."""
+    return _log_sum(evidence + np.log(PRIOR))

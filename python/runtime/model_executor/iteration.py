@@ -13,6 +13,7 @@ from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.layers.token_mask import TokenMask
 from runtime.model_executor.grammar_rows import GrammarStep
 from runtime.model_executor.ragged_windows import RaggedWindows
+from runtime.model_executor.sample_schedule import NO_SAMPLE, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,7 @@ class Iteration:
         bounds: int32 [size], on the host: upper bounds of `kv_lens`.
         needs: what the sampler has to do.
         top_logprobs: number of most likely tokens to report for each token; -1 for no log-probabilities.
-        eager_sample: whether drafting and verification run eagerly, to be compared with replays.
-        precedes_eager_sample: whether the next iteration is the sample: verification and draft-extend run eagerly,
-            since it starts from their results.
+        sample: what of it runs eagerly, to be compared with replays.
         grammar: the constrained requests; None where there are none.
         mask: what grammars allow at the positions of the window, once it is known; None where nothing is restricted.
         caps: None where every request takes all drafts.
@@ -59,8 +58,7 @@ class Iteration:
     bounds: npt.NDArray[np.int32]
     needs: SamplingNeeds
     top_logprobs: int = -1
-    eager_sample: bool = False
-    precedes_eager_sample: bool = False
+    sample: Sample = NO_SAMPLE
     grammar: GrammarStep | None = None
     mask: TokenMask | None = None
     caps: DraftCaps | None = None

@@ -102,10 +102,9 @@ class IterationGraphs:
         runner, depth = self.runners.get(iteration.depth), iteration.depth
         if runner is None or iteration.size not in runner.sizes or _variant(iteration.needs) is None:
             return False
-        eager = iteration.eager_sample or iteration.precedes_eager_sample
         parts = (runner, *self._stages.verifier.at_depth(depth), *self._stages.drafter.runners(depth))
         replays = all(part.mode is RunMode.REPLAY for part in parts)
-        return replays and not eager and iteration.grammar is None and iteration.caps is None
+        return replays and not iteration.sample.eager and iteration.grammar is None and iteration.caps is None
 
     def run(self, iteration: Iteration) -> tuple[torch.Tensor, VerifyResult]:
         """Run an iteration whose rows are in the inputs.

@@ -167,7 +167,7 @@ class Verifier:
 
     def run(self, iteration: Iteration, batch: ForwardBatch) -> VerifyResult:
         """Run the target over filled inputs."""
-        eager = iteration.eager_sample or iteration.precedes_eager_sample
+        eager = iteration.sample.eager and iteration.sample.verify
         outputs, graph = self._runner(iteration).run(batch, eager=eager)
         return self._result(iteration, outputs, graph)
 

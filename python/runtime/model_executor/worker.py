@@ -315,16 +315,18 @@ class Worker:
         host_rows = batch.rows[first:]
         bounds = np.zeros(size, dtype=np.int32)
         bounds[: len(host_rows)] = batch.len_bounds[first:]
-        is_sample, precedes_sample = parts.monitor.next_iteration(batch.num_decodes)
+        sample = parts.monitor.next_iteration(batch.num_decodes, depth)
         # The sample is of iterations that would replay a graph: other traffic may be accepted differently, and counts
         # for neither side.
         needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
         grammar = parts.grammars.step(host_rows, size, parts.drafter.spec.shape.at_depth(depth).num_draft_tokens)
-        is_sample = is_sample and first == 0 and depth > 0 and grammar is None and parts.verifier.has_graph(depth, size)
-        unfollowed = parts.drafter.before(host_rows, batch.len_bounds[first:], depth, needs, is_sample)
+        # The sample is of iterations that would replay a graph: other traffic may be accepted differently, and counts
+        # for neither side.
+        taken = sample.taken and first == 0 and grammar is None and parts.verifier.has_graph(depth, size)
+        unfollowed = parts.drafter.before(host_rows, batch.len_bounds[first:], depth, needs, taken)
         parts.inputs.rows(size).copy_(rows)
         return Iteration(
-            *(depth, host_rows, rows, parts.inputs.kv_lens(size), bounds, needs, k, is_sample, precedes_sample, grammar),
+            *(depth, host_rows, rows, parts.inputs.kv_lens(size), bounds, needs, k, replace(sample, taken=taken), grammar),
             caps=self._caps(host_rows, depth, size, batch.widths),
             ragged=RaggedWindows.of(batch.widths, depth + 1, parts.target.staging.upload) if len(batch.widths) else None,
             greedy=None if parts.depths.controller is None else parts.target.rows.greedy(host_rows),
@@ -424,7 +426,7 @@ class Worker:
             self.parts.monitor.observe_time(iteration, decoded.stats.graph, seconds)
         if controller is None:
             return
-        timed = seconds if usual and not (iteration.eager_sample or iteration.precedes_eager_sample) else None
+        timed = seconds if usual and not iteration.sample.eager else None
         assert iteration.greedy is not None
         most = np.full(iteration.live, iteration.depth) if caps is None else caps.host
         kv_tokens = int(iteration.bounds.sum())

@@ -43,7 +43,7 @@ class HeldStates:
 
     def add(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, states: torch.Tensor) -> None:
         """Store one position of each row. rows int64 [B], positions int32 [B], tokens int64 [B], states [B, width]. In the graph."""
-        at = rows * WIDTH + positions % WIDTH
+        at = torch.add(positions % WIDTH, rows, alpha=WIDTH)
         self._tokens.view(-1).index_copy_(0, at, tokens)
         self._states.flatten(0, 1).index_copy_(0, at, states.to(self._states.dtype))
 
@@ -120,7 +120,7 @@ class CatchUp:
             live = iteration.live
             one = np.ones(live, dtype=np.int32)
             bounds = iteration.bounds[:live] + 1
-            self._run(iteration.host_rows, bounds, one, variant, iteration.precedes_eager_sample, iteration.size)
+            self._run(iteration.host_rows, bounds, one, variant, iteration.sample.precedes, iteration.size)
 
     def _run(self, rows: Int32, bounds: Int32, behind: Int32, variant: str, eager: bool, size: int) -> None:
         """One window per row that is behind; the others take part as padding."""

@@ -143,7 +143,7 @@ class DFlashWorker(Drafter):
         torch.add(iteration.kv_lens, width, out=batch.seq_lens)
         grammar = iteration.grammar
         restricted = None if grammar is None or not grammar.restricts else partial(self._fill_block, grammar=grammar)
-        outputs, _ = runner.run(batch, eager=iteration.eager_sample, forward=restricted)
+        outputs, _ = runner.run(batch, eager=iteration.sample.taken, forward=restricted)
         return DraftWindow(outputs["tokens"])
 
     def follow(self, iteration: Iteration, accepted: Accepted) -> None:
@@ -157,7 +157,7 @@ class DFlashWorker(Drafter):
         batch.seq_len_bounds[:] = iteration.bounds + iteration.depth + 1
         fill_window(batch, self._target.page_table, iteration.kv_lens, accepted.window)
         runner.inputs(iteration.size)["features"].copy_(accepted.features)
-        runner.run(batch, eager=iteration.precedes_eager_sample)
+        runner.run(batch, eager=iteration.sample.precedes)
 
     def follow_prompt(self, extend: ExtendPass) -> None:
         """Store keys and values of prompt chunks."""

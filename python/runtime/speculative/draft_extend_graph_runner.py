@@ -23,6 +23,9 @@ from runtime.models.draft_head import DraftModel
 from runtime.speculative.draft_decode_graph_runner import GREEDY, SAMPLED
 from runtime.speculative.draft_state import DraftState, first_guesses
 
+KV_ONLY = "kv"
+"""The variant after which no guess is read."""
+
 
 def draft_extend_spec(full: TreeShape, shape: TreeShape, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
     """The runner over windows of `shape`; `full` is the shape at full depth.
@@ -51,7 +54,7 @@ def draft_extend_forward(
         accepted = inputs.named("accept_lens", batch.batch_size).to(torch.int64)
         last = torch.arange(batch.batch_size, device=accepted.device) * D + accepted - 1
         hidden = draft.forward(replace(batch, hidden_states=states(batch)), last)
-        if draft.lookahead:
+        if draft.lookahead and variant != KV_ONLY:
             positions = inputs.kv_lens(batch.batch_size).to(torch.int64) + accepted + 1 if variant == SAMPLED else None
             state.hidden[index] = hidden
             first_guesses(state, draft, hidden, rows.tables, index, positions)

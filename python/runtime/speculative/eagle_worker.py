@@ -35,7 +35,7 @@ from runtime.model_executor.window import fill_window
 from runtime.models.draft_head import DraftModel
 from runtime.speculative.catch_up import WIDTH, CatchUp, HeldStates, catch_up_spec
 from runtime.speculative.draft_decode_graph_runner import GREEDY, SAMPLED, DraftPasses, draft_decode_spec
-from runtime.speculative.draft_extend_graph_runner import draft_extend_forward, draft_extend_spec
+from runtime.speculative.draft_extend_graph_runner import KV_ONLY, draft_extend_forward, draft_extend_spec
 from runtime.speculative.draft_state import DraftState, first_guesses
 from runtime.speculative.draft_tree import begin, select
 
@@ -94,7 +94,7 @@ class EagleWorker(Drafter):
         held = HeldStates(len(target.rows.kv_lens), model.input_width, self.runner.dtype, inputs)
         forward = draft_extend_forward(model, target.rows, self.state, inputs, held.states)
         variants = (GREEDY, SAMPLED) if self.spec.shape.topk == 1 else (GREEDY,)
-        spec = catch_up_spec(variants, model.kernel_launches)
+        spec = catch_up_spec((*variants, KV_ONLY), model.kernel_launches)
         runner = setup.make_runner(spec, forward, self.runner, setup.depths[0], self._config.draft_extend_graph)
         return CatchUp(target, inputs, held, runner)
 
@@ -157,8 +157,9 @@ class EagleWorker(Drafter):
             self.catch_up.admit(new_rows)
 
     def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds, eager: bool) -> int:
-        """Follow steps without drafts, if it is time."""
-        return 0 if self.catch_up is None else self.catch_up.before(rows, bounds, depth, self._variant(needs), eager)
+        """Follow steps without drafts, if it is time. Guesses are made only before drafts: they are a large part of a pass."""
+        variant = self._variant(needs) if depth else KV_ONLY
+        return 0 if self.catch_up is None else self.catch_up.before(rows, bounds, depth, variant, eager)
 
     def propose(self, iteration: Iteration) -> DraftWindow:
         """Run draft-decode."""
@@ -172,7 +173,7 @@ class EagleWorker(Drafter):
         batch.seq_len_bounds[:] = iteration.bounds + topk
         torch.add(iteration.kv_lens, topk, out=batch.seq_lens)
         forward = None if grammar is None else runners.passes.constrained(grammar)
-        outputs, _ = runner.run(batch, self._variant(iteration.needs), iteration.eager_sample, forward)
+        outputs, _ = runner.run(batch, self._variant(iteration.needs), iteration.sample.taken, forward)
         if topk == 1:
             return DraftWindow(outputs["tokens"], probs=outputs["probs"])
         return DraftWindow(outputs["tokens"], outputs["parents"], outputs["depths"], outputs["mask"])
@@ -209,7 +210,7 @@ class EagleWorker(Drafter):
             first = torch.arange(iteration.size, device=features.device)[:, None] * D
             features = features[(first + result.path).flatten()]
         inputs["features"].copy_(features)
-        runner.run(batch, self._variant(iteration.needs), iteration.precedes_eager_sample)
+        runner.run(batch, self._variant(iteration.needs), iteration.sample.precedes)
 
     def follow_prompt(self, extend: ExtendPass) -> None:
         """Run the draft over prompt chunks.

@@ -1,0 +1,160 @@
+"""When iterations run eagerly, to be compared with graphs: some at first, few later, more under suspicion, within a bound on their time.
+
+A draft's passes are few launches, which a large model's verification hides, so samples of the draft alone cost next to nothing there.
+Verification runs eagerly in samples of their own, which take as long as launching all kernels of the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from runtime.model_executor.drift_alarm import BLOCK_ITERATIONS, STRONG, SUSPICION, DriftAlarm
+
+FEW_REQUESTS = 4
+FIRST_BLOCKS, GROWTH = 2, 1.5
+"""Blocks after which the gap between them grows, and its factor; with few requests, whose eager iterations cost the most beside their
+replays, it is at its end at once."""
+EASY_SHARE = 0.004
+"""Share of the time that samples of one kind take in the end."""
+RARE = 512
+"""Iterations between samples that are not adaptive."""
+RESERVE, EASY_RESERVE, REFILL = 320.0, 64.0, 0.05
+"""Eager samples make n iterations longer by the time of at most `RESERVE` + `REFILL` x n replays, for any n, and of
+`EASY_RESERVE` + `REFILL` x n while the evidence is below `STRONG`."""
+SUSPICIOUS_SHARE = 0.01
+"""Share of the time that samples may take by the odds of a drift, exp(evidence): healthy graphs seldom look very suspicious."""
+LEAST_EXTRA, MOST_EXTRA = 0.05, 16.0
+"""Replays by which an eager iteration takes longer, at the least, and at the most: its first run may compile kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What samples of one kind begin with.
+
+    Attributes:
+        gap: iterations between the first blocks.
+        extra: replays by which an eager iteration takes longer, before any is timed.
+        share: of the time that all samples may take.
+    """
+
+    gap: int
+    extra: float
+    share: float
+
+
+WHOLE, DRAFTS = Kind(60, 4.0, 0.8), Kind(24, 1.0, 0.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What of an iteration runs eagerly.
+
+    Attributes:
+        taken: its drafts do, and it is in the sample.
+        precedes: the draft's pass after it does, because the next iteration is in the sample, which begins with its results.
+        verify: verification does too.
+    """
+
+    taken: bool = False
+    precedes: bool = False
+    verify: bool = False
+
+    @property
+    def eager(self) -> bool:
+        """Whether anything does."""
+        return self.taken or self.precedes
+
+
+NO_SAMPLE = Sample()
+
+
+class Samples:
+    """Owner of both schedules: of samples with verification, and of samples of the draft alone, which give way to them."""
+
+    def __init__(self, adaptive: bool = True) -> None:
+        """`adaptive`: as for `SampleSchedule`; else the draft is never sampled alone."""
+        self.whole = SampleSchedule(WHOLE, adaptive)
+        self._drafts = SampleSchedule(DRAFTS) if adaptive else None
+        self._prepared = False
+
+    def next(self, live: int, alarm: DriftAlarm) -> Sample:
+        """Count an iteration of `live` requests."""
+        whole = Sample(*self.whole.next(live, alarm.suspicion), verify=True)
+        drafts = NO_SAMPLE if self._drafts is None else Sample(*self._drafts.next(live, alarm.draft_suspicion))
+        sample = whole if whole.eager else Sample(drafts.taken and self._prepared, drafts.precedes)
+        self._prepared = sample.precedes
+        return sample
+
+    def observe(self, seconds: float, sample: Sample) -> None:
+        """An iteration took `seconds`."""
+        for schedule, verify in ((self.whole, True), (self._drafts, False)):
+            if schedule is not None and (not sample.eager or sample.verify == verify):
+                schedule.observe(seconds, sample.eager)
+
+
+class SampleSchedule:
+    """Chooses the iterations of one kind of sample.
+
+    Args:
+        kind: of the samples.
+        adaptive: whether the frequency changes. Not where ranks that read no results must choose alike.
+    """
+
+    def __init__(self, kind: Kind = WHOLE, adaptive: bool = True) -> None:
+        self._adaptive, self._gap, self._share = adaptive, kind.gap, kind.share
+        self._now = self._blocks = 0
+        self._length, self._start = (3, kind.gap) if adaptive else (1, RARE)
+        self._budget, self._replay, self._extra = kind.share * RESERVE, 0.0, kind.extra  # in replays, in seconds, in replays
+
+    def next(self, live: int, suspicion: float) -> tuple[bool, bool]:
+        """Count an iteration of `live` requests. Returns whether it is eager, and whether the next one is."""
+        self._now += 1
+        self._budget = min(self._budget + self._share * REFILL, self._share * RESERVE)
+        if self._now >= self._start + self._length:
+            self._plan(live, suspicion)
+        elif self._adaptive and suspicion >= SUSPICION and self._start - self._now > BLOCK_ITERATIONS:
+            self._start = min(self._start, self._now + self._distance(self._length, suspicion))
+        if self._now == self._start:
+            self._budget -= self._cost(self._length)
+        return self._sampled(self._now), self._sampled(self._now + 1)
+
+    def observe(self, seconds: float, eager: bool) -> None:
+        """An iteration took `seconds`; `eager`: it was in the sample, or preceded it."""
+        if not eager:
+            self._replay += (seconds - self._replay) / (16 if self._replay else 1)
+        elif self._replay:
+            extra = min(max(seconds / self._replay - 1, LEAST_EXTRA), MOST_EXTRA)
+            self._extra += (extra - self._extra) / 4
+
+    def _sampled(self, iteration: int) -> bool:
+        return self._start <= iteration < self._start + self._length
+
+    def _cost(self, length: int) -> float:
+        """Replays by which a block takes longer; verification of the iteration before it runs eagerly too."""
+        return (length + 1) * self._extra
+
+    def _distance(self, length: int, suspicion: float) -> int:
+        """Iterations until a block of `length` may begin that this much suspicion asks for."""
+        share = min(SUSPICIOUS_SHARE * np.exp(suspicion), 1.0)
+        return max(BLOCK_ITERATIONS + 1, round(self._cost(length) / share), self._wait(length, suspicion)) - length
+
+    def _wait(self, length: int, suspicion: float) -> int:
+        """Iterations until the budget pays for a block."""
+        kept = 0.0 if suspicion >= STRONG else self._share * (RESERVE - EASY_RESERVE)
+        wanted = min(kept + self._cost(length), self._share * RESERVE)
+        return int(np.ceil(max(wanted - self._budget, 0.0) / (self._share * REFILL)))
+
+    def _plan(self, live: int, suspicion: float) -> None:
+        """Set the next block, which begins now. Few requests give few drafts, so more of their iterations are eager."""
+        if suspicion >= SUSPICION and self._adaptive:
+            self._length = 4 if live <= 16 or self._extra < 1 else 2
+            self._start = self._now + self._distance(self._length, suspicion)
+            return
+        self._blocks += 1
+        self._length = 1 if live > 32 or not self._adaptive else 3
+        rare = max(round(self._cost(self._length) / EASY_SHARE), BLOCK_ITERATIONS + self._length)
+        if self._blocks >= FIRST_BLOCKS:
+            self._gap = rare if live <= FEW_REQUESTS else min(round(self._gap * GROWTH), rare)
+        self._start = self._now + (max(self._gap, self._wait(self._length, suspicion)) if self._adaptive else RARE - 1)
